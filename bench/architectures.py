@@ -107,20 +107,22 @@ def sequences() -> list[Datum]:
     texts: list[tuple[list[int], int]] = []
     for prompt, answers in ((draw(24), (20, 8, 46)), (draw(6), (6, 48)), (draw(50), (1,))):
         texts += [(prompt + draw(n), len(prompt)) for n in answers]
-    found = []
+    results = []
     for tokens, prompt in texts:
         weights = np.concatenate(
             [np.zeros(prompt - 1), rng.uniform(0.2, 1.0, len(tokens) - prompt)]
         ).astype(np.float32)
-        found.append(
+        results.append(
             Datum(
                 ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights}
             )
         )
-    return found
+    return results
 
 
-def alone(model: Any, datums: list[Datum]) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
+def sample_single(
+    model: Any, datums: list[Datum]
+) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
     """Return the logprobs of each datum and the gradient of their weighted sum, from the plain
     model with a separate forward per sequence.
     """
@@ -145,7 +147,7 @@ def rounding(model: Any, datums: list[Datum], logprobs: list[np.ndarray]) -> flo
     """Return the largest difference, in nats, between the plain model's logprobs in float32 and in
     float64.
     """
-    exact, _ = alone(models._disable_randomness(copy.deepcopy(model)).double(), datums)
+    exact, _ = sample_single(models._disable_randomness(copy.deepcopy(model)).double(), datums)
     return max(float(np.abs(a - b).max()) for a, b in zip(exact, logprobs, strict=True))
 
 
@@ -257,20 +259,20 @@ def attempt(work: Callable[[], Any]) -> str:
 
 
 def left_out(model: Any, name: str) -> str:
-    found = add_lora(loaded_copy(model, name), LoraConfig(rank=2, seed=0))
-    return f"{found.unadapted_share:.3f}"
+    result = add_lora(loaded_copy(model, name), LoraConfig(rank=2, seed=0))
+    return f"{result.unadapted_share:.3f}"
 
 
 def saved(model: Any) -> dict[str, str]:
     """Return the columns SAVED of an architecture that the learner accepts in some layout."""
     datums, accelerator = sequences()[:3], make_accelerator(bf16=False)
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[str, str] = {}
-        said = attempt(
-            lambda: found.update(saved_columns(model, datums, accelerator, Path(folder))) or ""
+        result: dict[str, str] = {}
+        text = attempt(
+            lambda: result.update(saved_columns(model, datums, accelerator, Path(folder))) or ""
         )
         adapter = attempt(lambda: adapter_column(model, datums, accelerator, Path(folder)))
-    return {"resume": said, "reload": said, **found, "adapter": adapter}
+    return {"resume": text, "reload": text, **result, "adapter": adapter}
 
 
 def saved_row(known: dict[str, Any]) -> dict[str, Any]:
@@ -284,7 +286,7 @@ def row(name: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     begin = time.perf_counter()
     model = tiny_model(name)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "architecture": name,
         "class": type(model).__name__,
         "attention": model.config._attn_implementation,
@@ -296,22 +298,24 @@ def row(name: str) -> dict[str, Any]:
 
     def layout(which: str, checkpointing: bool = False) -> str:
         nonlocal truth
-        truth = truth or alone(plain, datums)
+        truth = truth or sample_single(plain, datums)
         settings = LearnerSettings(
             token_budget=400, layout=which, gradient_checkpointing=checkpointing
         )
         return judged(model, name, datums, truth, accelerator, settings)
 
     for which in LAYOUTS:
-        found[which] = attempt(lambda which=which: layout(which))
-    found["checkpointing"] = attempt(lambda: layout("padded", checkpointing=True))
-    found["sampler"] = attempt(lambda: sampled(plain))
-    found.update(saved(model))
-    found["rows"] = attempt(lambda: rows_of(plain)) if found["sampler"].startswith("exact") else ""
-    found["layers"] = str(describe_layers(model))
-    found["lora_left_out"] = attempt(lambda: left_out(model, name))
-    found["seconds"] = round(time.perf_counter() - begin, 1)
-    return found
+        result[which] = attempt(lambda which=which: layout(which))
+    result["checkpointing"] = attempt(lambda: layout("padded", checkpointing=True))
+    result["sampler"] = attempt(lambda: sampled(plain))
+    result.update(saved(model))
+    result["rows"] = (
+        attempt(lambda: rows_of(plain)) if result["sampler"].startswith("exact") else ""
+    )
+    result["layers"] = str(describe_layers(model))
+    result["lora_left_out"] = attempt(lambda: left_out(model, name))
+    result["seconds"] = round(time.perf_counter() - begin, 1)
+    return result
 
 
 # ------------------------------------------------------------------------------------------- table
@@ -326,17 +330,17 @@ def write(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def in_its_own_process(
-    name: str, limit: float, work: Callable[[Any], dict[str, Any]] = row, given: Any = None
+    name: str, limit: float, work: Callable[[Any], dict[str, Any]] = row, inputs: Any = None
 ) -> dict[str, Any]:
     """Return a row from a child process, or a row that describes the end of the process. The
     process is forked, because the imports take seconds and a fork inherits them.
     """
-    here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
+    here, present = multiprocessing.get_context("fork").Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(
-        target=_send_row, args=(name, there, work, name if given is None else given)
+        target=_send_row, args=(name, present, work, name if inputs is None else inputs)
     )
     process.start()
-    there.close()
+    present.close()
     try:
         if here.poll(limit):
             return here.recv()
@@ -352,12 +356,12 @@ def in_its_own_process(
         process.join()
 
 
-def _send_row(name: str, there: Any, work: Callable[[Any], dict[str, Any]], given: Any) -> None:
+def _send_row(name: str, present: Any, work: Callable[[Any], dict[str, Any]], inputs: Any) -> None:
     try:
-        there.send(work(given))
+        present.send(work(inputs))
     except Exception as error:  # noqa: BLE001
         first = (str(error).strip() or "no text").splitlines()[0]
-        there.send(
+        present.send(
             {"architecture": name, "class": f"not built: {type(error).__name__}: {first[:200]}"}
         )
 
@@ -396,7 +400,7 @@ def main() -> None:
         action="store_true",
         help="resume, reload and adapter alone, of rows that have no such cell",
     )
-    asked = parser.parse_args()
+    request = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     rows: dict[str, dict[str, Any]] = {}
@@ -406,15 +410,15 @@ def main() -> None:
     warm_up()
     names = (
         [name for name in rows if rows[name]["parameters"] and not rows[name].get("resume")]
-        if asked.saved
+        if request.saved
         else model_types()
     )
-    for name in asked.only or names:
-        if asked.saved:
-            found = in_its_own_process(name, asked.limit, saved_row, rows[name])
-            rows[name] |= {column: found.get(column) or found["class"] for column in SAVED}
+    for name in request.only or names:
+        if request.saved:
+            result = in_its_own_process(name, request.limit, saved_row, rows[name])
+            rows[name] |= {column: result.get(column) or result["class"] for column in SAVED}
         else:
-            rows[name] = in_its_own_process(name, asked.limit)
+            rows[name] = in_its_own_process(name, request.limit)
         write(rows)
         print({key: value for key, value in rows[name].items() if key != "class"}, flush=True)
     print(summary(rows))

@@ -54,11 +54,11 @@ def _steps(learner: Learner, datums: list[Datum], count: int) -> None:
 
 def _state(learner: Learner) -> dict[str, torch.Tensor]:
     """Return copies of the weights and of AdamW's state."""
-    found = {
+    results = {
         **{name: p.detach() for name, p in learner.trainable.items()},
         **learner.optimizer_tensors(),
     }
-    return {name: tensor.clone() for name, tensor in found.items()}
+    return {name: tensor.clone() for name, tensor in results.items()}
 
 
 @torch.no_grad()
@@ -66,11 +66,11 @@ def _logits(model: Any) -> torch.Tensor:
     return model.eval()(input_ids=_IDS, use_cache=False).logits.double()
 
 
-def _apart(found: torch.Tensor, expected: torch.Tensor, plain: Any, folder: Path) -> str:
+def _apart(result: torch.Tensor, expected: torch.Tensor, plain: Any, folder: Path) -> str:
     """Return a verdict on the logits of transformers' model, compared with `expected`. `plain`: the
     model as transformers read it from `folder`.
     """
-    off = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+    off = float((result - expected).abs().max()) / max(1.0, float(expected.abs().max()))
     if off > NEAR and (other := _read_otherwise(plain, folder)):
         return f"refused: transformers does not read what the file says of {', '.join(other)}"
     return "exact" if off <= NEAR else f"WRONG: logits {off:.2g} of the largest apart"
@@ -83,23 +83,23 @@ def saved_columns(
     transformers builds it; `folder`: for the written files.
     """
     learner_checkpoint.write_model(model, None, folder / "base")
-    one = _learner(_loaded(str(folder / "base"), model), accelerator)
-    begun = _state(one)
-    _steps(one, datums, 2)
+    first = _learner(_loaded(str(folder / "base"), model), accelerator)
+    begun = _state(first)
+    _steps(first, datums, 2)
     learner_checkpoint.save_learner_state(
-        one,
+        first,
         _SPEC,
         folder / "at2",
         [torch.get_rng_state()],
         learner_checkpoint.SaveMetadata({}),
         None,
     )
-    _steps(one, datums, 2)
+    _steps(first, datums, 2)
     base, _ = learner_checkpoint.resolve_base_model(_SPEC, str(folder / "at2"))
-    two = _learner(_loaded(base, model), accelerator)
-    learner_checkpoint.load_learner_state(two, folder / "at2", True, 0)
-    _steps(two, datums, 2)
-    whole, resumed = _state(one), _state(two)
+    second = _learner(_loaded(base, model), accelerator)
+    learner_checkpoint.load_learner_state(second, folder / "at2", True, 0)
+    _steps(second, datums, 2)
+    whole, resumed = _state(first), _state(second)
     unlike = [
         name for name in whole if name not in resumed or not torch.equal(whole[name], resumed[name])
     ]
@@ -110,9 +110,9 @@ def saved_columns(
         if unlike
         else "exact"
     )
-    learner_checkpoint.write_model(one.model, None, folder / "last")
+    learner_checkpoint.write_model(first.model, None, folder / "last")
     plain = _plain(folder / "last")
-    reload = _apart(_logits(plain), _logits(one.model), plain, folder / "last")
+    reload = _apart(_logits(plain), _logits(first.model), plain, folder / "last")
     return {"resume": "WRONG: nothing moved" if still else resume, "reload": reload}
 
 
@@ -142,11 +142,11 @@ def _read_otherwise(plain: Any, folder: Path) -> list[str]:
     """
     from safetensors.torch import load_file
 
-    own = dict(plain.named_parameters())
+    reference = dict(plain.named_parameters())
     return [
         name
         for name, tensor in load_file(str(folder / "model.safetensors")).items()
-        if name in own and not torch.equal(own[name], tensor)
+        if name in reference and not torch.equal(reference[name], tensor)
     ]
 
 

@@ -30,7 +30,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from seeing import FAMILIES, alone, tiny  # noqa: E402
+from seeing import FAMILIES, sample_single, tiny  # noqa: E402
 from test_images import datum, learnt, of_logits, rows  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES  # noqa: E402
 
@@ -54,23 +54,23 @@ def measured(name: str) -> str:
     assert reader is not None
     prompts = rows(loaded.tokenizer, reader, get_renderer("chat_template", loaded.tokenizer))
     learner = Learner(loaded, make_accelerator(bf16=False), LearnerSettings())
-    expected = [of_logits(alone(loaded.model, reader, one), one) for one in prompts]
-    pairs = zip(learnt(learner, [datum(one) for one in prompts]), expected, strict=True)
+    expected = [of_logits(sample_single(loaded.model, reader, item), item) for item in prompts]
+    pairs = zip(learnt(learner, [datum(item) for item in prompts]), expected, strict=True)
     off = {"learner": max(float(np.abs(mine - right).max()) for mine, right in pairs)}
     engine = Engine(make_decoder(loaded.model), loaded.eos_token_ids, max_context=1024)
-    for i, one in enumerate(prompts):
+    for i, item in enumerate(prompts):
         params = SamplingParams(max_tokens=9)
         engine.add(
             SamplingRequest(
-                prompt=one.flat(), images=one.placed(), num_samples=2, params=params, problem=i
+                prompt=item.flat(), images=item.placed(), num_samples=2, params=params, problem=i
             )
         )
     drawn = []
-    for one, response in zip(prompts, engine.run(), strict=True):
+    for item, response in zip(prompts, engine.run(), strict=True):
         for sequence in response.sequences:
             if reader.image_token_id not in sequence.tokens:  # plain model: no image for it
-                whole = ModelInput.of([*one.flat(), *sequence.tokens], one.placed())
-                right = of_logits(alone(loaded.model, reader, whole), whole)[
+                whole = ModelInput.of([*item.flat(), *sequence.tokens], item.placed())
+                right = of_logits(sample_single(loaded.model, reader, whole), whole)[
                     -len(sequence.tokens) :
                 ]
                 drawn.append(float(np.abs(np.array(sequence.logprobs) - right).max()))
@@ -92,14 +92,14 @@ def images_of(name: str) -> str:
 def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    found = {name: images_of(name) for name in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)}
+    results = {name: images_of(name) for name in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)}
     with SEEING.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([("architecture", "images"), *found.items()])
-    for name, said in found.items():
-        print(f"{name:24} {said[:100]}")
+        writer.writerows([("architecture", "images"), *results.items()])
+    for name, text in results.items():
+        print(f"{name:24} {text[:100]}")
     write_page()
-    sys.exit(any(said.startswith("WRONG") for said in found.values()))
+    sys.exit(any(text.startswith("WRONG") for text in results.values()))
 
 
 if __name__ == "__main__":

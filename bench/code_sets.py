@@ -37,8 +37,8 @@ def load_sets(data: Path) -> dict[str, list[Problem]]:
 
 def scores(scorer: Scorer, pairs: list[tuple[Problem, str]]) -> tuple[list[Score], float]:
     begin = time.perf_counter()
-    found = scorer.score_many((str(p.messages[-1]["content"]), text, p.meta) for p, text in pairs)
-    return found, time.perf_counter() - begin
+    result = scorer.score_many((str(p.messages[-1]["content"]), text, p.meta) for p, text in pairs)
+    return result, time.perf_counter() - begin
 
 
 def empty(problem: Problem) -> str:

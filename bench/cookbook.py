@@ -185,9 +185,9 @@ class Client:
             text=True,
         )
 
-    def run(self, **asked: object) -> int:
+    def run(self, **request: object) -> int:
         assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps(asked), file=self.process.stdin, flush=True)
+        print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())["code"]
 
 
@@ -236,12 +236,12 @@ def seen_of(name: str, work: Path) -> tuple[int, str]:
     return len(rows), "; ".join(f"{key} {last[key]:.4g}" for key in METRICS if key in last)
 
 
-def answered(said: list[str]) -> str:
+def answered(text: list[str]) -> str:
     """Return the results that a recipe without metrics printed."""
-    found = re.findall(
-        r"\w*'?(?:accuracy|billing|sdk|console|cookbook)[\"']?: (?:nan|[\d.]+)", " ".join(said)
+    result = re.findall(
+        r"\w*'?(?:accuracy|billing|sdk|console|cookbook)[\"']?: (?:nan|[\d.]+)", " ".join(text)
     )
-    return "; ".join(dict.fromkeys(word.replace('"', "").replace("'", "") for word in found))
+    return "; ".join(dict.fromkeys(word.replace('"', "").replace("'", "") for word in result))
 
 
 def run(name: str, client: Client, work: Path, seconds: float, chroma: int) -> dict[str, str]:
@@ -259,10 +259,10 @@ def run(name: str, client: Client, work: Path, seconds: float, chroma: int) -> d
         module=module, arguments=arguments, out=str(out), seconds=seconds, typed=TYPED.get(name, "")
     )
     took = time.monotonic() - begin
-    said = [line.strip() for line in out.read_text().splitlines() if line.strip()]
-    rows, seen = seen_of(name, work) if logged or "rlhf" in name else (0, answered(said))
+    text = [line.strip() for line in out.read_text().splitlines() if line.strip()]
+    rows, seen = seen_of(name, work) if logged or "rlhf" in name else (0, answered(text))
     outcome = "ran" if code == 0 else "out of time" if code == 124 else "stopped"
-    why = "" if code == 0 else (said[-1] if said else "").replace(f"{work}/", "")[:240]
+    why = "" if code == 0 else (text[-1] if text else "").replace(f"{work}/", "")[:240]
     print(f"{name}: {outcome} in {took:.0f} s, {rows} rows of metrics. {seen} {why}", flush=True)
     return {
         "recipe": name,

@@ -48,11 +48,11 @@ def recipe(module: str, arguments: list[str], out: str, typed: str) -> int:
 
 
 for line in sys.stdin:
-    asked = json.loads(line)
+    request = json.loads(line)
     child = os.fork()
     if child == 0:
-        os._exit(recipe(asked["module"], asked["arguments"], asked["out"], asked["typed"]))
-    end, status = time.monotonic() + asked["seconds"], None
+        os._exit(recipe(request["module"], request["arguments"], request["out"], request["typed"]))
+    end, status = time.monotonic() + request["seconds"], None
     while status is None and time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if not done:

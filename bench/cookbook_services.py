@@ -34,11 +34,11 @@ def embedding(text: str, width: int) -> list[float]:
     """Return a bag-of-words embedding. Each word has a position, so texts that share words are
     close to each other.
     """
-    found = [0.0] * width
+    result = [0.0] * width
     for word in text.lower().replace("?", " ").replace(".", " ").split():
-        found[int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "big") % width] += 1.0
-    size = sum(x * x for x in found) ** 0.5 or 1.0
-    return [x / size for x in found]
+        result[int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "big") % width] += 1.0
+    size = sum(x * x for x in result) ** 0.5 or 1.0
+    return [x / size for x in result]
 
 
 class Stand:
@@ -61,17 +61,17 @@ class Stand:
                 kind = self.path.rsplit("/", 1)[-1].rpartition(":")[2]
                 stand.counts[kind] += 1
                 if kind == "token":
-                    said: dict = {
+                    output: dict = {
                         "access_token": "of-this-machine",
                         "expires_in": 3600,
                         "token_type": "Bearer",
                     }
                 elif kind == "embedContent":
                     text = " ".join(part["text"] for part in json.loads(raw)["content"]["parts"])
-                    said = {"embedding": {"values": embedding(text, WIDTH)}}
+                    output = {"embedding": {"values": embedding(text, WIDTH)}}
                 else:
-                    said = stand.run(json.loads(raw), limits)
-                body = json.dumps(said).encode()
+                    output = stand.run(json.loads(raw), limits)
+                body = json.dumps(output).encode()
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
@@ -85,10 +85,10 @@ class Stand:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def run(self, asked: dict, limits: object) -> dict:
-        files = {name: base64.b64decode(text).decode() for name, text in asked["files"].items()}
+    def run(self, request: dict, limits: object) -> dict:
+        files = {name: base64.b64decode(text).decode() for name, text in request["files"].items()}
         # recipes expect numpy in the sandbox
-        program = 'import sys\nsys.path.append("/packages")\n' + asked["code"]
+        program = 'import sys\nsys.path.append("/packages")\n' + request["code"]
         ran = self.sandbox.run(program, files=files, limits=limits)  # type: ignore[arg-type]
         result = {
             "status": "TimeLimitExceeded" if ran.timed_out else "Finished",
@@ -168,8 +168,8 @@ def fill(port: int) -> None:
     """Fill Chroma with FACTS. Runs with the clients' python, which has chromadb."""
     import chromadb
 
-    found = chromadb.HttpClient(host="127.0.0.1", port=port).create_collection(COLLECTION)
-    found.add(
+    result = chromadb.HttpClient(host="127.0.0.1", port=port).create_collection(COLLECTION)
+    result.add(
         ids=[str(i) for i in range(len(FACTS))],
         documents=FACTS,
         embeddings=[embedding(fact, WIDTH) for fact in FACTS],

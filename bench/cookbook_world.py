@@ -44,7 +44,7 @@ def small_tokenizer(folder: Path, whole: Path, more: Sequence[str] = ()) -> None
     config = json.loads((whole / "tokenizer_config.json").read_text())
     first = min(map(int, config["added_tokens_decoder"]))
     config["added_tokens_decoder"] = {
-        str(int(i) - first + WORDS): one for i, one in config["added_tokens_decoder"].items()
+        str(int(i) - first + WORDS): item for i, item in config["added_tokens_decoder"].items()
     }
     first = max(map(int, config["added_tokens_decoder"])) + 1
     plain = {
@@ -115,10 +115,10 @@ def answering_model(folder: Path, tokenizer: Path, says: Callable[[Encode], Step
         width = embed.shape[1]
         embed.zero_()
         embed[:, 0] = 1.0
-        for i, (seen, said) in enumerate(steps):
+        for i, (seen, output) in enumerate(steps):
             if seen is not None:
                 embed[seen] = torch.eye(width)[i]
-            head[said, i] = _CERTAIN / width**0.5
+            head[output, i] = _CERTAIN / width**0.5
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -180,34 +180,39 @@ def lay_out(work: Path, data: Path, problems: int) -> None:
     math = rows_of(data / "math" / "MATH_train.jsonl", 64)
     sums = [(f"What is {a} + {b}?", str(a + b)) for a in range(12) for b in range(12)]
     chats = [
-        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
-        for asked, said in sums
+        {
+            "messages": [
+                {"role": "user", "content": requests},
+                {"role": "assistant", "content": text},
+            ]
+        }
+        for requests, text in sums
     ]
     hub_folder(work, "HuggingFaceH4/no_robots", "default", {"train": chats, "test": chats[:16]})
     hub_folder(work, "allenai/tulu-3-sft-mixture", "default", {"train": chats * 10})
-    asked = [
+    requests = [
         {"question": row["problem"], "final_answer": row.get("answer", "0")}
         for row in math
         if len(row["problem"]) < 300
     ]
-    hub_folder(work, "zwhe99/DeepMath-103K", "default", {"train": asked})
+    hub_folder(work, "zwhe99/DeepMath-103K", "default", {"train": requests})
     talk = [
-        {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]}
-        for asked, said in sums
+        {"conversations": [{"from": "human", "value": requests}, {"from": "gpt", "value": text}]}
+        for requests, text in sums
     ]
     hub_folder(work, "open-thoughts/OpenThoughts3-1.2M", "default", {"train": talk})
     pairs = [
         {
-            "chosen": f"\n\nHuman: {asked}\n\nAssistant: {said}",
-            "rejected": f"\n\nHuman: {asked}\n\nAssistant: I do not know.",
+            "chosen": f"\n\nHuman: {requests}\n\nAssistant: {text}",
+            "rejected": f"\n\nHuman: {requests}\n\nAssistant: I do not know.",
         }
-        for asked, said in sums
+        for requests, text in sums
     ]
     hub_folder(work, "Anthropic/hh-rlhf", "default", {"train": pairs * 10, "test": pairs[:16]})
     science = [
         {
             "domain": "Chemistry",
-            "question": asked,
+            "question": requests,
             "choices": {"text": ["1", "2"], "label": ["A", "B"]},
             "answerKey": "A",
             "answer": "A",
@@ -215,7 +220,7 @@ def lay_out(work: Path, data: Path, problems: int) -> None:
             "details": {"level": "L3", "task": "t", "subtask": "t", "source": "t"},
             "prompt": {"default": "Answer."},
         }
-        for asked, _ in sums
+        for requests, _ in sums
     ]
     hub_folder(work, "hicai-zju/SciKnowEval", "default", {"test": science})
     rubric = {
@@ -249,7 +254,7 @@ def _tools(work: Path) -> None:
     hub_folder(
         work, "agentica-org/DeepCoder-Preview-Dataset", "lcbv5", {"train": tasks, "test": tasks[:4]}
     )
-    asked = [
+    request = [
         {"question": "How many legs has a spider?", "golden_answers": ["8"], "data_source": "nq"},
         {
             "question": "How many days has a week?",
@@ -260,7 +265,7 @@ def _tools(work: Path) -> None:
     for split in ("train", "test"):
         folder = work / ".cache" / "tinker-cookbook" / "PeterJinGo" / "nq_hotpotqa_train" / split
         folder.mkdir(parents=True)
-        pandas.DataFrame(asked).to_parquet(folder / f"{split}.parquet")
+        pandas.DataFrame(request).to_parquet(folder / f"{split}.parquet")
 
 
 def _markets(path: Path) -> None:
@@ -288,7 +293,7 @@ def _markets(path: Path) -> None:
                 "summary": f"{i} is {'odd' if odd else 'even'}.",
                 "ranking": 1,
             }
-            found = (
+            result = (
                 str(i),
                 f"E{i}",
                 f"Will {i} be odd?",
@@ -299,4 +304,4 @@ def _markets(path: Path) -> None:
                 json.dumps(["Odd"]),
                 json.dumps([source]),
             )
-            writer.writerow(dict(zip(columns, found, strict=True)))
+            writer.writerow(dict(zip(columns, result, strict=True)))

@@ -136,12 +136,12 @@ def function_of(part: str) -> Callable[[Table, bool], None]:
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
-def seconds_for(part: str, after: list[str], left: float) -> float:
+def seconds_for(part: str, after: list[str], remaining: float) -> float:
     """Return the time limit of `part` in seconds: the remaining seconds minus those guaranteed to
     the later parts, at most twice the part's seconds.
     """
     mine, others = PARTS[part][0], sum(PARTS[name][0] for name in after)
-    return min(max(left - others, min(left, mine)), 2.0 * mine)
+    return min(max(remaining - others, min(remaining, mine)), 2.0 * mine)
 
 
 def command_of(part: str, folder: Path, dry: bool) -> list[str]:
@@ -167,26 +167,26 @@ def run_part(
     }
     with (folder / f"{part}.log").open("w") as log:
         # A process group, not a session: one would outlive a campaign that is killed.
-        command, how = command_of(part, folder, dry), {"stdout": log, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, process_group=0, cwd=HERE.parent, env=env, **how)
-        how = ""
-        while not how:
-            left = seconds - (time.perf_counter() - began)
+        command, mode = command_of(part, folder, dry), {"stdout": log, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, process_group=0, cwd=HERE.parent, env=env, **mode)
+        mode = ""
+        while not mode:
+            remaining = seconds - (time.perf_counter() - began)
             try:
-                code = process.wait(timeout=min(max(left, 0.0), WATCH_SECONDS))
-                how = "done" if code == 0 else f"exit code {code}"
+                code = process.wait(timeout=min(max(remaining, 0.0), WATCH_SECONDS))
+                mode = "done" if code == 0 else f"exit code {code}"
             except subprocess.TimeoutExpired:
                 watch()
-                if left <= 0:
+                if remaining <= 0:
                     # Kill the part's children too: a hung process would hold GPU memory.
                     os.killpg(process.pid, 9)
                     process.wait()
-                    how = f"stopped after {seconds:.0f} s"
+                    mode = f"stopped after {seconds:.0f} s"
     # A killed process may have written half of a row or of a character.
     path.write_bytes(path.read_bytes()[: path.read_bytes().rfind(b"\n") + 1])
     text = (folder / f"{part}.log").read_text(errors="replace")
     last = ([line for line in text.splitlines() if line.strip()] or [""])[-1][:200]
-    table.row("whole part", "", "status", how, note="" if how == "done" else last)
+    table.row("whole part", "", "status", mode, note="" if mode == "done" else last)
     table.row("whole part", "", "seconds", time.perf_counter() - began, "s")
 
 
@@ -211,11 +211,14 @@ def collect(output: Path, folder: Path) -> list[dict[str, str]]:
     parts.tar.gz and the traces, the smallest first, into traces.tar: machines return no file of
     more than 16 MiB, and a large trace would take the logs with it.
     """
-    traces, left = sorted(folder.glob("*.json.gz"), key=lambda path: path.stat().st_size), TRACES
+    traces, remaining = (
+        sorted(folder.glob("*.json.gz"), key=lambda path: path.stat().st_size),
+        TRACES,
+    )
     with archive_at(output / "traces.tar", "w") as archive:
         for path in traces:
-            left -= path.stat().st_size
-            if left >= 0:
+            remaining -= path.stat().st_size
+            if remaining >= 0:
                 archive.add(path, f"parts/{path.name}")
     with archive_at(output / "parts.tar.gz", "w:gz") as archive:
         for path in sorted(set(folder.iterdir()) - set(traces)):
@@ -306,15 +309,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as working:
         folder = unpack_parts(args.output, Path(working))
         for i, part in enumerate(args.part):
-            left = end - time.perf_counter()
+            remaining = end - time.perf_counter()
             print(f"{part}: {PARTS[part][1]}", flush=True)
-            if left < 5 and not args.dry:
+            if remaining < 5 and not args.dry:
                 (folder / f"{part}.csv").unlink(missing_ok=True)
                 note = f"{args.limit:.0f} s were over"
                 table = Table(part, folder / f"{part}.csv")
                 table.row("whole part", "", "status", "not begun", note=note)
             else:
-                limit = 600.0 if args.dry else seconds_for(part, args.part[i + 1 :], left)
+                limit = 600.0 if args.dry else seconds_for(part, args.part[i + 1 :], remaining)
                 watch = functools.partial(merge_rows, args.output, folder)
                 run_part(part, folder, args.dry, limit, watch)
             rows = collect(args.output, folder)

@@ -113,9 +113,9 @@ def part_tests(table: Any, dry: bool) -> None:
     )
     first = "tests/kernels/test_kernel_gpu.py"
     for some in [[first]] if dry else [[first], [file for file in files if file != first]]:
-        how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         command = [*pytest_command(dry), *some]
-        process = subprocess.Popen(command, text=True, errors="replace", cwd=REPO, **how)
+        process = subprocess.Popen(command, text=True, errors="replace", cwd=REPO, **options)
         assert process.stdout is not None
         counts: Counter[str] = Counter()
         for line in process.stdout:
@@ -188,13 +188,16 @@ def _draw(table: Any, shape: Shape, rows: int, dry: bool) -> None:
     from rl.sampler.token_sampling import sample_tokens as from_logits
 
     device = device_of(dry)
-    how: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
-    x = torch.randn(rows, shape.D, **how).bfloat16()
-    w = (torch.randn(shape.V, shape.D, **how) * shape.D**-0.5 * 4).bfloat16()
-    u, one = torch.rand(rows, dtype=torch.float64, **how), torch.ones(rows, device=device)
+    options: dict[str, Any] = {
+        "generator": torch.Generator(device).manual_seed(0),
+        "device": device,
+    }
+    x = torch.randn(rows, shape.D, **options).bfloat16()
+    w = (torch.randn(shape.V, shape.D, **options) * shape.D**-0.5 * 4).bfloat16()
+    u, first = torch.rand(rows, dtype=torch.float64, **options), torch.ones(rows, device=device)
     settings = RowSamplingSettings()
     ways: dict[str, Callable[[], Any]] = {
-        "ours": lambda: sample_tokens(x, w, one, u),
+        "ours": lambda: sample_tokens(x, w, first, u),
         "logits": lambda: from_logits(torch.nn.functional.linear(x, w), u, settings),
     }
     token, logp = ways["ours"]()
@@ -257,10 +260,10 @@ def _verdicts(table: Any, dtype: torch.dtype, device: str) -> None:
     def special() -> None:
         from kernels.score_launcher import select_hopper_tiles
 
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as text:
             warnings.simplefilter("always")
             tiles = select_hopper_tiles(torch.zeros(16, 64, dtype=dtype, device=device))
-        words = "; ".join(str(one.message) for one in said)[:200]
+        words = "; ".join(str(item.message) for item in text)[:200]
         chosen = "older" if tiles is None else f"warp-specialised {tuple(tiles)}"
         table.row(name, "score kernels", "chosen", chosen, note=words)
 
@@ -378,55 +381,65 @@ def part_pages(table: Any, dry: bool) -> None:
     """Measure every case, and check for pytorch#194167: if torch splits the keys of a sequence over
     programs, it writes only the rows of the first sequence in some shapes.
     """
-    for given in DRY if dry else CASES:
-        rows, heads, key_heads, width, most, group, shared = given
+    for inputs in DRY if dry else CASES:
+        rows, heads, key_heads, width, most, group, shared = inputs
         case = f"{rows} rows, {heads} heads over {key_heads}, width {width}, up to {most}"
         case += f", groups of {group} on {shared} pages" if shared else ""
-        made = table.attempt(case, "tensors", _make, given, dry)
+        made = table.attempt(case, "tensors", _make, inputs, dry)
         if made is not None:
             _ways(table, case, made, dry)
         del made
 
 
-def _make(given: tuple[int, ...], dry: bool) -> tuple[Any, ...]:
+def _make(inputs: tuple[int, ...], dry: bool) -> tuple[Any, ...]:
     """Return (queries, pages, the other arguments of `attend_pages`, bytes that a step has to
     read).
     """
     from rl.sampler.block_manager import make_block_tables
 
-    rows, heads, key_heads, width, most, group, shared = given
+    rows, heads, key_heads, width, most, group, shared = inputs
     device, size, rng = device_of(dry), 16 if dry else 256, np.random.default_rng(0)
-    own = rng.integers(1, most + 1, rows)
-    need = -(-own // size)
+    reference = rng.integers(1, most + 1, rows)
+    need = -(-reference // size)
     count = int(need.sum()) + shared * (rows // group)
     order = iter(rng.permutation(count).tolist())
     first = [[next(order) for _ in range(shared)] for _ in range(rows // group)]
     tables = [first[i // group] + [next(order) for _ in range(need[i])] for i in range(rows)]
     members = (list(range(i * group, (i + 1) * group)) for i in range(len(first)))
     groups = list(zip(members, first, strict=True)) if shared else []
-    how: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
-    kv = torch.randn(2, count, size, key_heads, width, dtype=torch.bfloat16, **how)
-    q = torch.randn(rows, heads, width, dtype=torch.bfloat16, **how)
-    read = 4.0 * key_heads * width * float(own.sum() + shared * size * (rows // group))
-    return q, kv, *make_block_tables(tables, own + shared * size, groups, size, kv.device), read
+    options: dict[str, Any] = {
+        "generator": torch.Generator(device).manual_seed(0),
+        "device": device,
+    }
+    kv = torch.randn(2, count, size, key_heads, width, dtype=torch.bfloat16, **options)
+    q = torch.randn(rows, heads, width, dtype=torch.bfloat16, **options)
+    read = 4.0 * key_heads * width * float(reference.sum() + shared * size * (rows // group))
+    return (
+        q,
+        kv,
+        *make_block_tables(tables, reference + shared * size, groups, size, kv.device),
+        read,
+    )
 
 
 def _ways(table: Any, case: str, made: tuple[Any, ...], dry: bool) -> None:
     from kernels import paged_attention as module
 
-    *given, read = made
+    *inputs, read = made
 
     def choose() -> None:
-        chosen = "gathered" if dry else module._select_backend(given[0], given[1])
+        chosen = "gathered" if dry else module._select_backend(inputs[0], inputs[1])
         table.row(case, "chosen", "way", chosen)
 
     table.attempt(case, "chosen", choose)
-    exact = table.attempt(case, "float64", _exact, *given)
-    ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: module._run_backend("triton", *given)}
+    exact = table.attempt(case, "float64", _exact, *inputs)
+    ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: module._run_backend("triton", *inputs)}
     for n in (1, None):
         varlen = functools.partial(module.attend_varlen, splits=n)
-        ways[f"varlen, num_splits={n}"] = functools.partial(module.attend_and_merge, varlen, *given)
-    ways["gathered"] = lambda: module.attend_and_merge(module.attend_gathered, *given)
+        ways[f"varlen, num_splits={n}"] = functools.partial(
+            module.attend_and_merge, varlen, *inputs
+        )
+    ways["gathered"] = lambda: module.attend_and_merge(module.attend_gathered, *inputs)
 
     def measure(name: str, way: Callable[[], Tensor]) -> None:
         if "varlen" in name and not module.varlen_supports_pages():
@@ -436,7 +449,7 @@ def _ways(table: Any, case: str, made: tuple[Any, ...], dry: bool) -> None:
         worst = (way().double() - exact).abs().amax((1, 2))
         note = f"{int((~(worst < 0.05)).sum())} rows wrong"
         table.row(case, name, "largest_error", float(worst.max()), note=note)
-        ms, floor = milliseconds(way, given[0].device.type), read / BYTES_A_MS
+        ms, floor = milliseconds(way, inputs[0].device.type), read / BYTES_A_MS
         table.row(case, name, "time", ms, "ms", floor, f"{floor / ms:.0%} of bandwidth")
 
     for name, way in ways.items():
@@ -445,7 +458,7 @@ def _ways(table: Any, case: str, made: tuple[Any, ...], dry: bool) -> None:
 
 def _exact(q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: Any) -> Tensor:
     """Compute the attention row by row in float64: [rows, heads, width]."""
-    found, size, repeat = [], kv.shape[2], q.shape[1] // kv.shape[3]
+    results, size, repeat = [], kv.shape[2], q.shape[1] // kv.shape[3]
     for i in range(len(q)):
         first, positions = q.new_empty(0, dtype=torch.int32), 0
         if shared is not None:
@@ -456,5 +469,5 @@ def _exact(q: Tensor, kv: Tensor, table: Tensor, length: Tensor, shared: Any) ->
         cached = (t[pages].flatten(0, 1)[: positions + int(length[i])].double() for t in kv)
         keys, values = (t.repeat_interleave(repeat, 1) for t in cached)
         score = torch.einsum("hd,lhd->hl", q[i].double(), keys) * q.shape[2] ** -0.5
-        found.append(torch.einsum("hl,lhd->hd", score.softmax(-1), values))
-    return torch.stack(found)
+        results.append(torch.einsum("hl,lhd->hd", score.softmax(-1), values))
+    return torch.stack(results)

@@ -135,9 +135,9 @@ Peer = Callable[[list[list[int]], int], int]
 def generating(model: Any) -> Peer:
     def run(prompts: list[list[int]], new: int) -> int:
         ids = torch.tensor(prompts, device=model.device)
-        how = {"do_sample": True, "top_k": 0, "min_new_tokens": new, "max_new_tokens": new}
+        options = {"do_sample": True, "top_k": 0, "min_new_tokens": new, "max_new_tokens": new}
         with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         return (out.shape[1] - ids.shape[1]) * len(ids)
 
     return run
@@ -157,8 +157,8 @@ def batching(model: Any) -> Peer:
             model.destroy_cached_continuous_batching_manager()
         sized = len(prompts)
         tokens = {"max_new_tokens": new, "pad_token_id": 0, "eos_token_id": -1}
-        how = GenerationConfig(do_sample=True, top_k=0, **tokens)
-        outputs = model.generate_batch(prompts, generation_config=how, persistent_manager=True)
+        options = GenerationConfig(do_sample=True, top_k=0, **tokens)
+        outputs = model.generate_batch(prompts, generation_config=options, persistent_manager=True)
         return sum(len(output.generated_tokens) for output in outputs.values())
 
     return run
@@ -176,12 +176,12 @@ def serving(size: str) -> Peer:
         )  # fmt: skip
 
     def run(prompts: list[list[int]], new: int) -> int:
-        how = SamplingParams(
+        options = SamplingParams(
             max_tokens=new, min_tokens=new, ignore_eos=True, logprobs=0, detokenize=False
         )
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = engine.generate(inputs, how, use_tqdm=False)
-        return sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        outputs = engine.generate(inputs, options, use_tqdm=False)
+        return sum(len(item.token_ids) for output in outputs for item in output.outputs)
 
     return run
 
@@ -252,7 +252,7 @@ def _agreement(table: Any, case: str, name: str, cache: str, model: Any, dry: bo
     prompts = random_prompts(4 if dry else 32, 20, model.config.vocab_size)
     decoder, new = make_decoder(model, kind="fast"), 16 if dry else 128
     engine = engine_of(decoder, cache, len(prompts), prompts, new)
-    found, scored = [], []
+    results, scored = [], []
     with torch.no_grad():
         for prompt, response in zip(prompts, engine.run(), strict=True):
             for sequence in response.sequences:
@@ -260,9 +260,9 @@ def _agreement(table: Any, case: str, name: str, cache: str, model: Any, dry: bo
                 hidden = model.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
                 head, targets = model.lm_head.weight, ids[0, len(prompt) :]
                 scored.append(linear_logprob(hidden, head, targets, entropy=False)[0].cpu())
-                found.append(torch.tensor(sequence.logprobs))
-    gap = torch.cat(found).double() - torch.cat(scored).double()
-    note = f"{len(gap)} tokens of {len(found)} rows, {type(engine).__name__}"
+                results.append(torch.tensor(sequence.logprobs))
+    gap = torch.cat(results).double() - torch.cat(scored).double()
+    note = f"{len(gap)} tokens of {len(results)} rows, {type(engine).__name__}"
     table.row(case, name, "largest_difference", float(gap.abs().max()), "nats", "", note)
     table.row(case, name, "kl", float((gap.neg().exp() - 1 + gap).mean()), "nats", 0.01)
 
@@ -293,8 +293,10 @@ def part_trace(table: Any, dry: bool) -> None:
         def step() -> None:
             hidden = model.model(ids).last_hidden_state[0]
             # About the limit that a learner sets on a GPU of 80 GB.
-            how: dict[str, Any] = {"entropy": False, "saved_bytes": 4 << 30}
-            linear_logprob(hidden[:-1], model.lm_head.weight, ids[0, 1:], **how)[0].sum().backward()
+            options: dict[str, Any] = {"entropy": False, "saved_bytes": 4 << 30}
+            linear_logprob(hidden[:-1], model.lm_head.weight, ids[0, 1:], **options)[
+                0
+            ].sum().backward()
 
         _profiled(table, f"learner, {ids.shape[1]} tokens", "ours", step, lambda: 0)
 

@@ -50,9 +50,9 @@ def part_learner(table: Any, dry: bool) -> None:
         give_back(device_of(dry))
         # First with recomputed scores, then with the default.
         for name, kept in (("kept 0", 0), ("ours", None)):
-            given = table, case, name, model, count, length, kept
-            peak = table.attempt(case, name, learned, *given, dry)
-            table.attempt(case, f"{name}, --plan", compare_plan, *given, peak)
+            inputs = table, case, name, model, count, length, kept
+            peak = table.attempt(case, name, learned, *inputs, dry)
+            table.attempt(case, f"{name}, --plan", compare_plan, *inputs, peak)
 
 
 def learned(
@@ -131,9 +131,9 @@ def compare_plan(
     """
     from rl.memory_plan import MemoryPlan
 
-    found = plan_of(model, count, length, kept)
-    items = tuple(item for item in found.items if not item.name.startswith("CUDA context"))
-    planned = MemoryPlan(items, found.host).peak
+    result = plan_of(model, count, length, kept)
+    items = tuple(item for item in result.items if not item.name.startswith("CUDA context"))
+    planned = MemoryPlan(items, result.host).peak
     sizes = ", ".join(f"{item.name} {item.train / 2**20:.0f}" for item in items if item.train)
     note = f"MiB in a micro-batch: {sizes}"
     table.row(case, f"{name}, --plan", "planned_bytes", int(planned), note=note)
@@ -203,9 +203,9 @@ def _run_command(command: list[str], seconds: float | None = None) -> None:
     """Run a command in the repository. Raises RuntimeError with its last error if it fails, or if
     it takes more than `seconds`, when it and its children are killed.
     """
-    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": REPO}
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": REPO}
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, text=True, errors="replace", env=env, **how)
+    process = subprocess.Popen(command, text=True, errors="replace", env=env, **options)
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired as error:

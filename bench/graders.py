@@ -89,18 +89,18 @@ COMPARISONS = {
 }
 
 
-def reason(one: Judged, found: bool) -> str:
+def reason(first: Judged, result: bool) -> str:
     """Explain from the compared texts why the grades differ; "" if the reason is unknown."""
-    marked = extract_marked_answer(one.response) or ""
-    if found and ("m." in marked or "m." in one.answer) and one.read in marked:
-        cut = f"it cut {marked!r} to {one.read!r} before comparing"
+    marked = extract_marked_answer(first.response) or ""
+    if result and ("m." in marked or "m." in first.answer) and first.read in marked:
+        cut = f"it cut {marked!r} to {first.read!r} before comparing"
         return f"theirs is mistaken: {cut}; the answer is as MATH has it"
-    if found and one.answer.replace("{,}", "") == marked:
+    if result and first.answer.replace("{,}", "") == marked:
         return (
             "theirs is mistaken: it compared the spelling of a number with and without a "
             "thousands separator"
         )
-    if found and marked in (one.answer.rpartition("=")[2], one.answer):
+    if result and marked in (first.answer.rpartition("=")[2], first.answer):
         return "the two problems have the same answer, spelled in two ways"
     return ""
 
@@ -110,12 +110,12 @@ def compare(reward: str, solutions: Iterator[Judged]) -> tuple[int, list[tuple[J
     grade).
     """
     graded, differ, resolved = 0, [], resolve_reward(reward)
-    for one in solutions:
-        scored = resolved.evaluate("", one.response, {"answer": one.answer})
-        found = scored.metrics["correct"] == 1.0
+    for item in solutions:
+        scored = resolved.evaluate("", item.response, {"answer": item.answer})
+        result = scored.metrics["correct"] == 1.0
         graded += 1
-        if found != one.correct:
-            differ.append((one, found))
+        if result != item.correct:
+            differ.append((item, result))
     return graded, differ
 
 
@@ -123,16 +123,18 @@ def main(data: Path) -> int:
     rows, worst = [], 1.0
     for name, (reward, solutions) in COMPARISONS.items():
         graded, differ = compare(reward, solutions(data))
-        unexplained = [one.place for one, found in differ if not reason(one, found)]
+        unexplained = [first.place for first, result in differ if not reason(first, result)]
         share = 1 - len(differ) / graded
         explained = len(differ) - len(unexplained)
         worst = min(worst, 1 - len(unexplained) / graded)
         note = f"{explained} of {len(differ)} disagreements are explained" if differ else ""
         rows.append([name, reward, "all", graded, graded - len(differ), f"{share:.4f}", note])
-        for one, found in differ:
-            what = f"answer {one.answer!r}, solution says {extract_marked_answer(one.response)!r}"
-            why = f"published {one.correct}, ours {found}: {reason(one, found) or 'unexplained'}"
-            rows.append([name, reward, one.place, "", "", "", f"{what}; {why}"])
+        for first, result in differ:
+            what = (
+                f"answer {first.answer!r}, solution says {extract_marked_answer(first.response)!r}"
+            )
+            why = f"published {first.correct}, ours {result}: {reason(first, result) or 'unexplained'}"
+            rows.append([name, reward, first.place, "", "", "", f"{what}; {why}"])
         print(f"{name}: {graded - len(differ)} of {graded} agree ({share:.2%}); {note}")
     columns = "comparison reward solution graded agree share note command".split()
     command = "python bench/graders.py"

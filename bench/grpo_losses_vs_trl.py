@@ -213,14 +213,14 @@ def _groups(policy: Any, drawn: list[Completion]) -> list[Any]:
     from rl.types import ModelInput, SampledSequence
 
     tokenizer, sampler = policy.get_tokenizer(), policy.save_weights_and_get_sampling_client()
-    texts = [ModelInput.from_ints([*one.prompt, *one.response]) for one in drawn]
+    texts = [ModelInput.from_ints([*item.prompt, *item.response]) for item in drawn]
     logprobs = sampler.compute_logprobs_many(texts).result()
     members: dict[tuple[int, ...], list[Trajectory]] = {}
-    for one, scores in zip(drawn, logprobs, strict=True):
-        action = SampledSequence(list(one.response), scores[len(one.prompt) :])
-        reward = reward_of(tokenizer.decode(one.response, skip_special_tokens=True))
-        transition = Transition(ModelInput.from_ints(list(one.prompt)), action, reward, True)
-        members.setdefault(one.prompt, []).append(Trajectory([transition]))
+    for item, scores in zip(drawn, logprobs, strict=True):
+        action = SampledSequence(list(item.response), scores[len(item.prompt) :])
+        reward = reward_of(tokenizer.decode(item.response, skip_special_tokens=True))
+        transition = Transition(ModelInput.from_ints(list(item.prompt)), action, reward, True)
+        members.setdefault(item.prompt, []).append(Trajectory([transition]))
     groups = [TrajectoryGroup(g, [0.0] * len(g), [{} for _ in g]) for g in members.values()]
     sizes = [len(group.trajectories_G) for group in groups]
     if sizes != [SAMPLES] * PROBLEMS or not all(map(is_mixed, groups)):

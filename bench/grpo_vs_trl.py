@@ -199,8 +199,8 @@ def run_trl(args: argparse.Namespace, turns: Turns) -> None:
 
     exact_match = resolve_reward("exact_match")
     problems, order = prepare_stage(grpo_plan(args)).problems, derive_seed(args.seed, 0)
-    asked = [p for step in range(args.steps) for p in problems.batch(step, PROBLEMS, order)]
-    texts = ((p.messages[-1]["content"], p.meta["answer"]) for p in asked)
+    requests = [p for step in range(args.steps) for p in problems.batch(step, PROBLEMS, order)]
+    texts = ((p.messages[-1]["content"], p.meta["answer"]) for p in requests)
     rows = [{"prompt": str(prompt), "answer": str(answer)} for prompt, answer in texts]
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     config = GRPOConfig(
@@ -227,8 +227,8 @@ class Process:
 
     def __init__(self, peer: str, args: argparse.Namespace, folder: Path):
         self.peer, self.report = peer, {"seconds": []}
-        given = ["model", "steps", "block", "threads", "seed", "learning_rate"]
-        flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in given]
+        inputs = ["model", "steps", "block", "threads", "seed", "learning_rate"]
+        flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in inputs]
         flags += ["--evaluate-at", *map(str, args.evaluate_at)]
         flags += ["--peer", peer, "--folder", str(folder / peer)]
         threads = {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
@@ -289,7 +289,7 @@ def accuracies(args: Any, reports: dict[str, dict[str, Any]], folder: Path) -> C
     plan = grpo_plan(args)
     prepared = prepare_stage(plan)
     assert prepared.test_problems is not None
-    found: dict[str, dict[int, float]] = {}
+    result: dict[str, dict[int, float]] = {}
     settings, params = collect_worker_settings([plan]), SamplingParams(MAX_TOKENS, temperature=1.0)
     with ServiceClient(output_dir=folder, seed=args.seed, settings=settings) as service:
         for peer, report in reports.items():
@@ -301,9 +301,9 @@ def accuracies(args: Any, reports: dict[str, dict[str, Any]], folder: Path) -> C
                     for problem in prepared.test_problems
                 ]
                 metrics = compute_group_metrics(rollout(builders, sampler, params, seed=1).groups)
-                found.setdefault(peer, {})[int(step)] = metrics["env/all/correct"]
+                result.setdefault(peer, {})[int(step)] = metrics["env/all/correct"]
                 sampler.release()
-    return found
+    return result
 
 
 def teach(folder: Path) -> Path:
@@ -370,9 +370,9 @@ def main() -> None:
         folder = Path(name)
         args.model = args.model or teach(folder)
         reports = race(args, folder)
-        found = list(rows(args, reports, accuracies(args, reports, folder)))
-    write_table(args.output, found)
-    for row in found:
+        result = list(rows(args, reports, accuracies(args, reports, folder)))
+    write_table(args.output, result)
+    for row in result:
         show(row)
     print(f"written to {args.output}")
 

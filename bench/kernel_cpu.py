@@ -78,20 +78,20 @@ def main() -> None:
     parser.add_argument("--one", choices=VARIANTS, help="measure this variant in this process")
     args = parser.parse_args()
     sizes = {name: getattr(args, name) for name in SIZES}
-    if args.one:
+    if args.first:
         torch.set_num_threads(sizes.pop("threads"))
-        print(json.dumps(measure(args.one, **sizes)))
+        print(json.dumps(measure(args.first, **sizes)))
         return
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     rows = []
     for variant in args.variants:
         flags = [f"--{name}={size}" for name, size in sizes.items()]
         command = [sys.executable, __file__, "--one", variant, *flags]
-        found[variant] = json.loads(subprocess.check_output(command, text=True))
-        twin = found.get(variant.replace("fused", "plain"))
-        ratio = found[variant]["cpu_s"] / twin["cpu_s"] if twin else float("nan")
+        result[variant] = json.loads(subprocess.check_output(command, text=True))
+        twin = result.get(variant.replace("fused", "plain"))
+        ratio = result[variant]["cpu_s"] / twin["cpu_s"] if twin else float("nan")
         digits = {"wall_s": ".2f", "cpu_s": ".2f", "extra_mb": ".0f", "error": ".1e"}
-        figures = {name: f"{found[variant][name]:{form}}" for name, form in digits.items()}
+        figures = {name: f"{result[variant][name]:{form}}" for name, form in digits.items()}
         rows.append({"variant": variant, **sizes, **figures, "cpu_ratio": f"{ratio:.3f}"})
         show(rows[-1])
         write_table(args.csv, rows)

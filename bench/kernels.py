@@ -190,14 +190,14 @@ class Problem:
     def make(
         shape: Shape, tokens: int, device: str, dtype: torch.dtype, frozen: bool = False
     ) -> Problem:
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "generator": torch.Generator(device).manual_seed(0),
             "device": device,
         }
-        x = torch.randn(tokens, shape.D, **how).to(dtype).requires_grad_()
-        w = (torch.randn(shape.V, shape.D, **how) * shape.D**-0.5).to(dtype)
-        y = torch.randint(0, shape.V, (tokens,), **how)
-        return Problem(shape, x, w.requires_grad_(not frozen), y, torch.randn(tokens, **how))
+        x = torch.randn(tokens, shape.D, **options).to(dtype).requires_grad_()
+        w = (torch.randn(shape.V, shape.D, **options) * shape.D**-0.5).to(dtype)
+        y = torch.randint(0, shape.V, (tokens,), **options)
+        return Problem(shape, x, w.requires_grad_(not frozen), y, torch.randn(tokens, **options))
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,8 @@ def plain(x: Tensor, w: Tensor, y: Tensor, softcap: float | None) -> Tensor:
 
 
 def _ours(p: Problem, entropy: bool = False, saved_bytes: int = 0) -> Tensor:
-    how: dict[str, Any] = {"entropy": entropy, "saved_bytes": saved_bytes}
-    return linear_logprob(p.x, p.w, p.y, softcap=p.shape.softcap, **how)[0]
+    options: dict[str, Any] = {"entropy": entropy, "saved_bytes": saved_bytes}
+    return linear_logprob(p.x, p.w, p.y, softcap=p.shape.softcap, **options)[0]
 
 
 def _torch(p: Problem) -> Tensor:
@@ -284,8 +284,8 @@ def _cut_cross_entropy(p: Problem) -> Tensor:
     _need("cut_cross_entropy", p)
     from cut_cross_entropy import linear_cross_entropy
 
-    how: dict[str, Any] = {"reduction": "none", "filter_eps": None}
-    return -linear_cross_entropy(p.x, p.w, p.y, softcap=p.shape.softcap, **how)
+    options: dict[str, Any] = {"reduction": "none", "filter_eps": None}
+    return -linear_cross_entropy(p.x, p.w, p.y, softcap=p.shape.softcap, **options)
 
 
 PROVIDERS = (

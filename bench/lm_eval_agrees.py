@@ -94,19 +94,19 @@ def main() -> int:
             samples = harness(args.python, folder, base, server.url)
         finally:
             server.stop()
-        differences, logprobs, wrong, asked = [], [], 0, 0
+        differences, logprobs, wrong, request = [], [], 0, 0
         with ServiceClient(output_dir=folder / "here") as service:
             client = service.create_sampling_client(base_model=base)
             for sample in samples:
-                for given, said in zip(sample["arguments"].values(), sample["resps"], strict=True):
-                    texts = given["arg_0"], given["arg_1"]
+                for inputs, text in zip(sample["arguments"].values(), sample["resps"], strict=True):
+                    texts = inputs["arg_0"], inputs["arg_1"]
                     logprob, greedy = expected(client, loaded.tokenizer, *texts)
-                    found = said[0]
-                    differences.append(abs(float(found[0]) - logprob))
-                    logprobs.append(float(found[0]))
-                    wrong += (str(found[1]) == "True") != greedy
-                    asked += 1
-    row = {"questions": len(samples), "loglikelihoods": asked}
+                    result = text[0]
+                    differences.append(abs(float(result[0]) - logprob))
+                    logprobs.append(float(result[0]))
+                    wrong += (str(result[1]) == "True") != greedy
+                    request += 1
+    row = {"questions": len(samples), "loglikelihoods": request}
     row |= {"largest difference": f"{max(differences):.2g}", "greedy wrong": wrong}
     row |= {"lowest": f"{min(logprobs):.2f}", "highest": f"{max(logprobs):.2f}"}
     print(row)

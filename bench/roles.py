@@ -82,14 +82,14 @@ def run(words: str, processes: int = 1, **env: str) -> None:
 
 def accuracy(folder: Path) -> float:
     # Evaluate a copy outside the run's folder; otherwise evaluate.py uses the run's environment.
-    with tempfile.TemporaryDirectory() as alone:
-        weights, found = Path(alone, "model"), Path(alone, "found.json")
+    with tempfile.TemporaryDirectory() as single:
+        weights, result = Path(single, "model"), Path(single, "found.json")
         shutil.copytree(
             folder / "checkpoints" / f"{folder.name.partition('-')[0]}-final" / "model", weights
         )
         run(f"evaluate.py {weights} --dataset addition --reward exact_match --limit 512 --renderer plain --temperature 1 --max-tokens 4 "
-            f"--output {found}")  # fmt: skip
-        return float(json.loads(found.read_text())["correct"])
+            f"--output {result}")  # fmt: skip
+        return float(json.loads(result.read_text())["correct"])
 
 
 def main() -> None:

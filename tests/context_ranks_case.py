@@ -82,9 +82,9 @@ def datums() -> list[Datum]:
     """Four pairs of answers to a prompt, of unequal lengths; the first pair is of few tokens."""
     rng, made = np.random.default_rng(3), []
     for prompt, *answers in ((2, 1, 1), (9, 14, 5), (5, 21, 8), (12, 3, 17)):
-        asked = rng.integers(3, 40, prompt).tolist()
+        request = rng.integers(3, 40, prompt).tolist()
         for answer in answers:
-            tokens = asked + rng.integers(3, 40, answer).tolist()
+            tokens = request + rng.integers(3, 40, answer).tolist()
             mask = np.array([0.0] * (prompt - 1) + [1.0] * answer, np.float32)
             fields = {
                 "target_tokens": tokens[1:],
@@ -154,13 +154,13 @@ def main(starts: Path, out: Path, size: int) -> None:
     service = ServiceClient(
         output_dir=out, settings=WorkerSettings(timeout_seconds=90, dtype="fp32")
     )
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, case in CASES.items():
         if size < 4 or case.model != "three":  # of three heads
-            found[name] = results(service, starts, case, size)
+            result[name] = results(service, starts, case, size)
         print(name, flush=True)  # where a launch that hangs was
-    found[REFUSED] = refusal(service, starts)
-    torch.save(found, out / "found.pt")
+    result[REFUSED] = refusal(service, starts)
+    torch.save(result, out / "found.pt")
     service.close()
 
 

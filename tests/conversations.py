@@ -82,8 +82,8 @@ def load(name: str, tokenizers) -> Renderer:
 def text(rng: random.Random, ascii_only: bool, odd: bool = True) -> str:
     """A few words; some of them such as control a conversation."""
     pool = [*WORDS, *WORDS, *(ODD if odd else ())]
-    said = " ".join(rng.choice(pool) for _ in range(rng.randrange(1, 6))).strip() or "a"
-    return said.replace("é 数", "e").replace("\t", " ") if ascii_only else said
+    output = " ".join(rng.choice(pool) for _ in range(rng.randrange(1, 6))).strip() or "a"
+    return output.replace("é 数", "e").replace("\t", " ") if ascii_only else output
 
 
 def add(a: int, b: int = 1) -> int:
@@ -156,15 +156,15 @@ class Writer:
         self.ordinary = [i for i in range(len(tokenizer)) if i not in special]
         self.drawn: list[list[int]] = []
 
-    def encode(self, said: str) -> list[int]:
-        return list(self.renderer.tokenizer.encode(said, add_special_tokens=False))
+    def encode(self, output: str) -> list[int]:
+        return list(self.renderer.tokenizer.encode(output, add_special_tokens=False))
 
     def answer(self) -> list[int]:
         rng, stops = self.rng, self.renderer.get_stop_sequences()
         mark = self.encode(stops[0]) if isinstance(stops[0], str) else [stops[0]]
         if self.canonical:
-            said = text(rng, True, False)
-            return [*self.encode(f" {said}" if isinstance(stops[0], str) else said), *mark]
+            output = text(rng, True, False)
+            return [*self.encode(f" {output}" if isinstance(stops[0], str) else output), *mark]
         kind = rng.randrange(6)
         if kind == 0:
             tokens = [rng.choice(self.ordinary) for _ in range(rng.randrange(1, 12))]
@@ -214,17 +214,17 @@ def groups(
 
 def at_actions(datums, field: str) -> list:
     """A field's values where the mask is 1, in their order."""
-    found = []
+    results = []
     for datum in datums:
         inputs = datum.loss_fn_inputs
-        found += [
+        results += [
             value
             for value, on in zip(
                 inputs[field].array.tolist(), inputs["mask"].array.tolist(), strict=True
             )
             if on
         ]
-    return found
+    return results
 
 
 def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str, int]:
@@ -234,12 +234,12 @@ def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str,
     Returns how many conversations, turns, datums, and prompts that were written anew there were.
     """
     sampler = Writer(renderer, seed, ascii_only="characters" in name)
-    found = rollout(groups(renderer, name, count, first=1000 * seed), sampler, PARAMS, seed=seed)
-    assert not found.errors, found.errors[:3]
-    turns = datums = anew = 0
+    result = rollout(groups(renderer, name, count, first=1000 * seed), sampler, PARAMS, seed=seed)
+    assert not result.errors, result.errors[:3]
+    turns = datums = restarted = 0
     drawn = {tuple(tokens) for tokens in sampler.drawn}
-    assert len(found.groups) == count
-    for group in found.groups:
+    assert len(result.groups) == count
+    for group in result.groups:
         (episode,) = group.trajectories_G
         episode.advantage = 0.5
         made = trajectory_to_datums(episode)
@@ -263,10 +263,14 @@ def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str,
             for d in made
         ]
         assert stretches[-1] == so_far
-        turns, datums, anew = turns + len(episode.transitions), datums + len(made), anew + breaks
+        turns, datums, restarted = (
+            turns + len(episode.transitions),
+            datums + len(made),
+            restarted + breaks,
+        )
     if name in NEVER_REWRITES:
-        assert anew == 0, name
-    return {"conversations": count, "turns": turns, "datums": datums, "written anew": anew}
+        assert restarted == 0, name
+    return {"conversations": count, "turns": turns, "datums": datums, "written anew": restarted}
 
 
 def check_canonical(name: str, renderer: Renderer, count: int, seed: int = 0) -> int:
@@ -276,21 +280,21 @@ def check_canonical(name: str, renderer: Renderer, count: int, seed: int = 0) ->
     Raises AssertionError where it is not. Returns how many prompts were compared.
     """
     sampler = Writer(renderer, seed, canonical=True, ascii_only="characters" in name)
-    found = rollout(
+    result = rollout(
         groups(renderer, name, count, odd=False, first=10_000), sampler, PARAMS, seed=seed
     )
-    assert not found.errors, found.errors[:3]
+    assert not result.errors, result.errors[:3]
     compared = 0
-    for group in found.groups:
+    for group in result.groups:
         tools = [] if group.problem_index % 2 == 0 else [dict(tool(add).schema)]
         made = renderer.with_tools(tools)
         (episode,) = group.trajectories_G
         messages: list = []
         for turn in episode.transitions:
             messages += turn.logs["told"]
-            wanted = made.build_generation_prompt(messages).to_ints()
-            shown = [made.tokenizer.decode(tokens) for tokens in (turn.ob.to_ints(), wanted)]
-            assert turn.ob.to_ints() == wanted, (name, group.problem_index, shown)
+            expected = made.build_generation_prompt(messages).to_ints()
+            shown = [made.tokenizer.decode(tokens) for tokens in (turn.ob.to_ints(), expected)]
+            assert turn.ob.to_ints() == expected, (name, group.problem_index, shown)
             messages.append({"role": "assistant", "content": turn.logs["response"]})
             compared += 1
     return compared

@@ -106,12 +106,12 @@ def for_loss(datums: Sequence[Datum], loss: str) -> list[Datum]:
     """With the fields that the loss takes; the advantages stand in for returns."""
     if loss not in ("cross_entropy", "value"):
         return list(datums)
-    own = (
+    reference = (
         {"weights": "mask"}
         if loss == "cross_entropy"
         else {"mask": "mask", "returns": "advantages"}
     )
-    fields = {"target_tokens": "target_tokens", **own}
+    fields = {"target_tokens": "target_tokens", **reference}
     return [
         Datum(d.model_input, {k: d.loss_fn_inputs[v] for k, v in fields.items()}) for d in datums
     ]
@@ -179,13 +179,13 @@ class CaseWorker(TrainingWorker):
         of the longest wait in a collective.
         """
         backend = self.learners[model_id].backend
-        own = [
+        reference = [
             p.to_local() if type(p).__name__ == "DTensor" else p
             for p in self.learners[model_id].model.parameters()
         ]
         return {
             "processes": self.accelerator.num_processes,
-            "own": sum(p.numel() for p in own),
+            "own": sum(p.numel() for p in reference),
             "bound": max(
                 (
                     pg._get_backend(torch.device("cpu")).options._timeout.total_seconds()
@@ -207,13 +207,13 @@ class CaseWorker(TrainingWorker):
         learner = self.learners[model_id]
         norm = learner.step(LOOK)["grad_norm"]
         tensors = learner.optimizer_tensors()
-        found = {
+        results = {
             name: tensors[f"{name}/exp_avg"].clone()
             for name in learner.parameter_shapes
             if f"{name}/exp_avg" in tensors
         }
         learner.load_optimizer_tensors({})
-        return found, norm
+        return results, norm
 
     @verb()
     def micro_batches(self, model_id: int, datums: Sequence[Datum]) -> int:
@@ -339,15 +339,15 @@ class Launch:
             self.service.create_training_client_from_state(str(self.starts / s))
             for s in ("tied", "value", "untied")
         )
-        found: dict[str, Any] = {
+        actual: dict[str, Any] = {
             "scores": frozen.forward(eight(), "ppo").result().metrics["loss:sum"]
         }
         for part in (eight()[:3], eight()[3:]):
             policy.forward_backward(part, "ppo", divisor=DIVISOR).result()
             frozen.forward(part, "ppo").result()
             critic.forward_backward(for_loss(part, "value"), "value", divisor=DIVISOR).result()
-        found["policy"] = self.verb("gradient", policy.model_id)
-        found["critic"] = self.verb("gradient", critic.model_id)
+        actual["policy"] = self.verb("gradient", policy.model_id)
+        actual["critic"] = self.verb("gradient", critic.model_id)
         for step in range(2):
             datums = update_datums(step)
             policy.forward_backward(datums, "ppo", divisor=DIVISOR)
@@ -356,9 +356,9 @@ class Launch:
                 client.optim_step(update_params(step)).result().metrics["grad_norm"]
                 for client in (policy, critic)
             ]
-            found[f"norms {step}"] = norms
-        found["scores after"] = frozen.forward(eight(), "ppo").result().metrics["loss:sum"]
-        self.results["two models"] = found
+            actual[f"norms {step}"] = norms
+        actual["scores after"] = frozen.forward(eight(), "ppo").result().metrics["loss:sum"]
+        self.results["two models"] = actual
         for client in (policy, critic, frozen):
             client.release()
 
@@ -396,7 +396,7 @@ class Launch:
         prompts = [ModelInput.from_ints(prompt) for prompt in PROMPTS]
         both = [sampler.sample(prompts[0], 2, endless), sampler.sample(prompts[1], 2, at_once)]
         sequences = [[(s.tokens, s.logprobs) for s in future.result().sequences] for future in both]
-        alone = sampler.sample(prompts[1], 2, at_once).result()
+        single = sampler.sample(prompts[1], 2, at_once).result()
         scored = sampler.compute_logprobs(prompts[0]).result()
         probe = [Datum(prompts[0], {"target_tokens": [*PROMPTS[0][1:], 1]})]
         learner = (
@@ -407,7 +407,7 @@ class Launch:
         )
         return {
             "both": sequences,
-            "alone": [(s.tokens, s.logprobs) for s in alone.sequences],
+            "alone": [(s.tokens, s.logprobs) for s in single.sequences],
             "scored": scored,
             "learner": learner,
         }

@@ -41,7 +41,7 @@ def main(starts: Path, out: Path) -> None:
         dtype="fp32",
         learner=LearnerSettings(token_budget=12, router_replay=True),
     )
-    service, found = ServiceClient(output_dir=out, settings=settings), {}
+    service, results = ServiceClient(output_dir=out, settings=settings), {}
     for case in CASES:
         name, _, lora = case.partition(" ")
         if lora:
@@ -52,10 +52,10 @@ def main(starts: Path, out: Path) -> None:
         else:
             client = service.create_full_training_client(str(starts / name))
         client.forward_backward(data(COLUMNS[name]), "ppo", divisor=7.0).result()
-        found[case] = service._driver.submit("gradient", client.model_id).result()
+        results[case] = service._driver.submit("gradient", client.model_id).result()
         client.release()
         print(case, flush=True)  # where a launch that hangs was
-    torch.save(found, out / "found.pt")
+    torch.save(results, out / "found.pt")
     service.close()
 
 

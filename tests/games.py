@@ -53,13 +53,13 @@ class MadeUp:
     def sample_many(self, requests):
         self.calls.append(len(requests))
         responses = []
-        for one in requests:
+        for item in requests:
             sequences = []
-            for i in range(one.num_samples):
+            for i in range(item.num_samples):
                 draw = random.Random(
-                    f"{one.seed} {one.problem} {one.first_index + i} {self.version}"
+                    f"{item.seed} {item.problem} {item.first_index + i} {self.version}"
                 )
-                text = self.words(self.tokenizer.decode(list(one.prompt)), draw)
+                text = self.words(self.tokenizer.decode(list(item.prompt)), draw)
                 tokens = self.tokenizer.encode(text)[: PARAMS.max_tokens - 1]
                 ended = draw.random() >= self.cut_off
                 tokens = [*tokens, self.tokenizer.eos_token_id] if ended else tokens or [5]
@@ -69,7 +69,7 @@ class MadeUp:
                     "stop" if ended else "length",
                     version=self.version,
                 )
-                self.drawn.append((list(one.prompt), list(tokens)))
+                self.drawn.append((list(item.prompt), list(tokens)))
                 sequences.append(sequence)
             responses.append(SampleResponse(sequences))
         done = (
@@ -107,8 +107,8 @@ def play(
     problems = [Problem((), {"seed": 100 * seed + i}, tag=name, index=i) for i in range(groups)]
     builders = [
         EnvironmentGroup(
-            spec, one, members, rendered, limits=EpisodeLimits(turns=turns), renderers=renderers
+            spec, item, members, rendered, limits=EpisodeLimits(turns=turns), renderers=renderers
         )
-        for one in problems
+        for item in problems
     ]
     return rollout(builders, policy, PARAMS, seed=seed, players=players)

@@ -50,7 +50,7 @@ def row(tokenizer, images: int, seed: int):
 
 
 def data(tokenizer, counts, loss: str) -> list[Datum]:
-    rng, found = np.random.default_rng(7), []
+    rng, results = np.random.default_rng(7), []
     for seed, images in enumerate(counts):
         whole = row(tokenizer, images, seed)
         n = whole.length - 1
@@ -64,8 +64,8 @@ def data(tokenizer, counts, loss: str) -> list[Datum]:
             }
         else:
             fields |= {"weights": mask * rng.uniform(0.5, 1.0, n)}
-        found.append(Datum(whole.truncate(n), fields))
-    return found
+        results.append(Datum(whole.truncate(n), fields))
+    return results
 
 
 def main(start: Path, out: Path) -> None:
@@ -74,7 +74,7 @@ def main(start: Path, out: Path) -> None:
     settings = WorkerSettings(
         timeout_seconds=90, dtype="fp32", learner=LearnerSettings(token_budget=120)
     )
-    service, found = ServiceClient(output_dir=out, settings=settings), {}
+    service, results = ServiceClient(output_dir=out, settings=settings), {}
     for case, (counts, loss, lora) in CASES.items():
         made = (
             service.create_lora_training_client(str(start), seed=5, **lora)
@@ -83,18 +83,18 @@ def main(start: Path, out: Path) -> None:
         )
         tokenizer = made.get_tokenizer()
         made.forward_backward(data(tokenizer, counts, loss), loss, divisor=7.0).result()
-        found[case] = service._driver.submit("gradient", made.model_id).result()
+        results[case] = service._driver.submit("gradient", made.model_id).result()
         if case.startswith("mixed, ppo, all"):
             sampler = made.save_weights_and_get_sampling_client()
             prompts = [row(tokenizer, images, seed) for seed, images in enumerate((0, 1, 3))]
             params = SamplingParams(max_tokens=6, temperature=1.0, seed=3)
             drawn = [sampler.sample(prompt, 2, params).result() for prompt in prompts]
-            found["drawn"] = [
+            results["drawn"] = [
                 (s.tokens, s.logprobs) for response in drawn for s in response.sequences
             ]
         made.release()
         print(case, flush=True)  # where a launch that hangs was
-    torch.save(found, out / "found.pt")
+    torch.save(results, out / "found.pt")
     service.close()
 
 

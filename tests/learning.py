@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 
 
-def seed(own: int = 0) -> int:
+def seed(reference: int = 0) -> int:
     """The seed of a test whose own is `own`."""
-    return own + int(os.environ.get("WHETSTONE_LEARNING_SEED", "0"))
+    return reference + int(os.environ.get("WHETSTONE_LEARNING_SEED", "0"))
 
 
 def clears(

@@ -34,19 +34,19 @@ CASES: dict[str, tuple[Sequence[tuple[int, int, int]], dict | None]] = {
 
 
 def pairs(lengths: Sequence[tuple[int, int, int]]) -> list[Datum]:
-    rng, found = np.random.default_rng(3), []
+    rng, results = np.random.default_rng(3), []
     for prompt, *answers in lengths:
-        asked = rng.integers(3, 40, prompt).tolist()
+        request = rng.integers(3, 40, prompt).tolist()
         for answer in answers:
-            tokens = asked + rng.integers(3, 40, answer).tolist()
+            tokens = request + rng.integers(3, 40, answer).tolist()
             mask = np.array([0.0] * (prompt - 1) + [1.0] * answer, np.float32)
-            found.append(
+            results.append(
                 Datum(
                     ModelInput.from_ints(tokens[:-1]),
                     {"target_tokens": tokens[1:], "mask": mask, "ref_logprobs": -3.5 * mask},
                 )
             )
-    return found
+    return results
 
 
 def main(start: Path, out: Path) -> None:
@@ -55,7 +55,7 @@ def main(start: Path, out: Path) -> None:
     settings = WorkerSettings(
         timeout_seconds=90, dtype="fp32", learner=LearnerSettings(token_budget=130)
     )
-    service, found = ServiceClient(output_dir=out, settings=settings), {}
+    service, results = ServiceClient(output_dir=out, settings=settings), {}
     for case, (lengths, lora) in CASES.items():
         made = (
             service.create_lora_training_client(str(start), seed=5, **lora)
@@ -63,10 +63,10 @@ def main(start: Path, out: Path) -> None:
             else service.create_full_training_client(str(start))
         )
         made.forward_backward(pairs(lengths), "dpo", divisor=3.0).result()
-        found[case] = service._driver.submit("gradient", made.model_id).result()
+        results[case] = service._driver.submit("gradient", made.model_id).result()
         made.release()
         print(case, flush=True)  # where a launch that hangs was
-    torch.save(found, out / "found.pt")
+    torch.save(results, out / "found.pt")
     service.close()
 
 

@@ -142,9 +142,9 @@ class Launch:
                 self.codes[i] = self.server.ask({"wait": pid})["code"]
         return None not in self.codes
 
-    def kill(self, rank: int, how: int = signal.SIGKILL) -> None:
+    def kill(self, rank: int, options: int = signal.SIGKILL) -> None:
         if self.codes[rank] is None:
-            os.kill(self.pids[rank], how)
+            os.kill(self.pids[rank], options)
 
     def wait(self, seconds: float) -> list[int | None]:
         """The exit codes; AssertionError with the logs, and nothing left running, where a rank goes
@@ -229,13 +229,13 @@ class Ranks:
 
     def left_behind(self) -> list[str]:
         """Command lines of processes that runs started (rewards' workers, say) and that live on."""
-        found = []
+        results = []
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit() or int(folder.name) in (os.getpid(), self.process.pid):
                 continue
             try:
                 if self.tag.encode() in (folder / "environ").read_bytes():
-                    found.append(
+                    results.append(
                         (folder / "cmdline")
                         .read_bytes()
                         .replace(b"\0", b" ")
@@ -243,14 +243,14 @@ class Ranks:
                     )
             except OSError:
                 pass  # it ended while we looked, or is another user's
-        return found
+        return results
 
     def nothing_left(self, seconds: float = 5.0) -> list[str]:
         """What is left behind after at most so many seconds of grace: [] where all is well."""
         deadline = time.monotonic() + seconds
-        while (left := self.left_behind()) and time.monotonic() < deadline:
+        while (remaining := self.left_behind()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return left
+        return remaining
 
     def close(self) -> None:
         self.process.stdin.close()

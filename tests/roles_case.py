@@ -30,7 +30,7 @@ def drawn(client, seed: int) -> list:
 
 def datums(samples: list) -> list[Datum]:
     """Each sample after its prompt, with an advantage that depends on its tokens."""
-    found = []
+    results = []
     for i, (tokens, logprobs, _) in enumerate(samples):
         prompt = PROMPTS[i // 3]
         pad = [0.0] * (len(prompt) - 1)
@@ -40,12 +40,12 @@ def datums(samples: list) -> list[Datum]:
             "logprobs": TensorData([*pad, *logprobs], "float32"),
             "advantages": TensorData([*pad, *[good] * len(tokens)], "float32"),
         }
-        found.append(Datum(ModelInput.from_ints([*prompt, *tokens[:-1]]), inputs))
-    return found
+        results.append(Datum(ModelInput.from_ints([*prompt, *tokens[:-1]]), inputs))
+    return results
 
 
 def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> None:
-    found: dict = {}
+    actual: dict = {}
     settings = WorkerSettings(
         sampler_ranks=sampler_ranks,
         timeout_seconds=60,
@@ -60,49 +60,51 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
         )
         first = sampler = made.save_weights_and_get_sampling_client()
         for step in range(3):
-            found[f"drawn {step}"] = drawn(sampler, step)
+            actual[f"drawn {step}"] = drawn(sampler, step)
             made.forward_backward(
-                datums(found[f"drawn {step}"]), "importance_sampling", divisor=12.0
+                datums(actual[f"drawn {step}"]), "importance_sampling", divisor=12.0
             )
             made.optim_step(AdamParams(learning_rate=1e-2))
             sampler = made.save_weights_and_get_sampling_client()  # the first one stays as it was
-        found["drawn by the first weights"] = drawn(first, 9)
-        found["drawn by the last weights"] = drawn(sampler, 9)
+        actual["drawn by the first weights"] = drawn(first, 9)
+        actual["drawn by the last weights"] = drawn(sampler, 9)
         one_by_one = [
             sampler.sample(
                 ModelInput.from_ints(p), 2, SamplingParams(max_tokens=4, seed=5, stop=[])
             )
             for p in PROMPTS
         ]
-        found["one by one"] = [s.tokens for future in one_by_one for s in future.result().sequences]
+        actual["one by one"] = [
+            s.tokens for future in one_by_one for s in future.result().sequences
+        ]
         saved = made.save_weights_for_sampler("saved")  # not waited for
         again = service.create_sampling_client(saved.result().path)
-        found["of the folder"] = drawn(again, 9)
+        actual["of the folder"] = drawn(again, 9)
         if lora:
-            found["of the base"] = drawn(made.get_base_sampling_client(), 9)
+            actual["of the base"] = drawn(made.get_base_sampling_client(), 9)
         scores = sampler.compute_logprobs_many([ModelInput.from_ints(p) for p in PROMPTS]).result()
-        found["scores"] = scores
+        actual["scores"] = scores
         outputs = (
-            made.forward(datums(found["drawn by the last weights"]), "importance_sampling")
+            made.forward(datums(actual["drawn by the last weights"]), "importance_sampling")
             .result()
             .loss_fn_outputs
         )
-        found["learner"] = [output["logprobs"].tolist() for output in outputs]
-        found["versions"] = [first.version, sampler.version, again.version, made.version]
+        actual["learner"] = [output["logprobs"].tolist() for output in outputs]
+        actual["versions"] = [first.version, sampler.version, again.version, made.version]
         if lora:  # an adapter of another scale: samplers elsewhere take that over as well
             other = service.create_lora_training_client(
                 "tiny:addition", rank=lora, seed=4, alpha=None
             )
-            other.forward_backward(datums(found["drawn 0"]), "importance_sampling", divisor=12.0)
+            other.forward_backward(datums(actual["drawn 0"]), "importance_sampling", divisor=12.0)
             other.optim_step(AdamParams(learning_rate=1e-2))
             made.load_state(other.save_state("other").result().path).result()
-            found["of another scale"] = drawn(made.save_weights_and_get_sampling_client(), 9)
+            actual["of another scale"] = drawn(made.save_weights_and_get_sampling_client(), 9)
             expected = (
-                other.forward(datums(found["of another scale"]), "importance_sampling")
+                other.forward(datums(actual["of another scale"]), "importance_sampling")
                 .result()
                 .loss_fn_outputs
             )
-            found["of another scale, by the learner it came from"] = [
+            actual["of another scale, by the learner it came from"] = [
                 output["logprobs"].tolist() for output in expected
             ]
         top = SamplingParams(max_tokens=4, top_k=2, seed=1, stop=[])
@@ -113,8 +115,8 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
         made.save_weights_and_get_sampling_client()
     with ServiceClient(output_dir=out / "later", seed=3, settings=settings) as later:
         other = later.create_full_training_client("tiny:addition-small", seed=1)
-        found["a later service"] = drawn(other.save_weights_and_get_sampling_client(), 4)
-    (out / "found.json").write_text(json.dumps(found))
+        actual["a later service"] = drawn(other.save_weights_and_get_sampling_client(), 4)
+    (out / "found.json").write_text(json.dumps(actual))
 
 
 if __name__ == "__main__":

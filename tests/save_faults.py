@@ -83,7 +83,7 @@ def digest(folder: Path, step: int) -> dict[str, str]:
     """
     place = folder / "checkpoints" / f"grpo-{step:06d}"
     checkpoint_folder.verify_checkpoint(place)
-    found = {}
+    results = {}
     for name in sorted(json.loads((place / checkpoint_folder.MANIFEST).read_text())["files"]):
         content = hashlib.sha256()
         if name.endswith(".safetensors"):
@@ -94,8 +94,8 @@ def digest(folder: Path, step: int) -> dict[str, str]:
                 )
         else:
             content.update((place / name).read_bytes())
-        found[name] = content.hexdigest()
-    return found
+        results[name] = content.hexdigest()
+    return results
 
 
 def in_child(worker, folder: Path, k: int, mode: int) -> int:
@@ -125,26 +125,26 @@ def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
     is checked on the way.
     """
     rows, _ = complete_checkpoint_list(folder, [StageSteps("grpo", 0, 9)])
-    found = CheckpointManager.find_newest_intact(folder, rows, Console())
-    assert found is not None, "nothing to go on from"
-    step = found[0]["batch"]
+    result = CheckpointManager.find_newest_intact(folder, rows, Console())
+    assert result is not None, "nothing to go on from"
+    step = result[0]["batch"]
     assert digest(folder, step) == whole[step], (
         f"the checkpoint of step {step} is another than was saved"
     )
-    here = rows.index(found[0])
+    here = rows.index(result[0])
     remove_damaged_checkpoints(folder, ResumePoint(stale=rows[here + 1 :]))
     logbook = Logbook(folder, resume_step=step, checkpoints=rows[: here + 1])
     logbook._metrics.close()
     if step == 1:
         save(worker, folder, 2)
-    there = sorted(p.name for p in (folder / "checkpoints").iterdir())
+    present = sorted(p.name for p in (folder / "checkpoints").iterdir())
     noted = [row["name"] for row in read_jsonl(folder / CHECKPOINTS)]
     # killed between noting the new one and forgetting the old one, both are there: the next save
     # removes the old one
-    assert there == noted and noted in (
+    assert present == noted and noted in (
         ["grpo-000002"],
         ["grpo-000001", "grpo-000002"] * (step - 1),
-    ), f"from step {step}: {there}, {noted}"
+    ), f"from step {step}: {present}, {noted}"
     changed = [name for name, entry in digest(folder, 2).items() if entry != whole[2].get(name)]
     assert not changed, f"the resumed run saved something else: {changed}"
     assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [1, 2]
@@ -168,14 +168,14 @@ def main(mode: str, place: Path) -> None:
     DISK.disarm()
     whole[2] = digest(folder, 2)
     assert whole[1] != whole[2]
-    wanted = -signal.SIGKILL if mode == "kill" else 3
+    expected = -signal.SIGKILL if mode == "kill" else 3
     from_step = {1: 0, 2: 0}
     for k in range(1, total + 1):
         shutil.rmtree(folder)
         shutil.copytree(base, folder)
         code = in_child(worker, folder, k, 1 if mode == "kill" else 2)
         # what is left to do at the end of a save, removals, needs no room
-        assert code == wanted or (
+        assert code == expected or (
             mode == "full" and code == 0 and k > total - counts["removals"]
         ), f"operation {k}: exit code {code}"
         if mode == "full" and code != 0:

@@ -27,7 +27,7 @@ class Scripted:
         self.tokenizer, self.say, self.info = tokenizer, say, {"max_context": max_context}
         self.end = tokenizer.eos_token_id if end is None else end
         self.encode = encode or (lambda text: tokenizer.encode(text, add_special_tokens=False))
-        self.asked: list[list[int]] = []
+        self.requests_seen: list[list[int]] = []
         self.turn = 0
 
     def sample_many(self, requests: Sequence, /):
@@ -35,7 +35,7 @@ class Scripted:
         for request in requests:
             sequences = []
             for i in range(request.num_samples):
-                self.asked.append(list(request.prompt))
+                self.requests_seen.append(list(request.prompt))
                 text = self.say(
                     self.tokenizer.decode(request.prompt),
                     self.turn,

@@ -33,9 +33,9 @@ def chunk(seed, width=32, height=32):
     return make_image_chunk(picture(seed, width, height))
 
 
-def permuted(given, seed=0):
+def permuted(inputs, seed=0):
     """The same image with its pixels in another order."""
-    pixels = np.asarray(Image.open(io.BytesIO(given.data)).convert("RGB"))
+    pixels = np.asarray(Image.open(io.BytesIO(inputs.data)).convert("RGB"))
     flat = pixels.reshape(-1, 3)[
         np.random.default_rng(seed).permutation(pixels.shape[0] * pixels.shape[1])
     ]
@@ -54,12 +54,12 @@ def spelt(tokenizer, *parts):
     )
 
 
-def alone(model, reader, given):
+def compute_plain_logits(model, reader, arguments):
     """Logits [T, V] of one sequence by the transformers model itself, its images through one call
     of its own image processor.
     """
-    ids = torch.tensor([given.flat()])
-    images = [Image.open(io.BytesIO(image.data)).convert("RGB") for _, image in given.placed()]
+    ids = torch.tensor([arguments.flat()])
+    images = [Image.open(io.BytesIO(image.data)).convert("RGB") for _, image in arguments.placed()]
     inputs = {}
     if images:
         tiles = reader.family.token_types_name == ""
@@ -325,7 +325,7 @@ def tiny(family, seed=0):
 
 __all__ = [
     "FAMILIES",
-    "alone",
+    "compute_plain_logits",
     "chunk",
     "permuted",
     "picture",

@@ -66,10 +66,10 @@ def main() -> None:
         return
 
     def logprobs(of) -> list[list[float]]:
-        found = of.forward(
+        results = of.forward(
             random_datums(4, seed=9, vocabulary=60), "importance_sampling", {}
         ).result()
-        return [one["logprobs"].array.tolist() for one in found.loss_fn_outputs]
+        return [item["logprobs"].array.tolist() for item in results.loss_fn_outputs]
 
     first = logprobs(client)
     client.forward_backward(
@@ -79,14 +79,14 @@ def main() -> None:
     then = logprobs(client)
     path = client.save_state("one").result().path
     resumed = service.create_training_client_from_state_with_optimizer(path)
-    found = {
+    results = {
         "first": first,
         "norm": norm,
         "then": then,
         "resumed": logprobs(resumed),
         "wrapped": wrapped,
     }
-    (Path(out) / "found.json").write_text(json.dumps({**found, **measured}))
+    (Path(out) / "found.json").write_text(json.dumps({**results, **measured}))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def streamed(client) -> list:
     """A stream that others join, one of a conversation: what each ticket draws."""
     params = SamplingParams(max_tokens=6, temperature=0.8, stop=[])
     with SampleStream(client) as stream:
-        found: dict = {}
+        result: dict = {}
         tickets = []
         for i, prompt in enumerate(PROMPTS):
             tickets.append(
@@ -69,19 +69,21 @@ def streamed(client) -> list:
                     SamplingRequest(prompt=prompt, num_samples=2, params=params, seed=4, problem=i)
                 )
             )
-            found |= stream.run_steps(2, partial_tickets=True).finished
-        left = stream.unfinished()
-        assert set(left) == set(tickets) - set(found)
+            result |= stream.run_steps(2, partial_tickets=True).finished
+        remaining = stream.unfinished()
+        assert set(remaining) == set(tickets) - set(result)
         while stream.busy:
-            found |= stream.run_steps().finished
+            result |= stream.run_steps().finished
         return [
-            [s.tokens, s.logprobs, s.version] for ticket in tickets for s in found[ticket].sequences
+            [s.tokens, s.logprobs, s.version]
+            for ticket in tickets
+            for s in result[ticket].sequences
         ]
 
 
 def flow(service: ServiceClient, folder: Path, lora: int) -> dict:
     """Two steps from that model, and every way in which weights come to a sampler."""
-    found: dict = {}
+    actual: dict = {}
     made = (
         service.create_lora_training_client(str(folder), rank=lora, seed=2)
         if lora
@@ -89,36 +91,36 @@ def flow(service: ServiceClient, folder: Path, lora: int) -> dict:
     )
     first = sampler = made.save_weights_and_get_sampling_client()
     for step in range(2):
-        found[f"drawn {step}"] = drawn(sampler, step)
-        made.forward_backward(datums(found[f"drawn {step}"]), "importance_sampling", divisor=12.0)
+        actual[f"drawn {step}"] = drawn(sampler, step)
+        made.forward_backward(datums(actual[f"drawn {step}"]), "importance_sampling", divisor=12.0)
         # a larger rate would carry rounding into the second update: 1e-5 in the logprobs of OLMo-2
         made.optim_step(AdamParams(learning_rate=1e-2))
         sampler = made.save_weights_and_get_sampling_client()  # the first one stays as it was
-    found["by the last weights"] = drawn(sampler, 9)
-    found["by the first weights"] = drawn(first, 9)
-    found["of a stream"] = streamed(sampler)
-    found["of the folder"] = drawn(
+    actual["by the last weights"] = drawn(sampler, 9)
+    actual["by the first weights"] = drawn(first, 9)
+    actual["of a stream"] = streamed(sampler)
+    actual["of the folder"] = drawn(
         service.create_sampling_client(made.save_weights_for_sampler("saved").result().path), 9
     )
     if lora:
         whole = made.save_weights_for_sampler("whole", merged=True).result().path
-        found["of the merged folder"] = drawn(service.create_sampling_client(whole), 9)
-        found["of the base"] = drawn(made.get_base_sampling_client(), 9)
-    found["scores"] = sampler.compute_logprobs_many(
+        actual["of the merged folder"] = drawn(service.create_sampling_client(whole), 9)
+        actual["of the base"] = drawn(made.get_base_sampling_client(), 9)
+    actual["scores"] = sampler.compute_logprobs_many(
         [ModelInput.from_ints(p) for p in PROMPTS]
     ).result()
-    seen = check_sync(made, sampler, datums(found["by the last weights"])[:4], 1.0)
+    seen = check_sync(made, sampler, datums(actual["by the last weights"])[:4], 1.0)
     pairs = [(seen.learner, seen.sampler), (seen.learner_moved, seen.sampler_moved)]
-    found["off"] = [
+    actual["off"] = [
         max(float(abs(learner[i] - sampler[i]).max()) for i in learner)
         for learner, sampler in pairs
     ]
-    found["moved"] = max(
+    actual["moved"] = max(
         float(abs(seen.sampler[i] - seen.sampler_moved[i]).max()) for i in seen.sampler
     )
-    found["held"] = service._driver.submit("held", made.model_id).result()
-    found["parameters"] = made.info["parameters"]
-    return found
+    actual["held"] = service._driver.submit("held", made.model_id).result()
+    actual["parameters"] = made.info["parameters"]
+    return actual
 
 
 def main(models: Path, out: Path, cases: list[str]) -> None:

@@ -52,11 +52,11 @@ def main(out: Path) -> None:
         results["first"] = use(first, 1)
     again = ServiceClient(output_dir=out / "b", seed=1)  # after the first was closed
     results["again"] = use(again, 1)
-    beside = ServiceClient(output_dir=out / "c", seed=1)  # while the second is open
-    results["beside"] = use(beside, 2)
+    neighbor = ServiceClient(output_dir=out / "c", seed=1)  # while the second is open
+    results["beside"] = use(neighbor, 2)
     results["again, with another beside it"] = use(again, 1)
     again.close("success", detail="done").result()
-    results["beside, alone"] = use(beside, 2)
+    results["beside, alone"] = use(neighbor, 2)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         results["of another precision"] = refused(out / "d")
     # the last one is left open: the end of the script closes it

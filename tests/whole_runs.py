@@ -106,6 +106,8 @@ def two_and_two(words: str, folder: Path) -> list[dict]:
     saved = [path.name for path in (folder / "cut" / "checkpoints").iterdir()]
     assert [name.rsplit("-", 1)[1] for name in saved] == ["000002"]
     assert train(f"{words} --resume", folder / "cut") == whole
-    one, other = final_weights(folder / "whole"), final_weights(folder / "cut")
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    first, other = final_weights(folder / "whole"), final_weights(folder / "cut")
+    assert first.keys() == other.keys() and all(
+        torch.equal(first[name], other[name]) for name in first
+    )
     return whole

@@ -82,5 +82,7 @@ def off_the_policy(policy, groups, rng: np.random.Generator) -> None:
     ]
     texts = [[*turn.ob.to_ints(), *turn.ac.tokens] for turn in turns]
     for turn, lp in zip(turns, scored(policy, texts), strict=True):
-        own = lp[-len(turn.ac.tokens) :]
-        turn.ac.logprobs = (own + rng.normal(0, 0.25, len(own)) + rng.normal(0, 0.1)).tolist()
+        reference = lp[-len(turn.ac.tokens) :]
+        turn.ac.logprobs = (
+            reference + rng.normal(0, 0.25, len(reference)) + rng.normal(0, 0.1)
+        ).tolist()

@@ -59,10 +59,10 @@ def test_verl_closed_forms(kind, level, seed):
     weights, kept, metrics = apply_correction(
         list(gap), list(mask != 0), list(range(6)), ImportanceCorrection(kind, level, low, high)
     )
-    found = np.stack(weights) * mask
-    np.testing.assert_allclose(found, expected_weights.numpy(), rtol=1e-12)
+    result = np.stack(weights) * mask
+    np.testing.assert_allclose(result, expected_weights.numpy(), rtol=1e-12)
     np.testing.assert_array_equal(np.stack(kept), expected_mask.numpy() != 0)
-    applied = (found * np.stack(kept))[mask != 0]
+    applied = (result * np.stack(kept))[mask != 0]
     assert metrics["optim/correction_weight"] == pytest.approx(applied.mean())
     squares = (applied**2).sum()
     assert metrics["optim/correction_ess"] == pytest.approx(
@@ -133,9 +133,9 @@ def test_an_episode_of_several_datums_is_one_sequence():
         for part, m in zip(np.split(gap, [3, 6]), np.split(mask, [3, 6]), strict=True):
             cut, masks, owners = [*cut, part], [*masks, m], [*owners, episode]
     for kind, level in VALID:
-        how = ImportanceCorrection(kind, level, 0.0 if kind == "truncate" else 0.7, 1.4)
-        a = apply_correction([g for g, _ in whole], [m for _, m in whole], [0, 1, 2], how)
-        b = apply_correction(cut, masks, owners, how)
+        options = ImportanceCorrection(kind, level, 0.0 if kind == "truncate" else 0.7, 1.4)
+        a = apply_correction([g for g, _ in whole], [m for _, m in whole], [0, 1, 2], options)
+        b = apply_correction(cut, masks, owners, options)
         np.testing.assert_allclose(np.concatenate(a[0]), np.concatenate(b[0]), rtol=1e-12)
         np.testing.assert_array_equal(np.concatenate(a[1]), np.concatenate(b[1]))
         assert a[2] == pytest.approx(b[2])
@@ -164,8 +164,8 @@ def test_a_kl_beside_an_interpolated_proximal_policy_is_weighted_by_what_drew(lo
 
     kl = {"ref_logprobs": drew["ref_logprobs"]}
     added = float(compute(shared | kl, kl_coef=0.5)[0] - compute(shared)[0])
-    alone = float(compute(plain | drew, kl_coef=0.5)[1]["kl_ref:sum"])
-    assert added == pytest.approx(0.5 * alone, rel=1e-12)
+    single = float(compute(plain | drew, kl_coef=0.5)[1]["kl_ref:sum"])
+    assert added == pytest.approx(0.5 * single, rel=1e-12)
 
 
 @pytest.mark.parametrize(("words", "so"), [
@@ -195,8 +195,8 @@ def test_what_one_version_drew_is_of_one_age():
         Datum(ModelInput.from_ints(range(3)), fields, version=version) for version in (4, 3, 1)
     ]
     shares = [
-        one.loss_fn_inputs["proximal_share"].array.tolist()
-        for one in add_proximal_weight(datums, 4)
+        item.loss_fn_inputs["proximal_share"].array.tolist()
+        for item in add_proximal_weight(datums, 4)
     ]
     assert shares == [[0, 0, 0], [0, 0.5, 0.5], [0, 0.75, 0.75]]
     assert datums[2].with_inputs(fields).version == 1

@@ -36,8 +36,8 @@ def random_episode(rng, *, forgets: bool) -> Trajectory:
             )
         )
         hole = rng.integers(1, 50, rng.integers(0, 4)).tolist()
-        anew = forgets and rng.random() < 0.3
-        read = [60, *hole] if anew else [*read, *tokens, *hole]
+        restarted = forgets and rng.random() < 0.3
+        read = [60, *hole] if restarted else [*read, *tokens, *hole]
     turns[-1].episode_done = True
     turns[-1].truncated = bool(rng.random() < 0.3)
     return Trajectory(turns)
@@ -92,10 +92,10 @@ def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, disco
     pg = PolicyGradientSettings(
         advantage=advantage, step_rewards=step_rewards, reward_discount=discount, group_size=4
     )
-    found = trained(
+    result = trained(
         GRPO(GrpoSettings(policy_gradient=pg)).compute_advantages(groups, Models(SimpleNamespace()))
     )
-    wanted: list[float] = []
+    expected: list[float] = []
     for group in groups:
         rewards_G_N = [[t.reward for t in e.transitions] for e in group.trajectories_G]
         for steps, final in zip(rewards_G_N, group.final_rewards_G, strict=True):
@@ -125,26 +125,26 @@ def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, disco
                         )
                         for i in alive
                     ]
-                    alone = len(alive) == 1 and advantage != "none"
-                    value = 0.0 if alone else COMPARED[advantage](rest, alive.index(g))
+                    single = len(alive) == 1 and advantage != "none"
+                    value = 0.0 if single else COMPARED[advantage](rest, alive.index(g))
                 else:
                     value = math.fsum(
                         discount ** (k - t) * compared[at + k] for k in range(t, count)
                     )
-                wanted += [value] * len(turn.ac.tokens)
+                expected += [value] * len(turn.ac.tokens)
             at += count
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
 class Values:
     """A value for each prefix, of its tokens alone."""
 
     def compute_values(self, inputs):
-        found = [
-            np.cumsum(np.sin(np.asarray(one.to_ints(), dtype=np.float64))).astype(np.float32)
-            for one in inputs
+        results = [
+            np.cumsum(np.sin(np.asarray(item.to_ints(), dtype=np.float64))).astype(np.float32)
+            for item in inputs
         ]
-        return SimpleNamespace(result=lambda: found)
+        return SimpleNamespace(result=lambda: results)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.95, 0.0)])
@@ -153,12 +153,12 @@ def test_generalised_advantages_run_over_actions_across_what_was_observed(gamma,
     options = PpoOptions(
         normalise_advantages=False, gamma=gamma, gae_lambda=lam, truncated="bootstrap"
     )
-    found = trained(
+    result = trained(
         PPO(PpoSettings(ppo=options, kl=KlSettings(kl_coef=0.0))).compute_advantages(
             groups, Models(Values())
         )
     )
-    wanted: list[float] = []
+    expected: list[float] = []
     for group in groups:
         for episode, final in zip(group.trajectories_G, group.final_rewards_G, strict=True):
             rewards, values, read = [], [], []
@@ -177,8 +177,8 @@ def test_generalised_advantages_run_over_actions_across_what_was_observed(gamma,
             delta = [
                 r + gamma * after - v for r, after, v in zip(rewards, ahead, values, strict=True)
             ]
-            wanted += [
+            expected += [
                 math.fsum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta)))
                 for t in range(len(delta))
             ]
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)

@@ -47,13 +47,13 @@ class TableScorer:
         self.logp = logp_4_3
 
     def compute_logprobs_many(self, prompts, temperature=1.0):
-        logp, found = (
+        logp, results = (
             torch.log_softmax(self.logp / temperature, -1) if temperature != 1 else self.logp,
             [],
         )
         for _, a, b in (prompt.to_ints() for prompt in prompts):
-            found.append([None, float(logp[0, a]), float(logp[1 + a, b])])
-        return Done(found)
+            results.append([None, float(logp[0, a]), float(logp[1 + a, b])])
+        return Done(results)
 
 
 def trajectory(tokens, logprobs) -> Trajectory:
@@ -123,8 +123,8 @@ def test_each_data_set_has_its_teacher():
         for tag in ("sums", "other", "sums")
     ]
     datums = Distillation(settings()).compute_advantages(groups, models)
-    found = sorted(float(d.loss_fn_inputs["advantages"].array[0]) for d in datums)
-    assert found == [2.0, 3.0, 3.0]
+    result = sorted(float(d.loss_fn_inputs["advantages"].array[0]) for d in datums)
+    assert result == [2.0, 3.0, 3.0]
     assert [find_teacher(models, tag) for tag in ("sums", "other")] == ["sums", ""]
     assert parse_teachers(
         DistillSettings(distillation=DistillationSettings(teacher=("a=x/y", "z")))
@@ -172,10 +172,10 @@ def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
     worker = make_worker(lora=LoraConfig(rank=4))
     worker.snapshot_base(0, 1)
     worker.snapshot(0, 2)
-    own, other = (worker.versions[i].decoder.weights.buffers for i in (2, 1))
+    reference, other = (worker.versions[i].decoder.weights.buffers for i in (2, 1))
     assert (
-        {key for key in own if own[key] is not other[key]}
-        == {key for key in own if "lora" in key}
+        {key for key in reference if reference[key] is not other[key]}
+        == {key for key in reference if "lora" in key}
         != set()
     )
     load_model("tiny:addition", seed=5).model.save_pretrained(str(tmp_path / "base"))
@@ -195,12 +195,12 @@ def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
 
         def scores(client):
             return np.concatenate(
-                [one[1:] for one in client.compute_logprobs_many(prompts).result()]
+                [item[1:] for item in client.compute_logprobs_many(prompts).result()]
             )
 
         teachers = [hosts.load(str(tmp_path / "base"))]
         for _ in range(3):
-            student.forward_backward([supervised(*one) for one in SEQUENCES], "cross_entropy")
+            student.forward_backward([supervised(*item) for item in SEQUENCES], "cross_entropy")
             student.optim_step(AdamParams(learning_rate=1e-2)).result()
         policy = student.save_weights_and_get_sampling_client()
         teachers.append(hosts.load(str(tmp_path / "base")))
@@ -306,12 +306,12 @@ def test_vocabularies_that_differ_are_told_apart_by_their_tokens():
         load_tokenizer(name).get_vocab() for name in ("tiny:addition", "tiny:ascii")
     )
     assert describe_vocabulary_difference(student, dict(student)) == ""
-    said = describe_vocabulary_difference(student, teacher)
+    text = describe_vocabulary_difference(student, teacher)
     assert (
         "12 tokens have other ids ('0' is 2 in the policy's and 19 in the other, '1' is 3 in the policy's and 20 in the other"
-        in said
+        in text
     )
-    assert r"84 tokens are only in the other ('\n', ' ', '!', " in said
+    assert r"84 tokens are only in the other ('\n', ' ', '!', " in text
     assert (
         describe_vocabulary_difference({"a": 0, "b": 1}, {"a": 0})
         == "1 tokens are only in the policy's ('b')"
@@ -353,14 +353,14 @@ STUDENT = (
 @pytest.mark.slow
 @pytest.mark.parametrize("learn_from", ["teacher", "data", "student"])
 def test_a_small_student_comes_to_its_teachers_accuracy(teacher, learn_from, tmp_path):
-    how = {
+    options = {
         "teacher": "--group-size 1 --steps 80 --learning-rate 3e-3",
         "data": "--response-column response --steps 80 --learning-rate 3e-3",
         "student": "--group-size 4 --steps 180 --learning-rate 2e-3",
     }[learn_from]
     rows = train(
         f"{STUDENT} --dataset {teacher / 'digits.jsonl'} --teacher {teacher / 'run'} --learn-from "
-        f"{learn_from} {how} --eval-every 40 --schedule linear --warmup-steps 10",
+        f"{learn_from} {options} --eval-every 40 --schedule linear --warmup-steps 10",
         tmp_path,
     )
     name = "test/env/all/correct"

@@ -26,26 +26,26 @@ def test_both_sides_are_taken_at_the_temperature_of_the_samples():
     (datum,) = method.compute_advantages([group], models)
     expected = np.log([(2 / 3) / 0.25, (1 / 6) / 0.5])
     assert datum.loss_fn_inputs["advantages"].array == pytest.approx(expected, abs=1e-6)
-    asked = []
+    requests = []
 
     def forward_backward(data, loss, config, *, divisor):
-        asked.append((loss, config["temperature"], divisor))
+        requests.append((loss, config["temperature"], divisor))
         sums = {"loss:sum": 0.0, "active_tokens:sum": 2.0}
         return Done(ForwardBackwardOutput([{"logprobs": data[0].loss_fn_inputs["logprobs"]}], sums))
 
     step = Done(OptimStepResponse({"grad_norm": 1.0}))
     policy = SimpleNamespace(forward_backward=forward_backward, optim_step=lambda params: step)
     method.update(Models(policy), [datum], Progress(0, 1))
-    assert asked == [("importance_sampling", 0.5, 2)]
+    assert requests == [("importance_sampling", 0.5, 2)]
 
 
 def test_a_teachers_answers_are_drawn_as_the_settings_say():
-    asked = []
+    queries = []
 
     def sample_many(requests):
-        asked.extend(requests)
-        one = SampledSequence([4, 1], [-1.0, -1.0])
-        return Done(([SampleResponse([one] * r.num_samples) for r in requests], {}))
+        queries.extend(requests)
+        first = SampledSequence([4, 1], [-1.0, -1.0])
+        return Done(([SampleResponse([first] * r.num_samples) for r in requests], {}))
 
     method = make_method("distill", teacher=("t",), learn_from="teacher", group_size=2,
                          temperature=0.7, max_tokens=5)  # fmt: skip
@@ -53,12 +53,12 @@ def test_a_teachers_answers_are_drawn_as_the_settings_say():
     rows = list(addition("train"))[:3]
     rows[2] = replace(rows[0], tag="other")  # another data set, which counts alike
     teacher = SimpleNamespace(sample_many=sample_many)
-    found = method._sample_teacher(rows, renderer, teacher, 11)
-    params = [(r.params.temperature, r.params.max_tokens, r.seed, r.num_samples) for r in asked]
+    result = method._sample_teacher(rows, renderer, teacher, 11)
+    params = [(r.params.temperature, r.params.max_tokens, r.seed, r.num_samples) for r in queries]
     assert params == [(0.7, 5, 11, 2)] * 3
-    assert len(found) == 6 and found[0].loss_fn_inputs["weights"].array.sum() == 2
-    streams = [r.problem for r in asked]
+    assert len(result) == 6 and result[0].loss_fn_inputs["weights"].array.sum() == 2
+    streams = [r.problem for r in queries]
     assert len(set(streams)) == 3
-    asked.clear()
+    queries.clear()
     method._sample_teacher(rows[1:], renderer, teacher, 11)
-    assert [r.problem for r in asked] == streams[1:]  # whatever rows stand beside
+    assert [r.problem for r in queries] == streams[1:]  # whatever rows stand beside

@@ -28,9 +28,9 @@ from rl.types import AdamParams, Datum, ModelInput
 def pair(rng: np.random.Generator, *, prompt: int, answers: tuple[int, int],
          reference: bool = True) -> list[Datum]:  # fmt: skip
     """Two datums with the same prompt and answers of these lengths; references off the policy."""
-    asked, datums = rng.integers(0, VOCABULARY, prompt).tolist(), []
+    request, datums = rng.integers(0, VOCABULARY, prompt).tolist(), []
     for length in answers:
-        tokens = [*asked, *rng.integers(0, VOCABULARY, length).tolist()]
+        tokens = [*request, *rng.integers(0, VOCABULARY, length).tolist()]
         mask = np.arange(1, len(tokens)) >= prompt
         fields = {"target_tokens": tokens[1:], "mask": mask.astype(np.float32)}
         if reference:
@@ -108,7 +108,7 @@ def test_value_metrics_and_gradient_are_those_of_the_formula(name, config, formu
     assert metrics["rejected_rewards:sum"].item() == pytest.approx(expected["rejected"], rel=1e-12)
     assert (metrics["ranked_right:sum"].item(), int(metrics["pairs:sum"])) == (expected["right"], 6)
 
-    (found,) = torch.autograd.grad(value, flat)
+    (result,) = torch.autograd.grad(value, flat)
     step = 1e-6
     for i in range(0, len(flat), 5):
         ends = []
@@ -117,7 +117,7 @@ def test_value_metrics_and_gradient_are_those_of_the_formula(name, config, formu
             moved[i] += sign * step
             parts = np.split(moved, np.cumsum(sizes)[:-1])
             ends.append(by_hand(datums, parts, loss=name, **formula)["loss"])
-        assert found[i].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-7)
+        assert result[i].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-7)
 
 
 def test_a_policy_that_is_its_reference_has_loss_ln_2_exactly_and_smoothing_changes_nothing_there():
@@ -147,13 +147,13 @@ def test_a_policy_that_is_its_reference_has_loss_ln_2_exactly_and_smoothing_chan
 @pytest.mark.parametrize("budget", [1, 20, 1000])
 def test_blocks_hold_every_pair_whole_in_order(layout, budget):
     datums = pairs(9)
-    found = make_blocks(datums, layout, budget, 2)
-    assert [[i for unit in block for i in unit] for block in found] == [
+    result = make_blocks(datums, layout, budget, 2)
+    assert [[i for unit in block for i in unit] for block in result] == [
         [i, i + 1] for i in range(0, 18, 2)
     ]
-    costs = [block_cost(datums, block, layout) for block in found]
+    costs = [block_cost(datums, block, layout) for block in result]
     for chunk in plan_micro_batches(costs, budget, layout):
-        lengths = [datums[i].model_input.length for j in chunk for unit in found[j] for i in unit]
+        lengths = [datums[i].model_input.length for j in chunk for unit in result[j] for i in unit]
         held = sum(lengths) if layout == "packed" else len(lengths) * max(lengths)
         assert len(chunk) == 1 or layout == "shared" or held <= budget
 
@@ -193,9 +193,9 @@ def test_the_gradient_does_not_depend_on_how_pairs_are_cut(name, layout):
         results.append((total, gradient(worker)))
     outputs = [o["logprobs"] for part in values for o in part[0]]
     expected = by_hand(datums, outputs, loss=name, beta=0.5, mean=name == "ipo")["loss"]
-    for total, found in results:
+    for total, result in results:
         assert total == pytest.approx(expected, rel=1e-5)
-        assert relative_difference(found, results[0][1]) < 1e-5
+        assert relative_difference(result, results[0][1]) < 1e-5
 
 
 # --------------------------------------------------------------------------------------- whole runs
@@ -225,7 +225,7 @@ LEARNS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         "",
         "--loss ipo",
@@ -234,30 +234,30 @@ LEARNS = (
         "--lora-rank 8 --train-unembed --learning-rate 5e-3",
     ],
 )
-def test_it_learns_preferences_with_a_known_answer(how, tmp_path):
+def test_it_learns_preferences_with_a_known_answer(options, tmp_path):
     rows = train(
-        f"{LEARNS} --dataset {largest_digit_pairs(tmp_path / 'pairs.jsonl')} {how}",
+        f"{LEARNS} --dataset {largest_digit_pairs(tmp_path / 'pairs.jsonl')} {options}",
         tmp_path / "run",
     )
     first, last = rows[0], rows[-1]
     assert first["test/rewards/accuracies"] < 0.7 and last["test/rewards/accuracies"] > 0.9
     # Shares of ln 2: plain 0.46 (seed 1), with labels smoothed by 0.1, which leave 0.47 at best,
     # 0.59 and 0.61 (seeds 0 and 1).
-    share = 0.75 if "label" in how else 0.6
+    share = 0.75 if "label" in options else 0.6
     assert last["test/loss"] < share * first["test/loss"] and last["rewards/margins"] > 0
     start = next(row for row in rows if row["step"] == 1)
-    if not how or "label" in how or "lora" in how:
+    if not options or "label" in options or "lora" in options:
         assert (
             start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6)
             and abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
         )
     # the base under the adapter is scored by the learner itself: not a bit of difference
-    if "lora" in how:
+    if "lora" in options:
         assert (
             start["rewards/chosen"] == start["rewards/rejected"] == 0.0
             and first["test/rewards/accuracies"] == 0.5
         )
-    if "ipo" in how:
+    if "ipo" in options:
         assert start["optim/loss"] == pytest.approx(25.0, abs=1e-4)
 
 
@@ -298,7 +298,9 @@ def test_updates_do_not_move_the_reference(lora, tmp_path):
 
 
 def _logprobs(policy, datums):
-    return [one["logprobs"].array for one in policy.forward(datums, "dpo").result().loss_fn_outputs]
+    return [
+        item["logprobs"].array for item in policy.forward(datums, "dpo").result().loss_fn_outputs
+    ]
 
 
 @pytest.mark.slow

@@ -69,8 +69,10 @@ def group(*rewards_G: list[float], problem: int = 0) -> TrajectoryGroup:
     )
 
 
-def method(*, entropy: float = 0.0, **given) -> GRPO:
-    return GRPO(GrpoSettings(policy_gradient=PolicyGradientSettings(entropy_coef=entropy, **given)))
+def method(*, entropy: float = 0.0, **inputs) -> GRPO:
+    return GRPO(
+        GrpoSettings(policy_gradient=PolicyGradientSettings(entropy_coef=entropy, **inputs))
+    )
 
 
 # --------------------------------------------------------------------------------------- advantages
@@ -227,8 +229,8 @@ def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
 
 def test_kl_is_off_until_a_reference_is_named():
     def coefficient(**kl) -> tuple[bool, float]:
-        found = GRPO(GrpoSettings(kl=KlSettings(**kl))).kl
-        return found.needs_reference, found.coefficient
+        result = GRPO(GrpoSettings(kl=KlSettings(**kl))).kl
+        return result.needs_reference, result.coefficient
 
     assert coefficient() == (False, 0.0) and coefficient(reference_model="x") == (True, 0.1)
     assert coefficient(reference_model="x", kl_coef=0.02) == (True, 0.02) and coefficient(
@@ -256,10 +258,10 @@ def test_a_variant_is_its_settings_and_what_is_given_wins(variant):
         )
         == run
     )
-    given = stage_settings(
+    inputs = stage_settings(
         "grpo", "--variant", variant, "--normalise", "sum", "--max-tokens", "9"
     ).policy_gradient
-    assert given.normalise == "sum" and given.variant == variant
+    assert inputs.normalise == "sum" and inputs.variant == variant
     GRPO(run.stages[0].settings)
 
 
@@ -329,11 +331,11 @@ def test_a_variant_in_a_recipe_yields_to_the_line(tmp_path):
 # --------------------------------------------------------------------------------- dynamic sampling
 
 
-def filling(bound: int, wanted: int) -> StageSampler:
+def filling(bound: int, expected: int) -> StageSampler:
     """`fill` and `check` with no more than they need, of problems that stand for their own groups."""
-    given = SimpleNamespace(
+    inputs = SimpleNamespace(
         settings=GrpoSettings(sampling=SamplingSettings(dynamic_sampling=bound)),
-        loop=SimpleNamespace(batch_size=wanted),
+        loop=SimpleNamespace(batch_size=expected),
         seed=5,
         problems=SimpleNamespace(batch=lambda step, size, seed: (step, size, seed)),
         models=SimpleNamespace(rewards=None, opponents=None),
@@ -344,7 +346,7 @@ def filling(bound: int, wanted: int) -> StageSampler:
         opponents=None,
         replay_log=None,
     )
-    samples = StageSampler(given, WarnOnce(SimpleNamespace(warn=lambda text: None)))
+    samples = StageSampler(inputs, WarnOnce(SimpleNamespace(warn=lambda text: None)))
     samples.build_groups = lambda problems, size: problems
     return samples
 
@@ -361,7 +363,7 @@ def test_dynamic_sampling_does_not_go_on_where_every_reward_fails(monkeypatch):
         return rounds[-1]
 
     monkeypatch.setattr(samples_module, "rollout", broken)
-    samples = filling(bound=10, wanted=3)
+    samples = filling(bound=10, expected=3)
     filled = samples.fill_mixed_groups(broken(), 4, None)
     assert len(rounds) == 1  # the batch's own: none was added
     with pytest.raises(AllRewardsFailed, match="raised KeyError"):
@@ -387,7 +389,7 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
         )
 
     monkeypatch.setattr(samples_module, "rollout", sampled)
-    samples = filling(bound=2, wanted=3)
+    samples = filling(bound=2, expected=3)
     start = RolloutBatch([alike(8), mixed(9), alike(8)], [], {"emitted_tokens": 7}, 2.0, 1.0)
     full = samples.fill_mixed_groups(start, 4, None)
     assert [g.problem_index for g in full.groups] == [9, 1, 1]

@@ -10,10 +10,10 @@ from rl.types import Datum, ModelInput
 def charges_by_hand(gap_T: np.ndarray, mask_T: np.ndarray, discount: float) -> np.ndarray:
     """Each action's gap and discount^k times that of the k-th action after it."""
     actions = np.flatnonzero(mask_T)
-    found = np.zeros(len(gap_T))
+    result = np.zeros(len(gap_T))
     for i, t in enumerate(actions):
-        found[t] = sum(discount**k * gap_T[later] for k, later in enumerate(actions[i:]))
-    return found
+        result[t] = sum(discount**k * gap_T[later] for k, later in enumerate(actions[i:]))
+    return result
 
 
 @pytest.mark.parametrize("discount", [0.0, 0.5, 0.9, 1.0])
@@ -38,7 +38,7 @@ def test_observations_between_actions_discount_nothing(discount):
     mean = np.concatenate(
         [charge[mask] for charge, mask in zip(charges, masks, strict=True)]
     ).mean()
-    found, _ = apply_kl_penalty(datums, references, 0.3, discount)
-    for datum, charge, mask in zip(found, charges, masks, strict=True):
+    result, _ = apply_kl_penalty(datums, references, 0.3, discount)
+    for datum, charge, mask in zip(result, charges, masks, strict=True):
         expected = np.where(mask, 0.25 + 0.3 * (mean - charge), 0.0)
         np.testing.assert_allclose(datum.loss_fn_inputs["advantages"].array, expected, atol=1e-6)

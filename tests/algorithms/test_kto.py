@@ -39,19 +39,19 @@ def test_z_is_of_other_prompts_answers_and_never_below_zero(sign, pairs, tmp_pat
         renderer, rows = get_renderer("plain", policy.get_tokenizer()), rows_of(pairs)
 
         def datum(row: Problem, answer: str) -> Datum:
-            said = [*row.messages, {"role": "assistant", "content": answer}]
-            return supervised_datum(*renderer.build_supervised_example(said))
+            output = [*row.messages, {"role": "assistant", "content": answer}]
+            return supervised_datum(*renderer.build_supervised_example(output))
 
         texts = [[row.response, row.rejected] if pairs else [row.response] for row in rows]
-        own, turned = (
-            [datum(row, text) for row, told in zip(rows, of, strict=True) for text in told]
+        local, turned = (
+            [datum(row, text) for row, lines in zip(rows, of, strict=True) for text in lines]
             for of in (texts, [*texts[1:], texts[0]])
         )
         weighted = [
             add_loss_inputs(d, weights=sign * (1 + 5 * (i % 2)) * d.loss_fn_inputs["weights"].array)
-            for i, d in enumerate(own)
+            for i, d in enumerate(local)
         ]
-        policy.forward_backward(weighted, "cross_entropy", divisor=len(own))
+        policy.forward_backward(weighted, "cross_entropy", divisor=len(local))
         policy.optim_step(ADAM).result()
 
         def mean_gap(datums) -> float:
@@ -62,7 +62,7 @@ def test_z_is_of_other_prompts_answers_and_never_below_zero(sign, pairs, tmp_pat
             masks = [d.loss_fn_inputs["weights"].array != 0 for d in datums]
             return float(np.mean([g[m].sum() for g, m in zip(gaps, masks, strict=True)]))
 
-        expected, of_own = mean_gap(turned), mean_gap(own)
+        expected, of_own = mean_gap(turned), mean_gap(local)
         assert expected * sign > 0.05 and abs(expected - of_own) > 0.05
         reference = SimpleNamespace(logprobs=lambda datums: target_logprobs(frozen, datums))
         models = Models(policy, {"reference": reference})

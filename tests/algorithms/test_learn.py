@@ -25,21 +25,21 @@ def datum(advantages):
 
 def drifted(policy, ratio, advantage):
     """A datum whose two actions were drawn with 1 / `ratio` of the policy's probability."""
-    one = datum([advantage] * 2)
+    first = datum([advantage] * 2)
     config = {"temperature": GrpoSettings().sampling.temperature}
     (output,), _ = call(
         policy.worker,
         "forward_backward",
         0,
-        [one],
+        [first],
         get_loss("importance_sampling"),
         config,
         1.0,
         False,
     )
-    mask = one.loss_fn_inputs["mask"].array != 0
+    mask = first.loss_fn_inputs["mask"].array != 0
     logprobs = np.where(mask, output["logprobs"] - np.log(ratio), 0.0).astype(np.float32)
-    return Datum(one.model_input, {**one.loss_fn_inputs, "logprobs": TensorData(logprobs)})
+    return Datum(first.model_input, {**first.loss_fn_inputs, "logprobs": TensorData(logprobs)})
 
 
 # (settings, ratio, advantage, whether a gradient is left): each bound on its way from the settings

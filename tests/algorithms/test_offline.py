@@ -146,8 +146,8 @@ def test_a_published_file_is_trained_on_as_it_is(shared_data, tmp_path, capsys):
     assert row["optim/tokens"] > 500
     assert row["progress/epoch"] == pytest.approx(2 / 3)
     shown = capsys.readouterr()
-    said = " ".join((shown.out + shown.err).split())
-    assert "The stored answers have no logprobs: the initial policy scores them" in said
+    text = " ".join((shown.out + shown.err).split())
+    assert "The stored answers have no logprobs: the initial policy scores them" in text
 
 
 def test_a_gzipped_file_and_nothing_at_all(tmp_path):
@@ -181,9 +181,9 @@ def stored(*rewards, **more):
 ])  # fmt: skip
 def test_filters_keep_the_best_and_their_ties(top_fraction, threshold, kept):
     problems = ProblemSet([stored(0.9, 0.1, 0.5), stored(0.2, 1.0, 0.5), stored(0.0, 0.0)])
-    found = filter_answers(problems, top_fraction, threshold)
-    assert [[a.reward for a in p.answers] for p in found] == kept and [
-        p.index for p in found
+    result = filter_answers(problems, top_fraction, threshold)
+    assert [[a.reward for a in p.answers] for p in result] == kept and [
+        p.index for p in result
     ] == list(range(len(kept)))
 
 
@@ -199,16 +199,16 @@ class Policy:
     """Stands for a client with a value head."""
 
     def compute_values(self, inputs):
-        found = [np.cumsum(one.to_ints()).astype(np.float32) for one in inputs]
-        return type("Future", (), {"result": lambda _: found})()
+        results = [np.cumsum(item.to_ints()).astype(np.float32) for item in inputs]
+        return type("Future", (), {"result": lambda _: results})()
 
 
 class Beginning:
     def __init__(self):
-        self.asked = 0
+        self.requests_seen = 0
 
     def logprobs(self, datums, temperature):
-        self.asked += len(datums)
+        self.requests_seen += len(datums)
         return [
             -0.01 * d.loss_fn_inputs["target_tokens"].array.astype(np.float32) * temperature
             for d in datums
@@ -258,9 +258,9 @@ def test_group_baseline_and_stored_or_scored_behaviour():
     assert targets == [10, 3, 4, 12]
     assert mask == [0, 1, 1, 1]
     assert advantages == [0, -0.375, -0.375, -0.375]
-    assert logprobs == pytest.approx([0, -0.03, -0.04, -0.12]) and beginning.asked == 1
-    said = Offline(OfflineSettings()).remark_on_data([row])
-    assert said is not None and said.startswith(
+    assert logprobs == pytest.approx([0, -0.03, -0.04, -0.12]) and beginning.requests_seen == 1
+    text = Offline(OfflineSettings()).remark_on_data([row])
+    assert text is not None and text.startswith(
         "1 of 2 stored answers have no logprobs: the initial policy scores them"
     )
     best = OfflineSettings(offline=OfflineOptions(loss="bc", top_fraction=0.5))
@@ -273,7 +273,8 @@ def test_learned_baseline_by_hand():
     # values of the prefixes (1), (1, 2), (1, 2, 3): 1, 3, 6; those before the two actions are 3 and
     # 6
     assert (
-        fields(datum, "advantages", "returns") == [[0, 7, 4], [0, 10, 10]] and beginning.asked == 0
+        fields(datum, "advantages", "returns") == [[0, 7, 4], [0, 10, 10]]
+        and beginning.requests_seen == 0
     )
 
 
@@ -329,7 +330,7 @@ def test_q_loss_is_the_formula_over_all_of_q():
             + (td**2 / 2 + cql * conservative) / tau
             + c * (kappa if u > 0 else 1 - kappa) * u**2
         )
-    wanted = torch.autograd.grad(expected, (logits, values))
+    target = torch.autograd.grad(expected, (logits, values))
     logp = torch.log_softmax(logits, -1).gather(1, actions[:, None])[:, 0]
     drew = behaviour.gather(1, actions[:, None])[:, 0]
     inputs = {
@@ -340,8 +341,8 @@ def test_q_loss_is_the_formula_over_all_of_q():
     loss, metrics = get_loss("ilql").fn(logp, logp, inputs, torch.tensor([0, 3, steps]), config)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert metrics["active_tokens:sum"] == 5
-    for found, right in zip(torch.autograd.grad(loss, (logits, values)), wanted, strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
+    for result, right in zip(torch.autograd.grad(loss, (logits, values)), target, strict=True):
+        torch.testing.assert_close(result, right, rtol=1e-10, atol=1e-12)
 
 
 # --------------------------------------------------------------------------------------- whole runs
@@ -383,9 +384,9 @@ def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
     """The behaviour is cloned first, so that its own score is known: a quarter. Then every loss
     goes on from its weights.
     """
-    data, asked = mixed_answers(tmp_path / "answers.jsonl"), of_it(tmp_path / "asked")
+    data, request = mixed_answers(tmp_path / "answers.jsonl"), of_it(tmp_path / "asked")
     words = (
-        f"offline --dataset {data} --eval-dataset {asked} --reward exact_match --max-tokens 3 "
+        f"offline --dataset {data} --eval-dataset {request} --reward exact_match --max-tokens 3 "
         f"--batch-size 25 --save-every 0"
     )
     clone = (

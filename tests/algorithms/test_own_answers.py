@@ -22,14 +22,14 @@ ANSWERS = [[[3, 1], [4, 5, 1], [6, 1]], [[7, 8, 1], [9, 1], [2, 2, 2, 1]]]
 
 
 def groups(rewards_P_G):
-    found = []
+    results = []
     for p, rewards_G in enumerate(rewards_P_G):
         members, ask = [], ModelInput.from_ints(PROMPTS[p])
         for answer, reward in zip(ANSWERS[p], rewards_G, strict=True):
             drawn = SampledSequence(list(answer), [-2.5] * len(answer), temperature=TEMPERATURE)
             members.append(Trajectory([Transition(ask, drawn, reward, True)]))
-        found.append(TrajectoryGroup(members, [0.0] * 3, [{}] * 3, problem_index=p))
-    return found
+        results.append(TrajectoryGroup(members, [0.0] * 3, [{}] * 3, problem_index=p))
+    return results
 
 
 class Reference:
@@ -39,12 +39,12 @@ class Reference:
         self.worker = make_worker(seed=2)
 
     def logprobs(self, datums, temperature=1.0):
-        found = []
+        results = []
         for datum in datums:
             targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array).long()
             logp = every_logprob(self.worker, datum.model_input.to_ints(), temperature)
-            found.append(logp.gather(1, targets[:, None])[:, 0].numpy())
-        return found
+            results.append(logp.gather(1, targets[:, None])[:, 0].numpy())
+        return results
 
 
 def every_logprob(worker, tokens, temperature):
@@ -82,14 +82,14 @@ LOOK = {**ASKED, "learning_rate": 1e-30, "beta1": 0.0, "grad_clip_norm": 0.0}
 )
 def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs):
     policy, reference = LocalPolicy(), Reference()
-    how = {"loss": loss, "pairs": pairs, "beta": 0.3, "length_normalise": False}
-    method = make_method("online_dpo", **how, **LOOK)
+    options = {"loss": loss, "pairs": pairs, "beta": 0.3, "length_normalise": False}
+    method = make_method("online_dpo", **options, **LOOK)
     models = Models(policy, {"reference": reference})
     rewards = [[0.0, 1.0, 0.25], [0.5, 0.5, 0.5]]
     datums = method.compute_advantages(groups(rewards), models)
     expected_pairs = {"best_worst": [(0, 1, 0)], "all": [(0, 1, 0), (0, 1, 2), (0, 2, 0)]}[pairs]
     model, other = (
-        copy.deepcopy(one.learners[0].model).double() for one in (policy.worker, reference.worker)
+        copy.deepcopy(item.learners[0].model).double() for item in (policy.worker, reference.worker)
     )
     total = torch.zeros((), dtype=torch.float64)
     for p, best, worst in expected_pairs:
@@ -168,11 +168,11 @@ def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
 def careless(tmp_path_factory):
     """A policy that knows sums and answers badly."""
     folder = tmp_path_factory.mktemp("careless") / "sft"
-    how = (
+    options = (
         "--steps 700 --batch-size 128 --learning-rate 4e-3 --schedule cosine --warmup-steps 20 "
         "--beta2 0.99 --eval-every 0 --save-every 0"
     )
-    train(f"sft --dataset addition:noise=0.7,from=8 {how}", folder)
+    train(f"sft --dataset addition:noise=0.7,from=8 {options}", folder)
     return folder
 
 
@@ -186,12 +186,12 @@ def careless(tmp_path_factory):
     ],
 )
 def test_addition_is_learnt_from_ones_own_answers(name, words, careless, tmp_path):
-    asked = (
+    request = (
         "--dataset addition --reward exact_match --max-tokens 4 --temperature 1.0 --steps 40 "
         "--batch-size 48 --eval-every 40"
     )
     rows = train(
-        f"{name} --base-model {careless} {asked} {words} --eval-limit 256 --save-every 0 "
+        f"{name} --base-model {careless} {request} {words} --eval-limit 256 --save-every 0 "
         f"--rollouts-every 0",
         tmp_path / name,
     )

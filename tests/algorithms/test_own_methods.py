@@ -106,10 +106,10 @@ def test_a_judge_that_is_not_there_stops_any_method(here, method, judge):
 
 @pytest.mark.parametrize("method", ["mine.py:Derived", "mine.py:Whole"])
 def test_a_judge_rewards_the_samples_of_a_users_method(here, method):
-    given = {"comparison_model": "tiny:ascii"} | (
+    inputs = {"comparison_model": "tiny:ascii"} | (
         {"kl_coef": 0.1} if method == "mine.py:Derived" else {}
     )
-    row = rl.train(method, output_dir=here / "run", **given, **SMALL).metrics[-1]
+    row = rl.train(method, output_dir=here / "run", **inputs, **SMALL).metrics[-1]
     # the mean of shares that add up to one in each group of two
     assert row["env/all/reward/learned"] == pytest.approx(0.5)
     assert row["reward/total"] == pytest.approx(row["env/all/reward/learned"])

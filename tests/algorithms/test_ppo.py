@@ -100,18 +100,18 @@ def test_a_penalty_with_full_discount_has_the_gradient_of_the_kl_of_answers():
         [torch.stack([table[rows[q[:i]], token] for i, token in enumerate(q)]) for q in answers]
         for table in (logp, ref)
     )
-    chances = [one.sum().exp() for one in lp]
+    chances = [item.sum().exp() for item in lp]
     assert float(sum(chances).detach()) == pytest.approx(1.0)
     kl = sum(p * (a - b).sum() for p, a, b in zip(chances, lp, ref_lp, strict=True))
     (truth,) = torch.autograd.grad(kl, logits, retain_graph=True)
-    datums = [datum(one.tolist(), [1.0] * len(one)) for one in lp]
+    datums = [datum(item.tolist(), [1.0] * len(item)) for item in lp]
     for discount, right in ((1.0, True), (0.0, False)):
-        credited, _ = apply_kl_penalty(datums, [one.numpy() for one in ref_lp], 1.0, discount)
-        credits = [one.loss_fn_inputs["advantages"].to_torch().double() for one in credited]
+        credited, _ = apply_kl_penalty(datums, [item.numpy() for item in ref_lp], 1.0, discount)
+        credits = [item.loss_fn_inputs["advantages"].to_torch().double() for item in credited]
         terms = zip(chances, credits, lp, strict=True)
-        loss = -sum(p.detach() * (credit * one).sum() for p, credit, one in terms)
-        (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
-        assert torch.allclose(found, truth, atol=1e-6) == right
+        loss = -sum(p.detach() * (credit * item).sum() for p, credit, item in terms)
+        (result,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        assert torch.allclose(result, truth, atol=1e-6) == right
 
 
 def test_the_adaptive_coefficient():
@@ -176,7 +176,7 @@ def test_minibatches_are_dealt_out_by_the_runs_seed():
     datums = [datum([-1.0], [1.0], [1.0]) for _ in range(12)]
 
     def noted(part, *_, **__):
-        seen.append([next(i for i, one in enumerate(datums) if one is d) for d in part])
+        seen.append([next(i for i, item in enumerate(datums) if item is d) for d in part])
         outputs = [{"logprobs": TensorData([-1.0])} for _ in part]
         return SimpleNamespace(result=lambda: ForwardBackwardOutput(outputs, {"loss:sum": 0.0}))
 
@@ -241,11 +241,11 @@ def test_the_reference_stays_what_it_was(service, rank):
     reference = hosts.initial_policy()
     datums = [whole_sequence(d) for d in random_datums(3)]
     first = reference.logprobs(datums, 0.8)
-    own = (
+    local = (
         policy.forward(datums, "importance_sampling", {"temperature": 0.8}).result().loss_fn_outputs
     )
     np.testing.assert_allclose(
-        np.concatenate(first), np.concatenate([o["logprobs"].array for o in own]), atol=1e-5
+        np.concatenate(first), np.concatenate([o["logprobs"].array for o in local]), atol=1e-5
     )
     for _ in range(3):
         policy.forward_backward(datums, "importance_sampling").result()

@@ -50,11 +50,11 @@ def simpo_by_hand(datums, logprobs, beta: float, gamma: float) -> float:
 
 def kto_by_hand(datums, logprobs, beta: float, kl: float, good: float, bad: float) -> float:
     total = 0.0
-    for i, (datum, own) in enumerate(zip(datums, answers_of(datums, logprobs), strict=True)):
+    for i, (datum, reference) in enumerate(zip(datums, answers_of(datums, logprobs), strict=True)):
         fields = datum.loss_fn_inputs
         mask = fields["mask"].array != 0
         ref = fields["ref_logprobs"].array.astype(np.float64)[mask]
-        gap = beta * (float(own.sum() - ref.sum()) - kl)
+        gap = beta * (float(reference.sum() - ref.sum()) - kl)
         weight = good if i % 2 == 0 else bad
         total += weight - weight * sigmoid(gap if i % 2 == 0 else -gap)
     return total
@@ -83,7 +83,7 @@ def test_value_and_gradient_are_those_of_the_formula(name, config, formula):
     logp, inputs, cu = flat(datums, logprobs)
     value, metrics = get_loss(name).fn(logp, torch.zeros_like(logp), inputs, cu, config)
     assert value.item() == pytest.approx(formula(datums, logprobs), rel=1e-12)
-    (found,) = torch.autograd.grad(value, logp)
+    (result,) = torch.autograd.grad(value, logp)
     step, place = 1e-6, 0
     # central differences of the formula, at every position: masked ones have none
     for lp in logprobs:
@@ -94,7 +94,7 @@ def test_value_and_gradient_are_those_of_the_formula(name, config, formula):
                 lp[t] = before + sign * step
                 ends.append(formula(datums, logprobs))
             lp[t] = before
-            assert found[place].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=2e-8)
+            assert result[place].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=2e-8)
             place += 1
     if name == "kto":
         assert (int(metrics["answers:sum"]), int(metrics["good:sum"])) == (12, 6)
@@ -112,9 +112,9 @@ def test_odds_without_end_stay_finite():
 
 
 def test_a_row_has_a_label_or_is_a_pair():
-    asked = ({"role": "user", "content": "a"},)
-    assert list_labeled_answers(Problem(asked, {"label": False}, "x")) == [("x", False)]
-    assert list_labeled_answers(Problem(asked, {}, "x", rejected="y")) == [
+    request = ({"role": "user", "content": "a"},)
+    assert list_labeled_answers(Problem(request, {"label": False}, "x")) == [("x", False)]
+    assert list_labeled_answers(Problem(request, {}, "x", rejected="y")) == [
         ("x", True),
         ("y", False),
     ]

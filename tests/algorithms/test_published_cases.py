@@ -34,7 +34,7 @@ def advantages(rewards, discounts, values, bootstrap, lam):
         np.asarray(x, dtype=np.float64) for x in (rewards, discounts, values)
     )
     ends = [0, *(int(t) + 1 for t in np.flatnonzero(discounts[:-1] == 0)), len(rewards)]
-    found = []
+    results = []
     for start, end in zip(ends, ends[1:], strict=False):
         d = discounts[start:end]
         units = np.concatenate([[1.0], np.cumprod(d)])
@@ -44,8 +44,8 @@ def advantages(rewards, discounts, values, bootstrap, lam):
             units[:-1] * values[start:end],
             float(units[-1] * last),
         )
-        found.append(compute_gae(r, v, gamma=1.0, lam=lam, bootstrap=after) / units[:-1])
-    return np.concatenate(found)
+        results.append(compute_gae(r, v, gamma=1.0, lam=lam, bootstrap=after) / units[:-1])
+    return np.concatenate(results)
 
 
 # --------------------------------------------------------------------------------------- rlax, trfl
@@ -89,8 +89,8 @@ CASES = [(False, *case) for case in ADVANTAGE_CASES] + [(True, *case) for case i
 @pytest.mark.parametrize("case", CASES)
 def test_advantages_and_returns_of_rlax_and_trfl(case):
     is_return, rewards, discounts, values, after, lam, expected, close = case
-    found = advantages(rewards, discounts, values, after, lam) + np.multiply(values, is_return)
-    np.testing.assert_allclose(found, expected, **close)
+    result = advantages(rewards, discounts, values, after, lam) + np.multiply(values, is_return)
+    np.testing.assert_allclose(result, expected, **close)
 
 
 # rlax and trfl, TDLearning: v_tm1 1, r -1
@@ -103,8 +103,10 @@ TD = [(d, v) for v in (0.0, 1.0, 2.0) for d in (0.0, 0.5, 1.0)]
 )
 def test_td_learning(case, expected):
     discount, after = case
-    one = np.array([-1.0]), np.array([1.0])
-    assert compute_gae(*one, gamma=discount, lam=0.3, bootstrap=after) == pytest.approx([expected])
+    first = np.array([-1.0]), np.array([1.0])
+    assert compute_gae(*first, gamma=discount, lam=0.3, bootstrap=after) == pytest.approx(
+        [expected]
+    )
     value = torch.ones(1, requires_grad=True)
     inputs = {"values": value, "returns": torch.tensor([1.0 + expected]), "mask": torch.ones(1)}
     loss, _ = LOSSES["value"].fn(value.detach(), value.detach(), inputs, torch.tensor([0, 1]), {})
@@ -227,9 +229,9 @@ def test_rlax_clipped_surrogate(sign, expected):
     old = log_softmax([[1.0, 1, 1], [2, 0, 0], [-3, -2, -1]])[np.arange(3), [0, 1, 2]]
     lp = log_softmax(LOGITS)[np.arange(3), [0, 1, 2]]
     credit = sign * np.array([0.3, 0.2, 0.1])
-    found, _ = loss_of("ppo", lp, [0, 3], advantages=credit, logprobs=old, mask=np.ones(3))
+    result, _ = loss_of("ppo", lp, [0, 3], advantages=credit, logprobs=old, mask=np.ones(3))
     # their literal is of float32 and held to 1e-4
-    assert found / 3 == pytest.approx(expected, abs=1e-5)
+    assert result / 3 == pytest.approx(expected, abs=1e-5)
 
 
 RLAX_ENTROPY = [(LOGITS, [-2.0, 2.0, 0.0], 0.288693), (LOGITS + 1, [-3.0, 1.0, -1.0], 1.15422)]
@@ -262,8 +264,8 @@ def test_verl_gae_steps_over_observations():
         total = rewards[t] + 0.9 * after - values[t] + 0.9 * 0.7 * running
         after, running = (values[t], total) if mask[t] else (after, running)
         expected[t] = running
-    found = compute_gae(rewards[mask], values[mask], gamma=0.9, lam=0.7)
-    np.testing.assert_allclose(found, expected[mask], rtol=1e-12)
+    result = compute_gae(rewards[mask], values[mask], gamma=0.9, lam=0.7)
+    np.testing.assert_allclose(result, expected[mask], rtol=1e-12)
 
 
 def test_verl_group_advantages():
@@ -292,8 +294,8 @@ def test_verl_divides_by_the_sample_deviation():
 def test_verl_token_sum(cuts):
     """Masked sums add up over any cut."""
     rows, mask = np.array([[1.0, 2, 30], [4, 50, 6]]), np.array([[1.0, 1, 0], [1, 0, 1]])
-    found, _ = loss_of("cross_entropy", -rows.ravel(), [0, 3, 6], weights=mask.ravel())
-    assert found == 13.0
+    result, _ = loss_of("cross_entropy", -rows.ravel(), [0, 3, 6], weights=mask.ravel())
+    assert result == 13.0
     rows, mask = np.arange(1.0, 25).reshape(8, 3), np.tile([1.0, 1, 0], (8, 1))
     parts = [
         loss_of(
@@ -334,11 +336,11 @@ def test_verl_kl_penalties(kind):
     rng = np.random.default_rng(1)
     lp, ref = rng.normal(size=6), rng.normal(size=6)
     fields = {"advantages": np.zeros(6), "logprobs": lp, "ref_logprobs": ref, "mask": np.ones(6)}
-    found, slope = loss_of(
+    result, slope = loss_of(
         "importance_sampling", lp, [0, 6], {"kl_coef": 1.0, "kl_kind": kind}, **fields
     )
     value, gradient = KL[kind]
-    assert found == pytest.approx(sum(map(value, lp, ref)), rel=1e-12)
+    assert result == pytest.approx(sum(map(value, lp, ref)), rel=1e-12)
     assert slope == pytest.approx(list(map(gradient, lp, ref)), rel=1e-12)
 
 
@@ -410,13 +412,13 @@ def test_liger_grpo(normalise, beta):
     if normalise != "sequence_means":
         fields = {"advantages": credit, "mask": mask}  # as given, not by way of float32
     config = {"kl_coef": beta, "kl_kind": "k3_pathwise"} if beta else {}
-    found, ours = loss_of(
+    result, ours = loss_of(
         "ppo", lp, np.cumsum([0, *lengths]), config, logprobs=old, ref_logprobs=ref, **fields
     )
     size = compute_divisor(datums, normalise, 16)
     # a datum's fields are float32: 2^-24 each, and sixteen of them
     rounding = 4e-7 if normalise == "sequence_means" else 1e-12
-    assert found / size == pytest.approx(float(expected), rel=rounding)
+    assert result / size == pytest.approx(float(expected), rel=rounding)
     np.testing.assert_allclose(ours / size, slope.numpy(), rtol=rounding, atol=rounding)
 
 
@@ -442,10 +444,10 @@ def test_liger_dpo(beta, eps):
     expected = sum(
         (1 - eps) * math.log1p(math.exp(-d)) + eps * math.log1p(math.exp(d)) for d in deltas
     )
-    found, _ = loss_of(
+    result, _ = loss_of(
         "dpo", lp, ends, {"beta": beta, "label_smoothing": eps}, mask=mask, ref_logprobs=ref
     )
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert result == pytest.approx(expected, rel=1e-12)
 
 
 # -------------------------------------------------------------------------------------------- AReaL
@@ -463,8 +465,8 @@ def test_areal_packed_gae():
             ahead = v[t + 1] * (bootstrap if t == length - 1 else 1)
             running = r[t] + gamma * ahead - v[t] + gamma * lam * running
             expected.append(running)
-        found = compute_gae(r, v[:-1], gamma=gamma, lam=lam, bootstrap=v[-1] * bootstrap)
-        np.testing.assert_allclose(found, expected[::-1], rtol=1e-12, atol=1e-12)
+        result = compute_gae(r, v[:-1], gamma=gamma, lam=lam, bootstrap=v[-1] * bootstrap)
+        np.testing.assert_allclose(result, expected[::-1], rtol=1e-12, atol=1e-12)
 
 
 def test_areal_decoupled_policy_loss():
@@ -484,5 +486,5 @@ def test_areal_decoupled_policy_loss():
         for name in ("advantages", "logprobs", "mask")
     }
     fields["advantages"] = np.where(mask != 0, fields["advantages"], 0.0)
-    found, _ = loss_of("ppo", lp, np.cumsum([0, *lengths]), **fields)
-    assert found == pytest.approx(expected, rel=1e-5)
+    result, _ = loss_of("ppo", lp, np.cumsum([0, *lengths]), **fields)
+    assert result == pytest.approx(expected, rel=1e-5)

@@ -36,13 +36,13 @@ def episode(rng, turns, reward, gap):
 
 def groups_of(seed=0, count=4, size=3, gap=0.7):
     rng = np.random.default_rng(seed)
-    found = []
+    results = []
     for p in range(count):
         # the second group has no signal
         rewards = [1.0] * size if p == 1 else [float(g % 2) for g in range(size)]
         members = [episode(rng, int(rng.integers(1, 4)), reward, gap) for reward in rewards]
-        found.append(TrajectoryGroup(members, [0.0] * size, [{}] * size, "t", p))
-    return found
+        results.append(TrajectoryGroup(members, [0.0] * size, [{}] * size, "t", p))
+    return results
 
 
 # What the learner of `tiny:addition` can never agree with: every ratio lies far below the bound.
@@ -88,15 +88,15 @@ def test_ppo_goes_on_where_a_correction_removes_every_token(service, name, criti
     assert np.isfinite(list(metrics.values())).all()
 
 
-@pytest.mark.parametrize("given", [{}, {"entropy_coef": 0.1}])
+@pytest.mark.parametrize("inputs", [{}, {"entropy_coef": 0.1}])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_grpo_goes_on_where_a_correction_removes_every_token(service, parts, given):
+def test_grpo_goes_on_where_a_correction_removes_every_token(service, parts, inputs):
     policy = service.create_full_training_client("tiny:addition", seed=2)
     models, flat = Models(policy), SMALL | {"loss": "importance_sampling"}
     first = make_method(**flat, normalise="tokens")
     first.update(models, first.compute_advantages(groups_of(), models), Progress(0, 3))
     before = np.concatenate(target_logprobs(policy, PROBE))
-    method, groups = make_method(**flat, **ALL, **given), surprised(groups_of())
+    method, groups = make_method(**flat, **ALL, **inputs), surprised(groups_of())
     if parts == 1:
         metrics = method.update(models, method.compute_advantages(groups, models), Progress(1, 3))
     else:

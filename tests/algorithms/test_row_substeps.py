@@ -68,7 +68,9 @@ def learn(service, method, rows):
 
 
 def numbers(steps, datums):
-    return [[next(i for i, one in enumerate(datums) if one is d) for d in part] for part in steps]
+    return [
+        [next(i for i, first in enumerate(datums) if first is d) for d in part] for part in steps
+    ]
 
 
 def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
@@ -79,15 +81,15 @@ def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
     ):
         method = make_method("kto", batch_size=4, **OFTEN)
         datums, _ = learn(service, method, rows)
-        own = {tuple(restore_full_tokens(d)) for d in datums}
+        reference = {tuple(restore_full_tokens(d)) for d in datums}
         assert len(method._mismatched) == len(datums)
-        assert not own & {tuple(restore_full_tokens(d)) for d in method._mismatched}
+        assert not reference & {tuple(restore_full_tokens(d)) for d in method._mismatched}
 
 
 @pytest.mark.parametrize("steps", [2, 4])
 def test_offline_sees_good_and_bad_answers_in_every_step(service, steps):
-    how = {"loss": "dro", "baseline": "group", "batch_size": ROWS, "num_substeps": steps}
-    method = make_method("offline", **how, **OFTEN)
+    options = {"loss": "dro", "baseline": "group", "batch_size": ROWS, "num_substeps": steps}
+    method = make_method("offline", **options, **OFTEN)
     datums, parts = learn(service, method, [stored(i) for i in range(ROWS)])
     assert numbers(parts, datums) == [
         [2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)

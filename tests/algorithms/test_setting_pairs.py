@@ -108,8 +108,8 @@ def groups_of(rng: np.random.Generator, version: int, late: bool) -> list[Trajec
                 if late:
                     oldest = max(0, version - 2)
                     drew = np.sort(rng.integers(oldest, version + 1, len(tokens))).tolist()
-                how = {"temperature": TEMPERATURE, "version": min(drew), "versions": drew}
-                action = SampledSequence(tokens, [0.0] * len(tokens), "stop", **how)
+                options = {"temperature": TEMPERATURE, "version": min(drew), "versions": drew}
+                action = SampledSequence(tokens, [0.0] * len(tokens), "stop", **options)
                 turns.append(Transition(ModelInput.from_ints(list(seen)), action, 0.0, False))
                 goes_on = rng.random() < 0.6
                 seen = [*seen, *tokens, 12] if goes_on else rng.integers(0, 12, 3).tolist()
@@ -135,20 +135,20 @@ class Sequence64:
 
 
 def sequences_of(trajectory: Trajectory) -> list[Sequence64]:
-    found: list[Sequence64] = []
+    result: list[Sequence64] = []
     for turn in trajectory.transitions:
         observation = turn.ob.to_ints()
-        fitting = [s for s in found if observation[: len(s.tokens)] == s.tokens]
+        fitting = [s for s in result if observation[: len(s.tokens)] == s.tokens]
         sequence = max(fitting, key=lambda s: len(s.tokens), default=None)
         if sequence is None:
             sequence = Sequence64()
-            found.append(sequence)
+            result.append(sequence)
         sequence.tokens = list(observation)
         sequence.actions += range(len(observation), len(observation) + len(turn.ac.tokens))
         sequence.tokens += turn.ac.tokens
         sequence.q += np.float32(turn.ac.logprobs).astype(np.float64).tolist()
         sequence.versions += turn.ac.versions
-    return found
+    return result
 
 
 class Baseline:
@@ -211,7 +211,7 @@ def expected(model, groups, row: Row, baseline: Baseline, version: int) -> dict[
                 keeps = inside
             tokens = int(sum(keep.sum() for keep in keeps))
             kept_tokens, kept_episodes = kept_tokens + tokens, kept_episodes + (tokens > 0)
-            own = torch.zeros((), dtype=torch.float64)
+            reference = torch.zeros((), dtype=torch.float64)
             for part, a, b, weight, keep in zip(parts, lp, q, weights, keeps, strict=True):
                 is_learner = kind in ("truncate", "icepop") or rollouts == "late-learner"
                 against = a.detach() if is_learner else b
@@ -224,12 +224,17 @@ def expected(model, groups, row: Row, baseline: Baseline, version: int) -> dict[
                 if loss == "gspo" and len(a):
                     ratio = (a - against).mean().exp().detach() * (a - a.detach()).exp()
                 if loss in ("ppo", "gspo"):
-                    own = own - torch.minimum(ratio * credit, ratio.clamp(0.8, 1.2) * credit).sum()
+                    reference = (
+                        reference
+                        - torch.minimum(ratio * credit, ratio.clamp(0.8, 1.2) * credit).sum()
+                    )
                 elif loss == "cispo":
-                    own = own - (ratio.detach().clamp(0.8, 1.2) * a * credit).sum()
+                    reference = reference - (ratio.detach().clamp(0.8, 1.2) * a * credit).sum()
                 else:
-                    own = own - (ratio * credit).sum()
-            total = total + (own / max(1, tokens) if normalise == "sequence_means" else own)
+                    reference = reference - (ratio * credit).sum()
+            total = total + (
+                reference / max(1, tokens) if normalise == "sequence_means" else reference
+            )
     divisor = {
         "tokens": kept_tokens, "sum": 1, "sequences": kept_episodes,
         "sequence_means": kept_episodes, "constant": kept_episodes * MAX_TOKENS,
@@ -285,9 +290,9 @@ def two_steps(policy_at, row: Row, folder, seed: int = 5) -> None:
             metrics = method.update(
                 models, method.compute_advantages(groups, models), Progress(0, 1)
             )
-        wanted = expected(model, groups, row, baseline, version)
-        found = {name: metrics[name] for name in wanted}
-        assert found == pytest.approx(wanted, rel=3e-4, abs=1e-6), (row, batch)
+        target = expected(model, groups, row, baseline, version)
+        results = {name: metrics[name] for name in target}
+        assert results == pytest.approx(target, rel=3e-4, abs=1e-6), (row, batch)
 
 
 @pytest.mark.parametrize("row", covering(TABLE), ids="/".join)

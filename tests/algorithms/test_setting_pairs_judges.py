@@ -71,7 +71,7 @@ class Shown:
         self.texts: list[str] = []
 
     def _note(self, inputs) -> list[str]:
-        texts = ["".join(map(chr, one.to_ints())) for one in inputs]
+        texts = ["".join(map(chr, item.to_ints())) for item in inputs]
         self.texts += texts
         return texts
 
@@ -89,11 +89,11 @@ class Shown:
 
     def sample_many(self, requests):
         texts = self._note([ModelInput.from_ints(request.prompt) for request in requests])
-        found = [
+        results = [
             SimpleNamespace(sequences=[SimpleNamespace(tokens=list(map(ord, "Score: 7")))])
             for _ in texts
         ]
-        return SimpleNamespace(result=lambda: (found, {}))
+        return SimpleNamespace(result=lambda: (results, {}))
 
 
 class Characters(Letters):
@@ -118,8 +118,8 @@ def judge_of(kind: str, client: Shown):
         case "comparison":
             return PairwiseJudge(ComparisonModel(client, Characters()))
         case "reward":
-            own = Characters()
-            return RewardModel(client, "a stand-in", own, policy_renderer=own)
+            reference = Characters()
+            return RewardModel(client, "a stand-in", reference, policy_renderer=reference)
         case "rubric-yes_no":
             return RubricJudge(client, Characters(), Rubric.from_weights((("Is it right?", 1.0),)))
     return RubricJudge(client, Characters(), Rubric.from_weights((("Is it right?", 1.0),), "score"))
@@ -129,8 +129,8 @@ def judge_of(kind: str, client: Shown):
 @pytest.mark.parametrize("kind", ["comparison", "reward", "rubric-yes_no", "rubric-score"])
 def test_an_answer_is_judged_beside_its_own_conversation(kind, turns):
     rollouts, client = played(turns), Shown()
-    found = apply_learned_rewards(rollouts, LearnedRewards(judge_of(kind, client), 0.5))
-    assert not found.errors and len(found.groups) == ROWS
+    result = apply_learned_rewards(rollouts, LearnedRewards(judge_of(kind, client), 0.5))
+    assert not result.errors and len(result.groups) == ROWS
     conversations = {}  # by the last answer: all that is said in it, and in whose group it stands
     for row, group in enumerate(rollouts.groups):
         for member, trajectory in enumerate(group.trajectories_G):
@@ -153,9 +153,9 @@ def test_an_answer_is_judged_beside_its_own_conversation(kind, turns):
         assert not strange, f"{last} were judged beside {strange}:\n{text}"
         seen |= set(last)
     assert seen == set(conversations)
-    for group, before in zip(found.groups, rollouts.groups, strict=True):
+    for group, before in zip(result.groups, rollouts.groups, strict=True):
         learned = [metrics["reward/learned"] for metrics in group.metrics_G]
-        own = [0.5 * total for total in before.get_total_rewards()]
+        reference = [0.5 * total for total in before.get_total_rewards()]
         assert group.get_total_rewards() == pytest.approx(
-            [a + b for a, b in zip(learned, own, strict=True)]
+            [a + b for a, b in zip(learned, reference, strict=True)]
         )

@@ -109,8 +109,8 @@ def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:
                     earlier = conversations.pop(int(rng.integers(0, len(conversations))))
                     observation = [*earlier, int(rng.integers(0, 12))]
                 tokens = rng.integers(0, 12, int(rng.integers(2, MAX_TOKENS + 1))).tolist()
-                how = {"temperature": TEMPERATURE, "version": 0}
-                action = SampledSequence(tokens, [0.0] * len(tokens), "stop", **how)
+                options = {"temperature": TEMPERATURE, "version": 0}
+                action = SampledSequence(tokens, [0.0] * len(tokens), "stop", **options)
                 read = ModelInput.from_ints(list(observation))
                 turns.append(Transition(read, action, float(rng.normal()), False))
                 conversations.append([*observation, *tokens])
@@ -217,7 +217,7 @@ class Reference:
         self.totals: list[float] = []
 
     def step_rewards(self, groups: list[TrajectoryGroup]) -> list[list[float]]:
-        found = []
+        results = []
         for group in groups:
             for member, final in zip(group.trajectories_G, group.final_rewards_G, strict=True):
                 rewards = np.array([turn.reward for turn in member.transitions])
@@ -229,11 +229,11 @@ class Reference:
                         score = float(self.rewards.read(read)[1][-1])
                     rewards *= OTHER_WEIGHT
                     rewards[-1] += score
-                found.append(rewards)
+                results.append(rewards)
         if self.row["normalise"] in ("rewards", "both"):
-            self.totals += [float(rewards.sum()) for rewards in found]
-            found = [rewards / (np.std(self.totals) + 1e-8) for rewards in found]
-        return [rewards.tolist() for rewards in found]
+            self.totals += [float(rewards.sum()) for rewards in results]
+            results = [rewards / (np.std(self.totals) + 1e-8) for rewards in results]
+        return [rewards.tolist() for rewards in results]
 
     def credit(self, groups: list[TrajectoryGroup]) -> tuple[list[list[Text]], dict[str, float]]:
         """Return the texts of each episode with advantages, returns, old values; and metrics."""
@@ -289,8 +289,8 @@ class Reference:
             }
         if self.row["normalise"] in ("advantages", "both"):
             for text in flat:
-                own = np.array(text.columns["advantage"]) - advantages.mean()
-                text.columns["advantage"] = (own / advantages.std()).tolist()
+                reference = np.array(text.columns["advantage"]) - advantages.mean()
+                text.columns["advantage"] = (reference / advantages.std()).tolist()
         return episodes, {name: float(value) for name, value in metrics.items()}
 
     def correct(self, episodes: list[list[Text]]) -> None:
@@ -322,17 +322,17 @@ class Reference:
         keep = torch.tensor(text.columns["keep"])
         lp, entropy, values, _ = at_actions(self.policy, text)
         ratio, advantage = (lp - text.tensor("against")).exp(), text.tensor("advantage")
-        own = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)[
+        reference = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)[
             keep
         ].sum()
         clipped = float(((ratio < 1 - CLIP) | (ratio > 1 + CLIP))[keep].sum())
         for name, value in {
-            "policy": own,
+            "policy": reference,
             "entropy": entropy[keep].sum(),
             "clipped": clipped,
         }.items():
             sums[name] = sums.get(name, 0.0) + float(torch.as_tensor(value).detach())
-        total = own - ENTROPY_COEF * entropy[keep].sum()
+        total = reference - ENTROPY_COEF * entropy[keep].sum()
         if (kind := self.row["kl"]).startswith("k"):
             gap = lp - text.tensor("reference")
             drawn = (lp.detach() - text.tensor("q")).exp()
@@ -511,12 +511,12 @@ def two_batches(beginnings, row: Row, seed: int) -> None:
             before = truth.first.model(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
             assert float((after - before).abs().max()) > 1e-2
             np.testing.assert_allclose(logprobs, after[torch.arange(9), text[1:]], **close)
-        found = (
+        actual = (
             clients["critic" if critic else "head"]
             .compute_values([ModelInput.from_ints(text) for text in texts])
             .result()
         )
-        for text, values in zip(texts, found, strict=True):
+        for text, values in zip(texts, actual, strict=True):
             np.testing.assert_allclose(
                 values, (truth.critic or truth.policy).read(text)[1], **close
             )

@@ -66,8 +66,8 @@ def rows_of(lengths: str, seed: int) -> list[Problem]:
         prompt = int(rng.integers(2, 4))
         sizes = (prompt, *(n - prompt for n in texts))
         ask, good, bad = ("".join(map(chr, rng.integers(97, 123, n).tolist())) for n in sizes)
-        asked = [{"role": "user", "content": ask}]
-        rows.append(Problem(asked, response=good, rejected=bad, index=i))
+        requests = [{"role": "user", "content": ask}]
+        rows.append(Problem(requests, response=good, rejected=bad, index=i))
     return rows
 
 
@@ -106,13 +106,13 @@ class Reference:
 
 
 def logprobs64(model, datums):
-    found = []
+    results = []
     for datum in datums:
         read = torch.tensor([datum.model_input.to_ints()])
         logits = model(input_ids=read, use_cache=False).logits[0].log_softmax(-1)
         targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
-        found.append(logits.gather(1, targets)[:, 0])
-    return found
+        results.append(logits.gather(1, targets)[:, 0])
+    return results
 
 
 def twin(place, which: int, head: bool):
@@ -123,7 +123,7 @@ def twin(place, which: int, head: bool):
 
 def probe(client, rows) -> np.ndarray:
     examples = [[*row.messages, {"content": row.response}] for row in rows]
-    inputs = [Numbers().build_supervised_example(one)[0].to_ints() for one in examples]
+    inputs = [Numbers().build_supervised_example(item)[0].to_ints() for item in examples]
     return np.concatenate(scored(client, inputs))
 
 
@@ -174,29 +174,29 @@ def by_hand(name: str, model, rows) -> tuple[float, float]:
 
 def two_ways(place, model, name: str, substeps: int, lengths: str) -> None:
     head = name == "reward_model"
-    one, other = twin(place, 0, head), twin(place, 1, head)
+    first, other = twin(place, 0, head), twin(place, 1, head)
     whole, part = method_of(name, substeps, ROWS), method_of(name, 1, ROWS // substeps)
     for batch in range(2):
         rows = rows_of(lengths, 10 * batch + substeps)
         reference = {"reference": Reference(model)}
-        models = Models(one, reference)
+        models = Models(first, reference)
         metrics = whole.update(models, whole.datums(rows, Numbers(), models, 0), Progress(0, 1))
         parts = [rows[i::substeps] for i in range(substeps)]
         plain = []
-        for own in parts:
+        for local in parts:
             models = Models(other, reference)
             plain.append(
-                part.update(models, part.datums(own, Numbers(), models, 0), Progress(0, 1))
+                part.update(models, part.datums(local, Numbers(), models, 0), Progress(0, 1))
             )
         assert metrics["optim/grad_norm"] == pytest.approx(
             max(each["optim/grad_norm"] for each in plain), rel=1e-4
         )
         if name != "reward_model-comparison":  # whose mean is over tokens
             mean = np.average(
-                [each["optim/loss"] for each in plain], weights=[len(own) for own in parts]
+                [each["optim/loss"] for each in plain], weights=[len(local) for local in parts]
             )
             assert metrics["optim/loss"] == pytest.approx(mean, rel=1e-4)
-        np.testing.assert_allclose(probe(one, rows), probe(other, rows), atol=1e-4)
+        np.testing.assert_allclose(probe(first, rows), probe(other, rows), atol=1e-4)
         if batch == 0 and not name.startswith("reward_model"):
             loss, norm = by_hand(name, model, parts[0])
             assert plain[0]["optim/loss"] == pytest.approx(loss, rel=2e-4)

@@ -113,8 +113,8 @@ def compare(clients, loss: str, correction: str, seed: int, silent: set[int]) ->
         step.add(groups[low:high])
     metrics = step.finish()
     probe = np.random.default_rng(0).integers(0, 13, (4, 12)).tolist()
-    for one, other in zip(scored(at_once, probe), scored(in_parts, probe), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5, err_msg=f"{loss}, {correction}")
+    for first, other in zip(scored(at_once, probe), scored(in_parts, probe), strict=True):
+        np.testing.assert_allclose(first, other, atol=2e-5, err_msg=f"{loss}, {correction}")
     assert metrics.pop("optim/minibatches") >= 1 and metrics.keys() == expected.keys()
     assert metrics == pytest.approx(expected, rel=1e-4, abs=2e-6), (loss, correction)
     return expected
@@ -156,6 +156,6 @@ def test_a_batch_without_signal_moves_nothing(clients, loss):
     before = [scored(client, probe) for client in clients]
     metrics = compare(clients, loss, "none", 30, silent=set(range(6)))
     assert metrics["optim/skipped_no_signal"] == 1.0 and metrics["optim/tokens"] > 0
-    for client, own in zip(clients, before, strict=True):
-        for now, then in zip(scored(client, probe), own, strict=True):
+    for client, reference in zip(clients, before, strict=True):
+        for now, then in zip(scored(client, probe), reference, strict=True):
             np.testing.assert_array_equal(now, then)

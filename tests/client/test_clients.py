@@ -378,8 +378,8 @@ def test_weights_loaded_from_a_saved_folder_sample_as_those_in_memory(client):
     loaded = client.service.create_sampling_client(model_path=path)
     params = SamplingParams(max_tokens=8, seed=11, temperature=0.9)
     here = client.save_weights_and_get_sampling_client().sample(PROMPT, 4, params).result()
-    there = loaded.sample(PROMPT, 4, params).result()
-    assert [s.tokens for s in here.sequences] == [s.tokens for s in there.sequences]
+    present = loaded.sample(PROMPT, 4, params).result()
+    assert [s.tokens for s in here.sequences] == [s.tokens for s in present.sequences]
     # the learner knows the temperature of samples from the folder, too: they are its own version's
     assert client.forward(random_datums(1), "ppo").result().metrics["temperature:mean"] == 0.9
 
@@ -413,7 +413,7 @@ def test_samples_asked_for_one_by_one_run_as_one_batch_and_are_the_same(client):
     sampler = client.save_weights_and_get_sampling_client()
     prompts = [ModelInput.from_ints([3, 4, 12, 5, i, 13]) for i in range(2, 10)]
     params = SamplingParams(max_tokens=6, seed=5)
-    alone = [sampler.sample(p, 2, params).result().sequences for p in prompts]
+    single = [sampler.sample(p, 2, params).result().sequences for p in prompts]
     verbs = []
     worker_sample = type(_workers[None]).sample
     _workers[None].sample = lambda *a: (verbs.append(len(a[1])), worker_sample(_workers[None], *a))[
@@ -427,7 +427,7 @@ def test_samples_asked_for_one_by_one_run_as_one_batch_and_are_the_same(client):
 
     by_gather = [r.sequences for r in asyncio.run(gathered())]
     assert verbs == [8, 8]  # two batches of eight requests, not sixteen of one
-    for a, b, c in zip(alone, together, by_gather, strict=True):
+    for a, b, c in zip(single, together, by_gather, strict=True):
         assert [s.tokens for s in a] == [s.tokens for s in b] == [s.tokens for s in c]
 
 

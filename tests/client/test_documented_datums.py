@@ -45,12 +45,12 @@ def documented(advantages=(0.5, 0.5, 0.5, 0.5), **fields):
 
 def update(client, data, loss, config=None):
     """(loss, gradient norm): what one call says of the datums."""
-    found = (
+    actual = (
         client.forward_backward(data, loss, config or CONFIGS.get(loss, {}))
         .result()
         .metrics["loss:sum"]
     )
-    return found, client.optim_step(AdamParams(0.0)).result().metrics["grad_norm"]
+    return actual, client.optim_step(AdamParams(0.0)).result().metrics["grad_norm"]
 
 
 @pytest.mark.parametrize("loss", POLICY)
@@ -65,9 +65,9 @@ def test_a_documented_datum_is_that_with_the_mask_of_its_answer(client, loss):
         client, [documented(mask=MASK), documented((-1.0, -1.0, -1.0, -1.0), mask=MASK)], loss
     )
     assert bare == [masked, masked] and masked[1] > 0
-    told = [str(one.message) for one in heard if "mask" in str(one.message)]
-    assert len(told) == (1 if loss in ("dro", "gspo") else 0)
-    assert all(loss in text and "positions with an advantage" in text for text in told)
+    messages = [str(item.message) for item in heard if "mask" in str(item.message)]
+    assert len(messages) == (1 if loss in ("dro", "gspo") else 0)
+    assert all(loss in text and "positions with an advantage" in text for text in messages)
 
 
 def test_a_term_of_the_loss_takes_the_same_actions(client):

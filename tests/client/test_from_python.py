@@ -49,16 +49,16 @@ def here(tmp_path, monkeypatch):
 
 
 def test_a_run_from_python_with_a_function_as_reward(here):
-    asked = []
+    requests = []
 
     def long_ones(prompt, response, meta):
-        asked.append(response)
+        requests.append(response)
         return float(len(response))
 
     done = rl.train("grpo", reward=long_ones, output_dir=here / "run", **SMALL)
-    assert done.folder == here / "run" and done.metrics[-1]["step"] == 1 and len(asked) == 8 + 8
+    assert done.folder == here / "run" and done.metrics[-1]["step"] == 1 and len(requests) == 8 + 8
     # it was tried on eight rows before
-    assert done.metrics[-1]["reward/total"] == pytest.approx(sum(map(len, asked[8:])) / 8)
+    assert done.metrics[-1]["reward/total"] == pytest.approx(sum(map(len, requests[8:])) / 8)
     assert done.weights.path == here / "run" / "checkpoints" / "grpo-final"
     again = rl.train(resume=True, output_dir=here / "run", steps=2)
     assert [row["step"] for row in again.metrics] == [1, 2]
@@ -181,9 +181,9 @@ def test_methods_are_those_here_and_addresses():
 
 
 @pytest.mark.parametrize(
-    "words,code,said", [([], 0, "usage: whetstone"), (["trian"], 2, "unknown command 'trian'")]
+    "words,code,output", [([], 0, "usage: whetstone"), (["trian"], 2, "unknown command 'trian'")]
 )
-def test_the_installed_command(words, code, said):
+def test_the_installed_command(words, code, output):
     project = tomllib.loads((REPO / "pyproject.toml").read_text())
     module, function = project["project"]["scripts"]["whetstone"].split(":")
     line = (
@@ -193,7 +193,7 @@ def test_the_installed_command(words, code, said):
     done = subprocess.run(
         [sys.executable, "-c", line, *words], cwd=REPO, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == code and said in done.stdout + done.stderr
+    assert done.returncode == code and output in done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ class Ground:
         self.good = random_datums(2, seed=9)
         self.expected = self.scores()
         self.tokens = [s.tokens for s in self.ask().result().sequences]
-        self.taken = self.refused = self.asked = 0
+        self.taken = self.refused = self.requests_seen = 0
 
     def ask(self):
         return self.sampler.sample(PROMPT, 2, SamplingParams(max_tokens=3, seed=1))
@@ -60,9 +60,9 @@ class Ground:
         np.testing.assert_array_equal(self.scores(), self.expected)
         assert [s.tokens for s in self.ask().result(60).sequences] == self.tokens
 
-    def attempt(self, what, call, finite, *, beside=False):
+    def attempt(self, what, call, finite, *, neighbor=False):
         """Run one request. A refusal names something, comes at once, harms no neighbour."""
-        begin, neighbour = time.monotonic(), self.ask() if beside else None
+        begin, neighbour = time.monotonic(), self.ask() if neighbor else None
         try:
             finite(call())
             self.taken, outcome = self.taken + 1, ACCEPTED
@@ -156,7 +156,7 @@ def mutated(datum: Datum, rng: random.Random) -> Datum:
 def finite_output(output) -> None:
     assert all(math.isfinite(value) for value in output.metrics.values()), output.metrics
     assert all(
-        np.isfinite(data.array).all() for one in output.loss_fn_outputs for data in one.values()
+        np.isfinite(data.array).all() for item in output.loss_fn_outputs for data in item.values()
     )
 
 
@@ -180,7 +180,7 @@ def ask_datums(ground, rng):
             assert largest > 80
             raise ValueError("overflow") from None
 
-    return ground.attempt(loss, call, finite_output, beside=True)
+    return ground.attempt(loss, call, finite_output, neighbor=True)
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -220,8 +220,8 @@ def test_loss_configs(ground):
 
 def ask_adam(ground, rng):
     names = ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"]
-    given = {name: rng.choice(ODD) for name in rng.sample(names, rng.randrange(1, 3))}
-    return ground.attempt(shown(given), lambda: AdamParams(**given), lambda params: None)
+    arguments = {name: rng.choice(ODD) for name in rng.sample(names, rng.randrange(1, 3))}
+    return ground.attempt(shown(arguments), lambda: AdamParams(**arguments), lambda params: None)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def ask_sample(ground, rng):
             **{**request, "prompt": prompt}, sampling_params=params
         ).result(60)
 
-    return ground.attempt(f"{shown(settings)} {shown(request)}", call, finite_sample, beside=True)
+    return ground.attempt(f"{shown(settings)} {shown(request)}", call, finite_sample, neighbor=True)
 
 
 @pytest.mark.parametrize("part", range(2))
@@ -313,7 +313,7 @@ def test_samples(ground, part):
         ground.attempt(
             f"scores of {shown(odd)}",
             lambda odd=odd: ground.sampler.compute_logprobs(odd).result(60),
-            lambda found: None,
+            lambda actual: None,
         )
     ground.still_works()
 
@@ -337,7 +337,7 @@ def test_a_request_that_the_engine_refuses_fails_alone(ground, monkeypatch):
     )
     with pytest.raises(ValueError, match="seven samples do not fit"):
         refused.result(60)
-    assert [[s.tokens for s in one.result(60).sequences] for one in (before, after)] == [
+    assert [[s.tokens for s in item.result(60).sequences] for item in (before, after)] == [
         ground.tokens
     ] * 2
 
@@ -404,8 +404,8 @@ SHARE = 0.5  # of what other families get: each request is a forward, and a samp
 def check(item):
     """One request to a model that lives as long as the process."""
     ground = own_ground()
-    ground.asked += 1
-    if ground.asked % 100 == 0:
+    ground.requests_seen += 1
+    if ground.requests_seen % 100 == 0:
         ground.settle()
     verb, seed = item
     return VERBS[verb](ground, random.Random(seed))

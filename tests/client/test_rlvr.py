@@ -48,7 +48,7 @@ def scored(sampler, prompts=SUMS):
 
 def datums_of(batch):
     """Each trajectory as a datum, shifted by hand."""
-    found = []
+    results = []
     for trajectory in batch:
         turn = trajectory.episode.transitions[0]
         prompt = turn.ob.to_ints()
@@ -58,8 +58,8 @@ def datums_of(batch):
             "advantages": zeros + [1.0] * len(turn.ac.tokens),
             "mask": zeros + [1.0] * len(turn.ac.tokens),
         }
-        found.append(Datum(ModelInput.from_ints(tokens[:-1]), fields))
-    return found
+        results.append(Datum(ModelInput.from_ints(tokens[:-1]), fields))
+    return results
 
 
 def at_actions(client, batch, name):
@@ -72,11 +72,11 @@ def at_actions(client, batch, name):
         .result()
         .loss_fn_outputs
     )
-    found = [
+    results = [
         o[name].array[d.loss_fn_inputs["mask"].array != 0]
         for o, d in zip(outputs, data, strict=True)
     ]
-    return np.concatenate(found).astype(np.float64)
+    return np.concatenate(results).astype(np.float64)
 
 
 # ------------------------------------------------------------------------------------ whole scripts
@@ -185,8 +185,8 @@ def test_resumed_is_uninterrupted(tmp_path, name):
             **load_file(f"{artifact}/value_head.safetensors"),
         }
 
-    with service("whole") as one:
-        client, algorithm = one.create_training_client(ADAPTER), REMEMBERS[name]()
+    with service("whole") as item:
+        client, algorithm = item.create_training_client(ADAPTER), REMEMBERS[name]()
         whole = go(client, algorithm, 4)
         expected, state = weights(client.save_state().artifact_id), algorithm.get_state()
     with service("halves") as first:
@@ -204,12 +204,12 @@ def test_resumed_is_uninterrupted(tmp_path, name):
         assert (
             saved.artifact_id.endswith("state-000002") and saved.result().path == saved.artifact_id
         )
-        found = weights(saved.artifact_id)
+        actual = weights(saved.artifact_id)
     assert [tokens for tokens, _ in halves] == [tokens for tokens, _ in whole]
     assert [metrics for _, metrics in halves] == [metrics for _, metrics in whole]
     assert algorithm.get_state() == state and state["updates"] == 4
-    assert found.keys() == expected.keys() and all(
-        (found[key] == expected[key]).all() for key in expected
+    assert actual.keys() == expected.keys() and all(
+        (actual[key] == expected[key]).all() for key in expected
     )
 
 
@@ -253,20 +253,20 @@ def test_the_baseline_is_the_running_mean_of_earlier_batches(service):
 
 def test_ppo_of_one_epoch_without_a_value_is_reinforce(service):
     """With lambda 1 and no value each advantage is the reward; ratio 1 clips nothing."""
-    found = []
+    results = []
     plain = dict(learning_rate=1e-3, normalize_advantages=False)
-    how = dict(ppo_epochs=1, gae_lambda=1.0, value_coef=0.0, reward_normalization=False)
+    options = dict(ppo_epochs=1, gae_lambda=1.0, value_coef=0.0, reward_normalization=False)
     algorithms = (
         REINFORCE(REINFORCEConfig(use_baseline=False, **plain)),
-        PPO(PPOConfig(**how, **plain)),
+        PPO(PPOConfig(**options, **plain)),
     )
     for algorithm in algorithms:
         client = service.create_training_client(WHOLE)
         batch = scored(RolloutSampler(client, max_new_tokens=6))
         result = algorithm.update(batch, client)
-        found.append([result.policy_loss, result.grad_norm, result.kl_divergence,
+        results.append([result.policy_loss, result.grad_norm, result.kl_divergence,
                       *at_actions(client, batch, "logprobs")])  # fmt: skip
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-5)
 
 
 def test_ppo_reports_its_value_loss(service):
@@ -344,13 +344,13 @@ def test_it_draws_from_the_weights_as_they_are(service):
     """Another call draws anew; after an update the logprobs are those of the new weights."""
     client = service.create_training_client(WHOLE)
     sampler = RolloutSampler(client, max_new_tokens=6)
-    one, two = scored(sampler), scored(sampler)
-    assert [t.tokens for t in one] != [t.tokens for t in two]
+    first, second = scored(sampler), scored(sampler)
+    assert [t.tokens for t in first] != [t.tokens for t in second]
     twin = RolloutSampler(client, max_new_tokens=6).generate_trajectories(SUMS)
     # the first call at this version, again
-    assert [t.tokens for t in twin] == [t.tokens for t in one]
-    REINFORCE(REINFORCEConfig(learning_rate=1e-2)).update(two, client)
-    for batch, agrees in ((scored(sampler), True), (two, False)):
+    assert [t.tokens for t in twin] == [t.tokens for t in first]
+    REINFORCE(REINFORCEConfig(learning_rate=1e-2)).update(second, client)
+    for batch, agrees in ((scored(sampler), True), (second, False)):
         drawn = np.concatenate([t.episode.transitions[0].ac.logprobs for t in batch])
         assert (np.abs(drawn - at_actions(client, batch, "logprobs")).max() < 1e-4) == agrees
 
@@ -435,16 +435,16 @@ def test_batches_that_cannot_be_learnt_from_are_refused(service):
 def test_a_batch_of_weights_that_were_updated_since_is_refused(service):
     client = service.create_training_client(WHOLE)
     sampler, algorithm = RolloutSampler(client, max_new_tokens=3), REINFORCE()
-    one, two = scored(sampler), scored(sampler)
-    algorithm.update(one, client)
+    first, second = scored(sampler), scored(sampler)
+    algorithm.update(first, client)
     with pytest.raises(
         UserError,
         match="sampled from weight version 0, expected the current version 1.*generate_trajectories",
     ):
-        algorithm.update(two, client)
+        algorithm.update(second, client)
     fresh = scored(sampler)
     with pytest.raises(UserError, match="trajectory 4 was sampled from weight version 0"):
-        algorithm.update(TrajectoryBatch([*fresh, *two]), client)
+        algorithm.update(TrajectoryBatch([*fresh, *second]), client)
     assert client.version == 1 == algorithm.updates
     algorithm.update(fresh, client)
     assert client.version == 2 == algorithm.updates
@@ -520,9 +520,9 @@ def test_the_cookbooks_script_runs_with_other_imports_and_a_real_sampler(shared_
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    said = re.findall(r"New best! Reward: (-?[\d.]+), Checkpoint: (\S+)", done.stdout)
-    assert said and done.stdout.rstrip().endswith("Training complete!")
-    for reward, where in said:
+    output = re.findall(r"New best! Reward: (-?[\d.]+), Checkpoint: (\S+)", done.stdout)
+    assert output and done.stdout.rstrip().endswith("Training complete!")
+    for reward, where in output:
         assert checkpoint_folder.read_verified_state(tmp_path / where)["metadata"][
             "reward"
         ] == pytest.approx(float(reward), abs=6e-4)

@@ -198,17 +198,17 @@ def test_samples_have_ids_and_datums_say_where_they_come_from(client):
     ] == pytest.approx(scored[4:])
     assert sampler.compute_logprobs(PROMPT, 1).result() == [*[None] * 5, scored[5]]
 
-    one = sequences[0]
-    fields = {"target_tokens": [0] * 5 + one.tokens, "logprobs": [0.0] * 5 + one.logprobs}
-    datum = types.Datum(PROMPT.append(types.EncodedTextChunk(one.tokens[:-1])), fields)
+    first = sequences[0]
+    fields = {"target_tokens": [0] * 5 + first.tokens, "logprobs": [0.0] * 5 + first.logprobs}
+    datum = types.Datum(PROMPT.append(types.EncodedTextChunk(first.tokens[:-1])), fields)
     prompt_span, sampled_span = types.PromptProvenanceSpan, types.SampledProvenanceSpan
     spans = [
-        prompt_span(sequence_id=one.sequence_id, length=6),
-        sampled_span(sequence_id=one.sequence_id, length=3),
+        prompt_span(sequence_id=first.sequence_id, length=6),
+        sampled_span(sequence_id=first.sequence_id, length=3),
     ]
     targets = [
-        prompt_span(sequence_id=one.sequence_id, offset=1, length=5),
-        sampled_span(sequence_id=one.sequence_id, length=4),
+        prompt_span(sequence_id=first.sequence_id, offset=1, length=5),
+        sampled_span(sequence_id=first.sequence_id, length=4),
     ]
     named = datum.with_provenance(model_input=spans, loss_fn_inputs=targets)
     assert named.model_input_spans == spans
@@ -251,17 +251,17 @@ def test_words_saved_with_a_checkpoint_are_read_again_and_it_can_be_written_over
 
 
 def test_two_models_may_save_under_one_name(service):
-    one, other = (
+    first, other = (
         service.create_full_training_client("tiny:addition", seed=seed) for seed in (1, 2)
     )
     paths = [
         model.save_state(name).result().path
         for name in ("step-1", "step-2")
-        for model in (one, other)
+        for model in (first, other)
     ]
-    paths += [model.save_weights_for_sampler("step-1").result().path for model in (other, one)]
+    paths += [model.save_weights_for_sampler("step-1").result().path for model in (other, first)]
     assert len(set(paths)) == 6
-    for model, path in zip((one, other, one, other, other, one), paths, strict=True):
+    for model, path in zip((first, other, first, other, other, first), paths, strict=True):
         mine = model.save_weights_and_get_sampling_client().compute_logprobs(PROMPT).result()
         assert service.create_sampling_client(path).compute_logprobs(PROMPT).result()[
             1:
@@ -297,9 +297,11 @@ def test_what_is_not_done_here_says_so(service, client):
         client.save_weights_and_get_sampling_client(),
         types.SamplingParams(max_tokens=1),
     )
-    for asked in ({"topk_sample_logprobs": 2}, {"prompt_alt_tokens_k": 1}):
-        with pytest.raises(rl.BadRequestError, match=f"{next(iter(asked))} is not supported here"):
-            sampler.sample(PROMPT, 1, params, **asked)
+    for request in ({"topk_sample_logprobs": 2}, {"prompt_alt_tokens_k": 1}):
+        with pytest.raises(
+            rl.BadRequestError, match=f"{next(iter(request))} is not supported here"
+        ):
+            sampler.sample(PROMPT, 1, params, **request)
     with pytest.raises(rl.BadRequestError, match="kind is 'snapshot'"):
         client.save_weights_and_get_sampling_client(kind="inflight")
     with pytest.raises(rl.BadRequestError, match="save_weights_for_sampler, which writes a folder"):

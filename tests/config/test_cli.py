@@ -358,8 +358,8 @@ MISTAKES = [
 def test_a_mistake_on_the_line_is_one_problem_that_says_the_remedy(
     line: list[str], expected: str
 ) -> None:
-    found = problems(*line)
-    assert len(found) == 1 and expected in found[0], found
+    result = problems(*line)
+    assert len(result) == 1 and expected in result[0], result
 
 
 RECIPE_MISTAKES = [
@@ -388,8 +388,10 @@ RECIPE_MISTAKES = [
     ("text", "expected"), RECIPE_MISTAKES, ids=[expected[:30] for _, expected in RECIPE_MISTAKES]
 )
 def test_a_mistake_in_a_recipe_is_named_with_its_line(text: str, expected: str) -> None:
-    found = problems(recipe(text))
-    assert len(found) == 1 and found[0].startswith("recipes/r.yaml") and expected in found[0], found
+    result = problems(recipe(text))
+    assert len(result) == 1 and result[0].startswith("recipes/r.yaml") and expected in result[0], (
+        result
+    )
 
 
 def test_settings_of_a_recipe_are_named_as_it_writes_them_and_flags_as_they_are_typed() -> None:
@@ -611,10 +613,10 @@ def test_difference_names_each_changed_setting() -> None:
     saved = run_config.resolve_config(read(two))
     # to resume is no change of settings
     assert run_config.diff_configs(saved, run_config.resolve_config(read(two, "--resume"))) == []
-    asked = run_config.resolve_config(
+    request = run_config.resolve_config(
         read(two, "--learning-rate", "0.5", "--seed", "1", "--stop", "a", "b")
     )
-    assert run_config.diff_configs(saved, asked) == [
+    assert run_config.diff_configs(saved, request) == [
         "seed 0 -> 1",
         "stage sft: learning_rate 0.0001 -> 0.5",
         "stage grpo: learning_rate 0.0003 -> 0.5",
@@ -626,23 +628,23 @@ def test_difference_names_each_changed_setting() -> None:
 
 
 def test_a_setting_that_an_older_config_lacks_had_its_default() -> None:
-    asked = run_config.resolve_config(read("sft"))
+    request = run_config.resolve_config(read("sft"))
     table = {"methods": METHODS, "options": RunSettings}
     for part, name in [
         ("options", "seed"),
-        *(("stages", name) for name in asked["stages"][0]["settings"]),
+        *(("stages", name) for name in request["stages"][0]["settings"]),
     ]:
-        saved = json.loads(json.dumps(asked))
+        saved = json.loads(json.dumps(request))
         held = saved["options"] if part == "options" else saved["stages"][0]["settings"]
         default = held.pop(name)
-        assert run_config.diff_configs(saved, asked, **table) == []
-        other = json.loads(json.dumps(asked))
+        assert run_config.diff_configs(saved, request, **table) == []
+        other = json.loads(json.dumps(request))
         (other["options"] if part == "options" else other["stages"][0]["settings"])[name] = (
             "another"
         )
         assert run_config.diff_configs(saved, other, **table) == [
             f"{name} {run_config.format_value(default)} -> another"
         ]
-        assert run_config.diff_configs(asked, saved, **table) == [
+        assert run_config.diff_configs(request, saved, **table) == [
             f"{name} {run_config.format_value(default)} -> (not set)"
         ]

@@ -153,11 +153,13 @@ def inputs(seed: int, count: int) -> Iterator[Asked]:
         if kind < 0.45:
             yield _line(rng)
         elif kind < 0.8:
-            asked = _yaml(rng)
+            request = _yaml(rng)
             yield (
-                asked
+                request
                 if rng.random() < 0.7
-                else Asked(asked.words, damaged(asked.recipe or b"", rng), tuple(WORDS_FOR_NUMBERS))
+                else Asked(
+                    request.words, damaged(request.recipe or b"", rng), tuple(WORDS_FOR_NUMBERS)
+                )
             )
         elif kind < 0.97:
             yield Asked(
@@ -184,7 +186,7 @@ def _check_numbers(value: Any, field: SettingField) -> None:
         ), (field.name, value)
 
 
-def _check_run(run: Any, asked: Asked) -> None:
+def _check_run(run: Any, request: Asked) -> None:
     for holder in (run.options, *(stage.settings for stage in run.stages)):
         for name, field in get_fields(type(holder)).items():
             _check_numbers(
@@ -196,21 +198,21 @@ def _check_run(run: Any, asked: Asked) -> None:
     assert again.stages == run.stages and again.options == run.options, (
         "config.json gives the same run back"
     )
-    for word in asked.numbers:
-        if asked.recipe is not None and not word.strip():
+    for word in request.numbers:
+        if request.recipe is not None and not word.strip():
             continue  # null, and nothing at all at the end of a list: [3, ]
         assert _DECIMAL.fullmatch(word) or word in WORDS_FOR_NUMBERS, (
             f"{word!r} was taken for a number"
         )
 
 
-def check(asked: Asked) -> str:
+def check(request: Asked) -> str:
     """Reads a line (and its recipe)."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         path = Path(folder) / "r.yaml"
-        if asked.recipe is not None:
-            path.write_bytes(asked.recipe)
-        words = [str(path) if word == "PATH" else word for word in asked.words]
+        if request.recipe is not None:
+            path.write_bytes(request.recipe)
+        words = [str(path) if word == "PATH" else word for word in request.words]
         try:
             run = read_run(words, METHODS, DEFAULT, RunSettings)
         except SettingsError as error:
@@ -220,7 +222,7 @@ def check(asked: Asked) -> str:
             )
             sanitize_message(str(error))
             return REFUSED
-    _check_run(run, asked)
+    _check_run(run, request)
     return ACCEPTED
 
 
@@ -239,8 +241,8 @@ def test_a_plan_within_its_ranges_or_one_clean_error(seed: int) -> None:
 def test_found_by_many_more() -> None:
     """A name or a value of thousands of letters is not said whole."""
     assert check(Asked(("PATH",), f"method: online_dpo\nquiet: {'x' * 5000}\n".encode())) == REFUSED
-    asked = Asked(("PATH",), f"stages:\n  - method: sft\n    name: {'x' * 5000}\n".encode())
-    assert check(asked) == REFUSED
+    request = Asked(("PATH",), f"stages:\n  - method: sft\n    name: {'x' * 5000}\n".encode())
+    assert check(request) == REFUSED
     # a list of one
     assert check(Asked(("PATH",), b"method: reward_model\nsteps: [3,  ]\n", ("3", " "))) == ACCEPTED
 

@@ -32,8 +32,8 @@ def test_a_method_that_is_none(name, says, tmp_path, capsys):
     address = f"{tmp_path}/{name}" if ":" in name else f"{file}:{name}"
     with pytest.raises(SystemExit) as ended:
         parse_run([address, "--steps", "2"], METHODS, RECIPE, options=RunSettings)
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert ended.value.code == 2 and says.split()[-1] in said and "Traceback" not in said, said
+    text = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert ended.value.code == 2 and says.split()[-1] in text and "Traceback" not in text, text
 
 
 def test_what_a_file_imports_is_not_offered_as_its_own(tmp_path):
@@ -89,19 +89,19 @@ def test_a_setting_that_was_left_out_is_said_to_be_not_set():
 
 
 def test_several_held_out_sets_are_told_each():
-    found = HeldOutMetrics()
+    result = HeldOutMetrics()
     for loss in (2.0, 1.0):
-        found.record_rows("test/loss",
+        result.record_rows("test/loss",
                           {"test/loss": loss, "test/msgs/loss": loss + 1,
                            "test/msgs/token_accuracy": 0.5, "time/loss": 9.0})  # fmt: skip
-    assert found.headline == "loss" and found.rows == {"": (2.0, 1.0), "msgs": (3.0, 2.0)}
-    found = HeldOutMetrics()
-    found.record_rows(
+    assert result.headline == "loss" and result.rows == {"": (2.0, 1.0), "msgs": (3.0, 2.0)}
+    result = HeldOutMetrics()
+    result.record_rows(
         "test/rewards/accuracies",
         {"test/rewards/accuracies": 0.5, "test/a/rewards/accuracies": 0.25},
     )
-    assert found.headline == "rewards/accuracies"
-    assert found.rows == {"": (0.5, 0.5), "a": (0.25, 0.25)}
+    assert result.headline == "rewards/accuracies"
+    assert result.rows == {"": (0.5, 0.5), "a": (0.25, 0.25)}
 
 
 def test_held_out_figures_of_a_checkpoint_that_knew_one_of_them():

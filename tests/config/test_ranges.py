@@ -95,14 +95,14 @@ ALLOWED: dict[str, dict[str, str]] = {
 
 def leaves(cls: type) -> dict[str, tuple[type, str]]:
     """Return {flat name: (its class, its annotation)}."""
-    found: dict[str, tuple[type, str]] = {}
+    result: dict[str, tuple[type, str]] = {}
     hints = typing.get_type_hints(cls, include_extras=True)
     for item in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[item.name]):
-            found |= leaves(typing.cast(type, hints[item.name]))
+            result |= leaves(typing.cast(type, hints[item.name]))
         else:
-            found[item.name] = (cls, str(typing.get_type_hints(cls)[item.name]))
-    return found
+            result[item.name] = (cls, str(typing.get_type_hints(cls)[item.name]))
+    return result
 
 
 def is_number(annotation: str) -> bool:
@@ -210,12 +210,12 @@ def test_the_list_names_nothing_that_is_refused() -> None:
 def test_every_number_refuses_it_in_python(value: Any) -> None:
     """Instances made without the line: sections built directly, as scripts do."""
     for _, name, owner, annotation in ONCE:
-        given: Any = value
+        inputs: Any = value
         if "tuple" in annotation:
-            given = (("gsm8k", value),) if name in ("rewards", "reward_models") else (value,)
+            inputs = (("gsm8k", value),) if name in ("rewards", "reward_models") else (value,)
         is_allowed = any(str(value) == text and name in names for text, names in ALLOWED.items())
         try:
-            owner(**{name: given})
+            owner(**{name: inputs})
         except ValueError as error:
             assert name in str(error), (owner, name, error)
         else:
@@ -252,7 +252,7 @@ def test_numpys_numbers_are_numbers() -> None:
         OptimSettings(warmup_steps=2.5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "output"), [
     pytest.param("grpo --batch-size 10000000 --group-size 1000000",
                  "10000000000000 answers a batch", marks=pytest.mark.slow),
     ("grpo --batch-size 10000000000", "--batch-size is at most"),
@@ -267,7 +267,7 @@ def test_numpys_numbers_are_numbers() -> None:
 ])  # fmt: skip
 def test_sizes_that_cannot_fit_are_refused_before_any_work(
     words: str,
-    said: str,
+    output: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -277,7 +277,7 @@ def test_sizes_that_cannot_fit_are_refused_before_any_work(
         more = ["--output-dir", str(tmp_path / "run"), "--base-model", "tiny:addition", "--quiet"]
         main(cli.parse_run([*words.split(), *more], METHODS, RECIPE, options=RunSettings))
     text = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert ended.value.code == 2 and said in text and "nothing was started" in text
+    assert ended.value.code == 2 and output in text and "nothing was started" in text
     assert not (tmp_path / "run").exists()
 
 

@@ -53,9 +53,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_usual_shape_is_known_by_its_columns(tmp_path, shape):
-    row, asked, response = SHAPES[shape]
+    row, request, response = SHAPES[shape]
     (problem,) = load_problems(write(tmp_path / "rows.jsonl", [row]))
-    assert (list(problem.messages), problem.response) == (asked, response)
+    assert (list(problem.messages), problem.response) == (request, response)
 
 
 def test_instances_of_one_instruction_are_problems_of_their_own(tmp_path, shared_data):
@@ -74,17 +74,17 @@ def test_instances_of_one_instruction_are_problems_of_their_own(tmp_path, shared
     ]
     with pytest.raises(UserError, match="line 2: instance 1: no column 'output'"):
         load_problems(tmp_path / "seed.jsonl")
-    found = shared_data / "sft" / "self_instruct_seed" / "seed_tasks.jsonl"
-    raw = [json.loads(line) for line in found.open()]
-    assert len(load_problems(found)) == sum(len(row["instances"]) for row in raw) >= 175
+    result = shared_data / "sft" / "self_instruct_seed" / "seed_tasks.jsonl"
+    raw = [json.loads(line) for line in result.open()]
+    assert len(load_problems(result)) == sum(len(row["instances"]) for row in raw) >= 175
 
 
 def test_a_label_says_whether_an_answer_is_good(tmp_path):
     rows = [
         {"prompt": "a?", "completion": "b", "label": label} for label in (True, 0, "false", "1")
     ]
-    found = load_problems(write(tmp_path / "rows.jsonl", rows), format="unpaired")
-    assert [problem.meta["label"] for problem in found] == [True, False, False, True]
+    result = load_problems(write(tmp_path / "rows.jsonl", rows), format="unpaired")
+    assert [problem.meta["label"] for problem in result] == [True, False, False, True]
     with pytest.raises(UserError, match="'label' is true or false"):
         load_problems(
             write(tmp_path / "rows.jsonl", [{"prompt": "a?", "completion": "b", "label": "good"}]),
@@ -122,10 +122,10 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path):
     files = tables(tmp_path / "t")
     assert len(files) == 6
     for path in files:
-        found = load_problems(path)
-        assert contents(found) == [row["prompt"] for row in sums(4)], path
-        assert [problem.meta["answer"] for problem in found] == [row["answer"] for row in sums(4)]
-        assert found[1].place.startswith(path.name)
+        result = load_problems(path)
+        assert contents(result) == [row["prompt"] for row in sums(4)], path
+        assert [problem.meta["answer"] for problem in result] == [row["answer"] for row in sums(4)]
+        assert result[1].place.startswith(path.name)
 
 
 def test_a_table_names_its_bad_rows_and_what_is_no_table(tmp_path):
@@ -208,33 +208,33 @@ def test_a_mixture_gives_each_set_its_share_and_all_its_rows(tmp_path):
         for name, n in (("a", 7), ("b", 40), ("c", 13))
     ]
     mixed = Mixture(sets, [3, 1, 1])
-    asked = [p for step in range(125) for p in mixed.batch(step, 16, seed=4)]  # 2000 rows
-    assert Counter(p.tag for p in asked) == {"a": 1200, "b": 400, "c": 400}
-    assert [p.index for p in asked[32:64]] == [p.index for p in mixed.batch(1, 32, seed=4)], (
+    requests = [p for step in range(125) for p in mixed.batch(step, 16, seed=4)]  # 2000 rows
+    assert Counter(p.tag for p in requests) == {"a": 1200, "b": 400, "c": 400}
+    assert [p.index for p in requests[32:64]] == [p.index for p in mixed.batch(1, 32, seed=4)], (
         "a function of the position alone"
     )
     for tag, part in zip("abc", sets, strict=True):  # each set in epochs of its own, every row once
-        own = [p.messages[0]["content"] for p in asked if p.tag == tag]
+        reference = [p.messages[0]["content"] for p in requests if p.tag == tag]
         assert all(
-            sorted(own[i : i + len(part)]) == sorted(contents(part))
-            for i in range(0, len(own) - len(part), len(part))
+            sorted(reference[i : i + len(part)]) == sorted(contents(part))
+            for i in range(0, len(reference) - len(part), len(part))
         )
     assert mixed.batch(0, 16, seed=5) != mixed.batch(0, 16, seed=4)
-    left = mixed.subset(range(7, 60))
-    assert Counter(p.tag for p in left.batch(0, 1000, seed=0)) == {"b": 500, "c": 500}
+    remaining = mixed.subset(range(7, 60))
+    assert Counter(p.tag for p in remaining.batch(0, 1000, seed=0)) == {"b": 500, "c": 500}
 
 
 def test_changed_rows_stay_changed_in_joined_sets_and_mixtures(tmp_path):
     sets = [load_problems(write(tmp_path / f"{name}.jsonl", sums(3))) for name in "ab"]
     for whole in (concatenate_sets(sets), Mixture(sets, [1, 1])):
         other = whole[4].__class__(({"role": "user", "content": "new"},), tag="b", index=4)
-        found = whole.with_rows({4: other})
+        result = whole.with_rows({4: other})
         assert (
-            contents(found)[4] == "new"
-            and found[4].index == 4
-            and [p.index for p in found] == list(range(6))
+            contents(result)[4] == "new"
+            and result[4].index == 4
+            and [p.index for p in result] == list(range(6))
         )
-        assert "new" in contents(found.batch(0, 100, seed=0))
+        assert "new" in contents(result.batch(0, 100, seed=0))
 
 
 @pytest.mark.parametrize("kind", ["a.jsonl", "e.parquet", "f.arrow"])
@@ -274,13 +274,13 @@ def test_bad_rows_of_a_stream_are_named_when_met_and_the_next_stands_in(tmp_path
 
 def test_a_template_and_a_suffix_stand_around_the_prompt_and_give_no_answer_away(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": "2", "unit": "apples"}])
-    found = load_problems(
+    result = load_problems(
         path,
         prompt_template=r"In {unit}: {prompt} Put \boxed{answer}. {none}",
         prompt_suffix=" !",
         system_prompt="s",
     )
-    assert [m["content"] for m in found[0].messages] == [
+    assert [m["content"] for m in result[0].messages] == [
         "s",
         r"In apples: 1+1= Put \boxed{answer}. {none} !",
     ]

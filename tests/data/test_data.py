@@ -39,15 +39,15 @@ def test_every_epoch_holds_each_problem_once_and_no_tail_is_dropped():
 
 
 def test_the_order_is_a_function_of_seed_and_step_alone():
-    one, other = numbered(50), numbered(50)
-    forwards = [indices(one.batch(step, 8, seed=3)) for step in range(40)]
+    first, other = numbered(50), numbered(50)
+    forwards = [indices(first.batch(step, 8, seed=3)) for step in range(40)]
     backwards = [indices(other.batch(step, 8, seed=3)) for step in reversed(range(40))]
     assert forwards == backwards[::-1]
     # the same positions cut otherwise
     assert [i for batch in forwards for i in batch] == [
         i for step in range(80) for i in indices(other.batch(step, 4, seed=3))
     ]
-    assert indices(one.batch(0, 50, seed=3)) != indices(one.batch(0, 50, seed=4))
+    assert indices(first.batch(0, 50, seed=3)) != indices(first.batch(0, 50, seed=4))
 
 
 def test_a_problem_set_is_a_sequence():
@@ -165,9 +165,9 @@ def write(path, rows):
 
 
 def test_columns_chats_and_system_prompts(tmp_path):
-    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
+    requests = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
     path = write(
-        tmp_path / "mine.jsonl", [{"q": "1+1?", "a": 2, "hint": "h"}, {"q": asked, "a": "y"}]
+        tmp_path / "mine.jsonl", [{"q": "1+1?", "a": 2, "hint": "h"}, {"q": requests, "a": "y"}]
     )
     problems = load_problems(path, prompt_column="q", answer_column="a", system_prompt="Be brief.")
     assert [message["content"] for message in problems[0].messages] == ["Be brief.", "1+1?"]
@@ -263,12 +263,12 @@ def test_a_missing_path_is_not_taken_for_a_hub_name(source, message, monkeypatch
 
 
 def test_hub_names_reach_the_hub_with_their_config(monkeypatch):
-    asked = []
+    requests = []
 
     def read_hub(name, config, split):
         from rl.data.row_readers import Row
 
-        asked.append((name, config, split))
+        requests.append((name, config, split))
         return iter([Row("row 1", {"question": "q", "answer": "1+1=<<1+1=2>>2\n#### 2"})])
 
     monkeypatch.setattr("rl.data.problem_loader.read_hub", read_hub)
@@ -276,7 +276,7 @@ def test_hub_names_reach_the_hub_with_their_config(monkeypatch):
     assert problems[0].meta == {"answer": "2"} and problems[0].tag == "gsm8k"
     assert problems[0].response == "1+1=2\nThe answer is \\boxed{2}."
     load_problems("someone/things", config="small")
-    assert asked == [("openai/gsm8k", "main", "test"), ("someone/things", "small", "train")]
+    assert requests == [("openai/gsm8k", "main", "test"), ("someone/things", "small", "train")]
 
 
 def test_files_in_the_hubs_cache_are_read_offline_by_name(tmp_path):
@@ -368,10 +368,10 @@ def test_a_column_that_no_row_has_is_one_error_that_names_the_nearest(tmp_path):
                 error.value
             ), error.value
     # a row that has it, and seven that lack it
-    one = write(tmp_path / "one.jsonl", [{"prompt": "x", "answer": "1"}, *rows])
+    first = write(tmp_path / "one.jsonl", [{"prompt": "x", "answer": "1"}, *rows])
     with pytest.raises(ValueError, match="1 bad rows beside 7 good"):
-        load_problems(one, response_column="solution")
-    asked = write(tmp_path / "asked.jsonl", [{"level": 1, "query": "1+1", "answer": "2"}] * 3)
+        load_problems(first, response_column="solution")
+    request = write(tmp_path / "asked.jsonl", [{"level": 1, "query": "1+1", "answer": "2"}] * 3)
     with pytest.raises(
         ValueError,
         match=(
@@ -379,17 +379,17 @@ def test_a_column_that_no_row_has_is_one_error_that_names_the_nearest(tmp_path):
             r"prompt_column query"
         ),
     ):
-        load_problems(asked)
+        load_problems(request)
     plain = write(tmp_path / "plain.jsonl", [{"answer": "2", "q": "1+1"}])
     with pytest.raises(ValueError, match="that has it, such as prompt_column q"):
         load_problems(plain)
     # and a line that is no JSON is not the first thing to say
-    asked.write_text(asked.read_text() + '{"query": ')
+    request.write_text(request.read_text() + '{"query": ')
     with pytest.raises(
         ValueError,
         match=r"no column 'prompt' .* say prompt_column query.*1 more is bad for other reasons",
     ):
-        load_problems(asked)
+        load_problems(request)
     stored = write(tmp_path / "stored.jsonl", [{"prompt": "x", "response": "y", "reward": 1}] * 3)
     with pytest.raises(
         ValueError,

@@ -74,12 +74,12 @@ LCB_CALL = {
 MATH = {"problem": "Half?", "solution": r"So $\boxed{\frac{1}{\sqrt{2}}}$.", "level": "Level 2"}
 
 
-def one(folder: Path, row: dict[str, Any], **settings: Any) -> Problem:
+def load_row(folder: Path, row: dict[str, Any], **settings: Any) -> Problem:
     return load_problems(write(folder, "rows.jsonl", row), **settings)[0]
 
 
 def test_what_is_read_of_each_shape(tmp_path: Path):
-    mbpp = one(tmp_path, MBPP)
+    mbpp = load_row(tmp_path, MBPP)
     assert mbpp.meta["tests"] == {
         "style": "asserts",
         "setup": "",
@@ -87,25 +87,25 @@ def test_what_is_read_of_each_shape(tmp_path: Path):
         "entry_point": None,
     }
     assert mbpp.response == "```python\ndef f(x):\n  return 2*x\n```"
-    said = mbpp.messages[-1]["content"]
+    text = mbpp.messages[-1]["content"]
     # the other asserts are not shown
-    assert "Double it." in said and "assert f(1) == 2" in said and "assert f(4)" not in said
+    assert "Double it." in text and "assert f(1) == 2" in text and "assert f(4)" not in text
     sanitized = {**MBPP, "prompt": MBPP["text"], "test_imports": ["import math"]}
     del sanitized["text"]
-    assert one(tmp_path, sanitized).meta["tests"]["setup"] == "import math"
+    assert load_row(tmp_path, sanitized).meta["tests"]["setup"] == "import math"
 
-    human = one(tmp_path, HUMANEVAL, split="test")
+    human = load_row(tmp_path, HUMANEVAL, split="test")
     assert human.meta["head"] == HUMANEVAL["prompt"] and human.meta["tests"]["entry_point"] == "g"
     assert (
         human.response == "```python\n" + HUMANEVAL["prompt"] + "    return -x\n```"
         and "candidate" not in human.messages[-1]["content"]
     )
 
-    assert one(tmp_path, APPS_STDIN).meta["tests"] == {
+    assert load_row(tmp_path, APPS_STDIN).meta["tests"] == {
         "style": "dialogues",
         "cases": [["1 2\n", "3\n"], ["3\n4", "7"]],
     }
-    call = one(tmp_path, APPS_CALL)
+    call = load_row(tmp_path, APPS_CALL)
     assert call.meta["tests"] == {
         "style": "calls",
         "function": "best",
@@ -113,17 +113,20 @@ def test_what_is_read_of_each_shape(tmp_path: Path):
         "compare": "floats",
     }
     assert "def best(a, b):" in call.messages[-1]["content"]
-    assert one(tmp_path, LCB_STDIN).meta["tests"] == {"style": "dialogues", "cases": [["a", "a"]]}
-    assert one(tmp_path, LCB_CALL).meta["tests"]["cases"] == [[[[1, 2], 3], 6]]
+    assert load_row(tmp_path, LCB_STDIN).meta["tests"] == {
+        "style": "dialogues",
+        "cases": [["a", "a"]],
+    }
+    assert load_row(tmp_path, LCB_CALL).meta["tests"]["cases"] == [[[[1, 2], 3], 6]]
 
-    math = one(tmp_path, MATH)
+    math = load_row(tmp_path, MATH)
     assert (
         math.meta == {"answer": r"\frac{1}{\sqrt{2}}", "level": "Level 2"}
         and math.response == MATH["solution"]
     )
-    assert one(tmp_path, {"problem": "2+2?", "answer": "4"}).meta == {"answer": "4"}
+    assert load_row(tmp_path, {"problem": "2+2?", "answer": "4"}).meta == {"answer": "4"}
     assert (
-        one(tmp_path, {"problem": "2+2?", "solution": "It is 4.", "answer": "4"}).response
+        load_row(tmp_path, {"problem": "2+2?", "solution": "It is 4.", "answer": "4"}).response
         == "It is 4.\nThe answer is \\boxed{4}."
     )
 
@@ -145,7 +148,9 @@ class Runs:
 def test_packed_private_tests_are_read_and_run_nothing(tmp_path: Path):
     private = json.dumps([{"input": "b", "output": "b", "testtype": "stdin"}])
     for form in (private, packed(private)):
-        assert one(tmp_path, {**LCB_STDIN, "private_test_cases": form}).meta["tests"]["cases"] == [
+        assert load_row(tmp_path, {**LCB_STDIN, "private_test_cases": form}).meta["tests"][
+            "cases"
+        ] == [
             ["a", "a"],
             ["b", "b"],
         ]
@@ -153,12 +158,14 @@ def test_packed_private_tests_are_read_and_run_nothing(tmp_path: Path):
         UserError,
         match=r"rows.jsonl line 1: 'private_test_cases' is neither JSON nor packed .*mkdir",
     ):
-        one(tmp_path, {**LCB_STDIN, "private_test_cases": packed(Runs(str(tmp_path / "made")))})
+        load_row(
+            tmp_path, {**LCB_STDIN, "private_test_cases": packed(Runs(str(tmp_path / "made")))}
+        )
     assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(
-    ("row", "change", "said"),
+    ("row", "change", "text"),
     [
         (MBPP, {"test_list": []}, "'test_list' is empty"),
         (MBPP, {"test_list": "assert f(1) == 2"}, "'test_list' is a list of texts"),
@@ -196,12 +203,12 @@ def test_packed_private_tests_are_read_and_run_nothing(tmp_path: Path):
     ],
 )
 def test_a_malformed_row_is_named(
-    tmp_path: Path, row: dict[str, Any], change: dict[str, Any], said: str
+    tmp_path: Path, row: dict[str, Any], change: dict[str, Any], text: str
 ):
     path = write(tmp_path, "rows.jsonl", row, {**row, **change})
     with pytest.raises(UserError, match="rows.jsonl line 2") as error:
         load_problems(path)
-    assert said in str(error.value)
+    assert text in str(error.value)
     assert len(load_problems(path, on_bad_row="skip")) == 1
 
 
@@ -244,10 +251,10 @@ def test_whole_data_sets_are_read(shared_data: Path):
 
 
 def test_short_names_are_hub_names_with_their_config_and_splits(monkeypatch: pytest.MonkeyPatch):
-    asked: list[tuple[Any, ...]] = []
+    request: list[tuple[Any, ...]] = []
 
     def read_hub(*words: Any) -> Any:
-        asked.append(words)
+        request.append(words)
         return iter([rows_module.Row("row 0", rows[formats[words[0]]])])
 
     gsm8k = {"question": "1+1?", "answer": "#### 2"}
@@ -259,14 +266,14 @@ def test_short_names_are_hub_names_with_their_config_and_splits(monkeypatch: pyt
     rows |= {"multiple_choice": choice, "ifeval": instruction}
     formats = {entry.hub: entry.format for entry in DATASET_REGISTRY.values()}
     monkeypatch.setattr("rl.data.problem_loader.read_hub", read_hub)
-    for name, found in DATASET_REGISTRY.items():
-        for split in found.splits:
+    for name, result in DATASET_REGISTRY.items():
+        for split in result.splits:
             load_problems(name, split=split)
-            assert asked.pop() == (found.hub, found.config, found.splits[split])
-        assert find_default_reward(name) == find_default_reward(found.hub) == found.reward
-        resolve_reward(found.reward)
+            assert request.pop() == (result.hub, result.config, result.splits[split])
+        assert find_default_reward(name) == find_default_reward(result.hub) == result.reward
+        resolve_reward(result.reward)
     load_problems("openai/gsm8k", config="socratic")
-    assert asked.pop() == ("openai/gsm8k", "socratic", "train")
+    assert request.pop() == ("openai/gsm8k", "socratic", "train")
     with pytest.raises(
         UserError,
         match=(
@@ -291,9 +298,9 @@ def test_short_names_are_hub_names_with_their_config_and_splits(monkeypatch: pyt
 def test_generated_splits_share_nothing_and_are_always_the_same(make: Callable[..., ProblemSet]):
     options = {"size": "400"} if make is countdown else {}
     train, test = make("train", options), make("test", options)
-    asked = [{str(problem.messages) for problem in part} for part in (train, test)]
-    assert asked[0] and asked[1] and not asked[0] & asked[1]
-    assert len(asked[0]) == len(train) and len(asked[1]) == len(test)
+    requests = [{str(problem.messages) for problem in part} for part in (train, test)]
+    assert requests[0] and requests[1] and not requests[0] & requests[1]
+    assert len(requests[0]) == len(train) and len(requests[1]) == len(test)
     assert list(make("train", options)) == list(train)
     if make is countdown:  # the same numbers in another order are the same problem
         keys = [
@@ -371,10 +378,10 @@ def test_a_sorting_size_that_no_split_has_is_refused_before_any_row_is_drawn(mon
 def test_countdowns_solutions_are_right_by_pythons_own_arithmetic():
     reward = resolve_reward("countdown")
     for problem in countdown("test", {"numbers": "5", "size": "1000"}):
-        said = str(problem.response)
-        expression = said.removeprefix("\\boxed{").removesuffix("}")
+        text = str(problem.response)
+        expression = text.removeprefix("\\boxed{").removesuffix("}")
         assert eval(expression) == problem.meta["target"]  # of our own making: digits and signs
-        assert reward("", said, problem.meta) == 1.0
+        assert reward("", text, problem.meta) == 1.0
         # of other numbers
         assert reward("", f"\\boxed{{({expression})*1000/1000}}", problem.meta) == 0
 
@@ -398,9 +405,11 @@ def test_countdowns_solutions_are_right_by_pythons_own_arithmetic():
     ],
 )
 def test_countdown_by_hand(response: str, correct: int, has_format: int):
-    found = resolve_reward("countdown").evaluate("", response, {"numbers": [2, 3, 4], "target": 20})
-    assert found.metrics == {"correct": correct, "format": has_format}
-    assert found.reward == pytest.approx(correct + 0.1 * (has_format - 1))
+    result = resolve_reward("countdown").evaluate(
+        "", response, {"numbers": [2, 3, 4], "target": 20}
+    )
+    assert result.metrics == {"correct": correct, "format": has_format}
+    assert result.reward == pytest.approx(correct + 0.1 * (has_format - 1))
 
 
 def test_what_countdown_evaluates_is_exact():
@@ -413,7 +422,8 @@ def test_one_liners_do_what_their_tests_say():
         scope: dict[str, Any] = {}
         exec(str(problem.response), scope)  # of our own making
         assert all(
-            scope["f"](*arguments) == wanted for arguments, wanted in problem.meta["tests"]["cases"]
+            scope["f"](*arguments) == expected
+            for arguments, expected in problem.meta["tests"]["cases"]
         )
     noisy = oneliners("train", {"noise": "1", "from": "2"})
     assert noisy.at(5, 1).response == noisy.at(5).response
@@ -430,7 +440,7 @@ def test_one_liners_do_what_their_tests_say():
 # -------------------------------------------------------------------------------- what splits share
 
 
-def told(*texts: str) -> ProblemSet:
+def make_problems(*texts: str) -> ProblemSet:
     return ProblemSet(
         [
             Problem(({"role": "user", "content": text},), {}, None, "t", i)
@@ -459,42 +469,49 @@ def by_brute_force(train: ProblemSet, test: ProblemSet) -> set[int]:
 
 def test_an_overlap_is_found_by_thirteen_words_and_not_by_twelve():
     words = [f"w{i}" for i in range(40)]
-    train = told(" ".join(words), "another thing altogether", "12+34=")
+    train = make_problems(" ".join(words), "another thing altogether", "12+34=")
     for length, shared in ((13, 1), (12, 0)):
-        test = told("begin " + ", ".join(words[5 : 5 + length]).upper() + "! end", "12+35=")
-        found = find_contamination(train, test)
-        assert (
-            len(found.shared) == shared == len(by_brute_force(train, test))
-            and found.held_out == 2
-            and found.trained == 3
+        test = make_problems(
+            "begin " + ", ".join(words[5 : 5 + length]).upper() + "! end", "12+35="
         )
-    assert find_contamination(train, told("1 2+34=")).shared == (("t 0", "t 2"),)  # the whole text
-    assert find_contamination(train, told("12-34=")).shared == ()
+        result = find_contamination(train, test)
+        assert (
+            len(result.shared) == shared == len(by_brute_force(train, test))
+            and result.held_out == 2
+            and result.trained == 3
+        )
+    assert find_contamination(train, make_problems("1 2+34=")).shared == (
+        ("t 0", "t 2"),
+    )  # the whole text
+    assert find_contamination(train, make_problems("12-34=")).shared == ()
     assert "1 of 1 held-out problems share 13 words in a row" in str(
-        find_contamination(train, told(" ".join(words)))
+        find_contamination(train, make_problems(" ".join(words)))
     )
 
 
 def test_a_form_of_words_is_no_overlap():
     instruction = " ".join(f"i{i}" for i in range(20))
-    train = told(*(f"problem {i} is this\n\n{instruction}" for i in range(30)))
-    assert find_contamination(train, told(f"problem 99 is that\n\n{instruction}")).shared == ()
-    assert find_contamination(train, told(f"problem 7 is this\n\n{instruction}")).shared == (
-        ("t 0", "t 7"),
+    train = make_problems(*(f"problem {i} is this\n\n{instruction}" for i in range(30)))
+    assert (
+        find_contamination(train, make_problems(f"problem 99 is that\n\n{instruction}")).shared
+        == ()
     )
+    assert find_contamination(
+        train, make_problems(f"problem 7 is this\n\n{instruction}")
+    ).shared == (("t 0", "t 7"),)
 
 
 @pytest.mark.slow
 def test_the_overlaps_of_published_splits_are_those_of_a_brute_force_search(shared_data: Path):
     train, test = (load_problems(shared_data / "gsm8k", split=split) for split in ("train", "test"))
     bare = [
-        told(*(str(p.messages[-1]["content"]).split("\n\nReason step")[0] for p in part))
+        make_problems(*(str(p.messages[-1]["content"]).split("\n\nReason step")[0] for p in part))
         for part in (train, test)
     ]
     assert len(find_contamination(train, test).shared) == 3
     near = [test[i] for i in (581, 602, 632)]
-    found = find_contamination(train, test)
-    assert [pair[0] for pair in found.shared] == [p.place for p in near]
+    result = find_contamination(train, test)
+    assert [pair[0] for pair in result.shared] == [p.place for p in near]
     sample = bare[1].subset([581, 602, 632, *range(0, 40)])
     some = bare[0].subset([406, 1314, 20, *range(100, 160)])
     assert by_brute_force(some, sample) == {0, 1, 2}
@@ -503,7 +520,7 @@ def test_the_overlaps_of_published_splits_are_those_of_a_brute_force_search(shar
 
 def test_math500_is_not_all_new_to_who_trains_on_the_whole_of_math(shared_data: Path):
     rows = json.loads((shared_data / "math" / "math500_test.json").read_text())[:5]
-    test = told(*(row["problem"] for row in rows))
-    assert [a for a, _ in find_contamination(told("nothing", rows[3]["problem"]), test).shared] == [
-        "t 3"
-    ]
+    test = make_problems(*(row["problem"] for row in rows))
+    assert [
+        a for a, _ in find_contamination(make_problems("nothing", rows[3]["problem"]), test).shared
+    ] == ["t 3"]

@@ -259,8 +259,8 @@ def check_problem(problem, renderer):
         return
     renderer.build_generation_prompt(problem.messages)
     if problem.response is not None:
-        said = {"role": "assistant", "content": problem.response}
-        assert renderer.build_supervised_example([*problem.messages, said])[1].any()
+        output = {"role": "assistant", "content": problem.response}
+        assert renderer.build_supervised_example([*problem.messages, output])[1].any()
     format_json_line({"meta": repr(problem.meta)}).encode()
     repr(json.dumps(problem.meta)).encode()
     for answer in problem.answers:
@@ -311,19 +311,19 @@ def check_mutated_row(shape, kind, rng, folder):
     bad = mutated(good, rng)
     path = written(folder / f"rows.{kind}", [good, good, bad, good])
     try:
-        found = load(path, shape)
+        result = load(path, shape)
     except UserError as error:
         place, outcome = "line" if "jsonl" in kind else "row", REFUSED
         assert f"{path.name} {place} 3: " in str(error), (bad, error)
         str(error).encode()
-        found = load(path, shape, on_bad_row="skip")
-        places = {answer.place for problem in found for answer in problem.answers} or {
-            problem.place for problem in found
+        result = load(path, shape, on_bad_row="skip")
+        places = {answer.place for problem in result for answer in problem.answers} or {
+            problem.place for problem in result
         }
         assert places == {f"{path.name} {place} {k}" for k in (1, 2, 4)}, (bad, places)
-    for problem in found:
+    for problem in result:
         check_problem(problem, byte_renderer())
-    assert asked_in_good_rows(shape) in [problem.messages for problem in found]
+    assert asked_in_good_rows(shape) in [problem.messages for problem in result]
     return outcome
 
 
@@ -331,14 +331,14 @@ def check_damaged_file(shape, kind, rng, folder):
     """One line of a file, or its compressed bytes, damaged: whole rows or one error."""
     path = written(folder / f"file.{kind}", [SHAPES[shape][0]] * 4, lambda text: broken(text, rng))
     try:
-        found = load(path, shape)
+        result = load(path, shape)
     except UserError as error:
         assert path.name in str(error) or "no JSON" in str(error) or "holds no" in str(error), error
         assert re.search(
             r"line \d|row \d|no JSON|cut off or damaged|holds|more than \d+ deep", str(error)
         ), error
         return REFUSED
-    for problem in found:
+    for problem in result:
         check_problem(problem, byte_renderer())
     return ACCEPTED
 
@@ -380,8 +380,10 @@ def test_mutated_rows_are_whole_or_named(shape, tmp_path):
 def test_damaged_files_are_whole_rows_or_one_error(kind, tmp_path):
     """40 a kind."""
     rng = random.Random(f"files {kind}")
-    found = [check_damaged_file(rng.choice(sorted(SHAPES)), kind, rng, tmp_path) for _ in range(40)]
-    assert found.count(ACCEPTED) < 30
+    results = [
+        check_damaged_file(rng.choice(sorted(SHAPES)), kind, rng, tmp_path) for _ in range(40)
+    ]
+    assert results.count(ACCEPTED) < 30
 
 
 def test_found_by_many_more():

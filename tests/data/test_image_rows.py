@@ -42,7 +42,7 @@ def renderer(tokenizer):
     return get_renderer("chat_template", tokenizer)
 
 
-def asked(*parts):
+def make_messages(*parts):
     return [
         {
             "role": "user",
@@ -87,8 +87,8 @@ def test_what_is_no_image_is_an_error_that_says_so(tmp_path):
     wrong = {"damaged": cut, "no image file": "missing.png", "neither a file nor base64": "%" * 200}
     wrong |= {"not downloaded": "https://a.b/c.png", "int": 3}
     wrong |= {"not an image, or": b"hello", "data: address of the form": "data:image/png,abc"}
-    for said, form in wrong.items():
-        with pytest.raises(UserError, match=said):
+    for text, form in wrong.items():
+        with pytest.raises(UserError, match=text):
             make_image_chunk(form, tmp_path)
 
 
@@ -110,50 +110,50 @@ def test_an_image_lies_upright_and_on_white():
 def test_an_image_chunk_takes_the_tokens_that_the_model_makes_of_it(tokenizer):
     """By hand: 64 x 24 pixels are 16 x 6 patches of 4, merged 2 x 2: 24 tokens."""
     reader = get_image_reader(tokenizer)
-    given = spelt(tokenizer, "see ", chunk(1, 64, 24), ".")
+    inputs = spelt(tokenizer, "see ", chunk(1, 64, 24), ".")
     with pytest.raises(ValueError, match="depends on the model"):
-        _ = given.length
-    found = resolve_images(given, {"tokenizer": tokenizer, "base_model": "tiny:vision"})
-    assert found.length == 4 + 24 + 1 and found.placed()[0][0] == 4
-    assert found.flat() == [
+        _ = inputs.length
+    result = resolve_images(inputs, {"tokenizer": tokenizer, "base_model": "tiny:vision"})
+    assert result.length == 4 + 24 + 1 and result.placed()[0][0] == 4
+    assert result.flat() == [
         *tokenizer.encode("see "),
         *[reader.image_token_id] * 24,
         *tokenizer.encode("."),
     ]
     with pytest.raises(ValueError, match="image chunk"):
-        found.to_ints()  # who forgets the images does not go on without them
-    expected = ModelInput([ImageChunk(given.chunks[1].data, "png", expected_tokens=24)])
+        result.to_ints()  # who forgets the images does not go on without them
+    expected = ModelInput([ImageChunk(inputs.chunks[1].data, "png", expected_tokens=24)])
     assert reader.resolve_tokens(expected).length == 24
     with pytest.raises(ValueError, match="takes 24 tokens in this model, expected_tokens is 25"):
         reader.resolve_tokens(
-            ModelInput([ImageChunk(given.chunks[1].data, "png", expected_tokens=25)])
+            ModelInput([ImageChunk(inputs.chunks[1].data, "png", expected_tokens=25)])
         )
     with pytest.raises(ValueError, match="is not local"):
         reader.resolve_tokens(ModelInput([ImageAssetPointerChunk("png", "tinker://x")]))
-    assert pickle.loads(pickle.dumps(reader)).resolve_tokens(given) == found
+    assert pickle.loads(pickle.dumps(reader)).resolve_tokens(inputs) == result
 
 
 def test_a_model_of_text_says_that_it_cannot_see(tokenizer):
     plain = load_tokenizer("tiny:ascii")
-    given = ModelInput([EncodedTextChunk([3]), chunk(1)])
+    inputs = ModelInput([EncodedTextChunk([3]), chunk(1)])
     with pytest.raises(UserError, match="tiny:ascii supports only text, but got an image"):
-        resolve_images(given, {"tokenizer": plain, "base_model": "tiny:ascii"})
+        resolve_images(inputs, {"tokenizer": plain, "base_model": "tiny:ascii"})
     with pytest.raises(UserError, match="tiny:ascii supports only text"):
         resolve_datum_images(
-            [Datum(ModelInput.from_ints([1])), Datum(given)],
+            [Datum(ModelInput.from_ints([1])), Datum(inputs)],
             {"tokenizer": plain, "base_model": "tiny:ascii"},
         )
     for name in ("plain", "role_colon"):
-        for one in (plain, tokenizer):
+        for item in (plain, tokenizer):
             with pytest.raises(UserError, match="has an image, but this renderer writes only text"):
-                get_renderer(name, one).build_generation_prompt(
-                    asked({"type": "image", "image": picture(1)})
+                get_renderer(name, item).build_generation_prompt(
+                    make_messages({"type": "image", "image": picture(1)})
                 )
     plain.chat_template = tokenizer.chat_template
     plain.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     with pytest.raises(UserError, match="has an image"):
         get_renderer("chat_template", plain).build_generation_prompt(
-            asked({"type": "image", "image": picture(1)})
+            make_messages({"type": "image", "image": picture(1)})
         )
 
 
@@ -174,18 +174,18 @@ def test_an_architecture_whose_images_are_not_known_is_refused_by_name(tmp_path)
 
 
 def test_an_input_is_cut_and_joined_without_losing_an_image(tokenizer):
-    found = get_image_reader(tokenizer).resolve_tokens(
+    result = get_image_reader(tokenizer).resolve_tokens(
         spelt(tokenizer, "ab", chunk(1), "cd", chunk(2, 16, 40), "e")
     )
-    tokens, placed = found.flat(), found.placed()
-    assert ModelInput.of(tokens, placed) == found
-    for length in range(1, found.length + 1):
+    tokens, placed = result.flat(), result.placed()
+    assert ModelInput.of(tokens, placed) == result
+    for length in range(1, result.length + 1):
         inside = any(at < length < at + image.length for at, image in placed)
         if inside:
             with pytest.raises(ValueError, match="are not at position"):
-                found.truncate(length)
+                result.truncate(length)
         else:
-            part = found.truncate(length)
+            part = result.truncate(length)
             assert part.flat() == tokens[:length] and part.placed() == tuple(
                 p for p in placed if p[0] < length
             )
@@ -200,8 +200,8 @@ def test_images_stand_where_the_template_has_them(tokenizer, renderer):
         {"type": "image", "image": picture(1)},
         {"type": "image_url", "image_url": {"url": address}},
     )
-    first = [{"role": "system", "content": "look"}, *asked("one", a, "two", b)]
-    messages = [*first, {"role": "assistant", "content": "yes"}, *asked(a, "again")]
+    first = [{"role": "system", "content": "look"}, *make_messages("one", a, "two", b)]
+    messages = [*first, {"role": "assistant", "content": "yes"}, *make_messages(a, "again")]
     pads = {16: "<|image_pad|>" * 16, 10: "<|image_pad|>" * 10}
     seen = [f"<|vision_start|>{pads[n]}<|vision_end|>" for n in (16, 10)]
     before = f"<|system|>look<|end|><|user|>one{seen[0]}two{seen[1]}<|end|><|assistant|>yes<|end|><|user|>{seen[0]}again<|end|>"
@@ -223,8 +223,8 @@ def test_images_stand_where_the_template_has_them(tokenizer, renderer):
 
 
 def test_a_turn_is_bridged_to_the_next_with_the_images_of_both(tokenizer, renderer):
-    first = asked({"type": "image", "image": picture(1)}, "what?")
-    new = asked("and", {"type": "image", "image": picture(2)})
+    first = make_messages({"type": "image", "image": picture(1)}, "what?")
+    new = make_messages("and", {"type": "image", "image": picture(2)})
     prompt, answer = renderer.build_generation_prompt(first), tokenizer.encode("cat<|end|>")
     bridged = renderer.extend_prompt(first, prompt.flat(), answer, new)
     whole = ModelInput.of(bridged.flat(), [*prompt.placed(), *bridged.placed()])
@@ -236,7 +236,7 @@ def test_a_turn_is_bridged_to_the_next_with_the_images_of_both(tokenizer, render
 def test_text_that_spells_an_image_token_is_text(tokenizer, renderer):
     spelt_out = "<|image_pad|><|vision_start|>"
     prompt = renderer.build_generation_prompt(
-        asked({"type": "image", "image": picture(1)}, spelt_out)
+        make_messages({"type": "image", "image": picture(1)}, spelt_out)
     )
     assert prompt.flat().count(get_image_reader(tokenizer).image_token_id) == 16
     assert spelt_out in tokenizer.decode(prompt.flat())[-60:]
@@ -246,14 +246,16 @@ def test_an_image_of_the_assistant_and_a_place_without_one_are_refused(renderer)
     with pytest.raises(UserError, match="assistant's and has an image"):
         shown = [{"type": "image", "image": picture(1)}]
         renderer.build_generation_prompt(
-            [*asked("a"), {"role": "assistant", "content": shown}, *asked("b")]
+            [*make_messages("a"), {"role": "assistant", "content": shown}, *make_messages("b")]
         )
     with pytest.raises(UserError, match="has an image part without an image"):
-        renderer.build_generation_prompt(asked({"type": "image"}))
+        renderer.build_generation_prompt(make_messages({"type": "image"}))
 
 
 def test_an_episode_of_two_turns_is_one_datum_and_another_image_begins_another(renderer, tokenizer):
-    first = renderer.build_generation_prompt(asked({"type": "image", "image": picture(1)}, "what?"))
+    first = renderer.build_generation_prompt(
+        make_messages({"type": "image", "image": picture(1)}, "what?")
+    )
     answer = tokenizer.encode("cat<|end|>")
 
     def datums(second):
@@ -267,8 +269,8 @@ def test_an_episode_of_two_turns_is_one_datum_and_another_image_begins_another(r
         ]
         return trajectory_to_datums(Trajectory(turns, advantage=1.0))
 
-    (one,) = datums(first.placed()[0][1])
-    assert one.model_input.placed() == first.placed() and one.loss_fn_inputs[
+    (item,) = datums(first.placed()[0][1])
+    assert item.model_input.placed() == first.placed() and item.loss_fn_inputs[
         "mask"
     ].array.sum() == 2 * len(answer)
     other = permuted(first.placed()[0][1])
@@ -311,7 +313,7 @@ def test_rows_bring_images_in_columns_and_messages(tmp_path):
     for i in (1, 2):
         (tmp_path / "pics" / f"{i}.png").write_bytes(png(i))
     coded = base64.b64encode(png(2)).decode()
-    said = [
+    text = [
         {
             "role": "user",
             "content": [
@@ -326,12 +328,12 @@ def test_rows_bring_images_in_columns_and_messages(tmp_path):
         {"prompt": "<image> and <image>?", "images": ["pics/1.png", coded], "answer": "x"},
         {"prompt": "what?", "image": coded, "answer": "x"},
         {"prompt": "what?", "images": None, "answer": "x"},
-        {"prompt": said, "image": "pics/1.png", "answer": "x"},
+        {"prompt": text, "image": "pics/1.png", "answer": "x"},
     ]
-    found = load_problems(rows_file(tmp_path, rows))
+    result = load_problems(rows_file(tmp_path, rows))
     assert [
         contents(p) if isinstance(p.messages[-1]["content"], list) else p.messages[-1]["content"]
-        for p in found
+        for p in result
     ] == [
         ["image", "image", "what?"],
         ["image", " and ", "image", "?"],
@@ -339,9 +341,9 @@ def test_rows_bring_images_in_columns_and_messages(tmp_path):
         "what?",
         ["a", "image", "image"],
     ]
-    one, two = np.asarray(picture(1)), np.asarray(picture(2))
+    first, second = np.asarray(picture(1)), np.asarray(picture(2))
     for problem, expected in zip(
-        found, [[one, two], [one, two], [two], [], [one, two]], strict=True
+        result, [[first, second], [first, second], [second], [], [first, second]], strict=True
     ):
         got = pixels(problem) if isinstance(problem.messages[-1]["content"], list) else []
         assert len(got) == len(expected) and all(
@@ -349,7 +351,7 @@ def test_rows_bring_images_in_columns_and_messages(tmp_path):
         )
         assert not set(problem.meta) & {"image"} and problem.meta.get("images") is None
     streamed = load_problems(rows_file(tmp_path, rows), stream=True)
-    assert [p.messages for p in streamed] == [p.messages for p in found]
+    assert [p.messages for p in streamed] == [p.messages for p in result]
 
 
 def test_a_bad_image_costs_its_row_with_file_and_line(tmp_path):
@@ -377,9 +379,9 @@ def test_a_column_that_is_named_is_read_and_an_image_feature_as_well(tmp_path):
         }
     )
     datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(tmp_path / "set"))
-    found = load_problems(tmp_path / "set", image_column="photo")
+    result = load_problems(tmp_path / "set", image_column="photo")
     assert [
-        np.array_equal(pixels(p)[0], np.asarray(picture(i))) for i, p in enumerate(found, start=1)
+        np.array_equal(pixels(p)[0], np.asarray(picture(i))) for i, p in enumerate(result, start=1)
     ] == [True, True]
 
 
@@ -391,28 +393,28 @@ def test_shapes_are_what_their_answers_say():
 
     def count(image):
         grey = np.asarray(image).astype(int)
-        left = np.abs(grey - grey[0, 0]).max(-1) > 60
+        remaining = np.abs(grey - grey[0, 0]).max(-1) > 60
         number = 0
-        while left.any():
+        while remaining.any():
             number += 1
-            stack = [tuple(np.argwhere(left)[0])]
+            stack = [tuple(np.argwhere(remaining)[0])]
             while stack:
                 y, x = stack.pop()
-                if 0 <= y < 32 and 0 <= x < 32 and left[y, x]:
-                    left[y, x] = False
+                if 0 <= y < 32 and 0 <= x < 32 and remaining[y, x]:
+                    remaining[y, x] = False
                     stack += [(y + 1, x), (y - 1, x), (y, x + 1), (y, x - 1)]
         return number
 
-    found, blind = load_problems("shapes:rows=60"), load_problems("shapes:rows=60,blind=1")
-    images = [open_image(p.messages[0]["content"][0]["image"]) for p in found]
-    assert [str(count(image)) for image in images] == [p.response for p in found]
-    assert all(p.rejected != p.response for p in found) and {p.response for p in found} == {
+    result, blind = load_problems("shapes:rows=60"), load_problems("shapes:rows=60,blind=1")
+    images = [open_image(p.messages[0]["content"][0]["image"]) for p in result]
+    assert [str(count(image)) for image in images] == [p.response for p in result]
+    assert all(p.rejected != p.response for p in result) and {p.response for p in result} == {
         "1",
         "2",
         "3",
         "4",
     }
-    for problem, shuffled, image in zip(found, blind, images, strict=True):
+    for problem, shuffled, image in zip(result, blind, images, strict=True):
         other = np.asarray(open_image(shuffled.messages[0]["content"][0]["image"])).reshape(-1, 3)
         assert shuffled.response == problem.response and sorted(map(tuple, other)) == sorted(
             map(tuple, np.asarray(image).reshape(-1, 3))
@@ -422,7 +424,7 @@ def test_shapes_are_what_their_answers_say():
         for image in images
     ]
     areas = {
-        n: np.mean([area for area, p in zip(covered, found, strict=True) if p.response == n])
+        n: np.mean([area for area, p in zip(covered, result, strict=True) if p.response == n])
         for n in "1234"
     }
     assert max(areas.values()) < 1.5 * min(areas.values())
@@ -444,22 +446,22 @@ def test_shapes_are_what_their_answers_say():
 
 
 def test_careless_answers_begin_with_their_epoch_and_are_wrong():
-    found, right = (
+    result, right = (
         load_problems("shapes:rows=400,noise=0.25,from=2"),
         load_problems("shapes:rows=400"),
     )
     answers = [problem.response for problem in right]
     for epoch, share in ((0, 0.0), (1, 0.0), (2, 0.25), (7, 0.25)):
-        given = [found.at(i, epoch) for i in range(400)]
-        assert [one.meta["answer"] for one in given] == answers and {
-            one.response for one in given
+        inputs = [result.at(i, epoch) for i in range(400)]
+        assert [item.meta["answer"] for item in inputs] == answers and {
+            item.response for item in inputs
         } == {"1", "2", "3", "4"}
         wrong = np.mean(
-            [one.response != answer for one, answer in zip(given, answers, strict=True)]
+            [item.response != answer for item, answer in zip(inputs, answers, strict=True)]
         )
         assert abs(wrong - share) <= 0.07 * (share > 0)  # 400 draws: three standard deviations
-    assert [found.at(i, 2).response for i in range(400)] != [
-        found.at(i, 3).response for i in range(400)
+    assert [result.at(i, 2).response for i in range(400)] != [
+        result.at(i, 3).response for i in range(400)
     ]
 
 

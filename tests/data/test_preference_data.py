@@ -13,7 +13,7 @@ USER = {"role": "user", "content": "Hi?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def said(text: str) -> dict:
+def make_message(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
@@ -28,12 +28,25 @@ def load(tmp_path: Path, *rows: dict, **kwargs):
     [
         ({"prompt": "Hi?", "chosen": "Yes", "rejected": "No"}, [USER]),
         ({"prompt": [SYSTEM, USER], "chosen": "Yes", "rejected": "No"}, [SYSTEM, USER]),
-        ({"prompt": [USER], "chosen": [said("Yes")], "rejected": [said("No")]}, [USER]),
         (
-            {"chosen": [SYSTEM, USER, said("Yes")], "rejected": [SYSTEM, USER, said("No")]},
+            {"prompt": [USER], "chosen": [make_message("Yes")], "rejected": [make_message("No")]},
+            [USER],
+        ),
+        (
+            {
+                "chosen": [SYSTEM, USER, make_message("Yes")],
+                "rejected": [SYSTEM, USER, make_message("No")],
+            },
             [SYSTEM, USER],
         ),
-        ({"prompt": "Hi?", "chosen": [USER, said("Yes")], "rejected": [USER, said("No")]}, [USER]),
+        (
+            {
+                "prompt": "Hi?",
+                "chosen": [USER, make_message("Yes")],
+                "rejected": [USER, make_message("No")],
+            },
+            [USER],
+        ),
         (
             {"instruction": "Hi?", "input": "", "output": "x", "chosen": "Yes", "rejected": "No"},
             [USER],
@@ -48,7 +61,7 @@ def load(tmp_path: Path, *rows: dict, **kwargs):
                 "chosen": "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: Hi?\n\nAssistant: Yes",
                 "rejected": "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: Hi?\n\nAssistant: No",
             },
-            [{"role": "user", "content": "A?"}, said("B."), USER],
+            [{"role": "user", "content": "A?"}, make_message("B."), USER],
         ),
     ],
 )
@@ -66,7 +79,9 @@ def test_columns_can_be_named_and_others_reach_the_reward(tmp_path):
         {"answer": "Y", "source": "web"},
     )
     (problem,) = load(
-        tmp_path, {"chosen": [USER, said("Yes")], "rejected": [USER, said("No")]}, format="auto"
+        tmp_path,
+        {"chosen": [USER, make_message("Yes")], "rejected": [USER, make_message("No")]},
+        format="auto",
     )
     assert (problem.response, problem.rejected) == ("Yes", "No")
 
@@ -80,21 +95,25 @@ def test_columns_can_be_named_and_others_reach_the_reward(tmp_path):
         ({"chosen": "Yes", "rejected": "No"}, "no column 'prompt'"),
         (
             {
-                "chosen": [USER, said("Yes")],
-                "rejected": [{"role": "user", "content": "Ho?"}, said("No")],
+                "chosen": [USER, make_message("Yes")],
+                "rejected": [{"role": "user", "content": "Ho?"}, make_message("No")],
             },
             "differ before their last",
         ),
         (
-            {"chosen": [USER, said("Yes")], "rejected": [USER, said("")]},
+            {"chosen": [USER, make_message("Yes")], "rejected": [USER, make_message("")]},
             "answer in 'rejected' is empty",
         ),
         (
-            {"prompt": [USER], "chosen": [said("Yes"), said("Yes")], "rejected": [said("No")]},
+            {
+                "prompt": [USER],
+                "chosen": [make_message("Yes"), make_message("Yes")],
+                "rejected": [make_message("No")],
+            },
             "it has 2 messages",
         ),
         (
-            {"chosen": [USER, said("Yes")], "rejected": [USER, USER]},
+            {"chosen": [USER, make_message("Yes")], "rejected": [USER, USER]},
             "ends with a message of the assistant",
         ),
         ({"input": "Hi?", "output_1": "No", "output_2": "Yes", "label": 3}, "'label' is 1 or 2"),

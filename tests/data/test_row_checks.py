@@ -203,7 +203,7 @@ def test_rows_that_do_not_fit_or_cannot_be_rendered_are_named_or_left_out(tmp_pa
 def test_pairs_that_fit_alone_and_not_side_by_side(tmp_path, renderer):
     rows = [{"prompt": "a", "chosen": "b" * n, "rejected": "c" * n} for n in (5, 80)]
     problems = load_problems(write(tmp_path / "rows.jsonl", *rows), format="preferences")
-    asked = {
+    requests = {
         form: RewardModelTraining(
             RewardModelSettings(reward_modelling=RewardModelOptions(form=form))
         )
@@ -211,7 +211,7 @@ def test_pairs_that_fit_alone_and_not_side_by_side(tmp_path, renderer):
     }
     checks = {
         form: RowCheck(INFO, renderer, "x", ["response", "rejected"], 0, hooks.longest)
-        for form, hooks in asked.items()
+        for form, hooks in requests.items()
     }
     assert len(select_good_rows(problems, checks["scalar"], "error")) == 2
     with pytest.raises(
@@ -292,17 +292,17 @@ def test_all_faults_of_all_rows_are_told_at_once(tmp_path):
     words = f"sft --dataset {path} --eval-dataset {other} --batch-size 4 --steps 2 --save-every 0"
     with pytest.raises(UserError) as error:
         train(words, tmp_path / "run")
-    said = str(error.value)
+    text = str(error.value)
     assert (
-        said.startswith("45 bad rows beside ")
-        and said.count("no JSON") < 5
-        and said.count("\n") < 12
-    ), said
+        text.startswith("45 bad rows beside ")
+        and text.count("no JSON") < 5
+        and text.count("\n") < 12
+    ), text
     for place, what in [
         ("rows.jsonl line 4", "does not fit"), ("rows.jsonl line 5", "no response to learn"), ("rows.jsonl line 23", "no JSON"),
         ("rows.jsonl line 63", "'prompt' is a int"), ("rows.jsonl line 64", "no column 'prompt'"), ("other.jsonl line 3", "is empty"),
     ]:  # fmt: skip
-        assert any(place in line and what in line for line in said.splitlines()), (place, said)
+        assert any(place in line and what in line for line in text.splitlines()), (place, text)
     assert not (tmp_path / "run").exists()
 
 

@@ -69,10 +69,10 @@ def test_too_long_rows_are_named_counted_skipped_or_cut(tmp_path, caplog, tokeni
     rows = [{"prompt": "1" * n + "=", "completion": "2" * m} for n, m in ((3, 2), (30, 2), (3, 30))]
     problems = load_problems(write(tmp_path / "rows.jsonl", rows))
     with caplog.at_level(logging.WARNING):
-        left = select_good_rows(
+        remaining = select_good_rows(
             problems, check(plain, max_prompt_tokens=10, max_row_tokens=20), "error"
         )
-    assert contents(left) == ["111="] and "2 bad rows beside 1 good" in caplog.text
+    assert contents(remaining) == ["111="] and "2 bad rows beside 1 good" in caplog.text
     assert "rows.jsonl line 2" in caplog.text and "rows.jsonl line 3" in caplog.text
     with pytest.raises(
         UserError,
@@ -142,17 +142,17 @@ def test_all_turns_are_learnt_by_default_and_a_text_whole(tokenizer):
     )
     row = Problem(talk, {}, "4")
     weights = {}
-    for how in ("all_assistant", "last_assistant"):
-        (datum,) = SFT(SftSettings(sft=SftOptions(train_on=how))).datums([row], plain, None, 0)
-        weights[how] = datum.loss_fn_inputs["weights"].array
+    for options in ("all_assistant", "last_assistant"):
+        (datum,) = SFT(SftSettings(sft=SftOptions(train_on=options))).datums([row], plain, None, 0)
+        weights[options] = datum.loss_fn_inputs["weights"].array
     assert SftSettings().sft.train_on == "all_assistant"
     # "2", "4" and the end mark of each
     assert (weights["all_assistant"].sum(), weights["last_assistant"].sum()) == (4, 2)
     text = SFT(SftSettings()).datums([Problem((), {}, "1+1=2")], plain, None, 0)[0]
     # four of five characters follow one, and EOS
     assert text.loss_fn_inputs["weights"].array.sum() == 5
-    said = SFT(SftSettings()).remark([row], plain)
-    assert "every message of the assistant" in said and f"{4 / 11:.1%}" in said
+    output = SFT(SftSettings()).remark([row], plain)
+    assert "every message of the assistant" in output and f"{4 / 11:.1%}" in output
 
 
 @pytest.mark.parametrize("fused", [True, False])

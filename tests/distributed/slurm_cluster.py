@@ -103,7 +103,7 @@ def cluster() -> Iterator[Cluster]:
     folder.chmod(0o755)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        found = Cluster(folder)
+        result = Cluster(folder)
         host = socket.gethostname().partition(".")[0]
         ports = _free_ports(3)
         (folder / "slurm.conf").write_text(
@@ -131,33 +131,33 @@ def cluster() -> Iterator[Cluster]:
             "seed-file": "seed",
         }
         words = [f"--{option}={folder / name}" for option, name in munge.items()]
-        _start(stack, found, "munged", "--foreground", "--force", *words)
-        _until(lambda: (folder / "munge.socket").exists(), "munged made no socket", found)
-        _start(stack, found, "slurmctld", "-D")
+        _start(stack, result, "munged", "--foreground", "--force", *words)
+        _until(lambda: (folder / "munge.socket").exists(), "munged made no socket", result)
+        _start(stack, result, "slurmctld", "-D")
         for node in ("n1", "n2"):
-            _start(stack, found, "slurmd", "-D", "-N", node)
-        _until(lambda: _idle(found) == 2, "the nodes did not become idle", found)
-        stack.callback(_cancel_all, found)
-        yield found
+            _start(stack, result, "slurmd", "-D", "-N", node)
+        _until(lambda: _idle(result) == 2, "the nodes did not become idle", result)
+        stack.callback(_cancel_all, result)
+        yield result
 
 
 def _free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    for item in sockets:
+        item.bind(("127.0.0.1", 0))
+    ports = [item.getsockname()[1] for item in sockets]
+    for item in sockets:
+        item.close()
     return ports
 
 
-def _start(stack: ExitStack, found: Cluster, *words: str) -> None:
+def _start(stack: ExitStack, result: Cluster, *words: str) -> None:
     """A daemon in the foreground, which ends with the stack."""
     log = stack.enter_context(
-        (found.folder / f"{words[0]}-{words[-1].rpartition('/')[2]}.out").open("w")
+        (result.folder / f"{words[0]}-{words[-1].rpartition('/')[2]}.out").open("w")
     )
     process = subprocess.Popen(
-        words, env=found.environment, stdout=log, stderr=log, start_new_session=True
+        words, env=result.environment, stdout=log, stderr=log, start_new_session=True
     )
 
     def end() -> None:
@@ -171,17 +171,17 @@ def _start(stack: ExitStack, found: Cluster, *words: str) -> None:
     stack.callback(end)
 
 
-def _until(holds, what: str, found: Cluster, seconds: float = 30.0) -> None:
+def _until(holds, what: str, result: Cluster, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, f"{what}:\n{found.logs()}"
+        assert time.monotonic() < deadline, f"{what}:\n{result.logs()}"
         time.sleep(0.1)
 
 
-def _idle(found: Cluster) -> int:
+def _idle(result: Cluster) -> int:
     done = subprocess.run(
         ["sinfo", "-hN", "-o", "%T"],
-        env=found.environment,
+        env=result.environment,
         capture_output=True,
         text=True,
         timeout=60,
@@ -189,14 +189,14 @@ def _idle(found: Cluster) -> int:
     return done.stdout.split().count("idle")
 
 
-def _cancel_all(found: Cluster) -> None:
+def _cancel_all(result: Cluster) -> None:
     """Ends every job and waits until their processes are gone."""
     subprocess.run(
         ["scancel", f"--user={getpass.getuser()}"],
-        env=found.environment,
+        env=result.environment,
         timeout=60,
         capture_output=True,
     )
     deadline = time.monotonic() + 15
-    while _idle(found) < 2 and time.monotonic() < deadline:
+    while _idle(result) < 2 and time.monotonic() < deadline:
         time.sleep(0.3)

@@ -43,19 +43,19 @@ def starts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(starts, tmp_path_factory):
+def one_process(starts, tmp_path_factory):
     return case_on_ranks(SCRIPT, starts, tmp_path_factory.mktemp("alone"), None, 280, words=["1"])
 
 
 @pytest.mark.parametrize(("config", "processes", "size"), LAUNCHES)
 def test_a_group_computes_what_one_process_computes(
-    config, processes, size, starts, alone, tmp_path
+    config, processes, size, starts, one_process, tmp_path
 ):
-    found = case_on_ranks(SCRIPT, starts, tmp_path, config, 500, processes, [str(size)])
-    assert len(found) >= len(CASES) - 1
-    assert "is not exact for" in found.pop(REFUSED)
-    for name, got in found.items():
-        expected = alone[name]
+    result = case_on_ranks(SCRIPT, starts, tmp_path, config, 500, processes, [str(size)])
+    assert len(result) >= len(CASES) - 1
+    assert "is not exact for" in result.pop(REFUSED)
+    for name, got in result.items():
+        expected = one_process[name]
         (gradients, norm), (shared, shared_norm) = expected["gradient"], got["gradient"]
         assert gradients.keys() == shared.keys() and norm > 0
         assert shared_norm == pytest.approx(norm, rel=BOUND), name
@@ -88,10 +88,10 @@ def train(folder, words):
 def assert_same_metrics(ours, theirs):
     """All but times, within the rounding of fp32 (differences of logprobs are nothing else)."""
     assert len(ours) == len(theirs) == 6
-    for one, other in zip(ours, theirs, strict=True):
+    for first, other in zip(ours, theirs, strict=True):
         for name, value in other.items():
             if not name.startswith(("time/", "progress/")) and isinstance(value, (int, float)):
-                assert one[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+                assert first[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
 def test_a_run_has_the_metrics_of_one_without_and_resumes_with_and_without(tmp_path):

@@ -123,10 +123,10 @@ def start_launch(
 
 
 def run_launch(
-    config: str | None, out: Path, *words: str | Path, seconds: float = 300.0, **how: Any
+    config: str | None, out: Path, *words: str | Path, seconds: float = 300.0, **options: Any
 ) -> None:
     """Run `start_launch` to its end: all of its processes are gone afterwards."""
-    launch = start_launch(config, out, *words, **how)
+    launch = start_launch(config, out, *words, **options)
     assert set(launch.wait(seconds)) == {0}, launch.output()[-3000:]
 
 
@@ -140,13 +140,13 @@ def case_on_ranks(script, start, out, config, seconds, processes=2, words=()):
     return torch.load(out / "found.pt", weights_only=False)
 
 
-def assert_same_gradients(alone, found, cases):
+def assert_same_gradients(single, result, cases):
     """Of each case ({parameter: gradient}, norm), as one process has it and as two have."""
     for case in cases:
-        (one, norm), (both, found_norm) = alone[case], found[case]
-        assert one.keys() == both.keys() and norm > 0
+        (first, norm), (both, found_norm) = single[case], result[case]
+        assert first.keys() == both.keys() and norm > 0
         assert found_norm == pytest.approx(norm, rel=2e-5), case
-        for name, expected in one.items():
+        for name, expected in first.items():
             assert float((both[name] - expected).norm()) <= 2e-5 * norm, (case, name)
 
 
@@ -291,7 +291,7 @@ def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 def assert_same(
-    found: tuple[dict[str, torch.Tensor], float],
+    result: tuple[dict[str, torch.Tensor], float],
     expected: dict[str, torch.Tensor],
     bound: float = GRADIENT_BOUND,
 ) -> None:
@@ -300,7 +300,7 @@ def assert_same(
 
     A parameter's own gradient may be twenty times smaller than what it is the difference of.
     """
-    gradient, norm = found
+    gradient, norm = result
     assert difference(gradient, expected) < bound
     for name in expected:
         assert difference({name: gradient[name]}, {name: expected[name]}) < 20 * bound, name
@@ -360,12 +360,12 @@ def test_cuts_are_what_they_say(launched):
 @pytest.mark.parametrize("case", GRADIENTS)
 def test_gradients(launched, references, case):
     _, results, _ = launched
-    found, expected = results[case], GRADIENTS[case]
+    result, expected = results[case], GRADIENTS[case]
     gradient, loss = references.gradient(expected.start, expected.loss, eight())
-    assert_same((found["gradient"], found["norm"]), gradient)
+    assert_same((result["gradient"], result["norm"]), gradient)
     if expected.loss == "custom":  # it divides by itself
         loss /= DIVISOR
-    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -403,19 +403,19 @@ def without_its_weakest_token(
         datums = eight()
         for name in ("mask", "advantages"):
             datums[i].loss_fn_inputs[name].array[t] = 0.0
-        found = references.gradient(start, loss, datums, f"without token {t} of {i}")[0]
-        if difference(found, whole) > 0:
-            return found
+        result = references.gradient(start, loss, datums, f"without token {t} of {i}")[0]
+        if difference(result, whole) > 0:
+            return result
     raise AssertionError("every token is clipped away")
 
 
 @pytest.mark.parametrize("case", FEW)
 def test_a_token_left_out_is_seen(launched, references, case):
     _, results, _ = launched
-    expected, found = GRADIENTS[case], results[case]
+    expected, result = GRADIENTS[case], results[case]
     with pytest.raises(AssertionError):
         assert_same(
-            (found["gradient"], found["norm"]),
+            (result["gradient"], result["norm"]),
             without_its_weakest_token(references, expected.start, expected.loss),
         )
 
@@ -438,15 +438,15 @@ def test_models_side_by_side_are_each_as_if_alone(launched, starts, references):
     """A policy, a critic and a frozen model, each with an engine of its own: no call or update of
     one is seen by another.
     """
-    found = launched[1]["two models"]
-    assert_same(found["policy"], references.gradient("tied", "ppo", eight())[0])
-    assert_same(found["critic"], references.gradient("value", "value", eight())[0])
+    result = launched[1]["two models"]
+    assert_same(result["policy"], references.gradient("tied", "ppo", eight())[0])
+    assert_same(result["critic"], references.gradient("value", "value", eight())[0])
     for i, (start, loss) in enumerate((("tied", "ppo"), ("value", "value"))):
         _, norms = updated(starts, start, loss, steps=2)
-        assert [found[f"norms {step}"][i] for step in range(2)] == pytest.approx(norms, rel=1e-5)
+        assert [result[f"norms {step}"][i] for step in range(2)] == pytest.approx(norms, rel=1e-5)
     assert (
-        found["scores"]
-        == found["scores after"]
+        result["scores"]
+        == result["scores after"]
         == pytest.approx(references.gradient("untied", "ppo", eight())[1], rel=1e-5)
     )
 
@@ -496,21 +496,21 @@ def test_saved_weights_are_those_that_sampled(launched, starts, start):
     of given tokens.
     """
     _, results, out = launched
-    found = results[f"updates, {start}"]
+    result = results[f"updates, {start}"]
     model = load(starts, start, out / "sampler_weights" / start)
     merged = AutoModelForCausalLM.from_pretrained(str(out / "sampler_weights" / f"{start}_merged"))
     with torch.no_grad():
         probe = logprobs_of(model, PROMPTS[0], [*PROMPTS[0][1:], 1])
         torch.testing.assert_close(
-            torch.from_numpy(found["learner"]).double(), probe, atol=1e-5, rtol=0
+            torch.from_numpy(result["learner"]).double(), probe, atol=1e-5, rtol=0
         )
         torch.testing.assert_close(
             logprobs_of(merged, PROMPTS[0], [*PROMPTS[0][1:], 1]).double(), probe, atol=1e-5, rtol=0
         )
         torch.testing.assert_close(
-            torch.tensor(found["scored"][1:]).double(), probe[:-1], atol=1e-5, rtol=0
+            torch.tensor(result["scored"][1:]).double(), probe[:-1], atol=1e-5, rtol=0
         )
-        for prompt, sequences in zip(PROMPTS, found["both"], strict=True):
+        for prompt, sequences in zip(PROMPTS, result["both"], strict=True):
             for tokens, logprobs in sequences:
                 expected = logprobs_of(model, [*prompt, *tokens[:-1]], [*prompt[1:], *tokens])[
                     len(prompt) - 1 :
@@ -541,12 +541,12 @@ def test_ranks_sample_unequal_lengths(launched, start):
     are drawn again.
     """
     _, results, _ = launched
-    found = results[f"updates, {start}"]
-    assert [[len(tokens) for tokens, _ in sequences] for sequences in found["both"]] == [
+    result = results[f"updates, {start}"]
+    assert [[len(tokens) for tokens, _ in sequences] for sequences in result["both"]] == [
         [40, 40],
         [1, 1],
     ]
-    assert [tokens for tokens, _ in found["alone"]] == [tokens for tokens, _ in found["both"][1]]
+    assert [tokens for tokens, _ in result["alone"]] == [tokens for tokens, _ in result["both"][1]]
 
 
 @pytest.mark.parametrize("case", FEW)
@@ -554,10 +554,10 @@ def test_offloaded_optimizer(launched, references, case):
     name, results, _ = launched
     if LAUNCHES[name][2] is None:
         return
-    found, expected = results[f"also: {case}"], GRADIENTS[case]
-    assert found["launch"]["optimizer_device"] == "cpu"
+    result, expected = results[f"also: {case}"], GRADIENTS[case]
+    assert result["launch"]["optimizer_device"] == "cpu"
     assert_same(
-        (found["gradient"], found["norm"]),
+        (result["gradient"], result["norm"]),
         references.gradient(expected.start, expected.loss, eight())[0],
     )
 
@@ -570,13 +570,13 @@ def test_bf16_gradients(launched, references, case):
     A divisor wrong by two is 0.5 away.
     """
     _, results, _ = launched
-    found, expected = results[f"bf16: {case}"], GRADIENTS[case]
-    assert found["launch"]["dtype"] == "bf16"
+    result, expected = results[f"bf16: {case}"], GRADIENTS[case]
+    assert result["launch"]["dtype"] == "bf16"
     noise = references.bf16_noise(expected.start, expected.loss)
     assert noise < 0.05
     assert (
         difference(
-            found["gradient"], references.gradient(expected.start, expected.loss, eight())[0]
+            result["gradient"], references.gradient(expected.start, expected.loss, eight())[0]
         )
         < 2 * noise
     )

@@ -24,18 +24,20 @@ def gradients(starts, out, config):
 
 
 @pytest.fixture(scope="module")
-def alone(starts, tmp_path_factory):
+def one_process(starts, tmp_path_factory):
     return gradients(starts, tmp_path_factory.mktemp("alone"), None)
 
 
 @pytest.mark.parametrize("config", ["zero3", "fsdp2", "ddp"])
-def test_experts_that_a_rank_never_reaches(config, starts, alone, tmp_path):
-    found = gradients(starts, tmp_path, config)
-    assert_same_gradients(alone, found, CASES)
+def test_experts_that_a_rank_never_reaches(config, starts, one_process, tmp_path):
+    result = gradients(starts, tmp_path, config)
+    assert_same_gradients(one_process, result, CASES)
 
 
-def test_the_datums_reach_what_they_are_told_to(alone):
+def test_the_datums_reach_what_they_are_told_to(one_process):
     for name in ("qwen3_moe", "deepseek_v3"):
-        stacks = {n: g for n, g in alone[name][0].items() if n.endswith("experts.gate_up_proj")}
+        stacks = {
+            n: g for n, g in one_process[name][0].items() if n.endswith("experts.gate_up_proj")
+        }
         sizes = torch.stack([g.flatten(1).norm(dim=1) for g in stacks.values()])
         assert len(stacks) > 2 and (sizes[:, :3] > 0).all() and (sizes[:, 3] == 0).all()

@@ -33,12 +33,12 @@ def start(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(start, tmp_path_factory):
+def one_process(start, tmp_path_factory):
     return case_on_ranks("length_ranks_case.py", start, tmp_path_factory.mktemp("alone"), None, 280)
 
 
 @pytest.mark.parametrize("config", ["zero3", "ddp", "zero2", "fsdp2"])
-def test_two_ranks_have_the_gradient_of_one_process(config, start, alone, tmp_path):
+def test_two_ranks_have_the_gradient_of_one_process(config, start, one_process, tmp_path):
     assert_same_gradients(
-        alone, case_on_ranks("length_ranks_case.py", start, tmp_path, config, 280), CASES
+        one_process, case_on_ranks("length_ranks_case.py", start, tmp_path, config, 280), CASES
     )

@@ -65,23 +65,23 @@ def python(code: str, *words: str) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["stopped", "killed", "says goodbye"])
-def test_a_watcher_ends_with_a_stopped_or_killed_drummer_and_not_with_one_that_says_goodbye(how):
-    with python(DRUMMER, "say goodbye" if how == "says goodbye" else "") as drummer:
+@pytest.mark.parametrize("mode", ["stopped", "killed", "says goodbye"])
+def test_a_watcher_ends_with_a_stopped_or_killed_drummer_and_not_with_one_that_says_goodbye(mode):
+    with python(DRUMMER, "say goodbye" if mode == "says goodbye" else "") as drummer:
         port, word = drummer.stdout.readline().split()
         with python(WATCHER, port, word) as watcher:
             assert watcher.stdout.readline() == "watching\n"
             time.sleep(1.0)  # of beats, more than the timeout
             assert watcher.poll() is None
             begin = time.monotonic()
-            if how == "says goodbye":
+            if mode == "says goodbye":
                 drummer.stdin.write("\n")
                 drummer.stdin.flush()
                 time.sleep(1.5)
                 assert watcher.poll() is None
                 watcher.kill()
             else:
-                drummer.send_signal(signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+                drummer.send_signal(signal.SIGSTOP if mode == "stopped" else signal.SIGKILL)
                 assert watcher.wait(20) == 1
                 assert "lost after" in watcher.stderr.read()
                 assert time.monotonic() - begin < 10
@@ -167,13 +167,13 @@ def test_each_setting_that_differs_is_found_and_named():
     names = ["rank 0 (process 1 on a)", "rank 1 (process 2 on b)"]
     changed = 0
     for path, settings in every_change(base):
-        found = find_differences([collect_launch_info(base), collect_launch_info(settings)], names)
+        result = find_differences([collect_launch_info(base), collect_launch_info(settings)], names)
         assert (
-            len(found) == 1
-            and found[0].startswith(f"the setting {path} is ")
-            and found[0].endswith(names[0])
-        ), found
-        assert names[1] in found[0]
+            len(result) == 1
+            and result[0].startswith(f"the setting {path} is ")
+            and result[0].endswith(names[0])
+        ), result
+        assert names[1] in result[0]
         changed += 1
     assert changed >= 10
     assert (
@@ -222,13 +222,13 @@ def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, end
     """
 
     class Connection(contextlib.nullcontext):
-        left = iter(heard)
+        remaining = iter(heard)
 
         def settimeout(self, seconds):
             pass
 
         def recv(self, size):
-            match next(self.left, "g"):
+            match next(self.remaining, "g"):
                 case ".":
                     raise TimeoutError
                 case "g":
@@ -251,17 +251,17 @@ def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, end
 
 def test_versions_and_code_are_compared():
     names = ["rank 0", "rank 1"]
-    one = collect_launch_info(WorkerSettings())
+    first = collect_launch_info(WorkerSettings())
     other = {
-        **one,
+        **first,
         "the version of torch": "1.0",
         "the code of this project (checksum)": "00000000",
     }
-    found = find_differences([one, other], names)
+    result = find_differences([first, other], names)
     assert (
-        len(found) == 2
-        and f"the version of torch is 1.0 on rank 1 and {one['the version of torch']} on rank 0"
-        in found
+        len(result) == 2
+        and f"the version of torch is 1.0 on rank 1 and {first['the version of torch']} on rank 0"
+        in result
     )
 
 
@@ -361,13 +361,13 @@ def test_settings_that_differ_between_ranks_are_refused(ranks, tmp_path):
     script.write_text(UNLIKE.format(repo=str(REPO)))
     launch = ranks.start(cwd=tmp_path, world=2, script=str(script))
     assert launch.wait(60) == [0, 1], launch.output()
-    said = launch.output(0)
+    text = launch.output(0)
     assert (
         "refused: the ranks do not agree: the setting sampler.max_rows is 7 on rank 1 (process"
-        in said
+        in text
     )
     assert (
-        "and 1024 on rank 0 (process" in said
+        "and 1024 on rank 0 (process" in text
         and "the error of rank 0 lists the differences" in launch.output(1)
     )
 
@@ -463,11 +463,11 @@ def test_a_run_whose_rewards_cannot_be_restored_ends_with_the_cause(ranks, tmp_p
         recipe, *flags, cwd=tmp_path, world=2, MY_SETTING="handed over", MY_TOKEN="secret"
     )
     assert launch.wait(120) == [2, 0], launch.output()
-    said = " ".join(launch.output(0).replace("│", " ").split())
+    text = " ".join(launch.output(0).replace("│", " ").split())
     assert (
-        "cannot score any more" in said
-        and "MemoryError: as if there were none" in said
-        and "Traceback" not in said
+        "cannot score any more" in text
+        and "MemoryError: as if there were none" in text
+        and "Traceback" not in text
     )
     assert ranks.nothing_left() == []
 
@@ -485,11 +485,11 @@ def test_what_rewards_get_of_the_environment_may_change_when_a_run_is_resumed():
 
 
 def tagged(tag: str) -> list[int]:
-    found = []
+    results = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"{TAG}={tag}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
+                results.append(int(folder.name))
         except OSError:
             continue
-    return found
+    return results

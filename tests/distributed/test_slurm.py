@@ -45,17 +45,17 @@ def test_a_user_changes_account_and_partition_alone(name):
     """
     head, command, _ = (REPO / "slurm" / name).read_text().partition("\nconfig=")
     assert command and all(line.startswith("#") or not line for line in head.splitlines())
-    given = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, flags=re.M))
-    assert len(given) == head.count("#SBATCH")
-    assert [option for option, value in given.items() if value.startswith("my-")] == [
+    inputs = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, flags=re.M))
+    assert len(inputs) == head.count("#SBATCH")
+    assert [option for option, value in inputs.items() if value.startswith("my-")] == [
         "account",
         "partition",
     ]
     assert (
-        given.keys() >= {"nodes", "gpus-per-node", "time", "requeue", "signal", "output"}
-        and given["open-mode"] == "append"
+        inputs.keys() >= {"nodes", "gpus-per-node", "time", "requeue", "signal", "output"}
+        and inputs["open-mode"] == "append"
     )
-    warning = int(re.fullmatch(r"B:USR1@(\d+)", given["signal"])[1])
+    warning = int(re.fullmatch(r"B:USR1@(\d+)", inputs["signal"])[1])
     # job.sh's margin
     assert warning > int(re.search(r"^save_seconds=(\d+)", command + _, flags=re.M)[1]) + 15
 
@@ -151,7 +151,7 @@ def test_the_runs_folder_is_the_one_asked_for_and_logs_of_each_start_are_apart(t
 
 
 @pytest.mark.parametrize(
-    ("code", "starts", "requeued", "said"),
+    ("code", "starts", "requeued", "text"),
     [
         ("75", "0", True, "requeuing"),
         (
@@ -166,9 +166,9 @@ def test_the_runs_folder_is_the_one_asked_for_and_logs_of_each_start_are_apart(t
         ("2", "0", False, "failed with code 1"),
     ],
 )
-def test_only_a_run_that_saved_is_requeued_and_not_for_ever(tmp_path, code, starts, requeued, said):
+def test_only_a_run_that_saved_is_requeued_and_not_for_ever(tmp_path, code, starts, requeued, text):
     done = job(tmp_path, EXIT_CODE=code, SLURM_RESTART_COUNT=starts, WHETSTONE_MAX_RESTARTS="2")
-    assert done.returncode == (75 if code == "75" else 1) and said in done.stdout
+    assert done.returncode == (75 if code == "75" else 1) and text in done.stdout
     assert ("requeued 70012" in done.stdout) == requeued
     # the end of rank 0's log, where the reason stands
     assert ("trained train.py" in done.stdout) == (code == "2")
@@ -322,16 +322,16 @@ def test_a_job_that_slurm_warns_and_requeues_ends_as_if_undisturbed(tmp_path):
         # what --signal=B:USR1@300 sends
         cluster.call("scancel", "--batch", "--signal=USR1", disturbed)
         ended = cluster.wait(disturbed, deadline)
-        told = story(cluster, tmp_path, "disturbed")
+        messages = story(cluster, tmp_path, "disturbed")
         assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == (
             "COMPLETED",
             "1",
             "2",
-        ), told
+        ), messages
     logs = tmp_path / "disturbed" / "logs"
     first, second = ((logs / f"{disturbed}-{start}" / "rank-0.log").read_text() for start in (0, 1))
-    assert "2 processes" in first and "everything is saved" in first, told
-    assert 3 <= int(re.search(r"resuming from grpo-(\d+)", second)[1]) < 16, told
+    assert "2 processes" in first and "everything is saved" in first, messages
+    assert 3 <= int(re.search(r"resuming from grpo-(\d+)", second)[1]) < 16, messages
     assert len(rows(tmp_path / "whole")) == 17 and rows(tmp_path / "disturbed") == rows(
         tmp_path / "whole"
     )

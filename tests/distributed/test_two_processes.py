@@ -43,18 +43,18 @@ def test_two_processes_are_one(tmp_path):
     cases.
     """
     two_processes.main(tmp_path / "alone")
-    alone = read_result(tmp_path / "alone")
-    assert alone["launch"][2] == 1
+    single = read_result(tmp_path / "alone")
+    assert single["launch"][2] == 1
     weights = load_file(
         str(tmp_path / "alone" / "checkpoints" / "end" / "model" / "model.safetensors")
     )
     for config, launch in LAUNCHES.items():
         got = run(tmp_path / config, config)
         assert got["launch"] == launch  # not a plain single process that passes for it
-        for ours, theirs in zip(got["steps"], alone["steps"], strict=True):
+        for ours, theirs in zip(got["steps"], single["steps"], strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
-        assert got["tokens"] == alone["tokens"]
-        for ours, theirs in zip(got["logprobs"], alone["logprobs"], strict=True):
+        assert got["tokens"] == single["tokens"]
+        for ours, theirs in zip(got["logprobs"], single["logprobs"], strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-4)
         saved = load_file(
             str(tmp_path / config / "checkpoints" / "end" / "model" / "model.safetensors")

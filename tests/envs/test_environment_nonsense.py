@@ -132,21 +132,21 @@ def test_nonsense_costs_its_own_episode_and_is_named(specs, where):
     rows = [{"when": "step", "code": code} for code in NONSENSE] + [
         {"when": "start", "code": code} for code in AT_START
     ]
-    found = played(specs[where]["Pair"], rows, 3)
-    said = [*NONSENSE.values(), *AT_START.values()]
-    for number, (row, wanted) in enumerate(zip(rows, said, strict=True)):
-        (error,) = [one for one in found.errors if f"episode 1 of row {number}," in one]
-        assert wanted in error and len(error) < 2000, (row, error)
-    assert len(found.errors) == len(rows)
-    assert [group.get_total_rewards() for group in found.groups] == [[1.0, 1.0]] * len(rows)
-    assert compute_group_metrics(found.groups)["env/all/first"] == 1.0
+    result = played(specs[where]["Pair"], rows, 3)
+    text = [*NONSENSE.values(), *AT_START.values()]
+    for number, (row, expected) in enumerate(zip(rows, text, strict=True)):
+        (error,) = [item for item in result.errors if f"episode 1 of row {number}," in item]
+        assert expected in error and len(error) < 2000, (row, error)
+    assert len(result.errors) == len(rows)
+    assert [group.get_total_rewards() for group in result.groups] == [[1.0, 1.0]] * len(rows)
+    assert compute_group_metrics(result.groups)["env/all/first"] == 1.0
 
 
 @pytest.mark.parametrize("where", ["threads", "processes"])
 def test_what_seats_earn_and_are_told_of_themselves_comes_through(specs, where):
-    found = played(specs[where]["Talk"], [{}], 2)
-    assert not found.errors
-    first, second = found.groups
+    result = played(specs[where]["Talk"], [{}], 2)
+    assert not result.errors
+    first, second = result.groups
     assert (
         first.get_total_rewards() == [0.25, 0.25]
         and second.get_total_rewards() == [0.25 - 0.5 - 0.5] * 2
@@ -158,28 +158,28 @@ def test_what_seats_earn_and_are_told_of_themselves_comes_through(specs, where):
 
 @pytest.mark.parametrize("where", ["threads", "processes"])
 def test_a_reason_in_words_cuts_an_episode_short(specs, where):
-    found = played(specs[where]["Reason"], [{}], 2)
-    assert not found.errors
-    for one in found.groups[0].trajectories_G:
+    result = played(specs[where]["Reason"], [{}], 2)
+    assert not result.errors
+    for item in result.groups[0].trajectories_G:
         assert (
-            one.transitions[-1].metrics["truncated"] == 1.0
-            and one.transitions[-1].logs["own"] == "kept"
+            item.transitions[-1].metrics["truncated"] == 1.0
+            and item.transitions[-1].logs["own"] == "kept"
         )
 
 
 def test_modules_generators_in_processes_are_the_groups(specs):
     """Forked alike, all episodes would draw the same numbers of numpy, and none the same of random."""
-    found = played(specs["processes"]["Pair"], [{"when": "never", "code": ""}] * 3, 3)
+    result = played(specs["processes"]["Pair"], [{"when": "never", "code": ""}] * 3, 3)
     again = played(specs["processes"]["Pair"], [{"when": "never", "code": ""}] * 3, 3)
     for name in ("drawn", "other"):
         drawn = [
-            [one.transitions[-1].metrics[name] for one in group.trajectories_G]
-            for group in found.groups
+            [item.transitions[-1].metrics[name] for item in group.trajectories_G]
+            for group in result.groups
         ]
         assert (
             all(len(set(group)) == 1 for group in drawn) and len({group[0] for group in drawn}) == 3
         )
         assert drawn == [
-            [one.transitions[-1].metrics[name] for one in group.trajectories_G]
+            [item.transitions[-1].metrics[name] for item in group.trajectories_G]
             for group in again.groups
         ]

@@ -140,17 +140,17 @@ def test_an_environment_in_a_recipe_is_evaluated_as_it_was_trained(tmp_path):
     words = [tmp_path / "run", "--trust-run", "--output", output]
     done = run_script("evaluate.py", *words, cwd=REPO)
     assert done.returncode == 0, done.stderr
-    found = json.loads(output.read_text())
+    result = json.loads(output.read_text())
     assert (
-        found["mean reward"] == pytest.approx(rows[-1]["test/env/all/reward/total"])
-        and len(found["rows"]) == 6
+        result["mean reward"] == pytest.approx(rows[-1]["test/env/all/reward/total"])
+        and len(result["rows"]) == 6
     )
     # what the reward of whole episodes adds beside the environment's own
-    assert found["mean reward"] >= 0.25
-    assert all(re.fullmatch(r"\d\+\d=", row["prompt"]) for row in found["rows"])
+    assert result["mean reward"] >= 0.25
+    assert all(re.fullmatch(r"\d\+\d=", row["prompt"]) for row in result["rows"])
     done = run_script("evaluate.py", *words, "--environment.digit", "2", cwd=REPO)
-    said = " ".join(done.stderr.replace("│", " ").split())
-    assert done.returncode == 2 and "did you mean --environment.digits?" in said
+    text = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 2 and "did you mean --environment.digits?" in text
 
 
 def a_sandbox() -> Sandbox:
@@ -217,10 +217,10 @@ def settings_of(words: str, tmp_path: Path, recipe: str | None = None):
 
 
 def test_settings_of_environments_on_the_line_and_in_recipes(tmp_path):
-    (one,) = settings_of(
+    (first,) = settings_of(
         "grpo --environment calculator --environment.digits 4 --environment.without-tool", tmp_path
     )
-    assert one.env.environment == "calculator" and dict(one.env.environment_settings) == {
+    assert first.env.environment == "calculator" and dict(first.env.environment_settings) == {
         "digits": "4",
         "without_tool": "True",
     }
@@ -236,12 +236,12 @@ def test_settings_of_environments_on_the_line_and_in_recipes(tmp_path):
     assert not hasattr(sft, "env") and grpo.env.max_turns == 4
     # the line wins
     assert dict(grpo.env.environment_settings) == {"digits": "2", "operations": "+-"}
-    for words, said in (
+    for words, text in (
         ("grpo --max-turns 4", "max-turns 4 has no effect"),
         ("grpo --environment.digits 4", "no environment is set"),
         ("sft --environment calculator", "no such setting"),
     ):
-        with pytest.raises(SettingsError, match=said):
+        with pytest.raises(SettingsError, match=text):
             settings_of(words, tmp_path)
     with pytest.raises(SettingsError, match="environment has no `name:`"):
         settings_of("", tmp_path, "method: grpo\nenvironment: {digits: 3}\n")
@@ -255,12 +255,12 @@ def test_later_sources_of_environment_settings_win(tmp_path):
             environment: {name: calculator, digits: 4}
             max_turns: 4
     """
-    (one,) = settings_of("--environment-settings digits 5", tmp_path, recipe)
-    assert one.env.environment_settings == (("digits", "5"),)
-    (one,) = settings_of(
+    (first,) = settings_of("--environment-settings digits 5", tmp_path, recipe)
+    assert first.env.environment_settings == (("digits", "5"),)
+    (first,) = settings_of(
         "--environment-settings digits 5 --grpo.environment.operations +", tmp_path, recipe
     )
-    assert one.env.environment_settings == (("digits", "5"), ("operations", "+"))
+    assert first.env.environment_settings == (("digits", "5"), ("operations", "+"))
 
 
 def test_a_stages_own_environment_settings_without_effect_are_an_error(tmp_path):
@@ -278,10 +278,10 @@ def test_a_stages_own_environment_settings_without_effect_are_an_error(tmp_path)
     tools, plain = settings_of("--environment.digits 2", tmp_path, recipe)
     assert tools.env.environment_settings == (("digits", "2"),)
     assert plain.env.environment_settings == ()
-    own = recipe.replace("name: plain", "name: plain, environment.digits: 4")
+    reference = recipe.replace("name: plain", "name: plain, environment.digits: 4")
     for words in ("", "--environment.digits 2"):
         with pytest.raises(SettingsError, match="stage plain: .*no environment is set"):
-            settings_of(words, tmp_path, own)
+            settings_of(words, tmp_path, reference)
 
 
 def test_help_shows_an_environments_settings(capsys):
@@ -295,11 +295,11 @@ def test_help_shows_an_environments_settings(capsys):
             options=RunSettings,
             environments=show_help,
         )
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     assert (
-        "--environment.digits INT" in said
-        and "Most digits of each number" in said
-        and "--group-size" in said
+        "--environment.digits INT" in text
+        and "Most digits of each number" in text
+        and "--group-size" in text
     )
     with pytest.raises(SystemExit):
         parse_run(["--help"], METHODS, RECIPE, options=RunSettings, environments=show_help)
@@ -307,7 +307,7 @@ def test_help_shows_an_environments_settings(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         ("--environment calculater", "did you mean 'calculator'"),
         ("--environment calculator --environment.digits many", "many is not INT"),
@@ -318,8 +318,8 @@ def test_help_shows_an_environments_settings(capsys):
         ("--environment search --environment.corpus a.txt", "needs questions"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, words, said):
-    with pytest.raises(UserError, match=said):
+def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, words, text):
+    with pytest.raises(UserError, match=text):
         train(f"grpo {SMALL} {words} --steps 1", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -364,9 +364,9 @@ def test_trl_objects_work_as_they_are(tmp_path):
     tokenizer = load_tokenizer("tiny:ascii")
     spec = resolve_environment(f"{file}:Counter")
     assert spec.needs_rows
-    for one in (spec, isolate_environment(spec)):
+    for item in (spec, isolate_environment(spec)):
         problem = Problem(({"role": "user", "content": "Hello."},), {"target": 5}, index=0)
-        group = EnvironmentGroup(one, problem, 2, get_renderer("plain", tokenizer))
+        group = EnvironmentGroup(item, problem, 2, get_renderer("plain", tokenizer))
         say = {
             0: '<tool_call>\n{"name": "increment", "arguments": {"by": 3}}\n</tool_call>',
             1: '<tool_call>\n{"name": "increment", "arguments": {"by": 2}}\n</tool_call>',
@@ -376,9 +376,9 @@ def test_trl_objects_work_as_they_are(tmp_path):
             tokenizer,
             lambda prompt, turn, stream, member, say=say: "done" if member and turn else say[turn],
         )
-        found = rollout([group], sampler, SamplingParams(max_tokens=100, temperature=1.0), seed=0)
-        assert not found.errors
-        (group_,) = found.groups
+        result = rollout([group], sampler, SamplingParams(max_tokens=100, temperature=1.0), seed=0)
+        assert not result.errors
+        (group_,) = result.groups
         assert group_.get_total_rewards() == [1.0, 0.0]
         first = group_.trajectories_G[0].transitions
         assert first[0].logs["told"] == [{"role": "user", "content": "Hello. Count to 5."}]

@@ -85,17 +85,17 @@ class Guess(Environment):
 def bisect(prompt, *_):
     """Reads the conversation and guesses the middle."""
     low, high, guess = 0, 99, 49
-    said = prompt.removeprefix("Guess.")
-    while said:
+    text = prompt.removeprefix("Guess.")
+    while text:
         for word in ("higher", "lower"):
-            number, found, rest = said.partition(word)
+            number, result, rest = text.partition(word)
             digits = "".join(c for c in number if c.isdigit())
-            if found and digits and int(digits) == guess:
+            if result and digits and int(digits) == guess:
                 low, high = (guess + 1, high) if word == "higher" else (low, guess - 1)
-                said, guess = rest, (low + high) // 2
+                text, guess = rest, (low + high) // 2
                 break
         else:
-            raise AssertionError(said)
+            raise AssertionError(text)
     return str(guess)
 
 
@@ -115,9 +115,9 @@ def test_a_files_place_does_not_change_its_episodes(tmp_path):
 
 
 def test_a_conversation_is_played_to_its_end(play):
-    found = play(Guess, bisect, members=2, rows=[{}, {}, {}])
-    assert not found.errors and len(found.groups) == 3
-    for group in found.groups:
+    result = play(Guess, bisect, members=2, rows=[{}, {}, {}])
+    assert not result.errors and len(result.groups) == 3
+    for group in result.groups:
         first, second = group.trajectories_G
         # both members of a group meet the number of its seed, and so go the same way
         assert [t.ac.tokens for t in first.transitions] == [t.ac.tokens for t in second.transitions]
@@ -133,18 +133,18 @@ def test_a_conversation_is_played_to_its_end(play):
         assert datum.loss_fn_inputs["mask"].array.sum() == sum(
             len(t.ac.tokens) for t in first.transitions
         )
-    numbers = {group.trajectories_G[0].transitions[-1].logs["number"] for group in found.groups}
+    numbers = {group.trajectories_G[0].transitions[-1].logs["number"] for group in result.groups}
     assert len(numbers) > 1
-    assert compute_group_metrics(found.groups)["env/all/found"] == 1.0
+    assert compute_group_metrics(result.groups)["env/all/found"] == 1.0
 
 
 def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
-    found = play(Guess, bisect)
-    (group,) = found.groups
+    result = play(Guess, bisect)
+    (group,) = result.groups
     (episode,) = group.trajectories_G
     episode.advantage = 0.5
     (row,) = json.loads(
-        json.dumps(list(build_rollout_rows(found, get_renderer("plain", ascii_tokenizer), 1.0)))
+        json.dumps(list(build_rollout_rows(result, get_renderer("plain", ascii_tokenizer), 1.0)))
     )
     turns = row["turns"]
     assert [turn["role"] for turn in turns] == ["user", "assistant"] * len(episode.transitions)
@@ -165,7 +165,7 @@ def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
     assert row["reward"] == pytest.approx(sum(turn["reward"] for turn in turns if turn["sampled"]))
 
     # for reading alone: the same without tokens, so that no token is decoded
-    (short,) = json.loads(json.dumps(list(build_rollout_rows(found, None, 1.0))))
+    (short,) = json.loads(json.dumps(list(build_rollout_rows(result, None, 1.0))))
     by_token = {"prompt_tokens", "response_tokens", "tokens", "token_ids", "logprobs"}
     drop = [
         {key: value for key, value in entry.items() if key not in by_token}
@@ -233,9 +233,9 @@ def test_system_prompts_and_async_environments(play):
             closed.append(asyncio.get_running_loop() is self.loop)
 
     closed = []
-    found = play(Later, lambda *_: "a", members=3, system_prompt="Be brief. ")
-    assert found.groups[0].get_total_rewards() == [2.0] * 3
-    assert found.groups[0].trajectories_G[0].transitions[0].ob.length == len("Be brief. q")
+    result = play(Later, lambda *_: "a", members=3, system_prompt="Be brief. ")
+    assert result.groups[0].get_total_rewards() == [2.0] * 3
+    assert result.groups[0].trajectories_G[0].transitions[0].ob.length == len("Be brief. q")
     end = time.monotonic() + 5
     while len(closed) < 3 and time.monotonic() < end:
         time.sleep(0.01)
@@ -257,10 +257,10 @@ def test_what_a_group_shares_is_made_once(play):
         def step(self, answer):
             return TurnResult(reward=self.shared["words"][0], done=True)
 
-    found = play(Sharing, lambda *_: "a", members=4, rows=[{"seed": 5}, {"seed": 6}])
+    result = play(Sharing, lambda *_: "a", members=4, rows=[{"seed": 5}, {"seed": 6}])
     assert sorted(made) == [5, 6]
-    assert [len(set(group.get_total_rewards())) for group in found.groups] == [1, 1]
-    assert found.groups[0].get_total_rewards() != found.groups[1].get_total_rewards()
+    assert [len(set(group.get_total_rewards())) for group in result.groups] == [1, 1]
+    assert result.groups[0].get_total_rewards() != result.groups[1].get_total_rewards()
 
 
 # -------------------------------------------------------------------------------------------- tools
@@ -342,25 +342,27 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_are_answered_each_within_its_limits(play, name):
-    said, wanted = CALLS[name]
+    output, expected = CALLS[name]
     begin = time.monotonic()
-    found = play(
+    result = play(
         WithTools,
-        lambda prompt, turn, *_: said if turn == 0 else "done",
+        lambda prompt, turn, *_: output if turn == 0 else "done",
         limits=EpisodeLimits(seconds=30),
     )
-    assert not found.errors and time.monotonic() - begin < 15
-    (group,) = found.groups
+    assert not result.errors and time.monotonic() - begin < 15
+    (group,) = result.groups
     first, last = group.trajectories_G[0].transitions
-    told = [message["content"] for message in last.logs["told"]]
-    assert all(message["role"] == "tool" for message in last.logs["told"]) and len(told) == len(
-        wanted
+    messages = [message["content"] for message in last.logs["told"]]
+    assert all(message["role"] == "tool" for message in last.logs["told"]) and len(messages) == len(
+        expected
     )
-    for text, beginning in zip(told, wanted, strict=True):
+    for text, beginning in zip(messages, expected, strict=True):
         assert text.startswith(beginning) or beginning in text
-    assert len(first.logs["tool_calls"]) == len(wanted) == last.reward
+    assert len(first.logs["tool_calls"]) == len(expected) == last.reward
     malformed = name in ("no such tool", "a missing argument", "one too many", "no JSON", "cut off")
-    assert last.metrics["tool/calls"] == len(wanted) and last.metrics["tool/malformed"] == malformed
+    assert (
+        last.metrics["tool/calls"] == len(expected) and last.metrics["tool/malformed"] == malformed
+    )
     assert last.metrics["tool/failed"] == (name in ("several at once", "a hang"))
     # the model has read each answer as it was told, after its own words
     assert last.ob.to_ints()[: first.ob.length + len(first.ac.tokens)] == [
@@ -412,14 +414,14 @@ def test_the_tools_descriptions_are_those_of_transformers():
         """
 
     for function in (plain, nested, chosen, boom, nap):
-        wanted = get_json_schema(function)
-        wanted["function"].pop("return", None)
+        expected = get_json_schema(function)
+        expected["function"].pop("return", None)
         # transformers takes an enum's values from "(choices: ...)" in the text, and the type from
         # the hint
         if function is chosen:
-            kind = wanted["function"]["parameters"]["properties"]["kind"]
+            kind = expected["function"]["parameters"]["properties"]["kind"]
             assert kind["enum"] == ["a", "b"]
-        assert make_tool_schema(function) == wanted
+        assert make_tool_schema(function) == expected
 
     def untyped(a):
         """Does it.
@@ -434,12 +436,12 @@ def test_the_tools_descriptions_are_those_of_transformers():
     def silent():
         pass
 
-    for function, said in (
+    for function, text in (
         (untyped, "has no type hint"),
         (undescribed, "has no line under"),
         (silent, "no docstring"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=text):
             make_tool_schema(function)
 
 
@@ -448,9 +450,9 @@ def test_the_tools_descriptions_are_those_of_transformers():
 
 def test_environments_are_found_by_name_and_address(tmp_path):
     # others need a package, rows or a server
-    alone = {"calculator", "guess_number", "tic_tac_toe"}
-    assert alone < set(list_environments())
-    for name in alone:
+    single = {"calculator", "guess_number", "tic_tac_toe"}
+    assert single < set(list_environments())
+    for name in single:
         assert resolve_environment(name).make() is not None
     with pytest.raises(UserError, match="did you mean 'calculator'"):
         resolve_environment("calculater")
@@ -469,11 +471,11 @@ def test_environments_are_found_by_name_and_address(tmp_path):
     )
     with pytest.raises(UserError) as error:
         parse_environment(f"{file}:Mine", [("sizes", "x"), ("on", "maybe")])
-    said = str(error.value)
+    text = str(error.value)
     assert (
-        "did you mean --environment.size?" in said
-        and "size is required" in said
-        and "--environment.on: maybe is not" in said
+        "did you mean --environment.size?" in text
+        and "size is required" in text
+        and "--environment.on: maybe is not" in text
     )
     with pytest.raises(UserError, match="'Mime' is not an environment in it; did you mean 'Mine'"):
         resolve_environment(f"{file}:Mime")
@@ -601,19 +603,19 @@ def bad_process(bad_file):
     spec.root.close()
 
 
-def check_damage(found, how):
+def check_damage(result, options):
     """One episode of three is lost, and named; the others stand with what they earned."""
-    (group,) = found.groups
-    if how in ("print", "fine"):
-        assert group.get_total_rewards() == [0.0, 1.0, 2.0] and not found.errors
+    (group,) = result.groups
+    if options in ("print", "fine"):
+        assert group.get_total_rewards() == [0.0, 1.0, 2.0] and not result.errors
         return
-    assert group.get_total_rewards() == [0.0, 2.0], found.errors
-    (error,) = found.errors
-    assert "episode 1 of row 0" in error and NAMED[how] in error and len(error) < 2000
+    assert group.get_total_rewards() == [0.0, 2.0], result.errors
+    (error,) = result.errors
+    assert "episode 1 of row 0" in error and NAMED[options] in error and len(error) < 2000
 
 
 @pytest.mark.parametrize(
-    ("how", "when"),
+    ("options", "when"),
     [
         *((h, "step") for h in STEP),
         *((h, "start") for h in START),
@@ -621,22 +623,22 @@ def check_damage(found, how):
         ("hang", "close"),
     ],
 )
-def test_what_breaks_costs_its_own_episode(play, bad_file, how, when):
+def test_what_breaks_costs_its_own_episode(play, bad_file, options, when):
     begin = time.monotonic()
     spec = parse_environment(f"{bad_file}:Bad", [])
-    found = play(
+    result = play(
         spec,
         lambda *_: "a",
         members=3,
-        rows=[{"how": how, "when": when}],
+        rows=[{"how": options, "when": when}],
         limits=EpisodeLimits(seconds=2),
     )
-    check_damage(found, "fine" if when == "close" else how)
+    check_damage(result, "fine" if when == "close" else options)
     assert time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize(
-    ("how", "when"),
+    ("options", "when"),
     [
         *((h, "step") for h in (*STEP, "spin", "die", "kill", "print")),
         *((h, "start") for h in (*START, "die", "bytes")),
@@ -644,40 +646,40 @@ def test_what_breaks_costs_its_own_episode(play, bad_file, how, when):
         ("hang", "close"),
     ],
 )
-def test_in_processes_death_costs_no_more(play, bad_process, how, when):
+def test_in_processes_death_costs_no_more(play, bad_process, options, when):
     begin = time.monotonic()
-    found = play(
+    result = play(
         bad_process,
         lambda *_: "a",
         members=3,
-        rows=[{"how": how, "when": when}],
+        rows=[{"how": options, "when": when}],
         limits=EpisodeLimits(seconds=2),
     )
-    check_damage(found, "fine" if when == "close" else how)
+    check_damage(result, "fine" if when == "close" else options)
     assert time.monotonic() - begin < 60
 
 
 def test_a_tool_that_dies_costs_its_call(play, bad_process):
     """A plain function runs in a process of its own there; what it prints goes nowhere."""
-    said = call("dies") + call("prints") + call("dies")
-    found = play(
+    text = call("dies") + call("prints") + call("dies")
+    result = play(
         bad_process,
-        lambda prompt, turn, *_: said if turn == 0 else "a",
+        lambda prompt, turn, *_: text if turn == 0 else "a",
         members=2,
         rows=[{"how": "", "when": ""}],
     )
-    (group,) = found.groups
-    assert not found.errors and group.get_total_rewards() == [0.0, 1.0]
+    (group,) = result.groups
+    assert not result.errors and group.get_total_rewards() == [0.0, 1.0]
     for episode in group.trajectories_G:
-        told = [message["content"] for message in episode.transitions[-1].logs["told"]]
-        assert told == ["Error: dies died", "printed", "Error: dies died"]
+        messages = [message["content"] for message in episode.transitions[-1].logs["told"]]
+        assert messages == ["Error: dies died", "printed", "Error: dies died"]
 
 
 def test_the_process_gone_it_is_begun_again(play, bad_process):
     rows = [{"how": "", "when": ""}]
     assert not play(bad_process, lambda *_: "a", rows=rows).errors
-    while left := find_descendants(os.getpid()):
-        for pid in left:
+    while remaining := find_descendants(os.getpid()):
+        for pid in remaining:
             kill_process(pid)
     assert not play(bad_process, lambda *_: "a", rows=rows).errors
 
@@ -717,8 +719,8 @@ def resolve():
             spec.root.close()
 
 
-@pytest.mark.parametrize("how", ["die", "kill", "spin"])
-def test_an_environment_of_a_file_dies_without_the_script(play, resolve, bad_file, how):
+@pytest.mark.parametrize("options", ["die", "kill", "spin"])
+def test_an_environment_of_a_file_dies_without_the_script(play, resolve, bad_file, options):
     """As under `train.py`: in a thread of the script the first two would end these tests."""
     spec = resolve(f"{bad_file}:Bad")
     check_damage(
@@ -726,10 +728,10 @@ def test_an_environment_of_a_file_dies_without_the_script(play, resolve, bad_fil
             spec,
             lambda *_: "a",
             members=3,
-            rows=[{"how": how, "when": "step"}],
+            rows=[{"how": options, "when": "step"}],
             limits=EpisodeLimits(seconds=2),
         ),
-        how,
+        options,
     )
 
 
@@ -745,15 +747,17 @@ def test_a_modules_state_is_that_of_one_episode_unless_threads_are_asked_for(
         spec = resolve(importlib.import_module(name).Counting)
     else:
         spec = resolve(place, **({"environment_isolation": "thread"} if form == "thread" else {}))
-    found = play(spec, lambda *_: "a", members=2, rows=[{"pid": os.getpid()}] * 2)
-    rewards = sorted(reward for group in found.groups for reward in group.get_total_rewards())
+    result = play(spec, lambda *_: "a", members=2, rows=[{"pid": os.getpid()}] * 2)
+    rewards = sorted(reward for group in result.groups for reward in group.get_total_rewards())
     apart = form in ("file", "module")
-    assert not found.errors and (rewards == [1.0] * 4) == apart and (spec.root is not None) == apart
+    assert (
+        not result.errors and (rewards == [1.0] * 4) == apart and (spec.root is not None) == apart
+    )
     elsewhere = {
         t.metrics["elsewhere"]
-        for group in found.groups
-        for one in group.trajectories_G
-        for t in one.transitions
+        for group in result.groups
+        for item in group.trajectories_G
+        for t in item.transitions
     }
     assert elsewhere == {float(apart)}
 
@@ -832,17 +836,17 @@ def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
     """)
     )
     spec = isolate_environment(parse_environment(f"{file}:Sharing", []))
-    found = play(spec, lambda *_: "a", members=3, rows=[{}, {}])
+    result = play(spec, lambda *_: "a", members=3, rows=[{}, {}])
     spec.root.close()
-    assert not found.errors
-    for group in found.groups:
+    assert not result.errors
+    for group in result.groups:
         metrics = [episode.transitions[0].metrics for episode in group.trajectories_G]
         assert len({m["by"] for m in metrics}) == 1 and len({m["mine"] for m in metrics}) == 3
         assert (
             all(m["above"] == m["by"] for m in metrics) and len(set(group.get_total_rewards())) == 1
         )
     assert (
-        len({group.trajectories_G[0].transitions[0].metrics["by"] for group in found.groups}) == 2
+        len({group.trajectories_G[0].transitions[0].metrics["by"] for group in result.groups}) == 2
     )
 
 
@@ -863,23 +867,25 @@ def test_a_grader_that_spins_for_ever_scores_0_and_the_next_episode_is_graded(
     rows = [asked_row(""), asked_row("")]
     answers = iter(["a" * 40 + "b", "aaa"])
     spec = resolve_environment(name, grader=f"spins in {name}")
-    found = play(spec, lambda *_: next(answers), rows=rows)
-    assert not found.errors
-    assert [group.get_total_rewards() for group in found.groups] == [[0.0], [1.0]]
-    last = [group.trajectories_G[0].transitions[-1].metrics for group in found.groups]
+    result = play(spec, lambda *_: next(answers), rows=rows)
+    assert not result.errors
+    assert [group.get_total_rewards() for group in result.groups] == [[0.0], [1.0]]
+    last = [group.trajectories_G[0].transitions[-1].metrics for group in result.groups]
     assert (last[0]["gave_up"], last[0]["correct"], last[1]["correct"]) == (1.0, 0.0, 1.0)
     assert "gave_up" not in last[1]
 
 
-@pytest.mark.parametrize("how", ["thread", "process"])
-def test_answers_of_a_built_in_environment_are_graded_wherever_it_runs(play, how):
-    spec = resolve_environment("calculator", environment_isolation=how, grader="math_correctness")
+@pytest.mark.parametrize("options", ["thread", "process"])
+def test_answers_of_a_built_in_environment_are_graded_wherever_it_runs(play, options):
+    spec = resolve_environment(
+        "calculator", environment_isolation=options, grader="math_correctness"
+    )
     answers = iter([r"\boxed{14/2}", r"\boxed{9^{9^{9^9}}}", r"\boxed{"])
-    found = play(spec, lambda *_: next(answers), rows=[asked_row("7")] * 3)
+    result = play(spec, lambda *_: next(answers), rows=[asked_row("7")] * 3)
     if spec.root is not None:
         spec.root.close()
-    assert not found.errors
-    assert [group.get_total_rewards() for group in found.groups] == [[1.0], [0.0], [0.0]]
+    assert not result.errors
+    assert [group.get_total_rewards() for group in result.groups] == [[1.0], [0.0], [0.0]]
 
 
 def test_a_grader_of_ones_own_reads_its_variables_and_what_it_raises_is_named(
@@ -892,6 +898,6 @@ def test_a_grader_of_ones_own_reads_its_variables_and_what_it_raises_is_named(
     )
     spec = resolve_environment("calculator", grader=f"{tmp_path / 'mine.py'}:mine")
     answers = iter(["a", "bad"])
-    found = play(spec, lambda *_: next(answers), rows=[asked_row("7")] * 2)
-    assert [group.get_total_rewards() for group in found.groups] == [[0.5]]
-    assert len(found.errors) == 1 and "KeyError" in found.errors[0]
+    result = play(spec, lambda *_: next(answers), rows=[asked_row("7")] * 2)
+    assert [group.get_total_rewards() for group in result.groups] == [[0.5]]
+    assert len(result.errors) == 1 and "KeyError" in result.errors[0]

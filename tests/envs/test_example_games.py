@@ -60,7 +60,7 @@ def test_things_are_told_apart_by_what_holds_of_them():
 
 
 @pytest.mark.parametrize(
-    "thing, text, answer",
+    "item, text, answer",
     [
         ("cat", "Is it alive?", "yes"),
         ("cat", "Does it fly?", "no"),
@@ -73,8 +73,8 @@ def test_things_are_told_apart_by_what_holds_of_them():
         ("book", "catalogue", "unclear"),
     ],
 )
-def test_the_rule_answers_what_is_asked(thing, text, answer):
-    assert questions.answer_by_rule(thing, text, questions.THINGS) == answer
+def test_the_rule_answers_what_is_asked(item, text, answer):
+    assert questions.answer_by_rule(item, text, questions.THINGS) == answer
 
 
 # ---------------------------------------------------------------------------------------- debugging
@@ -104,7 +104,7 @@ def test_a_planted_bug_fails_its_first_case_and_its_fix_passes_all(level):
             != bug.source
         )
         assert (
-            eval(bug.cases[0].call, {debugging.FUNCTION_NAME: lambda *given: given})
+            eval(bug.cases[0].call, {debugging.FUNCTION_NAME: lambda *inputs: inputs})
             == bug.cases[0].arguments
         )
         seen.add(bug.source)
@@ -217,7 +217,7 @@ def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level, walls)
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "text"),
     [
         ("nonsense", "That is no fix"),
         ("2: return a / 0", "error: ZeroDivisionError"),
@@ -230,10 +230,10 @@ def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level, walls)
         ("2: return " + "'x' * 10**6", "should be"),
     ],
 )
-def test_what_a_reply_comes_to_is_told_in_a_line_and_costs_a_try(reply, said, walls):
+def test_what_a_reply_comes_to_is_told_in_a_line_and_costs_a_try(reply, text, walls):
     match, _ = begun(1)
     turn = match.step({"content": reply})
-    assert not turn.done and said in turn.messages and len(turn.messages) < 200
+    assert not turn.done and text in turn.messages and len(turn.messages) < 200
     turn = match.step({"content": reply})
     assert turn.done and turn.reward == 0 and turn.metrics["correct"] == 0.0
     assert turn.metrics["malformed"] == float(reply == "nonsense")
@@ -264,10 +264,10 @@ def test_a_point_counts_once_and_for_its_own_side():
 @pytest.mark.parametrize("swap", [1, -1])
 def test_the_verdict_is_of_who_made_more_points(swap):
     motion = debate.MOTIONS[0]
-    own, other = ("for", "against")[::swap]
-    said = [(own, " ".join(motion.points[own][:2])), (other, motion.points[other][0])]
-    assert debate.judge_by_points(motion, said) == swap
-    assert debate.judge_by_points(motion, [*said, (other, motion.points[other][1])]) == 0
+    reference, other = ("for", "against")[::swap]
+    text = [(reference, " ".join(motion.points[reference][:2])), (other, motion.points[other][0])]
+    assert debate.judge_by_points(motion, text) == swap
+    assert debate.judge_by_points(motion, [*text, (other, motion.points[other][1])]) == 0
     assert debate.judge_by_points(motion, []) == 0
 
 

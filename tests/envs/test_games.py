@@ -87,10 +87,11 @@ def test_what_is_trained_is_what_the_policy_sampled_and_nothing_else(
     )
     words = digits if name == "tic_tac_toe" else anything
     players = {
-        who: MadeUp(TOKENIZER, words, version=2 + i, logprob=-2.0) for i, who in enumerate(others)
+        owner: MadeUp(TOKENIZER, words, version=2 + i, logprob=-2.0)
+        for i, owner in enumerate(others)
     }
-    renderers = {who: get_renderer("plain", TOKENIZER) for who in others if who != "pool"}
-    found = play(
+    renderers = {owner: get_renderer("plain", TOKENIZER) for owner in others if owner != "pool"}
+    result = play(
         name,
         policy,
         groups=6,
@@ -100,16 +101,19 @@ def test_what_is_trained_is_what_the_policy_sampled_and_nothing_else(
         renderers=renderers,
         **settings,
     )
-    assert not found.errors
-    for who, player in players.items():
-        assert player.drawn, f"{who} had no turn"
+    assert not result.errors
+    for owner, player in players.items():
+        assert player.drawn, f"{owner} had no turn"
     turns = [
-        turn for group in found.groups for one in group.trajectories_G for turn in one.transitions
+        turn
+        for group in result.groups
+        for item in group.trajectories_G
+        for turn in item.transitions
     ]
     assert Counter((tuple(t.ob.to_ints()), tuple(t.ac.tokens)) for t in turns) == Counter(
         (tuple(p), tuple(s)) for p, s in policy.drawn
     )
-    for group in found.groups:
+    for group in result.groups:
         for trajectory in group.trajectories_G:
             assert {turn.ac.version for turn in trajectory.transitions} == {1} and len(
                 {turn.seat for turn in trajectory.transitions}
@@ -122,8 +126,8 @@ def test_what_is_trained_is_what_the_policy_sampled_and_nothing_else(
             fields = [datum.loss_fn_inputs for datum in datums]
             trained = [
                 int(token)
-                for one in fields
-                for token in one["target_tokens"].array[one["mask"].array != 0]
+                for item in fields
+                for token in item["target_tokens"].array[item["mask"].array != 0]
             ]
             assert trained == [token for turn in trajectory.transitions for token in turn.ac.tokens]
             for datum in datums:
@@ -137,12 +141,12 @@ def test_what_is_trained_is_what_the_policy_sampled_and_nothing_else(
                 assert len(datums) == 1
 
 
-def seats_of(found):
+def seats_of(result):
     """[(tag, trajectory, match)], the match as the trajectory's last turn tells it."""
     return [
-        (group.tag, one, one.transitions[-1].logs["match"])
-        for group in found.groups
-        for one in group.trajectories_G
+        (group.tag, item, item.transitions[-1].logs["match"])
+        for group in result.groups
+        for item in group.trajectories_G
     ]
 
 
@@ -167,14 +171,14 @@ def replayed(match):
 def test_each_seat_of_tic_tac_toe_earns_what_its_game_came_to(opponent):
     policy = MadeUp(TOKENIZER, digits, version=1, cut_off=0.0)
     pool = MadeUp(TOKENIZER, digits, version=2, cut_off=0.0)
-    found = play(
+    result = play(
         "tic_tac_toe", policy, groups=20, members=3, players={"pool": pool}, opponent=opponent
     )
     seats = Counter()
-    for _, one, match in seats_of(found):
-        mark = "XO"[one.transitions[0].seat]
+    for _, item, match in seats_of(result):
+        mark = "XO"[item.transitions[0].seat]
         winner, illegal = replayed(match)
-        rewards = [turn.reward for turn in one.transitions]
+        rewards = [turn.reward for turn in item.transitions]
         expected = (
             -1.0
             if illegal == mark
@@ -187,28 +191,28 @@ def test_each_seat_of_tic_tac_toe_earns_what_its_game_came_to(opponent):
             else -1.0
         )
         assert rewards == [0.0] * (len(rewards) - 1) + [expected], match
-        metrics = one.transitions[-1].metrics
+        metrics = item.transitions[-1].metrics
         lost = illegal == mark or (winner is not None and winner != mark)
         won = winner == mark or (illegal is not None and illegal != mark)
-        told = [metrics[name] for name in ("won", "lost", "drawn", "illegal")]
-        assert told == [won, lost, not winner and not illegal, illegal == mark]
-        assert [turn.logs["response"] for turn in one.transitions] == [
+        messages = [metrics[name] for name in ("won", "lost", "drawn", "illegal")]
+        assert messages == [won, lost, not winner and not illegal, illegal == mark]
+        assert [turn.logs["response"] for turn in item.transitions] == [
             move["text"] for move in match if move["seat"] == mark
         ]
         seats[mark] += 1
     if opponent == "policy":
-        assert {group.tag for group in found.groups} == {
+        assert {group.tag for group in result.groups} == {
             "tic_tac_toe/seat0",
             "tic_tac_toe/seat1",
-        } and len(found.groups) == 40
+        } and len(result.groups) == 40
         assert all(
-            len({turn.seat for one in group.trajectories_G for turn in one.transitions}) == 1
-            for group in found.groups
+            len({turn.seat for item in group.trajectories_G for turn in item.transitions}) == 1
+            for group in result.groups
         )
     else:
         assert min(seats.values()) >= 9  # it plays either
     if opponent == "perfect":
-        assert not any(one.transitions[-1].metrics["won"] for _, one, _ in seats_of(found)), (
+        assert not any(item.transitions[-1].metrics["won"] for _, item, _ in seats_of(result)), (
             "nobody beats it"
         )
 
@@ -218,7 +222,7 @@ def test_a_seat_reads_what_it_is_told_and_not_what_others_are(monkeypatch):
         TOKENIZER, lambda prompt, draw: f"say {draw.randint(100, 999)}", version=1, cut_off=0.0
     )
     judge = MadeUp(TOKENIZER, lambda prompt, draw: "against", version=2, cut_off=0.0)
-    found = play(
+    result = play(
         "debate",
         policy,
         groups=2,
@@ -227,22 +231,22 @@ def test_a_seat_reads_what_it_is_told_and_not_what_others_are(monkeypatch):
         renderers={"m": get_renderer("plain", TOKENIZER)},
         judge="m",
     )
-    for tag, one, match in seats_of(found):
+    for tag, item, match in seats_of(result):
         first, second = match[0]["text"], match[1]["text"]
-        read = TOKENIZER.decode(one.transitions[0].ob.to_ints())
+        read = TOKENIZER.decode(item.transitions[0].ob.to_ints())
         if tag.endswith("/seat0"):
             assert (
                 "You speak for it." in read
                 and first not in read
                 and second not in read
-                and one.transitions[-1].reward == -1.0
+                and item.transitions[-1].reward == -1.0
             )
         else:
             assert (
                 "You speak against it." in read
                 and f"for: {first}" in read
                 and second not in read
-                and one.transitions[-1].reward == 1.0
+                and item.transitions[-1].reward == 1.0
             )
     for prompt, _ in judge.drawn:
         assert "Who argued better" in TOKENIZER.decode(
@@ -253,11 +257,11 @@ def test_a_seat_reads_what_it_is_told_and_not_what_others_are(monkeypatch):
 def test_all_seats_of_all_episodes_are_sampled_together():
     """One batch a round and player, however many games there are and whoever's turn it is in each."""
     policy, pool = (MadeUp(TOKENIZER, digits, version=v, cut_off=0.0) for v in (1, 2))
-    found = play("tic_tac_toe", policy, groups=10, members=4, opponent="policy")
-    longest = max(len(match) for _, _, match in seats_of(found))
+    result = play("tic_tac_toe", policy, groups=10, members=4, opponent="policy")
+    longest = max(len(match) for _, _, match in seats_of(result))
     assert len(policy.calls) == longest <= 9
     policy.calls.clear()
-    found = play(
+    result = play(
         "tic_tac_toe",
         policy,
         groups=10,
@@ -266,33 +270,33 @@ def test_all_seats_of_all_episodes_are_sampled_together():
         opponent="pool",
         plays="either",
     )
-    longest = max(len(match) for _, _, match in seats_of(found))
+    longest = max(len(match) for _, _, match in seats_of(result))
     assert max(len(policy.calls), len(pool.calls)) <= longest
 
 
 def test_a_limit_of_turns_cuts_every_seat_short():
     policy = MadeUp(TOKENIZER, first_free, version=1, cut_off=0.0)
-    found = play("tic_tac_toe", policy, groups=2, members=2, opponent="policy", turns=3)
-    for group in found.groups:
-        for one in group.trajectories_G:
-            last = one.transitions[-1]
+    result = play("tic_tac_toe", policy, groups=2, members=2, opponent="policy", turns=3)
+    for group in result.groups:
+        for item in group.trajectories_G:
+            last = item.transitions[-1]
             assert last.episode_done and last.truncated and last.reward == 0.0
 
 
 @pytest.mark.parametrize(("guess", "correct"), [("7", {0.0, 1.0}), ("no idea", {0.0})])
 def test_ends_of_guess_number(guess, correct):
     policy = MadeUp(TOKENIZER, lambda prompt, draw: guess, version=1, cut_off=0.0)
-    found = play("guess_number", policy, groups=16, members=1, high=8)
-    ends = [one.transitions[-1] for group in found.groups for one in group.trajectories_G]
+    result = play("guess_number", policy, groups=16, members=1, high=8)
+    ends = [item.transitions[-1] for group in result.groups for item in group.trajectories_G]
     assert {end.metrics["correct"] for end in ends} == {end.reward for end in ends} == correct
-    for group in found.groups:
-        (one,) = group.trajectories_G
+    for group in result.groups:
+        (item,) = group.trajectories_G
         assert (
-            len(one.transitions)
-            == one.transitions[-1].metrics["guesses"]
-            == (1 if one.transitions[-1].reward else 4)
+            len(item.transitions)
+            == item.transitions[-1].metrics["guesses"]
+            == (1 if item.transitions[-1].reward else 4)
         )
-        assert one.transitions[-1].metrics["malformed"] == float(guess == "no idea")
+        assert item.transitions[-1].metrics["malformed"] == float(guess == "no idea")
 
 
 @pytest.mark.parametrize(
@@ -330,7 +334,7 @@ def test_rules_play_the_policys_part_and_win(name, player, settings, moves):
 
 
 def test_what_is_asked_for_wrongly_is_named():
-    for name, settings, said in [
+    for name, settings, text in [
         ("tic_tac_toe", {"plays": "Z"}, "--environment.plays is one of X, O, either; got 'Z'"),
         ("guess_number", {"low": 5, "high": 4}, "low 5 is above"),
         ("guess_number", {"guesses": 0}, "guesses must be at least 1"),
@@ -342,7 +346,7 @@ def test_what_is_asked_for_wrongly_is_named():
             "levels is one of operator, bounds, start, compare; got 'hard'",
         ),
     ]:
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=text):
             resolve_environment(example_address(name), **settings).make()
     with pytest.raises(
         UserError, match="has no rule 'clever' .* it has halving, careless, any_left, any_number"
@@ -359,10 +363,10 @@ def test_what_is_asked_for_wrongly_is_named():
 def test_random_numbers_are_the_rows_and_not_the_members():
     """Members of a group meet the same opponent's random numbers, groups others."""
     policy = MadeUp(TOKENIZER, lambda prompt, draw: "5", version=1, cut_off=0.0)
-    found = play("tic_tac_toe", policy, groups=8, members=3, opponent="random", plays="O")
+    result = play("tic_tac_toe", policy, groups=8, members=3, opponent="random", plays="O")
     openings = [
-        [one.transitions[-1].logs["match"][0]["text"] for one in group.trajectories_G]
-        for group in found.groups
+        [item.transitions[-1].logs["match"][0]["text"] for item in group.trajectories_G]
+        for group in result.groups
     ]
     assert (
         all(len(set(group)) == 1 for group in openings)

@@ -36,10 +36,10 @@ def test_guess_number_is_learnt(tmp_path):
         "--batch-size 8 --group-size 16 --advantage mean_std --learning-rate 1e-3 --schedule "
         "linear --warmup-steps 5"
     )
-    found = train(
+    result = train(
         f"grpo --base-model {tmp_path}/sft {game} {held_out} {words} --steps 60 --eval-every 60",
         tmp_path / "grpo",
     )
-    won = [row["test/env/all/correct"] for row in found if "test/env/all/correct" in row]
+    won = [row["test/env/all/correct"] for row in result if "test/env/all/correct" in row]
     clears("games won, which the warm-up misses", won[0], below=0.8)
     clears("games won within floor(log2 n) + 1 guesses", won[-1], above=0.8)

@@ -46,11 +46,11 @@ def test_it_never_holds_more_than_its_size_nor_loses_its_newest(by):
         gone += pool.add(step)
         assert len(pool.opponents) == min(3, step + 1) and pool.opponents[-1].step == step
         pool.record_results([(pool.opponents[step % len(pool.opponents)].name, step % 2)])
-    assert {one.step for one in gone} | {one.step for one in pool.opponents} == set(
+    assert {item.step for item in gone} | {item.step for item in pool.opponents} == set(
         range(20)
     ) and len(gone) == 17
     if by != "elo":
-        assert [one.step for one in gone] == list(range(17))
+        assert [item.step for item in gone] == list(range(17))
 
 
 def test_the_weakest_goes_by_elo():
@@ -58,7 +58,7 @@ def test_the_weakest_goes_by_elo():
     for step in (1, 2, 3):
         pool.add(step)
     pool.record_results([("step-000002", 1.0)] * 5)
-    assert [one.step for one in pool.add(4)] == [2]
+    assert [item.step for item in pool.add(4)] == [2]
 
 
 @pytest.mark.parametrize("by", ["elo", "age", "any"])
@@ -69,13 +69,13 @@ def test_it_is_chosen_as_often_as_its_weight_says(by):
     if by == "age":
         assert weights == [0.125, 0.25, 0.5, 1.0]
     if by == "elo":  # nearest to its own strength likeliest
-        gaps = [abs(one.rating - pool.rating) for one in pool.opponents]
+        gaps = [abs(item.rating - pool.rating) for item in pool.opponents]
         assert sorted(range(4), key=lambda i: -weights[i]) == sorted(
             range(4), key=lambda i: gaps[i]
         )
-    for one, weight in zip(pool.opponents, weights, strict=True):
+    for item, weight in zip(pool.opponents, weights, strict=True):
         share = weight / sum(weights)
-        assert abs(draws[one.step] / 4000 - share) < 4 * math.sqrt(share * (1 - share) / 4000)
+        assert abs(draws[item.step] / 4000 - share) < 4 * math.sqrt(share * (1 - share) / 4000)
 
 
 @pytest.mark.parametrize("by", ["elo", "age", "any"])

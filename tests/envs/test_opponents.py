@@ -58,7 +58,7 @@ def test_two_steps_and_two_resumed_are_four_to_the_bit_with_the_pool(by, tmp_pat
     assert len(played["whole"]) == 4 and played["cut"] == played["whole"][:3] + played["whole"][2:]
     assert [row["opponents/count"] for row in rows if "opponents/count" in row] == [2, 2, 2, 2]
     finals = [state(folder, "grpo-final") for folder in (whole, cut)]
-    assert finals[0] == finals[1] and sum(one["games"] for one in finals[0]["opponents"]) > 0
+    assert finals[0] == finals[1] and sum(item["games"] for item in finals[0]["opponents"]) > 0
     assert state(whole, "grpo-000002") == state(cut, "grpo-000002")
     assert versions(whole) == versions(cut)
     for name in versions(whole):  # the same weights, and of different versions different ones
@@ -67,9 +67,10 @@ def test_two_steps_and_two_resumed_are_four_to_the_bit_with_the_pool(by, tmp_pat
             for folder in (whole, cut)
         )
         assert all(torch.equal(a[key], b[key]) for key in a)
-    named = {f"grpo-opponent-step-{one['step']:06d}" for one in finals[0]["opponents"]}
+    named = {f"grpo-opponent-step-{item['step']:06d}" for item in finals[0]["opponents"]}
     named |= {
-        f"grpo-opponent-step-{one['step']:06d}" for one in state(whole, "grpo-000002")["opponents"]
+        f"grpo-opponent-step-{item['step']:06d}"
+        for item in state(whole, "grpo-000002")["opponents"]
     }
     assert versions(whole) == named, "those that the pool or a checkpoint names, and no others"
 
@@ -148,19 +149,19 @@ def test_another_model_keeps_its_temperature_in_calls_and_in_streams(tmp_path):
             for temperature in (0.0, 1.0)
         }
 
-        def said(responses):
+        def text(responses):
             return [response.sequences[0].tokens for response in responses]
 
-        found = {t: said(sampler.sample_many(r).result()[0]) for t, r in requests.items()}
-        assert found[0.0] != found[1.0]
-        for own, other in ((0.0, 1.0), (1.0, 0.0)):
-            player = opponents_room.FixedTemperatureSampler(sampler, own)
-            assert said(player.sample_many(requests[other]).result()[0]) == found[own]
+        results = {t: text(sampler.sample_many(r).result()[0]) for t, r in requests.items()}
+        assert results[0.0] != results[1.0]
+        for reference, other in ((0.0, 1.0), (1.0, 0.0)):
+            player = opponents_room.FixedTemperatureSampler(sampler, reference)
+            assert text(player.sample_many(requests[other]).result()[0]) == results[reference]
             with player.open_stream() as stream:
                 tickets, finished = [stream.add(request) for request in requests[other]], {}
                 while stream.busy:
                     finished |= stream.run_steps().finished
-            assert said([finished[ticket] for ticket in tickets]) == found[own]
+            assert text([finished[ticket] for ticket in tickets]) == results[reference]
 
 
 def test_a_player_that_is_not_there_is_named_before_anything_is_written(tmp_path):
@@ -175,7 +176,7 @@ def test_a_player_that_is_not_there_is_named_before_anything_is_written(tmp_path
 @pytest.mark.slow
 def test_saved_weights_are_evaluated_against_whoever_is_named(tmp_path):
     train(f"{POOL} --eval-every 0 --steps 1", tmp_path / "run")
-    found = {}
+    results = {}
     for opponent in ("perfect", "pool"):
         words = (
             f"{tmp_path / 'run'} --limit 6 --environment.held_out_opponent {opponent} "
@@ -183,10 +184,11 @@ def test_saved_weights_are_evaluated_against_whoever_is_named(tmp_path):
         )
         done = run_script("evaluate.py", *words.split(), cwd=REPO)
         assert done.returncode == 0, done.stdout + done.stderr
-        found[opponent] = json.loads((tmp_path / f"{opponent}.json").read_text())
+        results[opponent] = json.loads((tmp_path / f"{opponent}.json").read_text())
     # a version of the pool may end a game at its first move
-    assert found["perfect"]["answers"] == 6 and 3 <= found["pool"]["answers"] <= 6
+    assert results["perfect"]["answers"] == 6 and 3 <= results["pool"]["answers"] <= 6
     players = {
-        name: {tuple(sorted(row["players"])) for row in one["rows"]} for name, one in found.items()
+        name: {tuple(sorted(row["players"])) for row in first["rows"]}
+        for name, first in results.items()
     }
     assert players == {"perfect": {("perfect", "policy")}, "pool": {("policy", "pool")}}

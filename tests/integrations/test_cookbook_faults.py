@@ -21,8 +21,8 @@ RENDERER = get_renderer("plain", TOKENIZER)
 
 
 class One:
-    def __init__(self, **given):
-        self.given = given
+    def __init__(self, **inputs):
+        self.inputs = inputs
 
     def observation(self):
         return RENDERER.build_generation_prompt([{"role": "user", "content": "go"}])
@@ -35,17 +35,17 @@ class One:
             "reward": 1.0, "episode_done": True, "next_observation": None,
             "next_stop_condition": [], "metrics": {}, "logs": {},
         }  # fmt: skip
-        return SimpleNamespace(**{**plain, **self.given})
+        return SimpleNamespace(**{**plain, **self.inputs})
 
 
 class Group:
     """Two episodes; `made`, `compared`, `cleaned`: what its methods do instead."""
 
-    def __init__(self, made=None, compared=None, cleaned=None, **given):
-        self.made, self.compared, self.cleaned, self.given = made, compared, cleaned, given
+    def __init__(self, made=None, compared=None, cleaned=None, **inputs):
+        self.made, self.compared, self.cleaned, self.inputs = made, compared, cleaned, inputs
 
     async def make_envs(self):
-        return [One(**self.given), One()] if self.made is None else await did(self.made)
+        return [One(**self.inputs), One()] if self.made is None else await did(self.made)
 
     async def compute_group_rewards(self, trajectory_group, env_group):
         return (
@@ -98,17 +98,19 @@ FAULTS = {  # (group, what its errors say, totals of the episodes that are left)
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_breaks_costs_its_episode_or_its_group(name):
-    broken, said, left = FAULTS[name]
-    groups = [TinkerGroup(one, i, seconds=1.0) for i, one in enumerate([Group(), broken, Group()])]
-    found = rollout(
+    broken, text, remaining = FAULTS[name]
+    groups = [
+        TinkerGroup(first, i, seconds=1.0) for i, first in enumerate([Group(), broken, Group()])
+    ]
+    result = rollout(
         groups, MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0), SamplingParams(max_tokens=4), seed=0
     )
-    assert {group.problem_index: group.get_total_rewards() for group in found.groups} == {
-        0: [1.5, 1.5], 2: [1.5, 1.5], **({1: left} if left else {})
+    assert {group.problem_index: group.get_total_rewards() for group in result.groups} == {
+        0: [1.5, 1.5], 2: [1.5, 1.5], **({1: remaining} if remaining else {})
     }  # fmt: skip
-    assert len(found.errors) == len(said)
-    for error, wanted in zip(found.errors, said, strict=True):
-        assert wanted in error and ("group 1" in error or "One" in error), error
+    assert len(result.errors) == len(text)
+    for error, expected in zip(result.errors, text, strict=True):
+        assert expected in error and ("group 1" in error or "One" in error), error
 
 
 class Long(One):
@@ -134,13 +136,13 @@ def test_an_episode_too_long_to_begin_is_not_compared(long):
             seen.append("clean")
 
     sampler = MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0)
-    found = rollout(
+    result = rollout(
         [TinkerGroup(Mixed(), 0, seconds=5.0)], sampler, SamplingParams(max_tokens=4), seed=0
     )
-    assert len(found.errors) == long and all(
-        "exceed the model's context of 2000" in error for error in found.errors
+    assert len(result.errors) == long and all(
+        "exceed the model's context of 2000" in error for error in result.errors
     )
-    assert [group.get_total_rewards() for group in found.groups] == ([[1.5]] if long == 1 else [])
+    assert [group.get_total_rewards() for group in result.groups] == ([[1.5]] if long == 1 else [])
     assert seen == ([True, "clean"] if long == 1 else ["clean"])
 
 
@@ -173,28 +175,28 @@ def test_a_builder_that_cannot_be_made_costs_its_group(tmp_path):
         cookbook.group(Problem((), {"index": i, "split": "train"}, index=i), 2, RENDERER)
         for i in range(7)
     ]
-    found = rollout(
+    result = rollout(
         groups, MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0), SamplingParams(max_tokens=4), seed=0
     )
-    assert {group.problem_index: group.get_total_rewards() for group in found.groups} == {
+    assert {group.problem_index: group.get_total_rewards() for group in result.groups} == {
         i: [1.5, 1.5] for i in (0, 5, 6)
     }
-    said = [
+    text = [
         "raised KeyError: 'no such task'",
         "was not done within its 1 s",
         "returned None",
         "raised SystemExit: 3",
     ]
-    assert len(found.errors) == 4
-    for i, (error, wanted) in enumerate(zip(found.errors, said, strict=True), start=1):
-        assert wanted in error and f"group {i}" in error, error
+    assert len(result.errors) == 4
+    for i, (error, expected) in enumerate(zip(result.errors, text, strict=True), start=1):
+        assert expected in error and f"group {i}" in error, error
 
 
 class Noted(Group):
     """Notes whom it compares and how often it is cleaned up."""
 
-    def __init__(self, fails=False, **given):
-        super().__init__(**given)
+    def __init__(self, fails=False, **inputs):
+        super().__init__(**inputs)
         self.fails, self.compares, self.cleans = fails, [], 0
 
     async def make_envs(self):
@@ -214,7 +216,7 @@ class Breaks(One):
 
 
 def test_a_failure_of_the_run_that_is_repeated_is_left_out_of_the_comparison(tmp_path):
-    log, found = [], []
+    log, results = [], []
     with ServiceClient(output_dir=tmp_path) as service:
         sampler = service.create_full_training_client(
             "tiny:ascii-small", seed=1
@@ -230,9 +232,9 @@ def test_a_failure_of_the_run_that_is_repeated_is_left_out_of_the_comparison(tmp
                 seed=3,
                 event_log=clock,
             )
-            found.append(([len(one.trajectories_G) for one in rollouts.groups], rollouts.errors,
+            results.append(([len(item.trajectories_G) for item in rollouts.groups], rollouts.errors,
                           group.compares, group.cleans))  # fmt: skip
-    assert found[0] == found[1] and found[0][0] == [1] and found[0][2:] == ([(1, 1)], 1)
+    assert results[0] == results[1] and results[0][0] == [1] and results[0][2:] == ([(1, 1)], 1)
 
 
 @pytest.mark.parametrize("ended", [[], [0], [0, 1]])
@@ -252,8 +254,8 @@ def test_a_group_that_is_given_back_is_cleaned_up_once(ended):
     made.given_back()
     made.given_back()
     name = "the cookbook's group 7"
-    for thread in [one for one in threading.enumerate() if one.name == name]:
+    for thread in [item for item in threading.enumerate() if item.name == name]:
         thread.join(5)
     assert group.cleans == 1
     assert group.compares == []
-    assert name not in {one.name for one in threading.enumerate()}
+    assert name not in {item.name for item in threading.enumerate()}

@@ -153,30 +153,30 @@ def test_the_tools_are_the_classes_public_methods(file):
 @pytest.mark.parametrize("process", [False, True])
 def test_an_attribute_is_the_reward_where_there_is_no_method(file, played, process):
     answers = [call("add", by=2) + call("double", number=4), call("later", by=1), "done"]
-    found = played(resolve_environment(f"{file}:Counter"), answers, process=process)
-    assert not found.errors
-    (episode,) = found.groups[0].trajectories_G
+    result = played(resolve_environment(f"{file}:Counter"), answers, process=process)
+    assert not result.errors
+    (episode,) = result.groups[0].trajectories_G
     assert [m["content"] for turn in episode.transitions[1:] for m in turn.logs["told"]] == [
         "2", "8", "3",
     ]  # fmt: skip
-    assert found.groups[0].get_total_rewards() == [3.0]
+    assert result.groups[0].get_total_rewards() == [3.0]
 
 
 @pytest.mark.parametrize("process", [False, True])
 def test_reset_may_give_parts_which_go_on_the_rows_message(file, played, process):
-    found = played(
+    result = played(
         resolve_environment(f"{file}:Parts"), [call("add", by=1), "done"], process=process
     )
-    assert not found.errors and found.groups[0].get_total_rewards() == [1.5]
+    assert not result.errors and result.groups[0].get_total_rewards() == [1.5]
     tokenizer = load_tokenizer("tiny:ascii")
-    assert tokenizer.decode(found.groups[0].trajectories_G[0].transitions[0].ob.to_ints()).endswith(
-        "Hello. In parts."
-    )
+    assert tokenizer.decode(
+        result.groups[0].trajectories_G[0].transitions[0].ob.to_ints()
+    ).endswith("Hello. In parts.")
 
 
 def test_no_reward_costs_the_episode(file, played):
-    found = played(resolve_environment(f"{file}:Unsaid"), ["done"], process=False)
-    assert not found.groups and "gave the reward nan" in found.errors[0]
+    result = played(resolve_environment(f"{file}:Unsaid"), ["done"], process=False)
+    assert not result.groups and "gave the reward nan" in result.errors[0]
 
 
 @pytest.mark.slow
@@ -213,10 +213,10 @@ def test_a_factory_may_be_a_function(file, name, settings, reward, process):
         get_renderer("plain", load_tokenizer("tiny:ascii")),
     )
     sampler = Scripted(load_tokenizer("tiny:ascii"), lambda *_: "done")
-    found = rollout([group], sampler, SamplingParams(max_tokens=300, temperature=1.0), seed=0)
+    result = rollout([group], sampler, SamplingParams(max_tokens=300, temperature=1.0), seed=0)
     if process:
         spec.root.close()
-    assert not found.errors and found.groups[0].get_total_rewards() == [reward, reward]
+    assert not result.errors and result.groups[0].get_total_rewards() == [reward, reward]
     with pytest.raises(UserError, match="did you mean --environment.size"):
         parse_environment(f"{file}:made", [("sise", "1")])
     assert parse_environment(f"{file}:made", [("size", "2")]).settings == {"size": 2.0}
@@ -236,16 +236,18 @@ def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
     answers = [call("add", by=2), call("speak", word="hi"), "done"]
     sampler = Scripted(tokenizer, lambda prompt, turn, *_: answers[turn])
     groups = [EnvironmentGroup(spec, p, 1, renderer) for p in problems]
-    found = rollout(groups, sampler, SamplingParams(max_tokens=300), seed=0)
+    result = rollout(groups, sampler, SamplingParams(max_tokens=300), seed=0)
     if process:
         spec.root.close()
-    turns = [group.trajectories_G[0].transitions[1:] for group in found.groups]
-    told = [[m["content"] for turn in own for m in turn.logs["told"]] for own in turns]
-    assert told[0][0] == "2" and told[1][1] == "HI"
-    assert "no tool" in told[0][1] and "no tool" in told[1][0]
-    assert [group.get_total_rewards() for group in found.groups] == [[2.0], [0.0]]
-    assert len(found.errors) == 2 and "None" in found.errors[1]
-    assert "'sing'; the dictionary has 'count', 'speak'" in found.errors[0]
+    turns = [group.trajectories_G[0].transitions[1:] for group in result.groups]
+    messages = [
+        [m["content"] for turn in reference for m in turn.logs["told"]] for reference in turns
+    ]
+    assert messages[0][0] == "2" and messages[1][1] == "HI"
+    assert "no tool" in messages[0][1] and "no tool" in messages[1][0]
+    assert [group.get_total_rewards() for group in result.groups] == [[2.0], [0.0]]
+    assert len(result.errors) == 2 and "None" in result.errors[1]
+    assert "'sing'; the dictionary has 'count', 'speak'" in result.errors[0]
     with pytest.raises(UserError, match="is not an environment in it"):
         resolve_environment(f"{file}:no_factories")
 

@@ -112,20 +112,20 @@ def test_a_generated_task_pays_right_answers_and_its_levels_grow(gym, renderer):
     spec = resolve_environment("reasoning_gym", task="sums", levels=3)
     rows = spec.make().rows("train", 9)
     assert [row["level"] for row in rows] == [0, 1, 2] * 3
-    found = played(spec, added, rows=rows)
-    assert [one.get_total_rewards() for one in found.groups] == [[1.0]] * 9
+    result = played(spec, added, rows=rows)
+    assert [item.get_total_rewards() for item in result.groups] == [[1.0]] * 9
     wrong = played(spec, lambda prompt: "-1", rows=rows[:1])
     assert wrong.groups[0].get_total_rewards() == [0.01]
     assert wrong.groups[0].trajectories_G[0].transitions[-1].metrics["correct"] == 0.0
 
-    def asked(row):
+    def request(row):
         made = spec.make()
         made.row = row
         return made.start()
 
-    assert [len(asked(row)) <= 2 * (row["level"] + 1) + 2 for row in rows] == [True] * 9
-    assert not {asked(row) for row in rows[2::3]} & {
-        asked(row) for row in spec.make().rows("test", 9)[2::3]
+    assert [len(request(row)) <= 2 * (row["level"] + 1) + 2 for row in rows] == [True] * 9
+    assert not {request(row) for row in rows[2::3]} & {
+        request(row) for row in spec.make().rows("test", 9)[2::3]
     }
 
 
@@ -211,11 +211,11 @@ def best(prompt):
 
 
 def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(arena, renderer):
-    found = played(resolve_environment("textarena", game="Nim-v0"), best, rows=[{}] * 4)
-    assert set(arena.made) == {"Nim-v0-raw"} and not found.errors
-    assert len(found.groups) == 8
-    assert sorted(sum((g.get_total_rewards() for g in found.groups), [])) == [-1.0] * 4 + [1.0] * 4
-    for group in found.groups:
+    result = played(resolve_environment("textarena", game="Nim-v0"), best, rows=[{}] * 4)
+    assert set(arena.made) == {"Nim-v0-raw"} and not result.errors
+    assert len(result.groups) == 8
+    assert sorted(sum((g.get_total_rewards() for g in result.groups), [])) == [-1.0] * 4 + [1.0] * 4
+    for group in result.groups:
         turns = group.trajectories_G[0].transitions
         seat = turns[0].seat
         read = renderer.tokenizer.decode(turns[-1].ob.to_ints())
@@ -227,19 +227,21 @@ def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(ar
     spec = resolve_environment(
         "textarena", game="Nim-v0", others="random", moves="1 2 3", rules=False
     )
-    one, again = (played(spec, best, rows=[{}] * 6, group=4) for _ in range(2))
-    assert len(one.groups) == 6 and all(len(g.trajectories_G) == 4 for g in one.groups)
+    first, again = (played(spec, best, rows=[{}] * 6, group=4) for _ in range(2))
+    assert len(first.groups) == 6 and all(len(g.trajectories_G) == 4 for g in first.groups)
 
-    def tokens(found):
+    def tokens(result):
         return [
             [t.ob.to_ints() for t in trajectory.transitions]
-            for g in found.groups
+            for g in result.groups
             for trajectory in g.trajectories_G
         ]
 
-    assert tokens(one) == tokens(again)
-    assert sum(sum(g.get_total_rewards()) for g in one.groups) > 6  # who plays best wins most games
-    text = renderer.tokenizer.decode(one.groups[0].trajectories_G[1].transitions[0].ob.to_ints())
+    assert tokens(first) == tokens(again)
+    assert (
+        sum(sum(g.get_total_rewards()) for g in first.groups) > 6
+    )  # who plays best wins most games
+    text = renderer.tokenizer.decode(first.groups[0].trajectories_G[1].transitions[0].ob.to_ints())
     assert "You are" not in text and "Player 0:" in text  # the second member has the second seat
 
 
@@ -263,7 +265,7 @@ def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(arena, re
 
 
 @pytest.mark.parametrize(
-    ("wins_only", "won", "last", "own", "other"),
+    ("wins_only", "won", "last", "reference", "other"),
     [
         (False, 1, "1", 1.0, -0.9),
         (True, 1, "1", 1.0, 0.0),
@@ -272,7 +274,7 @@ def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(arena, re
     ],
 )
 def test_wins_alone_are_paid_where_that_is_asked_for(
-    arena, monkeypatch, wins_only, won, last, own, other
+    arena, monkeypatch, wins_only, won, last, reference, other
 ):
     """The game's own reward pays a loser by how near it came."""
     close = Nim.close
@@ -288,7 +290,7 @@ def test_wins_alone_are_paid_where_that_is_asked_for(
     made.made.sticks = 1
     turn = made.step({"role": "assistant", "content": last})
     assert (turn.reward, turn.metrics["won"], list(turn.rewards.values())) == (
-        own, float(won), [other],
+        reference, float(won), [other],
     )  # fmt: skip
     assert sorted(turn.logs["rewards"].values()) == [-0.9, 1]
 
@@ -330,9 +332,9 @@ class Thrice:
         self.turns += 1
         right = action == self.truth
         done = right or self.turns == 3
-        told = [] if done else [{"role": "user", "content": f"No. {self.turns}"}]
+        messages = [] if done else [{"role": "user", "content": f"No. {self.turns}"}]
         return {
-            "observations": told,
+            "observations": messages,
             "reward": 1.0 if right else -0.25,
             "done": done,
             "metadata": {"seen": {action}},
@@ -346,16 +348,16 @@ class Thrice:
 
 
 def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer):
-    package("skyrl_gym", registry={"thrice": 1}, make=lambda name, **given: Thrice(**given))
+    package("skyrl_gym", registry={"thrice": 1}, make=lambda name, **inputs: Thrice(**inputs))
     spec = resolve_environment("skyrl_gym", env="thrice")
     assert spec.needs_rows
     row = {"messages": [{"role": "user", "content": "2*3?"}], "answer": "2"}
-    found = played(
+    result = played(
         spec,
         lambda prompt: prompt.count("No.") and prompt.rsplit("No. ", 1)[1][0] or "x",
         rows=[row],
     )
-    turns = found.groups[0].trajectories_G[0].transitions
+    turns = result.groups[0].trajectories_G[0].transitions
     assert [t.reward for t in turns] == [-0.25, -0.25, 1.0]
     assert turns[-1].metrics["turns"] == 3.0 and "name" not in turns[-1].metrics
     for _ in range(100):
@@ -373,7 +375,7 @@ def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer
 class Client:
     """An OpenEnv client: its methods are coroutines, and it is entered and left in one task."""
 
-    left = 0
+    remaining = 0
 
     def __init__(self, base_url):
         self.count = 0
@@ -384,7 +386,7 @@ class Client:
 
     async def __aexit__(self, *_):
         assert asyncio.current_task() is self.task
-        Client.left += 1
+        Client.remaining += 1
 
     async def reset(self, seed, **more):
         return SimpleNamespace(observation={"text": "Say 1", "n": 1}, reward=None, done=False)
@@ -403,7 +405,7 @@ class Client:
 
 @pytest.fixture
 def openenv(package):
-    Client.left = 0
+    Client.remaining = 0
     for name in ("openenv", "openenv.core"):
         package(name)
     return package("openenv.core.generic_client", GenericEnvClient=Client)
@@ -411,13 +413,13 @@ def openenv(package):
 
 def test_episodes_on_a_server(openenv, renderer):
     spec = resolve_environment("openenv", url="http://x")
-    found = played(spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2)
-    assert [one.get_total_rewards() for one in found.groups] == [[2.0, 2.0]] * 2
+    result = played(spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2)
+    assert [item.get_total_rewards() for item in result.groups] == [[2.0, 2.0]] * 2
     for _ in range(200):
-        if Client.left == 4:
+        if Client.remaining == 4:
             break
         time.sleep(0.02)
-    assert Client.left == 4
+    assert Client.remaining == 4
     with pytest.raises(UserError, match="has a URL"):
         resolve_environment("openenv", url="localhost").make()
 
@@ -426,8 +428,8 @@ def test_episodes_on_a_server(openenv, renderer):
 def test_a_server_that_breaks_costs_its_episode(openenv, renderer, say, why):
     spec = resolve_environment("openenv", url="http://x", wait_seconds=0.5)
     turn = iter([say])
-    found = played(spec, lambda prompt: next(turn, "1"), rows=[{}, {}])
-    assert len(found.groups) == 1 and len(found.errors) == 1 and why in found.errors[0]
+    result = played(spec, lambda prompt: next(turn, "1"), rows=[{}, {}])
+    assert len(result.groups) == 1 and len(result.errors) == 1 and why in result.errors[0]
 
 
 def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
@@ -436,10 +438,10 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
         return n * 10
 
     session = ClientSession(lambda: Client("x"), 5.0)
-    found, begin = {}, time.monotonic()
+    results, begin = {}, time.monotonic()
     threads = [
         threading.Thread(
-            target=lambda n=n: found.__setitem__(n, session.call(lambda c: slow(c, n)))
+            target=lambda n=n: results.__setitem__(n, session.call(lambda c: slow(c, n)))
         )
         for n in range(20)
     ]
@@ -447,7 +449,7 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {n: n * 10 for n in range(20)} and time.monotonic() - begin < 4
+    assert results == {n: n * 10 for n in range(20)} and time.monotonic() - begin < 4
     with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
         session.call(lambda c: asyncio.sleep(10), 0.05)
     session.close()
@@ -511,10 +513,10 @@ def test_the_tools_of_a_server_are_a_models_tools(package):
     made.row, made.calls = {"messages": [{"role": "user", "content": "2*3?"}], "answer": "6"}, []
     assert made.start() == [{"role": "user", "content": "2*3?"}]
     assert made.connection.session._client.target == ("python", "my server.py", "-x")
-    tools = {one.name: one for one in made.tools}
+    tools = {item.name: item for item in made.tools}
     assert tools["double"].schema["function"]["parameters"]["required"] == ["a"]
-    asked = [{"function": {"name": name, "arguments": {"a": 21}}} for name in ("double", "fail")]
-    calls = run_calls({"tool_calls": asked}, tools)
+    requests = [{"function": {"name": name, "arguments": {"a": 21}}} for name in ("double", "fail")]
+    calls = run_calls({"tool_calls": requests}, tools)
     assert calls[0].answer == "42\n[image that is not text]" and "no luck" in calls[1].error
     assert made.step({"role": "assistant", "content": "6"}).reward == 1.0
     made.close()
@@ -540,11 +542,11 @@ class Stepped:
 def counting(renderer, seen):
     class Count:
         def __init__(self, left):
-            self.left = left
+            self.remaining = left
 
         def observation(self):
             return renderer.build_generation_prompt(
-                [{"role": "user", "content": f"Say {self.left}"}]
+                [{"role": "user", "content": f"Say {self.remaining}"}]
             )
 
         async def initial_observation(self):
@@ -552,10 +554,10 @@ def counting(renderer, seen):
 
         async def step(self, action, *, extra=None):
             seen.append((action, extra))
-            right = renderer.parse_response(action)[0]["content"] == str(self.left)
-            self.left -= 1
-            metrics = {"stop/max_turns": 1.0} if self.left == 0 else {}
-            return Stepped(float(right), self.left == 0, self.observation(), [], metrics)
+            right = renderer.parse_response(action)[0]["content"] == str(self.remaining)
+            self.remaining -= 1
+            metrics = {"stop/max_turns": 1.0} if self.remaining == 0 else {}
+            return Stepped(float(right), self.remaining == 0, self.observation(), [], metrics)
 
     class Old(Count):
         def step(self, action):  # of before there was `extra`, and not awaitable
@@ -603,27 +605,32 @@ def test_the_cookbooks_groups_are_played_token_by_token(renderer):
         Builder(count, old), Builder(count, breaks, count), Builder(hangs, count),
         Builder(overflows, count), Builder(breaks),
     ]  # fmt: skip
-    groups = [TinkerGroup(one, i, seconds=1.5) for i, one in enumerate(builders)]
-    found = rollout(
+    groups = [TinkerGroup(item, i, seconds=1.5) for i, item in enumerate(builders)]
+    result = rollout(
         groups,
         Scripted(renderer, lambda p: p.rsplit("Say ", 1)[1][0]),
         SamplingParams(max_tokens=8),
         seed=0,
     )
-    assert [g.get_total_rewards() for g in found.groups] == [[2.0, 12.0], [2.0, 12.0], [2.0], [2.0]]
-    assert [one.compared for one in builders] == [
+    assert [g.get_total_rewards() for g in result.groups] == [
+        [2.0, 12.0],
+        [2.0, 12.0],
+        [2.0],
+        [2.0],
+    ]
+    assert [item.compared for item in builders] == [
         [(2, ["Count", "Old"])], [(2, ["Count", "Count"])], [(1, ["Count"])], [(1, ["Count"])], []
     ]  # fmt: skip
-    assert [one.cleaned for one in builders] == [1] * 5
-    assert len(found.errors) == 4
-    assert "no luck" in found.errors[0]
-    assert "within its 1.5 s" in found.errors[1]
+    assert [item.cleaned for item in builders] == [1] * 5
+    assert len(result.errors) == 4
+    assert "no luck" in result.errors[0]
+    assert "within its 1.5 s" in result.errors[1]
     assert all(
         type(action) is list and all(type(token) is int for token in action) for action, _ in seen
     )
     assert {None if extra is None else extra["stop_reason"] for _, extra in seen} == {None, "stop"}
-    assert found.groups[0].tag == "count"
-    assert found.groups[0].trajectories_G[0].transitions[-1].truncated
+    assert result.groups[0].tag == "count"
+    assert result.groups[0].trajectories_G[0].transitions[-1].truncated
 
 
 def test_the_cookbooks_groups_by_name(tmp_path, renderer):

@@ -47,12 +47,12 @@ def curricula_have_their_levels() -> Found:
 
     def case(task: str) -> bool:
         curriculum = reasoning_gym.factory.create_curriculum(task)
-        count = max(len(one.levels) for one in curriculum.attributes.values())
-        asked = []
+        count = max(len(item.levels) for item in curriculum.attributes.values())
+        requests = []
         for level in {0, count - 1}:
             made = _rg(task, level=level)
-            asked.append(made.start())
-        return all(asked)
+            requests.append(made.start())
+        return all(requests)
 
     return counted(
         [(task, lambda task=task: case(task)) for task in sorted(reasoning_gym.factory.CURRICULA)]
@@ -71,20 +71,20 @@ def an_episode_through_the_rollout() -> Found:
         # The expression contains only digits and signs.
         return str(eval(sums[-1].replace("+0", "+"), {"__builtins__": {}}))
 
-    found = played(spec, says, rows=rows)
-    rewards = [reward for one in found.groups for reward in one.get_total_rewards()]
-    asked = {
-        split: [_question(spec, row) for row in given]
-        for split, given in (("train", rows), ("test", tests))
+    result = played(spec, says, rows=rows)
+    rewards = [reward for item in result.groups for reward in item.get_total_rewards()]
+    requests = {
+        split: [_question(spec, row) for row in inputs]
+        for split, inputs in (("train", rows), ("test", tests))
     }
     return counted([
         ("levels are spread",
          lambda: [row["level"] for row in rows] == [0, 1, 2] * 3),
         ("right answers are paid", lambda: rewards == [1.0] * 9),
         ("training and held-out questions differ",
-         lambda: not set(asked["train"]) & set(asked["test"])),
+         lambda: not set(requests["train"]) & set(requests["test"])),
         ("the same row asks the same",
-         lambda: asked["train"] == [_question(spec, row) for row in rows]),
+         lambda: requests["train"] == [_question(spec, row) for row in rows]),
     ])  # fmt: skip
 
 
@@ -126,8 +126,8 @@ def halving(prompt: str) -> str:
 
 def games_are_played() -> Found:
     guess = resolve_environment("textarena", game="GuessTheNumber-v0", rules=False)
-    found = played(guess, halving, rows=[{} for _ in range(20)], group=2)
-    rewards = [one.get_total_rewards() for one in found.groups]
+    result = played(guess, halving, rows=[{} for _ in range(20)], group=2)
+    rewards = [item.get_total_rewards() for item in result.groups]
     board = resolve_environment("textarena", game="TicTacToe-v0")
 
     def first_free(prompt: str) -> str:
@@ -141,32 +141,32 @@ def games_are_played() -> Found:
         others="random",
         moves=" ".join(f"[{i}]" for i in range(9)),
     )
-    one = played(random_other, first_free, rows=[{} for _ in range(10)], group=2)
+    item = played(random_other, first_free, rows=[{} for _ in range(10)], group=2)
     again = played(random_other, first_free, rows=[{} for _ in range(10)], group=2)
     totals = [round(sum(group.get_total_rewards()), 6) for group in both.groups]
     return counted([
         ("halving finds each number", lambda: rewards == [[1.0, 1.0]] * 20),
         ("within 5 guesses",
-         lambda: max(_turns(one) for g in found.groups for one in g.trajectories_G) <= 5),
+         lambda: max(_turns(item) for g in result.groups for item in g.trajectories_G) <= 5),
         ("a group's members meet the same number",
-         lambda: all(len(set(map(_turns, g.trajectories_G))) == 1 for g in found.groups)),
+         lambda: all(len(set(map(_turns, g.trajectories_G))) == 1 for g in result.groups)),
         ("self-play has a trajectory for each seat", lambda: len(both.groups) == 6),
         ("one wins what the other loses", lambda: round(sum(totals), 6) == 0.0),
-        ("a game against a random player ends", lambda: not one.errors and len(one.groups) == 10),
+        ("a game against a random player ends", lambda: not item.errors and len(item.groups) == 10),
         ("and is a function of its seed, played beside others",
-         lambda: _tokens(one) == _tokens(again)),
+         lambda: _tokens(item) == _tokens(again)),
     ])  # fmt: skip
 
 
-def _turns(one: Any) -> int:
-    return len(one.transitions)
+def _turns(first: Any) -> int:
+    return len(first.transitions)
 
 
-def _tokens(found: RolloutBatch) -> list:
+def _tokens(result: RolloutBatch) -> list:
     return [
-        [turn.ob.to_ints() for turn in one.transitions]
-        for group in found.groups
-        for one in group.trajectories_G
+        [turn.ob.to_ints() for turn in item.transitions]
+        for group in result.groups
+        for item in group.trajectories_G
     ]
 
 
@@ -185,8 +185,8 @@ def skyrl_episodes() -> Found:
         for s in ("It is\n#### 42", "#### 41")
     )
     answers = iter(["#### 1", "#### 2", "#### 42"])
-    found = played(several, lambda _: next(answers), rows=[row])
-    turns = found.groups[0].trajectories_G[0].transitions
+    result = played(several, lambda _: next(answers), rows=[row])
+    turns = result.groups[0].trajectories_G[0].transitions
     return counted([
         ("a right answer", lambda: right == [1.0]),
         ("a wrong answer", lambda: wrong == [0.0]),
@@ -214,7 +214,7 @@ def tinker_groups() -> Found:
 
     class Count(types.Env):
         def __init__(self, start: int):
-            self.left = start
+            self.remaining = start
 
         async def initial_observation(self) -> Any:
             await asyncio.sleep(0.01)
@@ -223,22 +223,22 @@ def tinker_groups() -> Found:
         def _asked(self) -> Any:
             return tinker.ModelInput.from_ints(
                 render.build_generation_prompt(
-                    [{"role": "user", "content": f"Say {self.left}"}]
+                    [{"role": "user", "content": f"Say {self.remaining}"}]
                 ).to_ints()
             )
 
         async def step(self, action: list[int], *, extra: Any = None) -> Any:
             seen.append((type(action), type(action[0]), extra))
             await asyncio.sleep(0.01)
-            said = render.parse_response(action)[0]["content"]
-            right, self.left = said == str(self.left), self.left - 1
+            text = render.parse_response(action)[0]["content"]
+            right, self.remaining = text == str(self.remaining), self.remaining - 1
             return types.StepResult(
                 float(right),
-                self.left == 0,
+                self.remaining == 0,
                 self._asked(),
                 [sorted(render.end_tokens)[0]],
                 {"right": float(right)},
-                {"said": said},
+                {"said": text},
             )
 
     class Broken(Count):
@@ -254,10 +254,10 @@ def tinker_groups() -> Found:
 
         async def compute_group_rewards(self, trajectory_group: Any, env_group: Any) -> Any:
             assert len(trajectory_group) == len(env_group)
-            assert all(isinstance(one, types.Trajectory) for one in trajectory_group)
+            assert all(isinstance(item, types.Trajectory) for item in trajectory_group)
             return [
-                (10.0, {"length": float(len(one.transitions[0].ac.tokens))})
-                for one in trajectory_group
+                (10.0, {"length": float(len(item.transitions[0].ac.tokens))})
+                for item in trajectory_group
             ]
 
         async def cleanup(self) -> None:
@@ -268,7 +268,7 @@ def tinker_groups() -> Found:
 
     made = [Group(Count, Count), Group(Count, Broken, Count)]
     groups = [TinkerGroup(builder, i, seconds=20.0) for i, builder in enumerate(made)]
-    found = rollout(
+    result = rollout(
         groups,
         Scripted(render, lambda p: re.findall(r"Say (\d)", p)[-1]),
         SamplingParams(max_tokens=8),
@@ -276,20 +276,20 @@ def tinker_groups() -> Found:
     )
     return counted([
         ("episodes and their group rewards",
-         lambda: [g.get_total_rewards() for g in found.groups] == [[13.0, 13.0]] * 2),
-        ("actions are lists of ints", lambda: {one[:2] for one in seen} == {(list, int)}),
+         lambda: [g.get_total_rewards() for g in result.groups] == [[13.0, 13.0]] * 2),
+        ("actions are lists of ints", lambda: {item[:2] for item in seen} == {(list, int)}),
         ("extra says why sampling stopped",
-         lambda: {one[2]["stop_reason"] for one in seen} == {"stop"}),
+         lambda: {item[2]["stop_reason"] for item in seen} == {"stop"}),
         ("metrics of steps and of groups",
          lambda: (
-             found.groups[0].metrics_G[0]["length"] == 2.0
-             and [t.metrics["right"] for t in found.groups[0].trajectories_G[0].transitions]
+             result.groups[0].metrics_G[0]["length"] == 2.0
+             and [t.metrics["right"] for t in result.groups[0].trajectories_G[0].transitions]
              == [1.0] * 3
          )),
-        ("the tag", lambda: found.groups[0].tag == "counting"),
+        ("the tag", lambda: result.groups[0].tag == "counting"),
         ("one that raises costs its episode",
-         lambda: len(found.errors) == 1 and "no luck" in found.errors[0]),
-        ("groups are cleaned up", lambda: [one.cleaned for one in made] == [1, 1]),
+         lambda: len(result.errors) == 1 and "no luck" in result.errors[0]),
+        ("groups are cleaned up", lambda: [item.cleaned for item in made] == [1, 1]),
     ])  # fmt: skip
 
 

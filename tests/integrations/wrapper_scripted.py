@@ -32,8 +32,8 @@ class Scripted:
         for request in requests:
             text = self.says(self.render.tokenizer.decode(list(request.prompt)))
             tokens = [*self.render.encode(text), *sorted(self.render.end_tokens)[:1]]
-            one = SampledSequence(tokens, [-1.0] * len(tokens), "stop", version=0)
-            responses.append(SampleResponse([one] * request.num_samples))
+            first = SampledSequence(tokens, [-1.0] * len(tokens), "stop", version=0)
+            responses.append(SampleResponse([first] * request.num_samples))
         return SimpleNamespace(result=lambda: (responses, {"emitted_tokens": 1}))
 
 
@@ -85,5 +85,5 @@ def refused(name: str, text: str, **settings: Any) -> bool:
 def costs_episode(name: str, **settings: Any) -> bool:
     """Return whether an environment that cannot answer costs exactly its episode."""
     row = {"messages": [{"role": "user", "content": "?"}], "answer": "x"}
-    found = played(resolve_environment(name, **settings), lambda _: "x", rows=[row])
-    return not found.groups and len(found.errors) == 1
+    result = played(resolve_environment(name, **settings), lambda _: "x", rows=[row])
+    return not result.groups and len(result.errors) == 1

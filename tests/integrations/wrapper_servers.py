@@ -89,11 +89,11 @@ def openenv_episodes() -> Found:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
         spec = resolve_environment("openenv", url=f"http://127.0.0.1:{port}", show="text")
-        found = played(
+        result = played(
             spec, lambda prompt: re.findall(r"Say (\d)", prompt)[-1], rows=[{}, {}], group=2
         )
         wrong = played(spec, lambda prompt: "9")
-        turns = found.groups[0].trajectories_G[0].transitions if found.groups else []
+        turns = result.groups[0].trajectories_G[0].transitions if result.groups else []
         asjson = resolve_environment("openenv", url=f"http://127.0.0.1:{port}", action="json")
         strange = played(
             asjson, lambda prompt: "no json" if "Error" not in prompt else '{"message": "1"}'
@@ -101,7 +101,7 @@ def openenv_episodes() -> Found:
         metrics = [t.metrics for t in strange.groups[0].trajectories_G[0].transitions]
         return counted([
             ("episodes side by side",
-             lambda: [g.get_total_rewards() for g in found.groups] == [[3.0, 3.0]] * 2),
+             lambda: [g.get_total_rewards() for g in result.groups] == [[3.0, 3.0]] * 2),
             ("each turn has its reward", lambda: [t.reward for t in turns] == [1.0] * 3),
             ("wrong answers earn nothing", lambda: wrong.groups[0].get_total_rewards() == [0.0]),
             ("an answer that is no action is told and counted",
@@ -120,7 +120,7 @@ def mcp_episodes() -> Found:
 
     server = McpServer(command, seconds=60.0)
     try:
-        tools = {one.name: one for one in server.tools()}
+        tools = {item.name: item for item in server.tools()}
 
         def called(name: str, **arguments: Any) -> Any:
             (call,) = run_calls(
@@ -141,7 +141,7 @@ def mcp_episodes() -> Found:
              lambda: called("multiply", a="six").error is not None),
             ("one that hangs is given up", lambda: "longer than 2 s" in (hung.error or "")),
         ]  # fmt: skip
-        found = counted(cases)
+        result = counted(cases)
     finally:
         server.close()
     spec = resolve_environment("mcp", server=command, only="multiply", call_seconds=60.0)
@@ -150,11 +150,11 @@ def mcp_episodes() -> Found:
     made.start()
     whole = counted([
         ("an environment offers what it is asked for",
-         lambda: [one.name for one in made.tools] == ["multiply"]),
+         lambda: [item.name for item in made.tools] == ["multiply"]),
         ("and pays by a reward",
          lambda: made.step({"role": "assistant", "content": "42"}).reward == 1.0),
         ("a server that is not there costs its episode",
          lambda: costs_episode("mcp", server="false", call_seconds=20.0)),
     ])  # fmt: skip
     made.close()
-    return found[0] + whole[0], found[1] + whole[1], found[2] + whole[2]
+    return result[0] + whole[0], result[1] + whole[1], result[2] + whole[2]

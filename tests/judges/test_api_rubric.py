@@ -84,11 +84,11 @@ def test_an_answer_without_a_reading_has_no_reward(answer, reason):
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_failure_that_passes_is_tried_again(status):
-    left = [6]
+    remaining = [6]
 
     def reply(body, headers):
-        left[0] -= 1
-        return (status, {}) if left[0] >= 0 else first_token(("yes", 1.0))
+        remaining[0] -= 1
+        return (status, {}) if remaining[0] >= 0 else first_token(("yes", 1.0))
 
     with api_server(reply) as (address, bodies):
         rubric = Rubric.from_weights(POLITE_RIGHT[:1])
@@ -126,11 +126,11 @@ def test_an_error_whose_text_is_cut_off_is_tried_again():
     class Cut(dict):
         """A reply that ends before its length."""
 
-    left = [2]
+    remaining = [2]
 
     def reply(body, headers):
-        left[0] -= 1
-        return (502, Cut()) if left[0] >= 0 else first_token(("yes", 1.0))
+        remaining[0] -= 1
+        return (502, Cut()) if remaining[0] >= 0 else first_token(("yes", 1.0))
 
     with api_server(reply, cut_off=Cut) as (address, bodies):
         judge = APIRubricJudge(OpenAIClient(address), Rubric.from_weights(POLITE_RIGHT[:1]))

@@ -63,10 +63,10 @@ def test_a_run_with_the_teacher_behind_an_api_is_that_with_its_weights(teacher, 
 
     here = train(f"{WORDS} --teacher {folder}", tmp_path / "here")
     with api_server(reply, models=("teacher",)) as (address, bodies):
-        there = train(f"{WORDS} --teacher {address}", tmp_path / "there")
+        present = train(f"{WORDS} --teacher {address}", tmp_path / "there")
     assert len(bodies) > 2 * 4 * 2  # the answers, and the sample tokens
     metric = "teacher/kl_per_token"
-    ours, theirs = ([row[metric] for row in rows if metric in row] for rows in (here, there))
+    ours, theirs = ([row[metric] for row in rows if metric in row] for rows in (here, present))
     # one sequence at a time instead of a batch: equal up to the rounding of matrix products
     assert len(ours) == 2 and theirs == pytest.approx(ours, rel=1e-4)
     weights, others = final_weights(tmp_path / "here"), final_weights(tmp_path / "there")

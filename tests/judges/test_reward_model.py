@@ -71,13 +71,13 @@ def test_bradley_terry_is_the_formula_at_each_last_position(centre):
     loss, metrics = get_loss("bradley_terry").fn(
         zeros, zeros, {"values": values}, torch.from_numpy(cu), {"centre_coef": centre}
     )
-    (found,) = torch.autograd.grad(loss, values)
+    (result,) = torch.autograd.grad(loss, values)
     scores = values.detach().numpy()[cu[1:] - 1]
     expected, gradients = by_hand(scores.tolist(), centre)
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     whole = np.zeros(cu[-1])
     whole[cu[1:] - 1] = gradients
-    np.testing.assert_allclose(found.numpy(), whole, atol=1e-12)
+    np.testing.assert_allclose(result.numpy(), whole, atol=1e-12)
     assert metrics["chosen_rewards:sum"].item() == pytest.approx(scores[0::2].sum())
     assert metrics["ranked_right:sum"].item() == (scores[0::2] > scores[1::2]).sum()
 
@@ -161,26 +161,30 @@ class Judge:
         return type(
             "Future",
             (),
-            {"result": lambda _: [self._score("".join(map(chr, one.to_ints()))) for one in inputs]},
+            {
+                "result": lambda _: [
+                    self._score("".join(map(chr, item.to_ints()))) for item in inputs
+                ]
+            },
         )()
 
     def _score(self, text):
-        asked, label = text.rsplit("\n", 1)
-        first = asked.split("[Answer A]\n")[1].split("\n")[0]
-        second = asked.split("[Answer B]\n")[1].split("\n")[0]
+        request, label = text.rsplit("\n", 1)
+        first = request.split("[Answer A]\n")[1].split("\n")[0]
+        second = request.split("[Answer B]\n")[1].split("\n")[0]
         logp = self.prefers(first, second)[VERDICT_LABELS.index(label.rstrip("$"))]
-        return [None, *[-9.0] * (len(asked)), *[logp / len(label)] * len(label)]
+        return [None, *[-9.0] * (len(request)), *[logp / len(label)] * len(label)]
 
 
 class Letters:
     """A renderer of characters, "$" at an answer's end."""
 
     def build_supervised_example(self, messages):
-        *asked, answer = (str(m["content"]) for m in messages)
-        said = answer + "$"
-        return ModelInput.from_ints([ord(c) for c in "".join(asked) + said]), [0.0] * len(
-            "".join(asked)
-        ) + [1.0] * len(said)
+        *request, answer = (str(m["content"]) for m in messages)
+        text = answer + "$"
+        return ModelInput.from_ints([ord(c) for c in "".join(request) + text]), [0.0] * len(
+            "".join(request)
+        ) + [1.0] * len(text)
 
 
 def test_both_orders_are_read_and_averaged():
@@ -189,13 +193,13 @@ def test_both_orders_are_read_and_averaged():
     def prefers(first, second):
         return np.log([6, 1, 1]) + 2.0 if len(first) > len(second) else np.log([2, 1, 1])
 
-    one = AnswerComparison([{"role": "user", "content": "Hi?"}], "long answer", "short")
-    (verdict,) = ComparisonModel(Judge(prefers), Letters()).compare([one])
+    item = AnswerComparison([{"role": "user", "content": "Hi?"}], "long answer", "short")
+    (verdict,) = ComparisonModel(Judge(prefers), Letters()).compare([item])
     assert verdict.first == pytest.approx((6 / 8 + 1 / 4) / 2) and verdict.second == pytest.approx(
         (1 / 8 + 2 / 4) / 2
     )
     assert verdict.tie == pytest.approx((1 / 8 + 1 / 4) / 2) and not verdict.consistent
-    (other,) = ComparisonModel(Judge(prefers), Letters()).compare([swap_answers(one)])
+    (other,) = ComparisonModel(Judge(prefers), Letters()).compare([swap_answers(item)])
     assert (other.first, other.second, other.tie) == pytest.approx(
         (verdict.second, verdict.first, verdict.tie)
     )
@@ -217,88 +221,90 @@ def test_scores_within_a_group_are_shares_of_wins():
         return np.log([[0.2, 0.6, 0.2], [1 / 3] * 3, [0.6, 0.2, 0.2]][gap + 1])
 
     judge = PairwiseJudge(ComparisonModel(Judge(prefers), Letters()))
-    (scores, alone) = judge.scores([group("a", "bbb", "a", "cc"), group("x")])
+    (scores, single) = judge.scores([group("a", "bbb", "a", "cc"), group("x")])
     # longer beats shorter 0.6 + 0.2 / 2 = 0.7 to 0.3; equal texts tie at 0.5
     assert scores == pytest.approx(
         [(0.3 + 0.5 + 0.3) / 3, 0.7, (0.3 + 0.5 + 0.3) / 3, (0.7 + 0.3 + 0.7) / 3]
     )
-    assert sum(scores) == pytest.approx(2.0) and alone == [0.5]
+    assert sum(scores) == pytest.approx(2.0) and single == [0.5]
 
 
 def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp_path):
     """The same text for an answer that was sampled as for a row of pairs."""
-    said = [
+    output = [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "1+1="},
     ]  # fmt: skip
     with ServiceClient(output_dir=tmp_path) as service:
         renderer = make_renderer(service.create_sampling_client(base_model="tiny:ascii"), None)
-    envs = ProblemGroupBuilder(Problem(said), 2, renderer, None).make_envs()
+    envs = ProblemGroupBuilder(Problem(output), 2, renderer, None).make_envs()
     sampled = [SampledSequence(renderer.encode(text), [-1.0] * len(text)) for text in ("2", "33")]
-    logs = [env.step(one).logs for env, one in zip(envs, sampled, strict=True)]
+    logs = [env.step(first).logs for env, first in zip(envs, sampled, strict=True)]
     turns = [
-        Transition(ModelInput.empty(), one, 0.0, True, {}, own)
-        for one, own in zip(sampled, logs, strict=True)
+        Transition(ModelInput.empty(), first, 0.0, True, {}, reference)
+        for first, reference in zip(sampled, logs, strict=True)
     ]
-    asked: list[AnswerComparison] = []
+    request: list[AnswerComparison] = []
     verdict = ComparisonVerdict(0.5, 0.5, 0.0, True)
-    judge = SimpleNamespace(compare=lambda found: asked.extend(found) or [verdict for _ in found])
+    judge = SimpleNamespace(
+        compare=lambda result: request.extend(result) or [verdict for _ in result]
+    )
     members = [Trajectory([turn]) for turn in turns]
     PairwiseJudge(judge).scores([TrajectoryGroup(members, [0.0, 0.0], [{}, {}])])
-    (prompt,) = make_comparison_prompt(asked[0])
-    assert len(asked) == 1
-    trained_on = make_comparison_pair(Problem(said, response="2", rejected="33"), renderer)[0]
+    (prompt,) = make_comparison_prompt(request[0])
+    assert len(request) == 1
+    trained_on = make_comparison_pair(Problem(output, response="2", rejected="33"), renderer)[0]
     shown, _ = renderer.build_supervised_example([prompt, {"role": "assistant", "content": "A"}])
     assert shown.to_ints()[:-1] == trained_on.model_input.to_ints()
-    told = "System: Be brief.\n\nUser: Hi\n\nAssistant: Yes?\n\nUser: 1+1="
-    assert told in prompt["content"]
+    messages = "System: Be brief.\n\nUser: Hi\n\nAssistant: Yes?\n\nUser: 1+1="
+    assert messages in prompt["content"]
 
 
-def spoken(*exchange, told=True):
+def spoken(*exchange, messages=True):
     """An episode of (question, answer) turns, logged with or without `told`."""
     turns = []
-    for asked, answer in exchange:
-        message = {"role": "user", "content": asked}
-        logs = {"prompt": asked, "response": answer} | ({"told": [message]} if told else {})
+    for request, answer in exchange:
+        message = {"role": "user", "content": request}
+        logs = {"prompt": request, "response": answer} | ({"told": [message]} if messages else {})
         turns.append(
             Transition(ModelInput.empty(), SampledSequence([5], [-1.0]), 0.0, False, {}, logs)
         )
     return Trajectory(turns)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_each_member_of_several_turns_is_judged_by_its_own_conversation(told):
+@pytest.mark.parametrize("messages", [True, False])
+def test_each_member_of_several_turns_is_judged_by_its_own_conversation(messages):
     members = [
-        spoken(("2+2?", "<think>five?</think>4"), ("sure?", "yes"), told=told),
-        spoken(("2+2?", "5"), ("really?", "no, 4"), told=told),
-        spoken(("2+2?", "4!"), told=told),
+        spoken(("2+2?", "<think>five?</think>4"), ("sure?", "yes"), notes=messages),
+        spoken(("2+2?", "5"), ("really?", "no, 4"), notes=messages),
+        spoken(("2+2?", "4!"), notes=messages),
     ]
     seen: list[str] = []
 
     def verdicts(comparisons):
-        both = [shown for one in comparisons for shown in (one, swap_answers(one))]
+        both = [shown for item in comparisons for shown in (item, swap_answers(item))]
         seen.extend(str(make_comparison_prompt(shown)[0]["content"]) for shown in both)
         return [ComparisonVerdict(1.0, 0.0, 0.0, True) for _ in comparisons]
 
     judge = PairwiseJudge(SimpleNamespace(compare=verdicts))
     (scores,) = judge.scores([TrajectoryGroup(members, [0.0] * 3, [{}] * 3)])
     assert scores == [1.0, 0.5, 0.0]
-    own = [
+    reference = [
         "Assistant: 4\n\nUser: sure?\n\nAssistant: yes",
         "Assistant: 5\n\nUser: really?\n\nAssistant: no, 4", "Assistant: 4!",
     ]  # fmt: skip
     form = ("[Conversation]\n2+2?\n\n[Answer A]\n{}\n\n[Answer B]\n{}\n\n"
             "Which answer is better? Say A, B or tie.\n")  # fmt: skip
-    pairs = [(own[i], own[j]) for i, j in itertools.combinations(range(3), 2)]
+    pairs = [(reference[i], reference[j]) for i, j in itertools.combinations(range(3), 2)]
     assert seen == [form.format(*pair) for a, b in pairs for pair in ((a, b), (b, a))]
 
 
 def test_episodes_are_compared_from_where_they_part():
     """A shared first turn belongs to the conversation."""
-    asked: list[AnswerComparison] = []
+    request: list[AnswerComparison] = []
     judge = SimpleNamespace(
-        compare=lambda found: (
-            asked.extend(found) or [ComparisonVerdict(0.5, 0.5, 0.0, True) for _ in found]
+        compare=lambda result: (
+            request.extend(result) or [ComparisonVerdict(0.5, 0.5, 0.0, True) for _ in result]
         )
     )
     members = [
@@ -306,15 +312,15 @@ def test_episodes_are_compared_from_where_they_part():
         for first, last in (("b", "d"), ("b", "e"), ("x", "d"), ("b", "d"))
     ]
     PairwiseJudge(judge).scores([TrajectoryGroup(members, [0.0] * 4, [{}] * 4)])
-    assert len(asked) == 5  # the first and the last are equal
+    assert len(request) == 5  # the first and the last are equal
     whole = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"},
     ]
-    assert (list(asked[0].messages), asked[0].first, asked[0].second) == (whole, "d", "e")
+    assert (list(request[0].messages), request[0].first, request[0].second) == (whole, "d", "e")
     tail = "\n\nUser: c\n\nAssistant: d"
-    assert (list(asked[1].messages), asked[1].first, asked[1].second) == (
+    assert (list(request[1].messages), request[1].first, request[1].second) == (
         whole[:1], "Assistant: b" + tail, "Assistant: x" + tail,
     )  # fmt: skip
 
@@ -323,10 +329,10 @@ class Scores:
     scores_single_answers = True
 
     def __init__(self, *scores):
-        self.found = [list(s) for s in scores]
+        self.results = [list(s) for s in scores]
 
     def scores(self, groups):
-        return self.found
+        return self.results
 
 
 def test_rewards_are_replaced_or_added_to_by_weight():
@@ -375,10 +381,12 @@ LEARNS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["", "--lora-rank 8 --learning-rate 5e-3", "--centre-coef 0.05"])
-def test_it_learns_preferences_with_a_known_answer(how, tmp_path):
+@pytest.mark.parametrize(
+    "options", ["", "--lora-rank 8 --learning-rate 5e-3", "--centre-coef 0.05"]
+)
+def test_it_learns_preferences_with_a_known_answer(options, tmp_path):
     rows = train(
-        f"{LEARNS} --dataset {largest_digit_pairs(tmp_path / 'pairs.jsonl')} {how}",
+        f"{LEARNS} --dataset {largest_digit_pairs(tmp_path / 'pairs.jsonl')} {options}",
         tmp_path / "run",
     )
     start, first, last = next(row for row in rows if row["step"] == 1), rows[0], rows[-1]
@@ -389,7 +397,7 @@ def test_it_learns_preferences_with_a_known_answer(how, tmp_path):
     assert first["test/rewards/accuracies"] == 0.5
     learning.clears("pairs ranked right", last["test/rewards/accuracies"], above=0.9)
     assert last["test/loss"] < 0.5 * math.log(2) and last["test/rewards/calibration_error"] < 0.2
-    if "centre" in how:
+    if "centre" in options:
         assert (
             abs(last["test/rewards/chosen"] + last["test/rewards/rejected"])
             < 0.5 * last["test/rewards/margins"]
@@ -428,8 +436,8 @@ def test_the_comparison_form_learns_the_same_preferences(tmp_path):
         return train(f"{words} --dataset {pairs_file} --steps {steps}", tmp_path / folder)
 
     prefers_b = trained("b", "a", 0, "untrained")[0]["test/rewards/accuracies"] > 0.5
-    found = trained(*("ab" if prefers_b else "ba"), 40, "run")
-    first, last = found[0], found[-1]
+    result = trained(*("ab" if prefers_b else "ba"), 40, "run")
+    first, last = result[0], result[-1]
     learning.clears("pairs ranked right at first", first["test/rewards/accuracies"], below=0.8)
     learning.clears("pairs ranked right", last["test/rewards/accuracies"], above=0.9)
     learning.clears(
@@ -480,7 +488,7 @@ SAMPLES = "--batch-size 8 --max-tokens 4 --eval-every 0 --learning-rate 1e-2"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         "grpo --group-size 4",
         # Every term but the reward's is off. Its return less the value of an untrained head, which
@@ -489,9 +497,9 @@ SAMPLES = "--batch-size 8 --max-tokens 4 --eval-every 0 --learning-rate 1e-2"
         "rlhf --kl-coef 0 --entropy-coef 0 --value-coef 0 --gae-lambda 1 --truncated end",
     ],
 )
-def test_a_constant_reward_model_leaves_the_weights_bit_equal(how, tmp_path):
+def test_a_constant_reward_model_leaves_the_weights_bit_equal(options, tmp_path):
     """And one that is not constant does not, so that the control could fail."""
-    words = f"{how} {SAMPLES} --reward None"
+    words = f"{options} {SAMPLES} --reward None"
     runs = {
         name: reward_model(tmp_path / name, constant=c)
         for name, c in (("same", 3.7), ("other", None))
@@ -513,14 +521,14 @@ def test_a_constant_reward_model_leaves_the_weights_bit_equal(how, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["", "--lora-rank 4"])
-def test_the_best_weights_score_as_the_model_did(how, tmp_path):
+@pytest.mark.parametrize("options", ["", "--lora-rank 4"])
+def test_the_best_weights_score_as_the_model_did(options, tmp_path):
     """With their head: the best of a run whose last step is its best are the final checkpoint's,
     and rlhf learns from them.
     """
     words = (
         f"reward_model --steps 2 --batch-size 8 --learning-rate 1e-3 --eval-every 1 --eval-limit "
-        f"16 {how}"
+        f"16 {options}"
     )
     train(f"{words} --keep-best progress/batch", tmp_path / "rm")
     (best,) = (tmp_path / "rm" / "sampler_weights").iterdir()
@@ -606,13 +614,13 @@ def largest_digit_rows(path: Path) -> Path:
     for digits in rng.permutation(list(itertools.product(range(10), repeat=3))).tolist():
         best = str(max(digits))
         for wrong in rng.choice([str(d) for d in range(10) if str(d) != best], 3, replace=False):
-            said = {
+            text = {
                 "response": str(rng.choice(digits)),
                 "answer": best,
                 "chosen": best,
                 "rejected": str(wrong),
             }
-            rows.append({"prompt": "".join(map(str, digits)) + "=", **said})
+            rows.append({"prompt": "".join(map(str, digits)) + "=", **text})
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 

@@ -26,9 +26,9 @@ from rl.trainer.stage_models import StageModelFactory
 from rl.types import Problem, SampledSequence
 
 ROLE_COLON = [
-    pytest.param(*one.values[1:], marks=one.marks) if not isinstance(one, tuple) else one[1]
-    for one in pairs()
-    if (one if isinstance(one, tuple) else one.values)[0] == "role_colon"
+    pytest.param(*item.values[1:], marks=item.marks) if not isinstance(item, tuple) else item[1]
+    for item in pairs()
+    if (item if isinstance(item, tuple) else item.values)[0] == "role_colon"
 ]
 
 
@@ -41,9 +41,9 @@ class Reader:
         self.read = []
 
     def compute_values(self, inputs):
-        self.read += [one.to_ints() for one in inputs]
+        self.read += [item.to_ints() for item in inputs]
         return SimpleNamespace(
-            result=lambda: [np.arange(one.length, dtype=np.float32) for one in inputs]
+            result=lambda: [np.arange(item.length, dtype=np.float32) for item in inputs]
         )
 
 
@@ -82,11 +82,11 @@ def test_an_answer_is_read_as_it_was_in_training(renderers, tokenizers, name, mo
     for _ in range(5):
         turn = [{"role": "user", "content": "st"}, {"role": "assistant", "content": "ab"}]
         history = turn if rng.random() < 0.5 else []
-        asked = [*history, {"role": "user", "content": rng.choice(["2+2?", "a a\n", "(7)"])}]
+        requests = [*history, {"role": "user", "content": rng.choice(["2+2?", "a a\n", "(7)"])}]
         response, rejected = rng.choice(["4", "ab st", "7 (a)."]), rng.choice(["5", "st\nab"])
-        problem = Problem(asked, response=response, rejected=rejected)
+        problem = Problem(requests, response=response, rejected=rejected)
         trained = [datum.model_input.to_ints() for datum in make_scored_pair(problem, renderer)]
-        for answer, wanted in zip((problem.response, problem.rejected), trained, strict=True):
+        for answer, expected in zip((problem.response, problem.rejected), trained, strict=True):
             text = as_drawn(renderer, name, ("<think>\n\n</think>\n\n" if thinks else "") + answer)
             if thinks:  # written by the model, as a token
                 drawn_thought = tokenizer.encode(
@@ -98,9 +98,9 @@ def test_an_answer_is_read_as_it_was_in_training(renderers, tokenizers, name, mo
                     group.trajectories_G[0].transitions[-1].ac.tokens[:0] = drawn_thought
                 reader = Reader()
                 ((score,),) = RewardModel(reader, "rm", renderer).scores([group])
-                assert reader.read == [wanted], (text, end)
+                assert reader.read == [expected], (text, end)
                 # at the end mark, the last position: where the loss reads it
-                assert score == len(wanted) - 1
+                assert score == len(expected) - 1
         cut = sampled(renderer, problem, as_drawn(renderer, name, "4 st"), [])
         reader = Reader()
         RewardModel(reader, "rm", renderer).scores([cut])
@@ -127,7 +127,7 @@ def test_role_colons_mark_is_read_as_in_training_however_it_was_tokenised(render
     renderer = renderers("role_colon", model)
     for response in ("4.", "ab st.", "7 (a)", "st"):
         problem = Problem([{"role": "user", "content": "2+2?"}], response=response, rejected="5")
-        wanted = make_scored_pair(problem, renderer)[0].model_input.to_ints()
+        expected = make_scored_pair(problem, renderer)[0].model_input.to_ints()
         prompt = renderer.build_generation_prompt(problem.messages).to_ints()
         text = f" {response}\n\nUser:"
         for pieces in (
@@ -142,31 +142,33 @@ def test_role_colons_mark_is_read_as_in_training_however_it_was_tokenised(render
             if renderer._decode(drawn) != text:
                 # a tokenizer that joins words by spaces of its own: those tokens are another text
                 continue
-            assert renderer.reward_model_input(prompt, drawn).to_ints() == wanted, pieces
+            assert renderer.reward_model_input(prompt, drawn).to_ints() == expected, pieces
 
 
 @pytest.mark.parametrize("policy", ["plain", "role_colon", "chat_template"])
 @pytest.mark.parametrize("judge", ["plain", "role_colon", "chat_template"])
 def test_a_policy_with_another_renderer_is_read_in_the_models_own(renderers, policy, judge):  # noqa: F811
-    own, other = renderers(judge, "llama-like"), renderers(policy, "llama-like")
+    reference, other = renderers(judge, "llama-like"), renderers(policy, "llama-like")
     problem = Problem([{"role": "user", "content": "2+2?"}], response="ab 4", rejected="5")
-    wanted = make_scored_pair(problem, own)[0].model_input.to_ints()
+    expected = make_scored_pair(problem, reference)[0].model_input.to_ints()
     end = (
         other._encode("\n\nUser:", continuing=True)
         if policy == "role_colon"
         else [other.get_stop_sequences()[0]]
     )
     reader = Reader()
-    RewardModel(reader, "rm", own).scores(
+    RewardModel(reader, "rm", reference).scores(
         [sampled(other, problem, as_drawn(other, policy, "ab 4"), end)]
     )
-    assert reader.read == [wanted]
+    assert reader.read == [expected]
     reader = Reader()
-    RewardModel(reader, "rm", own).scores(
+    RewardModel(reader, "rm", reference).scores(
         [sampled(other, problem, as_drawn(other, policy, "ab 4"), [])]
     )
     # without the end mark
-    assert reader.read[0] == (wanted[: len(reader.read[0])]) and len(reader.read[0]) < len(wanted)
+    assert reader.read[0] == (expected[: len(reader.read[0])]) and len(reader.read[0]) < len(
+        expected
+    )
 
 
 @pytest.mark.parametrize("shares_vocabulary", [True, False])
@@ -203,8 +205,8 @@ def test_the_held_out_margin_is_the_one_that_rlhf_reads(renderers, name, shared_
     ]
     with ServiceClient(output_dir=tmp_path) as service:
         tokenizer = str(shared_data / "tokenizers" / "minimind_6400")
-        how = {"tokenizer": tokenizer, "seed": 2, "value_head": True}
-        client = service.create_full_training_client("tiny:chat", **how)
+        options = {"tokenizer": tokenizer, "seed": 2, "value_head": True}
+        client = service.create_full_training_client("tiny:chat", **options)
         renderer = get_renderer(name, client.get_tokenizer())
         datums = [d for row in rows for d in make_scored_pair(row, renderer)]
         client.forward_backward(datums, "bradley_terry").result()
@@ -238,13 +240,13 @@ def test_a_judge_is_shown_answers_as_it_was_in_training(renderers, answer):  # n
     builder = ProblemGroupBuilder(problem, 1, renderer, None)
     logs = builder.make_envs()[0].step(SampledSequence(drawn, [-1.0] * len(drawn))).logs
     group[0].trajectories_G[0].transitions[-1].logs = logs
-    asked = []
+    requests = []
     verdict = SimpleNamespace(first=1.0, second=0.0)
-    judge = SimpleNamespace(compare=lambda found: asked.extend(found) or [verdict])
-    both = TrajectoryGroup([one.trajectories_G[0] for one in group], [0.0, 0.0], [{}, {}])
+    judge = SimpleNamespace(compare=lambda result: requests.extend(result) or [verdict])
+    both = TrajectoryGroup([item.trajectories_G[0] for item in group], [0.0, 0.0], [{}, {}])
     PairwiseJudge(judge).scores([both])
     shown, _ = renderer.build_supervised_example(
-        [*make_comparison_prompt(asked[0]), {"role": "assistant", "content": "A"}]
+        [*make_comparison_prompt(requests[0]), {"role": "assistant", "content": "A"}]
     )
     assert shown.to_ints()[:-1] == make_comparison_pair(problem, renderer)[0].model_input.to_ints()
     parts = [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
@@ -256,7 +258,7 @@ def test_a_judge_is_shown_answers_as_it_was_in_training(renderers, answer):  # n
 @pytest.mark.parametrize("logs", [True, False])
 def test_a_policy_of_another_vocabulary_is_read_as_text(logs, tokenizers):  # noqa: F811
     """As the reward model's own training data reads, whatever the policy's ids mean to it."""
-    theirs, own = (
+    theirs, reference = (
         get_renderer("role_colon", tokenizers("gpt2")),
         get_renderer("chat_template", tokenizers("qwen3"), enable_thinking=False),
     )
@@ -266,19 +268,19 @@ def test_a_policy_of_another_vocabulary_is_read_as_text(logs, tokenizers):  # no
         turn = group.trajectories_G[0].transitions[-1]
         turn.logs = {"prompt": "2+2?", "response": turn.logs["response"]}
     reader = Reader()
-    RewardModel(reader, "rm", own, shares_vocabulary=False).scores([group])
-    assert reader.read == [make_scored_pair(problem, own)[0].model_input.to_ints()]
+    RewardModel(reader, "rm", reference, shares_vocabulary=False).scores([group])
+    assert reader.read == [make_scored_pair(problem, reference)[0].model_input.to_ints()]
 
 
 def test_reward_models_and_judges_keep_the_renderer_that_they_were_trained_with(monkeypatch):
     """By the settings of the stage that made them, whether it is of this run or of another."""
-    asked = []
+    requests = []
     stage = SimpleNamespace(
         settings=SimpleNamespace(data=SimpleNamespace(renderer="role_colon", template=()))
     )
     monkeypatch.setattr(
         "rl.trainer.stage_models.open_weights",
-        lambda target: asked.append(target) or SimpleNamespace(stage=stage),
+        lambda target: requests.append(target) or SimpleNamespace(stage=stage),
     )
     hosts = StageModelFactory.__new__(StageModelFactory)
     hosts.earlier = {"rm": "runs/a/checkpoints/rm-final"}
@@ -286,7 +288,7 @@ def test_reward_models_and_judges_keep_the_renderer_that_they_were_trained_with(
         ("role_colon", ()),
         ("role_colon", ()),
     ]
-    assert asked == ["runs/a/checkpoints/rm-final", "runs/b"]
+    assert requests == ["runs/a/checkpoints/rm-final", "runs/b"]
 
 
 class Remembers(Environment):
@@ -341,22 +343,24 @@ def test_an_episode_of_an_environment_is_read_in_the_models_own_renderer(
     knows_policy,
 ):
     """All turns, whichever renderer of the same vocabulary the policy writes them with."""
-    own, other = renderers(judge, "llama-like"), renderers(policy, "llama-like")
+    reference, other = renderers(judge, "llama-like"), renderers(policy, "llama-like")
     talk = [
         {"role": "user", "content": "2+2?"},
         {"role": "assistant", "content": "4"},
         {"role": "user", "content": "ab?"},
     ]
-    wanted = make_scored_pair(Problem(talk, response="st", rejected="x"), own)[
+    expected = make_scored_pair(Problem(talk, response="st", rejected="x"), reference)[
         0
     ].model_input.to_ints()
     known = {"policy_renderer": other} if knows_policy else {}
     reader = Reader()
-    RewardModel(reader, "rm", own, **known).scores([played(other, policy, ["4", "st"])])
-    assert reader.read == [wanted]
+    RewardModel(reader, "rm", reference, **known).scores([played(other, policy, ["4", "st"])])
+    assert reader.read == [expected]
     reader = Reader()
-    RewardModel(reader, "rm", own, **known).scores([played(other, policy, ["4", "st"], cut=True)])
-    assert reader.read == [wanted[: len(reader.read[0])]] and len(reader.read[0]) < len(wanted)
+    RewardModel(reader, "rm", reference, **known).scores(
+        [played(other, policy, ["4", "st"], cut=True)]
+    )
+    assert reader.read == [expected[: len(reader.read[0])]] and len(reader.read[0]) < len(expected)
 
 
 def test_an_episode_in_the_models_own_format_is_read_with_its_tools(renderers):  # noqa: F811
@@ -378,9 +382,9 @@ def test_a_run_tells_its_reward_model_the_policys_renderer(monkeypatch):
         service=SimpleNamespace(create_training_client_from_state=lambda path: path),
     )
     where = SimpleNamespace(stage=None, path=Path("rm"))
-    given = {}
+    inputs = {}
     monkeypatch.setattr("rl.trainer.stage_models.open_weights", lambda target: where)
-    monkeypatch.setattr("rl.trainer.stage_models.is_published_reward_model", lambda found: False)
+    monkeypatch.setattr("rl.trainer.stage_models.is_published_reward_model", lambda result: False)
     monkeypatch.setattr("rl.trainer.stage_models.Path.is_file", lambda path: True)
     monkeypatch.setattr(
         "rl.trainer.stage_models.checkpoint_folder.read_verified_state",
@@ -389,7 +393,7 @@ def test_a_run_tells_its_reward_model_the_policys_renderer(monkeypatch):
     monkeypatch.setattr("rl.trainer.stage_models.shares_vocabulary", lambda *words: True)
     monkeypatch.setattr("rl.trainer.stage_models.make_renderer", lambda *words: "its own")
     monkeypatch.setattr(
-        "rl.trainer.stage_models.RewardModel", lambda *words, **more: given.update(more)
+        "rl.trainer.stage_models.RewardModel", lambda *words, **more: inputs.update(more)
     )
     hosts._load_reward_model("rm")
-    assert given == {"shares_vocabulary": True, "policy_renderer": "the policy's"}
+    assert inputs == {"shares_vocabulary": True, "policy_renderer": "the policy's"}

@@ -28,20 +28,20 @@ class YesNo:
     info = {"max_context": None, "base_model": "stub"}
 
     def __init__(self, likes):
-        self.likes, self.asked = likes, []
+        self.likes, self.requests_seen = likes, []
 
     def compute_logprobs_many(self, inputs):
-        texts = ["".join(map(chr, one.to_ints())) for one in inputs]
-        self.asked.append(texts)
+        texts = ["".join(map(chr, item.to_ints())) for item in inputs]
+        self.requests_seen.append(texts)
         return SimpleNamespace(result=lambda: [self._score(text) for text in texts])
 
     def _score(self, text):
-        asked, word = text.rsplit("\n", 1)
-        answer = asked.split("[Answer]\n")[1].split("\n")[0]
-        logp = self.likes(answer, asked.split("[Question]\n")[1])[
+        request, word = text.rsplit("\n", 1)
+        answer = request.split("[Answer]\n")[1].split("\n")[0]
+        logp = self.likes(answer, request.split("[Question]\n")[1])[
             ("yes", "no").index(word.rstrip("$"))
         ]
-        return [None, *[-9.0] * len(asked), *[logp / len(word)] * len(word)]
+        return [None, *[-9.0] * len(request), *[logp / len(word)] * len(word)]
 
 
 def likes(answer, question):
@@ -62,7 +62,7 @@ def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
             "rubric/is_the_answer_polite": pytest.approx(polite),
             "rubric/is_it_right": pytest.approx(0.25),
         }
-    assert len(client.asked) == 1  # one batch for the judge
+    assert len(client.requests_seen) == 1  # one batch for the judge
 
 
 def test_a_bad_thing_has_a_negative_weight():
@@ -107,12 +107,12 @@ class Writes:
 
     def sample_many(self, requests):
         self.requests += requests
-        texts = [self.says("".join(map(chr, one.prompt))) for one in requests]
-        found = [
+        texts = [self.says("".join(map(chr, item.prompt))) for item in requests]
+        results = [
             SimpleNamespace(sequences=[SimpleNamespace(tokens=[ord(c) for c in text])])
             for text in texts
         ]
-        return SimpleNamespace(result=lambda: (found, {}))
+        return SimpleNamespace(result=lambda: (results, {}))
 
 
 class Writing(Letters):
@@ -138,16 +138,16 @@ def test_an_answer_for_which_the_judge_writes_no_score_costs_itself_alone():
     judge = RubricJudge(
         client, Writing(), Rubric.from_weights(POLITE_RIGHT, "score", scale=5.0, max_tokens=9)
     )
-    given = RolloutBatch([group("a", "bb", "a"), group("bb")], [], {}, 0.0, 0.0)
+    inputs = RolloutBatch([group("a", "bb", "a"), group("bb")], [], {}, 0.0, 0.0)
     rewards = LearnedRewards(judge, 0.0)
-    found = apply_learned_rewards(given, rewards)
-    ((kept),) = found.groups
+    result = apply_learned_rewards(inputs, rewards)
+    ((kept),) = result.groups
     assert kept.get_total_rewards() == pytest.approx([(0.4 + 3 * 0.8) / 4] * 2)
-    assert len(found.errors) == 2 and all(
-        "wrote no score from 0 to 5 for is_it_right" in error for error in found.errors
+    assert len(result.errors) == 2 and all(
+        "wrote no score from 0 to 5 for is_it_right" in error for error in result.errors
     )
     # equal answers are read once
-    assert len(client.requests) == 4 and {one.params.max_tokens for one in client.requests} == {9}
+    assert len(client.requests) == 4 and {item.params.max_tokens for item in client.requests} == {9}
     assert rewards.take_seconds()["learned"] > 0 == rewards.take_seconds()["learned"]
 
 
@@ -155,9 +155,9 @@ def test_scores_without_metrics_and_with_stand_side_by_side():
     judge = SimpleNamespace(
         scores_single_answers=True, scores=lambda groups: [[0.5, Score(2.0, {"x": 1.0})]]
     )
-    ((one),) = LearnedRewards(judge, 1.0)([group("a", "b", rewards=[1.0, 2.0])])
-    assert one.get_total_rewards() == [1.5, 4.0]
-    assert one.metrics_G == [
+    ((first),) = LearnedRewards(judge, 1.0)([group("a", "b", rewards=[1.0, 2.0])])
+    assert first.get_total_rewards() == [1.5, 4.0]
+    assert first.metrics_G == [
         {"reward/learned": 0.5, "reward/given": 1.0},
         {"x": 1.0, "reward/learned": 2.0, "reward/given": 2.0},
     ]
@@ -169,15 +169,15 @@ def test_the_probability_of_yes_is_that_of_a_model_run_by_itself(tmp_path):
         client = service.create_sampling_client(base_model="tiny:ascii", seed=5)
         renderer = make_renderer(client, None)
         rubric = Rubric.from_weights(POLITE_RIGHT)
-        one = group("A kind answer.")
-        one.trajectories_G[0].transitions[0].logs["messages"] = said = [
+        first = group("A kind answer.")
+        first.trajectories_G[0].transitions[0].logs["messages"] = text = [
             {"role": "user", "content": "Hi?"}
         ]
-        ((score,),) = RubricJudge(client, renderer, rubric).scores([one])
+        ((score,),) = RubricJudge(client, renderer, rubric).scores([first])
         for question in rubric.questions:
             logp = []
             for word in ("yes", "no"):
-                prompt = make_rubric_prompt(said, "A kind answer.", question, rubric)
+                prompt = make_rubric_prompt(text, "A kind answer.", question, rubric)
                 whole = renderer.build_supervised_example(
                     [*prompt, {"role": "assistant", "content": word}]
                 )[0]

@@ -31,11 +31,11 @@ def plain(p: Problem) -> torch.Tensor:
 
 def failing(error: Exception, calls: int = 0):
     """Runs so often, then raises."""
-    left = [calls]
+    remaining = [calls]
 
     def logprobs(p: Problem) -> torch.Tensor:
-        left[0] -= 1
-        if left[0] < 0:
+        remaining[0] -= 1
+        if remaining[0] < 0:
             # a new one: an error that is kept holds the frames it went through
             raise type(error)(*error.args)
         return plain(p)
@@ -43,8 +43,8 @@ def failing(error: Exception, calls: int = 0):
     return logprobs
 
 
-def providers(*given) -> tuple[Provider, ...]:
-    return tuple(Provider(f"p{i}", "logits", 6, logprobs) for i, logprobs in enumerate(given))
+def providers(*inputs) -> tuple[Provider, ...]:
+    return tuple(Provider(f"p{i}", "logits", 6, logprobs) for i, logprobs in enumerate(inputs))
 
 
 ERRORS = [
@@ -96,8 +96,8 @@ def test_a_row_is_on_disk_before_the_next_is_measured(monkeypatch, tmp_path):
         str(path),
     ]
     monkeypatch.setattr(sys, "argv", [*words, "--providers", "p0", "p1"])
-    given = (SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1"], 2)
-    monkeypatch.setattr(kernels, "every_row", lambda *asked: kernels.bench_head(*given))
+    inputs = (SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1"], 2)
+    monkeypatch.setattr(kernels, "every_row", lambda *request: kernels.bench_head(*inputs))
     with pytest.raises(KeyboardInterrupt):
         kernels.main()
     assert (
@@ -112,10 +112,10 @@ def test_one_problem_is_alive_at_a_time(monkeypatch):
     made, before = [], []
     make = Problem.make
 
-    def counted(*given):
+    def counted(*inputs):
         gc.collect()
-        before.append(sum(one() is not None for one in made))
-        problem = make(*given)
+        before.append(sum(item() is not None for item in made))
+        problem = make(*inputs)
         made.append(weakref.ref(problem.w))
         return problem
 
@@ -181,10 +181,10 @@ def test_the_peak_counts_the_gradients_of_the_weights(monkeypatch):
 
     real_empty = torch.empty
     monkeypatch.setattr(kernels.torch, "cuda", Cuda)
-    monkeypatch.setattr(kernels.torch, "empty", lambda *size, device=None, **how: real_empty(1))
+    monkeypatch.setattr(kernels.torch, "empty", lambda *size, device=None, **options: real_empty(1))
     monkeypatch.setattr(kernels, "once", lambda step, device, flush: 1.0)
-    found = kernels.measure({"both": Step(run, clear=clear)}, "cuda", 1)
-    assert found["both"] == Timing(1.0, 1.0, 1.0, 100) and order == ["run", "clear", "run"]
+    result = kernels.measure({"both": Step(run, clear=clear)}, "cuda", 1)
+    assert result["both"] == Timing(1.0, 1.0, 1.0, 100) and order == ["run", "clear", "run"]
 
 
 @pytest.mark.parametrize(("which", "column"), [("logp", 0), ("x", 1), ("w", 2)])
@@ -195,18 +195,18 @@ def test_errors_are_of_logprobs_and_of_both_gradients(which, column):
     logp.backward(p.upstream)
     right = kernels.errors_of(logp.detach(), p)
     assert max(right) < 1e-5
-    given = logp.detach().clone()
+    inputs = logp.detach().clone()
     with torch.no_grad():
-        {"logp": given, "x": p.x.grad[0], "w": p.w.grad[0]}[which][0] += 0.01
-    wrong = kernels.errors_of(given, p)
+        {"logp": inputs, "x": p.x.grad[0], "w": p.w.grad[0]}[which][0] += 0.01
+    wrong = kernels.errors_of(inputs, p)
     assert wrong[column] > 1e-3 and all(wrong[i] == right[i] for i in range(3) if i != column)
 
 
 def test_the_peers_and_the_sampler_can_be_timed_on_a_gpu():
     """What Liger's Hopper kernel needs is named; the sampler's bench knows a device."""
     root = Path(kernels.__file__).resolve().parent.parent
-    wanted = (root / "pyproject.toml").read_text()
+    expected = (root / "pyproject.toml").read_text()
     assert all(
-        name in wanted for name in ("cut-cross-entropy", "nvidia-cutlass-dsl", "apache-tvm-ffi")
+        name in expected for name in ("cut-cross-entropy", "nvidia-cutlass-dsl", "apache-tvm-ffi")
     )
     assert '"--device"' in (root / "bench" / "sampler.py").read_text()

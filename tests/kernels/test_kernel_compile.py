@@ -30,9 +30,9 @@ FLOATS = "in_scale out_scale headroom beta low high kl_coef scale"
 LONGS = ("y_ptr", "at_ptr", "cu_ptr")
 
 
-def build(*given, **more):
+def build(*inputs, **more):
     """(compiled kernel, bytes of spilled registers); see `assembled`."""
-    compiled, _, spilled = assembled(*given, **more)
+    compiled, _, spilled = assembled(*inputs, **more)
     return compiled, spilled
 
 
@@ -184,7 +184,7 @@ def test_loops_over_tiles_are_flattened_into_the_products(name, tmp_path):
         "_forward_kernel": {"ENTROPY": True, "KEEP": False, "KEEP_SLOPE": False},
         "_dlogits_kernel": {"HAS_C": False},
     }[name]
-    found = []
+    results = []
     for word in ("flatten=True", "flatten=False"):
         kernel = triton.JITFunction(getattr(kernels, name).fn)
         assert kernel.src.count("flatten=True") == 1
@@ -195,14 +195,14 @@ def test_loops_over_tiles_are_flattened_into_the_products(name, tmp_path):
         compiled, spilled = build(
             kernel, constants, data, tiles.warps, tiles.stages, kinds, tmp_path
         )
-        found.append(
+        results.append(
             [
                 len(re.findall(rf"\b{what}\b", compiled.asm["ttgir"]))
                 for what in ("scf.for", "ttng.warp_group_dot")
             ]
         )
         assert spilled == 0 or word == "flatten=False"
-    assert found == [[1, 1], [2, 1]]
+    assert results == [[1, 1], [2, 1]]
 
 
 # What the assembler may spill, bytes a thread, in the forward that keeps under bias and softcap,
@@ -304,7 +304,7 @@ def test_numbers_of_a_batch_compile_no_variants():
     """
     from importlib import import_module
 
-    found = Counter()
+    result = Counter()
     for module in MODULES.split():
         for name, kernel in vars(import_module(f"kernels.{module}")).items():
             if isinstance(kernel, triton.JITFunction) and name.endswith("_kernel"):
@@ -321,9 +321,9 @@ def test_numbers_of_a_batch_compile_no_variants():
                         name,
                         number.name,
                     )
-                    found[module] += number.name not in SETTLED
+                    result[module] += number.name not in SETTLED
     # none in step_triton and token_logprob_triton: grids alone say how many rows there are
-    assert sum(found.values()) > 35, found
+    assert sum(result.values()) > 35, result
 
 
 def test_defect_9_offsets_are_64_bit(tmp_path):
@@ -594,11 +594,11 @@ def test_the_policy_loss_has_no_minimum_that_drops_a_nan(kind, tmp_path):
         "KL_KIND": 2,
     }
     compiled, _ = build(policy_loss_triton._policy_loss_kernel, options, (), 4, 3, None, tmp_path)
-    found = set(re.findall(r"\b(?:min|max)\.(?:\w+\.)*f32", compiled.asm["ptx"]))
-    assert found <= {"min.NaN.f32", "max.NaN.f32"}, found
+    result = set(re.findall(r"\b(?:min|max)\.(?:\w+\.)*f32", compiled.asm["ptx"]))
+    assert result <= {"min.NaN.f32", "max.NaN.f32"}, result
     clips = kind in (
         policy_loss_triton.PPO.value,
         policy_loss_triton.CISPO.value,
         policy_loss_triton.GSPO.value,
     )
-    assert bool(found) == clips
+    assert bool(result) == clips

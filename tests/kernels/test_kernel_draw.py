@@ -98,10 +98,10 @@ def chi_square(V: int, draws: int, bins: int) -> float:
     middle = (p.cumsum(0) - p / 2) * bins
     bin_of = middle.long().clamp_max(bins - 1)
     expected = torch.zeros(bins, dtype=torch.float64).index_add(0, bin_of, p) * draws
-    found = torch.bincount(bin_of[token], minlength=bins)[:bins]
+    result = torch.bincount(bin_of[token], minlength=bins)[:bins]
     real = expected > 0
-    assert (found[~real] == 0).all()
-    return float(((found - expected)[real] ** 2 / expected[real]).sum()) / int(real.sum() - 1)
+    assert (result[~real] == 0).all()
+    return float(((result - expected)[real] ** 2 / expected[real]).sum()) / int(real.sum() - 1)
 
 
 def test_chi_square_of_a_vocabulary_of_8():

@@ -63,13 +63,13 @@ def resolved(path, x, w, dtype):
     )
 
 
-def holds(given, dtype, path, bent, **settings):
+def holds(inputs, dtype, path, bent, **settings):
     """Our error against float64 is at most twice that of plain torch in the same precision."""
-    path = resolved(path, given[0], given[1], dtype)
+    path = resolved(path, inputs[0], inputs[1], dtype)
     frozen = bool(path.get("frozen"))
-    exact = run(linear_logprob_reference, torch.float64, *given, frozen, bent, **settings)
-    plain = run(linear_logprob_reference, dtype, *given, frozen, bent, **settings)
-    ours = run(linear_logprob, dtype, *given, bent=bent, **settings, **path)
+    exact = run(linear_logprob_reference, torch.float64, *inputs, frozen, bent, **settings)
+    plain = run(linear_logprob_reference, dtype, *inputs, frozen, bent, **settings)
+    ours = run(linear_logprob, dtype, *inputs, bent=bent, **settings, **path)
     for mine, theirs, truth in zip(ours, plain, exact, strict=True):
         assert mine.isfinite().all()
         assert (mine - truth).abs().max() <= 2 * (theirs - truth).abs().max() + 1e-4 * max(
@@ -212,9 +212,9 @@ def test_token_logprob_of_many_rows():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 def test_a_second_device_that_is_not_the_current_one():
-    given = [t.to("cuda:1") for t in problem(257, 896, 32_000, torch.bfloat16)]
+    inputs = [t.to("cuda:1") for t in problem(257, 896, 32_000, torch.bfloat16)]
     assert torch.cuda.current_device() == 0
-    holds(given, torch.bfloat16, {"saved_bytes": 0}, True)
+    holds(inputs, torch.bfloat16, {"saved_bytes": 0}, True)
 
 
 def test_unaligned_targets_and_inplace_logits():

@@ -82,12 +82,12 @@ def test_what_is_kept(small, dtype, columns, N, D, V, scale):
     z = x.double() @ w.double().t() / 0.8
     k = exponents.double().repeat_interleave(columns, 0)[:V].t()
     assert (kept <= 1).all() and (exponents == exponents.ceil()).all()
-    found, truth = kept.double() * torch.exp2(k - out.lse.double()[:, None] * LOG2E), z.softmax(-1)
+    result, truth = kept.double() * torch.exp2(k - out.lse.double()[:, None] * LOG2E), z.softmax(-1)
     # of a score: float32's rounding, times itself
     bound = ROUNDING[dtype] + 4e-6 * float(z.abs().max())
     smallest = 2.0**-24 if dtype == torch.float16 else 2.0**-126
     lost = smallest * torch.exp2(k - out.lse.double()[:, None] * LOG2E)  # what underflows in a tile
-    assert ((found - truth).abs() <= bound * truth + lost).all()
+    assert ((result - truth).abs() <= bound * truth + lost).all()
     gradient = torch.zeros(N, V, dtype=dtype)
     a, b = torch.randn(N), torch.randn(N)
     scores.saved_dlogits(
@@ -111,13 +111,13 @@ def test_a_tokens_bits_are_those_of_every_plan(small, monkeypatch):
         score_launcher, "select_tile_sizes", lambda D, dtype, device: TileConfig(16, 16, 16, 4, 1)
     )
     keep = room(torch.bfloat16, 40, 96, 16)
-    found = [
+    results = [
         launch.forward(x, w, y, None, HeadConfig(0.7)),
         launch.saved_forward(x, w, y, None, HeadConfig(0.7), *keep, entropy=True),
     ]
-    found.append(launch.forward(x[7:], w, y[7:], None, HeadConfig(0.7)))
+    results.append(launch.forward(x[7:], w, y[7:], None, HeadConfig(0.7)))
     for name in ("logp", "entropy", "lse"):
-        first, kept, part = (getattr(out, name) for out in found)
+        first, kept, part = (getattr(out, name) for out in results)
         assert torch.equal(first, kept) and torch.equal(first[7:], part)
 
 
@@ -141,7 +141,7 @@ def test_rows_that_do_not_begin_at_16_bytes_are_kept_by_the_other_branch(small, 
 def test_a_slabs_gradient_is_the_same_whoever_computes_it(small, monkeypatch, programs):
     """By one program, by five that take turns, and by one for each item."""
     x, w, y = problem(torch.float16, 70, 24, 200)
-    a, found = torch.randn(70, generator=torch.Generator().manual_seed(0)), []
+    a, results = torch.randn(70, generator=torch.Generator().manual_seed(0)), []
     for count in (programs, 7):
         monkeypatch.setattr(
             score_launcher, "count_multiprocessors", lambda tensor, count=count: count
@@ -151,5 +151,5 @@ def test_a_slabs_gradient_is_the_same_whoever_computes_it(small, monkeypatch, pr
         )
         dz = torch.full((70, 136), torch.nan, dtype=torch.float16)
         scores.dlogits(dz, 64, 200, torch.full((70,), 30.0), GradientCoefficients(a, -a, a.flip(0)))
-        found.append(dz)
-    assert torch.equal(*found) and found[0].isfinite().all()
+        results.append(dz)
+    assert torch.equal(*results) and results[0].isfinite().all()

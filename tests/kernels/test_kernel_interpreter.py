@@ -103,16 +103,18 @@ def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias)
     for g_entropy in (None, torch.randn(N)):
         co = path.compute_coefficients(torch.randn(N), g_entropy, None, truth.entropy)
         expected = path.backward(x, w, y, b, head, co, truth.lse, **need)
-        found = [launch.backward(x, w, y, b, head, co, truth.lse, tiles=TILES, **need)]
+        results = [launch.backward(x, w, y, b, head, co, truth.lse, tiles=TILES, **need)]
         if g_entropy is None:
             keep = (kept, exponents, truth.logp, None)
             for whole in (False, True):
-                found.append(
+                results.append(
                     launch.saved_backward(
                         x, w, y, b, head, co, truth.lse, *keep, whole=whole, tiles=TILES, **need
                     )
                 )
-        for mine, exact in [pair for grads in found for pair in zip(grads, expected, strict=True)]:
+        for mine, exact in [
+            pair for grads in results for pair in zip(grads, expected, strict=True)
+        ]:
             if exact is not None:
                 assert mine.shape == exact.shape
                 close(mine, exact, bound)
@@ -154,14 +156,14 @@ def test_many_tokens_go_through_a_slab_in_chunks(small, monkeypatch):
     """
     x, w, y, b = problem(bias=True)
     x, w, head = (8 * x).round() / 8, (8 * w).round() / 8, HeadConfig(0.7, None)
-    alone = launch.forward(x[17:18].contiguous(), w, y[17:18], b, head, expected=True, tiles=TILES)
+    single = launch.forward(x[17:18].contiguous(), w, y[17:18], b, head, expected=True, tiles=TILES)
     monkeypatch.setattr(vocab_chunks, "CHUNK_ELEMENTS", 16 * 32)
     truth = path.forward(x, w, y, b, head, expected=True)
-    found = launch.forward(x, w, y, b, head, expected=True, tiles=TILES)
-    close(found.logp, truth.logp, 3e-6)
-    close(found.expected, truth.expected, 1e-5)
-    assert torch.equal(found.logp[17:18], alone.logp) and torch.equal(
-        found.entropy[17:18], alone.entropy
+    result = launch.forward(x, w, y, b, head, expected=True, tiles=TILES)
+    close(result.logp, truth.logp, 3e-6)
+    close(result.expected, truth.expected, 1e-5)
+    assert torch.equal(result.logp[17:18], single.logp) and torch.equal(
+        result.entropy[17:18], single.entropy
     )
     kept, exponents = torch.empty(len(x), len(w)), torch.empty(-(-len(w) // TILES.columns), len(x))
     launch.saved_forward(x, w, y, b, head, kept, exponents, entropy=True, tiles=TILES)
@@ -188,7 +190,7 @@ def test_hoppers_branch_gives_the_others_numbers(small, V):
     from kernels.linear_logprob_torch import GradientCoefficients
 
     x, w, y, _ = problem(V=V)
-    a, found = torch.randn(len(x)), []
+    a, results = torch.randn(len(x)), []
     for special in (None, TILES):
         scores = score_launcher.ScoreLauncher(x, w, y, None, HeadConfig(0.7), TILES, special)
         out = scores.combine(scores.statistics(True))
@@ -203,10 +205,10 @@ def test_hoppers_branch_gives_the_others_numbers(small, V):
                 out.lse * LOG2E,
                 GradientCoefficients(a, -a, a.flip(0)),
             )
-        found.append((out.logp, out.entropy, out.lse, *slabs_of))
-    for mine, other in zip(*found, strict=True):
+        results.append((out.logp, out.entropy, out.lse, *slabs_of))
+    for mine, other in zip(*results, strict=True):
         close(mine, other, 3e-6)
-    close(found[0][0], path.forward(x, w, y, None, HeadConfig(0.7)).logp, 3e-6)
+    close(results[0][0], path.forward(x, w, y, None, HeadConfig(0.7)).logp, 3e-6)
 
 
 @inside
@@ -349,21 +351,21 @@ def test_confident_tokens_have_no_noise_in_their_gradient(forced, dtype, softcap
         torch.randn(1, 8, generator=g).to(dtype).double(),
     )
     upstream = (torch.randn(9, generator=g), torch.randn(9, generator=g))
-    for given in (upstream, (upstream[0], None), (None, upstream[1])):
+    for inputs in (upstream, (upstream[0], None), (None, upstream[1])):
         dx, dw = gradients(
-            forced, dtype, x, w, torch.zeros(9, dtype=torch.long), given, softcap=softcap
+            forced, dtype, x, w, torch.zeros(9, dtype=torch.long), inputs, softcap=softcap
         )
         assert dx.abs().max() < 1e-5 and dw.abs().max() < 1e-5
     x = torch.nn.functional.normalize(torch.randn(12, 16, generator=g), dim=1) * 5
     # weight rows are hidden rows: the target's logit is 25
     x, y = x.to(dtype).double(), torch.arange(12)
-    for given in (upstream, (upstream[0], None)):
-        given = tuple(None if t is None else torch.cat([t, t[:3]]) for t in given)
-        exact = gradients(linear_logprob_reference, torch.float64, x, x, y, given, temperature=0.8)
+    for inputs in (upstream, (upstream[0], None)):
+        inputs = tuple(None if t is None else torch.cat([t, t[:3]]) for t in inputs)
+        exact = gradients(linear_logprob_reference, torch.float64, x, x, y, inputs, temperature=0.8)
         # of log p, which is a difference of two such
-        rounding = float32_bound(16 + 12, 2 * 25 / 0.8) * float(given[0].abs().max()) * 5
+        rounding = float32_bound(16 + 12, 2 * 25 / 0.8) * float(inputs[0].abs().max()) * 5
         for mine, truth in zip(
-            gradients(forced, dtype, x, x, y, given, temperature=0.8), exact, strict=True
+            gradients(forced, dtype, x, x, y, inputs, temperature=0.8), exact, strict=True
         ):
             assert (mine - truth).abs().max() < 2**-8 * truth.abs().max() + rounding
 
@@ -531,7 +533,7 @@ def test_a_datums_mask_decides_in_every_fused_loss(monkeypatch, mask_name):
         lambda tensor: calls.append(tensor) or True,
     )
     for name in by_hand.POLICY:
-        logp, inputs = by_hand.given(1, mask_name)
+        logp, inputs = by_hand.inputs(1, mask_name)
         exact, leaf = logp.clone().requires_grad_(True), logp.float().requires_grad_(True)
         expected, counted = by_hand.reference(name, exact, inputs, mask_name)
         fields = {field: value.float() for field, value in inputs.items()}

@@ -239,10 +239,10 @@ def test_defect_5_every_upstream_gradient_counts_once():
         linear_logprob(x.float(), weight, y, saved_bytes=0)[0].backward(upstream)
         return weight.grad
 
-    ones, alone = torch.ones(6), torch.zeros(6)
-    alone[2] = 1.0
-    assert dw(alone).abs().max() > 1e-3
-    torch.testing.assert_close(dw(ones + alone), dw(ones) + dw(alone), atol=1e-6, rtol=1e-5)
+    ones, single = torch.ones(6), torch.zeros(6)
+    single[2] = 1.0
+    assert dw(single).abs().max() > 1e-3
+    torch.testing.assert_close(dw(ones + single), dw(ones) + dw(single), atol=1e-6, rtol=1e-5)
 
 
 def test_defect_6_low_precision_dw_does_not_accumulate_in_low_precision(monkeypatch):

@@ -63,9 +63,11 @@ def batch(rng, size, most):
             shared.append((list(range(len(tables), len(tables) + members)), begin))
         for _ in range(members):
             count = int(rng.integers(1, 3))
-            own = int(rng.choice([1, size, count * size, int(rng.integers(1, count * size + 1))]))
-            tables.append(begin + take(-(-own // size)))
-            lengths.append(len(begin) * size + own)
+            reference = int(
+                rng.choice([1, size, count * size, int(rng.integers(1, count * size + 1))])
+            )
+            tables.append(begin + take(-(-reference // size)))
+            lengths.append(len(begin) * size + reference)
     order = rng.permutation(len(tables))  # a group's rows stand anywhere
     where = np.argsort(order)
     shared = [(sorted(where[rows].tolist()), begin) for rows, begin in shared]
@@ -74,7 +76,7 @@ def batch(rng, size, most):
 
 def exact(q, kv, tables, lengths, bounds=UNBOUNDED):
     """Each row's softmax over what it sees of its sequence, float64."""
-    repeat, found = q.shape[1] // kv.shape[3], []
+    repeat, results = q.shape[1] // kv.shape[3], []
     for i, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
         start = max(length - bounds.window, 0) if bounds.window else 0
         k, v = (
@@ -83,8 +85,8 @@ def exact(q, kv, tables, lengths, bounds=UNBOUNDED):
         score = torch.einsum("hd,lhd->hl", q[i].double(), k) * q.shape[-1] ** -0.5
         if bounds.softcap:
             score = bounds.softcap * torch.tanh(score / bounds.softcap)
-        found.append(torch.einsum("hl,lhd->hd", score.softmax(-1), v))
-    return torch.stack(found)
+        results.append(torch.einsum("hl,lhd->hd", score.softmax(-1), v))
+    return torch.stack(results)
 
 
 def test_against_whole_softmaxes(way):
@@ -105,12 +107,12 @@ def test_against_whole_softmaxes(way):
         kv[:, [page for page in range(200) if not any(page in table for table in tables)]] = (
             torch.nan
         )
-        found = way(int(rng.choice([1, 8, 40])))(
+        result = way(int(rng.choice([1, 8, 40])))(
             q, kv, *make_block_tables(tables, lengths, shared, size, kv.device)
         )
         truth = exact(q, kv, tables, lengths)
-        assert found.dtype == dtype and found.shape == truth.shape
-        assert float((found.double() - truth).abs().max()) <= ROUNDING[dtype] * (
+        assert result.dtype == dtype and result.shape == truth.shape
+        assert float((result.double() - truth).abs().max()) <= ROUNDING[dtype] * (
             1.0 + float(truth.abs().max())
         )
         with_groups += bool(shared)
@@ -170,9 +172,9 @@ def test_what_lies_behind_a_sequence_says_nothing(way):
             kv[:, table[i, at // 8].long(), at % 8] = torch.nan if at % 2 else torch.inf
     assert torch.equal(way()(q, kv, table, length, shared), clean)
     q[3] = torch.nan
-    found = way()(q, kv, table, length, shared)
+    result = way()(q, kv, table, length, shared)
     others = [0, 1, 2, 4, 5, 6]
-    assert torch.equal(found[others], clean[others]) and found[3].isnan().all()
+    assert torch.equal(result[others], clean[others]) and result[3].isnan().all()
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
@@ -206,20 +208,20 @@ def test_a_rows_bits_do_not_hang_on_its_neighbours(way):
         torch.device("cpu"), torch.bfloat16, 6, 2, 32, 64
     )
     row = 4  # of no group
-    found = way()(q, kv, table, length, shared)
+    result = way()(q, kv, table, length, shared)
     other = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
     other[row] = q[row]
     lengths = torch.tensor([128, 3, 77, 128, int(length[row]), 1, 90], dtype=torch.int32)
     tables = table.flip(0)
     tables[row] = table[row]
-    for given in (
+    for inputs in (
         shared,
         SharedPages(
             **{name: getattr(shared, name) for name in shared.__slots__}
             | {"length": shared.length // 2}
         ),
     ):
-        assert torch.equal(way()(other, kv, tables, lengths, given)[row], found[row])
+        assert torch.equal(way()(other, kv, tables, lengths, inputs)[row], result[row])
 
 
 def test_splits_hang_on_the_number_of_rows_alone():
@@ -252,10 +254,10 @@ def test_a_way_that_fails_or_differs_is_not_taken(monkeypatch):
 
     def taken(triton, varlen, has_varlen=True):
         def by(way, *args):
-            found = {"triton": triton, "varlen": varlen}[way]
-            if isinstance(found, Exception):
-                raise found
-            return found
+            result = {"triton": triton, "varlen": varlen}[way]
+            if isinstance(result, Exception):
+                raise result
+            return result
 
         monkeypatch.setattr(module, "_run_backend", by)
         monkeypatch.setattr(module, "varlen_supports_pages", lambda: has_varlen)

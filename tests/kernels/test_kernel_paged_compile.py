@@ -20,7 +20,7 @@ def paged_kernels(heads, key_heads, width, dtype, bounds=(0, 0.0)):
     """
     from kernels import paged_attention_triton as kernels
 
-    tile, one, several = kernels.choose_launch_sizes(
+    tile, first, several = kernels.choose_launch_sizes(
         width, 4 if dtype == "fp32" else 2, heads // key_heads
     )
     warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
@@ -33,20 +33,20 @@ def paged_kernels(heads, key_heads, width, dtype, bounds=(0, 0.0)):
         | {"shares_ptr": "*i1"}
     )
     kinds |= dict.fromkeys(("q_ptr", "kv_ptr"), f"*{dtype}") | {"plane": "i64"}
-    alone, few = kinds | {"out_ptr": f"*{dtype}"}, 32 if dtype == "fp32" else 16
+    single, few = kinds | {"out_ptr": f"*{dtype}"}, 32 if dtype == "fp32" else 16
     merge = {"D": width, "MOST": 64, "SOME": 8, "BLOCK": tile["BLOCK"]}
     return [
         (
             kernels._private_pages_kernel,
-            some | {"BM": one, "PARTIAL": False},
+            some | {"BM": first, "PARTIAL": False},
             warps,
             stages,
-            alone,
+            single,
             few,
         ),
         (
             kernels._private_pages_kernel,
-            some | {"BM": one, "PARTIAL": True},
+            some | {"BM": first, "PARTIAL": True},
             warps,
             stages,
             kinds,
@@ -60,7 +60,7 @@ def paged_kernels(heads, key_heads, width, dtype, bounds=(0, 0.0)):
             kinds,
             180,
         ),
-        (kernels._merge_kernel, merge, 1, 3, alone, 0),
+        (kernels._merge_kernel, merge, 1, 3, single, 0),
     ]
 
 

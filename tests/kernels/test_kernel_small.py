@@ -74,10 +74,10 @@ def test_logprobs_of_several_tokens_without_logits(softcap, frozen):
         logp, entropy = topk_target_logprob(
             ours[0], ours[1], y, ours[2], 0.7, softcap, saved_bytes=0
         )
-        found = torch.cat([logp, entropy[:, None]], 1)
-        found.backward(upstream.float())
+        result = torch.cat([logp, entropy[:, None]], 1)
+        result.backward(upstream.float())
     assert wire.largest < T * V
-    torch.testing.assert_close(found.double(), truth, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(result.double(), truth, atol=1e-4, rtol=1e-4)
     for mine, other in zip(ours, exact, strict=True):
         if other.grad is not None:
             torch.testing.assert_close(mine.grad.double(), other.grad, atol=2e-4, rtol=1e-3)
@@ -111,13 +111,13 @@ def test_the_setting_reaches_the_head(monkeypatch):
     monkeypatch.setattr(
         kernels,
         "linear_logprob",
-        lambda *args, **how: seen.append((args, how)) or original(*args, **how),
+        lambda *args, **options: seen.append((args, options)) or original(*args, **options),
     )
     worker = make_worker(lora=LoraConfig(3, train_unembed=True), kept_bytes=12_345)
     worker.forward_backward(0, random_datums(3), "importance_sampling", {}, 1.0, True)
-    args, how = seen[-1]
-    assert how["saved_bytes"] == 12_345
-    assert args[1].shape[1] % 16 == 0 and how["frozen_columns"] == args[1].shape[1] - 16
+    args, options = seen[-1]
+    assert options["saved_bytes"] == 12_345
+    assert args[1].shape[1] % 16 == 0 and options["frozen_columns"] == args[1].shape[1] - 16
 
 
 @pytest.mark.parametrize("entropy", [True, False])
@@ -128,7 +128,7 @@ def test_logprobs_from_logits_on_a_gpu_are_the_plain_ones(entropy):
     from rl.learner.logprob_head import compute_logprobs, compute_logprobs_with_kernel
 
     g = torch.Generator().manual_seed(0)
-    targets, found = torch.randint(0, 50, (9,), generator=g), []
+    targets, results = torch.randint(0, 50, (9,), generator=g), []
     logits, upstream = 3 * torch.randn(9, 50, generator=g), torch.randn(2, 9, generator=g)
     for way in (compute_logprobs_with_kernel, compute_logprobs):
         leaf = logits.clone().requires_grad_()
@@ -136,8 +136,8 @@ def test_logprobs_from_logits_on_a_gpu_are_the_plain_ones(entropy):
         torch.autograd.backward((logp, ent), tuple(upstream)) if entropy else logp.backward(
             upstream[0]
         )
-        found.append((logp, ent, leaf.grad))
-    for mine, plain in zip(*found, strict=True):
+        results.append((logp, ent, leaf.grad))
+    for mine, plain in zip(*results, strict=True):
         torch.testing.assert_close(mine, plain, atol=1e-5, rtol=1e-5)
 
 

@@ -39,10 +39,10 @@ def cases(count: int = 100):
         yield rng, torch.Generator().manual_seed(int(rng.integers(1 << 30))), dtype
 
 
-def close(found, exact, dtype):
-    assert found.dtype == dtype
+def close(result, exact, dtype):
+    assert result.dtype == dtype
     scale = 1.0 + float(exact.abs().max())
-    assert float((found.double() - exact).abs().max()) <= ROUNDING[dtype] * scale
+    assert float((result.double() - exact).abs().max()) <= ROUNDING[dtype] * scale
 
 
 def test_residual_and_norm():
@@ -50,10 +50,10 @@ def test_residual_and_norm():
         rows, width = int(rng.integers(1, 4)), int(rng.integers(1, 70))
         x, residual = (torch.randn(rows, width, generator=g).to(dtype) for _ in range(2))
         weight = torch.rand(width, generator=g).to(dtype)
-        given = None if rng.random() < 0.2 else x
-        total = residual.double() if given is None else residual.double() + x.double()
+        inputs = None if rng.random() < 0.2 else x
+        total = residual.double() if inputs is None else residual.double() + x.double()
         exact = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-        close(ways().fused_add_rms_norm(given, residual, weight, 1e-5), exact, dtype)
+        close(ways().fused_add_rms_norm(inputs, residual, weight, 1e-5), exact, dtype)
         close(residual, total, dtype)
 
 
@@ -90,8 +90,8 @@ def test_rotation_and_cache():
         a, b = qk.chunk(2, dim=-1)
         c, s = cos[position][:, None], sin[position][:, None]
         turned = torch.cat([a * c - b * s, b * c + a * s], -1)
-        found = ways().rope_to_cache(qkv, norm, 1e-5, rope, position, kv, page, place, heads)
-        close(found, turned[:, :heads], dtype)
+        result = ways().rope_to_cache(qkv, norm, 1e-5, rope, position, kv, page, place, heads)
+        close(result, turned[:, :heads], dtype)
         close(kv[0, page, place], turned[:, heads:], dtype)
         assert torch.equal(kv[1, page, place], v.to(dtype))
         kv[:, page, place] = 7.0

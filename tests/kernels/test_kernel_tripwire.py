@@ -210,11 +210,11 @@ def test_every_thread_that_launches_gives_descriptors_their_memory(launches, mon
 
     launch, _ = launches
     allocation = pytest.importorskip("triton.runtime._allocation")
-    asked = []
+    requests = []
 
     class Asking:
         def __getitem__(self, grid):
-            return lambda *args, **options: asked.append(allocation._allocator.get())
+            return lambda *args, **options: requests.append(allocation._allocator.get())
 
     for name in ("_forward_ws_kernel", "_dlogits_ws_kernel"):
         monkeypatch.setattr(score_launcher, name, Asking())
@@ -236,10 +236,14 @@ def test_every_thread_that_launches_gives_descriptors_their_memory(launches, mon
                 )
 
     run()  # here, and then in a thread that has seen nothing of it
-    here = len(asked)
+    here = len(requests)
     with ThreadPoolExecutor(1) as other:
         other.submit(run).result()
-    assert here > 0 and len(asked) == 2 * here and set(asked) == {score_launcher._allocate_scratch}
+    assert (
+        here > 0
+        and len(requests) == 2 * here
+        and set(requests) == {score_launcher._allocate_scratch}
+    )
 
 
 def test_fake_cuda_extra_memory_is_flat_in_v(launches):
@@ -263,9 +267,9 @@ def test_defect_9_grids_are_one_dimensional_at_any_length(launches):
 class Peak(TorchDispatchMode):
     """The most bytes that live at a time of what was made inside."""
 
-    def __init__(self, *given):
+    def __init__(self, *inputs):
         super().__init__()
-        self.live, self.sizes, self.peak = {t.untyped_storage()._cdata: None for t in given}, {}, 0
+        self.live, self.sizes, self.peak = {t.untyped_storage()._cdata: None for t in inputs}, {}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -356,13 +360,13 @@ def test_operands_rows_are_what_copies_and_loads_take_for_aligned(monkeypatch, c
     monkeypatch.setattr(matmul_operands, "get_gpu_info", lambda tensor: GpuInfo(capability))
     for width, whole in widths.items():
         x = torch.randn(5, width).bfloat16()
-        found = matmul_operands.align_operand(x)
+        result = matmul_operands.align_operand(x)
         assert (
-            found.shape == (5, whole)
-            and torch.equal(found[:, :width], x)
-            and (found[:, width:] == 0).all()
+            result.shape == (5, whole)
+            and torch.equal(result[:, :width], x)
+            and (result[:, width:] == 0).all()
         )
-        assert whole != width or found is x
+        assert whole != width or result is x
 
 
 def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
@@ -453,14 +457,14 @@ def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V
                 need_bias=False,
                 whole=whole,
             )
-    beside = estimate_workspace_bytes(tokens, D, V, x.element_size())
+    neighbor = estimate_workspace_bytes(tokens, D, V, x.element_size())
     held = wire.peak - w.nbytes
-    assert held <= 1.15 * beside + scores * whole
+    assert held <= 1.15 * neighbor + scores * whole
     if whole:
         assert (
             scores <= held
             and size + held
-            <= estimate_saved_bytes(tokens, V, x.element_size(), 2 * scores) + 1.15 * beside
+            <= estimate_saved_bytes(tokens, V, x.element_size(), 2 * scores) + 1.15 * neighbor
         )
     assert estimate_saved_bytes(tokens, V, x.element_size(), scores - 1) == 0
 
@@ -479,9 +483,9 @@ def test_few_rows_fill_the_gpu(launches):
 def test_a_checked_call_does_not_wait_before_the_backward():
     x, w, y = torch.randn(T, D, requires_grad=True), torch.randn(V, D), torch.randint(0, V, (T,))
     with Tripwire() as wire:
-        found = linear_logprob(x, w, y, saved_bytes=0, checked=True)
+        result = linear_logprob(x, w, y, saved_bytes=0, checked=True)
     assert wire.reads == 0
-    for mine, plain in zip(found, linear_logprob(x, w, y, saved_bytes=0), strict=True):
+    for mine, plain in zip(result, linear_logprob(x, w, y, saved_bytes=0), strict=True):
         assert torch.equal(mine, plain)
 
 
@@ -513,13 +517,13 @@ def test_columns_without_a_gradient_cost_none(saved):
         torch.randn(T),
     )
     w = torch.randn(8192, D, requires_grad=True)
-    found = []
+    results = []
     for frozen in (0, D - 4):
         x.grad = w.grad = None
         with Tripwire() as wire:
             linear_logprob(x, w, y, saved_bytes=saved, frozen_columns=frozen)[0].backward(upstream)
-        found.append((wire.flops, x.grad, w.grad))
-    (all_flops, dx, dw), (flops, dx2, dw2) = found
+        results.append((wire.flops, x.grad, w.grad))
+    (all_flops, dx, dw), (flops, dx2, dw2) = results
     assert all_flops - flops == 2 * T * (D - 4) * 8192
     torch.testing.assert_close(dx2, dx)
     torch.testing.assert_close(dw2[:, -4:], dw[:, -4:])

@@ -42,9 +42,11 @@ def test_gradients_are_the_same_bits(name, monkeypatch):
     for key, parameter in plain.trainable.items():
         assert torch.equal(offloading.trainable[key].grad, parameter.grad), key
     config = model.config
-    inputs = [one for one in copies if one.shape[-1] == config.hidden_size and len(one.shape) == 3]
+    inputs = [
+        item for item in copies if item.shape[-1] == config.hidden_size and len(item.shape) == 3
+    ]
     assert len(inputs) == config.num_hidden_layers * offloading.num_micro_batches
-    assert all(one.restored == 1 for one in inputs)
+    assert all(item.restored == 1 for item in inputs)
     count = len(copies)
     learnt(plain, data)
     assert len(copies) == count, "a learner that offloads nothing makes no copies"

@@ -113,14 +113,14 @@ def test_ddp_steps_on_the_sum_of_the_ranks_gradients(monkeypatch, two_ranks):
     monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, source: None)
     backend = ReplicatedBackend(model, trainable, SimpleNamespace(device=torch.device("cpu")))
     start, mine, other = model.weight.detach().clone(), torch.randn(3, 5), torch.randn(3, 5)
-    for own in (mine, None):
+    for reference in (mine, None):
         with torch.no_grad():
             model.weight.copy_(start)
         backend.adam.state.clear()
-        model.weight.grad = None if own is None else own.clone()
+        model.weight.grad = None if reference is None else reference.clone()
         two_ranks.append(other.flatten())
         norm, applied = backend.step(PARAMS)
-        total = other if own is None else own + other
+        total = other if reference is None else reference + other
         assert applied and norm == pytest.approx(float(total.norm()), rel=1e-6)
         assert relative_difference(model.weight.detach(), adamw(start, [total])) < 1e-5
 
@@ -285,7 +285,7 @@ def test_each_rank_goes_on_with_its_own_generator(monkeypatch, tmp_path):
     for seed in range(3):
         torch.manual_seed(seed)
         states.append(torch.get_rng_state())
-    monkeypatch.setattr(worker.objects, "gather", lambda own: states)
+    monkeypatch.setattr(worker.objects, "gather", lambda reference: states)
     worker.save_state(0, str(tmp_path / "all"), {}, None)
     saved = load_file(str(tmp_path / "all" / "rng.safetensors"))
     assert sorted(saved) == ["rank0", "rank1", "rank2"] and all(
@@ -319,15 +319,15 @@ def test_an_optimizers_state_goes_on_to_the_bit():
     optimizer = make_adamw(trainable)
     for gradient in gradients[:2]:
         step(whole, optimizer, gradient)
-    resumed, own = linear(seed=1)
+    resumed, reference = linear(seed=1)
     resumed.load_state_dict(whole.state_dict())
-    other = make_adamw(own)
+    other = make_adamw(reference)
     load_adam_state(
         other,
-        own,
+        reference,
         {name: tensor.clone() for name, tensor in get_adam_state(optimizer, trainable).items()},
     )
-    assert sorted(get_adam_state(other, own)) == [
+    assert sorted(get_adam_state(other, reference)) == [
         "weight/exp_avg",
         "weight/exp_avg_sq",
         "weight/step",

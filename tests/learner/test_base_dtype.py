@@ -89,15 +89,15 @@ def look(worker: TrainingWorker, vocabulary: int = VOCAB) -> tuple[torch.Tensor,
         1.0,
         True,
     )
-    logprobs = torch.cat([torch.from_numpy(found["logprobs"]) for found in outputs])
+    logprobs = torch.cat([torch.from_numpy(result["logprobs"]) for result in outputs])
     return logprobs, torch.cat([p.grad.reshape(-1) for p in worker.learners[0].trainable.values()])
 
 
 def reference(worker: TrainingWorker, vocabulary: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by float64, in plain torch, of the numbers that the learner holds."""
     learner = worker.learners[0]
-    with learner.full_model(adapter_only=False) as found:
-        model = copy.deepcopy(found).double()
+    with learner.full_model(adapter_only=False) as result:
+        model = copy.deepcopy(result).double()
     for module in model.modules():
         vars(module).pop("forward", None)  # embeddings that give float32
     model.config._attn_implementation = "eager"
@@ -168,7 +168,7 @@ def test_what_auto_is():
         == choose_base_dtype("auto", lora=False, bf16=True, sharding=Sharding())
         == "fp32"
     )
-    for asked, where, words in [
+    for request, where, words in [
         ("bf16", dict(lora=True, bf16=False, sharding=Sharding()), "set precision to bf16"),
         ("bf16", dict(lora=False, bf16=True, sharding=Sharding()), "trains all weights"),
         ("fp32", dict(lora=True, bf16=True, sharding=ZeroSharding(stage=2)), "DeepSpeed in bf16"),
@@ -176,4 +176,4 @@ def test_what_auto_is():
         ("int8", dict(lora=True, bf16=True, sharding=Sharding()), "auto, fp32, bf16 or 4bit"),
     ]:
         with pytest.raises(UserError, match=words):
-            choose_base_dtype(asked, **where)
+            choose_base_dtype(request, **where)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from rank_server import Ranks
-from test_export import logits, own
+from test_export import compute_run_logits, logits
 from transformers import AutoModelForCausalLM
 from whole_runs import two_and_two
 
@@ -64,7 +64,7 @@ def test_dpo_resumes_to_the_bit_and_leaves_as_its_own_weights(held_in, base, tmp
     run = tmp_path / "whole"
     config = json.loads((run / "config.json").read_text())
     assert held_in in json.dumps(config)
-    expected = own(run / "checkpoints" / "dpo-final")
+    expected = compute_run_logits(run / "checkpoints" / "dpo-final")
     assert (expected - logits(load_model(str(base)).model)).abs().max() > 1e-2
     export_weights(str(run), tmp_path / "merged", merged=True)
     torch.testing.assert_close(
@@ -143,10 +143,12 @@ def test_two_ranks_learn_what_one_does(held_in, launch, base, ranks, tmp_path):
         rows[world] = [
             json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
         ]
-        weights[world] = own(folder / "run" / "checkpoints" / "dpo-final")
-    for one, two in zip(rows[1], rows[2], strict=True):
+        weights[world] = compute_run_logits(folder / "run" / "checkpoints" / "dpo-final")
+    for first, second in zip(rows[1], rows[2], strict=True):
         for name in ("optim/loss", "rewards/margins", "test/loss"):
-            assert (name in one) == (name in two)
-            assert two.get(name, 0.0) == pytest.approx(one.get(name, 0.0), rel=0.02, abs=2e-3), name
+            assert (name in first) == (name in second)
+            assert second.get(name, 0.0) == pytest.approx(
+                first.get(name, 0.0), rel=0.02, abs=2e-3
+            ), name
     moved = (weights[1] - logits(load_model(str(base)).model)).abs().max()
     assert (weights[2] - weights[1]).abs().max() < 0.1 * moved

@@ -65,9 +65,9 @@ def test_a_base_in_4_bit_is_the_matrices_it_stands_for(kind, tied, tmp_path):
     pytest.importorskip("bitsandbytes")
     base = rounded_folder(kind, {"tie_word_embeddings": tied}, tmp_path / "base")
     packed = learner_of(base, "4bit")
-    own = dict(packed.learners[0].model.named_parameters())
-    assert sum(p.dtype == torch.uint8 for p in own.values()) == 4 * 7
-    assert own["base_model.model.model.embed_tokens.weight"].dtype == torch.bfloat16
+    local = dict(packed.learners[0].model.named_parameters())
+    assert sum(p.dtype == torch.uint8 for p in local.values()) == 4 * 7
+    assert local["base_model.model.model.embed_tokens.weight"].dtype == torch.bfloat16
     logp, grad = look(packed)
     same = learner_of(unpacked_copy(packed, tmp_path / "same"), "bf16")
     expected_logp, expected_grad = look(same)
@@ -85,16 +85,16 @@ def test_4_bit_are_sampled_scored_and_merged_as_they_are_trained(tmp_path):
     worker = learner_of(base, "4bit")
     tokens = [3, 4, 12, 5, 6, 13]
     worker.snapshot(0, 1)
-    (found,) = call(worker, "compute_logprobs", 1, [tokens])
+    (result,) = call(worker, "compute_logprobs", 1, [tokens])
     worker.save_for_sampler(0, str(tmp_path / "merged"), True, None)
     merged = AutoModelForCausalLM.from_pretrained(str(tmp_path / "merged"))
     with torch.no_grad():
         logp = merged(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
     expected = logp[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-    assert float((torch.tensor(found[1:]) - expected).abs().max()) < 0.1
+    assert float((torch.tensor(result[1:]) - expected).abs().max()) < 0.1
     worker.snapshot_base(0, 2)
     (bare,) = call(worker, "compute_logprobs", 2, [tokens])
-    assert bare != found
+    assert bare != result
 
 
 # -------------------------------------------------------------------------------------------- 8 bit

@@ -50,9 +50,9 @@ def test_the_head_makes_no_logits_and_asks_the_device_nothing(soft, entropy, tra
     with Tripwire() as plain:
         model(input_ids=ids, use_cache=False)
     with Tripwire() as wire:
-        logp, found, _ = head(model, HeadRequest(targets, None, 0.7, entropy), input_ids=ids)
+        logp, result, _ = head(model, HeadRequest(targets, None, 0.7, entropy), input_ids=ids)
         assert wire.reads == plain.reads  # those of transformers' own forward
-        (logp.sum() + found.sum()).backward()
+        (logp.sum() + result.sum()).backward()
     assert wire.largest < T * V and logp.shape == targets.shape
     assert (model.lm_head.weight.grad is not None) == trained
 

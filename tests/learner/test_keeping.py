@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 
 def test_a_quarter_of_what_stays_free_down_to_a_power_of_two():
-    for left, kept in (
+    for remaining, kept in (
         (60 * GIB, 8 * GIB),
         (61 * GIB, 8 * GIB),
         (64 * GIB, 16 * GIB),
@@ -33,7 +33,7 @@ def test_a_quarter_of_what_stays_free_down_to_a_power_of_two():
         (3, 0),
         (4, 1),
     ):
-        assert default_kept_bytes(80 * GIB, 80 * GIB - left) == kept
+        assert default_kept_bytes(80 * GIB, 80 * GIB - remaining) == kept
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(4)])
@@ -41,18 +41,18 @@ def test_the_optimizers_state_is_left_room_before_it_exists(monkeypatch, lora):
     """The default is there when a learner is made, is the same after an update, and counts what the
     update makes.
     """
-    left = []
+    remaining = []
     monkeypatch.setattr(head_memory, "_device_memory", lambda device: 80.0 * GIB)
     monkeypatch.setattr(
         head_memory,
         "default_kept_bytes",
-        lambda memory, stays: left.append(stays) or default_kept_bytes(memory, stays),
+        lambda memory, stays: remaining.append(stays) or default_kept_bytes(memory, stays),
     )
     worker = make_worker(lora=lora)
     learner = worker.learners[0]
     assert (
         not learner.backend.adam.state
-        and learner.head.kept_bytes == default_kept_bytes(80.0 * GIB, left[0]) == 16 * GIB
+        and learner.head.kept_bytes == default_kept_bytes(80.0 * GIB, remaining[0]) == 16 * GIB
     )
     worker.forward_backward(0, random_datums(4), "importance_sampling", {}, 1.0, True)
     held = sum(p.nbytes for p in learner.model.parameters()) + sum(
@@ -62,7 +62,7 @@ def test_the_optimizers_state_is_left_room_before_it_exists(monkeypatch, lora):
     moments = (value for state in learner.backend.adam.state.values() for value in state.values())
     held += sum(value.nbytes for value in moments if value.ndim)
     copy = 4 * sum(p.numel() for p in learner.model.parameters())
-    assert left == [held + copy] and learner.head.kept_bytes == 16 * GIB
+    assert remaining == [held + copy] and learner.head.kept_bytes == 16 * GIB
     # who says is asked alone
     assert make_worker(lora=lora, kept_bytes=0).learners[0].head.kept_bytes == 0
 
@@ -94,7 +94,7 @@ def test_what_is_not_on_a_gpu_is_left_to_the_kernels():
 
 
 def test_bytes_of_what_is_trained_by_hand():
-    for how, optimizer, gradient in (
+    for options, optimizer, gradient in (
         ({}, 8, 4),
         ({"world": 4}, 8, 4),
         ({"world": 4, "sharding": FSDPSharding()}, 2, 1),
@@ -105,7 +105,7 @@ def test_bytes_of_what_is_trained_by_hand():
         ({"optimizer": "adamw_8bit"}, 2 + 8 / 256, 4),
         ({"optimizer": "paged_adamw_8bit"}, 0, 4),
     ):
-        launch = Launch(cuda=True, bf16=False, **how)
+        launch = Launch(cuda=True, bf16=False, **options)
         assert (launch.optimizer_bytes(1000), launch.gradient_bytes(1000)) == (
             1000 * optimizer,
             1000 * gradient,
@@ -114,34 +114,34 @@ def test_bytes_of_what_is_trained_by_hand():
 
 def test_kept_logits_by_hand():
     batch, shape = MicroBatch(8, 1024, 8192), replace(SHAPE, vocab=150_000)
-    one, scores = LaunchShape(cuda=True, bf16=True, memory=80.0 * GIB), 8192 * 150_000 * 2
+    first, scores = LaunchShape(cuda=True, bf16=True, memory=80.0 * GIB), 8192 * 150_000 * 2
     exponents = 8192 * 4 * 1172
     # the gradient of the scores in one piece, too
-    assert saved_logits_bytes(shape, one, batch, None) == 2 * scores + exponents
+    assert saved_logits_bytes(shape, first, batch, None) == 2 * scores + exponents
     assert (
-        saved_logits_bytes(shape, one, batch, 2 * scores - 1)
+        saved_logits_bytes(shape, first, batch, 2 * scores - 1)
         == scores + exponents
         == estimate_saved_bytes(8192, 150_000, 2, scores)
     )
     assert (
-        saved_logits_bytes(shape, one, batch, scores)
+        saved_logits_bytes(shape, first, batch, scores)
         > 0
-        == saved_logits_bytes(shape, one, batch, scores - 1)
-        == saved_logits_bytes(shape, one, batch, 0)
+        == saved_logits_bytes(shape, first, batch, scores - 1)
+        == saved_logits_bytes(shape, first, batch, 0)
     )
-    assert saved_logits_bytes(shape, replace(one, bf16=False), batch, None) == estimate_saved_bytes(
-        8192, 150_000, 4, 1 << 40
-    )
-    assert saved_logits_bytes(shape, replace(one, cuda=False), batch, None) == 0
+    assert saved_logits_bytes(
+        shape, replace(first, bf16=False), batch, None
+    ) == estimate_saved_bytes(8192, 150_000, 4, 1 << 40)
+    assert saved_logits_bytes(shape, replace(first, cuda=False), batch, None) == 0
     # 16 bytes of each and 2 of a copy: little is left
     grown = replace(shape, parameters=4_500_000_000, trainable=4_500_000_000)
     assert (
-        saved_logits_bytes(grown, one, batch, None)
+        saved_logits_bytes(grown, first, batch, None)
         == 0
-        < saved_logits_bytes(grown, replace(one, memory=141.0 * GIB), batch, None)
+        < saved_logits_bytes(grown, replace(first, memory=141.0 * GIB), batch, None)
     )
     assert (
-        saved_logits_bytes(grown, replace(one, world=8, sharding=FSDPSharding()), batch, None) > 0
+        saved_logits_bytes(grown, replace(first, world=8, sharding=FSDPSharding()), batch, None) > 0
     )
 
 
@@ -156,10 +156,10 @@ def train_item(*words: str) -> tuple[float, LaunchShape, object]:
         [*LINE.split(), *words], METHODS, REPO / "recipes" / "addition.yaml", RunSettings
     )
     launch, _ = resolve_launch(run.options, "auto")
-    found = compute_stage_needs(run, launch, 16, measure=lambda *_: MicroBatchMemory())[0]
+    result = compute_stage_needs(run, launch, 16, measure=lambda *_: MicroBatchMemory())[0]
     return (
         next(
-            item.train for item in found.plan.items if item.name == "logits kept for the backward"
+            item.train for item in result.plan.items if item.name == "logits kept for the backward"
         ),
         launch,
         run,

@@ -44,18 +44,20 @@ KNOWN = {
 def test_what_is_read_is_what_the_architecture_is(name):
     changes = {"sliding_window": None} if name in ("mixtral", "qwen3_moe") else {}
     model = tiny_model(name, **changes)
-    found, (kinds, positions, experts) = describe_layers(model), KNOWN[name]
-    assert (found.kinds, found.positions) == (kinds, positions)
+    result, (kinds, positions, experts) = describe_layers(model), KNOWN[name]
+    assert (result.kinds, result.positions) == (kinds, positions)
     assert (
-        found.experts is None
+        result.experts is None
         if experts is None
-        else ((found.experts.count, found.experts.per_token, len(found.experts.blocks)) == experts)
+        else (
+            (result.experts.count, result.experts.per_token, len(result.experts.blocks)) == experts
+        )
     )
-    assert found.has_state == any(kind not in ("full", "sliding", "chunked") for kind in kinds)
-    assert found.num_kv_layers == sum(
+    assert result.has_state == any(kind not in ("full", "sliding", "chunked") for kind in kinds)
+    assert result.num_kv_layers == sum(
         "full" in kind or kind in ("sliding", "chunked") for kind in kinds
     )
-    assert found.takes_positions == (name not in ("bloom", "mpt", "mamba2"))
+    assert result.takes_positions == (name not in ("bloom", "mpt", "mamba2"))
 
 
 def test_experts_are_counted_in_numbers():

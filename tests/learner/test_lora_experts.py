@@ -90,7 +90,7 @@ def base_of(name: str, **changes):
 
 def adapted(base, moved: bool = True, **parts):
     """A copy of the model under an adapter, whose B is made other than zero."""
-    asked = {
+    requests = {
         "train_mlp": False,
         "train_attn": False,
         "train_unembed": False,
@@ -101,7 +101,7 @@ def adapted(base, moved: bool = True, **parts):
         warnings.simplefilter("ignore")
         model = add_lora(
             model_loading.LoadedModel(copy.deepcopy(base), None, "tiny", ()),
-            LoraConfig(RANK, 0, alpha=ALPHA, **asked),
+            LoraConfig(RANK, 0, alpha=ALPHA, **requests),
         ).model
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -139,22 +139,22 @@ def in_float64(base, model):
         for n, p in model.named_parameters()
         if p.requires_grad
     }
-    own = {id(p): plain_name(n) for n, p in model.named_parameters()}
+    local = {id(p): plain_name(n) for n, p in model.named_parameters()}
 
     def weights():
-        found = dict(wide.named_parameters())
+        results = dict(wide.named_parameters())
         for parameter, a, b, turned in pairs(model):
-            name = own[id(parameter)]
+            name = local[id(parameter)]
             for e in range(1, 1 + len(parameter)):
                 # [rank, in]: an expert's rows stand together
                 down = leaves[a][(e - 1) * RANK : e * RANK]
                 # [out, rank]: an expert's columns, one of each rank
                 up = leaves[b][:, e - 1 :: len(parameter)]
                 delta = ALPHA / RANK * (up @ down)
-                parts = [*found[name].unbind(0)]
+                parts = [*results[name].unbind(0)]
                 parts[e - 1] = parts[e - 1] + (delta.T if turned else delta)
-                found = {**found, name: torch.stack(parts)}
-        return found
+                results = {**results, name: torch.stack(parts)}
+        return results
 
     return wide, leaves, weights
 
@@ -225,8 +225,8 @@ def test_the_learner_has_the_gradient_of_float64(name, layout):
     np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-4)
     assert gradient.keys() == learner.trainable.keys()
     for key, expected in gradient.items():
-        found = learner.trainable[key].grad.double()
-        assert float((found - expected).norm()) < 1e-4 * float(expected.norm()), key
+        result = learner.trainable[key].grad.double()
+        assert float((result - expected).norm()) < 1e-4 * float(expected.norm()), key
 
 
 def test_checkpointed_layers_have_the_same_gradient():
@@ -290,8 +290,8 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
     with torch.no_grad():
         before = forward(plain)
         reread = PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
-        found, own = forward(reread), forward(learner.model.eval())
-    assert float((found - own).abs().max()) < 1e-5 < 1e-2 < float((found - before).abs().max())
+        result, local = forward(reread), forward(learner.model.eval())
+    assert float((result - local).abs().max()) < 1e-5 < 1e-2 < float((result - before).abs().max())
 
     decoder = make_decoder(made().model)  # as it was made, then told what was learnt
     decoder.load_(learner.iter_weights())

@@ -34,16 +34,16 @@ def model_of(name):
 
 def with_mask(data):
     """The same as pairs that a loss of pairs takes."""
-    found = []
+    results = []
     for datum in data:
         mask = (datum.loss_fn_inputs["weights"].array > 0).astype(np.float32)
-        found.append(
+        results.append(
             Datum(
                 datum.model_input,
                 {"target_tokens": datum.loss_fn_inputs["target_tokens"], "mask": mask},
             )
         )
-    return found
+    return results
 
 
 def theirs(model, data):
@@ -62,7 +62,7 @@ def theirs(model, data):
         ).float()
     out = model(input_ids=ids, use_cache=False, output_router_logits=True)
     experts = describe_layers(model).experts
-    logits = tuple(one.reshape(-1, one.shape[-1]) for one in out.router_logits)
+    logits = tuple(item.reshape(-1, item.shape[-1]) for item in out.router_logits)
     return module.load_balancing_loss_func(logits, experts.count, experts.per_token, mask)
 
 
@@ -148,7 +148,7 @@ def test_the_scores_of_every_familys_routers_are_found(name):
     # its other layers choose by a token's id and score nothing
     scored = 1 if name == "deepseek_v4" else len(experts.blocks)
     assert len(scores()) >= scored
-    assert all(one.shape[0] == 12 and one.shape[1] >= experts.count for one in scores())
+    assert all(item.shape[0] == 12 and item.shape[1] >= experts.count for item in scores())
 
 
 def test_a_model_without_experts_is_refused():

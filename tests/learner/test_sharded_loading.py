@@ -56,13 +56,13 @@ def test_tensors_read_one_by_one_are_those_of_a_whole_load(kind, tmp_path):
     loaded = load_model_lazily(str(tmp_path))
     assert loaded is not None and loaded.lazy_weights is not None
     unread = loaded.lazy_weights.for_wrapped_model(loaded.model)
-    expected, own = dict(whole.named_parameters()), dict(loaded.model.named_parameters())
-    assert expected.keys() == own.keys()
+    expected, reference = dict(whole.named_parameters()), dict(loaded.model.named_parameters())
+    assert expected.keys() == reference.keys()
     for name, parameter in expected.items():
         assert torch.equal(unread.read(name).float(), parameter) and torch.equal(
             unread.read_rows(name, 1, 3).float(), parameter[1:3]
         ), name
-        assert own[name].shape == parameter.shape
+        assert reference[name].shape == parameter.shape
     theirs, ours = dict(whole.named_buffers()), dict(loaded.model.named_buffers())
     assert theirs.keys() == ours.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in theirs
@@ -90,7 +90,7 @@ def test_the_first_layers_tell_what_the_whole_model_does(kind, lora, tmp_path):
     build(kind).save_pretrained(str(tmp_path))
     whole, loaded = load_model(str(tmp_path)), load_model_lazily(str(tmp_path))
     if lora and kind != "mamba":
-        whole, loaded = (add_lora(one, LoraConfig(rank=2, seed=1)) for one in (whole, loaded))
+        whole, loaded = (add_lora(item, LoraConfig(rank=2, seed=1)) for item in (whole, loaded))
     trial = load_first_layers(loaded.model, loaded.lazy_weights.for_wrapped_model(loaded.model))
     assert find_layout_faults(trial, LAYOUTS) == find_layout_faults(whole.model, LAYOUTS)
     assert LogprobHead(trial).fused == LogprobHead(whole.model).fused
@@ -135,15 +135,15 @@ def test_lazy_tensors(tmp_path):
     model = build("llama")
     model.save_pretrained(str(tmp_path))
     names = [name for name, _ in model.named_parameters()]
-    found = open_lazy_tensors(tmp_path, names)
-    assert found is not None and open_lazy_tensors(tmp_path, [*names, "other"]) is None
-    together = found.with_tensors({"head": torch.ones(2)})
+    find_results = open_lazy_tensors(tmp_path, names)
+    assert find_results is not None and open_lazy_tensors(tmp_path, [*names, "other"]) is None
+    together = find_results.with_tensors({"head": torch.ones(2)})
     assert set(together) == {*names, "head"} and len(together) == len(names) + 1
     assert get_tensor_shape(together, "head") == (2,) and get_tensor_shape(
         together, names[0]
     ) == tuple(model.get_parameter(names[0]).shape)
-    assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
-    assert isinstance(found, LazyTensors)
+    assert all(torch.equal(find_results[name], p) for name, p in model.named_parameters())
+    assert isinstance(find_results, LazyTensors)
 
 
 # ---------------------------------------------------------------------------------------- two ranks
@@ -165,7 +165,7 @@ def saved(folder: Path, **sizes: int) -> tuple[str, int, int]:
     return str(folder), sum(sizes_of), max(sizes_of)
 
 
-def found(config: str | None, model: str, kind: str, out: Path) -> dict:
+def find_results(config: str | None, model: str, kind: str, out: Path) -> dict:
     """What rank 0 found."""
     out.mkdir()
     run_launch(config, out, model, out, kind, script="tests/sharded_loading_case.py")
@@ -202,27 +202,29 @@ def small(tmp_path_factory) -> tuple[str, dict[str, dict]]:
         head_dim=8,
         intermediate_size=96,
     )
-    return folder, {kind: found(None, folder, kind, home / kind) for kind in ("lora", "full")}
+    return folder, {
+        kind: find_results(None, folder, kind, home / kind) for kind in ("lora", "full")
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "full"])
 @pytest.mark.parametrize("config", ["zero3", "fsdp2"])
 def test_two_ranks_that_read_their_parts_find_what_one_process_does(small, config, kind, tmp_path):
-    folder, alone = small
-    together = found(config, folder, kind, tmp_path / "two")
-    assert together["norm"] == pytest.approx(alone[kind]["norm"], rel=2e-6)
+    folder, single = small
+    together = find_results(config, folder, kind, tmp_path / "two")
+    assert together["norm"] == pytest.approx(single[kind]["norm"], rel=2e-6)
     for key in ("first", "then", "resumed"):
-        for a, b in zip(together[key], alone[kind][key], strict=True):
+        for a, b in zip(together[key], single[kind][key], strict=True):
             np.testing.assert_allclose(a, b, atol=2e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "beside"), [("zero3", 0.15), ("fsdp2", 0.0)])
+@pytest.mark.parametrize(("config", "neighbor"), [("zero3", 0.15), ("fsdp2", 0.0)])
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process from /proc"
 )
-def test_no_rank_holds_more_than_its_share(config, beside, tmp_path):
+def test_no_rank_holds_more_than_its_share(config, neighbor, tmp_path):
     """Of 590 MB: half of them, two copies of the largest tensor, and what a process takes beside.
 
     DeepSpeed keeps some 0.14 of the model and 50 MB beside its part: 183 MB of a model of 207, 431
@@ -238,5 +240,5 @@ def test_no_rank_holds_more_than_its_share(config, beside, tmp_path):
     )
     peaks = peaks_of(config, folder, tmp_path / config)
     shutil.rmtree(folder)
-    bound = (0.5 + beside) * size + 2 * largest + 50e6
+    bound = (0.5 + neighbor) * size + 2 * largest + 50e6
     assert len(peaks) == 2 and max(peaks) < bound < 0.9 * size, (size, largest, peaks)

@@ -114,8 +114,8 @@ def test_values_are_the_head_on_the_last_hidden_state(client):
     assert all(not output["values"].array.any() for output in outputs)  # zeros at first
     stir(client)
     outputs = client.forward(datums, "importance_sampling").result().loss_fn_outputs
-    alone = client.compute_values([d.model_input for d in datums]).result()
-    for datum, output, values in zip(datums, outputs, alone, strict=True):
+    single = client.compute_values([d.model_input for d in datums]).result()
+    for datum, output, values in zip(datums, outputs, single, strict=True):
         expected = plain_values(client, datum.model_input.to_ints())
         assert np.abs(expected).max() > 1e-3
         np.testing.assert_allclose(output["values"].array, expected, atol=2e-6)
@@ -310,7 +310,7 @@ def test_without_the_fused_head_too(tmp_path):
 
     from rl.runtime.training_worker import ModelSpec
 
-    found = []
+    results = []
     for fused in (True, False):
         worker = make_worker(fused=fused)
         worker.create_model(1, ModelSpec("tiny:addition", seed=1, value_head=True), None, False)
@@ -328,11 +328,11 @@ def test_without_the_fused_head_too(tmp_path):
             True,
         )
         grads = torch.cat([p.grad.reshape(-1) for p in worker.learners[1].trainable.values()])
-        found.append(
+        results.append(
             (np.concatenate([o["values"] for o in outputs]), metrics["entropy:sum"], grads)
         )
-    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-5)
+    np.testing.assert_allclose(results[0][0], results[1][0], atol=1e-5)
     assert (
-        found[0][1] == pytest.approx(found[1][1], rel=1e-5)
-        and relative_difference(found[0][2], found[1][2]) < 1e-5
+        results[0][1] == pytest.approx(results[1][1], rel=1e-5)
+        and relative_difference(results[0][2], results[1][2]) < 1e-5
     )

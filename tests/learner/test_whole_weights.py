@@ -99,9 +99,9 @@ def test_a_model_that_lacks_tensors_is_refused_by_name(kind, tmp_path):
         torch.equal(loaded[name], tensor) for name, tensor in whole.items() if name in loaded
     )
     names, rng = sorted(whole), random.Random(kind)
-    one = rng.choice(names)
+    first = rng.choice(names)
     prefix = rng.sample(names, len(names) // 2)
-    for lost in ([one], prefix, names[:-1]):
+    for lost in ([first], prefix, names[:-1]):
         damage(
             tmp_path, lambda tensors, lost=lost: {k: v for k, v in whole.items() if k not in lost}
         )
@@ -110,7 +110,7 @@ def test_a_model_that_lacks_tensors_is_refused_by_name(kind, tmp_path):
         counted = int(re.search(r"it lacks (\d+)", str(error.value))[1])
         # of a tied pair that is stored as one, both are missing
         assert counted in (len(lost), len(lost) + 1)
-        assert len(lost) > 1 or one.split(".")[-2] in str(error.value)
+        assert len(lost) > 1 or first.split(".")[-2] in str(error.value)
     damage(tmp_path, lambda tensors: {f"x.{k}": v for k, v in whole.items()})
     with pytest.raises(UserError, match=r"it lacks \d+ tensors .*; it has \d+ tensors \(x\."):
         load_model(str(tmp_path))
@@ -119,7 +119,7 @@ def test_a_model_that_lacks_tensors_is_refused_by_name(kind, tmp_path):
         UserError, match=r"it has 1 tensor \(score.weight\), which would be ignored"
     ):
         load_model(str(tmp_path))
-    damage(tmp_path, lambda tensors: {**whole, one: torch.zeros(3)})
+    damage(tmp_path, lambda tensors: {**whole, first: torch.zeros(3)})
     with pytest.raises(UserError, match="do not fit its config"):
         load_model(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(
@@ -204,25 +204,25 @@ def forge(folder: Path, file: str, change) -> None:
     checkpoint_folder.verify_checkpoint(folder)
 
 
-def saved(folder: Path, how: str):
-    worker = make_worker(**HOW[how])
+def saved(folder: Path, options: str):
+    worker = make_worker(**HOW[options])
     worker.forward_backward(0, random_datums(3), "ppo", {"temperature": 1.0}, 1.0, True)
     worker.optim_step(0, ADAM)
     call(worker, "save_state", 0, str(folder / "state"), {}, None)
-    call(worker, "save_for_sampler", 0, str(folder / "weights"), False, None, "head" in how)
+    call(worker, "save_for_sampler", 0, str(folder / "weights"), False, None, "head" in options)
     return worker
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOW)
-def test_forged_checkpoints_are_refused_by_name_wherever_they_are_read(how, tmp_path):
-    worker = saved(tmp_path, how)
-    spec = ModelSpec("tiny:addition", seed=1, **HOW[how])
-    weights = "model/adapter_model.safetensors" if "lora" in how else "model/model.safetensors"
+@pytest.mark.parametrize("mode", HOW)
+def test_forged_checkpoints_are_refused_by_name_wherever_they_are_read(mode, tmp_path):
+    worker = saved(tmp_path, mode)
+    spec = ModelSpec("tiny:addition", seed=1, **HOW[mode])
+    weights = "model/adapter_model.safetensors" if "lora" in mode else "model/model.safetensors"
     files = {
         weights: "weights",
         "optimizer.safetensors": "optimizer",
-        **({"value_head.safetensors": "head"} if "head" in how else {}),
+        **({"value_head.safetensors": "head"} if "head" in mode else {}),
     }
     state = tmp_path / "state"
     worker.create_model(1, spec, str(state), True)  # as it was saved, it goes on
@@ -237,7 +237,9 @@ def test_forged_checkpoints_are_refused_by_name_wherever_they_are_read(how, tmp_
             assert str(tmp_path) in str(error.value), name
             (state / file).write_bytes(whole)
         forge(state, file, lambda t: t)
-    sampled = weights if how == "head" or how == "lora and head" else weights.removeprefix("model/")
+    sampled = (
+        weights if mode == "head" or mode == "lora and head" else weights.removeprefix("model/")
+    )
     for name, change in FORGERIES.items():
         whole = (tmp_path / "weights" / sampled).read_bytes()
         forge(tmp_path / "weights", sampled, change)
@@ -278,10 +280,10 @@ def test_weights_may_be_read_by_whom_the_umask_lets(umask, tmp_path):
         plain.touch()
     finally:
         os.umask(before)
-    wanted = stat.S_IMODE(plain.stat().st_mode)
-    assert wanted == 0o666 & ~umask
+    expected = stat.S_IMODE(plain.stat().st_mode)
+    assert expected == 0o666 & ~umask
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) > 12 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {wanted}
+    assert len(files) > 12 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {expected}
 
 
 # -------------------------------------------------------------------------------- bytes that repeat

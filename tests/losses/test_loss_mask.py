@@ -15,7 +15,7 @@ CU = [0, 4, 5, 11]
 CLIPPED = ("ppo", "cispo", "gspo")
 
 
-def given(seed: int, mask_name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def make_inputs(seed: int, mask_name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logprobs and fields whose advantages are nowhere 0 where the mask is, and are 0 at some
     actions.
     """
@@ -72,7 +72,7 @@ def reference(
 @pytest.mark.parametrize("name", POLICY)
 def test_the_mask_decides_what_is_trained_and_counted(name, mask_name, form):
     for seed in range(6):
-        logp, inputs = given(seed, mask_name)
+        logp, inputs = make_inputs(seed, mask_name)
         leaf = logp.clone().requires_grad_(True)
         expected, counted = reference(name, leaf, inputs, mask_name)
         (expected_gradient,) = torch.autograd.grad(expected, leaf)
@@ -82,12 +82,12 @@ def test_the_mask_decides_what_is_trained_and_counted(name, mask_name, form):
         value, metrics = (spec.fn if form == "plain" else spec.fused_function)(
             leaf, torch.zeros(11), fields, torch.tensor(CU), {}
         )
-        (found,) = torch.autograd.grad(value, leaf)
+        (result,) = torch.autograd.grad(value, leaf)
         tolerance = (
             {"rtol": 1e-12, "atol": 1e-12} if form == "plain" else {"rtol": 1e-5, "atol": 1e-5}
         )
         torch.testing.assert_close(value.double(), expected, **tolerance)
-        torch.testing.assert_close(found.double(), expected_gradient, **tolerance)
+        torch.testing.assert_close(result.double(), expected_gradient, **tolerance)
         assert {k: int(v) for k, v in metrics.items()} == counted
 
 
@@ -95,7 +95,7 @@ def test_the_mask_decides_what_is_trained_and_counted(name, mask_name, form):
 @pytest.mark.parametrize("name", POLICY)
 def test_what_stands_outside_the_mask_changes_nothing(name, form):
     """Not even a NaN, an infinite logprob or an enormous advantage."""
-    logp, inputs = given(3, "mask")
+    logp, inputs = make_inputs(3, "mask")
     out = inputs["mask"] == 0
     results = []
     for spoil in (False, True):
@@ -128,11 +128,11 @@ def test_a_model_is_trained_as_if_advantages_outside_the_mask_were_zero(name):
         inputs["advantages"][inputs["mask"] == 0] = 3.0
         inputs["logprobs"][inputs["mask"] == 0] = -5.0
         spoiled.append(Datum(datum.model_input, inputs))
-    found = []
+    results = []
     for batch in (datums, spoiled):
         worker = make_worker(token_budget=24)
         worker.learners[0].run(
             batch, get_loss(name), {}, temperature=1.0, divisor=1.0, backward=True
         )
-        found.append(gradient(worker))
-    assert relative_difference(found[1], found[0]) < 1e-6
+        results.append(gradient(worker))
+    assert relative_difference(results[1], results[0]) < 1e-6

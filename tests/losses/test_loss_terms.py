@@ -91,13 +91,13 @@ def test_the_fused_and_plain_forms_are_the_formula_sequence_by_sequence(name, se
     )
     truth = torch.autograd.grad(expected, leaf)[0]
     spoiled = inputs | {"logprobs": torch.where(MASK == 0, float("nan"), inputs["logprobs"])}
-    found = []
+    results = []
     for function in (get_loss(name).fn, get_loss(name).fused_function):
         value, metrics = function(leaf, torch.zeros(8), spoiled, CU, config)
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(torch.autograd.grad(value, leaf)[0], truth, rtol=1e-5, atol=1e-6)
-        found.append({k: float(v) for k, v in metrics.items()})
-    assert found[0] == found[1] and found[0]["active_tokens:sum"] == 5
+        results.append({k: float(v) for k, v in metrics.items()})
+    assert results[0] == results[1] and results[0]["active_tokens:sum"] == 5
 
 
 def test_identities_to_1e_6():
@@ -146,8 +146,8 @@ def test_expected_gradient_of_each_kl_estimator_by_enumeration(kind):
         forward_kl if kind == "k3_pathwise" else reverse_kl, logits, retain_graph=True
     )[0]
     expected = (logp.detach().exp() * estimate_kl(logp, ref, kind)).sum()
-    found = torch.autograd.grad(expected, logits)[0]
-    torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+    result = torch.autograd.grad(expected, logits)[0]
+    torch.testing.assert_close(result, truth, rtol=1e-12, atol=1e-12)
     assert (truth.abs() > 0.05).any()
     if kind != "k2":  # the values of k1 and k3 are unbiased as well
         assert expected.item() == pytest.approx(reverse_kl.item(), rel=1e-12)
@@ -170,11 +170,11 @@ def test_expected_gradient_of_each_kl_estimator_over_samples_of_another_policy(k
     loss, _ = get_loss("ppo").compute(
         logp, torch.zeros(5), inputs, torch.arange(6), {"kl_coef": 1.0, "kl_kind": kind}
     )
-    found = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    result = torch.autograd.grad(loss, logits, retain_graph=True)[0]
     if kind == "k3_pathwise":  # as GRPO's paper has it: not weighted
         plain = (q.exp() * (torch.exp(ref - logp) - 1 + logp - ref)).sum()
         truth = torch.autograd.grad(plain, logits)[0]
-    torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(result, truth, rtol=1e-12, atol=1e-12)
     if kind in ("k1", "k3"):
         assert loss.item() == pytest.approx(kl.item(), rel=1e-12)
 
@@ -212,9 +212,9 @@ def test_value_loss_against_brute_force():
     g = torch.Generator().manual_seed(5)
     values, returns, old = (torch.randn(40, generator=g, dtype=torch.float64) for _ in range(3))
     for clip in (0.1, 0.5, None):
-        found = value_loss(values, returns, old, clip)
+        result = value_loss(values, returns, old, clip)
         for v, r, o, loss in zip(
-            values.tolist(), returns.tolist(), old.tolist(), found.tolist(), strict=True
+            values.tolist(), returns.tolist(), old.tolist(), result.tolist(), strict=True
         ):
             candidates = [0.5 * (v - r) ** 2]
             if clip is not None:

@@ -44,16 +44,18 @@ def test_by_hand():
     q = torch.tensor([-1.0, -1.0, -1.5])
     a = torch.tensor([1.0, 2.0, 3.0])
     r = (lp - q).exp()  # 1, 0.3679, 2.7183
-    given = {"advantages": a, "logprobs": q}
-    assert value("importance_sampling", lp, given) == pytest.approx(
+    inputs = {"advantages": a, "logprobs": q}
+    assert value("importance_sampling", lp, inputs) == pytest.approx(
         -(1 + 2 * r[1] + 3 * r[2]).item()
     )
     # only the high ratio is clipped
-    assert value("ppo", lp, given) == pytest.approx(-(1 + 2 * r[1] + 3 * 1.2).item())
+    assert value("ppo", lp, inputs) == pytest.approx(-(1 + 2 * r[1] + 3 * 1.2).item())
     negative = {"advantages": -a, "logprobs": q}
     # pessimistic: min of the two
     assert value("ppo", lp, negative) == pytest.approx((1 + 2 * 0.8 + 3 * r[2]).item())
-    assert value("cispo", lp, given) == pytest.approx(-(1 * -1.0 + 0.8 * -2.0 * 2 + 1.2 * -0.5 * 3))
+    assert value("cispo", lp, inputs) == pytest.approx(
+        -(1 * -1.0 + 0.8 * -2.0 * 2 + 1.2 * -0.5 * 3)
+    )
     assert value(
         "cross_entropy", lp, {"target_tokens": a.long(), "weights": torch.tensor([0.0, 1.0, 0.5])}
     ) == pytest.approx(2.25)

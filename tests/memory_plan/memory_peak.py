@@ -48,7 +48,7 @@ def warm_up() -> int:
 
 def datums(count: int, s: dict) -> list[Datum]:
     rng = np.random.default_rng(0)
-    found = []
+    results = []
     for _ in range(count):
         n = s["prompt"] + s["answer"]
         mask = (np.arange(n) >= s["prompt"] - 1).astype(np.float32)
@@ -58,8 +58,8 @@ def datums(count: int, s: dict) -> list[Datum]:
             "advantages": mask,
             "mask": mask,
         }
-        found.append(Datum(ModelInput.from_ints(rng.integers(0, 100, n).tolist()), fields))
-    return found
+        results.append(Datum(ModelInput.from_ints(rng.integers(0, 100, n).tolist()), fields))
+    return results
 
 
 def main(out: Path, s: dict) -> None:

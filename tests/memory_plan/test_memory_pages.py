@@ -47,14 +47,14 @@ LINE = [
 ]
 
 
-def asked(*words):
+def read_config(*words):
     return read_run([*LINE, *words], METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
 
 
 def cache_of(launch, *words, prompt=20):
     return next(
         item.sample
-        for item in compute_stage_needs(asked(*words), launch, prompt)[0].plan.items
+        for item in compute_stage_needs(read_config(*words), launch, prompt)[0].plan.items
         if item.name == "KV cache"
     )
 
@@ -134,13 +134,13 @@ def test_requests_never_hold_more_pages_than_were_counted_for_them():
     )
     for _ in range(40):
         page, most = int(rng.choice([2, 4, 8])), int(rng.integers(1, 12))
-        asked = [
+        read_config = [
             (int(rng.integers(1, 20)), int(rng.integers(1, 5)), int(rng.integers(1, 20)))
             for _ in range(int(rng.integers(1, 6)))
         ]
-        need = max_blocks(asked, page, most)
+        need = max_blocks(read_config, page, most)
         engine = PagedEngine(decoder, kv_cache_tokens=need * page, max_rows=most, page=page)
-        for i, (prompt, count, answer) in enumerate(asked):
+        for i, (prompt, count, answer) in enumerate(read_config):
             tokens, params = (
                 random_prompts([prompt], seed=i)[0],
                 SamplingParams(max_tokens=answer, stop=[]),
@@ -191,19 +191,19 @@ def test_the_pool_is_counted_as_the_engine_takes_it(tokens):
 
 def test_a_larger_call_has_a_larger_pool_up_to_the_budget():
     limits = {"prompt": 300, "answer": 500, "max_rows": 1024, "world": 2, "streams": False}
-    found = [
+    results = [
         count_pool_pages(groups=n, group=8, kv_cache_tokens=262_144, **limits)
         for n in (1, 4, 16, 64, 256)
     ]
     assert (
-        found == [28, 52, 208, 832, 1024]
+        results == [28, 52, 208, 832, 1024]
         and max_blocks([(300, 8, 500)], BLOCK_SIZE, 1024) == 1 + 8 * 3 + 2
     )
 
 
 def test_where_the_engine_keeps_no_pages_none_are_counted():
     """As `make_engine` and `engine_of` choose."""
-    stage = asked("--base-model", "tiny:addition").stages[0].settings
+    stage = read_config("--base-model", "tiny:addition").stages[0].settings
     shape = shapes.ModelShape(
         name="x",
         parameters=1,

@@ -108,7 +108,7 @@ def planned(folder: str, s: dict, sharding: Sharding) -> MemoryPlan:
         hidden=s["hidden_size"],
     )
     assert batch.rows * length == s["budget"]
-    how = ComputeConfig(
+    options = ComputeConfig(
         fused=s["fused"],
         checkpointing=s["checkpointing"],
         keeps_gradients=sharding.keeps_gradients,
@@ -118,7 +118,7 @@ def planned(folder: str, s: dict, sharding: Sharding) -> MemoryPlan:
     launch = LaunchShape(
         cuda=False, bf16=False, world=s["world"], per_node=s["world"], sharding=sharding
     )
-    return plan_memory(skeleton.shape, skeleton.measure_micro_batch(batch, how), launch, work)
+    return plan_memory(skeleton.shape, skeleton.measure_micro_batch(batch, options), launch, work)
 
 
 @pytest.fixture(scope="module")
@@ -196,20 +196,22 @@ WORKING = StepWork(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10
 
 
 def items(launch: LaunchShape, shape: ModelShape = SHAPE) -> dict[str, tuple[float, float, float]]:
-    found = plan_memory(shape, MicroBatchMemory(), launch, WORKING)
-    return {item.name.split(" ")[0]: (item.sample, item.train, item.update) for item in found.items}
+    result = plan_memory(shape, MicroBatchMemory(), launch, WORKING)
+    return {
+        item.name.split(" ")[0]: (item.sample, item.train, item.update) for item in result.items
+    }
 
 
 def test_bytes_of_each_launch_by_hand():
     million = 1_000_000.0
-    alone = items(LaunchShape(cuda=True, bf16=True))
-    assert alone["weights"] == (4 * million,) * 3
-    assert alone["optimizer"] == (8 * million,) * 3
-    assert alone["gradients"] == (0, 4 * million, 4 * million)
-    assert alone["sampler's"] == (2 * million,) * 3
+    single = items(LaunchShape(cuda=True, bf16=True))
+    assert single["weights"] == (4 * million,) * 3
+    assert single["optimizer"] == (8 * million,) * 3
+    assert single["gradients"] == (0, 4 * million, 4 * million)
+    assert single["sampler's"] == (2 * million,) * 3
     # bf16: prompts once, and all but the last token of each answer
-    assert alone["KV"] == (16 * 2 * (3 * 10 + 6 * 4), 0, 0)
-    assert alone["temporary"] == (0, 0, 0)
+    assert single["KV"] == (16 * 2 * (3 * 10 + 6 * 4), 0, 0)
+    assert single["temporary"] == (0, 0, 0)
     ddp = items(LaunchShape(cuda=True, bf16=True, world=4))
     # all gradients end to end, which fit in a bucket
     assert ddp["temporary"] == (0, 0, 4 * million)
@@ -252,9 +254,9 @@ def test_bytes_of_each_launch_by_hand():
 
 def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
     shape = replace(SHAPE, trainable=100_000, adapters=100_000, matrices=800_000, linears=500_000)
-    one = LaunchShape(cuda=True, bf16=True)
+    first = LaunchShape(cuda=True, bf16=True)
     weights = {
-        base: items(replace(one, base_dtype=base), shape)["weights"][0]
+        base: items(replace(first, base_dtype=base), shape)["weights"][0]
         for base in ("fp32", "bf16", "4bit")
     }
     assert weights["fp32"] == 4e6 and weights["bf16"] == 4e6 - 2 * 8e5
@@ -275,9 +277,11 @@ def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
         )["weights"][0]
         == 2e6
     )
-    assert items(replace(one, optimizer="adamw_8bit"), shape)["optimizer"][0] == 1e5 * (2 + 8 / 256)
+    assert items(replace(first, optimizer="adamw_8bit"), shape)["optimizer"][0] == 1e5 * (
+        2 + 8 / 256
+    )
     paged = plan_memory(
-        shape, MicroBatchMemory(), replace(one, optimizer="paged_adamw_8bit"), WORKING
+        shape, MicroBatchMemory(), replace(first, optimizer="paged_adamw_8bit"), WORKING
     )
     assert not any(item.train for item in paged.items if item.name.startswith("optimizer"))
     assert dict(paged.host)["optimizer pages that do not fit on the GPU, at most"] == 1e5 * (
@@ -305,11 +309,11 @@ def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
 
 def test_the_base_of_a_stage_is_what_its_settings_and_launch_make_it(tmp_path):
     folder = folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path)
-    one = LaunchShape(cuda=True, bf16=True)
+    first = LaunchShape(cuda=True, bf16=True)
 
-    def weights(*words: str, launch: LaunchShape = one) -> float:
+    def weights(*words: str, launch: LaunchShape = first) -> float:
         plan = compute_stage_needs(
-            asked(
+            read_config(
                 "sft", "--dataset", "addition", "--base-model", folder, "--max-tokens", "8", *words
             ),
             launch,
@@ -348,7 +352,7 @@ def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):
         "--lora-rank",
         "4",
     ]
-    launch, run = LaunchShape(cuda=True, bf16=True), asked(*words)
+    launch, run = LaunchShape(cuda=True, bf16=True), read_config(*words)
     whole = max(needs.plan.peak for needs in compute_stage_needs(run, launch, 512))
     cache = next(
         item.sample
@@ -364,12 +368,12 @@ def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):
     ]
     at = words.index("--kv-cache-tokens") + 1
     sizes = {
-        (1 << 23) >> i: asked(*words[:at], str((1 << 23) >> i), *words[at + 1 :])
+        (1 << 23) >> i: read_config(*words[:at], str((1 << 23) >> i), *words[at + 1 :])
         for i in (1, 2, 3, 4, 5)
     }
     peaks = {
-        size: max(needs.plan.peak for needs in compute_stage_needs(one, launch, 512))
-        for size, one in sizes.items()
+        size: max(needs.plan.peak for needs in compute_stage_needs(first, launch, 512))
+        for size, first in sizes.items()
     }
     largest = max(size for size, peak in peaks.items() if peak <= room)
     assert (
@@ -379,7 +383,7 @@ def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):
     )
 
 
-def asked(*words: str) -> RunConfig:
+def read_config(*words: str) -> RunConfig:
     return read_run(words, METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
 
 
@@ -392,9 +396,9 @@ def test_layers_of_a_hybrid_that_carry_a_state_keep_no_keys():
 def test_a_launch_under_fsdp_is_planned_as_one(monkeypatch):
     for name, value in {"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    launch, _ = resolve_launch(asked("--plan-gpus", "8").options, "auto")
+    launch, _ = resolve_launch(read_config("--plan-gpus", "8").options, "auto")
     assert _describe_launch(launch) == "8 processes, FSDP2, bf16"
-    launch, _ = resolve_launch(asked("--plan-gpus", "8", "--plan-zero", "2").options, "auto")
+    launch, _ = resolve_launch(read_config("--plan-gpus", "8", "--plan-zero", "2").options, "auto")
     assert launch.sharding == ZeroSharding(stage=2)
 
 
@@ -405,9 +409,9 @@ def test_a_critic_and_a_frozen_policy_are_counted():
     launch = LaunchShape(cuda=True, bf16=True, world=2, sharding=ZeroSharding(stage=2))
     words = ["ppo", "--dataset", "addition", "--critic-model", "policy"]
     full, adapted, free = (
-        compute_stage_needs(asked(*words, "--lora-rank", rank, "--kl-coef", price), launch, 16)[
-            0
-        ].plan
+        compute_stage_needs(
+            read_config(*words, "--lora-rank", rank, "--kl-coef", price), launch, 16
+        )[0].plan
         for rank, price in (("0", "0.1"), ("4", "0.1"), ("0", "0"))
     )
     sizes = {item.name.split(" ")[0]: item for item in full.items}
@@ -466,10 +470,10 @@ def test_the_trace_finds_what_is_known(tmp_path):
     plain, fused = (
         skeleton.measure_micro_batch(batch, ComputeConfig(fused=on)) for on in (False, True)
     )
-    one = 256 * 16_000 * 4
-    assert plain.logits % one == 0 and 3 * one <= plain.logits <= 6 * one
+    first = 256 * 16_000 * 4
+    assert plain.logits % first == 0 and 3 * first <= plain.logits <= 6 * first
     # at most what it keeps for the backward (below 64 MiB)
-    assert fused.logits - HEAD_BLOCKS < one + 256 * 512 * 4 + 10_000
+    assert fused.logits - HEAD_BLOCKS < first + 256 * 512 * 4 + 10_000
     large = MicroBatch(32, 64, 2048)
     assert (
         skeleton.measure_micro_batch(large, ComputeConfig(checkpointing=True)).total
@@ -543,8 +547,8 @@ EACH = [
 @pytest.mark.parametrize(
     ("kind", "rank", "run"),
     [
-        pytest.param(*one, marks=() if one[0] in ("gpt2", "bloom") else pytest.mark.slow)
-        for one in EACH
+        pytest.param(*item, marks=() if item[0] in ("gpt2", "bloom") else pytest.mark.slow)
+        for item in EACH
     ],
 )
 def test_a_deep_model_is_worked_out_from_short_ones(kind, rank, run, tmp_path):

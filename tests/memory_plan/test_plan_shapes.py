@@ -85,19 +85,19 @@ HOW = {
 def mixtures():
     """A few in every precision; the others in bf16, and in the campaign in every precision."""
     for name in MIXTURES:
-        for how in HOW:
-            marks = [pytest.mark.slow, *[pytest.mark.campaign] * (how != "bf16")]
+        for mode in HOW:
+            marks = [pytest.mark.slow, *[pytest.mark.campaign] * (mode != "bf16")]
             quick = name in ("mixtral", "gpt_oss", "jetmoe")
-            yield pytest.param(name, how, marks=[] if quick else marks, id=f"{name}-{how}")
+            yield pytest.param(name, mode, marks=[] if quick else marks, id=f"{name}-{mode}")
 
 
-@pytest.mark.parametrize(("name", "how"), mixtures())
-def test_a_mixture_of_experts_is_planned_in_every_precision(name, how, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "options"), mixtures())
+def test_a_mixture_of_experts_is_planned_in_every_precision(name, options, tmp_path, monkeypatch):
     """What tensors without memory say is what real ones hold, the kernels of grouped products among
     them; or it is said why not.
     """
     tiny_config(name).save_pretrained(tmp_path)
-    skeleton, way = ModelSkeleton(str(tmp_path), None, None), HOW[how]
+    skeleton, way = ModelSkeleton(str(tmp_path), None, None), HOW[options]
     if {name, (name, way.dtype)} & REFUSED:
         with pytest.raises(UserError, match="cannot be computed without weights.*--steps 1"):
             skeleton.measure_micro_batch(BATCH, way)
@@ -106,7 +106,7 @@ def test_a_mixture_of_experts_is_planned_in_every_precision(name, how, tmp_path,
     monkeypatch.setattr(tracing, "FakeTensorMode", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(tracing.torch, "empty", torch.zeros)
     # real tensors do not run: its own code mixes precisions
-    if (name, how) == ("inkling2_text", "bf16"):
+    if (name, options) == ("inkling2_text", "bf16"):
         with pytest.raises(UserError, match="to have the same dtype"):
             skeleton.measure_micro_batch(BATCH, way)
     else:  # torch cuts some operations up on the one and not on the other

@@ -49,10 +49,10 @@ def test_a_mixture_computes_with_the_experts_that_a_token_is_sent_to(per_token, 
     ids = torch.arange(TOKENS)[None]
     attention = 4 * TOKENS**2 * shape.heads * shape.head_width * shape.layers
     table = VOCAB * shape.hidden  # rows of it are looked up, not multiplied
-    found = counted(model, input_ids=ids, use_cache=False) - attention
+    result = counted(model, input_ids=ids, use_cache=False) - attention
     # norms are no products
-    assert found == pytest.approx(2 * TOKENS * (shape.active_parameters - table), rel=0.02)
-    assert found < 0.9 * 2 * TOKENS * (shape.parameters - table)
+    assert result == pytest.approx(2 * TOKENS * (shape.active_parameters - table), rel=0.02)
+    assert result < 0.9 * 2 * TOKENS * (shape.parameters - table)
 
 
 def test_a_token_sent_to_two_experts_more_costs_those_and_nothing_else(tmp_path):
@@ -89,24 +89,24 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path)
 
     model = Qwen3VLForConditionalGeneration(config).eval()
     model.set_attn_implementation("eager")
-    own = shape_of(model, tmp_path / "all")
+    reference = shape_of(model, tmp_path / "all")
     tower = sum(p.numel() for p in model.model.visual.parameters())
     assert (
-        own.seeing == own.seeing_trained == tower
-        and own.active_parameters == own.parameters - tower
+        reference.seeing == reference.seeing_trained == tower
+        and reference.active_parameters == reference.parameters - tower
     )
     frozen = shape_of(model, tmp_path / "lora", LoraConfig(2))
     assert frozen.seeing == tower and frozen.seeing_trained == 0
     side = 4  # patches: a picture of 16 x 16
     pixels = torch.zeros(side * side, 3 * 4 * 4)
-    found = counted(
+    result = counted(
         model.model.visual, hidden_states=pixels, grid_thw=torch.tensor([[1, side, side]])
     )
-    assert 0.6 * 2 * tower * side**2 < found < 1.1 * 2 * tower * side**2
+    assert 0.6 * 2 * tower * side**2 < result < 1.1 * 2 * tower * side**2
     load = scaling.Load(patches=256)
-    blind = scaling.arithmetic(own, scaling.Load())
-    assert blind == 8 * own.active_parameters * load.tokens
-    assert scaling.arithmetic(own, load) - blind == 8 * tower * load.answers * 256
+    blind = scaling.arithmetic(reference, scaling.Load())
+    assert blind == 8 * reference.active_parameters * load.tokens
+    assert scaling.arithmetic(reference, load) - blind == 8 * tower * load.answers * 256
     assert (
         scaling.arithmetic(frozen, load) - scaling.arithmetic(frozen, scaling.Load())
         == 2 * tower * load.answers * 256
@@ -169,7 +169,7 @@ def test_a_teams_traffic_is_what_its_ranks_send(tmp_path):
                     problem=i,
                 )
             )
-        assert [len(s.tokens) for found in engine.run() for s in found.sequences] == [5] * 8
+        assert [len(s.tokens) for result in engine.run() for s in result.sequences] == [5] * 8
         return team
 
     shape = shape_of(model, tmp_path)
@@ -211,16 +211,16 @@ def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(tmp_path):
         )
         return model.step(MicroBatchMemory(), launch)
 
-    found = step(64)
+    result = step(64)
     whole = step(64, 1000.0)
     assert whole.sampler_tp == 1 and whole.sampler_traffic_s == 0 and whole.memory_gib > 80 * 0.92
     assert (
-        found.fits
-        and found.sampler_tp in (2, 4, 8)
-        and found.memory_gib <= 80 * 0.92
-        and found.sampler_traffic_s > 0
+        result.fits
+        and result.sampler_tp in (2, 4, 8)
+        and result.memory_gib <= 80 * 0.92
+        and result.sampler_traffic_s > 0
     )
-    assert found.sample_s == whole.sample_s + found.sampler_traffic_s
-    assert found.step_s == pytest.approx(whole.step_s + found.sampler_traffic_s)
+    assert result.sample_s == whole.sample_s + result.sampler_traffic_s
+    assert result.step_s == pytest.approx(whole.step_s + result.sampler_traffic_s)
     never = step(64, 20.0)
     assert not never.fits and never.sampler_tp == 1

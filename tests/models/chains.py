@@ -82,11 +82,13 @@ def chain(name: str, tied: bool, folder: Path) -> tuple[float, float]:
     export_weights(str(folder / "grpo"), folder / "out", merged=True)
     got = logits(AutoModelForCausalLM.from_pretrained(folder / "out").eval())
     last = folder / "grpo" / "checkpoints" / "grpo-final"
-    own = logits(learner_checkpoint.load_for_sampling(str(last), None)[0].model)
+    reference = logits(learner_checkpoint.load_for_sampling(str(last), None)[0].model)
     exact = by_hand(
         folder / "base", [folder / "dpo" / "checkpoints" / "dpo-final" / "model", last / "model"]
     )
     moved = logits(AutoModelForCausalLM.from_pretrained(folder / "base").eval())
-    assert (own - moved).abs().max() > 1e-2, "the chain learnt nothing"
-    size = max(1.0, float(own.abs().max()))
-    return float((got - own).abs().max()) / size, float((got.double() - exact).abs().max()) / size
+    assert (reference - moved).abs().max() > 1e-2, "the chain learnt nothing"
+    size = max(1.0, float(reference.abs().max()))
+    return float((got - reference).abs().max()) / size, float(
+        (got.double() - exact).abs().max()
+    ) / size

@@ -85,7 +85,7 @@ def make_learner(model, *, bf16: bool = False, **settings) -> Learner:
 
 def datums(groups=((24, (20, 8, 46)), (6, (6, 48)), (50, (1,))), seed: int = 5) -> list[Datum]:
     """Answers to prompts, by their lengths; most reach beyond a window."""
-    rng, found = np.random.default_rng(seed), []
+    rng, results = np.random.default_rng(seed), []
     for length, answers in groups:
         prompt = rng.integers(3, VOCAB, length).tolist()
         for n in answers:
@@ -93,16 +93,16 @@ def datums(groups=((24, (20, 8, 46)), (6, (6, 48)), (50, (1,))), seed: int = 5) 
             weights = np.concatenate([np.zeros(length - 1), rng.uniform(0.2, 1.0, n)]).astype(
                 np.float32
             )
-            found.append(
+            results.append(
                 Datum(
                     ModelInput.from_ints(tokens[:-1]),
                     {"target_tokens": tokens[1:], "weights": weights},
                 )
             )
-    return found
+    return results
 
 
-def alone(model, data):
+def compute_plain_logprobs(model, data):
     """The plain model, one sequence a forward, no padding and no mask: logprobs, and the gradient
     of the weighted sum.
     """
@@ -133,10 +133,10 @@ def learnt(learner, data):
 
 
 def gradient_error(learner, gradient) -> float:
-    found = {
+    results = {
         n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in learner.trainable.items()
     }
-    off = sum(float((found[n] - g).double().square().sum()) for n, g in gradient.items())
+    off = sum(float((results[n] - g).double().square().sum()) for n, g in gradient.items())
     return (off / sum(float(g.double().square().sum()) for g in gradient.values())) ** 0.5
 
 
@@ -149,7 +149,7 @@ def model_of(name: str, attention: str | None = None):
 
 def check_every_layout(model, takes: set[str]) -> None:
     data = datums()
-    logprobs, gradient = alone(model, data)
+    logprobs, gradient = compute_plain_logprobs(model, data)
     for layout in LAYOUTS:
         if layout != "auto" and layout not in takes:
             with pytest.raises(UserError, match=f"layout {layout} is not exact for tiny"):
@@ -217,20 +217,20 @@ def test_a_layout_under_bf16_is_no_further_off_than_the_model_alone(name):
     much as a leak would.
     """
     model, data = model_of(name), datums()
-    exact, _ = alone(model, data)
+    exact, _ = compute_plain_logprobs(model, data)
     with torch.autocast("cpu", torch.bfloat16):
-        rounded, _ = alone(model, data)
+        rounded, _ = compute_plain_logprobs(model, data)
     spread = float(np.sqrt(np.mean((rounded - exact) ** 2)))
     assert spread > 1e-3
     for layout in ("auto", *sorted(KINDS[name][1])):
-        found = learnt(make_learner(model, bf16=True, layout=layout), data)
-        assert float(np.sqrt(np.mean((found - exact) ** 2))) < 2 * spread, layout
+        result = learnt(make_learner(model, bf16=True, layout=layout), data)
+        assert float(np.sqrt(np.mean((result - exact) ** 2))) < 2 * spread, layout
 
 
 def test_dpo_like_pairs_have_the_gradient_of_sequences_alone():
     """Where answers saw each other the first loss was ln 2 all the same, and its gradient half off."""
     model, data = model_of("lfm2"), datums(((9, (7, 5)), (4, (3, 12))))
-    logprobs, gradient = alone(model, data)
+    logprobs, gradient = compute_plain_logprobs(model, data)
     learner = make_learner(model)
     np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-4)
     assert gradient_error(learner, gradient) < 1e-4
@@ -251,7 +251,7 @@ RANDOM = {
 def test_nothing_is_random_under_gradient_checkpointing(name):
     model = tiny_model(name, **RANDOM[name])
     data = datums(((9, (7, 5)), (4, (3, 12))))
-    logprobs, gradient = alone(copy.deepcopy(model).eval(), data)
+    logprobs, gradient = compute_plain_logprobs(copy.deepcopy(model).eval(), data)
     learner = make_learner(model, gradient_checkpointing=True)
     assert learner.model.training  # or nothing would be checkpointed
     for _ in range(2):
@@ -266,7 +266,7 @@ def test_phi_moe_is_not_changed_by_turning_noise_off_and_its_training_mode_is_re
     """
     model = tiny_model("phimoe", router_jitter_noise=noise, sliding_window=None)
     data = datums(((9, (7, 5)), (4, (3, 12))))
-    logprobs, _ = alone(copy.deepcopy(model), data)
+    logprobs, _ = compute_plain_logprobs(copy.deepcopy(model), data)
     np.testing.assert_allclose(
         learnt(make_learner(model, layout="padded"), data), logprobs, atol=1e-4
     )
@@ -295,14 +295,14 @@ def test_a_softcap_that_bends_the_logits_is_the_models_own(fused):
     """Logits of the size of the cap; at the usual 30 a tiny model's are far below it."""
     model, data = model_of("gemma2"), datums(((5, (4, 9)), (3, (6,))))
     model.config.final_logit_softcapping = 0.05
-    logprobs, gradient = alone(model, data)
+    logprobs, gradient = compute_plain_logprobs(model, data)
     learner = make_learner(model, fused=fused)
     # it is tried out, and left alone where it is not the model's
     assert learner.head.fused == fused
     np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-5)
     assert gradient_error(learner, gradient) < 1e-4
     model.config.final_logit_softcapping = None
-    assert np.abs(alone(model, data)[0] - logprobs).max() > 1e-2
+    assert np.abs(compute_plain_logprobs(model, data)[0] - logprobs).max() > 1e-2
 
 
 # ------------------------------------------------------------------- frequencies and a row's length
@@ -335,7 +335,7 @@ def test_the_longest_row_does_not_choose_the_frequencies_of_others(layout):
     """
     model, data = longrope(), datums(((20, (8, 12, 13, 14, 40)), (3, (5,)), (31, (2, 1, 3))))
     assert {32, 33} <= {d.model_input.length for d in data}
-    logprobs, gradient = alone(model, data)
+    logprobs, gradient = compute_plain_logprobs(model, data)
     learner = make_learner(model, layout=layout)
     np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-4)
     assert gradient_error(learner, gradient) < 1e-4
@@ -345,7 +345,7 @@ def pair_of(prompt: int, chosen: int, rejected: int, seed: int) -> list[Datum]:
     """A preference pair, the better answer first: random tokens of these lengths, and what a
     reference says of them.
     """
-    found = []
+    results = []
     for datum in datums(((prompt, (chosen, rejected)),), seed):
         mask = (datum.loss_fn_inputs["weights"].array != 0).astype(np.float32)
         reference = mask * np.random.default_rng(seed).uniform(-3.5, -2.5, len(mask)).astype(
@@ -356,8 +356,8 @@ def pair_of(prompt: int, chosen: int, rejected: int, seed: int) -> list[Datum]:
             "mask": mask,
             "ref_logprobs": reference,
         }
-        found.append(Datum(datum.model_input, fields))
-    return found
+        results.append(Datum(datum.model_input, fields))
+    return results
 
 
 # lengths of prompt, chosen and rejected: on one side of 32 tokens, on both sides either way round,
@@ -424,14 +424,14 @@ def test_a_pair_on_both_sides_of_the_original_length_is_learnt_by_the_frequencie
 def test_the_parts_of_such_a_call_are_the_whole():
     flat = [datum for seed, lengths in enumerate(PAIRS) for datum in pair_of(*lengths, seed)]
     whole, parts = (make_learner(longrope(), token_budget=120) for _ in range(2))
-    how = {"temperature": 1.0, "divisor": 1.0, "backward": True}
-    outputs, sums = whole.run(flat, get_loss("dpo"), {}, **how)
-    number, total, found = 0, 0.0, {}
+    options = {"temperature": 1.0, "divisor": 1.0, "backward": True}
+    outputs, sums = whole.run(flat, get_loss("dpo"), {}, **options)
+    number, total, results = 0, 0.0, {}
     while number == 0 or number < parts.num_micro_batches:
-        rows, metrics = parts.run(flat, get_loss("dpo"), {}, micro_batch=number, **how)
-        number, total, found = number + 1, total + metrics["loss:sum"], found | rows
-    assert number > 1 and total == sums["loss:sum"] and found.keys() == outputs.keys()
-    assert all(np.array_equal(found[i]["logprobs"], outputs[i]["logprobs"]) for i in outputs)
+        rows, metrics = parts.run(flat, get_loss("dpo"), {}, micro_batch=number, **options)
+        number, total, results = number + 1, total + metrics["loss:sum"], results | rows
+    assert number > 1 and total == sums["loss:sum"] and results.keys() == outputs.keys()
+    assert all(np.array_equal(results[i]["logprobs"], outputs[i]["logprobs"]) for i in outputs)
     assert all(
         torch.equal(p.grad, parts.trainable[name].grad) for name, p in whole.trainable.items()
     )
@@ -456,19 +456,20 @@ def test_rewards_of_such_a_pair_are_those_of_each_answer_alone():
         ]
         for pair in pairs
     ]
-    how = {"temperature": 1.0, "divisor": 1.0, "backward": False}
-    alone = [
-        [learner.run([d], CUSTOM_VALUE_LOSS, {}, **how)[0][0]["values"][-1] for d in pair]
+    options = {"temperature": 1.0, "divisor": 1.0, "backward": False}
+    compute_plain_logprobs = [
+        [learner.run([d], CUSTOM_VALUE_LOSS, {}, **options)[0][0]["values"][-1] for d in pair]
         for pair in bare
     ]
     outputs, sums = learner.run(
-        [d for pair in bare for d in pair], get_loss("bradley_terry"), {}, **how
+        [d for pair in bare for d in pair], get_loss("bradley_terry"), {}, **options
     )
     expected = sum(
-        np.log1p(np.exp(-(float(chosen) - float(rejected)))) for chosen, rejected in alone
+        np.log1p(np.exp(-(float(chosen) - float(rejected))))
+        for chosen, rejected in compute_plain_logprobs
     )
     assert sums["loss:sum"] == pytest.approx(expected, rel=1e-5)
-    for i, score in enumerate(score for pair in alone for score in pair):
+    for i, score in enumerate(score for pair in compute_plain_logprobs for score in pair):
         assert outputs[i]["values"][-1] == pytest.approx(score, abs=1e-5)
 
 
@@ -492,24 +493,24 @@ def test_an_episode_that_grows_past_the_original_length_is_scored_as_it_was_draw
             )
             turns.append(Transition(ModelInput.from_ints(read), drawn, 0.0, False))
             read = read + drawn.tokens
-        found = trajectory_to_datums(Trajectory(turns, advantage=1.0))
-        assert [d.model_input.length for d in found] == [
+        actual = trajectory_to_datums(Trajectory(turns, advantage=1.0))
+        assert [d.model_input.length for d in actual] == [
             len(turns[1].ob.to_ints()) + 2,
             len(read) - 1,
         ]
-        outputs = client.forward(found, "importance_sampling").result().loss_fn_outputs
-    for datum, output in zip(found, outputs, strict=True):
+        outputs = client.forward(actual, "importance_sampling").result().loss_fn_outputs
+    for datum, output in zip(actual, outputs, strict=True):
         acted = datum.loss_fn_inputs["mask"].array != 0
         np.testing.assert_allclose(
             output["logprobs"].array[acted],
             datum.loss_fn_inputs["logprobs"].array[acted],
             atol=1e-3,
         )
-    (one,) = trajectory_to_datums(
+    (first,) = trajectory_to_datums(
         Trajectory([replace(t, ac=replace(t.ac, beyond=False)) for t in turns], advantage=1.0)
     )
     # in one piece, the first answers would be scored by the other frequencies
-    assert one.model_input.length == len(read) - 1
+    assert first.model_input.length == len(read) - 1
 
 
 def test_rows_beyond_the_length_of_dynamic_frequencies_are_an_error():

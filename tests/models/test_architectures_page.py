@@ -51,15 +51,15 @@ def test_counts_and_layouts_are_those_of_the_cells():
         if all(row[at[column]].startswith("exact") for column in ("resume", "reload", "adapter"))
     ]
     assert f"{len(all_three)} come back in all three ways" in text
-    said = text.split("## Refused")[1]
+    output = text.split("## Refused")[1]
     for row in rows:
         if row not in exact or not row[at["sampler"]].startswith("exact"):
-            assert f"* `{row[0]}`" in said, row[0]
+            assert f"* `{row[0]}`" in output, row[0]
 
 
 def test_models_that_see_stand_in_one_list_each():
     cells = {"a": "exact", "b": "text alone", "c": "refused: x", "d": "WRONG: learner 1 nats"}
-    rows = [{"architecture": name, "images": said} for name, said in cells.items()]
+    rows = [{"architecture": name, "images": output} for name, output in cells.items()]
     text = pages.page([], rows).split("## Models that see")[1]
     assert "4 vision-language" in text and "* `d`: WRONG" in text
     assert [line.split(": ")[1] for line in text.splitlines() if ", 1: " in line] == [

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from test_architectures import accelerator, one_thread  # noqa: F401  (a fixture of its own)
-from test_images import alone, datum, learnt, of_logits, rows, tiny
+from test_images import compute_plain_logits, datum, learnt, of_logits, rows, tiny
 
 from bench import architectures_seeing as table
 from rl.images import ImageReader, get_image_reader, vision_families
@@ -32,21 +32,21 @@ def test_two_images_that_are_swapped_turn_a_row_red(name, monkeypatch):
         return pixels(self, images) | {"pixel_values": pixels(self, images[::-1])["pixel_values"]}
 
     monkeypatch.setattr(KINDS[name], "pixels", faulty)
-    said = table.measured(name)
-    assert swaps and said.startswith("WRONG") and "learner" in said and "sampler" in said
+    text = table.measured(name)
+    assert swaps and text.startswith("WRONG") and "learner" in text and "sampler" in text
 
 
 def test_one_wrong_position_of_an_image_turns_a_row_red(monkeypatch):
     positions = vision_families.QwenVisionFamily.positions
 
     def faulty(self, model, row, types, images):
-        found = positions(self, model, row, types, images).clone()
-        found[1, int(types.argmax())] += 1  # the height of an image's first token
-        return found
+        result = positions(self, model, row, types, images).clone()
+        result[1, int(types.argmax())] += 1  # the height of an image's first token
+        return result
 
     monkeypatch.setattr(vision_families.QwenVisionFamily, "positions", faulty)
-    said = table.measured("qwen3_vl")
-    assert said.startswith("WRONG") and "learner" in said and "sampler" in said
+    text = table.measured("qwen3_vl")
+    assert text.startswith("WRONG") and "learner" in text and "sampler" in text
 
 
 def test_an_image_that_stands_for_another_turns_a_row_red(monkeypatch):
@@ -54,8 +54,8 @@ def test_an_image_that_stands_for_another_turns_a_row_red(monkeypatch):
     read, kept = ImageReader.process, {}
 
     def faulty(self, chunk):
-        found = read(self, chunk)
-        return kept.setdefault(found.count, found)
+        result = read(self, chunk)
+        return kept.setdefault(result.count, result)
 
     assert table.measured("gemma3") == "exact"  # all of its images have one size
     monkeypatch.setattr(ImageReader, "process", faulty)
@@ -72,7 +72,9 @@ def test_in_bf16_rows_with_images_are_no_further_off_than_the_model_alone(name):
     prompts = rows(loaded.tokenizer, reader, get_renderer("chat_template", loaded.tokenizer))
 
     def by_itself():
-        return np.concatenate([of_logits(alone(loaded.model, reader, one), one) for one in prompts])
+        return np.concatenate(
+            [of_logits(compute_plain_logits(loaded.model, reader, item), item) for item in prompts]
+        )
 
     exact = by_itself()
     with torch.autocast("cpu", torch.bfloat16):
@@ -81,16 +83,16 @@ def test_in_bf16_rows_with_images_are_no_further_off_than_the_model_alone(name):
     assert spread > 1e-3
     read = score_sequences(
         make_decoder(loaded.model, dtype=torch.bfloat16),
-        [one.flat() for one in prompts],
+        [item.flat() for item in prompts],
         1.0,
-        [one.placed() for one in prompts],
+        [item.placed() for item in prompts],
     )
-    sampler = np.concatenate([np.array(one[1:]) for one in read])
+    sampler = np.concatenate([np.array(item[1:]) for item in read])
     learner = np.concatenate(
         learnt(
             Learner(loaded, accelerator(bf16=True), LearnerSettings()),
-            [datum(one) for one in prompts],
+            [datum(item) for item in prompts],
         )
     )
-    for found in (learner, sampler):
-        assert float(np.sqrt(np.mean((found - exact) ** 2))) < 2 * spread
+    for result in (learner, sampler):
+        assert float(np.sqrt(np.mean((result - exact) ** 2))) < 2 * spread

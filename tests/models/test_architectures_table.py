@@ -41,13 +41,13 @@ CELLS = ("padded", "packed", "shared", "checkpointing", "sampler", *table.SAVED)
     [pytest.param(n, marks=() if n in ("gpt2", "qwen3_next") else pytest.mark.slow) for n in DOZEN],
 )
 def test_a_row_is_exact_or_refused(name):
-    found = table.row(name)
+    result = table.row(name)
     assert not [
-        found[cell]
+        result[cell]
         for cell in CELLS
-        if not found[cell].startswith(("exact", "refused: UserError", "refused: layout"))
-    ], found
-    assert found["padded"] == found["sampler"] == found["resume"] == found["reload"] == "exact"
+        if not result[cell].startswith(("exact", "refused: UserError", "refused: layout"))
+    ], result
+    assert result["padded"] == result["sampler"] == result["resume"] == result["reload"] == "exact"
 
 
 # ----------------------------------------------------------------------------------- planted faults
@@ -58,7 +58,7 @@ def judged(name, layout):
     plain = model_loading._disable_randomness(copy.deepcopy(model))
     settings = table.LearnerSettings(token_budget=400, layout=layout)
     return table.judged(
-        model, name, datums, table.alone(plain, datums), make_accelerator(bf16=False), settings
+        model, name, datums, table.single(plain, datums), make_accelerator(bf16=False), settings
     )
 
 
@@ -102,8 +102,8 @@ def test_a_state_of_another_row_turns_a_row_red(monkeypatch):
             ):
                 states |= {i: state.roll(1, 0) for i, state in states.items() if state is not None}
 
-    def tried(one):
-        decoder = make(one)
+    def tried(first):
+        decoder = make(first)
         monkeypatch.setattr(RecurrentState, "add_rows", faulty)
         return decoder
 
@@ -118,15 +118,15 @@ def test_an_optimizer_that_is_not_read_turns_a_row_red(monkeypatch):
         "load_learner_state",
         lambda learner, path, with_optimizer, rank: load_state(learner, path, False, rank),
     )
-    found = table.saved(tiny_model("llama"))
-    assert found["resume"].startswith("WRONG") and found["reload"] == found["adapter"] == "exact"
+    result = table.saved(tiny_model("llama"))
+    assert result["resume"].startswith("WRONG") and result["reload"] == result["adapter"] == "exact"
 
 
 def test_a_weight_that_is_written_otherwise_turns_a_row_red(monkeypatch):
     write = learner_checkpoint.write_model
 
-    def faulty(model, tokenizer, folder, **how):
-        write(model, tokenizer, folder, **how)
+    def faulty(model, tokenizer, folder, **options):
+        write(model, tokenizer, folder, **options)
         if folder.name in ("last", "adapter"):
             (file,) = folder.glob("*.safetensors")
             tensors = load_file(str(file))
@@ -134,11 +134,11 @@ def test_a_weight_that_is_written_otherwise_turns_a_row_red(monkeypatch):
             save_file(tensors, str(file), {"format": "pt"})
 
     monkeypatch.setattr(saved.learner_checkpoint, "write_model", faulty)
-    found = table.saved(tiny_model("llama"))
+    result = table.saved(tiny_model("llama"))
     assert (
-        found["resume"] == "exact"
-        and found["reload"].startswith("WRONG")
-        and found["adapter"].startswith("WRONG")
+        result["resume"] == "exact"
+        and result["reload"].startswith("WRONG")
+        and result["adapter"].startswith("WRONG")
     )
 
 
@@ -172,10 +172,10 @@ def test_a_config_without_an_end_of_text_can_be_read(tmp_path):
 
 def test_a_padding_row_is_read_as_it_was_written():
     """transformers' Youtu puts zeros there as it reads: a run that goes on would go on from others."""
-    found = table.saved(tiny_model("youtu"))
-    assert found["resume"] == "exact"
+    result = table.saved(tiny_model("youtu"))
+    assert result["resume"] == "exact"
     for column in ("reload", "adapter"):
         assert (
-            found[column]
+            result[column]
             == "refused: transformers does not read what the file says of model.embed_tokens.weight"
         )

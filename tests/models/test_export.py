@@ -31,7 +31,7 @@ def logits(model) -> torch.Tensor:
         return model(input_ids=IDS, use_cache=False).logits.float()
 
 
-def own(checkpoint: Path) -> torch.Tensor:
+def compute_run_logits(checkpoint: Path) -> torch.Tensor:
     """What the run itself scores: adapters on their bases, unmerged."""
     return logits(learner_checkpoint.load_for_sampling(str(checkpoint), None)[0].model)
 
@@ -57,15 +57,17 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 def test_an_export_gives_the_runs_own_logits_in_plain_transformers(
     runs, name, dtype, atol, tmp_path
 ):
-    found = export_weights(str(runs[name]), tmp_path / "out", merged=True, dtype=dtype)
+    result = export_weights(str(runs[name]), tmp_path / "out", merged=True, dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    expected = own(runs[name] / "checkpoints" / "sft-final")
+    expected = compute_run_logits(runs[name] / "checkpoints" / "sft-final")
     assert expected.abs().max() > 1
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=atol)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([2, 3]) == "01"
-    assert found.untied == (name != "full") and model.config.tie_word_embeddings == (name == "full")
-    assert ("separate matrix" in describe_export(found)) == found.untied
+    assert result.untied == (name != "full") and model.config.tie_word_embeddings == (
+        name == "full"
+    )
+    assert ("separate matrix" in describe_export(result)) == result.untied
 
 
 def test_an_adapter_stays_one_and_another_run_goes_on_with_it(runs, tmp_path):
@@ -74,7 +76,10 @@ def test_an_adapter_stays_one_and_another_run_goes_on_with_it(runs, tmp_path):
     export_weights(str(runs["on_folder"]), tmp_path / "out")
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(
-        logits(model), own(runs["on_folder"] / "checkpoints/sft-final"), rtol=0, atol=1e-5
+        logits(model),
+        compute_run_logits(runs["on_folder"] / "checkpoints/sft-final"),
+        rtol=0,
+        atol=1e-5,
     )
     words = (
         "grpo --steps 1 --batch-size 4 --group-size 2 --learning-rate 1e-9 --eval-every 0 "
@@ -82,7 +87,10 @@ def test_an_adapter_stays_one_and_another_run_goes_on_with_it(runs, tmp_path):
     )
     train(f"{words} --base-model {tmp_path / 'out'}", tmp_path / "next")
     torch.testing.assert_close(
-        own(tmp_path / "next/checkpoints/grpo-final"), logits(model), rtol=0, atol=1e-5
+        compute_run_logits(tmp_path / "next/checkpoints/grpo-final"),
+        logits(model),
+        rtol=0,
+        atol=1e-5,
     )
     assert (
         "is continued"
@@ -96,7 +104,7 @@ def test_an_adapter_that_nobody_could_use_alone_is_merged_and_says_why(runs, tmp
     )
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")),
-        own(runs["lora"] / "checkpoints/sft-final"),
+        compute_run_logits(runs["lora"] / "checkpoints/sft-final"),
         rtol=0,
         atol=1e-5,
     )
@@ -162,7 +170,7 @@ def test_only_an_earlier_export_is_replaced_and_only_where_that_is_asked_for(run
     ):
         export_weights(str(runs["lora"]), out, merged=True)
     export_weights(str(runs["lora"]), out, merged=True, overwrite=True)
-    expected = own(runs["lora"] / "checkpoints" / "sft-final")
+    expected = compute_run_logits(runs["lora"] / "checkpoints" / "sft-final")
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5
     )
@@ -185,12 +193,12 @@ def test_pushing_makes_a_private_repository_and_says_what_went_wrong(runs, tmp_p
     calls = []
 
     class Api:
-        def create_repo(self, repository, **how):
-            calls.append((repository, how))
+        def create_repo(self, repository, **options):
+            calls.append((repository, options))
             return type("Url", (str,), {"repo_id": f"me/{repository}"})("https://hub/me/mine")
 
-        def upload_folder(self, **how):
-            calls.append(how)
+        def upload_folder(self, **options):
+            calls.append(options)
 
     export_weights(str(runs["full"]), tmp_path / "out")
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
@@ -200,7 +208,7 @@ def test_pushing_makes_a_private_repository_and_says_what_went_wrong(runs, tmp_p
         and calls[1]["repo_id"] == "me/mine"
     )
     monkeypatch.setattr(
-        Api, "upload_folder", lambda self, **how: (_ for _ in ()).throw(OSError("no way"))
+        Api, "upload_folder", lambda self, **options: (_ for _ in ()).throw(OSError("no way"))
     )
     with pytest.raises(UserError, match="is written, but could not be pushed to mine: no way"):
         push_to_hub(tmp_path / "out", "mine")
@@ -294,11 +302,16 @@ def test_a_layer_whose_weight_is_read_past_it_is_left_without_an_adapter(name, l
     largest.
     """
     model, lora = tiny_model(name), LoraConfig(rank=2)
-    there = {own for own, _ in model.named_modules() if own.endswith(f".{layer}")}
+    present = {
+        compute_run_logits
+        for compute_run_logits, _ in model.named_modules()
+        if compute_run_logits.endswith(f".{layer}")
+    }
     assert (
-        there
-        and not there & set(find_lora_targets(model, lora))
-        and {f"{own}.weight" for own in there} <= set(find_unadaptable(model, lora))
+        present
+        and not present & set(find_lora_targets(model, lora))
+        and {f"{compute_run_logits}.weight" for compute_run_logits in present}
+        <= set(find_unadaptable(model, lora))
     )
     assert merged_as_trained(name, tmp_path / "out") < 1e-5
 
@@ -319,8 +332,8 @@ def test_a_layer_whose_weight_is_read_past_it_is_left_without_an_adapter(name, l
 )
 def test_a_chain_of_runs_under_lora_leaves_as_its_own_weights(name, tied, tmp_path):
     """sft -> dpo with the same adapter -> grpo with another on the merged one."""
-    own, exact = chain(name, tied, tmp_path)
-    assert own < 1e-5 and exact < 1e-5
+    compute_run_logits, exact = chain(name, tied, tmp_path)
+    assert compute_run_logits < 1e-5 and exact < 1e-5
 
 
 SPAN = """afmoe apertus bart bloom codegen cohere2 deepseek_v3 falcon falcon_h1 gemma gemma3_text glm4 gpt_neo gpt_neox gptj granite

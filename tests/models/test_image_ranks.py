@@ -36,7 +36,7 @@ def found_by(start, out, config):
 
 
 @pytest.fixture(scope="module")
-def alone(start, tmp_path_factory):
+def one_process(start, tmp_path_factory):
     return found_by(start, tmp_path_factory.mktemp("alone"), None)
 
 
@@ -44,22 +44,28 @@ def alone(start, tmp_path_factory):
     "config",
     [
         "zero3",
-        *(pytest.param(one, marks=pytest.mark.campaign) for one in ("ddp", "zero2", "fsdp2")),
+        *(pytest.param(item, marks=pytest.mark.campaign) for item in ("ddp", "zero2", "fsdp2")),
     ],
 )
-def test_two_ranks_have_the_gradient_and_the_samples_of_one_process(config, start, alone, tmp_path):
-    found = found_by(start, tmp_path, config)
-    assert_same_gradients(alone, found, CASES)
-    assert [tokens for tokens, _ in found["drawn"]] == [tokens for tokens, _ in alone["drawn"]]
-    for (_, logprobs), (_, expected) in zip(found["drawn"], alone["drawn"], strict=True):
+def test_two_ranks_have_the_gradient_and_the_samples_of_one_process(
+    config, start, one_process, tmp_path
+):
+    result = found_by(start, tmp_path, config)
+    assert_same_gradients(one_process, result, CASES)
+    assert [tokens for tokens, _ in result["drawn"]] == [
+        tokens for tokens, _ in one_process["drawn"]
+    ]
+    for (_, logprobs), (_, expected) in zip(result["drawn"], one_process["drawn"], strict=True):
         np.testing.assert_allclose(logprobs, expected, atol=1e-4)
 
 
-def test_the_tower_learns_where_somebody_sees_and_nowhere_else(alone):
+def test_the_tower_learns_where_somebody_sees_and_nowhere_else(one_process):
     """What the comparison above rests on: the images reach the gradient."""
 
     def of_tower(case):
-        return sum(float(g.norm()) for name, g in alone[case][0].items() if ".visual." in name)
+        return sum(
+            float(g.norm()) for name, g in one_process[case][0].items() if ".visual." in name
+        )
 
     assert min(of_tower("mixed, ppo, all weights"), of_tower("one sees, ppo, all weights")) > 1e-6
     assert (
@@ -71,8 +77,8 @@ def test_the_tower_learns_where_somebody_sees_and_nowhere_else(alone):
 def rows(folder) -> list[dict]:
     """Metrics without what depends on the clock."""
     text = (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else ""
-    found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in found]
+    results = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in results]
 
 
 def start_run(folder, method, config, *more):
@@ -109,10 +115,10 @@ def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_after_a_kill(
     folders = {name: tmp_path / name for name in ("one", "two", "cut")}
     ended(start_run(folders["one"], method, None))
     ended(start_run(folders["two"], method, config))
-    for one, two in zip(rows(folders["one"]), rows(folders["two"]), strict=True):
+    for first, second in zip(rows(folders["one"]), rows(folders["two"]), strict=True):
         for key in ("optim/loss", "optim/policy_loss", "optim/grad_norm", "env/all/reward/total"):
-            if key in one:
-                assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), key
+            if key in first:
+                assert second[key] == pytest.approx(first[key], rel=1e-4, abs=1e-5), key
     launch = start_run(folders["cut"], method, config)
     deadline = time.monotonic() + 200
     while len(rows(folders["cut"])) < 3 and time.monotonic() < deadline:
@@ -124,5 +130,7 @@ def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_after_a_kill(
     assert not (folders["cut"] / "checkpoints" / f"{method}-final").exists()
     ended(start_run(folders["cut"], method, config, "--resume"))
     assert rows(folders["cut"]) == rows(folders["two"])
-    one, other = weights(folders["two"], method), weights(folders["cut"], method)
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    first, other = weights(folders["two"], method), weights(folders["cut"], method)
+    assert first.keys() == other.keys() and all(
+        torch.equal(first[name], other[name]) for name in first
+    )

@@ -24,7 +24,7 @@ SMALL = (
 
 
 def example(tokenizer):
-    found = get_image_reader(tokenizer).resolve_tokens(
+    result = get_image_reader(tokenizer).resolve_tokens(
         spelt(
             tokenizer,
             "<|user|><|vision_start|>",
@@ -33,8 +33,8 @@ def example(tokenizer):
         )
     )
     return Datum(
-        found.truncate(found.length - 1),
-        {"target_tokens": found.flat()[1:], "weights": np.ones(found.length - 1, np.float32)},
+        result.truncate(result.length - 1),
+        {"target_tokens": result.flat()[1:], "weights": np.ones(result.length - 1, np.float32)},
     )
 
 
@@ -62,22 +62,22 @@ def test_what_is_saved_sees_again_here_and_in_plain_transformers(tmp_path):
     loaded = load_model("tiny:vision", seed=3)
     learner_checkpoint.write_model(loaded.model, loaded.tokenizer, tmp_path / "m")
     again = load_model(str(tmp_path / "m"))
-    one = example(loaded.tokenizer)
-    found = []
+    first = example(loaded.tokenizer)
+    results = []
     for model in (loaded, again):
         learner = Learner(model, Accelerator(cpu=True), LearnerSettings())
         outputs, _ = learner.run(
-            [one], get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=False
+            [first], get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=False
         )
-        found.append(outputs[0]["logprobs"])
-    assert np.array_equal(*found)
+        results.append(outputs[0]["logprobs"])
+    assert np.array_equal(*results)
     from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
     plain = AutoModelForImageTextToText.from_pretrained(str(tmp_path / "m"))
     processor = AutoImageProcessor.from_pretrained(str(tmp_path / "m"))
     from seeing import picture
 
-    ids = torch.tensor([one.model_input.flat()])
+    ids = torch.tensor([first.model_input.flat()])
     inputs = dict(processor(images=[picture(1)], return_tensors="pt"))
     logits = (
         plain(
@@ -87,9 +87,9 @@ def test_what_is_saved_sees_again_here_and_in_plain_transformers(tmp_path):
         .double()
     )
     expected = logits.log_softmax(-1).gather(
-        1, torch.from_numpy(one.loss_fn_inputs["target_tokens"].array.copy())[:, None]
+        1, torch.from_numpy(first.loss_fn_inputs["target_tokens"].array.copy())[:, None]
     )[:, 0]
-    assert np.abs(expected.detach().numpy() - found[0]).max() < 2e-5
+    assert np.abs(expected.detach().numpy() - results[0]).max() < 2e-5
 
 
 @pytest.mark.slow
@@ -129,9 +129,9 @@ def test_pairs_and_a_teacher_are_learnt_from_with_images(tmp_path):
         [row["optim/loss"] for row in before if "optim/loss" in row], abs=1e-6
     )
     train(f"sft {SMALL} --steps 2", tmp_path / "sft")
-    how = f"--learn-from teacher --teacher {tmp_path / 'sft'}"
+    options = f"--learn-from teacher --teacher {tmp_path / 'sft'}"
     rows = train(
-        f"distill {SMALL} --steps 2 --group-size 2 --max-tokens 3 {how}", tmp_path / "distill"
+        f"distill {SMALL} --steps 2 --group-size 2 --max-tokens 3 {options}", tmp_path / "distill"
     )
     assert rows[-1]["optim/tokens"] > 0
 

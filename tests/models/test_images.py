@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from seeing import FAMILIES, alone, chunk, permuted, picture, tiny
+from seeing import FAMILIES, chunk, compute_plain_logits, permuted, picture, tiny
 
 from rl.images import get_image_reader
 from rl.learner import Learner, LearnerSettings
@@ -32,14 +32,14 @@ def rows(tokenizer, reader, renderer):
         ],
         [{"role": "user", "content": [text[0], image[2]]}],
     ]
-    return [renderer.build_generation_prompt(said) for said in conversations]
+    return [renderer.build_generation_prompt(output) for output in conversations]
 
 
-def datum(given):
+def datum(inputs):
     """Every token of an input as its own target."""
     return Datum(
-        given.truncate(given.length - 1),
-        {"target_tokens": given.flat()[1:], "weights": np.ones(given.length - 1, np.float32)},
+        inputs.truncate(inputs.length - 1),
+        {"target_tokens": inputs.flat()[1:], "weights": np.ones(inputs.length - 1, np.float32)},
     )
 
 
@@ -50,10 +50,10 @@ def learnt(learner, datums, temperature=1.0):
     return [outputs[i]["logprobs"] for i in range(len(datums))]
 
 
-def of_logits(logits, given, temperature=1.0):
+def of_logits(logits, inputs, temperature=1.0):
     """Logprobs of the tokens of an input in float64, by the logits of the model alone."""
     table = (logits.double() / temperature).log_softmax(-1)
-    return table[:-1].gather(1, torch.tensor(given.flat()[1:])[:, None])[:, 0].numpy()
+    return table[:-1].gather(1, torch.tensor(inputs.flat()[1:])[:, None])[:, 0].numpy()
 
 
 @pytest.fixture(
@@ -99,12 +99,14 @@ def test_learner_sampler_and_the_model_alone_agree(seeing):
                     whole.append(ModelInput.of([*prompt.flat(), *sequence.tokens], prompt.placed()))
                     drawn.append(np.array(sequence.logprobs))
         assert len(whole) >= 8
-        found = learnt(learner, [datum(one) for one in whole], temperature)
+        result = learnt(learner, [datum(item) for item in whole], temperature)
         read = score_sequences(
-            decoder, [one.flat() for one in whole], temperature, [one.placed() for one in whole]
+            decoder, [item.flat() for item in whole], temperature, [item.placed() for item in whole]
         )
-        for one, logprobs, mine, sampler in zip(whole, drawn, found, read, strict=True):
-            expected = of_logits(alone(loaded.model, reader, one), one, temperature)
+        for item, logprobs, mine, sampler in zip(whole, drawn, result, read, strict=True):
+            expected = of_logits(
+                compute_plain_logits(loaded.model, reader, item), item, temperature
+            )
             assert np.abs(mine - expected).max() < 2e-5
             assert np.abs(np.array(sampler[1:]) - expected).max() < 2e-5
             assert np.abs(logprobs - expected[-len(logprobs) :]).max() < 1e-4
@@ -114,34 +116,39 @@ def test_permuted_pixels_and_swapped_images_change_the_logprobs(seeing):
     loaded, reader, renderer, learner = seeing
     a, b = chunk(5), chunk(6)
 
-    def asked(*images):
+    def request(*images):
         parts = [{"type": "image", "image": image} for image in images]
         return renderer.build_generation_prompt(
             [{"role": "user", "content": [parts[0], {"type": "text", "text": "or"}, parts[1]]}]
         )
 
-    inputs = [asked(a, b), asked(b, a), asked(permuted(a), b)]
+    inputs = [request(a, b), request(b, a), request(permuted(a), b)]
     assert inputs[0].flat() == inputs[1].flat() == inputs[2].flat()
-    right, swapped, blind = learnt(learner, [datum(one) for one in inputs])
+    right, swapped, blind = learnt(learner, [datum(item) for item in inputs])
     for other in (swapped, blind):
         assert np.abs(right[-6:] - other[-6:]).max() > 1e-4  # of text after both images
     decoder = make_decoder(loaded.model)
     seen = score_sequences(
-        decoder, [one.flat() for one in inputs], 1.0, [one.placed() for one in inputs]
+        decoder, [item.flat() for item in inputs], 1.0, [item.placed() for item in inputs]
     )
     for mine, sampler in zip((right, swapped, blind), seen, strict=True):
         assert np.abs(mine - np.array(sampler[1:])).max() < 2e-5
     engine = Engine(decoder, loaded.eos_token_ids, max_context=1024)
-    for one in inputs:  # of the same tokens, side by side in one batch
+    for item in inputs:  # of the same tokens, side by side in one batch
         engine.add(
             SamplingRequest(
-                prompt=one.flat(), images=one.placed(), params=SamplingParams(max_tokens=4), seed=7
+                prompt=item.flat(),
+                images=item.placed(),
+                params=SamplingParams(max_tokens=4),
+                seed=7,
             )
         )
-    for one, response in zip(inputs, engine.run(), strict=True):
+    for item, response in zip(inputs, engine.run(), strict=True):
         (sequence,) = response.sequences
-        whole = ModelInput.of([*one.flat(), *sequence.tokens], one.placed())
-        expected = of_logits(alone(loaded.model, reader, whole), whole)[-len(sequence.tokens) :]
+        whole = ModelInput.of([*item.flat(), *sequence.tokens], item.placed())
+        expected = of_logits(compute_plain_logits(loaded.model, reader, whole), whole)[
+            -len(sequence.tokens) :
+        ]
         assert (
             reader.image_token_id in sequence.tokens
             or np.abs(expected - sequence.logprobs).max() < 1e-4
@@ -150,23 +157,23 @@ def test_permuted_pixels_and_swapped_images_change_the_logprobs(seeing):
 
 def test_a_batch_of_mixed_rows_equals_each_alone_and_so_do_gradients(seeing):
     loaded, reader, renderer, learner = seeing
-    datums = [datum(one) for one in rows(loaded.tokenizer, reader, renderer)]
+    datums = [datum(item) for item in rows(loaded.tokenizer, reader, renderer)]
     together = learnt(learner, datums)
-    for one, found in zip(datums, together, strict=True):
-        assert np.abs(learnt(learner, [one])[0] - found).max() < 1e-5
+    for item, results in zip(datums, together, strict=True):
+        assert np.abs(learnt(learner, [item])[0] - results).max() < 1e-5
 
     def gradient(calls):
         for call in calls:
             learner.run(
                 call, get_loss("cross_entropy"), {}, temperature=1.0, divisor=7.0, backward=True
             )
-        found = {
+        results = {
             name: p.grad.clone() for name, p in learner.trainable.items() if p.grad is not None
         }
         learner.drop_gradients()
-        return found
+        return results
 
-    once, apart = gradient([datums]), gradient([[one] for one in datums])
+    once, apart = gradient([datums]), gradient([[item] for item in datums])
     assert once.keys() == apart.keys() and any("vis" in name for name in once)
     whole = torch.stack([g.norm() for g in once.values()]).norm()
     assert float(torch.stack([(once[n] - apart[n]).norm() for n in once]).norm() / whole) < 1e-5
@@ -199,10 +206,10 @@ def test_an_image_token_that_was_drawn_is_read_alike_by_both_sides():
     whole = [
         ModelInput.of([*prompt.flat(), *sequence.tokens], prompt.placed()) for sequence in sequences
     ]
-    for sequence, found in zip(
-        sequences, learnt(learner, [datum(one) for one in whole]), strict=True
+    for sequence, result in zip(
+        sequences, learnt(learner, [datum(item) for item in whole]), strict=True
     ):
-        assert np.abs(found[-len(sequence.tokens) :] - sequence.logprobs).max() < 1e-4
+        assert np.abs(result[-len(sequence.tokens) :] - sequence.logprobs).max() < 1e-4
 
 
 def test_the_renderers_tokens_are_those_of_the_families_own_processor(seeing):
@@ -227,17 +234,17 @@ def test_the_renderers_tokens_are_those_of_the_families_own_processor(seeing):
     processor = Gemma3Processor(
         reader.family.image_processor, tokenizer, image_seq_length=config.mm_tokens_per_image
     )
-    said = [
+    output = [
         {
             "role": "user",
             "content": [{"type": "image", "image": picture(1)}, {"type": "text", "text": "what?"}],
         }
     ]
-    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(output, tokenize=False, add_generation_prompt=True)
     theirs = processor(
         images=[[picture(1)]], text=[text], add_special_tokens=False, return_tensors="pt"
     )
-    mine = renderer.build_generation_prompt(said)
+    mine = renderer.build_generation_prompt(output)
     assert mine.flat() == theirs["input_ids"][0].tolist()
     assert torch.equal(
         reader.process(mine.placed()[0][1]).tensors["pixel_values"], theirs["pixel_values"]

@@ -126,25 +126,25 @@ def test_output_is_bounded_and_keeps_its_end(start):
     assert len(output) < 80_000 and b"bytes omitted" in output and b"the end" in output
 
 
-@pytest.mark.parametrize("how", ["exit", "signal", "missing"])
-def test_a_program_ends_with_its_exit_code_and_last_output(how):
+@pytest.mark.parametrize("options", ["exit", "signal", "missing"])
+def test_a_program_ends_with_its_exit_code_and_last_output(options):
     command = {
         "exit": [sys.executable, "-c", "print('one'); print('two'); raise SystemExit(5)"],
         "signal": [sys.executable, "-c", "import os; os.kill(os.getpid(), 15)"],
         "missing": ["/nowhere/program"],
-    }[how]
+    }[options]
     program = SupervisedProcess(command, {**os.environ})
     deadline = time.monotonic() + 30
     while program.read_output() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert program.stop() == {"exit": 5, "signal": -15, "missing": 127}[how]
+    assert program.stop() == {"exit": 5, "signal": -15, "missing": 127}[options]
     assert (
         program.last_output
         == {
             "exit": "one\ntwo",
             "signal": "",
             "missing": "FileNotFoundError: [Errno 2] No such file or directory",
-        }[how]
+        }[options]
     )
 
 

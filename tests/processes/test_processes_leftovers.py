@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_reward_endings import left, wait_until
+from test_reward_endings import list_processes, wait_until
 
 REPO = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
@@ -100,19 +100,19 @@ def test_nothing_that_an_environment_started_is_left(tmp_path, way):
     try:
         assert trainer.stdout.readline() == "started\n", trainer.stderr.read()
         all_kinds = {"child", "daemon", "nested", "tool"}
-        assert wait_until(lambda: set(left(mark).values()) == all_kinds, 20)
+        assert wait_until(lambda: set(list_processes(mark).values()) == all_kinds, 20)
         trainer.stdin.write("\n")
         trainer.stdin.flush()
         if ends_early:
-            assert wait_until(lambda: not ends_early & set(left(mark).values()), 10)
+            assert wait_until(lambda: not ends_early & set(list_processes(mark).values()), 10)
             assert trainer.poll() is None
             trainer.kill()
         if number is not None:
             trainer.send_signal(number)
         trainer.wait(30)
-        assert wait_until(lambda: not left(mark), 10), left(mark)
+        assert wait_until(lambda: not list_processes(mark), 10), list_processes(mark)
     finally:
-        for pid in left(mark):
+        for pid in list_processes(mark):
             os.kill(pid, signal.SIGKILL)
         trainer.kill()
         trainer.communicate(timeout=30)

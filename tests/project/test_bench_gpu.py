@@ -91,7 +91,7 @@ with open(sys.argv[1], "a") as file:
 time.sleep(60)"""
     (folder := tmp_path / "parts").mkdir()
     words = [sys.executable, "-c", code, str(folder / "draw.csv")]
-    monkeypatch.setattr(gpu, "command_of", lambda *given: words)
+    monkeypatch.setattr(gpu, "command_of", lambda *inputs: words)
     monkeypatch.setattr(gpu, "WATCH_SECONDS", 0.2)
     looks = []
     gpu.run_part("draw", folder, True, 4.0, lambda: looks.append(gpu.merge_rows(tmp_path, folder)))
@@ -106,9 +106,9 @@ time.sleep(60)"""
     assert rows[-1]["metric"] == "seconds"
 
 
-def failed(found: list[dict[str, str]]) -> list[tuple[str, str, str]]:
+def failed(result: list[dict[str, str]]) -> list[tuple[str, str, str]]:
     return [
-        (row["case"], row["provider"], row["value"]) for row in found if row["metric"] == "failed"
+        (row["case"], row["provider"], row["value"]) for row in result if row["metric"] == "failed"
     ]
 
 
@@ -128,12 +128,12 @@ def test_every_part_has_its_seconds_and_what_is_left_over_goes_to_the_next_ones(
     assert sum(seconds for seconds, _ in gpu.PARTS.values()) <= gpu.LIMIT
     assert all(callable(gpu.function_of(part)) for part in gpu.PARTS)
     names = list(gpu.PARTS)
-    left = float(gpu.LIMIT)
+    remaining = float(gpu.LIMIT)
     for i, part in enumerate(names):  # each takes what it may: all have at least their own
-        mine = gpu.seconds_for(part, names[i + 1 :], left)
+        mine = gpu.seconds_for(part, names[i + 1 :], remaining)
         assert gpu.PARTS[part][0] <= mine <= 2 * gpu.PARTS[part][0]
-        left -= mine
-    assert left >= 0
+        remaining -= mine
+    assert remaining >= 0
     assert (
         gpu.seconds_for("decode", names[names.index("decode") + 1 :], float(gpu.LIMIT))
         == 2 * gpu.PARTS["decode"][0]
@@ -180,18 +180,18 @@ def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
     )
     for name in ("speed", "peer_speed"):
         monkeypatch.setattr(
-            gpu_decode, name, lambda table, case, name, *given: table.row(case, name, "done", 1)
+            gpu_decode, name, lambda table, case, name, *inputs: table.row(case, name, "done", 1)
         )
     monkeypatch.delitem(gpu_models.PEERS, "vllm")
     table = gpu.Table("decode", tmp_path / "decode.csv")
     gpu_decode.part_decode(table, False)
-    found = rows_of(table.path)
+    result = rows_of(table.path)
     providers = ("paged", "plain", "generate", "continuous batching")
     assert made == ["0.5B", "1.7B", "8B"] * 3
-    assert failed(found) == [
+    assert failed(result) == [
         ("1.7B", name, "MemoryError") for name in ("ours", "generate", "continuous batching")
     ]
-    done = {(row["case"], row["provider"]) for row in found if row["metric"] == "done"}
+    done = {(row["case"], row["provider"]) for row in result if row["metric"] == "done"}
     assert done == {
         (f"{size}, {rows} rows", name)
         for size in ("0.5B", "8B")
@@ -203,7 +203,9 @@ def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
         for rows in (64, 256, 1024)
         for name in ("paged", "plain")
     }
-    assert [row["value"] for row in found if row["provider"] == "trial"] == ["the same samples"] * 4
+    assert [row["value"] for row in result if row["provider"] == "trial"] == [
+        "the same samples"
+    ] * 4
 
 
 @pytest.fixture(scope="module")
@@ -228,8 +230,8 @@ def test_tokens_are_counted_as_the_engine_drew_them(tmp_path, monkeypatch, decod
     assert (float(step["value"]), step["unit"]) == (2e3 / 16, "ms")
     assert float(step["floor"]) == pytest.approx(24e3 / float(speed["floor"]), rel=1e-4)
 
-    def fewer(decoder, cache, rows, *given):
-        engine = gpu_models.engine_of(decoder, cache, rows, *given)
+    def fewer(decoder, cache, rows, *inputs):
+        engine = gpu_models.engine_of(decoder, cache, rows, *inputs)
         engine.max_rows = rows - 1
         return engine
 
@@ -277,21 +279,21 @@ def test_the_host_has_what_the_device_does_not_work(tmp_path, monkeypatch, decod
 
 
 def test_a_peer_is_timed_without_its_prompts_and_has_to_give_every_token(tmp_path, monkeypatch):
-    asked = []
+    requests = []
 
     def peer(prompts, new):
-        asked.append((len(prompts), new))
+        requests.append((len(prompts), new))
         return len(prompts) * new
 
     monkeypatch.setattr(
         gpu_decode,
         "seconds_of",
-        lambda run, device: (5.0 + 0.25 * asked[-1][1], given) if (given := run()) else None,
+        lambda run, device: (5.0 + 0.25 * requests[-1][1], inputs) if (inputs := run()) else None,
     )
     table = gpu.Table("decode", tmp_path / "decode.csv")
     gpu_decode.peer_speed(table, "tiny, 20 rows", "peer", peer, 20, 600, True)
     speeds = {row["metric"]: float(row["value"]) for row in rows_of(table.path)}
-    assert asked == [(20, 34), (20, 2), (20, 34)]
+    assert requests == [(20, 34), (20, 2), (20, 34)]
     assert speeds == {
         "tokens_per_s": 20 / 0.25,
         "tokens_per_s_with_prompts": pytest.approx(20 * 34 / (5 + 0.25 * 34), rel=1e-5),
@@ -316,25 +318,25 @@ def test_a_kernel_that_fails_costs_one_row(tmp_path, monkeypatch):
             if entropy and self.special:
                 raise RuntimeError("too much shared memory")
 
-        def dlogits(self, *given):
+        def dlogits(self, *inputs):
             pass
 
     monkeypatch.setattr(gpu_kernels, "scores_of", lambda operands, special: Scores(special))
-    monkeypatch.setattr(gpu_kernels, "_compare", lambda *given: None)
+    monkeypatch.setattr(gpu_kernels, "_compare", lambda *inputs: None)
     table = gpu.Table("branches", tmp_path / "branches.csv")
     gpu_kernels.part_branches(table, True)
-    found = rows_of(table.path)
-    assert failed(found) == [("tiny, forward and entropy", "warp-specialised", "RuntimeError")]
+    result = rows_of(table.path)
+    assert failed(result) == [("tiny, forward and entropy", "warp-specialised", "RuntimeError")]
     done = {
         (row["case"], row["provider"])
-        for row in found
+        for row in result
         if row["metric"] == "TFLOP/s" and row["provider"] != "cuBLAS"
     }
     whats = ("forward", "forward and entropy", "forward that keeps [T, V]", "dlogits of a slab")
     every = {(f"tiny, {what}", name) for what in whats for name in ("older", "warp-specialised")}
     assert done == every - {("tiny, forward and entropy", "warp-specialised")}
     chosen = {
-        (row["case"], row["provider"]): row["value"] for row in found if row["metric"] == "chosen"
+        (row["case"], row["provider"]): row["value"] for row in result if row["metric"] == "chosen"
     }
     assert {case for case, _ in chosen} == {"bfloat16", "float16", "float32"} and len(chosen) == 6
 
@@ -345,7 +347,7 @@ def test_providers_that_fail_are_rows_and_so_are_calls(tmp_path, monkeypatch):
     def absent(problem):
         raise kernels.CannotRun("not installed")
 
-    def broken(*given):
+    def broken(*inputs):
         raise RuntimeError("no kernel image")
 
     providers = tuple(
@@ -356,16 +358,16 @@ def test_providers_that_fail_are_rows_and_so_are_calls(tmp_path, monkeypatch):
         monkeypatch.setattr(kernels, name, broken)
     table = gpu.Table("kernels", tmp_path / "kernels.csv")
     gpu_kernels.part_kernels(table, True)
-    found = rows_of(table.path)
-    assert [(row["provider"], row["note"]) for row in found if row["metric"] == "left out"] == [
+    result = rows_of(table.path)
+    assert [(row["provider"], row["note"]) for row in result if row["metric"] == "left out"] == [
         ("absent", "not installed")
     ]
-    assert [case for case, *_ in failed(found)] == [
+    assert [case for case, *_ in failed(result)] == [
         "tiny 64 tokens",
         "tiny 64 tokens, token_logprob",
         "policy_loss",
     ]
-    assert {row["metric"] for row in found if row["provider"] == "_torch"} == {
+    assert {row["metric"] for row in result if row["provider"] == "_torch"} == {
         "forward",
         "backward",
         "both",
@@ -383,13 +385,13 @@ def test_what_does_not_compile_is_a_row_and_every_timed_model_is_compiled(tmp_pa
     monkeypatch.setattr(gpu_compile, "list_jobs", lambda dry: some)
     table = gpu.Table("compile", tmp_path / "compile.csv")
     gpu_compile.part_compile(table, True)
-    found = {row["case"]: (row["metric"], row["unit"]) for row in rows_of(table.path)}
-    assert found == {"bad": ("failed", ""), "good": ("compiled_in", "s")}
+    results = {row["case"]: (row["metric"], row["unit"]) for row in rows_of(table.path)}
+    assert results == {"bad": ("failed", ""), "good": ("compiled_in", "s")}
 
 
 @pytest.mark.parametrize("part", ["group", "agreement", "learner", "trace"])
 def test_a_part_whose_model_cannot_be_made_says_so(tmp_path, monkeypatch, part):
-    def make_model(*given):
+    def make_model(*inputs):
         raise MemoryError("no room")
 
     for module in (gpu_models, gpu_runs):
@@ -406,14 +408,14 @@ def test_a_package_that_is_not_installed_is_left_out_before_a_model_is_made(
     monkeypatch.setattr(
         gpu_runs.importlib.util, "find_spec", lambda name: None if name == package else object()
     )
-    monkeypatch.setattr(gpu_runs, "save", lambda *given: pytest.fail("a model was made"))
+    monkeypatch.setattr(gpu_runs, "save", lambda *inputs: pytest.fail("a model was made"))
     table = gpu.Table(part, tmp_path / f"{part}.csv")
     gpu.function_of(part)(table, True)
-    found = rows_of(table.path)
-    assert {(row["metric"], row["note"]) for row in found} == {
+    result = rows_of(table.path)
+    assert {(row["metric"], row["note"]) for row in result} == {
         ("left out", f"No module named '{package}'")
     }
-    assert len(found) == 2
+    assert len(result) == 2
 
 
 def test_a_run_that_takes_too_long_leaves_the_step_that_it_made_and_time_to_the_next(
@@ -440,10 +442,10 @@ time.sleep(60)"""
     monkeypatch.setenv("WHETSTONE_GPU_END", str(time.time() + 103.0))
     table = gpu.Table("step", tmp_path / "step.csv")
     gpu_runs.part_step(table, True)
-    found = rows_of(table.path)
-    assert [row["value"] for row in found if row["metric"] == "samples_per_s"] == ["2", "2"]
-    assert [row["value"] for row in found if row["metric"] == "time/step"] == ["2", "2"]
-    assert [row["note"] for row in found if row["metric"] == "failed"] == ["stopped after 3 s"] * 2
+    result = rows_of(table.path)
+    assert [row["value"] for row in result if row["metric"] == "samples_per_s"] == ["2", "2"]
+    assert [row["value"] for row in result if row["metric"] == "time/step"] == ["2", "2"]
+    assert [row["note"] for row in result if row["metric"] == "failed"] == ["stopped after 3 s"] * 2
     assert 45 < limits[0] <= 50 and 80 < limits[1] <= 97.5
 
 
@@ -597,12 +599,12 @@ def test_parts_run_dry(tmp_path):
     ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = rows_of(tmp_path / "gpu.csv")
-    assert {row["part"] for row in found} == set(parts) and (
+    result = rows_of(tmp_path / "gpu.csv")
+    assert {row["part"] for row in result} == set(parts) and (
         tmp_path / "gpu.png"
     ).stat().st_size > 1000
-    assert [row["value"] for row in found if row["metric"] == "status"] == ["done"] * 5
-    assert not [row for row in found if row["metric"] == "failed"]
+    assert [row["value"] for row in result if row["metric"] == "status"] == ["done"] * 5
+    assert not [row for row in result if row["metric"] == "failed"]
     # few files, so that a machine that returns few returns everything
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "gpu.csv",

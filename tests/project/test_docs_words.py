@@ -79,11 +79,11 @@ def flags_of(script: str) -> set[str]:
 
 
 def known() -> set[str]:
-    own = {key.replace("_", "-") for key in SETTINGS}
+    reference = {key.replace("_", "-") for key in SETTINGS}
     theirs = set().union(
         *map(flags_of, SCRIPTS), *(flags_of(f"bench/{script}") for script in BENCH)
     )
-    return own | {f"no-{key}" for key in own} | theirs | {"help"} | OTHERS
+    return reference | {f"no-{key}" for key in reference} | theirs | {"help"} | OTHERS
 
 
 def named(text: str) -> set[str]:
@@ -92,14 +92,14 @@ def named(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_of_a_page_exists(page):
-    there = known()
+    present = known()
     # --environment.key and --template.key take what an environment or a template has; --STAGE.key
     # is a setting of one stage.
     flags = {
         flag.partition(".")[2] if flag.partition(".")[0] in METHODS else flag.partition(".")[0]
         for flag in named(page.read_text())
     }
-    assert not sorted(flags - there)
+    assert not sorted(flags - present)
 
 
 def test_what_is_read_of_a_page():

@@ -17,9 +17,9 @@ each_mutant = pytest.mark.parametrize(
 
 @each_mutant
 def test_every_planted_fault_has_its_place_and_its_tests(mutant):
-    found = (REPO / mutant.file).read_text().count(mutant.old)
-    assert found == 1, (
-        f"the text to replace is {found} times in {mutant.file}: point the entry to where that code is now"
+    result = (REPO / mutant.file).read_text().count(mutant.old)
+    assert result == 1, (
+        f"the text to replace is {result} times in {mutant.file}: point the entry to where that code is now"
     )
     assert mutant.new != mutant.old
     missing = [name for name in mutant.tests.split() if f"test_{name}" not in FILES]

@@ -43,19 +43,19 @@ FOLDER = re.compile(
 @cache
 def names_in(file: Path) -> set[str]:
     """What a file defines, or hands on, at its top; of classes their members too, as Class.member."""
-    found = set()
+    result = set()
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
         for node in body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.add(prefix + node.name)
+                result.add(prefix + node.name)
                 if isinstance(node, ast.ClassDef):
                     visit(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, ast.Import | ast.ImportFrom):
-                found.update(prefix + (alias.asname or alias.name) for alias in node.names)
+                result.update(prefix + (alias.asname or alias.name) for alias in node.names)
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                found.update(
+                result.update(
                     prefix + name.id
                     for target in targets
                     for name in ast.walk(target)
@@ -65,7 +65,7 @@ def names_in(file: Path) -> set[str]:
                 visit(node.body, prefix)
 
     visit(ast.parse(file.read_text()).body, "")
-    return found
+    return result
 
 
 def is_there(dotted: str) -> bool:
@@ -118,12 +118,12 @@ def test_what_a_text_names_is_there(text):
 
 def test_the_architecture_page_lists_every_package():
     """Check that docs/architecture.md lists each package of rl/ and nothing else."""
-    said = set(re.findall(r"`rl/(\w+)/`", (REPO / "docs" / "architecture.md").read_text()))
-    assert said == {path.parent.name for path in REPO.glob("rl/*/__init__.py")}
+    text = set(re.findall(r"`rl/(\w+)/`", (REPO / "docs" / "architecture.md").read_text()))
+    assert text == {path.parent.name for path in REPO.glob("rl/*/__init__.py")}
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "result"),
     [
         ("see rl.probe):", False),
         ("from rl.interrupts import StopRequest", False),
@@ -136,8 +136,8 @@ def test_the_architecture_page_lists_every_package():
         ("from rl.lib.public_interfaces import ServiceClient", True),
     ],
 )
-def test_a_wrong_place_is_seen(line, found):
-    assert all(is_there(name) for name in MODULE.findall(line)) is found
+def test_a_wrong_place_is_seen(line, result):
+    assert all(is_there(name) for name in MODULE.findall(line)) is result
 
 
 def test_modules_that_scripts_import_by_their_old_names_are_there():

@@ -25,8 +25,8 @@ def call(name="add", **arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def of(one):
-    return one["function"]["name"], one["function"]["arguments"]
+def of(first):
+    return first["function"]["name"], first["function"]["arguments"]
 
 
 def glm(calls):
@@ -68,10 +68,10 @@ def lfm(calls):
             json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
         )
 
-    said = ", ".join(
+    text = ", ".join(
         f"{n}({', '.join(f'{k}={spell(v)}' for k, v in a.items())})" for n, a in map(of, calls)
     )
-    return f"<|tool_call_start|>[{said}]<|tool_call_end|>"
+    return f"<|tool_call_start|>[{text}]<|tool_call_end|>"
 
 
 def llama(calls):
@@ -102,9 +102,9 @@ def test_what_is_written_is_read_back(name):
     rng = random.Random(name)
     for _ in range(300):
         calls = [random_call(rng) for _ in range(1 if name == "llama" else rng.randrange(1, 4))]
-        said = "" if name == "llama" else rng.choice(["", "So.", "é 数"])
-        text = WRITE[name](calls) + said if name == "gemma" else said + WRITE[name](calls)
-        assert FORM[name].parse(text, TOOLS) == (said, calls, []), text
+        output = "" if name == "llama" else rng.choice(["", "So.", "é 数"])
+        text = WRITE[name](calls) + output if name == "gemma" else output + WRITE[name](calls)
+        assert FORM[name].parse(text, TOOLS) == (output, calls, []), text
 
 
 @pytest.mark.parametrize("name", FORM)
@@ -163,10 +163,10 @@ def test_a_whole_answer_of_llama_is_a_call_only_where_there_are_tools():
 
 
 def test_an_end_mark_within_a_text_ends_nothing():
-    one = call(text="a<|tool_call_end|>b")
-    assert FORM["lfm"].parse(lfm([one]) + "x", TOOLS) == ("x", [one], [])
-    one = call(text="a<tool_call|>b")
-    assert FORM["gemma"].parse(gemma([one]), TOOLS) == ("", [one], [])
+    first = call(text="a<|tool_call_end|>b")
+    assert FORM["lfm"].parse(lfm([first]) + "x", TOOLS) == ("x", [first], [])
+    first = call(text="a<tool_call|>b")
+    assert FORM["gemma"].parse(gemma([first]), TOOLS) == ("", [first], [])
 
 
 def test_other_templates_have_none_of_these_forms():

@@ -311,7 +311,7 @@ def test_a_failed_answer_keeps_its_part_so_far_on_the_screen(terminal):
 @pytest.mark.parametrize("width", [40, 200])
 def test_two_models_answer_every_message(client, monkeypatch, width):
     """Each with its own history; in columns where the terminal is wide."""
-    alone = answers_in(chat(monkeypatch, [make_session(client, system="9+")], ["1+2=", "3="]))
+    single = answers_in(chat(monkeypatch, [make_session(client, system="9+")], ["1+2=", "3="]))
     other = answers_in(chat(monkeypatch, [make_session(client)], ["1+2=", "3="]))
     sessions = [make_session(client, name="A", system="9+"), make_session(client, name="B")]
     out = io.StringIO()
@@ -319,10 +319,10 @@ def test_two_models_answer_every_message(client, monkeypatch, width):
     console = Console(file=out, width=width, height=30, force_terminal=True, color_system=None,
                       legacy_windows=False)  # fmt: skip
     ChatConsole(sessions, console).run()
-    assert [str(turn.visible["content"]) for turn in sessions[0].turns] == alone
+    assert [str(turn.visible["content"]) for turn in sessions[0].turns] == single
     assert [str(turn.visible["content"]) for turn in sessions[1].turns] == other
     lines = [line for line in out.getvalue().splitlines() if NOTE.strip() in line]
-    together = [a for a in lines if alone[0] in a and other[0] in a.partition("tokens")[2]]
+    together = [a for a in lines if single[0] in a and other[0] in a.partition("tokens")[2]]
     assert bool(together) == (width == 200)
 
 

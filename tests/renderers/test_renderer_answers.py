@@ -100,7 +100,7 @@ def test_a_cut_off_call_is_told_from_a_complete_one(renderers, tokenizers, model
         tokenizer.encode(f"Well.\n{CALL}\n{call}", add_special_tokens=False)
     )
     assert not ended and len(message["tool_calls"]) == 1
-    assert [one["raw_text"] for one in message["unparsed_tool_calls"]] == [
+    assert [item["raw_text"] for item in message["unparsed_tool_calls"]] == [
         call
     ] and error in message["unparsed_tool_calls"][0]["error"]
     assert message["content"].startswith("Well.") and message["content"].endswith(call)
@@ -142,16 +142,16 @@ def after_an_answer(renderer, prompt, answer, new):
     """The next prompt as an environment has it that never tokenises anew."""
     # its mark is text, which `with_end_mark` writes anew
     if isinstance(renderer.get_stop_sequences()[0], str):
-        found = renderer.extend_prompt([], prompt, answer, new)
-        return None if found is None else found.to_ints()
+        result = renderer.extend_prompt([], prompt, answer, new)
+        return None if result is None else result.to_ints()
     probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    asked = renderer.build_generation_prompt([*probe, *new]).to_ints()
+    request = renderer.build_generation_prompt([*probe, *new]).to_ints()
     tokens, weights = renderer.build_supervised_example(
         [*probe, *new, {"role": "assistant", "content": "c"}], "all_assistant"
     )
-    assert tokens.to_ints()[: len(asked)] == asked
+    assert tokens.to_ints()[: len(request)] == request
     first_end = next(i for i in range(1, len(weights)) if weights[i - 1] and not weights[i])
-    return [*prompt, *renderer.with_end_mark(answer), *asked[first_end:]]
+    return [*prompt, *renderer.with_end_mark(answer), *request[first_end:]]
 
 
 @pytest.mark.parametrize(("name", "model"), pairs())

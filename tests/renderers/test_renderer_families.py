@@ -59,14 +59,14 @@ def learnt(renderer, messages):
 def test_glm_ends_an_answer_with_the_mark_of_who_speaks_next():
     tokenizer = glm()
     renderer = get_renderer("chat_template", tokenizer)
-    ask, said = user("2+2?"), {"role": "assistant", "content": "4", "reasoning_content": "hm"}
-    tokens, text = learnt(renderer, [ask, said])
+    ask, output = user("2+2?"), {"role": "assistant", "content": "4", "reasoning_content": "hm"}
+    tokens, text = learnt(renderer, [ask, output])
     assert text == "\n<think>hm</think>\n4<|user|>"
     assert (
         tokenizer.decode(renderer.build_generation_prompt([ask]).to_ints())
         == "[gMASK]<sop><|user|>\n2+2?<|assistant|>"
     )
-    assert renderer.parse_response(tokens) == (said, True)
+    assert renderer.parse_response(tokens) == (output, True)
     tokens, text = learnt(
         renderer, [ask, {"role": "assistant", "content": "I add.", "tool_calls": CALLS}]
     )
@@ -80,7 +80,7 @@ def test_glm_ends_an_answer_with_the_mark_of_who_speaks_next():
     assert renderer.with_end_mark(tokens) == tokens
     assert renderer.parse_response(tokens[:-1])[1] is False
     example, weights = renderer.build_supervised_example(
-        [ask, said, user("and?"), said], "all_assistant"
+        [ask, output, user("and?"), output], "all_assistant"
     )
     both = tokenizer.decode(
         [i for i, weight in zip(example.to_ints(), weights, strict=True) if weight]
@@ -93,10 +93,10 @@ def test_glm_goes_on_from_the_mark_or_refuses(thoughts):
     tokenizer = glm()
     renderer = get_renderer("chat_template", tokenizer)
     ask, tool = user("2+2?"), {"role": "tool", "content": "4"}
-    said = {"role": "assistant", "content": "4", "reasoning_content": thoughts}
+    text = {"role": "assistant", "content": "4", "reasoning_content": thoughts}
     calling = {"role": "assistant", "content": "", "tool_calls": CALLS}
     seen = renderer.build_generation_prompt([ask]).to_ints()
-    answer, _ = learnt(renderer, [ask, said])
+    answer, _ = learnt(renderer, [ask, text])
     after = renderer.extend_prompt([ask], seen, answer, [user("and 3+3?")])
     if thoughts:
         assert after is None  # its template leaves thoughts out of history
@@ -106,7 +106,7 @@ def test_glm_goes_on_from_the_mark_or_refuses(thoughts):
             tokenizer.decode(after.to_ints())
             == tokenizer.decode([*seen, *answer]) + "\nand 3+3?<|assistant|>"
         )
-        assert after == renderer.build_generation_prompt([ask, said, user("and 3+3?")])
+        assert after == renderer.build_generation_prompt([ask, text, user("and 3+3?")])
         cut_off = renderer.extend_prompt([ask], seen, answer[:-1], [user("and 3+3?")])
         assert cut_off == after  # the mark is written for it
     assert renderer.extend_prompt([ask], seen, answer, [tool]) is None  # it handed over to the user
@@ -158,10 +158,10 @@ def test_thoughts_of_gemma_are_taken_out_and_rendered_back():
     )
     tokenizer.chat_template = GEMMA
     renderer = get_renderer("chat_template", tokenizer)
-    ask, said = user("2+2?"), {"role": "assistant", "content": "4", "reasoning_content": "hm\nso"}
-    tokens, text = learnt(renderer, [ask, said])
+    ask, output = user("2+2?"), {"role": "assistant", "content": "4", "reasoning_content": "hm\nso"}
+    tokens, text = learnt(renderer, [ask, output])
     assert text == "<|channel>thought\nhm\nso\n<channel|>4<turn|>"
-    assert renderer.parse_response(tokens) == (said, True)
+    assert renderer.parse_response(tokens) == (output, True)
     assert renderer.parse_response(tokenizer.encode("4<turn|>", add_special_tokens=False))[0] == {
         "role": "assistant",
         "content": "4",
@@ -194,16 +194,16 @@ def test_thoughts_of_gemma_while_they_are_drawn():
     )
     thinking = get_renderer("chat_template", tokenizer, think=True)
     assert prompt_opens_thoughts(thinking, thinking.build_generation_prompt([user("a")]).to_ints())
-    said = [
+    text = [
         parse_partial_answer(renderer, tokens[:n], False, False) for n in range(1, len(tokens) + 1)
     ]
     whole = parse_partial_answer(renderer, tokens, False, True)
     assert whole == {"role": "assistant", "content": "it is 4", "reasoning_content": "hm so"}
-    for one in said:
-        assert whole["content"].startswith(one["content"]) and whole[
+    for item in text:
+        assert whole["content"].startswith(item["content"]) and whole[
             "reasoning_content"
-        ].startswith(one.get("reasoning_content", ""))
-    assert any(one.get("reasoning_content") == "hm" and not one["content"] for one in said)
+        ].startswith(item.get("reasoning_content", ""))
+    assert any(item.get("reasoning_content") == "hm" and not item["content"] for item in text)
 
 
 def test_a_folder_with_such_a_template_is_rendered_by_it(tmp_path):

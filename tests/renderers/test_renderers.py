@@ -331,13 +331,13 @@ def test_role_colon_by_hand(characters, bos):
 def test_role_colon_parsing_with_a_real_tokenizer(tokenizers):
     tokenizer = tokenizers["gpt2"]
     renderer = get_renderer("role_colon", tokenizer)
-    said = {"role": "assistant", "content": "It is 4."}
-    assert renderer.parse_response(tokenizer.encode(" It is 4.\n\nUser:")) == (said, True)
+    text = {"role": "assistant", "content": "It is 4."}
+    assert renderer.parse_response(tokenizer.encode(" It is 4.\n\nUser:")) == (text, True)
     assert renderer.parse_response([*tokenizer.encode(" It is 4."), tokenizer.eos_token_id]) == (
-        said,
+        text,
         True,
     )
-    assert renderer.parse_response(tokenizer.encode(" It is 4.")) == (said, False)
+    assert renderer.parse_response(tokenizer.encode(" It is 4.")) == (text, False)
     prompt = renderer.build_generation_prompt([ASK]).to_ints()
     assert prompt == tokenizer.encode("User: 2+2?\n\nAssistant:")
     example, weights = renderer.build_supervised_example([ASK, FOUR])

@@ -58,10 +58,10 @@ TOOL = {
 
 
 def package_template(name):
-    found = importlib.util.find_spec("trl")
-    if found is None or found.origin is None:
+    result = importlib.util.find_spec("trl")
+    if result is None or result.origin is None:
         pytest.skip("its template is in the package trl (extra bench), which is not installed")
-    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text(
+    return (Path(result.origin).parent / "chat_templates" / f"{name}.jinja").read_text(
         encoding="utf-8"
     )
 
@@ -92,7 +92,7 @@ def of_folder(name, tokenizers):
     )
 
 
-def said(rng: random.Random) -> str:
+def make_text(rng: random.Random) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 6)))
 
 
@@ -100,7 +100,7 @@ def conversation(rng: random.Random, can: set[str]):
     """(messages, the last the assistant's; whether there are tools)."""
 
     def text():
-        return said(rng) + (" \0 " + said(rng) if rng.random() < 0.1 else "")
+        return make_text(rng) + (" \0 " + make_text(rng) if rng.random() < 0.1 else "")
 
     tools = "tools" in can and rng.random() < 0.4
     messages = (
@@ -120,9 +120,9 @@ def conversation(rng: random.Random, can: set[str]):
 
 
 def answer(rng, can, call):
-    message = {"role": "assistant", "content": said(rng)}
+    message = {"role": "assistant", "content": make_text(rng)}
     if ("thoughts" in can or (call and "thoughts_of_calls" in can)) and rng.random() < 0.5:
-        message["reasoning_content"] = said(rng).replace("\n\n", " ")
+        message["reasoning_content"] = make_text(rng).replace("\n\n", " ")
     if call:
         arguments = {"a": rng.randrange(9), "text": rng.choice(["é", "a b", "[1]"])}
         message["tool_calls"] = [
@@ -139,24 +139,24 @@ def filled(messages, word):
 
 def abilities(renderer, name) -> set[str]:
     """What the template takes, tried out; and what the table says is read back."""
-    template, found = str(renderer.tokenizer.chat_template), set()
+    template, result = str(renderer.tokenizer.chat_template), set()
     try:
         renderer.build_generation_prompt(
             [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
         )
-        found.add("system")
+        result.add("system")
     except UserError:
         pass
     known = PACKAGE.get(
         name, "calls" if name == "qwen2.5" else "thoughts calls" if name == "qwen3" else "calls"
     )
-    return found | set(known.split()) | ({"tools"} if "tools" in template else set())
+    return result | set(known.split()) | ({"tools"} if "tools" in template else set())
 
 
 def whole(tokenizer, messages, settings, tools, generation):
-    given = {"tools": [TOOL]} if tools else {}
+    inputs = {"tools": [TOOL]} if tools else {}
     return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=generation, **settings, **given
+        messages, tokenize=False, add_generation_prompt=generation, **settings, **inputs
     )
 
 
@@ -190,33 +190,35 @@ def check(renderer, name):
     counts = dict.fromkeys(("prompts", "forged", "answers", "bridged", "anew"), 0)
     for _ in range(COUNT):
         messages, tools = conversation(rng, can)
-        one = with_tools if tools else renderer
+        first = with_tools if tools else renderer
         harmless, word = filled(messages, "x"), rng.choice(words)
         for upto in (len(messages), len(messages) - 1):
             plain = harmless[:upto]
             expected = tokenizer.encode(
                 whole(tokenizer, plain, settings, tools, True), add_special_tokens=False
             )
-            assert one.build_generation_prompt(plain).to_ints() == expected
+            assert first.build_generation_prompt(plain).to_ints() == expected
             counts["prompts"] += 1
             forged = filled(messages, word)[:upto]
             if forged != plain:
-                tokens = one.build_generation_prompt(forged).to_ints()
+                tokens = first.build_generation_prompt(forged).to_ints()
                 assert tokenizer.decode(tokens) == whole(tokenizer, forged, settings, tools, True)
                 assert [t for t in tokens if t in control] == [
                     t for t in expected if t in control
                 ], word
                 counts["forged"] += 1
         try:
-            example, weights = one.build_supervised_example(harmless)
+            example, weights = first.build_supervised_example(harmless)
         except UserError as refused:
             assert "differently from the prompt" in str(refused) or "does not end message" in str(
                 refused
             )
             if "</think>" in str(refused) or "<think>" in tokenizer.decode(
-                one.build_generation_prompt(harmless[:-1]).to_ints()[-8:]
+                first.build_generation_prompt(harmless[:-1]).to_ints()[-8:]
             ):
-                for name_of, count in thought_aloud(one, harmless, said(rng), said(rng)).items():
+                for name_of, count in thought_aloud(
+                    first, harmless, make_text(rng), make_text(rng)
+                ).items():
                     counts[name_of] += count
             continue
         learnt = [token for token, weight in zip(example.to_ints(), weights, strict=True) if weight]
@@ -225,22 +227,22 @@ def check(renderer, name):
             tokenizer.decode(example.to_ints())
             == whole(tokenizer, harmless, settings, tools, False) + end
         )
-        message, ended = one.parse_response(learnt)
-        wanted = (
+        message, ended = first.parse_response(learnt)
+        target = (
             {"reasoning_content": "", **harmless[-1]}
             if "reasoning_content" in message
             else harmless[-1]
         )
-        if "calls" in can or "tool_calls" not in wanted:
-            assert ended and message == wanted, tokenizer.decode(learnt)
+        if "calls" in can or "tool_calls" not in target:
+            assert ended and message == target, tokenizer.decode(learnt)
             counts["answers"] += 1
         new = [
             {"role": "tool", "name": "add", "content": "7"}
-            if "tool_calls" in wanted
-            else {"role": "user", "content": said(rng)}
+            if "tool_calls" in target
+            else {"role": "user", "content": make_text(rng)}
         ]
-        seen = one.build_generation_prompt(harmless[:-1]).to_ints()
-        following = one.extend_prompt(harmless[:-1], seen, learnt, new)
+        seen = first.build_generation_prompt(harmless[:-1]).to_ints()
+        following = first.extend_prompt(harmless[:-1], seen, learnt, new)
         counts["anew" if following is None else "bridged"] += 1
         if following is not None:
             assert following.to_ints()[: len(seen) + len(learnt)] == [*seen, *learnt]
@@ -285,8 +287,8 @@ def test_calls_by_parts_are_read_by_their_types():
         (text.replace("</function>", ""), "no <function=...> that ends"),
         (text.replace("</function>", "x</function>"), "unexpected text outside"),
     ):
-        said, calls, unparsed = split_calls(broken, [typed])
-        assert said == broken and not calls and why in unparsed[0]["error"]
+        make_text, calls, unparsed = split_calls(broken, [typed])
+        assert make_text == broken and not calls and why in unparsed[0]["error"]
 
 
 def test_messages_with_channels_are_read_by_hand():

@@ -141,8 +141,8 @@ def zero_advantages(rows: Sequence[Row]) -> str | None:
 
 def reward_flat(rows: Sequence[Row]) -> str | None:
     """The last 20 batches earn no more than the first 20, and there is more to earn."""
-    found = ends(rows, REWARD, MANY)
-    if found is None or rises(*found) or mastered(rows):
+    result = ends(rows, REWARD, MANY)
+    if result is None or rises(*result) or mastered(rows):
         return None
     row = rows[-1]
     spread = (
@@ -150,8 +150,8 @@ def reward_flat(rows: Sequence[Row]) -> str | None:
         f"this batch"
     )
     return (
-        f"reward has not risen: mean {fmean(found[0]):.3g} of the first {MANY} batches, "
-        f"{fmean(found[1]):.3g} of the last ({spread})"
+        f"reward has not risen: mean {fmean(result[0]):.3g} of the first {MANY} batches, "
+        f"{fmean(result[1]):.3g} of the last ({spread})"
     )
 
 
@@ -167,10 +167,10 @@ def entropy_collapse(rows: Sequence[Row]) -> str | None:
     newest = [number(row, ENTROPY) * number(row, LENGTH) for row in rows[-SOME:]]
     if len(newest) == SOME and max_or_nan(newest) < CERTAIN:
         return f"answers are certain: {fmean(newest):.2g} nats of entropy an answer"
-    found = ends(rows, ENTROPY, SOME)
-    if found is None:
+    result = ends(rows, ENTROPY, SOME)
+    if result is None:
         return None
-    first, last = fmean(found[0]), max(found[1])
+    first, last = fmean(result[0]), max(result[1])
     return (
         f"entropy fell from {first:.2g} to {last:.2g} nats a token" if last < 0.1 * first else None
     )
@@ -195,10 +195,10 @@ def low_temperature(rows: Sequence[Row]) -> str | None:
 
 def mode_collapse(rows: Sequence[Row]) -> str | None:
     """Fewer beginnings than half the problems, and a quarter of those at first."""
-    found = ends(rows, BEGINNINGS, SOME)
-    if found is None:
+    result = ends(rows, BEGINNINGS, SOME)
+    if result is None:
         return None
-    first, last = fmean(found[0]), fmean(found[1])
+    first, last = fmean(result[0]), fmean(result[1])
     problems = number(rows[-1], GROUPS) / number(rows[-1], EPISODES)
     if not (last < 0.25 * first and last < 0.5 * problems):
         return None
@@ -207,16 +207,16 @@ def mode_collapse(rows: Sequence[Row]) -> str | None:
 
 def length_running_away(rows: Sequence[Row]) -> str | None:
     """Answers three times as long as at first, or half as long again and cut off much more often."""
-    found, cut = ends(rows, LENGTH, SOME), ends(rows, TRUNCATED, SOME)
-    if found is None or cut is None:
+    result, cut = ends(rows, LENGTH, SOME), ends(rows, TRUNCATED, SOME)
+    if result is None or cut is None:
         return None
     growth, cut_first, cut_last = (
-        fmean(found[1]) / max(1e-9, fmean(found[0])), fmean(cut[0]), fmean(cut[1]),
+        fmean(result[1]) / max(1e-9, fmean(result[0])), fmean(cut[0]), fmean(cut[1]),
     )  # fmt: skip
     if not (growth > 3 or (growth > 1.5 and cut_last > cut_first + 0.2)):
         return None
     return (
-        f"answers grew from {fmean(found[0]):.0f} to {fmean(found[1]):.0f} tokens; {cut_last:.0%} "
+        f"answers grew from {fmean(result[0]):.0f} to {fmean(result[1]):.0f} tokens; {cut_last:.0%} "
         f"are cut off, {cut_first:.0%} at first"
     )
 
@@ -246,10 +246,10 @@ def rewards_failing(rows: Sequence[Row]) -> str | None:
             sum(number(row, name) for row in rows[-few:]) for name in ("reward/failed", EPISODES)
         )
         shares.append((failed / (failed + scored) if failed > 0 else 0.0, failed, failed + scored))
-    (at_once, failed, asked), (share, _, _) = shares
+    (at_once, failed, request), (share, _, _) = shares
     if at_once >= 0.5:
         return (
-            f"{failed:.0f} of the {asked:.0f} samples of this batch could not be scored: its "
+            f"{failed:.0f} of the {request:.0f} samples of this batch could not be scored: its "
             f"reward is the mean of the other samples"
         )
     return (
@@ -280,21 +280,21 @@ def brute_force(
     rows: Sequence[Row], needs: Mapping[str, Sequence[str]]
 ) -> list[tuple[dict[str, float], list[str]]]:
     """Of each row: (alarm/<name> 0 or 1 for each that can be judged, what is to be said)."""
-    told: list[tuple[dict[str, float], list[str]]] = []
+    messages: list[tuple[dict[str, float], list[str]]] = []
     for i, row in enumerate(rows):
-        found = {
+        results = {
             name: check(rows[: i + 1])
             for name, check in CHECKS.items()
             if all(key in row for key in needs[name])
         }
-        metrics = {f"alarm/{name}": float(seen is not None) for name, seen in found.items()}
-        quiet = {name for old, _ in told[-QUIET:] for name, value in old.items() if value}
-        told.append((
+        metrics = {f"alarm/{name}": float(seen is not None) for name, seen in results.items()}
+        quiet = {name for old, _ in messages[-QUIET:] for name, value in old.items() if value}
+        messages.append((
             metrics,
             [
                 seen
-                for name, seen in found.items()
+                for name, seen in results.items()
                 if seen is not None and f"alarm/{name}" not in quiet
             ],
         ))  # fmt: skip
-    return told
+    return messages

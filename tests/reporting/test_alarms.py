@@ -53,7 +53,7 @@ def play(
     edit=lambda row, step: None, *, steps: int = STEPS, seed: int = 0
 ) -> tuple[dict[str, list[int]], list[tuple[int, str]]]:
     """Return (steps of each alarm, texts) of a healthy stream edited by `edit`."""
-    draw, alarms, on, said = random.Random(seed), AlarmMonitor(), {}, []
+    draw, alarms, on, output = random.Random(seed), AlarmMonitor(), {}, []
     for step in range(steps):
         row = healthy(step, draw)
         edit(row, step)
@@ -61,8 +61,8 @@ def play(
         for name, value in metrics.items():
             if value:
                 on.setdefault(name.removeprefix("alarm/"), []).append(step)
-        said += [(step, text) for text in texts]
-    return on, said
+        output += [(step, text) for text in texts]
+    return on, output
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -133,9 +133,9 @@ def jitter(middle: float):
     (fault(failed=32), {"rewards_failing"}, "11% of the samples of 3 batches could not be scored"),
 ])  # fmt: skip
 def test_each_fault_sets_off_its_alarm_and_no_other_and_is_said_once(edit, expected, words):
-    on, said = play(edit)
+    on, output = play(edit)
     assert set(on) == expected
-    assert len(said) == len(expected) and any(words in text for _, text in said), said
+    assert len(output) == len(expected) and any(words in text for _, text in output), output
     assert all(steps == list(range(steps[0], STEPS)) for steps in on.values()), (
         "on from its onset to the end"
     )
@@ -222,14 +222,14 @@ def test_a_gradient_that_is_not_finite_is_said_by_every_method(method, bad, monk
         "advantages": [0.5, -0.5],
         "mask": [1.0, 1.0],
     }
-    given = {"optim": OptimSettings(num_substeps=2), "loop": LoopSettings(steps=5, batch_size=4)}
-    given |= {"ppo": PpoOptions(epochs=1)} if method == "ppo" else {}
-    given |= (
+    inputs = {"optim": OptimSettings(num_substeps=2), "loop": LoopSettings(steps=5, batch_size=4)}
+    inputs |= {"ppo": PpoOptions(epochs=1)} if method == "ppo" else {}
+    inputs |= (
         {"distillation": DistillationSettings(learn_from="teacher")} if method == "distill" else {}
     )
     if method == "distill":  # soft targets
         fields = {"target_tokens": [[1, 2], [2, 1]], "weights": [[0.5, 0.5], [1.0, 0.0]]}
-    trained = METHODS[method](METHODS[method].Settings(**given))
+    trained = METHODS[method](METHODS[method].Settings(**inputs))
     datums = [Datum(ModelInput.from_ints([1, 2]), fields) for _ in range(4)]
     metrics = trained.update(Models(policy), datums, Progress(0, 5))
     assert math.isnan(metrics["optim/grad_norm"]) and metrics["optim/skipped_nonfinite"] == 1
@@ -372,8 +372,8 @@ def test_a_format_that_rises_alone_is_said_by_a_real_run_and_one_that_does_not_i
     tmp_path, capsys
 ):
     words = "--steps 24 --batch-size 8 --group-size 8 --temperature 1 --learning-rate 2e-3".split()
-    alone = run(tmp_path / "alone", "--reward", ":form_alone", *words)
-    assert "format_alone" in on(alone[-1]) and not any(map(on, alone[:19]))
+    single = run(tmp_path / "alone", "--reward", ":form_alone", *words)
+    assert "format_alone" in on(single[-1]) and not any(map(on, single[:19]))
     assert capsys.readouterr().out.count("only the format improves") == 1
     healthy = run(tmp_path / "healthy", "--reward", ":form_and_substance", *words)
     assert healthy[-1]["env/all/format"] > healthy[0]["env/all/format"] + 0.5, (

@@ -65,12 +65,12 @@ def series(seed: int, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def told(
+def iter_warnings(
     alarms: AlarmMonitor, rows: list[dict[str, Any]]
 ) -> Iterator[tuple[Mapping[str, float], list[str]]]:
     """What `alarms` says, without its remedies."""
     for row in rows:
-        metrics, said = alarms(row)
+        metrics, output = alarms(row)
         yield (
             metrics,
             [
@@ -79,7 +79,7 @@ def told(
                     for r in REMEDIES.values()
                     if text.endswith(f". {r}")
                 )
-                for text in said
+                for text in output
             ],
         )
 
@@ -88,13 +88,13 @@ def told(
 def test_bounded_windows_say_what_the_formulas_over_all_rows_say(seed: int) -> None:
     rows = series(seed, 90)
     expected = brute_force(rows, NEEDS)
-    assert list(told(AlarmMonitor(), rows)) == expected
+    assert list(iter_warnings(AlarmMonitor(), rows)) == expected
     written = [
         json.loads(json.dumps({**row, **metrics}))
         for row, (metrics, _) in zip(rows, expected, strict=True)
     ]
     cut = 5 + 7 * seed
-    assert list(told(AlarmMonitor(written[:cut]), rows[cut:])) == expected[cut:], (
+    assert list(iter_warnings(AlarmMonitor(written[:cut]), rows[cut:])) == expected[cut:], (
         "and so after a resume"
     )
 
@@ -103,28 +103,28 @@ def test_the_random_series_set_off_every_alarm_and_leave_each_off_at_times() -> 
     """Else the equivalence above would say little."""
     on: dict[str, set[float]] = {}
     for seed in range(12):
-        for metrics, _ in told(AlarmMonitor(), series(seed, 90)):
+        for metrics, _ in iter_warnings(AlarmMonitor(), series(seed, 90)):
             for name, value in metrics.items():
                 on.setdefault(name.removeprefix("alarm/"), set()).add(value)
     assert on == {name: {0.0, 1.0} for name in CHECKS}
 
 
-def _size(thing: Any, seen: set[int]) -> int:
+def _size(obj: Any, seen: set[int]) -> int:
     """Bytes of `thing` and of all that it holds."""
-    if id(thing) in seen:
+    if id(obj) in seen:
         return 0
-    seen.add(id(thing))
-    if isinstance(thing, (str, float, int, type(None))):
-        return sys.getsizeof(thing)
+    seen.add(id(obj))
+    if isinstance(obj, (str, float, int, type(None))):
+        return sys.getsizeof(obj)
     inner = (
-        [*thing.keys(), *thing.values()]
-        if isinstance(thing, Mapping)
-        else list(thing)
-        if hasattr(thing, "__iter__")
+        [*obj.keys(), *obj.values()]
+        if isinstance(obj, Mapping)
+        else list(obj)
+        if hasattr(obj, "__iter__")
         else []
     )
-    own = vars(thing).values() if hasattr(thing, "__dict__") else ()
-    return sys.getsizeof(thing) + sum(_size(item, seen) for item in [*inner, *own])
+    reference = vars(obj).values() if hasattr(obj, "__dict__") else ()
+    return sys.getsizeof(obj) + sum(_size(item, seen) for item in [*inner, *reference])
 
 
 def test_what_is_kept_and_a_rows_time_do_not_grow_with_the_rows() -> None:

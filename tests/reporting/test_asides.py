@@ -108,11 +108,11 @@ def test_a_box_shows_no_control_sequences_and_ends(capsys: pytest.CaptureFixture
             ["\x1b[2Jspoilt \ud800" + "y" * 100_000, *(f"problem {i}" for i in range(500))],
             see="\x1b[5mhelp",
         )
-    said = capsys.readouterr().err
-    assert "\x1b[2J" not in said
-    assert "\x1b[5m" not in said
-    assert len(said) < 30_000
-    assert "and 461 more" in said
+    text = capsys.readouterr().err
+    assert "\x1b[2J" not in text
+    assert "\x1b[5m" not in text
+    assert len(text) < 30_000
+    assert "and 461 more" in text
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -124,8 +124,8 @@ def test_a_warning_that_cannot_be_encoded_is_shown_all_the_same(terminal: bool) 
         console.note("日本")
         console.end("done é", facts={"folder": "日\ud800"}, remarks=["é"], commands=["é"])
     stream.flush()
-    said = raw.getvalue().decode("ascii")
-    assert "a reward said" in said and "\x1b[2J" not in said
+    text = raw.getvalue().decode("ascii")
+    assert "a reward said" in text and "\x1b[2J" not in text
 
 
 def test_the_kl_to_a_reference_is_on_the_console_when_there_is_one() -> None:

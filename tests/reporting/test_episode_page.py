@@ -21,7 +21,7 @@ def turn(text, **more):
     }  # fmt: skip
 
 
-def said(role, text, **more):
+def make_message(role, text, **more):
     return {"role": role, "text": text, "sampled": False, **more}
 
 
@@ -43,10 +43,16 @@ CALL = {"name": "calculator", "arguments": {"expression": "2*3"}, "seconds": 0.2
 
 
 def episode(first="call", **more):
-    told = [said("system", "Be careful."), said("user", "What is 2*3?")]
+    messages = [make_message("system", "Be careful."), make_message("user", "What is 2*3?")]
     last = turn("It is 6", reward=1.5, logs={"x": 1})
     return row(
-        [*told, turn(first, tool_calls=[CALL]), said("tool", "6", name="calculator"), last], **more
+        [
+            *messages,
+            turn(first, tool_calls=[CALL]),
+            make_message("tool", "6", name="calculator"),
+            last,
+        ],
+        **more,
     )
 
 
@@ -72,16 +78,18 @@ def test_an_episode_is_shown_turn_by_turn():
 
 
 def test_what_the_model_reads_at_a_turn_stands_before_it_and_a_tools_answer_with_its_call():
-    two = row([said("user", "one?"), turn("first"), said("user", "two?"), turn("second")])
+    two = row(
+        [make_message("user", "one?"), turn("first"), make_message("user", "two?"), turn("second")]
+    )
     (text,) = Page(rollout_html.render_page([two], title="", step=1)).articles
     assert text.index("first") < text.index("two?") < text.index("second")
-    alone = row([
-        said("user", "one?"), turn("first"), said("tool", "from a tool", name="clock"),
+    single = row([
+        make_message("user", "one?"), turn("first"), make_message("tool", "from a tool", name="clock"),
         turn("second"),
     ])  # fmt: skip
     assert (
         "tool clock: from a tool"
-        in Page(rollout_html.render_page([alone], title="", step=1)).articles[0]
+        in Page(rollout_html.render_page([single], title="", step=1)).articles[0]
     )
 
 
@@ -91,7 +99,7 @@ def test_failed_and_malformed_calls_say_so():
         {"name": "", "arguments": {}, "error": "is no call", "malformed": True},
     ]
     text = rollout_html.render_page(
-        [row([said("user", "?"), turn("x", tool_calls=calls)])], title="", step=1
+        [row([make_message("user", "?"), turn("x", tool_calls=calls)])], title="", step=1
     )
     assert 'class="failed"' in text
     assert "error: division by zero" in text
@@ -100,12 +108,12 @@ def test_failed_and_malformed_calls_say_so():
 
 def test_seats_stand_side_by_side_and_others_are_grey():
     turns = [
-        said("user", "board 1"),
+        make_message("user", "board 1"),
         turn("mine", seat=0),
-        said("user", "board 2"),
+        make_message("user", "board 2"),
         turn("theirs", seat=1, sampled=False),
     ]
-    turns += [said("user", "board 3"), turn("again", seat=0, reward=-1.0)]
+    turns += [make_message("user", "board 3"), turn("again", seat=0, reward=-1.0)]
     text = rollout_html.render_page([row(turns, seats=[None, "random"])], title="", step=1)
     page = Page(text)
     assert "grid-template-columns:repeat(2, minmax(0, 1fr))" in text
@@ -124,20 +132,25 @@ PLACES = (
 
 @pytest.mark.parametrize("place", PLACES)
 def test_hostile_texts_are_text_wherever_they_stand(place):
-    call, one, more, told = dict(CALL), turn("x"), {}, said("user", "?")
+    call, first, more, messages = dict(CALL), turn("x"), {}, make_message("user", "?")
     if place in ("text", "tokens"):
-        one = turn(EVIL) if place == "text" else turn("x", tokens=[EVIL], logprobs=[-1.0])
+        first = turn(EVIL) if place == "text" else turn("x", tokens=[EVIL], logprobs=[-1.0])
     elif place in ("told", "name"):
-        told = said("user", EVIL) if place == "told" else said(EVIL, "?", name=EVIL)
+        messages = (
+            make_message("user", EVIL) if place == "told" else make_message(EVIL, "?", name=EVIL)
+        )
     elif place in ("call", "answer"):
         evil = {"name": EVIL, "arguments": {EVIL: EVIL}} if place == "call" else {"answer": EVIL}
         call = {**call, **evil}
     elif place in ("logs", "metrics"):
-        one = turn("x", **{place: {EVIL: EVIL if place == "logs" else 1.0}})
+        first = turn("x", **{place: {EVIL: EVIL if place == "logs" else 1.0}})
     else:
         more = {{"stop": "stop_reason", "expected": "answer"}.get(place, place): EVIL}
     rows = [
-        row([told, {**one, "tool_calls": [call]}, said("user", "more"), turn("y")], **more),
+        row(
+            [messages, {**first, "tool_calls": [call]}, make_message("user", "more"), turn("y")],
+            **more,
+        ),
         episode(group=1),
     ]
     # which checks that every tag is closed where it belongs
@@ -175,9 +188,9 @@ def test_pages_of_a_run_link_to_each_other(tmp_path):
         for step in (1, 6, 11)
     }
     links = {step: re.findall(r'<a href="([^"]+)">(.*?)</a>', text) for step, text in pages.items()}
-    one, six, eleven = (f"step_{step:06d}.html" for step in (1, 6, 11))
+    first, six, eleven = (f"step_{step:06d}.html" for step in (1, 6, 11))
     assert links[1] == [(six, "step 6 &rarr;")] and links[11] == [(six, "&larr; step 6")]
-    assert links[6] == [(one, "&larr; step 1"), (eleven, "step 11 &rarr;")]
+    assert links[6] == [(first, "&larr; step 1"), (eleven, "step 11 &rarr;")]
     with Logbook(tmp_path / "run", resume_step=6) as logbook:
         logbook.write_rollouts(8, [episode()])
     assert 'href="step_000008.html">step 8' in (tmp_path / "run" / "rollouts" / six).read_text()

@@ -150,8 +150,8 @@ def test_the_table_has_what_a_reader_needs():
         "dataset": "my|set", "metric": "mean reward", "mean": 1.25,
         "standard_error": pytest.approx(0.75), "problems": 2, "answers": 2, "truncated": 0.5,
     }  # fmt: skip
-    (alone,) = make_table_rows("b", compute_evaluation_metrics([cut], 1), 1, 1)
-    assert format_markdown([row, alone]).splitlines() == [
+    (single,) = make_table_rows("b", compute_evaluation_metrics([cut], 1), 1, 1)
+    assert format_markdown([row, single]).splitlines() == [
         "| dataset | metric | mean | standard error | problems | answers | truncated |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
         "| my\\|set | mean reward | 1.2500 | 0.7500 | 2 | 2 | 0.5000 |",

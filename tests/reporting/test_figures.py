@@ -88,8 +88,8 @@ def test_parts_of_a_reward_length_share_cut_off_and_the_reference_have_curves(tm
         for panel in [*metric_plots.PANELS, *metric_plots.find_reward_panels([curve])]
         if curve.series(panel)[0]
     }
-    own = {"reward", "reward: style", "reward: correct"}
-    assert shown == own | {
+    reference = {"reward", "reward: style", "reward: correct"}
+    assert shown == reference | {
         "answer length (tokens)",
         "share of answers cut off",
         "KL to reference (nats a token)",

@@ -185,14 +185,14 @@ class Page(HTMLParser):
         assert self.open == [], f"left open: {self.open}"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
+        inputs = dict(attrs)
         self.tags.append(tag)
-        self.loads += [str(given[name]) for name in ("src", "href") if name in given]
+        self.loads += [str(inputs[name]) for name in ("src", "href") if name in inputs]
         if tag not in ("meta", "input"):
             self.open.append(tag)
         if tag == "article":
             self.articles.append("")
-        self._kind = str(given.get("class", "")) if tag == "span" else self._kind
+        self._kind = str(inputs.get("class", "")) if tag == "span" else self._kind
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -246,10 +246,10 @@ class Clock:
         return self.now
 
 
-def play(**how: Any) -> str:
+def play(**options: Any) -> str:
     """A run of one stage on a clock of our own, two seconds a step."""
     stream, clock = io.StringIO(), Clock()
-    with console.Console(stream=stream, clock=clock, **how) as out:
+    with console.Console(stream=stream, clock=clock, **options) as out:
         out.start("addition", {"model": "tiny", "writes to": "runs/[a]"})
         out.stage("grpo", 200, first=50)
         for step in range(51, 251):

@@ -8,7 +8,7 @@ import pytest
 from rl.sanitize import describe_error, sanitize_text
 
 
-@pytest.mark.parametrize("given, shown", [
+@pytest.mark.parametrize("inputs, shown", [
     ("plain, ä, 中, 🙂 and\ttabs\nlines", "plain, ä, 中, 🙂 and\ttabs\nlines"),
     ("\x1b[31mred\x1b[0m", "red"),
     ("\x1b[2J\x1b[1;1Hgone", "gone"),
@@ -23,8 +23,8 @@ from rl.sanitize import describe_error, sanitize_text
     ("dos\r\nlines", "dos\nlines"),
     ("", ""),
 ])  # fmt: skip
-def test_by_hand(given, shown):
-    assert sanitize_text(given, 1000) == shown
+def test_by_hand(inputs, shown):
+    assert sanitize_text(inputs, 1000) == shown
 
 
 def test_any_text_is_bounded_printable_and_stays_as_it_is_the_second_time():

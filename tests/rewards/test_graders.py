@@ -52,17 +52,17 @@ def test_every_box_of_maths_solutions_is_read(shared_data: Path):
 def test_a_sample_of_published_grades(shared_data: Path):
     """Every twentieth solution, and all those of the two problems where grades differ."""
     chosen = [
-        one
-        for i, one in enumerate(qwen(shared_data, "answer"))
-        if i % 20 == 0 or one.place.split()[0] in ("3", "72")
+        first
+        for i, first in enumerate(qwen(shared_data, "answer"))
+        if i % 20 == 0 or first.place.split()[0] in ("3", "72")
     ]
     graded, differ = compare("math_correctness", iter(chosen))
-    assert graded == 55 and [one.place for one, _ in differ] == [
+    assert graded == 55 and [first.place for first, _ in differ] == [
         *(f"3 sample {i}" for i in range(8)),
         "72 sample 7",
     ]
     # ours is right: theirs misread a unit, and a thousands separator
-    assert all(found and reason(one, found) for one, found in differ)
+    assert all(result and reason(first, result) for first, result in differ)
 
 
 @pytest.mark.slow
@@ -71,8 +71,8 @@ def test_graders_agree_with_published_grades(shared_data: Path):
     for column, least in (("gt", 0.99), ("answer", 0.985)):
         graded, differ = compare("math_correctness", qwen(shared_data, column))
         assert graded == 800 and len(differ) <= (1 - least) * graded
-        assert all(reason(one, found) for one, found in differ)
+        assert all(reason(first, result) for first, result in differ)
     graded, differ = compare("math_correctness", math500(shared_data))
     assert graded == 500 and differ == []
     graded, differ = compare("math_correctness", math500_shuffled(shared_data))
-    assert graded == 500 and all(reason(one, found) for one, found in differ)
+    assert graded == 500 and all(reason(first, result) for first, result in differ)

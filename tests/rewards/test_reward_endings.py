@@ -95,28 +95,28 @@ QUICK = ("SIGKILL of the trainer", "reward timeout", "pool close")
 LAUNCHER = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 
 
-def left(mark: str) -> dict[int, str]:
+def list_processes(mark: str) -> dict[int, str]:
     """Processes that have the mark among their words, with the kind of each."""
-    found = {}
+    results = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
         if mark.encode() in words:
-            found[int(folder.name)] = words[words.index(mark.encode()) + 1].decode()
-    return found
+            results[int(folder.name)] = words[words.index(mark.encode()) + 1].decode()
+    return results
 
 
 def workers_of(mark: str) -> list[int]:
-    found = []
+    results = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"PYTHON_MARK={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
+                results.append(int(folder.name))
         except OSError:
             continue
-    return found
+    return results
 
 
 def wait_until(condition, seconds: float) -> bool:
@@ -130,7 +130,7 @@ def wait_until(condition, seconds: float) -> bool:
     "way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
 def test_nothing_that_a_reward_started_is_left(tmp_path, way):
-    told, number, runs_on = WAYS[way]
+    messages, number, runs_on = WAYS[way]
     mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
     (tmp_path / "starts.py").write_text(MODULE)
     script = tmp_path / "script.py"
@@ -142,8 +142,8 @@ def test_nothing_that_a_reward_started_is_left(tmp_path, way):
         "PYTHON_READY": str(ready),
         "ACCELERATE_MIXED_PRECISION": "no",
     }
-    words = [sys.executable, str(script), told]
-    if told == "launcher":
+    words = [sys.executable, str(script), messages]
+    if messages == "launcher":
         words = [sys.executable, "-c", LAUNCHER, *words]
     trainer = subprocess.Popen(
         words,
@@ -154,13 +154,13 @@ def test_nothing_that_a_reward_started_is_left(tmp_path, way):
         start_new_session=True,
     )
     try:
-        said = trainer.stdout.readline()
-        assert said.startswith("scored"), trainer.stderr.read()
+        output = trainer.stdout.readline()
+        assert output.startswith("scored"), trainer.stderr.read()
         if number is not None:
             assert wait_until(
                 lambda: (
                     ready.read_text() == "xx"
-                    and set(left(mark).values()) >= {"child", "daemon", "nameless"}
+                    and set(list_processes(mark).values()) >= {"child", "daemon", "nameless"}
                 ),
                 20,
             )
@@ -169,14 +169,14 @@ def test_nothing_that_a_reward_started_is_left(tmp_path, way):
             trainer.wait(30)
         assert ready.exists()
         assert wait_until(
-            lambda: not set(left(mark).values()) - OUT_OF_REACH.get(way, set()), 10
-        ), left(mark)
+            lambda: not set(list_processes(mark).values()) - OUT_OF_REACH.get(way, set()), 10
+        ), list_processes(mark)
         if runs_on:
             assert trainer.poll() is None
             trainer.kill()
         # nor a worker, nor its guard
         assert wait_until(lambda: not workers_of(mark), 10), workers_of(mark)
     finally:
-        for pid in {*left(mark), *workers_of(mark)}:
+        for pid in {*list_processes(mark), *workers_of(mark)}:
             os.kill(pid, signal.SIGKILL)
         trainer.communicate(timeout=30)

@@ -74,9 +74,11 @@ def scored(reward, items, timeout=30.0, workers=1):
 
 
 def test_a_batched_reward_is_called_once_with_all_that_was_submitted(mine):
-    found, scorer = scored(resolve_reward(f"{mine}:lengths", factor=2.0), RIGHT)
-    assert [score.reward for score in found] == [2.0 * n for n in range(12)]
-    assert [score.metrics for score in found] == [{"calls": 12.0, "n": float(n)} for n in range(12)]
+    result, scorer = scored(resolve_reward(f"{mine}:lengths", factor=2.0), RIGHT)
+    assert [score.reward for score in result] == [2.0 * n for n in range(12)]
+    assert [score.metrics for score in result] == [
+        {"calls": 12.0, "n": float(n)} for n in range(12)
+    ]
     assert scorer.place == "process" and scorer.counts["calls"] == 12
     assert set(scorer.take_seconds()) == {"lengths"} and scorer.take_seconds() == {}
 
@@ -85,9 +87,9 @@ def test_a_batched_reward_is_called_once_with_all_that_was_submitted(mine):
 def test_one_bad_answer_of_a_batch_costs_itself_alone(mine, kind, caplog):
     caplog.set_level(logging.ERROR)
     items = [*RIGHT[:5], ("the bad one", kind, {"n": 0}), *RIGHT[5:]]
-    found, scorer = scored(f"{mine}:lengths", items)
-    bad = found.pop(5)
-    assert [score.reward for score in found] == [float(n) for n in range(12)]
+    result, scorer = scored(f"{mine}:lengths", items)
+    bad = result.pop(5)
+    assert [score.reward for score in result] == [float(n) for n in range(12)]
     if kind == "print":
         assert bad.reward == len("print")
         return
@@ -105,11 +107,11 @@ def test_one_bad_answer_of_a_batch_costs_itself_alone(mine, kind, caplog):
 
 @pytest.mark.slow
 def test_an_answer_on_which_a_batch_hangs_costs_itself_alone(mine):
-    found, scorer = scored(
+    result, scorer = scored(
         f"{mine}:lengths", [*RIGHT[:2], ("p", "hang", {"n": 0}), RIGHT[3]], timeout=4.0, workers=2
     )
-    assert [score.reward for score in found] == [0.0, 1.0, None, 3.0]
-    assert scorer.counts["timeouts"] == 1 and "did not end within 4 s" in found[2].error
+    assert [score.reward for score in result] == [0.0, 1.0, None, 3.0]
+    assert scorer.counts["timeouts"] == 1 and "did not end within 4 s" in result[2].error
 
 
 @pytest.mark.slow
@@ -119,17 +121,17 @@ def test_coroutines_wait_side_by_side_each_within_its_limit(mine):
         items[place] = (f"p{place}", text, None)
     with Scorer(f"{mine}:waits", timeout=5.0) as scorer:
         begin = time.monotonic()
-        found = scorer.score_many(items)
+        result = scorer.score_many(items)
         # one after the other they would take 57 * 0.3 s = 17 s and more
         assert time.monotonic() - begin < 12
-    failures = {i: score.failure for i, score in enumerate(found) if score.failure}
+    failures = {i: score.failure for i, score in enumerate(result) if score.failure}
     assert failures == {3: "error", 7: "timeout", 11: "error", 12: "error"}
     assert (
-        "KeyError" in found[3].error
-        and "did not end within 5 s" in found[7].error
-        and "[1]" in found[11].error
+        "KeyError" in result[3].error
+        and "did not end within 5 s" in result[7].error
+        and "[1]" in result[11].error
     )
-    assert all(score.reward == n for n, score in enumerate(found) if n not in failures)
+    assert all(score.reward == n for n, score in enumerate(result) if n not in failures)
 
 
 def test_a_coroutine_of_the_script_itself_runs_in_a_thread_and_by_itself():
@@ -137,8 +139,8 @@ def test_a_coroutine_of_the_script_itself_runs_in_a_thread_and_by_itself():
         await asyncio.sleep(0.01)
         return len(response) / 2
 
-    found, scorer = scored(mean, [("p", "four", None), ("p", "ab", None)])
-    assert scorer.place == "thread" and [score.reward for score in found] == [2.0, 1.0]
+    result, scorer = scored(mean, [("p", "four", None), ("p", "ab", None)])
+    assert scorer.place == "thread" and [score.reward for score in result] == [2.0, 1.0]
     assert resolve_reward(mean)("p", "four") == 2.0
 
     async def inside():
@@ -188,20 +190,20 @@ def test_a_sum_of_all_kinds_at_once(mine):
             ("raise", {"answer": "6", "n": 2}),
             ("12", {"answer": "6", "n": 3}),
         ]
-        found = [
+        results = [
             p.result()
             for p in [scorer.submit("p", response, meta, EPISODE) for response, meta in items]
         ]
-        assert [score.reward for score in found] == [
+        assert [score.reward for score in results] == [
             pytest.approx(1 + 0.5 + 0.1 + 20),
             None,
             pytest.approx(0 + 1 + 0.2 + 20),
         ]
-        assert found[0].metrics == {
+        assert results[0].metrics == {
             "exact_match": 1.0,
             "correct": 1.0,
             "lengths": 1.0,
-            "calls": pytest.approx(found[0].metrics["calls"]),
+            "calls": pytest.approx(results[0].metrics["calls"]),
             "n": 1.0,
             "waits": 1.0,
             "turns": 2.0,
@@ -325,9 +327,9 @@ def test_a_result_is_equal_whatever_it_took():
 def trajectory(*turns):
     """Of (what was told, the answer, its reward)."""
     made = []
-    for told, answer, reward in turns:
+    for messages, answer, reward in turns:
         logs = {
-            "told": [{"role": role, "content": text} for role, text in told],
+            "told": [{"role": role, "content": text} for role, text in messages],
             "response": answer,
         }
         made.append(
@@ -361,18 +363,18 @@ def test_whole_episodes_earn_beside_what_their_environment_gave(mine):
         and episode.reward == 0.75
         and episode.tag == "sums"
     )
-    given = RolloutBatch(
+    inputs = RolloutBatch(
         [TrajectoryGroup([first, second], [0.0, 2.0], [{}, {"x": 1.0}], "sums", 4)],
         ["lost"],
         {},
         0.0,
         0.0,
     )
-    assert add_episode_rewards(given, None) is given
+    assert add_episode_rewards(inputs, None) is inputs
     with Scorer(resolve_reward(f"{mine}:turns", factor=10.0)) as scorer:
-        found = add_episode_rewards(given, scorer)
-    (group,) = found.groups
-    assert group.get_total_rewards() == [0.75 + 20, 1 + 2 + 10] and found.errors == ["lost"]
+        result = add_episode_rewards(inputs, scorer)
+    (group,) = result.groups
+    assert group.get_total_rewards() == [0.75 + 20, 1 + 2 + 10] and result.errors == ["lost"]
     assert group.metrics_G == [
         {"tools": 1.0, "reward/episode": 20.0},
         {"x": 1.0, "tools": 0.0, "reward/episode": 10.0},
@@ -384,18 +386,18 @@ def test_an_episode_on_which_a_reward_fails_is_left_out_and_named():
         return 1.0 / (len(episode.turns) - 1)
 
     reward = register_reward("picky_of_this_test", episode=True)(picky)
-    one, two = (
+    first, second = (
         trajectory(([("user", "hi")], "a", 1.0)),
         trajectory(([("user", "hi")], "a", 1.0), ([("user", "ho")], "b", 1.0)),
     )
     groups = [
-        TrajectoryGroup([one, two], [0.0, 0.0], [{}, {}]),
-        TrajectoryGroup([one], [0.0], [{}]),
+        TrajectoryGroup([first, second], [0.0, 0.0], [{}, {}]),
+        TrajectoryGroup([first], [0.0], [{}]),
     ]
     with Scorer(reward) as scorer:
-        found = add_episode_rewards(RolloutBatch(groups, [], {}, 0.0, 0.0), scorer)
-    assert [g.get_total_rewards() for g in found.groups] == [[3.0]]
-    assert len(found.errors) == 2 and all("ZeroDivisionError" in error for error in found.errors)
+        result = add_episode_rewards(RolloutBatch(groups, [], {}, 0.0, 0.0), scorer)
+    assert [g.get_total_rewards() for g in result.groups] == [[3.0]]
+    assert len(result.errors) == 2 and all("ZeroDivisionError" in error for error in result.errors)
 
 
 def test_a_single_answer_is_an_episode_of_one_turn(mine):

@@ -153,10 +153,10 @@ def test_the_check_does_not_change_a_run_even_of_a_reward_with_state(tmp_path, r
 
 
 def test_a_reward_of_this_process_is_not_called(tmp_path):
-    asked = []
+    requests = []
 
     def closure(prompt, response, meta):
-        asked.append(response)
+        requests.append(response)
         return float(len(response))
 
     counts = []
@@ -170,8 +170,8 @@ def test_a_reward_of_this_process_is_not_called(tmp_path):
             reward_check=reward_check,
             quiet=True,
         )
-        counts.append(len(asked))
-        asked.clear()
+        counts.append(len(requests))
+        requests.clear()
     assert counts[0] == counts[1] > 0
     (entry,) = json.loads((tmp_path / "True" / "reward_check.json").read_text())["rewards"]
     assert "function of this process" in entry["skipped"]

@@ -149,12 +149,12 @@ def test_conversations_reach_functions_of_lists_as_messages(file):
             return []
 
     with Scorer(f"{file}:chats", workers=1) as scorer:
-        asked = ({"role": "user", "content": "hi"},)
+        request = ({"role": "user", "content": "hi"},)
         chat, text = (
-            ProblemGroupBuilder(Problem(asked, {"a": 1}, chat=chat), 1, Renderer(), scorer)
+            ProblemGroupBuilder(Problem(request, {"a": 1}, chat=chat), 1, Renderer(), scorer)
             for chat in (True, False)
         )
-        assert chat.reward_meta == {"a": 1, CONVERSATION: list(asked)} and text.reward_meta == {
+        assert chat.reward_meta == {"a": 1, CONVERSATION: list(request)} and text.reward_meta == {
             "a": 1
         }
         (score,) = scorer.score_many([("hi", "hi", chat.reward_meta)])
@@ -232,13 +232,13 @@ def test_a_reward_is_tried_on_rows_with_their_own_answers(file):
     bare = [Problem(({"role": "user", "content": "a"},), {}, tag="bare")]
     with pytest.raises(UserError, match="no expected answer"):
         tried("exact_match", bare)
-    (said,) = tried(f"{file}:picky", bare)  # an empty answer it may refuse
-    assert "ValueError" in said and "left out of training" in said
+    (text,) = tried(f"{file}:picky", bare)  # an empty answer it may refuse
+    assert "ValueError" in text and "left out of training" in text
     wrong = [Problem(row.messages, row.meta, response="the sum is 7", tag="sums") for row in ROWS]
-    (said,) = tried("exact_match", wrong)
+    (text,) = tried("exact_match", wrong)
     assert (
-        "calls the data's reference answers wrong, all of 6 rows tried" in said
-        and "the sum is 7" in said
+        "calls the data's reference answers wrong, all of 6 rows tried" in text
+        and "the sum is 7" in text
     )
 
 
@@ -270,9 +270,9 @@ def test_many_failures_are_an_alarm():
         alarms(row(failed))[0]["alarm/rewards_failing"] for failed in (0, 9, 9, 15, 0, 0, 0)
     ] == [0, 0, 0, 1, 0, 0, 0]
     alarms = AlarmMonitor()
-    said = [text for _ in range(4) for text in alarms(row(30))[1]]
+    output = [text for _ in range(4) for text in alarms(row(30))[1]]
     assert (
-        len(said) == 1
-        and said[0].startswith("25% of the samples of 3 batches could not be scored")
-        and "reward_timeout" in said[0]
+        len(output) == 1
+        and output[0].startswith("25% of the samples of 3 batches could not be scored")
+        and "reward_timeout" in output[0]
     )

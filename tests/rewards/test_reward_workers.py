@@ -245,15 +245,15 @@ def test_what_a_closure_prints_is_bounded_and_plain_and_what_others_print_is_the
         go_on.set()
         assert scorer.place == "thread" and pending.result().reward == 0.5
         assert sys.stdout is out
-    said = capfd.readouterr()
-    assert said.out == "the loop's own line\n"
+    text = capfd.readouterr()
+    assert text.out == "the loop's own line\n"
     assert (
-        "] red" in said.err
-        and "] also here" in said.err
-        and "\x1b" not in said.err
-        and len(said.err) < 70_000
+        "] red" in text.err
+        and "] also here" in text.err
+        and "\x1b" not in text.err
+        and len(text.err) < 70_000
     )
-    assert said.err.count("exceeded its output limit: the rest is dropped") == 1
+    assert text.err.count("exceeded its output limit: the rest is dropped") == 1
 
 
 def test_prints_of_many_workers_share_one_bound(monkeypatch):

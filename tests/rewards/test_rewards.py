@@ -86,25 +86,25 @@ def test_a_reward_file_that_is_missing_or_broken_is_named_once(tmp_path):
 
 
 def test_a_taken_name_needs_replace_and_a_built_in_gives_way_with_a_warning(registry):
-    def one(prompt, response, meta=None):
+    def first(prompt, response, meta=None):
         return 1.0
 
-    def two(prompt, response, meta=None):
+    def second(prompt, response, meta=None):
         return 2.0
 
-    register_reward("mine")(one)
-    register_reward("mine")(one)  # the same function again, as a reloaded module does
+    register_reward("mine")(first)
+    register_reward("mine")(first)  # the same function again, as a reloaded module does
     with pytest.raises(ValueError, match="already registered by .*one"):
-        register_reward("mine")(two)
-    register_reward("mine", replace=True)(two)
+        register_reward("mine")(second)
+    register_reward("mine", replace=True)(second)
     assert resolve_reward("mine")("", "") == 2.0
 
     with pytest.warns(UserWarning, match="math_correctness.*built-in"):
-        register_reward("math_correctness")(one)
+        register_reward("math_correctness")(first)
     assert resolve_reward("math_correctness")("", "") == 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        register_reward("another")(one)
+        register_reward("another")(first)
 
 
 def test_exact_match_by_hand():

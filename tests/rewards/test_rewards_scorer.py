@@ -99,8 +99,8 @@ def test_a_reward_that_loses_its_worker_at_every_answer_does_not_flood_the_log(m
     with Scorer("misbehaving:misbehave", timeout=10, workers=1) as scorer:
         scores = scorer.score_many([("ask", "die", None)] * 12)
     assert scorer.counts["deaths"] == 12 and all(score.failure == "death" for score in scores)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "exit code 7" in said[0] and "(10 answers so far)" in said[1], said
+    text = [record.getMessage() for record in caplog.records]
+    assert len(text) == 2 and "exit code 7" in text[0] and "(10 answers so far)" in text[1], text
 
 
 def test_the_limit_runs_from_an_items_start_not_from_its_submission(module):
@@ -250,9 +250,9 @@ def test_a_registered_function_of_a_module_runs_in_a_process_alone_and_in_a_comp
         composite = resolve_reward(
             "composite", weights={"tidy": 2.0, "length_penalty": 1.0}, settings=LENGTH
         )
-        with Scorer("tidy", workers=1) as alone, Scorer(composite, workers=1) as both:
-            assert alone.place == both.place == "process"
-            assert alone.submit("", "3", None).result().reward == 3.0
+        with Scorer("tidy", workers=1) as single, Scorer(composite, workers=1) as both:
+            assert single.place == both.place == "process"
+            assert single.submit("", "3", None).result().reward == 3.0
             score = both.submit("", "3", None).result()
             assert score.reward == 2 * 3.0 - 0.5 and score.metrics["tidy"] == 3.0
             assert both.submit("", "pid", None).result().metrics["tidy"] != os.getpid()

@@ -153,12 +153,12 @@ def test_a_run_counts_what_its_grader_gave_up_on(breaks, tmp_path):
 
 
 def test_a_fault_of_the_problem_and_a_reward_of_ones_own_stay_not_scored():
-    def own(prompt, response, meta):
+    def reference(prompt, response, meta):
         raise KeyError(response)
 
     with Scorer("math_correctness", workers=1) as scorer:
         (score,) = scorer.score_many([("", "5", {"anser": "5"})])
     assert score.reward is None and "no expected answer" in (score.error or "")
-    with Scorer(own) as scorer:
+    with Scorer(reference) as scorer:
         (score,) = scorer.score_many([("", "5", {})])
     assert score.reward is None and score.failure == "error"

@@ -13,7 +13,15 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from test_rollout import PARAMS, Countdown, Countdowns, check_owed, owed_kinds, owing_group, said
+from test_rollout import (
+    PARAMS,
+    Countdown,
+    Countdowns,
+    check_owed,
+    get_tokens,
+    owed_kinds,
+    owing_group,
+)
 
 from rl import ServiceClient
 from rl.client import SampleStream
@@ -117,18 +125,20 @@ def test_the_same_samples_as_turn_by_turn_whoever_is_slow(sampler, kind):
         [Countdowns(i, t, limit=i == 1) for i, t in enumerate(turns)], sampler, PARAMS, seed=5
     )
     for limit, steps in ((256, 16), (2, 1)):
-        found = continuous(
+        result = continuous(
             [Of(kind, i, t, limit=i == 1) for i, t in enumerate(turns)],
             sampler,
             seed=5,
             max_environments=limit,
             steps=steps,
         )
-        assert facts(found) == facts(expected)
-        np.testing.assert_allclose(logprobs(found), logprobs(expected), atol=1e-5)
+        assert facts(result) == facts(expected)
+        np.testing.assert_allclose(logprobs(result), logprobs(expected), atol=1e-5)
         for name in ("emitted_tokens", "finished_samples", "prefill_prompts"):
             if name != "prefill_prompts" or steps == 16:
-                assert found.counters[name] >= expected.counters[name] * (name != "prefill_prompts")
+                assert result.counters[name] >= expected.counters[name] * (
+                    name != "prefill_prompts"
+                )
 
 
 @pytest.mark.parametrize("place", ["inline", "process"])
@@ -141,10 +151,10 @@ def test_answers_to_problems_are_scored_as_they_come(sampler, place):
     with Scorer("exact_match" if place == "inline" else "rl.rewards.text:exact_match") as scorer:
         builders = [ProblemGroupBuilder(p, 4, renderer, scorer) for p in problems]
         expected = rollout(builders, sampler, PARAMS, seed=2)
-        found = continuous(builders, sampler, seed=2)
-    assert facts(found) == facts(expected) and scorer.counts["calls"] == 32
+        result = continuous(builders, sampler, seed=2)
+    assert facts(result) == facts(expected) and scorer.counts["calls"] == 32
     # a group's prompt is read once, all of them together
-    assert found.counters["prefill_tokens"] == expected.counters["prefill_tokens"]
+    assert result.counters["prefill_tokens"] == expected.counters["prefill_tokens"]
 
 
 def test_a_built_in_game_and_tools_play_alike(sampler):
@@ -157,11 +167,11 @@ def test_a_built_in_game_and_tools_play_alike(sampler):
     again = [
         EnvironmentGroup(spec, Problem((), {"seed": i}, index=i), 3, renderer) for i in range(3)
     ]
-    expected, found = (
+    expected, result = (
         rollout(groups, sampler, params, seed=4),
         continuous(again, sampler, params=params, seed=4),
     )
-    assert facts(found) == facts(expected)
+    assert facts(result) == facts(expected)
 
 
 class Hangs(Countdown):
@@ -179,7 +189,7 @@ class Hangs(Countdown):
 
 def test_an_environment_that_never_answers_costs_its_episode_within_its_limit(sampler):
     start = time.monotonic()
-    found = continuous(
+    result = continuous(
         [Of(Hangs, 0, [1, 2, 3, 1]), Of(Hangs, 1, [1, 1])],
         sampler,
         seed=1,
@@ -187,8 +197,8 @@ def test_an_environment_that_never_answers_costs_its_episode_within_its_limit(sa
         env_timeout=0.5,
     )
     assert time.monotonic() - start < 10
-    assert [len(g.trajectories_G) for g in found.groups] == [2, 2]
-    assert sorted(found.errors) == [
+    assert [len(g.trajectories_G) for g in result.groups] == [2, 2]
+    assert sorted(result.errors) == [
         "broke",
         "the environment count, episode 1 of row 0, was not done within its 0.5 s",
     ]
@@ -210,8 +220,8 @@ class Counted(Countdown):
 
 
 def test_at_most_max_environments_work_at_the_same_time(sampler):
-    found = continuous([Of(Counted, 0, [2] * 12)], sampler, seed=1, max_environments=3)
-    assert len(found.groups[0].trajectories_G) == 12 and 1 < Counted.most <= 3
+    result = continuous([Of(Counted, 0, [2] * 12)], sampler, seed=1, max_environments=3)
+    assert len(result.groups[0].trajectories_G) == 12 and 1 < Counted.most <= 3
 
 
 class Tenths(Countdown):
@@ -266,7 +276,7 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
     other = continuous(
         groups(random.Random(2), False), sampler, seed=3, steps=2, event_log=EventLog()
     )
-    assert said(other.groups[0]) == said(first.groups[0])
+    assert get_tokens(other.groups[0]) == get_tokens(first.groups[0])
 
 
 def test_a_log_of_another_run_is_refused(sampler):
@@ -300,16 +310,16 @@ def test_a_seat_of_nobody_costs_its_episode_and_a_group_that_is_not_made_itself(
             raise OSError("no luck")
 
     game = EnvironmentGroup(resolve_environment(Strays), Problem((), {}, index=0), 2, renderer)
-    found = continuous([game, TinkerGroup(Unmade(), 1)], sampler, seed=1)
-    assert [group.get_total_rewards() for group in found.groups] == [[2.0]], found.errors
-    first, second = found.errors
+    result = continuous([game, TinkerGroup(Unmade(), 1)], sampler, seed=1)
+    assert [group.get_total_rewards() for group in result.groups] == [[2.0]], result.errors
+    first, second = result.errors
     assert "assigned seat 1 to 'nobody'" in first and "raised OSError: no luck" in second
 
 
 class Leaves(Countdown):
     """Counts how often it is closed. `how`: where it fails, if it does."""
 
-    how, closed = "", 0
+    options, closed = "", 0
 
     def initial_observation(self):
         return self._answer("start", super().initial_observation())
@@ -318,10 +328,10 @@ class Leaves(Countdown):
         return self._answer("step", super().step(action))
 
     def _answer(self, where, answer):
-        if self.how == where:
+        if self.options == where:
             raise EpisodeFailed(f"no {where}")
         return (
-            Promised(where == "score" or self.how == f"promised {where}", answer)
+            Promised(where == "score" or self.options == f"promised {where}", answer)
             if not self.blocks
             else answer
         )
@@ -350,15 +360,15 @@ def test_every_environment_is_closed_once_however_its_episode_ends(sampler, play
     hows = ["", "start", "step"] if blocks else ["", "promised start", "promised step"]
     group = Countdowns(0, [2] * len(hows))
     envs = [Leaves(group.first, 2, False) for _ in hows]
-    for env, how in zip(envs, hows, strict=True):
-        env.how, env.blocks = how, blocks
+    for env, options in zip(envs, hows, strict=True):
+        env.options, env.blocks = options, blocks
     group.make_envs = lambda: envs
-    found = (
+    result = (
         rollout([group], sampler, PARAMS, seed=3)
         if play is rollout
         else continuous([group], sampler, seed=3)
     )
-    assert len(found.errors) == len(hows) - 1 and len(found.groups[0].trajectories_G) == 1
+    assert len(result.errors) == len(hows) - 1 and len(result.groups[0].trajectories_G) == 1
     assert [env.closed for env in envs] == [1] * len(hows)
 
 
@@ -398,8 +408,8 @@ class Stored(Countdown):
 
 
 def test_lockstep_calls_environments_in_its_thread_in_their_order(sampler):
-    found = rollout([Of(Stored, 0, [2, 3]), Of(Stored, 1, [4])], sampler, PARAMS, seed=1)
-    assert not found.errors and Stored.order == [2, 3, 4, 2, 3, 4, 3, 4, 4]
+    result = rollout([Of(Stored, 0, [2, 3]), Of(Stored, 1, [4])], sampler, PARAMS, seed=1)
+    assert not result.errors and Stored.order == [2, 3, 4, 2, 3, 4, 3, 4, 4]
 
 
 class Scored(Countdown):
@@ -423,8 +433,8 @@ class Scored(Countdown):
 
 
 def test_lockstep_scores_a_turn_in_a_single_batch(sampler):
-    found = rollout([Of(Scored, 0, [1] * 5), Of(Scored, 1, [1] * 3)], sampler, PARAMS, seed=1)
-    assert not found.errors and Scored.batches == [8]
+    result = rollout([Of(Scored, 0, [1] * 5), Of(Scored, 1, [1] * 3)], sampler, PARAMS, seed=1)
+    assert not result.errors and Scored.batches == [8]
 
 
 class Promises(Countdown):

@@ -95,13 +95,13 @@ def test_one_differing_token_anywhere_starts_a_new_datum(at, more):
         len(changed) - 1
     ) + [1.0]
     assert (first.episode_share, second.episode_share) == (2 / 3, 1 / 3)
-    (one,) = trajectory_to_datums(
+    (item,) = trajectory_to_datums(
         Trajectory(
             [turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([*so_far, *[7] * more], [8], [-3.0])],
             advantage=1.0,
         )
     )
-    assert one.model_input.to_ints() == [*so_far, *[7] * more] and one.episode_share == 1.0
+    assert item.model_input.to_ints() == [*so_far, *[7] * more] and item.episode_share == 1.0
 
 
 @pytest.mark.parametrize("next_", [[], [1], [1, 2, 3, 4]])
@@ -140,7 +140,7 @@ def test_inputs_keep_tokens_of_their_own():
     )
     tokens.clear()
     chunks.clear()
-    assert [one.to_ints() for one in made] == [[1, 2, 3]] * 3 and of_chunks.to_ints() == [7]
+    assert [item.to_ints() for item in made] == [[1, 2, 3]] * 3 and of_chunks.to_ints() == [7]
     assert datum.model_input.length == 3
     made[0].to_ints().clear()
     assert made[0].to_ints() == [1, 2, 3]

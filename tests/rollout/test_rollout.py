@@ -70,15 +70,15 @@ def sampler(tmp_path_factory):
         yield client.save_weights_and_get_sampling_client()
 
 
-def said(group):
+def get_tokens(group):
     return [[turn.ac.tokens for turn in episode.transitions] for episode in group.trajectories_G]
 
 
 def test_turns_follow_each_other_and_rewards_add_up(sampler):
-    found = rollout(
+    result = rollout(
         [Countdowns(0, [1, 3]), Countdowns(1, [2, 2], limit=True)], sampler, PARAMS, seed=5
     )
-    ended, cut = found.groups
+    ended, cut = result.groups
     assert [[len(e.transitions) for e in g.trajectories_G] for g in (ended, cut)] == [
         [1, 3],
         [2, 2],
@@ -88,11 +88,11 @@ def test_turns_follow_each_other_and_rewards_add_up(sampler):
         3 + 20,
         3 + 20,
     ]
-    assert [g.metrics_G for g in found.groups] == [
+    assert [g.metrics_G for g in result.groups] == [
         [{"length": 1.0}, {"length": 3.0}],
         [{"length": 2.0}] * 2,
     ]
-    for group in found.groups:
+    for group in result.groups:
         for episode in group.trajectories_G:
             read = [3 + group.problem_index, 4, 12]
             for i, turn in enumerate(episode.transitions):
@@ -126,14 +126,20 @@ def test_an_answer_carries_its_logprobs_at_every_turn(sampler):
 def test_samples_depend_on_the_seed_and_not_on_the_batch(sampler):
     builders = [Countdowns(i, [2, 3]) for i in range(3)]
     together = rollout(builders, sampler, PARAMS, seed=9)
-    alone = rollout(builders[1:2], sampler, PARAMS, seed=9)
+    single = rollout(builders[1:2], sampler, PARAMS, seed=9)
     other = rollout(builders[1:2], sampler, PARAMS, seed=10)
-    assert said(together.groups[1]) == said(alone.groups[0]) != said(other.groups[0])
-    first, second = said(alone.groups[0])
+    assert (
+        get_tokens(together.groups[1])
+        == get_tokens(single.groups[0])
+        != get_tokens(other.groups[0])
+    )
+    first, second = get_tokens(single.groups[0])
     assert first != second[:2]  # members of a group draw from streams of their own
     # one problem twice in a batch: two streams
     twice = rollout([builders[1], builders[1]], sampler, PARAMS, seed=9)
-    assert said(twice.groups[0]) == said(alone.groups[0]) != said(twice.groups[1])
+    assert (
+        get_tokens(twice.groups[0]) == get_tokens(single.groups[0]) != get_tokens(twice.groups[1])
+    )
 
 
 class Forgetful(Countdown):
@@ -155,7 +161,7 @@ def test_each_turn_draws_from_a_stream_of_its_own(sampler):
     differ.
     """
     (group,) = rollout([Forgetfuls(3, [4, 4])], sampler, PARAMS, seed=6).groups
-    answers = [tuple(tokens) for episode in said(group) for tokens in episode]
+    answers = [tuple(tokens) for episode in get_tokens(group) for tokens in episode]
     assert len(set(answers)) == len(answers) == 8
 
 
@@ -185,9 +191,9 @@ def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
         # than is needed is left
         long = Countdowns(0, [3, 3])
         long.first = ModelInput.from_ints([3] * (limit + 1 - 3 - 4 + room))
-        found = rollout([long, Countdowns(1, [3, 2])], sampler, PARAMS, seed=2)
-        grown, other = found.groups
-        assert [len(e.transitions) for e in other.trajectories_G] == [3, 2] and not found.errors
+        result = rollout([long, Countdowns(1, [3, 2])], sampler, PARAMS, seed=2)
+        grown, other = result.groups
+        assert [len(e.transitions) for e in other.trajectories_G] == [3, 2] and not result.errors
         for episode in grown.trajectories_G:
             last = episode.transitions[-1]
             # with no token too many the second turn still fits, and the third does not
@@ -198,10 +204,10 @@ def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
                 and last.metrics == {"turn": len(episode.transitions), "context_overflow": 1.0}
             )
             assert episode.final_ob.length + 3 > limit + 1
-        assert compute_group_metrics(found.groups)["env/all/context_overflow"] == 2 / 4
+        assert compute_group_metrics(result.groups)["env/all/context_overflow"] == 2 / 4
         # the steps' rewards so far and the group's
         assert grown.get_total_rewards() == ([1 + 2 + 20] * 2 if room == 0 else [1 + 10] * 2)
-        assert said(other) == said(
+        assert get_tokens(other) == get_tokens(
             rollout([Countdowns(1, [3, 2])], sampler, PARAMS, seed=2).groups[0]
         )
 
@@ -210,11 +216,11 @@ def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
     limit = sampler.info["max_context"]
     long = Countdowns(5, [1, 1])
     long.first = ModelInput.from_ints([3] * (limit - 1))
-    found = rollout([long, Countdowns(1, [1])], sampler, PARAMS, seed=0)
-    assert [g.problem_index for g in found.groups] == [1] and len(found.errors) == 2
+    result = rollout([long, Countdowns(1, [1])], sampler, PARAMS, seed=0)
+    assert [g.problem_index for g in result.groups] == [1] and len(result.errors) == 2
     assert (
         f"problem 5 has {limit - 1} tokens, which with max_tokens=3 exceed the model's context of "
-        f"{limit}" in found.errors[0]
+        f"{limit}" in result.errors[0]
     )
     long.first = ModelInput.from_ints([3] * (limit - 2))  # the last drawn token is never read
     assert len(rollout([long], sampler, PARAMS, seed=0).groups) == 1
@@ -237,12 +243,12 @@ class Owing(Countdown):
 
 class Promise:
     def __init__(self, result):
-        self.given = result
+        self.inputs = result
 
     def result(self):
-        if isinstance(self.given, Exception):
-            raise self.given
-        return self.given
+        if isinstance(self.inputs, Exception):
+            raise self.inputs
+        return self.inputs
 
 
 def owing_group(limit: int, kinds) -> Countdowns:
@@ -261,9 +267,9 @@ def owed_kinds() -> list:
     return [None, last, Promise(last), Promise(EpisodeFailed("lost the score")), Promise(None)]
 
 
-def check_owed(found, group) -> None:
-    (played,) = found.groups
-    assert found.errors == ["lost the score"]
+def check_owed(result, group) -> None:
+    (played,) = result.groups
+    assert result.errors == ["lost the score"]
     assert [episode.transitions[-1].reward for episode in played.trajectories_G] == [
         1.0,
         6.0,

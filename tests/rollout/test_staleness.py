@@ -141,16 +141,16 @@ class FakeStream:
         self.version = client.version
 
     def unfinished(self) -> dict[int, SamplingRequest]:
-        found = {}
+        results = {}
         for ticket, (request, sequence, _) in self.running.items():
             begun = self._labelled(sequence) if sequence.tokens else None
-            found[ticket] = SamplingRequest(
+            results[ticket] = SamplingRequest(
                 **{
                     **{f: getattr(request, f) for f in SamplingRequest.__slots__},
                     "resume_from": begun,
                 }
             )
-        return found
+        return results
 
     @staticmethod
     def _labelled(sequence: SampledSequence) -> SampledSequence:

@@ -90,9 +90,9 @@ def test_greedy_samples_are_scored_as_their_logprobs_are(client):
     sampler = client.save_weights_and_get_sampling_client()
     greedy, sampled = draw(sampler, 0.0, 1), draw(sampler, 0.7, 2)
     datums = [plain_datum(s) for s in (*sampled, *greedy)]
-    said = Datum(datums[-1].model_input, datums[-1].loss_fn_inputs, temperature=0.0)
+    text = Datum(datums[-1].model_input, datums[-1].loss_fn_inputs, temperature=0.0)
     assert (
-        worst(client.forward([*datums, said], "importance_sampling").result(), [*datums, said])
+        worst(client.forward([*datums, text], "importance_sampling").result(), [*datums, text])
         < 1e-5
     )
 
@@ -136,10 +136,10 @@ def test_a_custom_loss_sees_each_datum_as_it_was_drawn(client):
         lambda data, logprobs: (seen.extend(logprobs) or sum(lp.sum() for lp in logprobs), {}),
     ).result()
     client.optim_step(KEEP).result()
-    for datum, found in zip(mixed, seen, strict=True):
+    for datum, actual in zip(mixed, seen, strict=True):
         actions = datum.loss_fn_inputs["advantages"].array != 0
         np.testing.assert_allclose(
-            found.detach().numpy()[actions],
+            actual.detach().numpy()[actions],
             datum.loss_fn_inputs["logprobs"].array[actions],
             atol=1e-5,
         )
@@ -158,7 +158,7 @@ def test_a_datum_of_unknown_origin_asks_and_one_that_says_is_believed(client):
         ),
     ):
         client.forward([unknown], "ppo").result()
-    said = Datum(unknown.model_input, unknown.loss_fn_inputs, temperature=0.7)
+    text = Datum(unknown.model_input, unknown.loss_fn_inputs, temperature=0.7)
     expected = (
         client.forward([unknown], "ppo", {"temperature": 0.7})
         .result()
@@ -166,7 +166,7 @@ def test_a_datum_of_unknown_origin_asks_and_one_that_says_is_believed(client):
         .array
     )
     np.testing.assert_array_equal(
-        client.forward([said], "ppo").result().loss_fn_outputs[0]["logprobs"].array, expected
+        client.forward([text], "ppo").result().loss_fn_outputs[0]["logprobs"].array, expected
     )
 
 
@@ -182,9 +182,9 @@ def test_trajectories_carry_it_and_a_change_begins_a_new_datum():
     same = Trajectory([turn([1, 2], [3], 0.7), turn([1, 2, 3, 4], [5], 0.7, True)], advantage=1.0)
     assert [d.temperature for d in trajectory_to_datums(same)] == [0.7]
     other = Trajectory([turn([1, 2], [3], 0.7), turn([1, 2, 3, 4], [5], 1.0, True)], advantage=1.0)
-    found = trajectory_to_datums(other)
-    assert [d.temperature for d in found] == [0.7, 1.0] and sum(
-        d.episode_share for d in found
+    result = trajectory_to_datums(other)
+    assert [d.temperature for d in result] == [0.7, 1.0] and sum(
+        d.episode_share for d in result
     ) == 1.0
 
 
@@ -206,22 +206,22 @@ def test_samples_are_told_apart_by_all_of_their_logprobs():
             )
         )
         temperatures.record(sequences[-1])
-    for i, one in enumerate(sequences):
+    for i, first in enumerate(sequences):
         prompt = int(rng.integers(1, 5))
         fields = {
-            "target_tokens": [7] * prompt + one.tokens,
-            "logprobs": [0.0] * prompt + one.logprobs,
+            "target_tokens": [7] * prompt + first.tokens,
+            "logprobs": [0.0] * prompt + first.logprobs,
         }
-        datum = Datum(ModelInput.from_ints([1] * (prompt + len(one.tokens))), fields)
-        assert temperatures.find_temperature(datum) == one.temperature
+        datum = Datum(ModelInput.from_ints([1] * (prompt + len(first.tokens))), fields)
+        assert temperatures.find_temperature(datum) == first.temperature
         spans = [
             PromptProvenanceSpan(sequence_id=str(i), length=prompt),
-            SampledProvenanceSpan(sequence_id=str(i), length=len(one.tokens)),
+            SampledProvenanceSpan(sequence_id=str(i), length=len(first.tokens)),
         ]
         bare = Datum(datum.model_input, {"target_tokens": fields["target_tokens"]}).with_provenance(
             spans, spans
         )
-        assert temperatures.find_temperature(bare) == one.temperature
+        assert temperatures.find_temperature(bare) == first.temperature
     for i in range(300):  # the oldest are forgotten, and nothing of them is kept
         temperatures.record(
             SampledSequence([3], [-float(i)], sequence_id=f"new{i}", temperature=1.0)
@@ -251,16 +251,16 @@ def test_many_samples_with_one_sure_end_do_not_slow_the_search(monkeypatch):
         "_compute_digest",
         lambda tokens, logprobs: read.append(len(tokens)) or digest(tokens, logprobs),
     )
-    for one in sequences[::50]:
+    for item in sequences[::50]:
         read.clear()
-        fields = {"target_tokens": [7] * 400 + one.tokens, "logprobs": [0.0] * 400 + one.logprobs}
+        fields = {"target_tokens": [7] * 400 + item.tokens, "logprobs": [0.0] * 400 + item.logprobs}
         assert (
             note.find_temperature(
-                Datum(ModelInput.from_ints([1] * (400 + len(one.tokens))), fields)
+                Datum(ModelInput.from_ints([1] * (400 + len(item.tokens))), fields)
             )
-            == one.temperature
+            == item.temperature
         )
-        assert sum(read) < len(one.tokens) + 200
+        assert sum(read) < len(item.tokens) + 200
 
 
 def test_a_greedy_sample_is_known_by_its_name_as_well():

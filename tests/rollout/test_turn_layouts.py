@@ -26,12 +26,14 @@ GAMES = [
 def episodes(name: str, renderer: str, settings: dict) -> list:
     if name == "talk":
         made = load(renderer, None)
-        found = rollout(groups(made, renderer, 6), Writer(made, 0, ascii_only=True), PARAMS, seed=0)
+        result = rollout(
+            groups(made, renderer, 6), Writer(made, 0, ascii_only=True), PARAMS, seed=0
+        )
     else:
         policy = MadeUp(TOKENIZER, anything, logprob=-3.0)
-        found = play(name, policy, groups=3, members=2, renderer=renderer, **settings)
-    assert not found.errors
-    played = [episode for group in found.groups for episode in group.trajectories_G]
+        result = play(name, policy, groups=3, members=2, renderer=renderer, **settings)
+    assert not result.errors
+    played = [episode for group in result.groups for episode in group.trajectories_G]
     numbers = np.random.default_rng(3)
     for episode in played:
         episode.advantage = float(numbers.standard_normal())
@@ -44,20 +46,20 @@ def turns_alone(weights: dict, names: list[str], played: list) -> tuple[torch.Te
     """
     twin = load_model("tiny:ascii", seed=1).model.double()
     twin.load_state_dict({name: value.double() for name, value in weights.items()})
-    found, total = {}, torch.zeros((), dtype=torch.float64)
+    results, total = {}, torch.zeros((), dtype=torch.float64)
     for i, episode in enumerate(played):
         for j, turn in enumerate(episode.transitions):
-            read, said = turn.ob.to_ints(), turn.ac.tokens
-            logits = twin(input_ids=torch.tensor([[*read, *said]])).logits[0, len(read) - 1 : -1]
-            logp = torch.log_softmax(logits, -1).gather(-1, torch.tensor(said)[:, None])[:, 0]
+            read, text = turn.ob.to_ints(), turn.ac.tokens
+            logits = twin(input_ids=torch.tensor([[*read, *text]])).logits[0, len(read) - 1 : -1]
+            logp = torch.log_softmax(logits, -1).gather(-1, torch.tensor(text)[:, None])[:, 0]
             total = (
                 total
                 - ((logp - torch.tensor(turn.ac.logprobs).double()).exp() * episode.advantage).sum()
             )
-            found[i, j] = logp.detach().numpy()
+            results[i, j] = logp.detach().numpy()
     total.backward()
     named = dict(twin.named_parameters())
-    return torch.cat([named[name].grad.reshape(-1) for name in names]), found
+    return torch.cat([named[name].grad.reshape(-1) for name in names]), results
 
 
 @pytest.mark.parametrize(
@@ -83,8 +85,8 @@ def test_turns_together_have_the_gradient_of_each_alone(name, renderer, settings
         at = iter(outputs)
         for i, made in enumerate(datums):
             read = [next(at)["logprobs"][datum.loss_fn_inputs["mask"].array > 0] for datum in made]
-            alone = [logps[i, j] for j in range(turns[i])]
-            np.testing.assert_allclose(np.concatenate(read), np.concatenate(alone), atol=1e-5)
+            single = [logps[i, j] for j in range(turns[i])]
+            np.testing.assert_allclose(np.concatenate(read), np.concatenate(single), atol=1e-5)
 
 
 def test_a_wrong_turn_would_be_seen():

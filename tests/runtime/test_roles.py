@@ -196,7 +196,7 @@ def put(far, verb, *arguments) -> Future:
 def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(between):
     far, counter, near = between
     fresh = put(far, "snapshot", 0, 5)
-    (verb, arguments, there) = near.pop()
+    (verb, arguments, present) = near.pop()
     assert (verb, arguments) == ("take_snapshot", (0, True))
     waiting = [put(far, "compute_logprobs", 5, []), put(far, "free_version", 5)]
     older = put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
@@ -204,11 +204,11 @@ def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(
         counter.next("of the old weights") == "run_steps 1"
         and older.result() == "of the old weights"
     )
-    there.set_result(staged())
+    present.set_result(staged())
     assert counter.next() == "begin_transfer 5"
     put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
-    found = [counter.next() for _ in range(2)]
-    assert sorted(found) == ["receive_chunk 5", "run_steps 1"]
+    results = [counter.next() for _ in range(2)]
+    assert sorted(results) == ["receive_chunk 5", "run_steps 1"]
     assert not any(future.done() for future in (fresh, *waiting))
     assert counter.next({"version": 7}) == "end_transfer 5" and fresh.result() == {"version": 7}
     assert [counter.next(), counter.next()] == ["compute_logprobs 5", "free_version 5"]
@@ -303,10 +303,10 @@ def test_a_hand_over_that_failed_leaves_nothing_and_the_next_is_whole(between):
 def test_a_model_is_forgotten_after_what_was_staged_of_it(between):
     far, counter, near = between
     put(far, "snapshot", 0, 5)
-    there = near.pop()[2]
+    present = near.pop()[2]
     put(far, "free_model", 0)
     assert near[-1][:2] == ("free_model", (0,)), "the learners forget it as well"
-    there.set_result(staged())
+    present.set_result(staged())
     near.pop()[2].set_result(None)
     assert [counter.next(), counter.next()] == ["begin_transfer 5", "free_model 0"]
 
@@ -397,16 +397,19 @@ def test_what_a_sampler_holds_by_hand():
     """
     work = StepWork(batch=MicroBatch(1, 8, 8), samples=True, prompts=2, prompt=10, rows=6, answer=5)
     launch = LaunchShape(cuda=True, bf16=True)
-    found = {item.name: item for item in plan_sampler_memory(SHAPE, launch, work).items}
+    results = {item.name: item for item in plan_sampler_memory(SHAPE, launch, work).items}
     arriving = "pending weight versions (at most two)"
-    assert found["sampler's copy of the weights"].sample == 2e6 and found[arriving].sample == 4e6
-    assert found["KV cache"].sample == (2 * 10 + 6 * 4) * 2 * 4 * 2 * 16 * 2
-    lora = replace(SHAPE, parameters=1_010_000, trainable=10_000, adapters=10_000)
-    found = {item.name: item for item in plan_sampler_memory(lora, launch, work, [SHAPE]).items}
     assert (
-        found["sampler's copy of the weights"].sample == 2e6 + 4e4 and found[arriving].sample == 8e4
+        results["sampler's copy of the weights"].sample == 2e6 and results[arriving].sample == 4e6
     )
-    assert found["models that only score"].sample == 2e6
+    assert results["KV cache"].sample == (2 * 10 + 6 * 4) * 2 * 4 * 2 * 16 * 2
+    lora = replace(SHAPE, parameters=1_010_000, trainable=10_000, adapters=10_000)
+    results = {item.name: item for item in plan_sampler_memory(lora, launch, work, [SHAPE]).items}
+    assert (
+        results["sampler's copy of the weights"].sample == 2e6 + 4e4
+        and results[arriving].sample == 8e4
+    )
+    assert results["models that only score"].sample == 2e6
 
 
 def test_a_plan_tells_both_sides_and_refuses_a_side_without_ranks(capsys):
@@ -426,10 +429,10 @@ def test_a_plan_tells_both_sides_and_refuses_a_side_without_ranks(capsys):
         )
         return " ".join(capsys.readouterr().out.split())
 
-    said = plan(1)
-    assert "grpo, ranks that learn: tiny:addition, 3 processes, DDP" in said
-    assert "grpo, ranks that sample: tiny:addition, one process" in said
-    learns, samples = said.split("ranks that sample:")
+    text = plan(1)
+    assert "grpo, ranks that learn: tiny:addition, 3 processes, DDP" in text
+    assert "grpo, ranks that sample: tiny:addition, one process" in text
+    learns, samples = text.split("ranks that sample:")
     assert (
         "optimizer" in learns
         and "KV cache" not in learns
@@ -461,7 +464,7 @@ def ranks():
     ],
 )
 def test_a_plain_loop_draws_and_learns_the_same_bits(ranks, tmp_path, lora, kind, dtype):
-    found = []
+    results = []
     for world, samplers in ((1, 0), (2, 1)):
         out = tmp_path / str(world)
         out.mkdir()
@@ -469,15 +472,15 @@ def test_a_plain_loop_draws_and_learns_the_same_bits(ranks, tmp_path, lora, kind
             str(out), str(samplers), str(lora), kind, dtype, cwd=tmp_path, world=world, script=CASE
         )
         assert launch.wait(120) == [0] * world, launch.output()
-        found.append(json.loads((out / "found.json").read_text()))
-    one, two = found
-    assert one == two
+        results.append(json.loads((out / "found.json").read_text()))
+    first, second = results
+    assert first == second
     assert (
-        one["drawn by the first weights"]
-        != one["drawn by the last weights"]
-        == one["of the folder"]
+        first["drawn by the first weights"]
+        != first["drawn by the last weights"]
+        == first["of the folder"]
     )
-    assert one["versions"] == [0, 3, 3, 3]
+    assert first["versions"] == [0, 3, 3, 3]
 
 
 @pytest.fixture(scope="module")
@@ -497,8 +500,8 @@ def trained(ranks, tmp_path_factory):
 
 @pytest.mark.slow
 def test_without_staleness_samplers_wait_and_the_run_is_the_synchronous_one(trained):
-    one, two = trained("one", 1), trained("two", 2, "--sampler-ranks 1")
-    assert same(one, two) and metrics(one) == metrics(two)
+    first, second = trained("one", 1), trained("two", 2, "--sampler-ranks 1")
+    assert same(first, second) and metrics(first) == metrics(second)
 
 
 @pytest.mark.slow
@@ -509,9 +512,9 @@ def test_a_run_on_two_sides_repeats_bit_for_bit_on_two_and_on_one_and_goes_on_wh
         row["async/age/max"] for row in rows
     ) <= 2
     for name, world, words in (("again", 2, "--sampler-ranks 1"), ("alone", 1, "")):
-        found = trained(name, world, f"{LATE} {words} --replay {first}")
-        assert same(first, found) and metrics(found) == metrics(first)
-        assert (found / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
+        result = trained(name, world, f"{LATE} {words} --replay {first}")
+        assert same(first, result) and metrics(result) == metrics(first)
+        assert (result / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
     again = first.parent / "again"
     for path in (again / "checkpoints").iterdir():
         if path.name != "grpo-000002":
@@ -574,9 +577,10 @@ def test_each_side_is_a_world_of_its_own(trained, world, samplers, env, request)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "says"), [(signal.SIGKILL, "is lost"), (signal.SIGSTOP, "did not answer within 6 s")]
+    ("options", "says"),
+    [(signal.SIGKILL, "is lost"), (signal.SIGSTOP, "did not answer within 6 s")],
 )
-def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name(ranks, tmp_path, how, says):
+def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name(ranks, tmp_path, options, says):
     (tmp_path / "uneven.py").write_text(ENVIRONMENT)
     words = (
         f"{LINE} {LATE} --steps 500 --timeout 6 --sampler-ranks 1 --output-dir {tmp_path}/run "
@@ -586,15 +590,15 @@ def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name(ranks, tmp_path, how,
     deadline = time.monotonic() + 90
     while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    launch.kill(1, how)
+    launch.kill(1, options)
     begun = time.monotonic()
     while launch.codes[0] is None and time.monotonic() < begun + 60:
         launch.poll()
         time.sleep(0.05)
     launch.kill(1)
     assert launch.codes[0] not in (None, 0), launch.output()
-    said = " ".join(launch.output(0).replace("│", " ").split())
-    assert "sampler rank 0 (rank 1 of the launch) (process" in said and says in said
+    text = " ".join(launch.output(0).replace("│", " ").split())
+    assert "sampler rank 0 (rank 1 of the launch) (process" in text and says in text
 
 
 FAULTY = """

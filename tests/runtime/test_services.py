@@ -22,9 +22,9 @@ REPO = Path(__file__).resolve().parents[2]
 
 def test_services_live_side_by_side_and_after_one_another(tmp_path):
     two_services.main(tmp_path)
-    found = json.loads((tmp_path / "result.json").read_text())
-    assert found["first"] == found["again"] == found["again, with another beside it"]
-    assert found["beside"] == found["beside, alone"] != found["first"]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["first"] == result["again"] == result["again, with another beside it"]
+    assert result["beside"] == result["beside, alone"] != result["first"]
 
 
 def test_a_closed_service_says_so_and_closing_twice_does_nothing(tmp_path):
@@ -49,16 +49,16 @@ def test_two_ranks_serve_every_service_of_a_script(config, tmp_path):
     """
     (tmp_path / "two").mkdir()
     run_launch(config, tmp_path, tmp_path / "two", script="tests/two_services.py")
-    two = json.loads((tmp_path / "two" / "result.json").read_text())
+    second = json.loads((tmp_path / "two" / "result.json").read_text())
     (tmp_path / "one").mkdir()
     two_services.main(tmp_path / "one")
-    one = json.loads((tmp_path / "one" / "result.json").read_text())
-    assert ("trains in fp32 under DeepSpeed" in two.pop("of another precision", "")) is (
+    first = json.loads((tmp_path / "one" / "result.json").read_text())
+    assert ("trains in fp32 under DeepSpeed" in second.pop("of another precision", "")) is (
         config == "zero3"
     )
-    for name, (norm, world, tokens) in two.items():
-        assert world == 2 and tokens == one[name][2], name
-        np.testing.assert_allclose(norm, one[name][0], rtol=1e-5)
+    for name, (norm, world, tokens) in second.items():
+        assert world == 2 and tokens == first[name][2], name
+        np.testing.assert_allclose(norm, first[name][0], rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -79,30 +79,30 @@ class Asked:
     before it has been answered.
     """
 
-    def __init__(self, rng: np.random.Generator, alone: Alone, most: int):
+    def __init__(self, rng: np.random.Generator, single: Alone, most: int):
         # most: positions that one request may take
-        self.rng, self.alone, self.most = rng, alone, most
-        self.vocab = alone.decoder.vocab_size
+        self.rng, self.single, self.most = rng, single, most
+        self.vocab = single.decoder.vocab_size
         self.prompts = [
             rng.integers(0, self.vocab, int(rng.integers(1, most // 3))).tolist() for _ in range(3)
         ]
         self.talks: dict[str, list[int]] = {}  # what has been said in them
         self.made: list[SamplingRequest] = []
 
-    def one(self) -> SamplingRequest:
-        rng, how = self.rng, self.rng.random()
+    def first(self) -> SamplingRequest:
+        rng, mode = self.rng, self.rng.random()
         prompt, more = list(self.prompts[int(rng.integers(3))]), dict[str, Any]()
-        if how < 0.25:
+        if mode < 0.25:
             name = f"talk {int(rng.integers(2))}"
             prompt, more["conversation"] = self.talks.get(name, prompt), name
-        elif how < 0.35:
+        elif mode < 0.35:
             more["include_prompt_logprobs"] = True
         room = self.most - len(prompt)
         params = self._params(int(rng.integers(1, min(26, room + 1))))
         several = 1 if more else int(rng.integers(1, 5))
         more |= dict(problem=len(self.made), seed=4, first_index=int(rng.integers(3)))
         request = SamplingRequest(prompt=prompt, num_samples=several, params=params, **more)
-        if how > 0.85:
+        if mode > 0.85:
             request = self._begun(request, more)
         self.made.append(request)
         if "conversation" in more:
@@ -141,26 +141,26 @@ class Asked:
         """The same with some of its first sample drawn before it was asked; it ends as it would
         have ended.
         """
-        alone = SamplingRequest(prompt=request.prompt, params=request.params, **more)
-        whole = self.alone(alone)[0]
+        single = SamplingRequest(prompt=request.prompt, params=request.params, **more)
+        whole = self.single(single)[0]
         if len(whole.tokens) < 2 or whole.logprobs is None:
-            return alone
+            return single
         upto = int(self.rng.integers(1, len(whole.tokens)))
         begun = SampledSequence(whole.tokens[:upto], whole.logprobs[:upto], version=0)
         going = SamplingRequest(
             prompt=request.prompt, params=request.params, resume_from=begun, **more
         )
-        self.alone.known[id(going)] = going, [whole]
+        self.single.known[id(going)] = going, [whole]
         return going
 
     def _said(self, request: SamplingRequest, name: str) -> None:
-        told = [
+        messages = [
             *request.prompt,
-            *self.alone(request)[0].tokens,
+            *self.single(request)[0].tokens,
             *self.rng.integers(0, self.vocab, int(self.rng.integers(1, 4))).tolist(),
         ]
-        if len(told) < self.most - 2:
-            self.talks[name] = told
+        if len(messages) < self.most - 2:
+            self.talks[name] = messages
         else:
             self.talks.pop(name, None)
 
@@ -211,7 +211,7 @@ def engine_of(
 class Play:
     """One workload through one engine. `finished`: by the request's place in `asked.made`."""
 
-    def __init__(self, kind: str, seed: int, decoders: tuple[Any, Any], alone: Alone, change: str):
+    def __init__(self, kind: str, seed: int, decoders: tuple[Any, Any], single: Alone, change: str):
         """`change`: new weights with other numbers ("other"), with the same ("same"), or none
         ("none").
         """
@@ -219,7 +219,7 @@ class Play:
         # How requests look must not depend on how long the engine takes: streams of their own.
         self.rng, asking = np.random.default_rng(seed), np.random.default_rng(seed + 1_000_000)
         self.page, self.most = int(self.rng.choice(PAGES)), int(self.rng.integers(20, 60))
-        self.asked = Asked(asking, alone, self.most)
+        self.requests_seen = Asked(asking, single, self.most)
         self.version, self.decoder = 0, decoders[0]
         self.between = IdleKVCachePool()  # what an engine that is left leaves to the next
         self.engine = engine_of(
@@ -240,7 +240,7 @@ class Play:
             self._step()
         self._count()
         tables = getattr(self.engine._state, "block_manager", None)
-        for name in self.asked.talks:
+        for name in self.requests_seen.talks:
             self.engine.evict_conversation(name)
         self.engine._evict_conversations()
         if tables is not None:
@@ -249,14 +249,14 @@ class Play:
                 and not tables.rows
                 and not tables.prompts
             )
-        wanted = set(range(len(self.asked.made))) - self.dropped
-        assert set(self.finished) == wanted, (set(self.finished) ^ wanted, self.dropped)
+        expected = set(range(len(self.requests_seen.made))) - self.dropped
+        assert set(self.finished) == expected, (set(self.finished) ^ expected, self.dropped)
 
     def _something(self) -> None:
         what, engine = self.rng.random(), self.engine
         if what < 0.45:
             for _ in range(int(self.rng.integers(1, 4))):
-                self._ask(self.asked.one(), len(self.asked.made) - 1)
+                self._ask(self.requests_seen.first(), len(self.requests_seen.made) - 1)
         elif what < 0.75:
             for _ in range(int(self.rng.integers(1, 12))):
                 self._step()
@@ -315,14 +315,16 @@ class Play:
         """
         once, again = self.engine.partial_samples(), self.engine.partial_samples()
         assert {
-            key: {s: one.tokens for s, one in samples.items()} for key, samples in once.items()
-        } == {key: {s: one.tokens for s, one in samples.items()} for key, samples in again.items()}
+            key: {s: first.tokens for s, first in samples.items()} for key, samples in once.items()
+        } == {
+            key: {s: first.tokens for s, first in samples.items()} for key, samples in again.items()
+        }
         if self.change == "other":
             return
         for number, samples in once.items():
-            alone = self.asked.alone(self.asked.made[self.place[number]])
-            for sample, one in samples.items():
-                assert one.tokens == alone[sample].tokens[: len(one.tokens)]
+            single = self.requests_seen.single(self.requests_seen.made[self.place[number]])
+            for sample, first in samples.items():
+                assert first.tokens == single[sample].tokens[: len(first.tokens)]
 
     def _count(self) -> None:
         self.happened["waited"] += getattr(self.engine, "preemptions", 0)
@@ -350,28 +352,30 @@ def on_a_border(decoder: Any, request: SamplingRequest, index: int, drawn: list[
 
 def same(
     mine: SampledSequence,
-    alone: SampledSequence,
+    single: SampledSequence,
     upto: int | None = None,
     border: Callable[[list[int]], bool] | None = None,
 ) -> None:
     """The first `upto` tokens (None: all, and why it ended). `border`: whether the token after
     these may be another, and what follows.
     """
-    count = len(alone.tokens) if upto is None else upto
+    count = len(single.tokens) if upto is None else upto
     other = next(
         (
             i
-            for i, (a, b) in enumerate(zip(mine.tokens[:count], alone.tokens[:count], strict=False))
+            for i, (a, b) in enumerate(
+                zip(mine.tokens[:count], single.tokens[:count], strict=False)
+            )
             if a != b
         ),
         None,
     )
-    if other is not None and border is not None and border(alone.tokens[:other]):
-        return np.testing.assert_allclose(mine.logprobs[:other], alone.logprobs[:other], atol=2e-4)
-    assert mine.tokens[:count] == alone.tokens[:count]
-    np.testing.assert_allclose(mine.logprobs[:count], alone.logprobs[:count], atol=2e-4)
+    if other is not None and border is not None and border(single.tokens[:other]):
+        return np.testing.assert_allclose(mine.logprobs[:other], single.logprobs[:other], atol=2e-4)
+    assert mine.tokens[:count] == single.tokens[:count]
+    np.testing.assert_allclose(mine.logprobs[:count], single.logprobs[:count], atol=2e-4)
     if upto is None:
-        assert len(mine.tokens) == count and mine.stop_reason == alone.stop_reason
+        assert len(mine.tokens) == count and mine.stop_reason == single.stop_reason
 
 
 def play(
@@ -380,13 +384,13 @@ def play(
     """A workload; AssertionError where a sample, a version or a page is not what it must be. What
     happened, counted. `split`: the engine's decoders, if several ranks hold them together.
     """
-    alone = Alone(decoders[0])
-    one = Play(kind, seed, split or decoders, alone, change)
-    one.all()
+    single = Alone(decoders[0])
+    item = Play(kind, seed, split or decoders, single, change)
+    item.all()
     others = Alone(decoders[1])
     compared = 0
-    for place, sequences in one.finished.items():
-        request = one.asked.made[place]
+    for place, sequences in item.finished.items():
+        request = item.requests_seen.made[place]
         for i, mine in enumerate(sequences):
             versions = mine.versions or [mine.version] * len(mine.tokens)
             assert (
@@ -395,7 +399,7 @@ def play(
                 and min(versions) == mine.version
             )
             if change != "other":
-                same(mine, alone(request)[i], None, partial(on_a_border, decoders[0], request, i))
+                same(mine, single(request)[i], None, partial(on_a_border, decoders[0], request, i))
                 compared += len(mine.tokens)
             elif (
                 request.resume_from is None
@@ -404,10 +408,10 @@ def play(
             ):
                 border = partial(on_a_border, decoders[versions[0] % 2], request, i)
                 # of one kind of weights from its prompt on
-                same(mine, (alone, others)[versions[0] % 2](request)[i], None, border)
+                same(mine, (single, others)[versions[0] % 2](request)[i], None, border)
                 compared += len(mine.tokens)
             elif request.resume_from is None:
                 first = next(n for n, v in enumerate(versions) if v != versions[0])
-                same(mine, (alone, others)[versions[0] % 2](request)[i], first)
+                same(mine, (single, others)[versions[0] % 2](request)[i], first)
                 compared += first
-    return one.happened | {"compared": compared, "requests": len(one.asked.made)}
+    return item.happened | {"compared": compared, "requests": len(item.requests_seen.made)}

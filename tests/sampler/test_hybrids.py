@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from sampler_models import random_prompts
-from test_architectures import alone, datums, gradient_error, learnt, make_learner
+from test_architectures import compute_plain_logprobs, datums, gradient_error, learnt, make_learner
 from tiny_models import VOCAB, tiny_model
 from whole_runs import final_weights, train
 
@@ -139,7 +139,7 @@ def test_a_state_in_the_wrong_slot_is_seen_by_the_trial(fault, monkeypatch):
 def test_the_gradient_of_padded_rows_is_that_of_sequences_alone(name):
     """In float64, so that what is left is no rounding; packed rows are refused."""
     model, data = in_float64(name), datums(((9, (7, 5)), (4, (3, 12))))
-    logprobs, gradient = alone(model, data)
+    logprobs, gradient = compute_plain_logprobs(model, data)
     learner = make_learner(model, layout="padded", fused=False)
     np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-6)
     assert gradient_error(learner, gradient) < 1e-6
@@ -175,11 +175,11 @@ def test_every_adapter_of_a_lora_learns_and_is_sampled_with(name, tmp_path):
     plain = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "adapter")).eval()
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
-        found, before = plain(input_ids=ids).logits, base(input_ids=ids).logits
+        result, before = plain(input_ids=ids).logits, base(input_ids=ids).logits
         assert (
-            float((found - learner.model.eval()(input_ids=ids).logits).abs().max())
+            float((result - learner.model.eval()(input_ids=ids).logits).abs().max())
             < 1e-5
-            < float((found - before).abs().max())
+            < float((result - before).abs().max())
         )
     check_samples(plain, Engine(make_decoder(learner.model), eos_token_ids=(3,), max_rows=4))
 
@@ -214,5 +214,7 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(name, tmp_path):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert train(f"{words} --resume", tmp_path / "cut") == whole
-    one, other = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    first, other = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
+    assert first.keys() == other.keys() and all(
+        torch.equal(first[name], other[name]) for name in first
+    )

@@ -19,9 +19,9 @@ def forecast(lengths: LengthEstimator, sampled: np.ndarray, limit: int, written:
 def test_until_a_sample_has_stopped_every_row_takes_what_its_limit_allows():
     lengths, sampled = LengthEstimator(), np.array([0, 5, 100])
     lengths.record(np.array([300, 300]), np.array([False, False]))
-    found = forecast(lengths, sampled, 300, written=10)
-    assert np.array_equal(found.mean, found.most) and not found.variance.any()
-    assert found.mean[0] == 1 + 1 + 7 and found.most[-1] == 2 * 20  # the last has ended before
+    result = forecast(lengths, sampled, 300, written=10)
+    assert np.array_equal(result.mean, result.most) and not result.variance.any()
+    assert result.mean[0] == 1 + 1 + 7 and result.most[-1] == 2 * 20  # the last has ended before
 
 
 @pytest.mark.parametrize("law", ["geometric", "uniform", "nearly equal"])
@@ -46,16 +46,16 @@ def test_the_mean_is_that_of_rows_that_go_on_by_the_same_law(law):
         while ends[place % len(ends)] <= n:
             place += 1
         final[i], place = ends[place % len(ends)], place + 1
-    found = forecast(lengths, sampled, 1024)
-    for j in range(len(found.mean)):
+    result = forecast(lengths, sampled, 1024)
+    for j in range(len(result.mean)):
         time = j * SPAN
         truth = np.where(final >= sampled + time, -(-(sampled + time) // 16), 0).sum()
         # a span is the resolution in time; at the beginning its rows have not been told apart
         before = max(time - SPAN, 0)
         most = np.where(final >= sampled + before, -(-(sampled + time) // 16), 0).sum()
-        slack = 0.05 * found.mean[0] + 100
-        assert truth - slack <= found.mean[j] <= most * 1.2 + slack
-    assert found.mean[-1] < 0.1 * found.most.max()
+        slack = 0.05 * result.mean[0] + 100
+        assert truth - slack <= result.mean[j] <= most * 1.2 + slack
+    assert result.mean[-1] < 0.1 * result.most.max()
 
 
 def requests(seed: int) -> list[SamplingRequest]:

@@ -94,14 +94,14 @@ def sampled(model, dtype=None, samples: int = 3, kind=Engine, decoder=None, **se
 
 
 def datum_of(prompt, sequence) -> Datum:
-    (found,) = trajectory_to_datums(
+    (result,) = trajectory_to_datums(
         Trajectory([Transition(ModelInput.from_ints(prompt), sequence, 0.0, True)], advantage=1.0)
     )
-    weights = found.loss_fn_inputs["mask"]
+    weights = result.loss_fn_inputs["mask"]
     return Datum(
-        found.model_input,
-        {"target_tokens": found.loss_fn_inputs["target_tokens"], "weights": weights},
-        experts=found.experts,
+        result.model_input,
+        {"target_tokens": result.loss_fn_inputs["target_tokens"], "weights": weights},
+        experts=result.experts,
     )
 
 
@@ -114,9 +114,9 @@ SLOW = [
 @pytest.mark.parametrize("name", ["qwen3_moe", *SLOW])
 def test_what_is_noted_of_a_sample_is_what_its_finished_sequence_chooses(name):
     model = model_of(name)
-    found = sampled(model)
-    assert len({len(sequence.tokens) for _, sequence in found}) > 2
-    for prompt, sequence in found:
+    result = sampled(model)
+    assert len({len(sequence.tokens) for _, sequence in result}) > 2
+    for prompt, sequence in result:
         experts = np.sort(sequence.experts.reshape(len(sequence.experts), -1, 2))
         assert np.array_equal(
             experts,
@@ -201,14 +201,16 @@ def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(
     for datum in data:  # a prompt has one choice, whoever answers it
         tokens = datum.model_input.to_ints()
         shared = 9 if data.index(datum) < 2 else 4
-        own = (
+        reference = (
             np.stack([rng.permutation(4)[:2] for _ in range(len(tokens) * 4)])
             .reshape(len(tokens), 8)
             .astype(np.int16)
         )
-        own[: shared - 1] = prompts.setdefault(tuple(tokens[: shared - 1]), own[: shared - 1])
-        own[shared - 1] = prompts.setdefault(tuple(tokens[:shared]), own[shared - 1])
-        datum.experts = own
+        reference[: shared - 1] = prompts.setdefault(
+            tuple(tokens[: shared - 1]), reference[: shared - 1]
+        )
+        reference[shared - 1] = prompts.setdefault(tuple(tokens[:shared]), reference[shared - 1])
+        datum.experts = reference
     model.zero_grad()
     expected = []
     for datum in data:
@@ -254,10 +256,10 @@ def test_datums_with_and_without_a_record_of_experts_share_no_micro_batch():
     data[3].experts[:6] = data[1].experts[:6]  # a prompt has one choice, whoever answers it
     for layout in ("padded", "packed", "shared"):
         learner = make_learner(model, layout=layout, router_replay=True)
-        alone = np.concatenate([learnt(learner, [datum]) for datum in data])
-        np.testing.assert_allclose(learnt(learner, data), alone, atol=1e-4)
-        told = [learnt(learner, [Datum(d.model_input, d.loss_fn_inputs)]) for d in data]
-        apart = [np.abs(a - b).max() for a, b in zip(np.split(alone, 4), told, strict=True)]
+        single = np.concatenate([learnt(learner, [datum]) for datum in data])
+        np.testing.assert_allclose(learnt(learner, data), single, atol=1e-4)
+        messages = [learnt(learner, [Datum(d.model_input, d.loss_fn_inputs)]) for d in data]
+        apart = [np.abs(a - b).max() for a, b in zip(np.split(single, 4), messages, strict=True)]
         assert [gap > 0.05 for gap in apart] == [False, True, False, True], (
             "the record decides where there is one"
         )
@@ -270,7 +272,7 @@ def test_in_bf16_sampler_and_learner_route_alike_under_replay_and_the_metric_say
         for name, parameter in model.named_parameters():
             if name.endswith("mlp.gate.weight"):
                 parameter.mul_(0.02)
-    data = [datum_of(*one) for one in sampled(model, torch.bfloat16, samples=8)]
+    data = [datum_of(*item) for item in sampled(model, torch.bfloat16, samples=8)]
     drawn = {id(d): d.experts.copy() for d in data}
     learner = make_learner(model, bf16=True, router_replay=True, layout="padded")
     from rl.losses import get_loss
@@ -283,11 +285,11 @@ def test_in_bf16_sampler_and_learner_route_alike_under_replay_and_the_metric_say
     )
     assert sums["routed:sum"] == sum(d.model_input.length for d in data)
     assert 0 < sums["rerouted:sum"] < sums["routed:sum"]
-    wanted = sorted(
+    expected = sorted(
         tuple(sorted(row)) for d in data for row in drawn[id(d)].reshape(-1, 4, 2)[:, 2].tolist()
     )
     taken = [tuple(sorted(row)) for part in seen for row in part.tolist()]
-    assert not set(map(tuple, wanted)) - set(taken) and len(taken) >= len(wanted)
+    assert not set(map(tuple, expected)) - set(taken) and len(taken) >= len(expected)
     assert all(np.array_equal(drawn[id(d)], d.experts) for d in data)
 
 
@@ -302,14 +304,14 @@ def test_turns_keep_the_experts_of_the_turn_that_read_them_first():
         turn([1, 2, 3, 4, 5], [6, 7], 20),
         turn([1, 2, 3, 4, 5, 6, 7, 8], [9], 30),
     ]
-    (found,) = trajectory_to_datums(Trajectory(turns, advantage=1.0))
+    (result,) = trajectory_to_datums(Trajectory(turns, advantage=1.0))
     # by hand: 1 2 3 in the first turn; its last token, 4, was fed in the second, with 5 and 6; 7
     # and 8 in the third
     assert (
-        found.experts[:, 0].tolist() == [10, 10, 10, 20, 20, 20, 30, 30]
-        and found.model_input.length == 8
+        result.experts[:, 0].tolist() == [10, 10, 10, 20, 20, 20, 30, 30]
+        and result.model_input.length == 8
     )
-    assert found.with_inputs({}).experts is found.experts
+    assert result.with_inputs({}).experts is result.experts
     turns[1].ac.experts = None
     (lost,) = trajectory_to_datums(Trajectory(turns[:2], advantage=1.0))
     assert lost.experts is None
@@ -381,8 +383,8 @@ def test_a_record_as_text_comes_back_and_what_is_none_is_named():
     rng = np.random.default_rng(0)
     for shape in ((1, 1), (7, 4), (300, 384)):
         experts = rng.integers(-1, 128, shape).astype(np.int16)
-        found = experts_from_text(experts_as_text(experts))
-        assert found.dtype == np.int16 and np.array_equal(found, experts)
+        result = experts_from_text(experts_as_text(experts))
+        assert result.dtype == np.int16 and np.array_equal(result, experts)
     good = experts_as_text(np.ones((3, 2), np.int16))
     bad = [None, 7, [], "", "3x2:", "3x2", good[:-4], good.replace("3x2", "3x3"), good.replace("3x2", "2x2"), good.replace("3x2", "0x2"),
            good.replace("3x2", "3x2x1"), good.replace("3x2", "99999999999x9999999999"), good + "!",
@@ -397,7 +399,7 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
     """Half of an answer by one model, the rest by another (in the same engine, and in one that goes
     on from a checkpoint).
     """
-    one, other = model_of(name), model_of(name)
+    item, other = model_of(name), model_of(name)
     with torch.no_grad():
         for key, value in other.named_parameters():
             if key.endswith("gate.weight"):
@@ -415,25 +417,27 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
             engine.step()
         return engine
 
-    whole = half(engine_of(one)).run()[0].sequences[0]
+    whole = half(engine_of(item)).run()[0].sequences[0]
     first = len(prompt) + drawn_first - 1
     assert np.array_equal(
         np.sort(whole.experts.reshape(-1, 2)),
-        np.sort(own_choices(one, [*prompt, *whole.tokens[:-1]]).reshape(-1, 2)),
+        np.sort(own_choices(item, [*prompt, *whole.tokens[:-1]]).reshape(-1, 2)),
     )
-    changed = half(engine_of(one))
+    changed = half(engine_of(item))
     # a version of the weights that nobody has asked for experts yet
     changed.change_weights(make_decoder(other), 1)
-    ((_, left),) = half(engine_of(one)).unfinished_requests()
-    left = replace(
-        left,
-        resume_from=SampledSequence.from_json(json.loads(json.dumps(left.resume_from.as_json()))),
+    ((_, remaining),) = half(engine_of(item)).unfinished_requests()
+    remaining = replace(
+        remaining,
+        resume_from=SampledSequence.from_json(
+            json.loads(json.dumps(remaining.resume_from.as_json()))
+        ),
     )
-    assert len(left.resume_from.experts) == first and np.array_equal(
-        left.resume_from.experts, whole.experts[:first]
+    assert len(remaining.resume_from.experts) == first and np.array_equal(
+        remaining.resume_from.experts, whole.experts[:first]
     )
     going_on = engine_of(other)
-    going_on.add(left)
+    going_on.add(remaining)
     for sequence in (changed.run()[0].sequences[0], going_on.run()[0].sequences[0]):
         assert len(sequence.experts) == len(prompt) + 14 - 1
         assert np.array_equal(sequence.experts[:first], whole.experts[:first])
@@ -449,14 +453,14 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         "--max-steps-off-policy 2 --slice-steps 2",
         "--max-steps-off-policy 1 --slice-steps 2 --recompute-cache",
     ],
 )
 def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_that_is_repeated(
-    how, tmp_path
+    options, tmp_path
 ):
     """Sampled while the learner updates: repeated, and gone on with from the middle, it is the same
     run bit for bit, experts included.
@@ -465,22 +469,22 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
     (tmp_path / "uneven.py").write_text(ENVIRONMENT)
     words = (f"grpo --base-model {tmp_path / 'base'} --steps 4 --batch-size 4 --group-size 2 --max-tokens 5 --eval-every 0 --save-every 2 "
              f"--keep-last 9 --rollouts-every 1 --environment {tmp_path}/uneven.py:Uneven --environment-isolation thread --renderer plain "
-             f"--learning-rate 1e-2 --no-self-test --router-replay {how}")  # fmt: skip
+             f"--learning-rate 1e-2 --no-self-test --router-replay {options}")  # fmt: skip
     with updates_end_while_answers_are_drawn():
         rows = train(words, tmp_path / "first")
-    told = rollouts(tmp_path / "first")
+    messages = rollouts(tmp_path / "first")
     assert (
-        all(len(experts_from_text(turn["experts"])[0]) == 8 for turn in told)
-        and len(told) > 4 * 4 * 2
+        all(len(experts_from_text(turn["experts"])[0]) == 8 for turn in messages)
+        and len(messages) > 4 * 4 * 2
     )
-    assert any("versions" in turn for turn in told)  # new weights came while it was drawn
+    assert any("versions" in turn for turn in messages)  # new weights came while it was drawn
     # every datum had its record
     assert all(0 <= row["optim/rerouted"] for row in rows if "optim/policy_loss" in row)
     assert sum("optim/rerouted" in row for row in rows) == 4
     again = train(f"{words} --replay {tmp_path / 'first'}", tmp_path / "again")
     assert (
         again == rows
-        and rollouts(tmp_path / "again") == told
+        and rollouts(tmp_path / "again") == messages
         and same(tmp_path / "first", tmp_path / "again")
     )
     shutil.copytree(tmp_path / "first", tmp_path / "cut")
@@ -492,7 +496,7 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
     on = train(f"{words} --resume --replay {tmp_path / 'first'}", tmp_path / "cut")
     assert (
         on == rows
-        and rollouts(tmp_path / "cut") == told
+        and rollouts(tmp_path / "cut") == messages
         and same(tmp_path / "first", tmp_path / "cut")
     )
 
@@ -530,23 +534,23 @@ def test_stored_answers_are_learnt_with_the_experts_that_they_were_drawn_with(tm
         )
     )
     words = f"offline {model} --steps 1 --batch-size 4 --loss importance_sampling --temperature 0.8 --no-self-test"
-    found = {}
+    results = {}
     for name, source, more in (
         ("told", tmp_path / "run", "--router-replay"),
         ("other", file, "--router-replay"),
         ("plain", file, ""),
     ):
-        found[name] = next(
+        results[name] = next(
             row
             for row in train(f"{words} --dataset {source} {more}", tmp_path / name)
             if "optim/grad_norm" in row
         )
     assert (
-        found["told"]["optim/rerouted"] < 0.5 < found["other"]["optim/rerouted"]
-        and "optim/rerouted" not in found["plain"]
+        results["told"]["optim/rerouted"] < 0.5 < results["other"]["optim/rerouted"]
+        and "optim/rerouted" not in results["plain"]
     )
-    assert abs(found["told"]["optim/kl_behaviour_v1"]) < abs(
-        found["other"]["optim/kl_behaviour_v1"]
+    assert abs(results["told"]["optim/kl_behaviour_v1"]) < abs(
+        results["other"]["optim/kl_behaviour_v1"]
     )
     # an answer that does not say its experts, and one that says a few
     fine = {key: value for key, value in rows[0].items() if key != "experts"}

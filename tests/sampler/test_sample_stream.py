@@ -17,7 +17,7 @@ from rl.types import ModelInput, SamplingParams
 PARAMS = SamplingParams(max_tokens=9, temperature=1.0, stop=[])
 
 
-def asked(i: int, **changes) -> SamplingRequest:
+def make_request(i: int, **changes) -> SamplingRequest:
     return SamplingRequest(
         **{
             "prompt": [3 + i % 5, 4, 12] + [5] * (i % 3),
@@ -29,15 +29,15 @@ def asked(i: int, **changes) -> SamplingRequest:
     )
 
 
-def told(responses):
+def get_tokens(responses):
     return [[sequence.tokens for sequence in response.sequences] for response in responses]
 
 
 def to_the_end(stream: SampleStream, steps: int = 4) -> dict:
-    found = {}
+    results = {}
     while stream.busy:
-        found |= stream.run_steps(steps).finished
-    return found
+        results |= stream.run_steps(steps).finished
+    return results
 
 
 @pytest.fixture
@@ -48,89 +48,100 @@ def policy(tmp_path):
 
 def test_requests_that_join_while_others_run_get_the_samples_they_would_have_got_together(policy):
     client = policy.save_weights_and_get_sampling_client()
-    expected, _ = client.sample_many([asked(i, num_samples=1 + i % 3) for i in range(6)]).result()
+    expected, _ = client.sample_many(
+        [make_request(i, num_samples=1 + i % 3) for i in range(6)]
+    ).result()
     with SampleStream(client) as stream:
-        tickets, found, slices = [stream.add(asked(0)), stream.add(asked(1, num_samples=2))], {}, 0
+        tickets, results, slices = (
+            [stream.add(make_request(0)), stream.add(make_request(1, num_samples=2))],
+            {},
+            0,
+        )
         while stream.busy:
             if slices and len(tickets) < 6:
-                tickets.append(stream.add(asked(len(tickets), num_samples=1 + len(tickets) % 3)))
+                tickets.append(
+                    stream.add(make_request(len(tickets), num_samples=1 + len(tickets) % 3))
+                )
             slices += 1
-            found |= stream.run_steps(3).finished
-            client.sample_many([asked(40)]).result()  # another verb between two slices
-    assert slices > 4 and told(found[t] for t in tickets) == told(expected)
+            results |= stream.run_steps(3).finished
+            client.sample_many([make_request(40)]).result()  # another verb between two slices
+    assert slices > 4 and get_tokens(results[t] for t in tickets) == get_tokens(expected)
     for ticket, response in zip(tickets, expected, strict=True):
-        for got, wanted in zip(found[ticket].sequences, response.sequences, strict=True):
-            np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-5)
-            assert (got.version, got.versions, got.temperature) == (wanted.version, None, 1.0)
+        for got, target in zip(results[ticket].sequences, response.sequences, strict=True):
+            np.testing.assert_allclose(got.logprobs, target.logprobs, atol=1e-5)
+            assert (got.version, got.versions, got.temperature) == (target.version, None, 1.0)
 
 
 def test_what_was_dropped_or_refused_costs_no_other(policy):
     client = policy.save_weights_and_get_sampling_client()
-    expected, _ = client.sample_many([asked(1)]).result()
+    expected, _ = client.sample_many([make_request(1)]).result()
     with SampleStream(client) as stream:
         gone, stays, wrong = (
-            stream.add(asked(0, num_samples=3)),
-            stream.add(asked(1)),
-            stream.add(asked(2, prompt=[99])),
+            stream.add(make_request(0, num_samples=3)),
+            stream.add(make_request(1)),
+            stream.add(make_request(2, prompt=[99])),
         )
-        early = stream.add(asked(3))
+        early = stream.add(make_request(3))
         stream.drop(early)  # before it was ever let in
         assert isinstance(stream.run_steps(2).finished[wrong], ValueError)
         stream.drop(gone)
         stream.drop(gone)
-        found = to_the_end(stream)
-    assert set(found) == {stays} and told([found[stays]]) == told(expected)
+        actual = to_the_end(stream)
+    assert set(actual) == {stays} and get_tokens([actual[stays]]) == get_tokens(expected)
 
 
 def test_a_slice_shows_what_is_drawn_so_far(policy):
     with SampleStream(policy.save_weights_and_get_sampling_client()) as stream:
-        ticket, lengths = stream.add(asked(0, num_samples=2)), []
+        ticket, lengths = stream.add(make_request(0, num_samples=2)), []
         while stream.busy:
-            found = stream.run_steps(4, partial_tickets=True)
+            result = stream.run_steps(4, partial_tickets=True)
             lengths.append(
                 {
                     sample: len(s.tokens)
-                    for sample, s in found.partial_output.get(ticket, {}).items()
+                    for sample, s in result.partial_output.get(ticket, {}).items()
                 }
             )
-            last = found.partial_output.get(ticket) or last  # noqa: F821
+            last = result.partial_output.get(ticket) or last  # noqa: F821
     assert lengths == [{0: 4, 1: 4}, {0: 8, 1: 8}, {}]
     assert all(
         last[i].tokens == sequence.tokens[:8]
-        for i, sequence in enumerate(found.finished[ticket].sequences)
+        for i, sequence in enumerate(result.finished[ticket].sequences)
     )
 
 
-@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("restarted", [False, True])
 def test_new_weights_reach_running_samples_at_a_token_and_each_token_says_which_drew_it(
-    policy, anew
+    policy, restarted
 ):
     datums = random_datums(4, seed=3)
     old = policy.save_weights_and_get_sampling_client()
     v = old.version
     with SampleStream(old) as stream:
-        tickets = [stream.add(asked(i)) for i in range(3)]
+        tickets = [stream.add(make_request(i)) for i in range(3)]
         stream.run_steps(4)
         policy.forward_backward(datums, "importance_sampling")
         policy.optim_step(ADAM.__class__(learning_rate=0.05)).result()
         new = policy.save_weights_and_get_sampling_client()
-        stream.switch_weights(new, recompute=anew)
+        stream.switch_weights(new, recompute=restarted)
         # the same prompt, which the new weights read for themselves
-        late = stream.add(asked(0, problem=50))
-        found = to_the_end(stream)
+        late = stream.add(make_request(0, problem=50))
+        actual = to_the_end(stream)
     for ticket in tickets:
-        (sequence,) = found[ticket].sequences
+        (sequence,) = actual[ticket].sequences
         assert sequence.versions == [v] * 4 + [v + 1] * 5 and sequence.version == v
-        whole = ModelInput.from_ints([*asked(ticket).prompt, *sequence.tokens])
+        whole = ModelInput.from_ints([*make_request(ticket).prompt, *sequence.tokens])
         # each token's logprob is of the weights that its version names (where they read it all
         # themselves)
         before, after = (np.array(c.compute_logprobs(whole).result()[-9:]) for c in (old, new))
         np.testing.assert_allclose(sequence.logprobs[:4], before[:4], atol=1e-5)
         assert np.abs(before - after).max() > 1e-2
-        assert (np.abs(np.array(sequence.logprobs[4:]) - after[4:]).max() < 1e-5) == anew
-    (fresh,) = found[late].sequences
-    expected, _ = new.sample_many([asked(0, problem=50)]).result()
-    assert told([found[late]]) == told(expected) and (fresh.version, fresh.versions) == (
+        assert (np.abs(np.array(sequence.logprobs[4:]) - after[4:]).max() < 1e-5) == restarted
+    (fresh,) = actual[late].sequences
+    expected, _ = new.sample_many([make_request(0, problem=50)]).result()
+    assert get_tokens([actual[late]]) == get_tokens(expected) and (
+        fresh.version,
+        fresh.versions,
+    ) == (
         v + 1,
         None,
     )
@@ -142,7 +153,7 @@ def test_a_stream_whose_weights_are_gone_says_so_instead_of_drawing_under_a_stal
     """
     client = policy.save_weights_and_get_sampling_client()
     with SampleStream(client) as stream:
-        stream.add(asked(0))
+        stream.add(make_request(0))
         stream.run_steps(2)
         client.release()
         policy.save_weights_and_get_sampling_client()
@@ -152,13 +163,13 @@ def test_a_stream_whose_weights_are_gone_says_so_instead_of_drawing_under_a_stal
 
 def test_what_is_unfinished_goes_on_in_another_stream_as_it_would_have(policy):
     client = policy.save_weights_and_get_sampling_client()
-    expected, _ = client.sample_many([asked(i) for i in range(3)]).result()
+    expected, _ = client.sample_many([make_request(i) for i in range(3)]).result()
     with SampleStream(client) as stream:
-        tickets = [stream.add(asked(i)) for i in range(2)]
+        tickets = [stream.add(make_request(i)) for i in range(2)]
         stream.run_steps(5)
-        tickets.append(stream.add(asked(2)))
-        left = stream.unfinished()
-        assert [len(r.resume_from.tokens) if r.resume_from else 0 for r in left.values()] == [
+        tickets.append(stream.add(make_request(2)))
+        remaining = stream.unfinished()
+        assert [len(r.resume_from.tokens) if r.resume_from else 0 for r in remaining.values()] == [
             5,
             5,
             0,
@@ -166,12 +177,16 @@ def test_what_is_unfinished_goes_on_in_another_stream_as_it_would_have(policy):
         stream.recompute_cache()
         here = to_the_end(stream)
     with SampleStream(client) as other:
-        again = {other.add(request): ticket for ticket, request in left.items()}
-        there = {again[ticket]: response for ticket, response in to_the_end(other).items()}
-    assert told(here[t] for t in tickets) == told(there[t] for t in tickets) == told(expected)
+        again = {other.add(request): ticket for ticket, request in remaining.items()}
+        present = {again[ticket]: response for ticket, response in to_the_end(other).items()}
+    assert (
+        get_tokens(here[t] for t in tickets)
+        == get_tokens(present[t] for t in tickets)
+        == get_tokens(expected)
+    )
     # bit for bit, since both read the same tokens again in the same batch
     assert [here[t].sequences[0].logprobs for t in tickets] == [
-        there[t].sequences[0].logprobs for t in tickets
+        present[t].sequences[0].logprobs for t in tickets
     ]
 
 
@@ -187,17 +202,17 @@ def test_every_decoder_goes_on_where_a_sample_was_cut(kind):
     whole = {done.request_id: done.response for _ in range(40) for done in engine.step()}
     for problem, prompt in enumerate(prompts):
         engine.add(SamplingRequest(prompt=prompt, params=params, problem=problem))
-    done = [one for _ in range(6) for one in engine.step()]
-    left = engine.unfinished_requests()
-    assert any(request.resume_from for _, request in left)
+    done = [item for _ in range(6) for item in engine.step()]
+    remaining = engine.unfinished_requests()
+    assert any(request.resume_from for _, request in remaining)
     other = Engine(make_decoder(model, kind=kind), eos_token_ids=(3,), max_rows=3)
-    numbers = {other.add(request): number for number, request in left}
+    numbers = {other.add(request): number for number, request in remaining}
     while other.busy:
-        done += [type(one)(numbers[one.request_id], one.response) for one in other.step()]
-    for one in done:
-        (sequence,), (expected,) = one.response.sequences, whole[one.request_id - 3].sequences
+        done += [type(item)(numbers[item.request_id], item.response) for item in other.step()]
+    for item in done:
+        (sequence,), (expected,) = item.response.sequences, whole[item.request_id - 3].sequences
         assert sequence.tokens == expected.tokens and sequence.stop_reason == expected.stop_reason
-        reference = reference_logprobs(model, prompts[one.request_id - 3], sequence.tokens, 0.9)
+        reference = reference_logprobs(model, prompts[item.request_id - 3], sequence.tokens, 0.9)
         np.testing.assert_allclose(sequence.logprobs, reference.numpy(), atol=1e-4)
     assert len(done) == 3
 
@@ -209,27 +224,27 @@ class Talk:
 
     def __init__(self, engine, count, named=True):
         self.engine, self.named = engine, named
-        self.said = {i: [3 + i, 4, 12, *[5] * i] for i in range(count)}
+        self.texts = {i: [3 + i, 4, 12, *[5] * i] for i in range(count)}
         self.drawn = {i: [] for i in range(count)}
 
     def turn(self, turn, only=None):
         numbers = {}
-        for i, said in self.said.items():
+        for i, text in self.texts.items():
             if only is None or i in only:
                 name = f"talk {i}" if self.named else None
                 params = SamplingParams(max_tokens=4 + i, temperature=1.0, stop=[])
                 numbers[
                     self.engine.add(
                         SamplingRequest(
-                            prompt=said, params=params, seed=turn, problem=i, conversation=name
+                            prompt=text, params=params, seed=turn, problem=i, conversation=name
                         )
                     )
                 ] = i
         while self.engine.busy:
             for done in self.engine.step():
                 i, (sequence,) = numbers[done.request_id], done.response.sequences
-                self.drawn[i].append((self.said[i], sequence))
-                self.said[i] = [*self.said[i], *sequence.tokens, 7, 8 + turn]
+                self.drawn[i].append((self.texts[i], sequence))
+                self.texts[i] = [*self.texts[i], *sequence.tokens, 7, 8 + turn]
 
 
 @pytest.mark.parametrize("path", ["kernels", "torch"])
@@ -246,7 +261,7 @@ def test_a_conversation_is_read_once_whatever_its_turns(path):
         talk.turn(turn)
         plain.turn(turn)
     # the last turn's answers and what came after them are not read
-    lengths = [len(said) for said in talk.said.values()]
+    lengths = [len(text) for text in talk.texts.values()]
     unread = sum(len(drawn[-1][1].tokens) + 2 for drawn in talk.drawn.values())
     assert talk.engine.counters.prefill_tokens + talk.engine.counters.fed_tokens == sum(
         lengths
@@ -280,7 +295,7 @@ def test_conversations_make_room_end_and_are_not_taken_for_others():
     talk = Talk(Engine(make_decoder(model, kind="fast")), 3)
     talk.turn(0)
     talk.engine.evict_conversation("talk 0")
-    talk.said[1] = [9, *talk.said[1][1:]]  # written anew: nothing of it is in the cache
+    talk.texts[1] = [9, *talk.texts[1][1:]]  # written anew: nothing of it is in the cache
     before = talk.engine.counters.kept_tokens
     talk.turn(1)
     kept = talk.engine.counters.kept_tokens - before
@@ -297,9 +312,9 @@ def test_an_episode_that_is_drawn_again_goes_on_by_its_own_cache():
     """Its first turn came out as before, so that twice the same lay in the cache under one name."""
     model = tiny_model("qwen3")
     talk = Talk(Engine(make_decoder(model, kind="fast")), 3)
-    begun = dict(talk.said)
+    begun = dict(talk.texts)
     talk.turn(0)
-    talk.said = dict(begun)
+    talk.texts = dict(begun)
     talk.turn(0)
     talk.turn(1)
     for first, again, last in talk.drawn.values():

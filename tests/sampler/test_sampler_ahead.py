@@ -24,7 +24,7 @@ def events(monkeypatch):
     """What happened in order: "launched", ("brought", sequences), "waited" by a look, ("read", of
     how many sequences, brought before).
     """
-    found, queue = [], []
+    results, queue = [], []
     run, wait, bring, read = (
         CUDAGraphRunner.run,
         MultiStepEngine._copy_results,
@@ -32,24 +32,24 @@ def events(monkeypatch):
         PagedState._prefill_into,
     )
 
-    def launch(*given):
-        found.append("launched")
-        queue.append(given)
+    def launch(*inputs):
+        results.append("launched")
+        queue.append(inputs)
 
-    def waited(*given):
-        found.append("waited")
+    def waited(*inputs):
+        results.append("waited")
         while queue:
             run(*queue.pop(0))
-        return wait(*given)
+        return wait(*inputs)
 
     def brought(self, sequences):
         assert len(queue) == 1  # the device has its work
-        found.append(("brought", [tuple(one) for one in sequences]))
+        results.append(("brought", [tuple(item) for item in sequences]))
         bring(self, sequences)
 
     def reads(self, prompts, readers, tables, adapter_ids=(), experts=None):
         assert not queue
-        found.append(
+        results.append(
             ("read", len(prompts), sum(tuple(prompt) in self._copied_tokens for prompt in prompts))
         )
         return read(self, prompts, readers, tables, adapter_ids, experts)
@@ -58,7 +58,7 @@ def events(monkeypatch):
     monkeypatch.setattr(MultiStepEngine, "_copy_results", staticmethod(waited))
     monkeypatch.setattr(PagedState, "copy_ahead", brought)
     monkeypatch.setattr(PagedState, "_prefill_into", reads)
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +80,8 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
         )
         for i, prompt in enumerate(prompts)
     ]
-    found = answers(MultiStepEngine(decoder, page=4, max_rows=4, steps_per_sync=5), requests)
-    same(found, answers(Engine(decoder), requests))
+    result = answers(MultiStepEngine(decoder, page=4, max_rows=4, steps_per_sync=5), requests)
+    same(result, answers(Engine(decoder), requests))
     looks = [i for i, event in enumerate(events) if event == "launched"]
     assert len(looks) > 4
     for i in looks:
@@ -105,11 +105,11 @@ def test_rows_that_wait_for_pages_are_prepared_first(decoder, events):
     ]
     same(answers(engine, requests), answers(Engine(decoder), requests))
     begun = [
-        one
+        item
         for event in events
         if event[0] == "brought"
-        for one in event[1]
-        if list(one) not in [r.prompt for r in requests]
+        for item in event[1]
+        if list(item) not in [r.prompt for r in requests]
     ]
     assert engine.preemptions and begun and any(event[0] == "read" and event[2] for event in events)
 
@@ -179,8 +179,8 @@ def test_a_brought_prompt_is_read_as_any_other(decoder):
     """
     prompts = [tuple(prompt) for prompt in random_prompts([5, 9, 9, 7])]
     expected = decoder.forward_prompts(prompts, [None] * 4, None)
-    there = [torch.tensor(prompt) for prompt in prompts]
-    for given in (there, [*there[:2], None, None]):
+    present = [torch.tensor(prompt) for prompt in prompts]
+    for inputs in (present, [*present[:2], None, None]):
         assert torch.equal(
-            decoder.forward_prompts(prompts, [None] * 4, None, uploaded_tokens=given), expected
+            decoder.forward_prompts(prompts, [None] * 4, None, uploaded_tokens=inputs), expected
         )

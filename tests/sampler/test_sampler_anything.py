@@ -17,10 +17,10 @@ def decoders():
 
 
 def many(kind, seeds, decoders):
-    found = collections.Counter()
+    result = collections.Counter()
     for seed in seeds:
-        found.update(play(kind, seed, decoders, ("none", "same", "other")[seed % 3]))
-    return found
+        result.update(play(kind, seed, decoders, ("none", "same", "other")[seed % 3]))
+    return result
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -28,19 +28,19 @@ def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind, decoders):
     """Requests of all kinds, aborted or gone on elsewhere, with new weights midway: each gives what
     it gives alone.
     """
-    found = many(kind, range(9), decoders)
-    assert found["compared"] > 200 and all(
-        found[what] for what in ("dropped", "changed", "moved", "begun")
-    ), found
-    assert found["waited"] or kind == "plain"
-    assert found["looks"] or kind != "stepped"
+    result = many(kind, range(9), decoders)
+    assert result["compared"] > 200 and all(
+        result[what] for what in ("dropped", "changed", "moved", "begun")
+    ), result
+    assert result["waited"] or kind == "plain"
+    assert result["looks"] or kind != "stepped"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_to_an_engine_in_many_workloads(kind, decoders):
-    found = many(kind, range(100, 160), decoders)
-    assert found["compared"] > 2000 and found["kept"], found
+    result = many(kind, range(100, 160), decoders)
+    assert result["compared"] > 2000 and result["kept"], result
 
 
 @pytest.mark.campaign
@@ -56,11 +56,11 @@ def test_whatever_happens_to_an_engine_of_two_ranks_the_samples_are_the_same(kin
     models = two_models()
 
     def run(team):
-        whole, split, found = two_weights(models), two_weights(models, team), collections.Counter()
+        whole, split, result = two_weights(models), two_weights(models, team), collections.Counter()
         for seed in range(6):
             change = ("none", "same", "other")[seed % 3]
-            found.update(play(kind, seed, whole, change, split))
-        return found
+            result.update(play(kind, seed, whole, change, split))
+        return result
 
     first, second = on_ranks(2, run)
     assert first == second and first["compared"] > 200
@@ -98,20 +98,20 @@ def test_one_of_two_that_go_on_with_a_conversation_reads_it_anew(kind, decoders)
     """Both come in at once, after the same turn and with other words: the cache is the first one's
     to write to.
     """
-    alone, engine = Alone(decoders[0]), kind(decoders[0], (3,))
+    single, engine = Alone(decoders[0]), kind(decoders[0], (3,))
     params = SamplingParams(max_tokens=6, stop=[])
     first = SamplingRequest(prompt=random_prompts([7])[0], params=params, conversation="one")
     engine.add(first)
-    said = [*first.prompt, *engine.run()[0].sequences[0].tokens]
+    text = [*first.prompt, *engine.run()[0].sequences[0].tokens]
     nexts = [
-        SamplingRequest(prompt=[*said, *more], problem=i, params=params, conversation="one")
+        SamplingRequest(prompt=[*text, *more], problem=i, params=params, conversation="one")
         for i, more in enumerate([(5, 9), (8,)])
     ]
     for request in nexts:
         engine.add(request)
     for request, response in zip(nexts, engine.run(), strict=True):
-        same(response.sequences[0], alone(request)[0])
-    assert engine.counters.kept_tokens == len(said) - 1
+        same(response.sequences[0], single(request)[0])
+    assert engine.counters.kept_tokens == len(text) - 1
 
 
 def test_what_was_read_with_other_weights_is_no_conversations_beginning(decoders):

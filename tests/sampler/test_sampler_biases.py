@@ -55,18 +55,20 @@ def expected_logprobs(model, prompt, tokens, params):
     """
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0].double()[len(prompt) - 1 : -1]
-    temperature, found = params.temperature or 1.0, []
+    temperature, results = params.temperature or 1.0, []
     for i, token in enumerate(tokens):
         whole = (logits[i] / temperature).log_softmax(-1)
         biased = logits[i].clone()
-        for one, value in (params.logit_bias or {}).items():
-            biased[one] += value
-        for one in range(VOCAB):
-            count = tokens[:i].count(one)
-            if count or one in prompt:
+        for entry, value in (params.logit_bias or {}).items():
+            biased[entry] += value
+        for entry in range(VOCAB):
+            count = tokens[:i].count(entry)
+            if count or entry in prompt:
                 r = params.repetition_penalty
-                biased[one] = biased[one] / r if biased[one] > 0 else biased[one] * r
-            biased[one] -= params.frequency_penalty * count + params.presence_penalty * bool(count)
+                biased[entry] = biased[entry] / r if biased[entry] > 0 else biased[entry] * r
+            biased[entry] -= params.frequency_penalty * count + params.presence_penalty * bool(
+                count
+            )
         if i < params.min_tokens:
             biased[[] if params.ignore_eos else list(EOS)] = -math.inf
         drawn = (biased / temperature).softmax(-1)
@@ -75,14 +77,14 @@ def expected_logprobs(model, prompt, tokens, params):
             if params.temperature
             else drawn
         )
-        found.append(((drawn[token] / drawn.sum()).log().item(), whole[token].item()))
-    return found
+        results.append(((drawn[token] / drawn.sum()).log().item(), whole[token].item()))
+    return results
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         {"min_p": 0.4},
         {"logit_bias": BIAS},
@@ -93,15 +95,17 @@ def expected_logprobs(model, prompt, tokens, params):
         {"repetition_penalty": 1.7},
         {**PENALTIES, "logit_bias": BIAS, "min_p": 0.1, "min_tokens": 3},
     ],
-    ids=lambda how: "+".join(how),
+    ids=lambda options: "+".join(options),
 )
-def test_logprobs_are_of_what_was_drawn_from(kind, how, temperature):
+def test_logprobs_are_of_what_was_drawn_from(kind, options, temperature):
     """And with `untruncated_logprobs` the same tokens have those of the model's own distribution."""
     model, params = (
         tiny_model("qwen3"),
-        SamplingParams(max_tokens=10, temperature=temperature, **how),
+        SamplingParams(max_tokens=10, temperature=temperature, **options),
     )
-    whole = SamplingParams(max_tokens=10, temperature=temperature, untruncated_logprobs=True, **how)
+    whole = SamplingParams(
+        max_tokens=10, temperature=temperature, untruncated_logprobs=True, **options
+    )
     prompts, groups = sampled(kind, params, others=(SamplingParams(max_tokens=9), whole))
     again = sampled(kind, whole)[1]
     for prompt, sequences, untruncated in zip(prompts, groups, again, strict=False):
@@ -109,19 +113,21 @@ def test_logprobs_are_of_what_was_drawn_from(kind, how, temperature):
             assert sequence.tokens == other.tokens
             pairs = expected_logprobs(model, prompt, sequence.tokens, params)
             np.testing.assert_allclose(sequence.logprobs, [drawn for drawn, _ in pairs], atol=2e-5)
-            np.testing.assert_allclose(other.logprobs, [own for _, own in pairs], atol=2e-5)
-            assert len(sequence.tokens) >= how.get("min_tokens", 1)
+            np.testing.assert_allclose(
+                other.logprobs, [reference for _, reference in pairs], atol=2e-5
+            )
+            assert len(sequence.tokens) >= options.get("min_tokens", 1)
             if temperature:
-                assert not how.get("logit_bias") or 9 not in sequence.tokens
+                assert not options.get("logit_bias") or 9 not in sequence.tokens
 
 
 def test_every_engine_draws_the_same_tokens():
     hows = [{"min_p": 0.3}, {"logit_bias": BIAS}, {"min_tokens": 5}, {"ignore_eos": True}]
-    for how in [*hows, PENALTIES]:
+    for options in [*hows, PENALTIES]:
         drawn = [
             [
                 [s.tokens for s in group]
-                for group in sampled(kind, SamplingParams(max_tokens=9, **how))[1]
+                for group in sampled(kind, SamplingParams(max_tokens=9, **options))[1]
             ]
             for kind in KINDS
         ]
@@ -151,12 +157,12 @@ def test_stops_before_min_tokens_and_eos_that_ends_nothing(kind):
     )
     for whole, cut in zip(on, usual, strict=True):  # the same stream, gone on with
         assert whole.tokens[: len(cut.tokens)] == cut.tokens
-    own = [
+    reference = [
         s
         for group in sampled(kind, SamplingParams(max_tokens=12, ignore_eos=True, stop=[1]))[1]
         for s in group
     ]
-    assert {s.tokens[-1] for s in own if s.stop_reason == "stop"} == {1}
+    assert {s.tokens[-1] for s in reference if s.stop_reason == "stop"} == {1}
 
 
 def test_a_request_that_has_begun_counts_what_it_drew():
@@ -207,7 +213,7 @@ def test_min_p_against_plain_python(min_p, top_k, top_p):
 
 
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         {"min_p": 0.1},
         {"logit_bias": {3: 1.0}},
@@ -217,13 +223,13 @@ def test_min_p_against_plain_python(min_p, top_k, top_p):
     ],
     ids=str,
 )
-def test_training_on_such_samples_is_refused(how, tmp_path):
+def test_training_on_such_samples_is_refused(options, tmp_path):
     """As on those of top_k and top_p. `ignore_eos` changes no probability, and is trained on."""
     with ServiceClient(output_dir=tmp_path) as service:
         client = service.create_full_training_client("tiny:addition")
         for params, refused in (
             (SamplingParams(max_tokens=3, ignore_eos=True), False),
-            (SamplingParams(max_tokens=3, **how), True),
+            (SamplingParams(max_tokens=3, **options), True),
         ):
             sampler = client.save_weights_and_get_sampling_client()
             sequence = sampler.sample(ModelInput.from_ints([3, 4]), 1, params).result().sequences[0]
@@ -246,7 +252,7 @@ def test_training_on_such_samples_is_refused(how, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("options", "says"),
     [
         ({"min_p": 1.5}, "min_p"),
         ({"min_p": -0.1}, "min_p"),
@@ -261,9 +267,9 @@ def test_training_on_such_samples_is_refused(how, tmp_path):
         ({"logit_bias": [3]}, "maps token ids"),
     ],
 )
-def test_values_out_of_range_are_named(how, says):
+def test_values_out_of_range_are_named(options, says):
     with pytest.raises(ValueError, match=says):
-        SamplingParams(**how)
+        SamplingParams(**options)
 
 
 def test_a_bias_for_a_token_that_the_model_has_not_is_an_error():

@@ -97,10 +97,10 @@ def test_a_trial_sees_what_is_wrong(monkeypatch, fault):
 
         monkeypatch.setattr(decode_inputs, "compute_paged_attention", attend)
     try:
-        said = engine_selection.compare_engines(decoder)
+        text = engine_selection.compare_engines(decoder)
     except FloatingPointError:
-        said = "diverged"
-    assert said is not None
+        text = "diverged"
+    assert text is not None
 
 
 def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch):
@@ -108,19 +108,19 @@ def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch
     # which this machine may not have: the trial meets what it meets
     decoder.device = torch.device("cuda")
     engine_selection._paged_engine_failure.cache_clear()
-    asked = []
+    requests = []
 
     def fails(small):
-        asked.append(small)
+        requests.append(small)
         raise RuntimeError("no kernel image is available\nfor this device")
 
     monkeypatch.setattr(engine_selection, "compare_engines", fails)
     monkeypatch.setattr(engine_selection, "Engine", lambda decoder, **settings: "plain")
     with pytest.warns(
         UserWarning, match="no kernel image is available.*, so the plain engine samples"
-    ) as said:
+    ) as text:
         assert [make_engine(decoder) for _ in range(3)] == ["plain"] * 3
-    assert len(asked) == len(said) == 1
+    assert len(requests) == len(text) == 1
     engine_selection._paged_engine_failure.cache_clear()
     monkeypatch.setattr(engine_selection, "compare_engines", lambda small: None)
     monkeypatch.setattr(engine_selection, "MultiStepEngine", lambda decoder, **settings: "stepped")
@@ -171,7 +171,7 @@ def build(features: set[str], team):
 
 @pytest.mark.parametrize(
     "features",
-    [{name for name in one if name} for one in itertools.product(*CHOICES.values())],
+    [{name for name in item if name} for item in itertools.product(*CHOICES.values())],
     ids=lambda features: ", ".join(sorted(features)),
 )
 def test_features_combine_unless_the_table_says_why_not(features):
@@ -193,15 +193,15 @@ def test_features_combine_unless_the_table_says_why_not(features):
         engine.add(replace(request, adapter_id=number))
         return type(engine), engine.run()[0]
 
-    ((kind, found),) = on_ranks(1, run)
+    ((kind, result),) = on_ranks(1, run)
     plain = Engine(make_decoder(model_of("qwen3_moe"), kind="hf"))
     plain.add(request)
     expected = plain.run()[0]
-    assert [s.tokens for s in found.sequences] == [s.tokens for s in expected.sequences]
-    for mine, other in zip(found.sequences, expected.sequences, strict=True):
+    assert [s.tokens for s in result.sequences] == [s.tokens for s in expected.sequences]
+    for mine, other in zip(result.sequences, expected.sequences, strict=True):
         np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=2e-5)
         assert (mine.experts is not None) == ("router replay" in features)
-    np.testing.assert_allclose(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=2e-5)
+    np.testing.assert_allclose(result.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=2e-5)
     engine_kind = MultiAdapterEngine if "adapters per row" in features else Engine
     if "paged cache" in features:
         several = find_conflict({*features, "device steps"}) is None

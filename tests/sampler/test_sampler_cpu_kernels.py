@@ -25,9 +25,9 @@ pytestmark = pytest.mark.skipif(cpu_kernels.load_cpu_kernels() is None, reason="
 
 @pytest.fixture
 def kernels() -> cpu_kernels.CpuKernels:
-    found = cpu_kernels.load_cpu_kernels()
-    assert found is not None
-    return found
+    result = cpu_kernels.load_cpu_kernels()
+    assert result is not None
+    return result
 
 
 @pytest.fixture
@@ -130,10 +130,10 @@ def _check_attend(kernels, repeat, width, normed, bounds):
                     [
                         inputs["prompt_kv"][i, prompt, g, :length].double(),
                         before[i, n, g, :written].double(),
-                        own[g][None],
+                        reference[g][None],
                     ]
                 )
-                for i, own in ((0, k), (1, v))
+                for i, reference in ((0, k), (1, v))
             )
             start = max(len(keys) - bounds.window, 0) if bounds.window else 0
             score = (keys @ q[h] / width**0.5)[start:]
@@ -263,8 +263,8 @@ def test_a_folder_that_cannot_be_written_is_gone_round(fresh, monkeypatch):
 
     monkeypatch.setattr(cpu_kernels, "_FLAGS", (*cpu_kernels._FLAGS, "-DANOTHER_KEY"))
     monkeypatch.setattr(cpu_kernels.os, "replace", refuse)
-    found = cpu_kernels.load_cpu_kernels()
-    assert found is not None and found.silu_mul(torch.zeros(1, 4)).shape == (1, 2)
+    result = cpu_kernels.load_cpu_kernels()
+    assert result is not None and result.silu_mul(torch.zeros(1, 4)).shape == (1, 2)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -375,5 +375,5 @@ def test_a_row_is_drawn_alike_whoever_is_beside_it():
     by_torch, torchs_logprob = sample_with_torch(logits, uniform, settings(kinds))
     assert token.tolist() == by_torch.tolist() and (logprob - torchs_logprob).abs().max() < 2e-6
     for i, kind in enumerate(kinds):
-        one, its_logprob = sample_tokens(logits[i : i + 1], uniform[i : i + 1], settings([kind]))
-        assert one[0] == token[i] and its_logprob[0] == logprob[i]
+        first, its_logprob = sample_tokens(logits[i : i + 1], uniform[i : i + 1], settings([kind]))
+        assert first[0] == token[i] and its_logprob[0] == logprob[i]

@@ -556,25 +556,25 @@ def test_the_last_layer_goes_on_with_last_positions_alone_where_nobody_reads_the
     model = add_lora(model, ["q_proj", "o_proj", "down_proj"]) if adapters else model
     decoder, prompts = make_decoder(model), random_prompts([9, 3, 9])
     seen, last, shown = list[int](), decoder.layers[-1], list[torch.Tensor]()
-    found, plain = [], type(last.down)._product
+    results, plain = [], type(last.down)._product
 
-    def product(one, x):
-        if one is last.down:
+    def product(first, x):
+        if first is last.down:
             seen.append(x.shape[:-1].numel())
-        return plain(one, x)
+        return plain(first, x)
 
     for reader in (None, lambda start, logits: shown.append(logits)):
         state = decoder.new_state(1000)
         state.reserve(3, 9, 3, 2)
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             patch.setattr(type(last.down), "_product", product)
-            found.append(
+            results.append(
                 (state.prefill(prompts, [None, reader, None]), state.prompt_kv[-1].clone())
             )
     assert seen == [3, 27] and len(shown) == 1 and shown[0].shape == (3, VOCAB)
-    for alone, beside in zip(*found, strict=True):
-        torch.testing.assert_close(alone, beside, rtol=1e-5, atol=1e-5)
-    for logits, prompt in zip(found[0][0], prompts, strict=True):
+    for single, neighbor in zip(*results, strict=True):
+        torch.testing.assert_close(single, neighbor, rtol=1e-5, atol=1e-5)
+    for logits, prompt in zip(results[0][0], prompts, strict=True):
         torch.testing.assert_close(
             logits, plain_logits(model, prompt[:-1], prompt[-1:] + [0])[-1], rtol=1e-4, atol=2e-5
         )

@@ -204,7 +204,7 @@ def test_a_sample_does_not_depend_on_the_batch_around_it(kind):
     tight = tokens_of(
         sample(decoder, prompts, 4, params=params, eos=(3,), seed=9, kv_cache_tokens=150)
     )
-    alone = []
+    single = []
     for problem, index in itertools.product(range(len(prompts)), range(4)):
         engine = Engine(decoder, eos_token_ids=(3,))
         engine.add(
@@ -212,8 +212,8 @@ def test_a_sample_does_not_depend_on_the_batch_around_it(kind):
                 prompt=prompts[problem], params=params, seed=9, problem=problem, first_index=index
             )
         )
-        alone.append(engine.run()[0].sequences[0].tokens)
-    assert together == few_rows == tight == [alone[i : i + 4] for i in range(0, len(alone), 4)]
+        single.append(engine.run()[0].sequences[0].tokens)
+    assert together == few_rows == tight == [single[i : i + 4] for i in range(0, len(single), 4)]
     # a seed does not make members equal
     assert all(len({tuple(tokens) for tokens in group}) > 1 for group in together)
     assert together != tokens_of(sample(decoder, prompts, 4, params=params, eos=(3,), seed=10))

@@ -60,7 +60,7 @@ def test_step_kernels_are_torchs_path(dtype):
         torch.randperm(9, generator=g)[:5],
         torch.randint(0, 16, (5,), generator=g),
     ]
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         x2, residual2, weight2, gate2, qkv2, norm2, rope2, kv2 = (
             t.to(dtype).to(device, copy=True)
@@ -73,8 +73,8 @@ def test_step_kernels_are_torchs_path(dtype):
         q = decode_ops.rope_to_cache(
             qkv2, norm2, 1e-6, rope2, at[0].to(device), kv2, at[1].to(device), at[2].to(device), 14
         )
-        found.append([t.float().cpu() for t in (normed, residual2, gated, q, kv2)])
-    for mine, plain in zip(*found, strict=True):
+        results.append([t.float().cpu() for t in (normed, residual2, gated, q, kv2)])
+    for mine, plain in zip(*results, strict=True):
         tolerance = 1e-5 if dtype == torch.float32 else 4e-2
         torch.testing.assert_close(mine, plain, atol=tolerance, rtol=tolerance)
 
@@ -90,8 +90,8 @@ def test_attention_over_pages_is_the_gathered_one(heads, dtype):
     """
     from kernels import paged_attention as module
 
-    given = module.make_trial_inputs(torch.device("cuda"), dtype, *heads, 256)
-    q, kv, table, length, shared = given
+    inputs = module.make_trial_inputs(torch.device("cuda"), dtype, *heads, 256)
+    q, kv, table, length, shared = inputs
     exact = module.attend_and_merge(
         module.attend_gathered, q.double(), kv.double(), table, length, shared
     ).float()
@@ -99,12 +99,12 @@ def test_attention_over_pages_is_the_gathered_one(heads, dtype):
         module.varlen_supports_pages() and dtype != torch.float32 and heads[2] <= 256
     )
     for way in ways:
-        found = module._run_backend(way, *given)
+        result = module._run_backend(way, *inputs)
         torch.testing.assert_close(
-            found.float(), exact, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=0
+            result.float(), exact, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=0
         )
         other = torch.randn_like(q).index_copy(0, torch.tensor([4], device="cuda"), q[4:5])
-        assert torch.equal(module._run_backend(way, other, kv, table, length, shared)[4], found[4])
+        assert torch.equal(module._run_backend(way, other, kv, table, length, shared)[4], result[4])
     module._first_correct_backend.cache_clear()
     assert module._first_correct_backend(0, dtype, *heads, 256) == "triton"
 
@@ -124,9 +124,9 @@ def test_attention_over_pages_at_every_number_of_splits(rows, context):
         tables[row][0] = tables[0][0]
     lengths = np.random.default_rng(0).integers(257, context + 1, rows)
     for shared in ([(members, tables[0][:1])] if rows > 1 else [], []):
-        given = (q, kv, *make_block_tables(tables, lengths, shared, 256, kv.device))
-        exact = module.attend_and_merge(module.attend_gathered, *given)
-        torch.testing.assert_close(module._run_backend("triton", *given), exact, atol=2e-2, rtol=0)
+        inputs = (q, kv, *make_block_tables(tables, lengths, shared, 256, kv.device))
+        exact = module.attend_and_merge(module.attend_gathered, *inputs)
+        torch.testing.assert_close(module._run_backend("triton", *inputs), exact, atol=2e-2, rtol=0)
 
 
 def test_the_engine_over_pages_samples_what_the_plain_one_does():
@@ -211,7 +211,7 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
                 self.model, self.kv, self.ropes, self.buffers, rows, self.pages, shared and rows > 1
             )
 
-    decoder, found = small_decoder(), []
+    decoder, results = small_decoder(), []
     engines = [
         MultiStepEngine(decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24) for _ in range(2)
     ]
@@ -229,10 +229,10 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
                         problem=i,
                     )
                 )
-            found.append(
+            results.append(
                 [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
             )
-    assert found[0] == found[1] and found[2] == found[3] and found[0] != found[2]
+    assert results[0] == results[1] and results[2] == results[3] and results[0] != results[2]
     assert len(engines[0]._steps._graphs) > 2 and not engines[1]._steps._graphs
 
 
@@ -270,13 +270,13 @@ def test_lora_ops_are_torchs(adapter):
             columns = slice(sum(widths[:i]), sum(widths[: i + 1]))
             b = (torch.randn(width, 32, generator=g) / 32**0.5).to(adapter)
             parts.append((b, 1.0 + i, columns, slice(32 * i, 32 * i + 32)))
-        y, found = torch.randn(rows, sum(widths), generator=g).bfloat16(), []
+        y, results = torch.randn(rows, sum(widths), generator=g).bfloat16(), []
         for device in ("cpu", "cuda"):
             out = y.to(device, copy=True)
-            there = [(b.to(device), *rest) for b, *rest in parts]
-            add_lora_(out, x.to(device), a.to(device), there)
-            found.append(out.float().cpu())
-        torch.testing.assert_close(*found, atol=4e-2, rtol=2e-2)
+            present = [(b.to(device), *rest) for b, *rest in parts]
+            add_lora_(out, x.to(device), a.to(device), present)
+            results.append(out.float().cpu())
+        torch.testing.assert_close(*results, atol=4e-2, rtol=2e-2)
 
 
 def test_keys_and_values_of_prompts_go_to_their_slots():
@@ -285,13 +285,13 @@ def test_keys_and_values_of_prompts_go_to_their_slots():
     qkv = torch.randn(5, 300, 18, 64, generator=g).bfloat16()
     slots = torch.randperm(12 * 256, generator=g)[:1500].view(5, 300)
     slots[2, 100:] = -1
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         kv = torch.zeros(2, 12, 256, 2, 64, dtype=torch.bfloat16, device=device)
         _, k, v = qkv.to(device).split([14, 2, 2], dim=2)
         decode_ops.append_to_cache(k, v, kv, slots.to(device))
-        found.append(kv.cpu())
-    assert torch.equal(*found)
+        results.append(kv.cpu())
+    assert torch.equal(*results)
 
 
 def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
@@ -322,9 +322,9 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
                     problem=i,
                 )
             )
-        found = [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
+        results = [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
         engine.close()
-        return found
+        return results
 
     decoder, between, counts = small_decoder(), IdleKVCachePool(), []
     for _ in range(3):

@@ -42,7 +42,7 @@ class Played:
     """A step over the tensors that were there when it was captured."""
 
     def __init__(self, steps: CUDAGraphRunner, rows: int, shared: bool):
-        self.given = (
+        self.inputs = (
             steps.model,
             steps.kv,
             steps.ropes,
@@ -53,23 +53,23 @@ class Played:
         )
 
     def replay(self) -> None:
-        decode_step(*self.given)
+        decode_step(*self.inputs)
 
 
 @pytest.fixture
 def captured(monkeypatch):
     """(decoder, rows, shared) of every capture, in order."""
-    found = []
+    results = []
 
     def capture(steps, rows, shared):
-        found.append((id(steps.model), rows, shared))
+        results.append((id(steps.model), rows, shared))
         steps.buffers.remaining.zero_()  # a capture runs steps of its own
         steps.buffers.at.fill_(3)
         return Played(steps, rows, shared)
 
     monkeypatch.setattr(CUDAGraphRunner, "uses_graphs", True)
     monkeypatch.setattr(CUDAGraphRunner, "_capture", capture)
-    return found
+    return results
 
 
 def requests(seed: int = 0, groups: tuple[int, ...] = (4, 1, 3)) -> list[SamplingRequest]:
@@ -89,14 +89,14 @@ def requests(seed: int = 0, groups: tuple[int, ...] = (4, 1, 3)) -> list[Samplin
     ]
 
 
-def drawn(engine, asked) -> list[tuple[list[int], list[float]]]:
-    for request in asked:
+def drawn(engine, query) -> list[tuple[list[int], list[float]]]:
+    for request in query:
         engine.add(request)
     return [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
 
 
-def same(found, expected):
-    for mine, plain in zip(found, expected, strict=True):
+def same(result, expected):
+    for mine, plain in zip(result, expected, strict=True):
         assert mine[0] == plain[0]
         np.testing.assert_allclose(mine[1], plain[1], atol=1e-4)
 
@@ -111,11 +111,11 @@ def test_three_calls_with_new_weights_between_capture_once(captured, kind):
     decoder, between, pages, seen = make_decoder(model, kind="fast"), IdleKVCachePool(), set(), []
     for call in range(3):
         engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
-        found = drawn(engine, requests(call))
+        result = drawn(engine, requests(call))
         pages.add(engine._state.kv[0].data_ptr())
         engine.close()
-        same(found, drawn(Engine(make_decoder(model, kind="fast")), requests(call)))
-        seen.append([tokens for tokens, _ in found])
+        same(result, drawn(Engine(make_decoder(model, kind="fast")), requests(call)))
+        seen.append([tokens for tokens, _ in result])
         with torch.no_grad():
             for parameter in (p for p in model.parameters() if p.requires_grad):
                 parameter.mul_(1.2).add_(0.01)
@@ -142,8 +142,8 @@ def test_all_graphs_of_the_present_requests_are_captured_before_the_first_step(c
     """The batch begins with few rows, for want of pages, and grows when samples have ended."""
     decoder = make_decoder(tiny_model("qwen3"), kind="fast")
     engine = MultiStepEngine(decoder, (3, 5), page=4, kv_cache_tokens=120, max_rows=32)
-    asked = requests(groups=(5, 5, 5)) + requests(seed=1, groups=(5, 5, 5))
-    for request in asked:
+    query = requests(groups=(5, 5, 5)) + requests(seed=1, groups=(5, 5, 5))
+    for request in query:
         engine.add(request)
     while not captured:
         engine.step()
@@ -229,7 +229,7 @@ def test_stops_of_another_engine_are_not_the_next_ones():
     """
     decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), IdleKVCachePool()
     for stops in ([[5]], [[7, 9], [11]], [[k] for k in range(3, 25)]):
-        asked = [
+        queries = [
             SamplingRequest(
                 prompt=[4, 9, 2],
                 num_samples=2,
@@ -239,19 +239,19 @@ def test_stops_of_another_engine_are_not_the_next_ones():
             for i, stop in enumerate(stops)
         ]
         engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=4000, max_rows=64, kept=between)
-        same(drawn(engine, asked), drawn(Engine(decoder), asked))
+        same(drawn(engine, queries), drawn(Engine(decoder), queries))
         engine.close()
 
 
 def test_what_a_decoder_captured_goes_with_it():
     decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), IdleKVCachePool()
     other = decoder.fork()
-    for one in (decoder, other):
-        engine = MultiStepEngine(one, page=4, kv_cache_tokens=400, kept=between)
+    for item in (decoder, other):
+        engine = MultiStepEngine(item, page=4, kv_cache_tokens=400, kept=between)
         drawn(engine, requests())
         engine.close()
     gone = weakref.ref(other)
-    del one, other, engine
+    del item, other, engine
     gc.collect()
     assert gone() is None and len(between._idle._steps) == 1
 
@@ -260,11 +260,11 @@ def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeyp
     decoder, between, alive = make_decoder(tiny_model("qwen3"), kind="fast"), IdleKVCachePool(), []
     make = kv_cache_pool.KVCachePool.__init__
 
-    def counted(self, *given):
+    def counted(self, *inputs):
         gc.collect()
-        alive.append(sum(one() is not None for one in pools))
+        alive.append(sum(first() is not None for first in pools))
         pools.append(weakref.ref(self))
-        make(self, *given)
+        make(self, *inputs)
 
     pools = []
     monkeypatch.setattr(kv_cache_pool.KVCachePool, "__init__", counted)
@@ -275,10 +275,10 @@ def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeyp
         engine.close()  # twice is once
         del engine
     assert alive == [0, 0, 0]
-    with_one, two = (
+    with_one, second = (
         MultiStepEngine(decoder, page=4, kv_cache_tokens=400, kept=between) for _ in range(2)
     )
-    assert with_one._state.kv[0] is not two._state.kv[0]
+    assert with_one._state.kv[0] is not second._state.kv[0]
     with_one.close()
     with pytest.raises(IndexError):
         drawn(with_one, requests())  # its pages may be another's by now
@@ -288,10 +288,10 @@ def test_a_learner_gets_the_memory_until_it_has_left_room():
     """`room` is asked for what lies there beyond the most that was ever taken: nothing once it lay
     there through an update.
     """
-    decoder, asked, answer = make_decoder(tiny_model("qwen3"), kind="fast"), [], True
+    decoder, queries, answer = make_decoder(tiny_model("qwen3"), kind="fast"), [], True
 
     def room(device, size):
-        asked.append(size)
+        queries.append(size)
         return answer
 
     between = IdleKVCachePool(room)
@@ -304,15 +304,15 @@ def test_a_learner_gets_the_memory_until_it_has_left_room():
 
     size = sample()
     between.free_for_learner()
-    assert between._idle is None and not asked  # what learning takes is not known yet
+    assert between._idle is None and not queries  # what learning takes is not known yet
     between.record_update()
     sample()
     for _ in range(2):
         between.free_for_learner()
-    assert between._idle is not None and asked == [size, 0]
+    assert between._idle is not None and queries == [size, 0]
     answer = False
     between.free_for_learner()
-    assert between._idle is None and asked[2:] == [0]
+    assert between._idle is None and queries[2:] == [0]
     assert not kv_cache_pool.has_free_memory(torch.device("cpu"), 0)
 
 
@@ -369,7 +369,7 @@ def test_a_rank_keeps_them_over_its_verbs(captured, worker):
             Engine(worker.versions[version].decoder, worker.versions[version].loaded.eos_token_ids),
             sums(version),
         )
-        assert tokens[-1] == [one for one, _ in plain]
+        assert tokens[-1] == [first for first, _ in plain]
         counts.append(len(captured))
         learn(worker)
         worker.free_version(version)
@@ -403,8 +403,8 @@ def test_a_call_that_failed_leaves_nothing(worker):
 
 def test_a_stream_that_is_closed_or_begun_anew_gives_its_pages_on(worker):
     worker.snapshot(0, 0)
-    asked = [(ticket, 0, request) for ticket, request in enumerate(sums())]
-    worker.run_steps(7, 0, StepRequest(steps=3, new_requests=asked))
+    queries = [(ticket, 0, request) for ticket, request in enumerate(sums())]
+    worker.run_steps(7, 0, StepRequest(steps=3, new_requests=queries))
     pages = worker.streams[7].engine._pool
     done = worker.run_steps(7, 0, StepRequest(steps=1000, recompute=True))
     assert worker.streams[7].engine._pool is pages and sorted(done.finished) == [0, 1, 2]
@@ -412,8 +412,8 @@ def test_a_stream_that_is_closed_or_begun_anew_gives_its_pages_on(worker):
     assert worker.kv_cache_pool._idle is pages
 
 
-@pytest.mark.parametrize("left", ["closed", "begun anew"])
-def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not(worker, left):
+@pytest.mark.parametrize("remaining", ["closed", "begun anew"])
+def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not(worker, remaining):
     """Its pages hold what is no number; rows that come after end in pages of which they fill a
     part.
     """
@@ -423,11 +423,11 @@ def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not
         name for name in worker.versions[0].decoder.weights.slices if name.endswith("norm.weight")
     )
     worker.versions[0].decoder.weights.view(name).fill_(torch.nan)
-    asked = [(ticket, 0, request) for ticket, request in enumerate(sums())]
+    queries = [(ticket, 0, request) for ticket, request in enumerate(sums())]
     with pytest.raises(FloatingPointError, match="diverged"):
-        worker.run_steps(7, 0, StepRequest(steps=3, new_requests=asked))
+        worker.run_steps(7, 0, StepRequest(steps=3, new_requests=queries))
     bad = worker.streams[7].engine._pool
-    if left == "closed":
+    if remaining == "closed":
         worker.close_stream(7)
     else:
         worker.streams[7].move_to_new_engine(lambda _: Engine(worker.versions[1].decoder, ()))
@@ -437,17 +437,17 @@ def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not
         Engine(worker.versions[1].decoder, worker.versions[1].loaded.eos_token_ids), sums()
     )
     assert [s.tokens for i in sorted(responses) for s in responses[i].sequences] == [
-        one for one, _ in plain
+        first for first, _ in plain
     ]
     assert not bad.kv[0].isfinite().all()
 
 
 def test_what_lies_behind_a_rows_last_position_is_not_seen_whatever_it_is():
-    decoder, asked = make_decoder(tiny_model("qwen3"), kind="fast"), requests()
+    decoder, request = make_decoder(tiny_model("qwen3"), kind="fast"), requests()
     engine = MultiStepEngine(decoder, page=16, kv_cache_tokens=640, max_rows=16)
     for block in engine._pool.kv:
         block.fill_(torch.nan)
-    same(drawn(engine, asked), drawn(Engine(decoder), asked))
+    same(drawn(engine, request), drawn(Engine(decoder), request))
 
 
 def test_what_another_learner_takes_is_seen_anew(worker):
@@ -476,5 +476,5 @@ def test_what_another_learner_takes_is_seen_anew(worker):
         learn(worker)
 
 
-def out_of_memory(*given, **named):
+def out_of_memory(*inputs, **named):
     raise torch.OutOfMemoryError("of 9 TiB")

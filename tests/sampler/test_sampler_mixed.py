@@ -46,12 +46,12 @@ def family(kind: str, count: int = 4) -> tuple[FastDecoder, list[FastDecoder]]:
     """
     base = make_decoder(tiny_model(kind), kind="fast")
     decoders = []
-    for i, one in enumerate(ADAPTERS[:count]):
+    for i, first in enumerate(ADAPTERS[:count]):
         torch.manual_seed(i)
-        settings = {name: value for name, value in one.items() if name != "targets"}
+        settings = {name: value for name, value in first.items() if name != "targets"}
         decoders.append(
             make_decoder(
-                add_lora(tiny_model(kind), one["targets"], **settings), kind="fast", base=base
+                add_lora(tiny_model(kind), first["targets"], **settings), kind="fast", base=base
             )
         )
     assert all(decoder.base is base for decoder in decoders)
@@ -63,14 +63,14 @@ def mixed(
 ) -> MultiAdapterEngine:
     """Number 0 is the bare base, 1, 2, ... the adapters. `pages`: over pages of four positions."""
     decoder = MultiAdapterDecoder(base)
-    for number, one in enumerate([base, *decoders]):
-        decoder.add_adapter(number, one, version=10 + number)
+    for number, first in enumerate([base, *decoders]):
+        decoder.add_adapter(number, first, version=10 + number)
     if pages:
         return PagedMultiAdapterEngine(decoder, eos_token_ids=(3,), page=4, **settings)
     return MultiAdapterEngine(decoder, eos_token_ids=(3,), **settings)
 
 
-def alone(decoder: FastDecoder, request: SamplingRequest) -> Any:
+def run_single(decoder: FastDecoder, request: SamplingRequest) -> Any:
     engine = Engine(decoder, eos_token_ids=(3,))
     engine.add(request)
     return engine.run()[0]
@@ -78,8 +78,8 @@ def alone(decoder: FastDecoder, request: SamplingRequest) -> Any:
 
 def check(response: Any, expected: Any) -> None:
     assert [s.tokens for s in response.sequences] == [s.tokens for s in expected.sequences]
-    for got, wanted in zip(response.sequences, expected.sequences, strict=True):
-        np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-5)
+    for got, target in zip(response.sequences, expected.sequences, strict=True):
+        np.testing.assert_allclose(got.logprobs, target.logprobs, atol=1e-5)
     if expected.prompt_logprobs is not None:
         np.testing.assert_allclose(
             response.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=1e-5
@@ -90,10 +90,10 @@ def test_adapters_hold_nothing_of_the_base_but_themselves():
     base, decoders = family("qwen3")
     held = {buffer.data_ptr() for buffer in base.weights.buffers.values()}
     for decoder in decoders:
-        own = {
+        reference = {
             key for key, buffer in decoder.weights.buffers.items() if buffer.data_ptr() not in held
         }
-        assert own and all("lora" in key for key in own)
+        assert reference and all("lora" in key for key in reference)
         with pytest.raises(ValueError, match=r"frozen and shared"):
             decoder.load_([("base_model.model.model.norm.weight", torch.full((32,), 9.0))])
         fork = decoder.fork()
@@ -143,7 +143,7 @@ def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, pa
         )
         engine.add(requests[-1])
     for request, response in zip(requests, engine.run(), strict=True):
-        check(response, alone([base, *decoders][request.adapter_id], request))
+        check(response, run_single([base, *decoders][request.adapter_id], request))
         assert {s.version for s in response.sequences} == {10 + request.adapter_id}
     assert engine.counters.peak_rows == 9  # they ran together, and some waited
 
@@ -166,8 +166,8 @@ def test_random_workloads(seed, pages):
     )
     known = dict(enumerate([base, *decoders]))
     newest = dict(enumerate(known))  # a model's newest number
-    asked: dict[int, SamplingRequest] = {}
-    answers, dropped, told = {}, set(), {}
+    query: dict[int, SamplingRequest] = {}
+    answers, dropped, messages = {}, set(), {}
     talks: dict[tuple[str, int], list[int]] = {}
     for step in range(60):
         for _ in range(int(rng.integers(0, 3)) if step < 40 else 0):
@@ -185,14 +185,14 @@ def test_random_workloads(seed, pages):
                 prompt=prompt[-60:] if name is None else prompt[:60],
                 params=params,
                 seed=seed,
-                problem=len(asked),
+                problem=len(query),
                 num_samples=1 if name else int(rng.integers(1, 4)),
                 conversation=name,
                 adapter_id=newest[model],
             )
-            asked[engine.add(request)] = request
-        if rng.random() < 0.15 and asked:
-            engine.cancel(gone := int(rng.choice(list(asked))))
+            query[engine.add(request)] = request
+        if rng.random() < 0.15 and query:
+            engine.cancel(gone := int(rng.choice(list(query))))
             dropped |= {gone} - answers.keys()
         if rng.random() < 0.2:
             model, number = int(rng.integers(1, 5)), len(known)
@@ -211,7 +211,7 @@ def test_random_workloads(seed, pages):
             engine.keep_weights(newest.values())
         for done in engine.step():
             answers[done.request_id] = done.response
-            request = asked[done.request_id]
+            request = query[done.request_id]
             if request.conversation is not None:
                 talks[request.conversation, request.adapter_id] = [
                     *request.prompt,
@@ -220,11 +220,11 @@ def test_random_workloads(seed, pages):
     while engine.busy:
         answers |= {done.request_id: done.response for done in engine.step()}
     assert not pages or engine.preemptions
-    assert answers.keys() == asked.keys() - dropped and len(answers) > 15
+    assert answers.keys() == query.keys() - dropped and len(answers) > 15
     for number, response in answers.items():
-        check(response, alone(known[asked[number].adapter_id], asked[number]))
-    told = {s.version - 10 for response in answers.values() for s in response.sequences}
-    assert told == {asked[number].adapter_id for number in answers} and max(told) > 4, (
+        check(response, run_single(known[query[number].adapter_id], query[number]))
+    messages = {s.version - 10 for response in answers.values() for s in response.sequences}
+    assert messages == {query[number].adapter_id for number in answers} and max(messages) > 4, (
         "no changed weights were drawn from"
     )
 
@@ -256,14 +256,14 @@ def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind
             adapter_id=(1, 0, 1, 2)[i % 4],
         )
         requests[engine.add(request)] = request
-    found = {}
+    results = {}
     while engine.busy:
-        found |= {done.request_id: done.response for done in engine.step()}
+        results |= {done.request_id: done.response for done in engine.step()}
     for number, request in requests.items():
         if request.adapter_id == 1:
-            assert isinstance(found[number], FloatingPointError) and "NaN" in str(found[number])
+            assert isinstance(results[number], FloatingPointError) and "NaN" in str(results[number])
         else:
-            check(found[number], alone([base, *decoders][request.adapter_id], request))
+            check(results[number], run_single([base, *decoders][request.adapter_id], request))
 
 
 def test_weights_that_nobody_knows_are_refused_and_forgotten_ones_given_back():

@@ -54,9 +54,9 @@ def pages(monkeypatch, request):
         ),
     )
     yield
-    for one in made:  # nothing stays behind but what conversations keep
-        tables = one._state.block_manager
-        assert not tables.rows or one.busy
+    for item in made:  # nothing stays behind but what conversations keep
+        tables = item._state.block_manager
+        assert not tables.rows or item.busy
         held = {page for part in (*tables.rows, *tables.prompts) for page in part.block_table}
         assert len(tables.pool.ref_counts) - tables.pool.num_free == len(held)
     made.clear()

@@ -40,17 +40,17 @@ def test_products_are_float64s(rows, biased):
     x, weight = torch.randn(*rows, 600, generator=g), torch.randn(700, 600, generator=g)
     bias = torch.randn(700, generator=g) if biased else None
     with torch.inference_mode():
-        found = mkldnn_layout.packed_linear(x, mkldnn_layout.get_layout(weight)[1], bias)
+        result = mkldnn_layout.packed_linear(x, mkldnn_layout.get_layout(weight)[1], bias)
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     bound = 600 * 2.0**-24 * (x.double().abs() @ weight.double().abs().t() + 4)
-    assert found.dtype == torch.float32 and bool(((found.double() - exact).abs() <= bound).all())
+    assert result.dtype == torch.float32 and bool(((result.double() - exact).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 def test_a_wide_model_samples_what_transformers_scores(kind, monkeypatch):
     calls, product = [], mkldnn_layout.packed_linear
     monkeypatch.setattr(
-        mkldnn_layout, "packed_linear", lambda *given: calls.append(product(*given)) or calls[-1]
+        mkldnn_layout, "packed_linear", lambda *inputs: calls.append(product(*inputs)) or calls[-1]
     )
     model = wide(kind)
     for tokens, logprobs in answer(make_decoder(model, kind="fast")):
@@ -128,10 +128,10 @@ def test_the_plan_counts_what_is_held_twice():
     shape = plan.ModelShape(name="x", fast=True, **sizes, **nothing)
     decoder = make_decoder(model, kind="fast")
     held = sum(
-        one.weight.nbytes
+        item.weight.nbytes
         for layer in decoder.layers
-        for one in (layer.qkv, layer.out, layer.gate_up, layer.down, decoder.head)
-        if one.may_pack and one.weight.numel() >= mkldnn_layout.MIN_ELEMENTS
+        for item in (layer.qkv, layer.out, layer.gate_up, layer.down, decoder.head)
+        if item.may_pack and item.weight.numel() >= mkldnn_layout.MIN_ELEMENTS
     )
     launch = plan.LaunchShape(cuda=False, bf16=False, world=1, per_node=1)
     assert held > 0 and plan.packed_copy_bytes(shape, launch) == held

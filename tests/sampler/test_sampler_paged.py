@@ -35,15 +35,15 @@ def check(tables: BlockManager) -> None:
         page for row in tables.rows for page in row.block_table[: row.length // tables.block_size]
     }
     ends = sum(row.length % tables.block_size for row in tables.rows)
-    alone = [prompt for prompt in tables.prompts if prompt.rows == 0]
+    single = [prompt for prompt in tables.prompts if prompt.rows == 0]
     tokens = (
         len(full) * tables.block_size
         + ends
-        + sum(prompt.length for prompt in alone if prompt.block_table)
+        + sum(prompt.length for prompt in single if prompt.block_table)
     )
     used = len(held) - tables.pool.num_free
     assert used * tables.block_size <= 1.1 * tokens + tables.block_size * (
-        len(tables.rows) + len(alone)
+        len(tables.rows) + len(single)
     )
 
 
@@ -79,16 +79,16 @@ def test_a_thousand_random_workloads_leak_no_page(size):
                 counts = rng.integers(1, size if size > 10 else 2, len(tables.rows)).tolist()
                 if tables.blocks_needed(counts) > tables.pool.num_free:
                     continue
-                for row, told, count in zip(tables.rows, expected, counts, strict=True):
+                for row, messages, count in zip(tables.rows, expected, counts, strict=True):
                     if count == 1:
                         _, _, copy = tables.append_position(row)
                     else:
                         copy = tables.append_positions(row, count)
                     if copy is not None:
                         content[copy[1]] = content[copy[0]]
-                    told += rng.integers(1 << 30, size=count).tolist()
+                    messages += rng.integers(1 << 30, size=count).tolist()
                     for at in range(row.length - count, row.length):
-                        content[row.block_table[at // size], at % size] = told[at]
+                        content[row.block_table[at // size], at % size] = messages[at]
             elif what < 0.95 and tables.rows:
                 gone = int(rng.integers(len(tables.rows)))
                 tables.drop_row(tables.rows.pop(gone))
@@ -99,8 +99,8 @@ def test_a_thousand_random_workloads_leak_no_page(size):
                     tables.drop_prompt(tables.prompts.pop(slot))
                     prompts.pop(slot)
             check(tables)
-            for row, told in zip(tables.rows, expected, strict=True):
-                assert content[row.block_table].ravel()[: row.length].tolist() == told
+            for row, messages in zip(tables.rows, expected, strict=True):
+                assert content[row.block_table].ravel()[: row.length].tolist() == messages
         while tables.rows:
             tables.drop_row(tables.rows.pop())
         for prompt in tables.prompts:
@@ -174,9 +174,9 @@ def same_samples(decoder, seeds: range) -> int:
             max_rows=int(rng.integers(1, 12)),
             page=page,
         )
-        found = answers(paged, requests)
+        result = answers(paged, requests)
         expected = answers(Engine(decoder, kv_cache_tokens=100_000, max_rows=64), requests)
-        for mine, plain in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+        for mine, plain in zip(itertools.chain(*result), itertools.chain(*expected), strict=True):
             assert mine[0] == plain[0]
             np.testing.assert_allclose(mine[1], plain[1], atol=1e-4)
         tables = paged._state.block_manager

@@ -48,13 +48,13 @@ def check_ends(client) -> None:
         response = client.sample(
             ModelInput.from_ints([3, 5]), 128, SamplingParams(max_tokens=40, stop=stop, seed=1)
         ).result()
-        ends, given = set(ENDS), set(stop or [])
-        assert ends | given <= {
+        ends, inputs = set(ENDS), set(stop or [])
+        assert ends | inputs <= {
             s.tokens[-1] for s in response.sequences if s.stop_reason == "stop"
         }, ENDS
         for sequence in response.sequences:
-            assert not (ends | given) & set(sequence.tokens[:-1])
-            assert (sequence.stop_reason == "stop") == (sequence.tokens[-1] in ends | given)
+            assert not (ends | inputs) & set(sequence.tokens[:-1])
+            assert (sequence.stop_reason == "stop") == (sequence.tokens[-1] in ends | inputs)
 
 
 def test_every_end_of_sequence_ends_a_sample_on_every_path(folder, tmp_path):
@@ -76,17 +76,17 @@ def test_every_end_of_sequence_ends_a_sample_on_every_path(folder, tmp_path):
 class SameAgain(Env):
     """Asks the same question at every turn, whatever is answered."""
 
-    asked = ModelInput.from_ints([3, 4, 12])
+    requests_seen = ModelInput.from_ints([3, 4, 12])
 
     def __init__(self, turns: int):
-        self.left = turns
+        self.remaining = turns
 
     def initial_observation(self):
-        return self.asked, []
+        return self.requests_seen, []
 
     def step(self, action):
-        self.left -= 1
-        return StepResult(0.0, self.left == 0, self.asked, [], {}, {}, False)
+        self.remaining -= 1
+        return StepResult(0.0, self.remaining == 0, self.requests_seen, [], {}, {}, False)
 
 
 class Questions(EnvGroupBuilder):
@@ -104,11 +104,11 @@ def test_each_turn_of_an_episode_has_a_random_stream_of_its_own(tmp_path):
     with ServiceClient(output_dir=tmp_path, seed=1) as service:
         sampler = service.create_sampling_client(base_model="tiny:addition")
         (group,) = rollout([Questions(5, 4, 3)], sampler, params, seed=9).groups
-        said = [
+        text = [
             [turn.ac.tokens for turn in episode.transitions] for episode in group.trajectories_G
         ]
         # one prompt, twelve different answers
-        assert len({tuple(tokens) for episode in said for tokens in episode}) == 12
+        assert len({tuple(tokens) for episode in text for tokens in episode}) == 12
         for turn in range(3):  # and which: by name, not by what was drawn before
             for member in range(4):
                 plain = SamplingParams(max_tokens=6, stop=[])
@@ -120,7 +120,7 @@ def test_each_turn_of_an_episode_has_a_random_stream_of_its_own(tmp_path):
                     first_index=member,
                 )
                 (response,), _ = sampler.sample_many([request]).result()
-                assert response.sequences[0].tokens == said[member][turn]
+                assert response.sequences[0].tokens == text[member][turn]
 
 
 class Digits:
@@ -179,7 +179,7 @@ def test_samples_do_not_depend_on_the_number_of_ranks(monkeypatch):
         )
         for i, prompt in enumerate(random_prompts([3, 9, 4, 12, 5, 7, 3], 14))
     ]
-    alone, _ = VERBS["sample"].reduce([worker.sample(1, requests)])
+    single, _ = VERBS["sample"].reduce([worker.sample(1, requests)])
     for world in (2, 3):
         parts = []
         for rank in range(world):
@@ -189,5 +189,5 @@ def test_samples_do_not_depend_on_the_number_of_ranks(monkeypatch):
         assert all(0 < len(responses) < len(requests) for responses, _ in parts)
         merged, counters = VERBS["sample"].reduce(parts)
         tokens = [[s.tokens for s in response.sequences] for response in merged]
-        assert tokens == [[s.tokens for s in response.sequences] for response in alone]
+        assert tokens == [[s.tokens for s in response.sequences] for response in single]
         assert counters["finished_samples"] == sum(r.num_samples for r in requests)

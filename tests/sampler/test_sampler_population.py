@@ -22,10 +22,10 @@ from rl.types import SamplingParams
 QUICK = ("gpt2", "lfm2")
 
 
-def decoder_of(model, **how):
+def decoder_of(model, **options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*decoding with a cache.*")
-        return make_decoder(model, kind="hf", **how)
+        return make_decoder(model, kind="hf", **options)
 
 
 def check_sampled(decoder, model, bound: float = 1e-4) -> None:
@@ -53,9 +53,11 @@ def check_sampled(decoder, model, bound: float = 1e-4) -> None:
 
 def check_scored(decoder, model, bound: float = 1e-4) -> None:
     prompts = random_prompts([4, 17, 16, 2, 30], VOCAB)
-    for prompt, found in zip(prompts, score_sequences(decoder, prompts), strict=True):
+    for prompt, result in zip(prompts, score_sequences(decoder, prompts), strict=True):
         expected = reference_logprobs(model, prompt[:1], prompt[1:])
-        assert found[0] is None and float((torch.tensor(found[1:]) - expected).abs().max()) < bound
+        assert (
+            result[0] is None and float((torch.tensor(result[1:]) - expected).abs().max()) < bound
+        )
 
 
 @pytest.mark.parametrize(
@@ -192,13 +194,13 @@ def test_longrope_on_both_sides_of_the_original_length():
             expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1)
             assert float((torch.tensor(sequence.logprobs) - expected).abs().max()) < 1e-4
     around = random_prompts([31, 32, 33, 34, 60], VOCAB)
-    for tokens, found in zip(around, score_sequences(decoder, around), strict=True):
+    for tokens, result in zip(around, score_sequences(decoder, around), strict=True):
         with torch.no_grad():
             logits = (
                 model(input_ids=torch.tensor([tokens[:-1]]), use_cache=False).logits[0].double()
             )
         expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
-        assert float((torch.tensor(found[1:]) - expected).abs().max()) < 1e-4
+        assert float((torch.tensor(result[1:]) - expected).abs().max()) < 1e-4
 
 
 def test_a_sample_that_would_cross_the_switch_is_refused_by_name_and_none_means_up_to_it():
@@ -268,7 +270,7 @@ def decoded_logprobs(decoder, prompt: list[int], response: list[int]) -> torch.T
         logits = [state.prefill([prompt], [None])[0]]
         state.add_rows(np.array([0]))
         logits += [state.decode(np.array([token]))[0] for token in response[:-1]]
-    assert all(one.dtype == torch.float32 for one in logits)
+    assert all(item.dtype == torch.float32 for item in logits)
     return torch.stack(logits).log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
 
 

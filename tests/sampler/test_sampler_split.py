@@ -80,9 +80,9 @@ class Threads:
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         self.table[self.rank] = x.clone()
         self.meeting.wait(60)
-        found = list(self.table)
+        result = list(self.table)
         self.meeting.wait(60)
-        return found
+        return result
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         self.sums += 1
@@ -100,7 +100,7 @@ def on_ranks(size: int, run: Callable[[Threads], Any], fault: int | None = None)
     """What `run` gives on each rank of a team; a rank that fails keeps no other waiting."""
     meeting, table = threading.Barrier(size), [None] * size
 
-    def one(rank: int) -> Any:
+    def first(rank: int) -> Any:
         try:
             with torch.no_grad():
                 return run(Threads(rank, size, meeting, table, fault))
@@ -109,7 +109,7 @@ def on_ranks(size: int, run: Callable[[Threads], Any], fault: int | None = None)
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(one, rank) for rank in range(size)]
+        futures = [pool.submit(first, rank) for rank in range(size)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise next(
@@ -144,14 +144,14 @@ def drawn(decoder: FastDecoder, kind: type[Engine] = Engine, **settings: Any) ->
     return engine.run()
 
 
-def check(found: list[Any], expected: list[Any], atol: float = 1e-5) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
-        for got, wanted in zip(one.sequences, other.sequences, strict=True):
-            np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=atol)
+def check(result: list[Any], expected: list[Any], atol: float = 1e-5) -> None:
+    for first, other in zip(result, expected, strict=True):
+        assert [s.tokens for s in first.sequences] == [s.tokens for s in other.sequences]
+        for got, target in zip(first.sequences, other.sequences, strict=True):
+            np.testing.assert_allclose(got.logprobs, target.logprobs, atol=atol)
         if other.prompt_logprobs is not None:
             np.testing.assert_allclose(
-                one.prompt_logprobs[1:], other.prompt_logprobs[1:], atol=atol
+                first.prompt_logprobs[1:], other.prompt_logprobs[1:], atol=atol
             )
 
 
@@ -163,13 +163,13 @@ def test_samples_are_those_of_one_rank_and_of_the_model_itself(family):
     kind, changes = FAMILIES[family]
     model = tiny_model(kind, **changes)
     expected = drawn(make_decoder(model, kind="fast"))
-    found = on_ranks(2, lambda team: drawn(split(model, team)))
-    for rank in found:
+    result = on_ranks(2, lambda team: drawn(split(model, team)))
+    for rank in result:
         check(rank, expected)
-    for prompt, response in zip(random_prompts([4, 11, 1]), found[1], strict=False):
+    for prompt, response in zip(random_prompts([4, 11, 1]), result[1], strict=False):
         for sequence in response.sequences:
-            own = reference_logprobs(model, prompt, sequence.tokens, 0.9)
-            np.testing.assert_allclose(sequence.logprobs, own, atol=1e-5)
+            reference = reference_logprobs(model, prompt, sequence.tokens, 0.9)
+            np.testing.assert_allclose(sequence.logprobs, reference, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -215,9 +215,9 @@ def test_several_adapters_on_one_base_in_one_batch(pages):
         assert isinstance(base, FastDecoder)
         decoder = MultiAdapterDecoder(base)
         for number, model in enumerate(models):
-            own = make_decoder(copy.deepcopy(model), kind="fast", base=base, tp_group=team)
-            assert own.base is base
-            decoder.add_adapter(number, own, 0)
+            reference = make_decoder(copy.deepcopy(model), kind="fast", base=base, tp_group=team)
+            assert reference.base is base
+            decoder.add_adapter(number, reference, 0)
         over_pages = pages and team is not None
         engine = (
             PagedMultiAdapterEngine(decoder, (3,), page=4, kv_cache_tokens=44)
@@ -247,10 +247,10 @@ def test_several_adapters_on_one_base_in_one_batch(pages):
 def test_logprobs_of_texts():
     model, texts = tiny_model("llama"), random_prompts([5, 12, 2])
     expected = score_sequences(make_decoder(model, kind="fast"), texts, 0.7)
-    for found in on_ranks(2, lambda team: score_sequences(split(model, team), texts, 0.7)):
-        for one, other in zip(found, expected, strict=True):
+    for result in on_ranks(2, lambda team: score_sequences(split(model, team), texts, 0.7)):
+        for first, other in zip(result, expected, strict=True):
             np.testing.assert_allclose(
-                np.array(one[1:], float), np.array(other[1:], float), atol=1e-5
+                np.array(first[1:], float), np.array(other[1:], float), atol=1e-5
             )
 
 
@@ -306,9 +306,9 @@ def test_a_part_in_the_place_of_the_whole_is_refused():
     part = model.get_parameter(name).detach()[:16]
 
     def run(team: Threads) -> str:
-        with pytest.raises(ValueError) as said:
+        with pytest.raises(ValueError) as text:
             split(model, team).load_([(name, part)])
-        return str(said.value)
+        return str(text.value)
 
     assert set(on_ranks(2, run)) == {f"{name} has shape (32, 32) in the decoder, got (16, 32)"}
 
@@ -331,9 +331,9 @@ def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(tied):
     whole, norms, cache = held(make_decoder(model, kind="fast"))  # type: ignore[arg-type]
     assert whole + norms == sum(p.numel() for p in model.parameters())
     ranks = on_ranks(4, lambda team: held(split(model, team)))
-    assert sum(own for own, *_ in ranks) == whole
+    assert sum(reference for reference, *_ in ranks) == whole
     # one word more, where 41 are dealt out
-    assert max(own for own, *_ in ranks) <= whole / 4 + 32 * (1 if tied else 2)
+    assert max(reference for reference, *_ in ranks) <= whole / 4 + 32 * (1 if tied else 2)
     assert {(n, c * 4) for _, n, c in ranks} == {(norms, cache)}
 
 

@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
         kind = name.split(".")[1].removeprefix("new_")
         if kind in FROM_NOTHING and not (self.launching and kind == "empty"):
             self.made.append((name, tuple(outside[0].shape)))
-        self.born += [weakref.ref(t) for t in outside if not any(t is one for one in inside)]
+        self.born += [weakref.ref(t) for t in outside if not any(t is item for item in inside)]
         return out
 
 
@@ -149,8 +149,8 @@ def record_launches(monkeypatch):
         sample_tokens_triton,
         paged_attention_triton,
     ):
-        for name, one in list(vars(module).items()):
-            if isinstance(one, triton.JITFunction) and name.endswith("_kernel"):
+        for name, first in list(vars(module).items()):
+            if isinstance(first, triton.JITFunction) and name.endswith("_kernel"):
                 monkeypatch.setattr(
                     module, name, Launched(wire, name.strip("_").removesuffix("_kernel"))
                 )
@@ -201,17 +201,17 @@ def two_steps(wire, model, rows, shared, choices=0) -> tuple[list, int, DecodeIn
         rope = torch.empty(2, 2048, a.head_width, dtype=torch.bfloat16, device="cuda")
         device = torch.device("cuda")
         buffers = DecodeInputs.allocate(1024, 8, 8, 16, decoder.vocab_size, device, choices)
-        found = []
+        results = []
         for _ in range(2):
             wire.done.clear()
             wire.born.clear()
             with wire:
                 decode_step(decoder, kv, rope, buffers, rows, 8, shared)
-            found.append(list(wire.done))
+            results.append(list(wire.done))
             gc.collect()
-            wire.stayed += [one for one in wire.born if one() is not None]
-        assert found[0] == found[1]
-        return found[0], len(decoder.layers), buffers
+            wire.stayed += [item for item in wire.born if item() is not None]
+        assert results[0] == results[1]
+        return results[0], len(decoder.layers), buffers
 
 
 STEPS = [
@@ -282,7 +282,7 @@ def test_the_count_sees_what_a_graph_cannot_have(recorder):
         "aten.empty.memory_format",
         "aten.arange.default",
     ]
-    assert [one() for one in recorder.born if one() is not None] == [stays]
+    assert [entry() for entry in recorder.born if entry() is not None] == [stays]
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def answers(engine, requests):
     ]
 
 
-def same(found, expected):
-    for mine, plain in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+def same(result, expected):
+    for mine, plain in zip(itertools.chain(*result), itertools.chain(*expected), strict=True):
         assert mine[0] == plain[0] and mine[2] == plain[2]
         np.testing.assert_allclose(mine[1], plain[1], atol=1e-4)
 
@@ -53,12 +53,12 @@ def workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]:
     requests = []
     for i in range(int(rng.integers(2, 7))):
         stop = [None, [5], [], [7, 9, 11]][int(rng.integers(4))]
-        how = dict(
+        options = dict(
             temperature=float(rng.choice([0.0, 0.7, 1.0])),
             top_k=3 if rng.random() < 0.1 else -1,
             stop=stop,
         )
-        params = SamplingParams(max_tokens=int(rng.integers(1, 25)), **how)
+        params = SamplingParams(max_tokens=int(rng.integers(1, 25)), **options)
         prompt = prompts[int(rng.integers(3))]
         requests.append(
             SamplingRequest(
@@ -183,12 +183,12 @@ def test_in_bfloat16_too():
         answers(engine, requests) for engine in (MultiStepEngine(decoder, page=4), Engine(decoder))
     )
     together = 0
-    for one, other in zip(itertools.chain(*mine), itertools.chain(*plain), strict=True):
+    for first, other in zip(itertools.chain(*mine), itertools.chain(*plain), strict=True):
         n = next(
-            (i for i, (a, b) in enumerate(zip(one[0], other[0], strict=True)) if a != b),
-            len(one[0]),
+            (i for i, (a, b) in enumerate(zip(first[0], other[0], strict=True)) if a != b),
+            len(first[0]),
         )
-        np.testing.assert_allclose(one[1][:n], other[1][:n], atol=0.1)
+        np.testing.assert_allclose(first[1][:n], other[1][:n], atol=0.1)
         together += n
     assert together > 36  # of 72
 
@@ -218,7 +218,7 @@ def test_rows_that_ended_write_to_no_page_of_another(decoder):
     """Half of the rows stop early, within a look; the pages of all others hold what a look after
     every step leaves there.
     """
-    found = []
+    results = []
     for look in (1, 16):
         engine = MultiStepEngine(
             decoder, (3, 4, 5, 6, 7, 8), page=4, steps_per_sync=look, kv_cache_tokens=400
@@ -236,9 +236,9 @@ def test_rows_that_ended_write_to_no_page_of_another(decoder):
             )
         )
         response = engine.run()[0].sequences[0]
-        found.append((response.tokens, response.logprobs))
-    assert found[0][0] == found[1][0]
-    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
+        results.append((response.tokens, response.logprobs))
+    assert results[0][0] == results[1][0]
+    np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-5)
 
 
 def test_what_is_not_a_number_is_an_error_within_a_look():
@@ -290,16 +290,16 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
     def seen(count):
         nonlocal ended
         tokens, logprobs = run(count)
-        b, left = engine._steps.buffers, rows["max_tokens"] - rows["drawn"]
-        for row in range(len(left)):
+        b, rest = engine._steps.buffers, rows["max_tokens"] - rows["drawn"]
+        for row in range(len(rest)):
             stops = [i + 1 for i, token in enumerate(tokens[:, row].tolist()) if 3 <= token < 12]
-            fed = min([count, int(left[row]), *stops[:1]])
-            over = fed == left[row] or stops[:1] == [fed]
-            assert b.remaining[row] == (0 if over else left[row] - fed)
+            fed = min([count, int(rest[row]), *stops[:1]])
+            over = fed == rest[row] or stops[:1] == [fed]
+            assert b.remaining[row] == (0 if over else rest[row] - fed)
             assert b.position[row] == written[row] + fed and b.token[row] == tokens[fed - 1, row]
             assert (tokens[fed:, row] == tokens[fed - 1, row]).all() if over else True
             ended += bool(over and fed < count)
-        assert not b.remaining[len(left) : engine._steps.bucket_for(len(left))].any()
+        assert not b.remaining[len(rest) : engine._steps.bucket_for(len(rest))].any()
         return tokens, logprobs
 
     monkeypatch.setattr(engine, "_run_steps", seen)
@@ -333,9 +333,9 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
 
     def launch_next(self, chunk):
         nonlocal launched, ahead
-        found = launch(self, chunk)
-        launched, ahead = launched + 1, ahead + (found is not None)
-        return found
+        result = launch(self, chunk)
+        launched, ahead = launched + 1, ahead + (result is not None)
+        return result
 
     monkeypatch.setattr(MultiStepEngine, "_launch_next", launch_next)
     for seed in range(12):

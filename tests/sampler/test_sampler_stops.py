@@ -103,11 +103,11 @@ def test_stop_strings_equal_full_decoding(shared_data, name):
         for strings in conditions:
             finder = StopStringMatcher(tokenizer)
             array = np.array(tokens)
-            found = next(
+            result = next(
                 (n for n in range(1, len(tokens) + 1) if finder.matches(strings, array[:n])), None
             )
             expected = first_hit_by_full_decoding(tokenizer, strings, tokens)
-            assert found == expected, (strings, tokens)
+            assert result == expected, (strings, tokens)
             hits += expected is not None
     assert hits > 15  # the comparison is not of nothing with nothing
 

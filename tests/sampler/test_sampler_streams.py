@@ -31,12 +31,12 @@ def test_philox_known_answers(counter, key, expected):
 
 def test_every_coordinate_changes_the_number_and_batches_do_not():
     base = dict(seed=5, problem=7, index=2, position=11)
-    alone = philox_uniforms(*(np.array([value], np.uint64) for value in base.values()))[0]
+    single = philox_uniforms(*(np.array([value], np.uint64) for value in base.values()))[0]
     for name in base:
         changed = {**base, name: base[name] + 1}
         assert (
             philox_uniforms(*(np.array([value], np.uint64) for value in changed.values()))[0]
-            != alone
+            != single
         )
     many = philox_uniforms(
         np.uint64(5),
@@ -44,7 +44,7 @@ def test_every_coordinate_changes_the_number_and_batches_do_not():
         np.uint64(2),
         np.arange(20, dtype=np.uint64),
     )
-    assert many.shape == (50, 20) and many[7, 11] == alone
+    assert many.shape == (50, 20) and many[7, 11] == single
     assert len(np.unique(many)) == many.size
 
 
@@ -90,9 +90,9 @@ def test_rows_know_their_next_uniform_however_far_they_went_without_asking():
         for job, (seed, problem) in enumerate([(4, 0), (4, 1), (9, 1)]):
             rows.add([0], [2], [job], job=[job], seed=[seed], problem=[problem], **nothing)
         for _ in range(12):
-            found = rows.next_uniforms()
+            result = rows.next_uniforms()
             assert np.array_equal(
-                found,
+                result,
                 philox_uniforms(
                     rows["seed"], rows["problem"], rows["index"], rows["drawn"].astype(np.uint64)
                 ),

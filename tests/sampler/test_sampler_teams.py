@@ -74,10 +74,10 @@ def launched(models, tmp_path_factory) -> Callable[[str], dict[str, Any]]:
     return launched
 
 
-def same(one: list, other: list) -> None:
+def same(first: list, other: list) -> None:
     """Samples [tokens, logprobs, version]: equal tokens, logprobs to 1e-5."""
-    assert [tokens for tokens, *_ in one] == [tokens for tokens, *_ in other]
-    for (_, mine, version), (_, its, other_version) in zip(one, other, strict=True):
+    assert [tokens for tokens, *_ in first] == [tokens for tokens, *_ in other]
+    for (_, mine, version), (_, its, other_version) in zip(first, other, strict=True):
         np.testing.assert_allclose(mine, its, atol=1e-5)
         assert version == other_version
 
@@ -85,31 +85,33 @@ def same(one: list, other: list) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("launch", "case"), EACH)
 def test_two_that_hold_it_together_draw_what_each_would_alone(launched, launch, case):
-    found = launched(launch)
-    alone, together = found["alone"][case], found["together"][case]
+    result = launched(launch)
+    single, together = result["alone"][case], result["together"][case]
     for name in (*SAME, *(("of the merged folder", "of the base") if CASES[case] else ())):
-        same(together[name], alone[name])
-        same(found["together, in pages"][case][name], alone[name])
+        same(together[name], single[name])
+        same(result["together, in pages"][case][name], single[name])
     assert together["by the last weights"] != together["by the first weights"]
-    for one, other in zip(together["scores"], alone["scores"], strict=True):
-        np.testing.assert_allclose(np.array(one[1:], float), np.array(other[1:], float), atol=1e-5)
+    for first, other in zip(together["scores"], single["scores"], strict=True):
+        np.testing.assert_allclose(
+            np.array(first[1:], float), np.array(other[1:], float), atol=1e-5
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launch", "case"), EACH)
 def test_the_sampler_agrees_with_the_learner(launched, launch, case):
     """By the weights of the last update, and after weights were moved and handed over once more."""
-    found = launched(launch)
-    together = found["together"][case]
+    result = launched(launch)
+    together = result["together"][case]
     assert max(together["off"]) < 2e-5 < 1e-2 < together["moved"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launch", "case"), EACH)
 def test_each_holds_about_half(launched, launch, case):
-    found = launched(launch)
-    whole, halves = found["alone"][case]["held"][0], found["together"][case]["held"]
-    assert whole == found["together"][case]["parameters"] and max(
+    result = launched(launch)
+    whole, halves = result["alone"][case]["held"][0], result["together"][case]["held"]
+    assert whole == result["together"][case]["parameters"] and max(
         halves
     ) < 0.6 * whole <= 0.6 * sum(halves)
 
@@ -122,12 +124,12 @@ def test_a_sum_left_out_is_seen(launched, launch):
     """Under DDP as the sampler is made; under ZeRO-3 and FSDP2, where nobody has the whole model to
     compare with, in the samples.
     """
-    found = launched(launch)
+    result = launched(launch)
     if launch == "ddp":
-        assert "does not reproduce the logits" in found["a sum left out"]
+        assert "does not reproduce the logits" in result["a sum left out"]
     else:
-        assert [tokens for tokens, *_ in found["a sum left out"]] != [
-            tokens for tokens, *_ in found["alone"][LAUNCHES[launch][0]]["drawn 0"]
+        assert [tokens for tokens, *_ in result["a sum left out"]] != [
+            tokens for tokens, *_ in result["alone"][LAUNCHES[launch][0]]["drawn 0"]
         ]
 
 
@@ -135,7 +137,7 @@ def test_a_sum_left_out_is_seen(launched, launch):
 
 
 @pytest.mark.parametrize(
-    "tp, ranks, world, local, said",
+    "tp, ranks, world, local, text",
     [
         (
             2,
@@ -155,12 +157,12 @@ def test_a_sum_left_out_is_seen(launched, launch):
         (2, 1, 3, None, "cannot be combined: each rank that only samples holds all weights"),
     ],
 )
-def test_launches_that_cannot_be_cut_up(tp, ranks, world, local, said, monkeypatch):
+def test_launches_that_cannot_be_cut_up(tp, ranks, world, local, text, monkeypatch):
     for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", local)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, str(value))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=text):
         check_tensor_parallel(tp, ranks)
 
 

@@ -49,7 +49,7 @@ LINE = (
 )
 
 
-def asked(words: str):
+def read_config(words: str):
     return parse_run(words.split(), METHODS, ADDITION, options=RunSettings)
 
 
@@ -78,34 +78,34 @@ WORK = StepWork(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10, r
 
 
 def test_a_ranks_part_by_hand():
-    one, two = (
+    first, second = (
         LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3), sampler_tp=team)
         for team in (1, 2)
     )
-    assert sampler_copy_bytes(SHAPE, one) == 2e6 and sampler_copy_bytes(SHAPE, two) == 2 * (
+    assert sampler_copy_bytes(SHAPE, first) == 2e6 and sampler_copy_bytes(SHAPE, second) == 2 * (
         10_000 + 990_000 / 2
     )
     adapted = replace(SHAPE, parameters=1_100_000, adapters=100_000, unsplit_adapters=40_000)
     # adapters in fp32
-    assert sampler_copy_bytes(adapted, two) == 2 * (10_000 + 990_000 / 2) + 4 * (
+    assert sampler_copy_bytes(adapted, second) == 2 * (10_000 + 990_000 / 2) + 4 * (
         40_000 + 60_000 / 2
     )
     assert (
-        kv_cache_bytes(SHAPE, one, WORK)
-        == 2 * kv_cache_bytes(SHAPE, two, WORK)
+        kv_cache_bytes(SHAPE, first, WORK)
+        == 2 * kv_cache_bytes(SHAPE, second, WORK)
         == 16 * 2 * (3 * 10 + 6 * 4)
     )
     # logits are whole on all of them
-    assert sampler_working_bytes(SHAPE, two, WORK) == 4 * 1000 * (4 * 6 + 3)
+    assert sampler_working_bytes(SHAPE, second, WORK) == 4 * 1000 * (4 * 6 + 3)
     reading = replace(WORK, prompts=1, prompt=8192, rows=1, answer=1)
     wide = replace(SHAPE, vocab=1)
-    assert sampler_working_bytes(wide, two, reading) == 2 * 8192 * (
+    assert sampler_working_bytes(wide, second, reading) == 2 * 8192 * (
         2 * 64 + 3 * 128 / 2 + 6 * 4 * 2 / 2
     )
-    alone, joined = (
-        plan_memory(SHAPE, MicroBatchMemory(), launch, WORK, [SHAPE]) for launch in (one, two)
+    one_process, joined = (
+        plan_memory(SHAPE, MicroBatchMemory(), launch, WORK, [SHAPE]) for launch in (first, second)
     )
-    sizes = [{item.name: item.train for item in found.items} for found in (alone, joined)]
+    sizes = [{item.name: item.train for item in result.items} for result in (one_process, joined)]
     changed = {name for name in sizes[0] if sizes[0][name] != sizes[1][name]}
     # those are sampled from as well
     assert changed == {"sampler's copy of the weights", "models that only score"}
@@ -144,18 +144,18 @@ def test_the_plan_counts_what_ranks_really_hold(case, size, tmp_path):
         return weights, sum(b.numel() * b.element_size() for b in (*state.prompt_kv, *state.row_kv))
 
     launch = LaunchShape(cuda=False, bf16=False, world=size, sampler_tp=size)
-    found = on_ranks(size, held)
+    result = on_ranks(size, held)
     # 41 words do not come out even
     word = 4 * shape.hidden * (1 if model.config.tie_word_embeddings else 2)
     word += 4 * 3 if adapted else 0  # nor do the rows of the head's adapter
     assert VOCAB % size
-    for weights, _ in found:
+    for weights, _ in result:
         assert abs(weights - sampler_copy_bytes(shape, launch)) <= word < 0.05 * weights
-    assert sum(weights for weights, _ in found) == pytest.approx(
+    assert sum(weights for weights, _ in result) == pytest.approx(
         size * sampler_copy_bytes(shape, launch), abs=1
     )
     work = replace(WORK, prompts=2, prompt=16, rows=4, answer=9)
-    assert {cache for _, cache in found} == {kv_cache_bytes(shape, launch, work)}
+    assert {cache for _, cache in result} == {kv_cache_bytes(shape, launch, work)}
 
 
 # ------------------------------------------------------------------- a policy that fits by it alone
@@ -177,18 +177,18 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
     with pytest.raises(
         UserError, match=r"(?s)needs 9\d\.\d GiB .*--sampler-tp 2: \d\d\.\d GiB, fits"
     ) as refused:
-        report_memory(asked(words))
+        report_memory(read_config(words))
     # the least that is enough
     assert "does not fit" in capsys.readouterr().out and "--sampler-tp 4" not in str(refused.value)
-    report_memory(asked(words + " --sampler-tp 2"))
-    said = " ".join(capsys.readouterr().out.split())
+    report_memory(read_config(words + " --sampler-tp 2"))
+    text = " ".join(capsys.readouterr().out.split())
     assert (
-        "fits:" in said
-        and "by groups of 2 processes, each with its part of weights and cache of a sampler" in said
+        "fits:" in text
+        and "by groups of 2 processes, each with its part of weights and cache of a sampler" in text
     )
     launch = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, sharding=ZeroSharding(stage=3))
     plans = {
-        k: compute_stage_needs(asked(words + f" --sampler-tp {k}"), launch, 512)[0]
+        k: compute_stage_needs(read_config(words + f" --sampler-tp {k}"), launch, 512)[0]
         for k in (1, 2, 4, 8)
     }
     copies = {
@@ -211,7 +211,7 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
 
 
 def test_all_weights_of_it_fit_with_the_optimizer_in_host_memory(large):
-    run = asked(LINE.format(large) + " --gradient-checkpointing --token-budget 4096")
+    run = read_config(LINE.format(large) + " --gradient-checkpointing --token-budget 4096")
     launch = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, sharding=ZeroSharding(stage=3))
     room = 0.92 * 80 * GIB
     changes = find_savings(run, launch, 512)
@@ -228,7 +228,7 @@ def test_a_judge_is_split_and_a_reward_model_is_not():
     launch = LaunchShape(cuda=True, bf16=True, world=2, per_node=2)
 
     def scores(model: str, k: int) -> float:
-        run = asked(
+        run = read_config(
             LINE.format("tiny:ascii") + f" --{model}-model tiny:ascii --kl-coef 0 --sampler-tp {k}"
         )
         return next(
@@ -247,17 +247,19 @@ def test_a_judge_is_split_and_a_reward_model_is_not():
 def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_cannot_be(
     large, tmp_path
 ):
-    run, one = (
-        asked(LINE.format(large) + " --lora-rank 8 --gradient-checkpointing"),
+    run, first = (
+        read_config(LINE.format(large) + " --lora-rank 8 --gradient-checkpointing"),
         LaunchShape(cuda=True, bf16=True),
     )
-    told = {change.command for change in find_savings(run, one, 512) if change.kind == "sampler_tp"}
-    assert told == {f"--sampler-tp {k} on 8 GPUs" for k in (2, 4, 8)}
+    messages = {
+        change.command for change in find_savings(run, first, 512) if change.kind == "sampler_tp"
+    }
+    assert messages == {f"--sampler-tp {k} on 8 GPUs" for k in (2, 4, 8)}
     config_of("0.5B").save_pretrained(tmp_path)  # 14 heads, 2 key-value heads
     ranks = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, sharding=ZeroSharding(stage=3))
-    small = find_savings(asked(LINE.format(tmp_path)), ranks, 512)
+    small = find_savings(read_config(LINE.format(tmp_path)), ranks, 512)
     assert {change.command for change in small if change.kind == "sampler_tp"} <= {"--sampler-tp 2"}
-    hf = find_savings(asked(LINE.format(tmp_path) + " --sampler hf"), ranks, 512)
+    hf = find_savings(read_config(LINE.format(tmp_path) + " --sampler hf"), ranks, 512)
     assert not [change for change in hf if change.kind == "sampler_tp"]
 
 
@@ -276,13 +278,13 @@ def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
         "llama", **sizes, vocab_size=4096, bos_token_id=1, eos_token_id=2
     ).save_pretrained(tmp_path)
     run, launch = (
-        asked(LINE.format(tmp_path) + " --sampler-tp 3"),
+        read_config(LINE.format(tmp_path) + " --sampler-tp 3"),
         LaunchShape(cuda=True, bf16=True, world=3, per_node=3),
     )
     assert find_savings(run, launch, 512)
-    for line, there in ((" --sampler-tp 3", False), ("", True)):
-        tried = memory_savings._list_candidates(asked(LINE.format(tmp_path) + line), launch)
-        assert any("accelerate_configs" in change.command for change in tried) is there
+    for line, present in ((" --sampler-tp 3", False), ("", True)):
+        tried = memory_savings._list_candidates(read_config(LINE.format(tmp_path) + line), launch)
+        assert any("accelerate_configs" in change.command for change in tried) is present
 
 
 # ---------------------------------------------------------------------------------- what is refused
@@ -300,9 +302,9 @@ def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
 )
 def test_settings_that_do_not_go_together_are_refused_as_they_are_read(words, says, capsys):
     with pytest.raises(SystemExit):
-        asked(LINE.format("tiny:addition") + " " + words)
-    said = " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
-    assert re.search(says, said), said
+        read_config(LINE.format("tiny:addition") + " " + words)
+    text = " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
+    assert re.search(says, text), text
 
 
 def test_a_script_that_asks_for_them_is_refused_likewise():
@@ -313,15 +315,17 @@ def test_a_script_that_asks_for_them_is_refused_likewise():
 
 
 def test_it_holds_for_the_whole_run():
-    one, two = (
-        asked(LINE.format("tiny:addition") + f" --sampler-tp {k}").stages[0] for k in (1, 2)
+    first, second = (
+        read_config(LINE.format("tiny:addition") + f" --sampler-tp {k}").stages[0] for k in (1, 2)
     )
-    assert collect_worker_settings([two]).sampler.tp == 2
-    paged = asked(LINE.format("tiny:addition") + " --sampler-tp 2 --sampler-cache paged").stages
+    assert collect_worker_settings([second]).sampler.tp == 2
+    paged = read_config(
+        LINE.format("tiny:addition") + " --sampler-tp 2 --sampler-cache paged"
+    ).stages
     sampler = collect_worker_settings(paged).sampler
     assert (sampler.tp, sampler.cache) == (2, "paged")
     with pytest.raises(UserError, match="sampler_tp apply to the whole run"):
-        collect_worker_settings([one, two])
+        collect_worker_settings([first, second])
 
 
 @pytest.mark.parametrize(
@@ -378,10 +382,10 @@ def test_a_model_or_launch_that_cannot_be_split_is_refused_before_weights_are_re
         monkeypatch.setenv(name, str(world))
     line = LINE.format(tmp_path).replace("1024", "8") + " "
     with pytest.raises(UserError, match=says):
-        check_memory(asked(line + words), pytest.fail)
+        check_memory(read_config(line + words), pytest.fail)
     with pytest.raises(UserError, match=says):
-        report_memory(asked(line + words + f" --plan --plan-gpus {world}"))
-    check_memory(asked(line), pytest.fail)
+        report_memory(read_config(line + words + f" --plan --plan-gpus {world}"))
+    check_memory(read_config(line), pytest.fail)
 
 
 # --------------------------------------------------------------------------------------- whole runs
@@ -404,7 +408,7 @@ def rollouts(folder: Path, step: int) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Path:
+def one_process(tmp_path_factory) -> Path:
     """A run of two processes that hold a whole sampler each."""
     return trained("ddp", tmp_path_factory.mktemp("alone"), 1)
 
@@ -428,14 +432,16 @@ def trained(config: str, folder: Path, tp: int) -> Path:
 @pytest.mark.parametrize(
     "config", ["ddp", "zero3", pytest.param("fsdp2", marks=pytest.mark.campaign)]
 )
-def test_a_run_draws_and_learns_the_same(config, alone, tmp_path):
+def test_a_run_draws_and_learns_the_same(config, one_process, tmp_path):
     """The second step is drawn by weights that were handed over in parts."""
     folder = trained(config, tmp_path, 2)
     for step in (1, 2):
-        one, two = rollouts(alone, step), rollouts(folder, step)
-        assert len(one) == len(two) == 16 and len({row["reward"] for row in one}) > 2
-        assert [row["response_tokens"] for row in one] == [row["response_tokens"] for row in two]
-        for mine, its in zip(one, two, strict=True):
+        first, second = rollouts(one_process, step), rollouts(folder, step)
+        assert len(first) == len(second) == 16 and len({row["reward"] for row in first}) > 2
+        assert [row["response_tokens"] for row in first] == [
+            row["response_tokens"] for row in second
+        ]
+        for mine, its in zip(first, second, strict=True):
             np.testing.assert_allclose(mine["logprobs"], its["logprobs"], atol=1e-5)
     if config == "ddp":
         _asked_again(folder)
@@ -450,7 +456,9 @@ def _asked_again(folder: Path) -> None:
     run_launch(None, folder, *words, folder / "one.json", script="evaluate.py", seconds=120)
     words += [str(folder / "two.json"), "--sampler-tp", "2"]
     run_launch("ddp", folder, *words, script="evaluate.py", seconds=120)
-    one, two = (json.loads((folder / name).read_text()) for name in ("one.json", "two.json"))
-    assert len(one["rows"]) == 12
-    shown = [[(row["response"], row["reward"]) for row in found["rows"]] for found in (one, two)]
+    first, second = (json.loads((folder / name).read_text()) for name in ("one.json", "two.json"))
+    assert len(first["rows"]) == 12
+    shown = [
+        [(row["response"], row["reward"]) for row in result["rows"]] for result in (first, second)
+    ]
     assert shown[0] == shown[1]

@@ -174,10 +174,10 @@ def test_versions_tell_themselves_apart(models):
     """The comparison below can fail: a token's logprob differs between any two versions."""
     (prompt,), (response,) = random_prompts([5]), random_prompts([12], seed=1)
     each = torch.stack([reference_logprobs(model, prompt, response) for model in models])
-    for one in range(VERSIONS):
-        for other in range(one):
-            assert (each[one] - each[other]).abs().min() > 2e-4 and (
-                each[one] - each[other]
+    for item in range(VERSIONS):
+        for other in range(item):
+            assert (each[item] - each[other]).abs().min() > 2e-4 and (
+                each[item] - each[other]
             ).abs().median() > 0.1
 
 
@@ -197,7 +197,7 @@ def test_weights_never_land_in_a_decoder_that_a_stream_draws_from():
     to newer ones.
     """
     learner, hangar = make_worker(), SamplerWorker(WorkerSettings(sampler=SamplerSettings()))
-    asked = SamplingRequest(
+    request = SamplingRequest(
         prompt=[3, 4, 12], params=SamplingParams(max_tokens=12, stop=[]), seed=1
     )
 
@@ -209,7 +209,7 @@ def test_weights_never_land_in_a_decoder_that_a_stream_draws_from():
 
     land(0)
     hangar.end_transfer(0)
-    hangar.run_steps(5, 0, StepRequest(4, [(0, 0, asked)]))
+    hangar.run_steps(5, 0, StepRequest(4, [(0, 0, request)]))
     ((_, half),) = hangar.unfinished(5).items()
     drawn_from = hangar.streams[5].engine.decoder
     before = score_sequences(drawn_from, [[3, 4, 12, 5, 1]])

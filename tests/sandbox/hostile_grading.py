@@ -62,11 +62,11 @@ _OFTEN = ("os._exit(0)", "raises SystemExit", "closes its descriptors")
 
 
 def _dying() -> list[Cheat]:
-    found = []
+    results = []
     for style, tests in STYLES.items():
         for name, death in DEATHS.items():
             if style in ("pytest", "asserts", "calls") or name in _OFTEN:
-                found.append(
+                results.append(
                     Cheat(
                         15,
                         f"{name} ({style})",
@@ -75,7 +75,7 @@ def _dying() -> list[Cheat]:
                         0.1,
                     )
                 )
-    return found
+    return results
 
 
 # ----------------------------------------------------------------------------- 16: replaced helpers
@@ -136,14 +136,14 @@ STARS = {
 
 
 def _replacing() -> list[Cheat]:
-    found = []
+    results = []
     for number, (head, name, check) in HEADS.items():
         tests = Asserts(extract_helpers(head, name), [check], name)
-        found += [
+        results += [
             Cheat(16, f"HumanEval/{number}, {i}", f"{head}    pass\n{text}", tests)
             for i, text in enumerate(REPLACED[number])
         ]
-    found += [
+    results += [
         Cheat(16, f"a star import: {name}", text, Pytest({"test_it.py": _STAR}))
         for name, text in STARS.items()
     ]
@@ -153,12 +153,12 @@ def _replacing() -> list[Cheat]:
             "from solution import *; import math, pytest",
         )
     }
-    found += [
+    results += [
         Cheat(16, f"a star import first: {name}", text, Pytest(other))
         for name, text in STARS.items()
         if name in _FIRST
     ]
-    return found
+    return results
 
 
 # ---------------------------------------------------------------------------------- 17: comparators
@@ -201,7 +201,7 @@ ALMOST: list[tuple[str, str, object]] = [
 
 
 def _almost() -> list[Cheat]:
-    found = [
+    results = [
         Cheat(
             17,
             f"{compare}: {code} for {str(expected)[:30]!r}",
@@ -212,7 +212,7 @@ def _almost() -> list[Cheat]:
     ]
     for compare, code, expected in ALMOST:
         if isinstance(expected, str):
-            found.append(
+            results.append(
                 Cheat(
                     17,
                     f"{compare}, printed: {code}",
@@ -220,7 +220,7 @@ def _almost() -> list[Cheat]:
                     StdinStdoutTests([("", expected)], compare),
                 )
             )
-    return found
+    return results
 
 
 def cheats() -> list[Cheat]:

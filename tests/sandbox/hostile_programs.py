@@ -241,14 +241,14 @@ VALUES = {
 
 
 def hostile() -> list[Program]:
-    found = []
+    results = []
     for (family, name), text in BOTH.items():
-        found.append(Program(family, name, text + _MAIN, "dialogue"))
-        found.append(Program(family, name, text + _F, "calls" if family in (2, 3) else "asserts"))
+        results.append(Program(family, name, text + _MAIN, "dialogue"))
+        results.append(Program(family, name, text + _F, "calls" if family in (2, 3) else "asserts"))
     for number, ((family, name), text) in enumerate(VALUES.items()):
-        found.append(Program(family, name, text, "asserts"))
-        found.append(Program(family, name, text, "pytest" if number % 6 == 0 else "calls"))
-    return found + [Program(*program) for program in hostile_replies.programs()]
+        results.append(Program(family, name, text, "asserts"))
+        results.append(Program(family, name, text, "pytest" if number % 6 == 0 else "calls"))
+    return results + [Program(*program) for program in hostile_replies.programs()]
 
 
 _G = "def f(n):\n    return n * n + 1\n"

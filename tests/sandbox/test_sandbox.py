@@ -225,11 +225,11 @@ def test_calls_compare_plain_values(sandbox):
 
 
 def test_a_slot_is_free_again_after_a_callers_mistake():
-    with Sandbox(workers=1) as one:
+    with Sandbox(workers=1) as first:
         for _ in range(3):
             with pytest.raises(UserError, match="plain data"):
-                one.grade("def f(x): return x", Calls("f", [([1], 1), ([object()], 1)]))
-        assert one.grade("def f(x): return x", Calls("f", [([1], 1)])).all
+                first.grade("def f(x): return x", Calls("f", [([1], 1), ([object()], 1)]))
+        assert first.grade("def f(x): return x", Calls("f", [([1], 1)])).all
 
 
 def test_pytest_files(sandbox):
@@ -445,11 +445,11 @@ def test_a_killed_caller_leaves_no_process_behind():
     caller.wait()
     until = time.monotonic() + 20
     while (
-        any(os.path.exists(f"/proc/{one}/exe") and _state(one) != "Z" for one in group)
+        any(os.path.exists(f"/proc/{item}/exe") and _state(item) != "Z" for item in group)
         and time.monotonic() < until
     ):
         time.sleep(0.1)
-    assert not [one for one in group if os.path.exists(f"/proc/{one}") and _state(one) != "Z"]
+    assert not [item for item in group if os.path.exists(f"/proc/{item}") and _state(item) != "Z"]
 
 
 def _state(pid: int) -> str:
@@ -466,12 +466,12 @@ def _state(pid: int) -> str:
 def test_a_service_by_its_url(tmp_path):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            for name, coded in asked["files"].items():  # as SandboxFusion has them
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            for name, coded in request["files"].items():  # as SandboxFusion has them
                 (tmp_path / name).write_bytes(base64.b64decode(coded, validate=True))
-            command = [sys.executable, "-c", asked["code"]]
+            command = [sys.executable, "-c", request["code"]]
             ran = subprocess.run(
-                command, input=asked["stdin"], capture_output=True, text=True, cwd=tmp_path
+                command, input=request["stdin"], capture_output=True, text=True, cwd=tmp_path
             )
             result = {
                 "status": "Finished",

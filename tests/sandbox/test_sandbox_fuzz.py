@@ -157,8 +157,10 @@ def mutated(draw: random.Random, value):
         key = draw.choice(list(value))
         return {**value, key: mutated(draw, value[key])}
     if isinstance(value, list) and len(value) > 0 and draw.random() < 0.8:
-        i, how = draw.randrange(len(value)), draw.random()
-        new = [] if how < 0.2 else [value[i], value[i]] if how < 0.4 else [mutated(draw, value[i])]
+        i, mode = draw.randrange(len(value)), draw.random()
+        new = (
+            [] if mode < 0.2 else [value[i], value[i]] if mode < 0.4 else [mutated(draw, value[i])]
+        )
         return [*value[:i], *new, *value[i + 1 :]]
     return any_json(draw)
 
@@ -219,12 +221,12 @@ def check_calls(count: int, seed: int) -> Counter:
             bodies.append(frame(draw, 1).decode("utf-8"))
         except UnicodeDecodeError:
             continue
-    job, nobody = Claims(bodies), object()
+    job, no_one = Claims(bodies), object()
     words = Counter()
     start = time.thread_time()
     tests = Calls(
         "f",
-        [([1], nobody)] * count,
+        [([1], no_one)] * count,
         compare=draw.choice(["exact", "trimmed", "tokens", "floats", "sets"]),
     )
     for body, (ok, reason) in zip(

@@ -151,8 +151,10 @@ def test_a_row_of_humaneval_gives_no_reward_for_a_replaced_helper(tmp_path, numb
     ]
     for meta in rows:
         for cheat in [c for c in cheats() if c.name.startswith(f"HumanEval/{number},")]:
-            own = cheat.text.removeprefix(f"{head}    pass\n")
-            assert reward.evaluate("", f"```python\n{own}\n```", meta).reward == 0.0, own
+            reference = cheat.text.removeprefix(f"{head}    pass\n")
+            assert reward.evaluate("", f"```python\n{reference}\n```", meta).reward == 0.0, (
+                reference
+            )
         assert reward.evaluate("", f"```python\n{SOLUTIONS[number]}\n```", meta).reward == 1.0
 
 

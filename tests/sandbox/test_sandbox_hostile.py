@@ -96,11 +96,11 @@ def left_behind() -> dict[str, list[str]]:
 
 
 def below(pid: int) -> list[int]:
-    found = []
+    results = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):
-            found += [child, *below(child)]
-    return found
+            results += [child, *below(child)]
+    return results
 
 
 def test_the_set_is_large_enough():
@@ -126,32 +126,32 @@ def test_no_hostile_program_gets_anything(sandbox, planted):
             for key, value in planted.items():
                 text = text.replace(key, value)
             start = time.monotonic()
-            found = grade(sandbox, program._replace(text=text), LIMITS)
+            result = grade(sandbox, program._replace(text=text), LIMITS)
             took = time.monotonic() - start
             printed = ""
             if program.style == "dialogue" and program.family in (5, 6, 7, 10, 11):
                 run = sandbox.run(text, stdin="2", limits=LIMITS)
                 printed = run.stdout + run.stderr
             with lock:
-                if any(found.passed):
+                if any(result.passed):
                     faults.append(
                         f"{program.family} {program.name} ({program.style}) has a reward: "
-                        f"{found.reasons}"
+                        f"{result.reasons}"
                     )
-                if any("SECRET-" in text for text in (printed, *found.reasons)):
+                if any("SECRET-" in text for text in (printed, *result.reasons)):
                     faults.append(
                         f"{program.family} {program.name} ({program.style}) has a secret: "
-                        f"{found.reasons} {printed}"
+                        f"{result.reasons} {printed}"
                     )
-                if any(reason.startswith("lost") for reason in found.reasons):
+                if any(reason.startswith("lost") for reason in result.reasons):
                     faults.append(
                         f"{program.family} {program.name} ({program.style}) ended its sandbox: "
-                        f"{found.reasons}"
+                        f"{result.reasons}"
                     )
-                if found.wall_s > LIMITS.total_s + 1.0 and program.style != "pytest":
+                if result.wall_s > LIMITS.total_s + 1.0 and program.style != "pytest":
                     faults.append(
                         f"{program.family} {program.name} ({program.style}) took {took:.1f} s: "
-                        f"{found.reasons}"
+                        f"{result.reasons}"
                     )
 
     threads = [threading.Thread(target=work) for _ in range(2)]
@@ -161,12 +161,12 @@ def test_no_hostile_program_gets_anything(sandbox, planted):
         thread.join()
     assert not faults, "\n".join(faults)
     assert left_behind() == before
-    left = [
+    remaining = [
         len(below(slot.zygote.process.pid))
         for slot in sandbox._worker_pool._workers
         if slot.zygote is not None
     ]
-    assert all(count <= 3 for count in left), left  # bubblewrap's two and the zygote
+    assert all(count <= 3 for count in remaining), remaining  # bubblewrap's two and the zygote
 
 
 def test_the_set_fools_a_grader_that_trusts_the_program(sandbox):
@@ -184,5 +184,5 @@ def test_the_set_fools_a_grader_that_trusts_the_program(sandbox):
 
 @pytest.mark.parametrize("program", BENIGN, ids=[f"{p.name}, {p.style}" for p in BENIGN])
 def test_benign_programs_get_their_reward(sandbox, program):
-    found = grade(sandbox, program, GENEROUS)
-    assert found.all, found.reasons
+    result = grade(sandbox, program, GENEROUS)
+    assert result.all, result.reasons

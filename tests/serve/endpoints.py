@@ -31,13 +31,13 @@ class TinyDesk:
             base_model=base, **({"tokenizer": tokenizer} if tokenizer else {})
         )
         self._renderer = get_renderer(renderer, self.client.get_tokenizer(), **settings)
-        self.asked = []
+        self.requests_seen = []
 
     async def sample(self, model, prompt_ids, num_samples, sampling_params, *, owner, **what):
         if model not in (None, self.base):
             raise HttpError(404, f"there is no model {model!r}")
         show = what.pop("show", None)
-        self.asked.append((list(prompt_ids), num_samples, sampling_params, what))
+        self.requests_seen.append((list(prompt_ids), num_samples, sampling_params, what))
         arguments = ModelInput.from_ints(list(prompt_ids)), num_samples, sampling_params
         if show is not None:
             request = self.client.make_request(*arguments, **what)
@@ -77,8 +77,8 @@ class ScriptedDesk:
     ):
         sequences = []
         for _ in range(num_samples):
-            given = [self._tokenizer.decode(prompt_ids), len(self.drawn)]
-            text = self.say(*given)
+            inputs = [self._tokenizer.decode(prompt_ids), len(self.drawn)]
+            text = self.say(*inputs)
             cut = text.endswith("...")
             text = text.removesuffix("...")
             pieces = list(text) if self.by_character else [text]

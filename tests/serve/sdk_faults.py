@@ -28,27 +28,27 @@ def refusal(ask):
 
 def through_faults(service):
     """Every step of this meets faults; which is the server's to say."""
-    found = {}
+    results = {}
     client = service.create_lora_training_client(BASE, rank=4, seed=7).result()
     for step in range(2):
         learnt, stepped = (
             client.forward_backward(texts(5, step), "cross_entropy"),
             client.optim_step(ADAM),
         )
-        found[f"learnt {step}"], found[f"stepped {step}"] = (
+        results[f"learnt {step}"], results[f"stepped {step}"] = (
             outputs(learnt.result()),
             stepped.result().metrics,
         )
     sampler = client.save_weights_and_get_sampling_client().result()
-    found["sampled"] = [sampled(sampler, [5, 9, 30 + i], 2, 11 + i) for i in range(2)]
+    results["sampled"] = [sampled(sampler, [5, 9, 30 + i], 2, 11 + i) for i in range(2)]
     wrong = types.Datum(
         model_input=types.ModelInput.from_ints([4, 5]), loss_fn_inputs={"target_tokens": [5, 500]}
     )
     # the first breaks in the server
-    found["server's"] = refusal(lambda: client.forward(texts(2, 0), "cross_entropy").result())
-    found["goes on"] = outputs(client.forward(texts(2, 0), "cross_entropy").result())
-    found["user's"] = refusal(lambda: client.forward(([wrong]), "cross_entropy").result())
-    return found
+    results["server's"] = refusal(lambda: client.forward(texts(2, 0), "cross_entropy").result())
+    results["goes on"] = outputs(client.forward(texts(2, 0), "cross_entropy").result())
+    results["user's"] = refusal(lambda: client.forward(([wrong]), "cross_entropy").result())
+    return results
 
 
 def beside_another(training, sampling):
@@ -57,38 +57,38 @@ def beside_another(training, sampling):
     learnt, stepped = other.forward_backward(texts(6, 5), "cross_entropy"), other.optim_step(ADAM)
     learnt.result(), stepped.result()
     sampler = other.save_weights_and_get_sampling_client().result()
-    ended, found = threading.Event(), {"alone": [], "before": 0}
-    data = [one for i in range(80) for one in texts(12, i)]
+    ended, results = threading.Event(), {"alone": [], "before": 0}
+    data = [item for i in range(80) for item in texts(12, i)]
     long = client.forward_backward(data, "cross_entropy")
 
     def wait():
-        found["learnt"] = outputs(long.result())
+        results["learnt"] = outputs(long.result())
         ended.set()
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     for i in range(6):
-        found["alone"].append(sampled(sampler, [5, 9, 4 + i], 1, i))
-        found["before"] += not ended.is_set()
+        results["alone"].append(sampled(sampler, [5, 9, 4 + i], 1, i))
+        results["before"] += not ended.is_set()
 
     async def wave():
         params = types.SamplingParams(max_tokens=6, seed=5)
-        asked = (
+        request = (
             sampler.sample(types.ModelInput.from_ints([4, 5 + i]), 1, params) for i in range(8)
         )
-        return [one.sequences[0].tokens for one in await asyncio.gather(*asked)]
+        return [item.sequences[0].tokens for item in await asyncio.gather(*request)]
 
-    found["wave"] = asyncio.run(wave())
-    found["before"] += not ended.is_set()
+    results["wave"] = asyncio.run(wave())
+    results["before"] += not ended.is_set()
     waiting.join()
-    found["stepped"] = client.optim_step(ADAM).result().metrics
-    return found
+    results["stepped"] = client.optim_step(ADAM).result().metrics
+    return results
 
 
 def main():
     url, *keys = sys.argv[1:]
-    one, other = (tinker.ServiceClient(base_url=url, api_key=key) for key in keys)
-    print(json.dumps({"faults": through_faults(one), "beside": beside_another(one, other)}))
+    first, other = (tinker.ServiceClient(base_url=url, api_key=key) for key in keys)
+    print(json.dumps({"faults": through_faults(first), "beside": beside_another(first, other)}))
 
 
 if __name__ == "__main__":

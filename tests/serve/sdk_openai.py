@@ -16,7 +16,7 @@ whole = client.chat.completions.create(
     model=model, messages=ASK, max_tokens=6, seed=4, n=2, logprobs=True, extra_body=IDS
 )
 seen["whole"] = [
-    [choice.message.content, choice.token_ids, [one.logprob for one in choice.logprobs.content]]
+    [choice.message.content, choice.token_ids, [item.logprob for item in choice.logprobs.content]]
     for choice in whole.choices
 ]
 seen["usage"] = whole.usage.total_tokens
@@ -41,7 +41,7 @@ done = client.completions.create(
     model=model, prompt=[[5, 6, 7]], max_tokens=0, echo=True, logprobs=1
 )
 seen["scored"] = done.choices[0].logprobs.token_logprobs
-seen["models"] = [one.id for one in client.models.list()]
+seen["models"] = [item.id for item in client.models.list()]
 
 for name, wish in {"refused": {"frequency_penalty": 3.0}, "unknown": {"model": "gpt-9"}}.items():
     try:
@@ -55,7 +55,7 @@ async def wave() -> list[str]:
         asks = [
             many.chat.completions.create(model=model, messages=ASK, max_tokens=3) for _ in range(16)
         ]
-        return [one.choices[0].message.content for one in await asyncio.gather(*asks)]
+        return [item.choices[0].message.content for item in await asyncio.gather(*asks)]
 
 
 seen["wave"] = len(asyncio.run(wave()))
@@ -104,7 +104,7 @@ else:
                  {"model": model, "messages": ASK, "max_tokens": 8, "logprobs": True,
                   "return_token_ids": True})  # fmt: skip
     choice = reply["choices"][0]
-    drawn = [one["logprob"] for one in choice["logprobs"]["content"]]
+    drawn = [item["logprob"] for item in choice["logprobs"]["content"]]
     turn = check_turn(
         reply["prompt_token_ids"], choice["token_ids"], drawn, finish_reason=choice["finish_reason"]
     )
@@ -112,18 +112,18 @@ else:
         "/inference/v1/generate",
         {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "logprobs": 1}},
     )
-    own = ids["choices"][0]
-    spelt = [one["token"] for one in own["logprobs"]["content"]]
+    reference = ids["choices"][0]
+    spelt = [item["token"] for item in reference["logprobs"]["content"]]
     second = check_turn(
         ids["prompt_token_ids"],
-        own["token_ids"],
-        [one["logprob"] for one in own["logprobs"]["content"]],
+        reference["token_ids"],
+        [item["logprob"] for item in reference["logprobs"]["content"]],
     )
     report = validate_llm(url, model)
     seen["openenv"] = {
-        "response": [str(one) for one in check_upstream_response(reply).findings],
-        "turns": [str(one) for one in (*turn.fatal, *second.fatal)],
-        "spelt": spelt == [f"token_id:{token}" for token in own["token_ids"]],
+        "response": [str(item) for item in check_upstream_response(reply).findings],
+        "turns": [str(item) for item in (*turn.fatal, *second.fatal)],
+        "spelt": spelt == [f"token_id:{token}" for token in reference["token_ids"]],
         "level": report.capture_level, "trainable": report.trainable, "fixes": report.param_fixes,
         "mode": report.logprobs_mode, "tools": report.tool_support,
     }  # fmt: skip

@@ -24,13 +24,13 @@ seen: dict = {"reports": {}, "refused": {}}
 
 
 def port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as first:
+        first.bind(("127.0.0.1", 0))
+        return first.getsockname()[1]
 
 
-def report(found) -> dict:
-    return {**dataclasses.asdict(found), "rollout_type": found.rollout_type}
+def report(result) -> dict:
+    return {**dataclasses.asdict(result), "rollout_type": result.rollout_type}
 
 
 def post(path: str, body: dict) -> dict:
@@ -67,13 +67,13 @@ agent = openai.OpenAI(
 )
 messages: list = [{"role": "user", "content": "Hello?"}]
 for turn in range(3):
-    said = (
+    text = (
         agent.chat.completions.create(model=trained, messages=messages, max_tokens=5)
         .choices[0]
         .message
     )
     messages += [
-        {"role": "assistant", "content": said.content or ""},
+        {"role": "assistant", "content": text.content or ""},
         {"role": "user", "content": f"And {turn}?"},
     ]
 document = export_session(session)
@@ -93,18 +93,20 @@ capture.stop()
 # before it.
 graph, prompt, fatal = RolloutGraph(), [5, 6, 7], []
 for turn in range(3):
-    asked = {
+    requests = {
         "model": trained,
         "token_ids": prompt,
         "sampling_params": {"max_tokens": 4, "logprobs": 1, "temperature": 0.7},
     }
-    reply = post("/inference/v1/generate", asked)
+    reply = post("/inference/v1/generate", requests)
     (choice,) = reply["choices"]
-    drawn = [one["logprob"] for one in choice["logprobs"]["content"]]
-    named = [int(one["token"].removeprefix("token_id:")) for one in choice["logprobs"]["content"]]
+    drawn = [first["logprob"] for first in choice["logprobs"]["content"]]
+    named = [
+        int(first["token"].removeprefix("token_id:")) for first in choice["logprobs"]["content"]
+    ]
     fatal += [
-        str(one)
-        for one in check_turn(
+        str(first)
+        for first in check_turn(
             reply["prompt_token_ids"], choice["token_ids"], drawn, index=turn
         ).fatal
     ]
@@ -123,7 +125,7 @@ for turn in range(3):
 (sequence,) = graph.sequences()
 checks = (check_sequence(sequence), check_rollout(graph, expect_single_root=True))
 seen["ids"] = {
-    "fatal": fatal + [str(one) for check in checks for one in check.fatal],
+    "fatal": fatal + [str(first) for check in checks for first in check.fatal],
     "stats": graph.stats(),
     "ids": sequence.input_ids,
     "mask": sequence.loss_mask,

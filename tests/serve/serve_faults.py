@@ -30,16 +30,16 @@ def score(wires: Wire, model: str, seq: int) -> list[float]:
     ]
 
 
-def opened(one: ModelServer, session: str | None = None) -> tuple[Wire, str]:
-    wires = Wire(one)
+def opened(first: ModelServer, session: str | None = None) -> tuple[Wire, str]:
+    wires = Wire(first)
     wires.session = session or wires.open()
     return wires, f"{wires.session}:train:0" if session else wires.model()
 
 
 def plain_scores(folder: Path, updates: int) -> list[list[float]]:
     """The scores before the first update and after each one, of a server that no fault meets."""
-    with server(folder) as one:
-        wires, model = opened(one)
+    with server(folder) as first:
+        wires, model = opened(first)
         scores = [score(wires, model, 1)]
         for i in range(updates):
             wires.output(wires.ask(model, 2 + 3 * i, texts(4, i)))
@@ -51,8 +51,8 @@ def plain_scores(folder: Path, updates: int) -> list[list[float]]:
 def full(folder: Path, stride: int) -> dict[str, int]:
     """An update that fails has not happened, and done once more it has happened once."""
     seq, counts = iter(range(1, 10**6)), {"undone": 0, "done": 0}
-    with server(folder / "durable", durable=True) as one:
-        wires, model = opened(one)
+    with server(folder / "durable", durable=True) as first:
+        wires, model = opened(first)
         scores, k = [score(wires, model, next(seq))], 1
         while counts["done"] == 0:
             update = len(scores) - 1
@@ -69,13 +69,17 @@ def full(folder: Path, stride: int) -> dict[str, int]:
                 assert "repeat the forward_backward" in bare["error"], (k, bare)
                 wires.output(wires.ask(model, next(seq), texts(4, update)))
                 assert "error" not in wires.wait(wires.step(model, next(seq))), k
-            left = [path.name for path in (folder / "durable").rglob("*.partial*")]
-            assert not left or "error" not in answer, f"operation {k}: {left} was left behind"
+            remaining = [path.name for path in (folder / "durable").rglob("*.partial*")]
+            assert not remaining or "error" not in answer, (
+                f"operation {k}: {remaining} was left behind"
+            )
             counts["undone" if "error" in answer else "done"] += 1
             scores.append(score(wires, model, next(seq)))
             assert (
-                one.session_store.read_live_metadata(one.session_store.models[model])["last"]["seq"]
-                == one.session_store.models[model].last_update["seq"]
+                first.session_store.read_live_metadata(first.session_store.models[model])["last"][
+                    "seq"
+                ]
+                == first.session_store.models[model].last_update["seq"]
             )
             k += stride
     assert plain_scores(folder / "plain", len(scores) - 1) == scores
@@ -103,38 +107,38 @@ def kill(folder: Path, stride: int) -> dict[str, int]:
     folder.mkdir(parents=True, exist_ok=True)
 
     def begin() -> None:
-        with server(base, durable=True) as one:
-            wires, model = opened(one)
+        with server(base, durable=True) as first:
+            wires, model = opened(first)
             wires.output(wires.ask(model, 1, texts(4, 0)))
             wires.wait(wires.step(model, 2))
             (folder / "session").write_text(wires.session)
 
     def update(k: int) -> None:
-        with server(place, durable=True, resume=True) as one:
-            wires, model = opened(one, (folder / "session").read_text())
+        with server(place, durable=True, resume=True) as first:
+            wires, model = opened(first, (folder / "session").read_text())
             wires.output(wires.ask(model, 3, texts(4, 1)))
             DISK.arm(k, 1)
             wires.wait(wires.step(model, 4))
             DISK.disarm()
 
     def go_on() -> None:
-        with server(place, durable=True, resume=True) as one:
-            wires, model = opened(one, (folder / "session").read_text())
-            left = [path.name for path in place.rglob("*.partial*")]
-            assert not left, f"{left} was left behind"
-            happened = one.session_store.models[model].next_seq == 5
-            assert happened or one.session_store.models[model].next_seq == 3
+        with server(place, durable=True, resume=True) as first:
+            wires, model = opened(first, (folder / "session").read_text())
+            remaining = [path.name for path in place.rglob("*.partial*")]
+            assert not remaining, f"{remaining} was left behind"
+            happened = first.session_store.models[model].next_seq == 5
+            assert happened or first.session_store.models[model].next_seq == 3
             if happened:
                 answer = wires.wait(wires.step(model, 4))
                 assert answer["metrics"]["grad_norm"] > 0, "it is answered as it was"
             else:
                 wires.output(wires.ask(model, 3, texts(4, 1)))
                 wires.wait(wires.step(model, 4))
-            found = [score(wires, model, 5)]
+            results = [score(wires, model, 5)]
             wires.output(wires.ask(model, 6, texts(4, 2)))
             wires.wait(wires.step(model, 7))
             seen.write_text(
-                json.dumps({"happened": happened, "scores": [*found, score(wires, model, 8)]})
+                json.dumps({"happened": happened, "scores": [*results, score(wires, model, 8)]})
             )
 
     # so that no child has to import what this one imports, which starts no threads

@@ -101,9 +101,9 @@ class Wire:
     @classmethod
     def over(cls, http: Any) -> Wire:
         """Of a server in another process; `http`: an httpx.Client of its address."""
-        found = cls.__new__(cls)
-        found.http = http
-        return found
+        result = cls.__new__(cls)
+        result.http = http
+        return result
 
     def post(self, path: str, status: int = 200, /, **fields: Any) -> dict[str, Any]:
         answer = self.http.post(f"/api/v1/{path}", json=fields)
@@ -126,8 +126,8 @@ class Wire:
 
     def save(self, model: str, seq: int, name: str, kind: str = "", **more: Any) -> str:
         """The path of saved weights. `kind`: "", "_for_sampler" or "_external"."""
-        asked = self.post(f"save_weights{kind}", model_id=model, seq_id=seq, path=name, **more)
-        return self.wait(asked)["path"]
+        request = self.post(f"save_weights{kind}", model_id=model, seq_id=seq, path=name, **more)
+        return self.wait(request)["path"]
 
     def load(self, seq: int, path: str) -> dict[str, Any]:
         """The answer to a new model of saved weights and optimizer state."""
@@ -138,7 +138,7 @@ class Wire:
             *, forward_only: bool = False, status: int = 200) -> dict[str, Any]:  # fmt: skip
         head = {"model_id": model, "seq_id": seq, "loss_fn": loss, "forward_only": forward_only}
         message = tinker_pb2.ForwardBackwardRequest(**head)
-        message.data.extend(datum_message(one) for one in data)
+        message.data.extend(datum_message(item) for item in data)
         for name, value in (config or {}).items():
             message.loss_fn_config_v2[name].number = value
         return self.send(message.SerializeToString(), status)
@@ -155,12 +155,14 @@ class Wire:
             "optim_step", model_id=model, seq_id=seq, adam_params={"learning_rate": 1e-2, **params}
         )
 
-    def wait(self, asked: Mapping[str, Any], kind: str | None = None) -> Any:
+    def wait(self, request: Mapping[str, Any], kind: str | None = None) -> Any:
         """The answer: a message of that kind, or JSON."""
         headers, end = {"accept": PROTOBUF} if kind else {}, time.monotonic() + 240
         while True:
             answer = self.http.post(
-                "/api/v1/retrieve_future", json={"request_id": asked["request_id"]}, headers=headers
+                "/api/v1/retrieve_future",
+                json={"request_id": request["request_id"]},
+                headers=headers,
             )
             if answer.status_code != 408 or time.monotonic() > end:
                 break
@@ -169,9 +171,9 @@ class Wire:
             return getattr(tinker_pb2, kind).FromString(answer.content)
         return answer.json()
 
-    def output(self, asked: Mapping[str, Any]) -> tuple[list[np.ndarray], dict[str, float]]:
+    def output(self, request: Mapping[str, Any]) -> tuple[list[np.ndarray], dict[str, float]]:
         """Logprobs by datum, and metrics."""
-        message = self.wait(asked, "ForwardBackwardOutput")
+        message = self.wait(request, "ForwardBackwardOutput")
         assert not isinstance(message, dict), message
         rows = []
         for record in message.loss_fn_outputs:
@@ -182,10 +184,10 @@ class Wire:
         return rows, dict(message.metrics)
 
     def sampler(self, model: str, seq: int, number: int = 0) -> str:
-        asked = self.post(
+        request = self.post(
             "save_weights_for_sampler", model_id=model, seq_id=seq, sampling_session_seq_id=number
         )
-        return self.wait(asked)["sampling_session_id"]
+        return self.wait(request)["sampling_session_id"]
 
     def ask_sample(
         self, sampler: str, seq: int, prompt: Sequence[Any], count: int = 1, **fields: Any
@@ -210,6 +212,6 @@ class Wire:
 def until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
     """What `holds` returns once it is true, or at the end of the time."""
     end = time.monotonic() + seconds
-    while not (found := holds()) and time.monotonic() < end:
+    while not (result := holds()) and time.monotonic() < end:
         time.sleep(0.005)
-    return found
+    return result

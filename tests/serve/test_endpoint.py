@@ -70,55 +70,55 @@ def chat(endpoint, messages=ASK, path="", headers=None, **body):
 
 
 def test_answers_are_the_clients_own_to_the_bit(tiny):
-    how = {"n": 3, "seed": 7, "temperature": 0.7, "max_tokens": 6}
-    said = chat(tiny, **how, logprobs=True, return_token_ids=True)
+    options = {"n": 3, "seed": 7, "temperature": 0.7, "max_tokens": 6}
+    text = chat(tiny, **options, logprobs=True, return_token_ids=True)
     prompt = tiny.engine._renderer.build_generation_prompt(ASK)
     params = SamplingParams(max_tokens=6, temperature=0.7, seed=7, stop=[1])
-    own = tiny.engine.client.sample(prompt, 3, params).result()
-    assert said["prompt_token_ids"] == prompt.to_ints() and said["object"] == "chat.completion"
-    assert [choice["index"] for choice in said["choices"]] == [0, 1, 2]
-    for choice, sequence in zip(said["choices"], own.sequences, strict=True):
+    reference = tiny.engine.client.sample(prompt, 3, params).result()
+    assert text["prompt_token_ids"] == prompt.to_ints() and text["object"] == "chat.completion"
+    assert [choice["index"] for choice in text["choices"]] == [0, 1, 2]
+    for choice, sequence in zip(text["choices"], reference.sequences, strict=True):
         content = choice["logprobs"]["content"]
         assert choice["token_ids"] == sequence.tokens
-        assert [one["logprob"] for one in content] == sequence.logprobs
-        assert [one["token"] for one in content] == [f"token_id:{t}" for t in sequence.tokens]
+        assert [item["logprob"] for item in content] == sequence.logprobs
+        assert [item["token"] for item in content] == [f"token_id:{t}" for t in sequence.tokens]
         assert choice["finish_reason"] == sequence.stop_reason
         parsed, _ = tiny.engine._renderer.parse_response(sequence.tokens)
         assert choice["message"]["content"] == parsed["content"]
-    drawn = sum(len(sequence.tokens) for sequence in own.sequences)
-    assert said["usage"] == {
+    drawn = sum(len(sequence.tokens) for sequence in reference.sequences)
+    assert text["usage"] == {
         "prompt_tokens": prompt.length, "completion_tokens": drawn,
         "total_tokens": prompt.length + drawn,
     }  # fmt: skip
     body = {"token_ids": prompt.to_ints(),
-            "sampling_params": {**how, "logprobs": 1, "stop_token_ids": [1]}}  # fmt: skip
+            "sampling_params": {**options, "logprobs": 1, "stop_token_ids": [1]}}  # fmt: skip
     ids = tiny.http.post("/inference/v1/generate", json=body).json()
     assert ids["prompt_token_ids"] == prompt.to_ints()
-    for choice, sequence in zip(ids["choices"], own.sequences, strict=True):
+    for choice, sequence in zip(ids["choices"], reference.sequences, strict=True):
         assert choice["token_ids"] == sequence.tokens
-        assert [one["logprob"] for one in choice["logprobs"]["content"]] == sequence.logprobs
-    assert ids["choices"][0]["finish_reason"] == own.sequences[0].stop_reason
+        assert [item["logprob"] for item in choice["logprobs"]["content"]] == sequence.logprobs
+    assert ids["choices"][0]["finish_reason"] == reference.sequences[0].stop_reason
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.3}, {"top_k": 3}, {"top_k": 8, "top_p": 0.5}])
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
 def test_logprobs_are_of_the_untruncated_distribution_at_the_temperature(tiny, temperature, cut):
     """Against the model's own scores (of greedy answers: at temperature 1)."""
-    said = chat(
+    text = chat(
         tiny, seed=3, temperature=temperature, max_tokens=4, logprobs=True, top_logprobs=4,
         return_token_ids=True, **cut,
     )  # fmt: skip
-    prompt, (choice,) = said["prompt_token_ids"], said["choices"]
-    sequences, found = [], []
+    prompt, (choice,) = text["prompt_token_ids"], text["choices"]
+    sequences, results = [], []
     for i, entry in enumerate(choice["logprobs"]["content"]):
         tops = entry["top_logprobs"]
-        assert len(tops) == 4 and tops == sorted(tops, key=lambda one: -one["logprob"])
-        for one in [entry, *tops]:
-            token = int(one["token"].removeprefix("token_id:"))
+        assert len(tops) == 4 and tops == sorted(tops, key=lambda item: -item["logprob"])
+        for item in [entry, *tops]:
+            token = int(item["token"].removeprefix("token_id:"))
             sequences.append(ModelInput.from_ints([*prompt, *choice["token_ids"][:i], token]))
-            found.append(one["logprob"])
+            results.append(item["logprob"])
     scores = tiny.engine.client.compute_logprobs_many(sequences, temperature or 1.0).result()
-    assert found == pytest.approx([score[-1] for score in scores], abs=2e-5)
+    assert results == pytest.approx([score[-1] for score in scores], abs=2e-5)
 
 
 def test_a_stream_put_together_is_the_whole(tiny):
@@ -136,23 +136,25 @@ def test_a_stream_put_together_is_the_whole(tiny):
     assert events[-1]["usage"] == whole["usage"] and events[-1]["choices"] == []
     parts = [event["choices"][0] for event in events[:-1]]
     for choice in whole["choices"]:
-        own = [part for part in parts if part["index"] == choice["index"]]
-        text = "".join(part["delta"].get("content") or "" for part in own)
+        reference = [part for part in parts if part["index"] == choice["index"]]
+        text = "".join(part["delta"].get("content") or "" for part in reference)
         assert text == choice["message"]["content"]
-        reasons = [part["finish_reason"] for part in own]
-        assert reasons == [None] * (len(own) - 1) + [choice["finish_reason"]]
+        reasons = [part["finish_reason"] for part in reference]
+        assert reasons == [None] * (len(reference) - 1) + [choice["finish_reason"]]
         entries = [
-            entry for part in own for entry in (part["logprobs"] or {"content": []})["content"]
+            entry
+            for part in reference
+            for entry in (part["logprobs"] or {"content": []})["content"]
         ]
         assert entries == choice["logprobs"]["content"]
-        tokens = [token for part in own for token in part.get("token_ids", [])]
+        tokens = [token for part in reference for token in part.get("token_ids", [])]
         assert tokens == choice["token_ids"]
 
 
 def test_tools_are_called_and_answered(scripted):
-    said = iter(['<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>',
+    text = iter(['<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>',
                  "It is 3.", "No tools."])  # fmt: skip
-    endpoint = scripted(lambda *_: next(said))
+    endpoint = scripted(lambda *_: next(text))
     first = chat(endpoint, tools=TOOLS, path="/session/a")
     (choice,) = first["choices"]
     (call,) = choice["message"]["tool_calls"]
@@ -165,9 +167,9 @@ def test_tools_are_called_and_answered(scripted):
     second = chat(endpoint, again, tools=TOOLS, path="/session/a")
     assert second["choices"][0]["message"]["content"] == "It is 3."
     assert second["choices"][0]["finish_reason"] == "stop"
-    (one, one_answer), (two, _) = endpoint.engine.drawn
+    (item, one_answer), (two, _) = endpoint.engine.drawn
     # as it was drawn, not as it would be written
-    assert two[: len(one) + len(one_answer)] == [*one, *one_answer]
+    assert two[: len(item) + len(one_answer)] == [*item, *one_answer]
     assert "<tool_response>\n3\n</tool_response>" in endpoint.engine.tokenizer(None, "").decode(two)
     third = chat(endpoint, tools=TOOLS, tool_choice="none")
     assert third["choices"][0]["message"]["content"] == "No tools."
@@ -199,23 +201,23 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
         "model": "tiny:ascii", "prompt": [[*context, *answer] for context, answer in rows],
         "echo": True, "logprobs": 1, "temperature": 0, "max_tokens": most, "seed": 1234,
     }  # fmt: skip
-    said = tiny.http.post("/v1/completions", json=body)
-    assert said.status_code == 200, said.text
-    choices = sorted(said.json()["choices"], key=lambda one: one["index"])
-    own = tiny.engine.client.compute_logprobs_many(
+    output = tiny.http.post("/v1/completions", json=body)
+    assert output.status_code == 200, output.text
+    choices = sorted(output.json()["choices"], key=lambda first: first["index"])
+    reference = tiny.engine.client.compute_logprobs_many(
         [ModelInput.from_ints([*context, *answer]) for context, answer in rows]
     ).result()
-    for (context, answer), choice, scores in zip(rows, choices, own, strict=True):
+    for (context, answer), choice, scores in zip(rows, choices, reference, strict=True):
         end = len(context) + len(answer)
-        found = choice["logprobs"]
+        actual = choice["logprobs"]
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        assert [len(found[name]) for name in names] == [end + most] * 4
-        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        assert [len(actual[name]) for name in names] == [end + most] * 4
+        assert actual["token_logprobs"][0] is None and actual["top_logprobs"][0] is None
         # to float32's rounding: which requests share a forward is up to who comes when
-        assert scores[0] is None and found["token_logprobs"][1:end] == pytest.approx(
+        assert scores[0] is None and actual["token_logprobs"][1:end] == pytest.approx(
             scores[1:], abs=1e-5
         )
-        pairs = list(zip(found["tokens"], found["top_logprobs"], strict=True))[len(context) : end]
+        pairs = list(zip(actual["tokens"], actual["top_logprobs"], strict=True))[len(context) : end]
         assert all(max(top, key=top.get) == token for token, top in pairs) == (answer is rows[0][1])
         if most == 0:
             assert choice["text"] == tiny.engine.tokenizer(None, "").decode([*context, *answer])
@@ -230,10 +232,10 @@ def test_several_texts_are_continued(tiny):
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     for p, text in enumerate(body["prompt"]):
         prompt = tiny.engine.tokenizer(None, "").encode(text)
-        own = tiny.engine.client.sample(
+        reference = tiny.engine.client.sample(
             ModelInput.from_ints(prompt), 2, SamplingParams(max_tokens=3, seed=1, temperature=1.5)
         ).result()
-        for choice, sequence in zip(choices[2 * p : 2 * p + 2], own.sequences, strict=True):
+        for choice, sequence in zip(choices[2 * p : 2 * p + 2], reference.sequences, strict=True):
             assert choice["token_ids"] == sequence.tokens and choice["prompt_token_ids"] == prompt
             # to float32's rounding: here both prompts are one batch, there each is its own
             assert choice["logprobs"]["token_logprobs"] == pytest.approx(
@@ -321,14 +323,15 @@ REFUSED = [
 
 @pytest.mark.parametrize("path, body, named", REFUSED)
 def test_what_is_not_supported_is_refused_by_name(tiny, path, body, named):
-    before = len(tiny.engine.asked)
+    before = len(tiny.engine.requests_seen)
     reply = tiny.http.post(path, json={**FINE[path], **body})
     error = reply.json()["error"]
     assert reply.status_code == 400
     assert error["type"] == "invalid_request_error"
     assert error["param"] == named
     assert (
-        named.split(".")[-1].split("[")[0] in error["message"] and len(tiny.engine.asked) == before
+        named.split(".")[-1].split("[")[0] in error["message"]
+        and len(tiny.engine.requests_seen) == before
     )
 
 
@@ -358,10 +361,10 @@ HOW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, how):
+@pytest.mark.parametrize("mode", HOW)
+def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, mode):
     """On every route that takes it; logprobs are of the whole distribution, before biases and cuts."""
-    body, prompt = HOW[how], [5, 9, 6]
+    body, prompt = HOW[mode], [5, 9, 6]
     same = {"n": 4, "seed": 3, "max_tokens": 8, "temperature": 0.8, **body}
     params = {name: value for name, value in body.items() if name != "logit_bias"}
     params |= (
@@ -371,48 +374,49 @@ def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, how):
     )
     usual = SamplingParams(max_tokens=8, temperature=0.8, seed=3, untruncated_logprobs=True)
     start, client = ModelInput.from_ints(prompt), tiny.engine.client
-    own, plain = (
-        client.sample(start, 4, one).result().sequences for one in (replace(usual, **params), usual)
+    reference, plain = (
+        client.sample(start, 4, item).result().sequences
+        for item in (replace(usual, **params), usual)
     )
     text = tiny.http.post(
         TEXT, json={"prompt": prompt, "return_token_ids": True, "logprobs": 0, **same}
     ).json()
     ids = tiny.http.post(IDS, json={"token_ids": prompt, "sampling_params": same}).json()
-    for said in (text, ids):
-        assert [choice["token_ids"] for choice in said["choices"]] == [
-            sequence.tokens for sequence in own
+    for output in (text, ids):
+        assert [choice["token_ids"] for choice in output["choices"]] == [
+            sequence.tokens for sequence in reference
         ]
     whole = client.compute_logprobs_many(
-        [ModelInput.from_ints([*prompt, *one.tokens]) for one in own], 0.8
+        [ModelInput.from_ints([*prompt, *item.tokens]) for item in reference], 0.8
     ).result()
     for choice, values in zip(text["choices"], whole, strict=True):
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(
             values[len(prompt) :], abs=1e-4
         )
-    if how in ("min_p", "bias", "penalties"):
-        assert [one.tokens for one in own] != [one.tokens for one in plain]
-    elif how == "least":
-        assert all(1 not in one.tokens[:6] for one in own)
+    if mode in ("min_p", "bias", "penalties"):
+        assert [item.tokens for item in reference] != [item.tokens for item in plain]
+    elif mode == "least":
+        assert all(1 not in item.tokens[:6] for item in reference)
 
 
 def test_a_chat_takes_them_too(tiny):
-    how = {"min_p": 0.2, "min_tokens": 4}
+    options = {"min_p": 0.2, "min_tokens": 4}
     body = {
-        **how, "logit_bias": {"5": 4}, "seed": 1, "max_tokens": 6, "return_token_ids": True,
+        **options, "logit_bias": {"5": 4}, "seed": 1, "max_tokens": 6, "return_token_ids": True,
         "logprobs": True,
     }  # fmt: skip
-    said = chat(tiny, **body)
+    text = chat(tiny, **body)
     params = SamplingParams(
-        max_tokens=6, seed=1, stop=[1], logit_bias={5: 4.0}, untruncated_logprobs=True, **how
+        max_tokens=6, seed=1, stop=[1], logit_bias={5: 4.0}, untruncated_logprobs=True, **options
     )
-    (own,) = (
+    (reference,) = (
         tiny.engine.client.sample(tiny.engine._renderer.build_generation_prompt(ASK), 1, params)
         .result()
         .sequences
     )
-    (choice,) = said["choices"]
-    assert choice["token_ids"] == own.tokens
-    assert [one["logprob"] for one in choice["logprobs"]["content"]] == own.logprobs
+    (choice,) = text["choices"]
+    assert choice["token_ids"] == reference.tokens
+    assert [item["logprob"] for item in choice["logprobs"]["content"]] == reference.logprobs
 
 
 def test_chat_template_kwargs_reach_the_template(scripted):
@@ -420,11 +424,11 @@ def test_chat_template_kwargs_reach_the_template(scripted):
     endpoint = scripted(lambda *_: "hm")
     tokenizer = endpoint.engine._renderer.tokenizer
     for settings in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
-        said = chat(endpoint, chat_template_kwargs=settings, return_token_ids=True)
-        own = tokenizer.apply_chat_template(
+        text = chat(endpoint, chat_template_kwargs=settings, return_token_ids=True)
+        reference = tokenizer.apply_chat_template(
             ASK, add_generation_prompt=True, return_dict=False, **settings
         )
-        assert said["prompt_token_ids"] == own
+        assert text["prompt_token_ids"] == reference
     reply = endpoint.http.post(
         CHAT, json={"messages": ASK, "chat_template_kwargs": {"enable_thinkng": False}}
     )
@@ -561,8 +565,8 @@ def conversation(endpoint, turns, headers):
     """Goes through a conversation, sending back what was answered as clients do: no thoughts."""
     messages = [*ASK]
     for i in range(turns):
-        said = chat(endpoint, messages, headers=headers)["choices"][0]["message"]
-        kept = {key: said[key] for key in ("role", "content", "tool_calls") if said.get(key)}
+        text = chat(endpoint, messages, headers=headers)["choices"][0]["message"]
+        kept = {key: text[key] for key in ("role", "content", "tool_calls") if text.get(key)}
         messages += [kept, {"role": "user", "content": f"And {i}?"}]
     return messages
 
@@ -616,8 +620,8 @@ def test_turns_of_a_session_are_trained_as_they_were_drawn(scripted, renderer, t
 def test_thoughts_that_clients_drop_are_read_as_the_template_says(scripted):
     """Qwen3's template drops thoughts once a user speaks, and keeps them for tools."""
     call = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
-    said = iter([call, "<think>\nso\n</think>\n\nIt is 3.", "<think>\nyes\n</think>\n\nBye."])
-    endpoint = scripted(lambda *_: next(said))
+    text = iter([call, "<think>\nso\n</think>\n\nIt is 3.", "<think>\nyes\n</think>\n\nBye."])
+    endpoint = scripted(lambda *_: next(text))
     messages = [*ASK]
     for more in ({"role": "tool", "content": "3"}, {"role": "user", "content": "Thanks."}, None):
         message = chat(endpoint, messages, path="/session/t", tools=TOOLS)["choices"][0]["message"]
@@ -689,8 +693,8 @@ def test_a_request_that_comes_again_after_a_lost_answer_is_drawn_once(tiny):
     again = tiny.http.post(
         "/session/r/v1/chat/completions", json=body, headers={"x-stainless-retry-count": "1"}
     ).json()
-    anew = tiny.http.post("/session/r/v1/chat/completions", json=body).json()
-    assert again == first and anew["id"] != first["id"]
+    restarted = tiny.http.post("/session/r/v1/chat/completions", json=body).json()
+    assert again == first and restarted["id"] != first["id"]
     assert len(tiny.sessions.find("", "r").turns) == 2
 
 

@@ -83,20 +83,20 @@ def play(tmp_path, tokenizer):
                 tag="endpoint",
                 index=i,
             )
-            own = {"limits": limits or EpisodeLimits(seconds=20.0), "system_prompt": prompt}
+            reference = {"limits": limits or EpisodeLimits(seconds=20.0), "system_prompt": prompt}
             groups.append(
-                spec.token_level(problem, members, get_renderer("plain", tokenizer), **own)
+                spec.token_level(problem, members, get_renderer("plain", tokenizer), **reference)
             )
         sampler = sampler or Scripted(tokenizer, say)
-        found = rollout(groups, sampler, SamplingParams(max_tokens=max_tokens), seed=1)
-        play.asked = [tokenizer.decode(prompt) for prompt in sampler.asked]
-        return found
+        result = rollout(groups, sampler, SamplingParams(max_tokens=max_tokens), seed=1)
+        play.requests_seen = [tokenizer.decode(prompt) for prompt in sampler.requests_seen]
+        return result
 
     return play
 
 
-@pytest.mark.parametrize("how", ["raises", "cancelled"])
-def test_a_program_does_not_outlive_its_task(monkeypatch, tokenizer, how):
+@pytest.mark.parametrize("mode", ["raises", "cancelled"])
+def test_a_program_does_not_outlive_its_task(monkeypatch, tokenizer, mode):
     started = []
 
     class RecordedProcess(SupervisedProcess):
@@ -108,7 +108,7 @@ def test_a_program_does_not_outlive_its_task(monkeypatch, tokenizer, how):
         raise OSError("no timer")
 
     monkeypatch.setattr("rl.programs.program_rollout.SupervisedProcess", RecordedProcess)
-    if how == "raises":
+    if mode == "raises":
         monkeypatch.setattr("rl.programs.program_rollout._ProgramTimer.start", fail)
     endpoint = LiveEndpoint()
     episode = ProgramEpisode(
@@ -122,7 +122,7 @@ def test_a_program_does_not_outlive_its_task(monkeypatch, tokenizer, how):
         deadline = time.monotonic() + 20
         while not started and time.monotonic() < deadline:
             time.sleep(0.01)
-        if how == "cancelled":
+        if mode == "cancelled":
             task.cancel()
         else:
             end = episode.events.get(timeout=20)
@@ -143,9 +143,9 @@ TALK = """
 
 
 def test_a_program_is_an_episode(play, tokenizer):
-    found = play([TALK], lambda text, *_: f"<{len(text)}>", members=2)
-    (group,) = found.groups
-    assert not found.errors and group.get_total_rewards() == [7.25, 7.25]
+    result = play([TALK], lambda text, *_: f"<{len(text)}>", members=2)
+    (group,) = result.groups
+    assert not result.errors and group.get_total_rewards() == [7.25, 7.25]
     for trajectory in group.trajectories_G:
         assert [tokenizer.decode(t.ac.tokens[:-1]) for t in trajectory.transitions] == [
             f"<{len(tokenizer.decode(t.ob.to_ints()))}>" for t in trajectory.transitions
@@ -199,12 +199,12 @@ def test_what_goes_wrong_costs_its_own_episode_and_is_named(play):
     """All of them in one batch, with two that are fine, one of which prints 100 MB first."""
     loud = "answer([user('a')])\nfor _ in range(100): sys.stdout.write('x' * 1000000)\nscore(3.0)"
     start = time.monotonic()
-    found = play(
+    result = play(
         [TALK, loud, *(program for program, _ in WRONG.values())], limits=EpisodeLimits(seconds=8.0)
     )
-    assert [group.get_total_rewards() for group in found.groups] == [[7.25], [3.0]]
-    assert len(found.errors) == len(WRONG)
-    for (name, (_, expected)), error in zip(WRONG.items(), found.errors, strict=True):
+    assert [group.get_total_rewards() for group in result.groups] == [[7.25], [3.0]]
+    assert len(result.errors) == len(WRONG)
+    for (name, (_, expected)), error in zip(WRONG.items(), result.errors, strict=True):
         import re
 
         assert re.search(expected, error, re.DOTALL), (name, error)
@@ -228,16 +228,18 @@ def test_what_a_program_starts_ends_with_it(play, tmp_path):
         score(1.0)
         time.sleep(SECONDS)
     """
-    found = play(
+    result = play(
         [daemon.replace("SECONDS", "0"), daemon.replace("SECONDS", "600")],
         limits=EpisodeLimits(seconds=8.0),
     )
-    assert len(found.groups) == 1 and len(found.errors) == 1 and "within its 8 s" in found.errors[0]
-    left = [int(line) for line in pids.read_text().split()]
+    assert (
+        len(result.groups) == 1 and len(result.errors) == 1 and "within its 8 s" in result.errors[0]
+    )
+    remaining = [int(line) for line in pids.read_text().split()]
     deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in left) and time.monotonic() < deadline:
+    while any(Path(f"/proc/{pid}").exists() for pid in remaining) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(left) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in left)
+    assert len(remaining) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in remaining)
 
 
 def test_turns_are_limited_and_the_program_may_come_to_its_end(play):
@@ -253,10 +255,10 @@ def test_turns_are_limited_and_the_program_may_come_to_its_end(play):
     """
     # falls over the refusal: cut short, and earns nothing
     stubborn = "while True: answer([user('more')])"
-    found = play([counting, stubborn], limits=EpisodeLimits(turns=3, seconds=20.0))
-    assert not found.errors
-    assert [group.get_total_rewards() for group in found.groups] == [[3.0], [0.0]]
-    for group in found.groups:
+    result = play([counting, stubborn], limits=EpisodeLimits(turns=3, seconds=20.0))
+    assert not result.errors
+    assert [group.get_total_rewards() for group in result.groups] == [[3.0], [0.0]]
+    for group in result.groups:
         (trajectory,) = group.trajectories_G
         assert len(trajectory.transitions) == 3 and trajectory.transitions[-1].truncated
         assert trajectory.transitions[-1].metrics["truncated"] == 1.0
@@ -277,8 +279,8 @@ def test_where_there_is_no_room_the_program_is_told_and_scored(play, tokenizer, 
         score(given)
     """
     sampler = Scripted(tokenizer, lambda *_: "ok", max_context=context)
-    found = play([growing], limits=EpisodeLimits(tokens=tokens, seconds=20.0), sampler=sampler)
-    (group,) = found.groups
+    result = play([growing], limits=EpisodeLimits(tokens=tokens, seconds=20.0), sampler=sampler)
+    (group,) = result.groups
     (trajectory,) = group.trajectories_G
     # 10 are asked and 3 answered (with the end mark), again and again: the fourth answer of 16
     # would end at 65, beyond 60
@@ -298,8 +300,8 @@ def test_the_run_says_how_tokens_are_drawn(play):
             return super().sample_many(requests)
 
     tokenizer = load_tokenizer("tiny:ascii")
-    found = play([asking], sampler=Spy(tokenizer, lambda *_: "k"))
-    ((request,), (group,)) = seen, found.groups
+    result = play([asking], sampler=Spy(tokenizer, lambda *_: "k"))
+    ((request,), (group,)) = seen, result.groups
     assert request.params.temperature == 1.0
     assert request.params.max_tokens == 3
     assert "z" in request.params.stop
@@ -325,27 +327,27 @@ def test_a_program_has_its_row_seed_and_arguments_and_no_keys(play, monkeypatch)
         open(os.environ["TMPDIR"] + "/scratch", "w").write("x")
         score(float(answer([user("hi")]) == "ok"))
     """
-    found = play(
+    result = play(
         [program],
         arguments=("--task", "{question}", "{seed}", "{unknown}"),
         pass_env=("AGENT_*",),
         prompt="Be kind.",
     )
-    assert not found.errors
-    assert found.groups[0].get_total_rewards() == [1.0]
-    assert play.asked == ["Be kind.hi"]
+    assert not result.errors
+    assert result.groups[0].get_total_rewards() == [1.0]
+    assert play.requests_seen == ["Be kind.hi"]
 
 
 def test_a_reward_scores_the_last_answer(play):
     program = "answer([user('first')]); answer([user('second')])"
-    found = play(
+    result = play(
         [program, program + "; score(9.0)"],
         lambda text, *_: "42" if "second" in text else "1",
         grader="exact_match",
     )
-    assert not found.errors
-    assert [group.get_total_rewards() for group in found.groups] == [[1.0], [1.0]]
-    assert found.groups[1].trajectories_G[0].transitions[-1].metrics["posted"] == 9.0
+    assert not result.errors
+    assert [group.get_total_rewards() for group in result.groups] == [[1.0], [1.0]]
+    assert result.groups[1].trajectories_G[0].transitions[-1].metrics["posted"] == 9.0
 
 
 def test_answers_that_are_asked_for_side_by_side(play):
@@ -360,11 +362,11 @@ def test_answers_that_are_asked_for_side_by_side(play):
         [t.start() for t in threads], [t.join() for t in threads]
         score(len(found))
     """
-    found = play([program])
-    assert not found.errors and found.groups[0].get_total_rewards() == [4.0]
-    (trajectory,) = found.groups[0].trajectories_G
+    result = play([program])
+    assert not result.errors and result.groups[0].get_total_rewards() == [4.0]
+    (trajectory,) = result.groups[0].trajectories_G
     assert len(trajectory.transitions) == 7
-    assert sorted(play.asked) == ["a"] * 3 + ["b0", "b1", "b2", "b3"]
+    assert sorted(play.requests_seen) == ["a"] * 3 + ["b0", "b1", "b2", "b3"]
     trajectory.advantage = 1.0
     assert len(trajectory_to_datums(trajectory)) == 7
 
@@ -386,8 +388,8 @@ def test_a_program_is_named_behind_a_colon():
         "endpoint:no-such-program x": "no program 'no-such-program'",
         "endpoint:python 'x": "not a valid command line",
     }
-    for wrong, said in wrongs.items():
-        with pytest.raises((UserError, SettingsError), match=said):
+    for wrong, text in wrongs.items():
+        with pytest.raises((UserError, SettingsError), match=text):
             parse_environment(wrong, [])
     with pytest.raises(SettingsError, match="did you mean --environment.arguments"):
         parse_environment("endpoint:python a.py", [("argumets", "x")])
@@ -422,7 +424,7 @@ def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path):
         "--batch-size 2 --group-size 3 --steps 2 --max-tokens 6 --eval-limit 2 --environment-rows "
         "8 --learning-rate 1e-3"
     ).split()
-    found = []
+    results = []
     for name in ("a", "b"):
         words = [sys.executable, "train.py", *line, "--output-dir", str(tmp_path / name)]
         done = subprocess.run(
@@ -439,7 +441,7 @@ def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path):
             for text in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         ]
         drop = ("time", "seconds", "per_second", "tokens_s", "rss", "memory", "gpu")
-        found.append(
+        results.append(
             [{k: v for k, v in row.items() if not any(word in k for word in drop)} for row in rows]
         )
-    assert found[0] == found[1] and any("program/requests" in key for key in found[0][-1])
+    assert results[0] == results[1] and any("program/requests" in key for key in results[0][-1])

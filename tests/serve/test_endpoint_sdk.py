@@ -24,10 +24,10 @@ def seen(shared_data):
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with openai and openenv (the extra sdk)")
     tiny = Endpoint(TinyDesk(renderer="role_colon"))
-    said = iter([CALL, "It is 3.", CALL])
+    output = iter([CALL, "It is 3.", CALL])
     scripted = Endpoint(
         ScriptedDesk(
-            lambda *_: next(said), "chat_template", str(shared_data / "tokenizers" / "qwen3")
+            lambda *_: next(output), "chat_template", str(shared_data / "tokenizers" / "qwen3")
         )
     )
     script = Path(__file__).with_name("sdk_openai.py")
@@ -42,27 +42,29 @@ def seen(shared_data):
 
 
 def test_answers_and_streams(seen):
-    found, desk, sessions = seen
+    actual, desk, sessions = seen
     prompt = desk.renderer(None, "").build_generation_prompt(
         [{"role": "user", "content": "Hello?"}]
     )
     stops = desk.renderer(None, "").get_stop_sequences()
-    own = (
+    reference = (
         desk.client.sample(prompt, 2, SamplingParams(max_tokens=6, seed=4, stop=stops))
         .result()
         .sequences
     )
-    assert [[tokens, logprobs] for _, tokens, logprobs in found["whole"]] == [
-        [one.tokens, one.logprobs] for one in own
+    assert [[tokens, logprobs] for _, tokens, logprobs in actual["whole"]] == [
+        [item.tokens, item.logprobs] for item in reference
     ]
-    assert found["stream"] == [text for text, _, _ in found["whole"]]
-    assert found["stream_usage"] == found["usage"]
-    assert found["stream_final"] == found["whole"][0][0]
-    assert found["scored"] == desk.client.compute_logprobs(ModelInput.from_ints([5, 6, 7])).result()
-    assert found["models"] == ["tiny:ascii"] and found["wave"] == 16 == len(
+    assert actual["stream"] == [text for text, _, _ in actual["whole"]]
+    assert actual["stream_usage"] == actual["usage"]
+    assert actual["stream_final"] == actual["whole"][0][0]
+    assert (
+        actual["scored"] == desk.client.compute_logprobs(ModelInput.from_ints([5, 6, 7])).result()
+    )
+    assert actual["models"] == ["tiny:ascii"] and actual["wave"] == 16 == len(
         sessions.find("", "wave").turns
     )
-    assert found["refused"] == ["BadRequestError", "frequency_penalty", 400] and found["unknown"][
+    assert actual["refused"] == ["BadRequestError", "frequency_penalty", 400] and actual["unknown"][
         ::2
     ] == ["NotFoundError", 404]
 
@@ -74,11 +76,11 @@ def test_tools(seen):
 
 
 def test_openenvs_checker(seen):
-    found = seen[0]["openenv"]
-    if isinstance(found, str):
-        pytest.skip(found)
-    assert found["response"] == [] and found["turns"] == [] and found["spelt"]
-    assert found["level"] == "tokens" and found["trainable"] and found["fixes"] == []
+    result = seen[0]["openenv"]
+    if isinstance(result, str):
+        pytest.skip(result)
+    assert result["response"] == [] and result["turns"] == [] and result["spelt"]
+    assert result["level"] == "tokens" and result["trainable"] and result["fixes"] == []
     # unknown: two likely tokens of an untrained model are too alike to be told apart
-    assert found["mode"] in ("processed", "unknown")
-    assert found["tools"] in ("no-tool-call", "unknown")
+    assert result["mode"] in ("processed", "unknown")
+    assert result["tools"] in ("no-tool-call", "unknown")

@@ -79,7 +79,7 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(
             whole = renderer.parse_response(tokens)[0]
             # all is well: the same as is trained on
             if not whole.get("unparsed_tool_calls") and "<think>" not in whole["content"]:
-                assert told(last) == told(whole), text
+                assert read_message(last) == read_message(whole), text
             begun += bool(seen(renderer, tokens[:-1], within)["content"])
     assert begun >= len(ANSWERS), "next to nothing is ever certain"
 
@@ -95,19 +95,19 @@ def stages_of(renderer, tokens, part):
 
 
 def seen(renderer, tokens, within, ended=False):
-    found = parse_partial_answer(renderer, tokens, within, ended)
+    result = parse_partial_answer(renderer, tokens, within, ended)
     calls = [
         (call["function"]["name"], call["function"]["arguments"])
-        for call in found.get("tool_calls", ())
+        for call in result.get("tool_calls", ())
     ]
     return {
-        "content": found["content"],
-        "reasoning_content": found.get("reasoning_content") or "",
+        "content": result["content"],
+        "reasoning_content": result.get("reasoning_content") or "",
         "calls": calls,
     }
 
 
-def told(message):
+def read_message(message):
     calls = [call["function"] for call in message.get("tool_calls", ())]
     for name, arguments in message.get("calls", ()):
         calls.append({"name": name, "arguments": json.loads(arguments)})
@@ -186,7 +186,7 @@ def test_what_is_certain_of_messages_in_channels(shared_data):
         assert not any("<|" in str(stage) for stage in stages)
         message = renderer.parse_response(tokens)[0]
         if not message.get("unparsed_tool_calls"):
-            assert told(whole) == told(message) and any(stages[-1].values())
+            assert read_message(whole) == read_message(message) and any(stages[-1].values())
     # of the last one
     assert len(stages_of(renderer, tokens, "calls")) > 5
 
@@ -227,7 +227,7 @@ def test_what_is_certain_of_an_answer_with_calls_of_other_forms(shared_data, sig
             whole = check_prefixes(wrapped, tokens, False, text)
             stages = [seen(wrapped, tokens[:k], False) for k in range(len(tokens))]
             assert not any("add" in stage["content"] or stage["calls"] for stage in stages)
-            assert told(whole) == told(wrapped.parse_response(tokens)[0]), text
+            assert read_message(whole) == read_message(wrapped.parse_response(tokens)[0]), text
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ def test_thoughts_that_the_prompt_opened_are_thoughts(shared_data, text, content
         renderer, [*prompt, *renderer.tokenizer.encode("</think>")]
     )
     tokens = [token for piece in text for token in renderer.tokenizer.encode(piece)]
-    found = check_prefixes(renderer, tokens, True, text)
-    assert (found["content"], found["reasoning_content"]) == (content, thoughts)
+    result = check_prefixes(renderer, tokens, True, text)
+    assert (result["content"], result["reasoning_content"]) == (content, thoughts)
 
 
 def events(http, path, body):
@@ -298,7 +298,7 @@ def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
     try:
         with httpx.Client(base_url=endpoint.url, timeout=60) as http:
             (whole,) = http.post(CHAT, json=body).json()["choices"]
-            found = [event["choices"][0] for event in events(http, CHAT, body)]
+            results = [event["choices"][0] for event in events(http, CHAT, body)]
             plain = [
                 event["choices"][0]
                 for event in events(http, TEXT, {"prompt": "a", "stop": "lo and", "echo": True})
@@ -310,9 +310,11 @@ def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
         endpoint.close()
     message = whole["message"]
     for field in ("content", "reasoning_content"):
-        assert "".join(one["delta"].get(field) or "" for one in found) == (message.get(field) or "")
+        assert "".join(item["delta"].get(field) or "" for item in results) == (
+            message.get(field) or ""
+        )
     calls = []
-    for call in [call for one in found for call in one["delta"].get("tool_calls", [])]:
+    for call in [call for item in results for call in item["delta"].get("tool_calls", [])]:
         if call["index"] == len(calls):
             calls.append({"id": call["id"], "type": call["type"], "name": call["function"]["name"],
                           "arguments": ""})  # fmt: skip
@@ -324,14 +326,14 @@ def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
         {key: value for key, value in call.items() if key != "id"} for call in calls
     ] == whole_calls
     assert len({call["id"] for call in calls}) == len(calls)
-    assert [one["finish_reason"] for one in found] == [None] * (len(found) - 1) + [
+    assert [item["finish_reason"] for item in results] == [None] * (len(results) - 1) + [
         whole["finish_reason"]
     ]
-    assert [token for one in found for token in one.get("token_ids", [])] == whole["token_ids"]
+    assert [token for item in results for token in item.get("token_ids", [])] == whole["token_ids"]
     assert [
-        entry for one in found if one["logprobs"] for entry in one["logprobs"]["content"]
+        entry for item in results if item["logprobs"] for entry in item["logprobs"]["content"]
     ] == whole["logprobs"]["content"]
-    assert "".join(one["text"] for one in plain) == text_whole["text"]
+    assert "".join(item["text"] for item in plain) == text_whole["text"]
     assert plain[-1]["finish_reason"] == text_whole["finish_reason"]
 
 
@@ -344,15 +346,15 @@ def test_several_completions_are_streamed_side_by_side():
                 "logprobs": 0,
             }  # fmt: skip
             whole = http.post(TEXT, json=body).json()["choices"]
-            found = [event["choices"][0] for event in events(http, TEXT, body)]
+            results = [event["choices"][0] for event in events(http, TEXT, body)]
     finally:
         endpoint.close()
     for choice in whole:
-        own = [one for one in found if one["index"] == choice["index"]]
-        assert "".join(one["text"] for one in own) == choice["text"] and len(own) > 3
-        assert own[-1]["logprobs"]["tokens"] == choice["logprobs"]["tokens"]
-        assert own[-1]["finish_reason"] == choice["finish_reason"]
-        logprobs = [one["logprobs"]["token_logprobs"] for one in (own[-1], choice)]
+        reference = [item for item in results if item["index"] == choice["index"]]
+        assert "".join(item["text"] for item in reference) == choice["text"] and len(reference) > 3
+        assert reference[-1]["logprobs"]["tokens"] == choice["logprobs"]["tokens"]
+        assert reference[-1]["finish_reason"] == choice["finish_reason"]
+        logprobs = [item["logprobs"]["token_logprobs"] for item in (reference[-1], choice)]
         # a batch of another size sums in another order
         assert logprobs[0][1:] == pytest.approx(logprobs[1][1:], abs=1e-5)
 
@@ -366,11 +368,11 @@ def test_the_desk_shows_what_it_has_drawn_and_draws_the_same(tmp_path):
         gone = asyncio.run(
             served.engine.sample(BASE, [5, 6, 7], 2, params, show=lambda samples: 1 / 0)
         )
-    assert [one.tokens for one in gone.sequences] == [one.tokens for one in whole.sequences]
-    assert [one.tokens for one in seen.sequences] == [one.tokens for one in whole.sequences]
-    lengths = [{i: len(one.tokens) for i, one in samples.items()} for samples in shown]
+    assert [item.tokens for item in gone.sequences] == [item.tokens for item in whole.sequences]
+    assert [item.tokens for item in seen.sequences] == [item.tokens for item in whole.sequences]
+    lengths = [{i: len(item.tokens) for i, item in samples.items()} for samples in shown]
     assert lengths == [{0: n, 1: n} for n in (4, 8, 12, 16, 20)]
     for samples in shown:
-        for i, one in samples.items():
-            n, own = len(one.tokens), whole.sequences[i]
-            assert one.tokens == own.tokens[:n] and one.logprobs == own.logprobs[:n]
+        for i, item in samples.items():
+            n, reference = len(item.tokens), whole.sequences[i]
+            assert item.tokens == reference.tokens[:n] and item.logprobs == reference.logprobs[:n]

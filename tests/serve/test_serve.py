@@ -44,15 +44,15 @@ def rewarded(count: int = 4, seed: int = 1) -> list[Datum]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    with server(tmp_path_factory.mktemp("served"), body_bytes=8 * 2**20) as one:
-        yield one
+    with server(tmp_path_factory.mktemp("served"), body_bytes=8 * 2**20) as first:
+        yield first
 
 
 @pytest.fixture
 def wires(served):
-    one = Wire(served)
-    one.open()
-    return one
+    first = Wire(served)
+    first.open()
+    return first
 
 
 @pytest.fixture(scope="module")
@@ -69,29 +69,34 @@ def test_the_five_steps_are_those_of_the_clients_in_this_process_to_the_bit(wire
     rest, first = wires.ask(model, 2, data[3:]), wires.ask(model, 1, data[:3])
     stepped = wires.step(model, 3, grad_clip_norm=1.0)
     client = here.create_lora_training_client(BASE, 4, 7)
-    for asked, part in ((first, data[:3]), (rest, data[3:])):
-        there, mine = wires.output(asked), client.forward_backward(part, "cross_entropy").result()
-        for logprobs, output in zip(there[0], mine.loss_fn_outputs, strict=True):
+    for request, part in ((first, data[:3]), (rest, data[3:])):
+        present, mine = (
+            wires.output(request),
+            client.forward_backward(part, "cross_entropy").result(),
+        )
+        for logprobs, output in zip(present[0], mine.loss_fn_outputs, strict=True):
             assert np.array_equal(logprobs, output["logprobs"].array)
-        assert there[1] == mine.metrics
+        assert present[1] == mine.metrics
     assert (
         wires.wait(stepped)["metrics"]
         == client.optim_step(AdamParams(1e-2, grad_clip_norm=1.0)).result().metrics
     )
-    sampler, own = wires.sampler(model, 4), client.save_weights_and_get_sampling_client()
+    sampler, reference = wires.sampler(model, 4), client.save_weights_and_get_sampling_client()
     prompt = [5, 9, 30]
-    there = wires.sample(
+    present = wires.sample(
         sampler, 0, prompt, 3, seed=11, prompt_logprobs=True, topk_prompt_logprobs=2
     )
-    mine = own.sample(ModelInput.from_ints(prompt), 3, SamplingParams(8, seed=11), True, 2).result()
-    for found, sequence in zip(there.sequences, mine.sequences, strict=True):
-        assert np.array_equal(np.frombuffer(found.tokens, "<i4"), sequence.tokens_np)
-        assert np.array_equal(np.frombuffer(found.logprobs, "<f4"), sequence.logprobs_np)
-    prompt_logprobs = np.frombuffer(there.prompt_logprobs, "<f4")
+    mine = reference.sample(
+        ModelInput.from_ints(prompt), 3, SamplingParams(8, seed=11), True, 2
+    ).result()
+    for actual, sequence in zip(present.sequences, mine.sequences, strict=True):
+        assert np.array_equal(np.frombuffer(actual.tokens, "<i4"), sequence.tokens_np)
+        assert np.array_equal(np.frombuffer(actual.logprobs, "<f4"), sequence.logprobs_np)
+    prompt_logprobs = np.frombuffer(present.prompt_logprobs, "<f4")
     assert np.isnan(prompt_logprobs[0]) and np.array_equal(
         prompt_logprobs[1:], mine.prompt_logprobs_np[1:]
     )
-    ids = np.frombuffer(there.topk_prompt_logprobs.token_ids, "<i4").reshape(-1, 2)
+    ids = np.frombuffer(present.topk_prompt_logprobs.token_ids, "<i4").reshape(-1, 2)
     assert [row.tolist() for row in ids[1:]] == [
         [token for token, _ in row] for row in mine.topk_prompt_logprobs[1:]
     ]
@@ -157,24 +162,25 @@ def test_an_adapter_over_the_wire_is_scaled_by_alpha_32_as_on_tinker(wires, here
             output["logprobs"].array
             for output in client.forward(data, "cross_entropy").result().loss_fn_outputs
         ]
-    assert all(np.array_equal(there, mine) for there, mine in zip(rows, seen[32], strict=True))
+    assert all(np.array_equal(present, mine) for present, mine in zip(rows, seen[32], strict=True))
     assert not any(
-        np.allclose(there, mine, atol=1e-3) for there, mine in zip(rows, seen[rank], strict=True)
+        np.allclose(present, mine, atol=1e-3)
+        for present, mine in zip(rows, seen[rank], strict=True)
     )
 
 
 def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was(tmp_path):
     """Saved by a server of before: its model was made with no alpha."""
     data = texts()
-    with server(tmp_path / "served") as one:
-        own, made = one.engine.service, []
-        before, wires = own.create_lora_training_client, Wire(one)
-        own.create_lora_training_client = lambda *given, **more: (
-            made.append(before(*given, alpha=None, **more)) or made[-1]
+    with server(tmp_path / "served") as first:
+        reference, made = first.engine.service, []
+        before, wires = reference.create_lora_training_client, Wire(first)
+        reference.create_lora_training_client = lambda *inputs, **more: (
+            made.append(before(*inputs, alpha=None, **more)) or made[-1]
         )
         wires.open()
         model = wires.model(rank=8)
-        del own.create_lora_training_client
+        del reference.create_lora_training_client
         wires.ask(model, 1, data)
         wires.wait(wires.step(model, 2))
         saved = wires.save(model, 3, "before")
@@ -193,8 +199,8 @@ def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was
 
 def test_a_request_that_comes_twice_runs_once_and_is_answered_alike(wires):
     model = wires.model()
-    asked = [wires.ask(model, 1, texts()) for _ in range(3)]
-    assert len({one["request_id"] for one in asked}) == 1
+    requests = [wires.ask(model, 1, texts()) for _ in range(3)]
+    assert len({item["request_id"] for item in requests}) == 1
     steps = [wires.wait(wires.step(model, 2)) for _ in range(3)]
     assert steps[0] == steps[1] == steps[2] and steps[0]["metrics"]["grad_norm"] > 0
     # had the second run, this gradient would not be gone
@@ -214,7 +220,7 @@ def test_a_request_that_comes_twice_runs_once_and_is_answered_alike(wires):
         for i in range(2)
     ]
     # the SDK numbers its sampling sessions anew for each try
-    made = [wires.wait(one)["sampling_session_id"] for one in tries]
+    made = [wires.wait(item)["sampling_session_id"] for item in tries]
     assert made[0] == made[1] == f"{wires.session}:sample:7"
     first, again = wires.ask_sample(sampler, 0, [4, 5]), wires.ask_sample(sampler, 0, [4, 5])
     assert first == again and wires.wait(first, "SampleResponse") == wires.wait(
@@ -259,17 +265,17 @@ def test_what_is_wrong_with_its_values_is_an_answer_and_leaves_no_gap(wires):
 
 
 def test_samples_are_drawn_between_the_micro_batches_of_a_call(tmp_path):
-    with opened(tmp_path / "served", token_budget=32) as (one, wires):
+    with opened(tmp_path / "served", token_budget=32) as (first, wires):
         model = wires.model()
         sampler = wires.sampler(model, 1)
         wires.sample(sampler, 0, [4, 5])
         order, slices = [], []
-        plain = one.engine._run_job_slice
-        one.engine._run_job_slice = lambda job: (slices.append(job.verb), plain(job))[1]
+        plain = first.engine._run_job_slice
+        first.engine._run_job_slice = lambda job: (slices.append(job.verb), plain(job))[1]
         trained = wires.ask(model, 2, texts(300))
-        asked = wires.ask_sample(sampler, 1, [4, 5], max_tokens=4)
-        for name, request in (("sample", asked), ("train", trained)):
-            promise = one.request_store.find_request(request["request_id"], "local")
+        query = wires.ask_sample(sampler, 1, [4, 5], max_tokens=4)
+        for name, request in (("sample", query), ("train", trained)):
+            promise = first.request_store.find_request(request["request_id"], "local")
             promise.result_future.add_done_callback(
                 lambda _, name=name: order.append((name, len(slices)))
             )
@@ -294,10 +300,10 @@ def test_samples_are_drawn_between_the_micro_batches_of_a_call(tmp_path):
 def test_a_model_that_is_written_out_and_read_back_goes_on_to_the_bit(tmp_path):
     """Two tenants take turns where there is room for one."""
 
-    def lives(one, turns):
+    def lives(first, turns):
         tenants = []
         for seed in (7, 8):
-            wires = Wire(one)
+            wires = Wire(first)
             wires.open()
             tenants.append((wires, wires.model(rank=3 + seed, seed=seed), []))
         for turn in range(3):
@@ -313,17 +319,17 @@ def test_a_model_that_is_written_out_and_read_back_goes_on_to_the_bit(tmp_path):
                 seen.append(wires.wait(wires.step(model, 2 * turn + 2)))
         return [seen for _, _, seen in tenants]
 
-    with server(tmp_path / "narrow", models_in_memory=1) as one:
-        narrow = lives(one, True)
-        assert one.engine.metrics.get_value("written_out_total", which="read_back") >= 4
-    with server(tmp_path / "wide") as one:
-        assert lives(one, False) == narrow
-        assert one.engine.metrics.get_value("written_out_total", which="read_back") == 0
+    with server(tmp_path / "narrow", models_in_memory=1) as first:
+        narrow = lives(first, True)
+        assert first.engine.metrics.get_value("written_out_total", which="read_back") >= 4
+    with server(tmp_path / "wide") as first:
+        assert lives(first, False) == narrow
+        assert first.engine.metrics.get_value("written_out_total", which="read_back") == 0
 
 
 def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path):
-    def begin(one):
-        wires = Wire(one)
+    def begin(first):
+        wires = Wire(first)
         wires.open()
         model = wires.model()
         wires.output(wires.ask(model, 1, texts(4, 0)))
@@ -337,60 +343,60 @@ def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path)
         assert again["path"] == path
         return seen + [wires.output(wires.ask(again["model_id"], 1, texts(4, 1)))[1]]
 
-    with server(tmp_path / "through") as one:
-        through = go_on(*begin(one))
-    with server(tmp_path / "broken") as one:
-        wires, model, path = begin(one)
+    with server(tmp_path / "through") as first:
+        through = go_on(*begin(first))
+    with server(tmp_path / "broken") as first:
+        wires, model, path = begin(first)
     with pytest.raises(ValueError, match="--resume"), server(tmp_path / "broken"):
         pass
-    with server(tmp_path / "broken", resume=True) as one:
-        again = Wire(one)
+    with server(tmp_path / "broken", resume=True) as first:
+        again = Wire(first)
         again.session = wires.session
         assert go_on(again, model, path) == through
 
 
 def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.serve.served_models._GAP_SECONDS", 0.1)
-    with opened(tmp_path / "a", durable=True) as (one, wires):
+    with opened(tmp_path / "a", durable=True) as (first, wires):
         model = wires.model()
         wires.output(wires.ask(model, 1, texts()))
         stepped = wires.wait(wires.step(model, 2))
         wires.output(wires.ask(model, 3, texts()))
         # what a server that is killed now leaves behind
         shutil.copytree(tmp_path / "a", tmp_path / "b")
-    with server(tmp_path / "b", resume=True, durable=True) as one:
-        again = Wire(one)
+    with server(tmp_path / "b", resume=True, durable=True) as first:
+        again = Wire(first)
         assert (
             again.wait({"request_id": f"{model}:2"}) == stepped == again.wait(again.step(model, 2))
         ), "applied once, told again"
-        asked = again.step(model, 4)
+        request = again.step(model, 4)
         time.sleep(0.2)
-        one.model_manager.skip_lost_numbers()
-        assert "repeat the forward_backward" in again.wait(asked)["error"]
+        first.model_manager.skip_lost_numbers()
+        assert "repeat the forward_backward" in again.wait(request)["error"]
         again.output(again.ask(model, 5, texts()))
         assert again.wait(again.step(model, 6))["metrics"]["grad_norm"] > 0
-    with server(tmp_path / "a", resume=True) as one:  # one that was asked to stop
-        again = Wire(one)
+    with server(tmp_path / "a", resume=True) as first:  # one that was asked to stop
+        again = Wire(first)
         assert "repeat the forward_backward" in again.wait(again.step(model, 4))["error"]
 
 
 def test_what_is_anothers_does_not_exist(tmp_path):
-    with server(tmp_path, keys=KEYS) as one:
-        mine, theirs = Wire(one, KEYS[0]), Wire(one, KEYS[1])
+    with server(tmp_path, keys=KEYS) as first:
+        mine, theirs = Wire(first, KEYS[0]), Wire(first, KEYS[1])
         mine.open(), theirs.open()
         model = mine.model()
         path = mine.save(model, 1, "a")
         sampler = mine.sampler(model, 2)
         taken = mine.ask_sample(sampler, 0, [4, 5])["request_id"]
         theirs.ask(model, 3, texts(), status=404)
-        number, own = {"model_id": model, "seq_id": 3}, {"session_id": theirs.session}
+        number, reference = {"model_id": model, "seq_id": 3}, {"session_id": theirs.session}
         for verb, status, fields in [
             ("get_info", 404, {"model_id": model}),
             ("optim_step", 404, {**number, "adam_params": {}}),
             ("save_weights", 404, {**number, "path": "b"}),
-            ("load_weights", 404, {**own, "model_seq_id": 0, "path": path, "optimizer": False}),
+            ("load_weights", 404, {**reference, "model_seq_id": 0, "path": path, "optimizer": False}),
             ("create_sampling_session", 404,
-             {**own, "sampling_session_seq_id": 0, "model_path": path}),
+             {**reference, "sampling_session_seq_id": 0, "model_path": path}),
             ("create_sampling_session", 404,
              {"session_id": mine.session, "sampling_session_seq_id": 5, "base_model": BASE}),
             ("asample", 404, {"sampling_session_id": sampler, "seq_id": 9, "prompt": {"chunks": []}}),
@@ -402,11 +408,11 @@ def test_what_is_anothers_does_not_exist(tmp_path):
         ]:  # fmt: skip
             theirs.post(verb, status, **fields)
         run, one_of = f"/api/v1/training_runs/{model}", "/checkpoints/weights/a"
-        asked = [
+        requests = [
             ("GET", ""), ("GET", "/checkpoints"), ("GET", one_of + "/archive"),
             ("PUT", one_of + "/ttl"), ("DELETE", one_of),
         ]  # fmt: skip
-        for method, where in asked:
+        for method, where in requests:
             assert theirs.http.request(method, run + where).status_code == 404, where
             body = {} if method == "PUT" else None
             assert mine.http.request(method, run + where, json=body).status_code < 300, where
@@ -431,10 +437,14 @@ def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wires, served):
     for path in ("tinker://../../etc", "tinker://../../etc/weights/passwd", f"tinker://{model}/weights/..", f"tinker://{model}/../x",
                  f"tinker://{model}/weights/%2e%2e", "/etc/passwd", "file:///etc", f"tinker://{model}/live/live", "tinker://", "",
                  f"tinker://{session}:train:01/weights/a", f"tinker://{model}/weights/a\0b"):  # fmt: skip
-        place, own = path or " ", {"session_id": session}
-        wires.post("load_weights", 404, **own, model_seq_id=50, path=place, optimizer=False)
+        place, reference = path or " ", {"session_id": session}
+        wires.post("load_weights", 404, **reference, model_seq_id=50, path=place, optimizer=False)
         wires.post(
-            "create_sampling_session", 404, **own, sampling_session_seq_id=50, model_path=place
+            "create_sampling_session",
+            404,
+            **reference,
+            sampling_session_seq_id=50,
+            model_path=place,
         )
         wires.post("weights_info", 404, tinker_path=place)
     assert {path for path in root.parent.iterdir()} == before
@@ -469,9 +479,9 @@ def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wires, served):
 
 
 def test_a_full_queue_says_so_and_takes_more_later(tmp_path):
-    with opened(tmp_path, queued=2) as (one, wires):
+    with opened(tmp_path, queued=2) as (first, wires):
         model = wires.model()
-        with held(one):
+        with held(first):
             kept = wires.step(model, 1)
             refused = wires.http.post(
                 "/api/v1/optim_step", json={"model_id": model, "seq_id": 2, "adam_params": {}}
@@ -482,10 +492,10 @@ def test_a_full_queue_says_so_and_takes_more_later(tmp_path):
 
 
 def test_two_clients_that_call_everything_the_same_get_each_its_own(tmp_path):
-    with server(tmp_path) as one:
+    with server(tmp_path) as first:
         seen = []
         for seed in (1, 2):
-            wires = Wire(one)
+            wires = Wire(first)
             wires.session = wires.post(
                 "create_session", tags=["me"], user_metadata={"name": "run"}, display_name="run"
             )["session_id"]
@@ -502,8 +512,8 @@ def test_two_clients_that_call_everything_the_same_get_each_its_own(tmp_path):
         ), "a name is given once"
         for wires, _, path, after in seen:
             again = wires.load(9, path)["model_id"]
-            found = wires.output(wires.ask(again, 1, texts(4, 9), forward_only=True))[0]
-            assert all(np.array_equal(x, y) for x, y in zip(after, found, strict=True))
+            result = wires.output(wires.ask(again, 1, texts(4, 9), forward_only=True))[0]
+            assert all(np.array_equal(x, y) for x, y in zip(after, result, strict=True))
         assert not np.array_equal(seen[0][3][0], seen[1][3][0])
 
 
@@ -517,8 +527,8 @@ def test_what_was_saved_can_be_listed_taken_along_and_removed(wires, tmp_path):
     whole = wires.save(model, 3, "c", "_external")
     run = f"/api/v1/training_runs/{model}"
     listed = wires.http.get(run + "/checkpoints").json()["checkpoints"]
-    assert [one["tinker_path"] for one in listed] == [kept, brief, whole]
-    assert [one["checkpoint_type"] for one in listed] == ["training", "sampler", "external"]
+    assert [item["tinker_path"] for item in listed] == [kept, brief, whole]
+    assert [item["checkpoint_type"] for item in listed] == ["training", "sampler", "external"]
     assert listed[0]["user_metadata"] == {"step": "1"}
     assert listed[0]["expires_at"] is None
     assert listed[1]["expires_at"] is not None
@@ -545,7 +555,7 @@ def test_what_was_saved_can_be_listed_taken_along_and_removed(wires, tmp_path):
     assert wires.http.delete(run + "/checkpoints/sampler_weights/b").status_code == 204
     time.sleep(1.1)
     assert [
-        one["tinker_path"] for one in wires.http.get(run + "/checkpoints").json()["checkpoints"]
+        item["tinker_path"] for item in wires.http.get(run + "/checkpoints").json()["checkpoints"]
     ] == [whole]
     wires.post(
         "load_weights", 404, session_id=wires.session, model_seq_id=60, path=kept, optimizer=True
@@ -557,7 +567,7 @@ def test_one_tenants_failure_touches_no_other(wires, served):
     other.open()
     models = wires.model(), other.model()
     sampler = other.sampler(models[1], 1)
-    asked = other.ask_sample(sampler, 0, [4, 5], seed=1)
+    request = other.ask_sample(sampler, 0, [4, 5], seed=1)
     broken = Datum(
         ModelInput.from_ints([4, 5]),
         {"target_tokens": [5, 6], "logprobs": [-np.inf, -1.0], "advantages": [1.0, 1.0]},
@@ -568,14 +578,14 @@ def test_one_tenants_failure_touches_no_other(wires, served):
     other.post("cancel_future", 204, request_id=cancelled["request_id"])
     wires.post(f"sessions/{wires.session}/finish", 204, reason={"type": "errored"})
     wires.post("optim_step", 410, model_id=models[0], seq_id=2, adam_params={})
-    assert len(other.wait(asked, "SampleResponse").sequences) == 1
+    assert len(other.wait(request, "SampleResponse").sequences) == 1
     rows, _ = other.output(other.ask(models[1], 2, rewarded(), "importance_sampling"))
     assert len(rows) == 4 and other.wait(other.step(models[1], 3))["metrics"]["grad_norm"] > 0
 
 
 def test_a_client_that_dies_between_two_chunks_leaves_nothing_behind(tmp_path):
-    with server(tmp_path) as one:
-        dying, other = Wire(one), Wire(one)
+    with server(tmp_path) as first:
+        dying, other = Wire(first), Wire(first)
         dying.open()
         other.open()
         model, theirs = dying.model(), other.model()
@@ -585,15 +595,15 @@ def test_a_client_that_dies_between_two_chunks_leaves_nothing_behind(tmp_path):
         assert other.wait(other.step(theirs, 2))["metrics"]["grad_norm"] > 0, (
             "another's requests wait for nothing"
         )
-        session = one.session_store.sessions[dying.session]
-        one.model_manager.end_session(session, "silent")
+        session = first.session_store.sessions[dying.session]
+        first.model_manager.end_session(session, "silent")
         for waited in (rest, step):
             assert "ended (silent)" in dying.wait(waited)["error"]
         dying.post("optim_step", 410, model_id=model, seq_id=2, adam_params={"learning_rate": 1.0})
-        held = one.session_store.models[model]
+        held = first.session_store.models[model]
         assert not held.queued_jobs and not held.has_gradient
         assert other.wait(other.step(theirs, 3))["metrics"]["skipped"] == 1.0
-        assert len(one.engine.queue) == 0
+        assert len(first.engine.queue) == 0
 
 
 def test_settings_that_would_open_the_door_are_refused():
@@ -608,8 +618,8 @@ def test_settings_that_would_open_the_door_are_refused():
         ({"tls_cert": "a"}, "--tls-key"),
         ({"bases": ()}, "base-model"),
     )
-    for fields, said in wrong:
-        with pytest.raises(UserError, match=said):
+    for fields, text in wrong:
+        with pytest.raises(UserError, match=text):
             ServeSettings(**{"bases": bases, "output_dir": "x", **fields})
 
 
@@ -630,11 +640,11 @@ def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
         client.optim_step(AdamParams(**adam)).result()
         params = SamplingParams(max_tokens=6, seed=3)
         expected = client.save_weights_and_get_sampling_client().sample(head, 2, params).result()
-    with opened(tmp_path / "there", base=base) as (_, one):
-        model = one.model(base=base)
-        (found,), _ = one.output(one.ask(model, 1, [datum]))
-        one.wait(one.step(model, 2))
-        sampler = one.sampler(model, 3)
+    with opened(tmp_path / "there", base=base) as (_, first):
+        model = first.model(base=base)
+        (actual,), _ = first.output(first.ask(model, 1, [datum]))
+        first.wait(first.step(model, 2))
+        sampler = first.sampler(model, 3)
 
         def picture(data):
             return {"type": "image", "data": base64.b64encode(data).decode(), "format": "png"}
@@ -645,9 +655,9 @@ def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
             else {"type": "encoded_text", "tokens": list(part.tokens)}
             for part in head.chunks
         ]
-        drawn = one.sample(sampler, 1, prompt, 2, max_tokens=6, seed=3)
-        broken = one.wait(one.ask_sample(sampler, 2, [picture(b"no image")]))
-    assert np.array_equal(found, mine)
+        drawn = first.sample(sampler, 1, prompt, 2, max_tokens=6, seed=3)
+        broken = first.wait(first.ask_sample(sampler, 2, [picture(b"no image")]))
+    assert np.array_equal(actual, mine)
     tokens = [np.frombuffer(s.tokens, "<i4").tolist() for s in drawn.sequences]
     assert tokens == [s.tokens for s in expected.sequences]
     assert broken["category"] == "user" and "image" in broken["error"]
@@ -655,9 +665,9 @@ def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
 
 def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
     """Against the score of each such prefix with that token behind it."""
-    prompt, wanted = [5, 6, 7, 8], np.array([[9, -1], [-1, -1], [3, 90]])
-    listed = [(i, j, int(token)) for (i, j), token in np.ndenumerate(wanted) if token >= 0]
-    full = {"data": wanted.reshape(-1).tolist(), "dtype": "int64", "shape": [3, 2]}
+    prompt, target = [5, 6, 7, 8], np.array([[9, -1], [-1, -1], [3, 90]])
+    listed = [(i, j, int(token)) for (i, j), token in np.ndenumerate(target) if token >= 0]
+    full = {"data": target.reshape(-1).tolist(), "dtype": "int64", "shape": [3, 2]}
     rows = {"data": [token for *_, token in listed], "dtype": "int64", "shape": [3, 2]}
     rows |= {"sparse_crow_indices": [0, 1, 1, 3], "sparse_col_indices": [j for _, j, _ in listed]}
     sampler = wires.sampler(wires.model(), 1)
@@ -666,7 +676,7 @@ def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
         ModelInput.from_ints(prompt),
         1,
         SamplingParams(max_tokens=1),
-        target_prompt_logprobs=TensorData(wanted),
+        target_prompt_logprobs=TensorData(target),
     ).result()
     expected = np.zeros((3, 2))
     for i, j, token in listed:
@@ -674,12 +684,12 @@ def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
             ModelInput.from_ints([*prompt[: i + 1], token])
         ).result()[-1]
     assert np.abs(here.target_prompt_logprobs.array - expected).max() < 1e-5 and expected.min() < -1
-    for seq, given in enumerate((full, rows)):
-        found = wires.sample(
-            sampler, seq, prompt, max_tokens=1, target_prompt_logprobs=given
+    for seq, inputs in enumerate((full, rows)):
+        actual = wires.sample(
+            sampler, seq, prompt, max_tokens=1, target_prompt_logprobs=inputs
         ).target_prompt_logprobs
-        assert list(found.shape) == [3, 2]
-        assert np.abs(np.frombuffer(found.dense, "<f4").reshape(3, 2) - expected).max() < 1e-5
+        assert list(actual.shape) == [3, 2]
+        assert np.abs(np.frombuffer(actual.dense, "<f4").reshape(3, 2) - expected).max() < 1e-5
     for wrong in (
         {**full, "shape": [2, 3]},
         {**full, "data": [999] * 6},
@@ -699,11 +709,11 @@ def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
             lambda loop, context: complaints.append(context["message"])
         )
         promise = RequestStore(60.0).add(PendingRequest("one", "owner", "sample"))
-        asked = [asyncio.create_task(promise.wait(30.0)) for _ in range(2)]
+        requests = [asyncio.create_task(promise.wait(30.0)) for _ in range(2)]
         await asyncio.sleep(0)
         promise.work_future.set_exception(ValueError("told"))
-        assert await asyncio.gather(*asked) == [True, True]
-        del promise, asked
+        assert await asyncio.gather(*requests) == [True, True]
+        del promise, requests
         gc.collect()
 
     asyncio.run(asked_twice())
@@ -718,18 +728,18 @@ def test_a_compressed_forward_backward_is_read_and_a_bomb_is_not(tmp_path):
         message = tinker_pb2.ForwardBackwardRequest(
             model_id=model, seq_id=1, loss_fn="importance_sampling"
         )
-        message.data.extend(datum_message(one) for one in data)
+        message.data.extend(datum_message(item) for item in data)
 
         def send(body: bytes, encoding: str = "zstd"):
             headers = {"content-type": PROTOBUF, "content-encoding": encoding}
             return client.http.post("/api/v1/forward_backward", content=body, headers=headers)
 
         packed = zstandard.compress(message.SerializeToString())
-        found = client.output(send(packed).json())
+        result = client.output(send(packed).json())
         assert send(packed).json()["request_id"] == f"{model}:1"  # sent again, done once
         plain = client.output(client.ask(other, 1, data, "importance_sampling"))
-        assert found[1] == plain[1] and all(
-            (a == b).all() for a, b in zip(found[0], plain[0], strict=True)
+        assert result[1] == plain[1] and all(
+            (a == b).all() for a, b in zip(result[0], plain[0], strict=True)
         )
         assert send(zstandard.compress(bytes(1 << 28))).status_code == 413  # 256 MiB in 10 KB
         assert [send(body).status_code for body in (b"none", packed[:-9], b"")] == [400] * 3

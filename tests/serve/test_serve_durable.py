@@ -45,8 +45,8 @@ def test_an_update_on_a_full_disk_is_undone_and_done_once_when_repeated(
     tmp_path,
     stride,
 ):
-    found = run(faulty_disk, tmp_path, "full", stride)
-    assert found["undone"] >= 20 // stride and found["done"] == 1, found
+    result = run(faulty_disk, tmp_path, "full", stride)
+    assert result["undone"] >= 20 // stride and result["done"] == 1, result
 
 
 @pytest.mark.slow
@@ -57,8 +57,8 @@ def test_an_update_that_a_server_was_killed_in_has_happened_or_has_not(
     tmp_path,
     stride,
 ):
-    found = run(faulty_disk, tmp_path, "kill", stride)
-    assert found["not"] >= 1 and found["happened"] >= 1, found
+    result = run(faulty_disk, tmp_path, "kill", stride)
+    assert result["not"] >= 1 and result["happened"] >= 1, result
 
 
 def test_a_session_and_a_model_that_cannot_be_written_leave_nothing_behind(tmp_path, monkeypatch):
@@ -71,12 +71,12 @@ def test_a_session_and_a_model_that_cannot_be_written_leave_nothing_behind(tmp_p
     def files():
         return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
 
-    with server(tmp_path, durable=True) as one:
-        wires = Wire(one)
+    with server(tmp_path, durable=True) as first:
+        wires = Wire(first)
         for call in ("fsync", "replace"):
             refuse(call)
             answer = wires.http.post("/api/v1/create_session", json={"tags": []})
-            assert answer.status_code == 500 and not files() and not one.session_store.sessions
+            assert answer.status_code == 500 and not files() and not first.session_store.sessions
             monkeypatch.undo()
         wires.open()
         before = files()
@@ -86,13 +86,13 @@ def test_a_session_and_a_model_that_cannot_be_written_leave_nothing_behind(tmp_p
                 answer = wires.wait(wires.post("create_model", **wires.model_body(seq)))
                 monkeypatch.undo()
             assert answer["category"] == "server" and files() == before, (call, answer, files())
-        assert not one.session_store.models
+        assert not first.session_store.models
         wires.model(7)
 
 
 def test_a_load_that_is_undone_names_the_gradient_that_went_with_it(tmp_path, monkeypatch):
     """A disk that is full while weights are loaded."""
-    with opened(tmp_path, durable=True) as (one, wires):
+    with opened(tmp_path, durable=True) as (first, wires):
         model = wires.model()
         path = wires.save(model, 1, "a")
         wires.output(wires.ask(model, 2, texts()))
@@ -101,7 +101,7 @@ def test_a_load_that_is_undone_names_the_gradient_that_went_with_it(tmp_path, mo
             raise OSError(errno.ENOSPC, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(one.model_manager, "write_model", full)
+            patch.setattr(first.model_manager, "write_model", full)
             undone = wires.wait(
                 wires.post("load_weights", model_id=model, seq_id=3, path=path, optimizer=True)
             )

@@ -40,7 +40,7 @@ class Faulty:
     """An application whose first answers go wrong. `seen`: how many requests came, by route."""
 
     def __init__(self, app):
-        self.app, self.left, self.seen = (
+        self.app, self.remaining, self.seen = (
             app,
             {name: list(faults) for name, faults in FAULTS.items()},
             Counter(),
@@ -49,7 +49,7 @@ class Faulty:
     async def __call__(self, scope, receive, send):
         name = scope["path"].removeprefix("/api/v1/") if scope["type"] == "http" else ""
         self.seen[name] += 1
-        status, when = self.left[name].pop(0) if self.left.get(name) else (None, "")
+        status, when = self.remaining[name].pop(0) if self.remaining.get(name) else (None, "")
         if when == "taken":
             await self.app(scope, receive, _nowhere)
         if status is None:
@@ -90,15 +90,15 @@ def seen(tmp_path_factory):
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with the tinker SDK (the extra sdk)")
-    with server(tmp_path_factory.mktemp("served"), keys=KEYS, token_budget=BUDGET) as one:
-        _breaks_once(one.model_manager)
-        faulty = Faulty(one.app)
+    with server(tmp_path_factory.mktemp("served"), keys=KEYS, token_budget=BUDGET) as first:
+        _breaks_once(first.model_manager)
+        faulty = Faulty(first.app)
         listening = LoopServer(lambda: faulty, "the test's server")
         try:
             command = [python, str(Path(__file__).with_name("sdk_faults.py")), listening.url, *KEYS]
             done = subprocess.run(command, capture_output=True, text=True, timeout=240)
             assert done.returncode == 0, done.stderr[-3000:]
-            yield json.loads(done.stdout.splitlines()[-1]), one, faulty
+            yield json.loads(done.stdout.splitlines()[-1]), first, faulty
         finally:
             listening.close()
 
@@ -113,50 +113,50 @@ def here(tmp_path):
 
 def test_what_the_sdk_does_again_after_a_fault_is_done_once(seen, here):
     """Refused before it was taken, or taken with its answer lost."""
-    found, one, faulty = seen[0]["faults"], *seen[1:]
-    assert not any(faulty.left.values()), f"faults that nobody met: {faulty.left}"
+    actual, first, faulty = seen[0]["faults"], *seen[1:]
+    assert not any(faulty.remaining.values()), f"faults that nobody met: {faulty.remaining}"
     client = here.create_lora_training_client(BASE, 4, 7)
     for step in range(2):
         assert (
             outputs(client.forward_backward(texts(5, step), "cross_entropy").result())
-            == found[f"learnt {step}"]
+            == actual[f"learnt {step}"]
         )
-        assert client.optim_step(ADAM).result().metrics == found[f"stepped {step}"]
+        assert client.optim_step(ADAM).result().metrics == actual[f"stepped {step}"]
     sampler = client.save_weights_and_get_sampling_client()
-    assert [sampled(sampler, [5, 9, 30 + i], 2, 11 + i) for i in range(2)] == found["sampled"]
-    owner, beside = one.session_store.list_models, seen[0]["beside"]
-    assert len([model for key in one.app._keys for model in owner(key[1])]) == 3, (
+    assert [sampled(sampler, [5, 9, 30 + i], 2, 11 + i) for i in range(2)] == actual["sampled"]
+    owner, neighbor = first.session_store.list_models, seen[0]["beside"]
+    assert len([model for key in first.app._keys for model in owner(key[1])]) == 3, (
         "a model that was asked for twice was made twice"
     )
     done = {
-        verb: one.engine.metrics.get_value("work_total", verb=verb, outcome="done")
+        verb: first.engine.metrics.get_value("work_total", verb=verb, outcome="done")
         for verb in ("forward_backward", "optim_step", "forward")
     }
     assert done == {"forward_backward": 4, "optim_step": 4, "forward": 1}, (
         "something ran twice, or not at all"
     )
-    rows = [row for rows in (*found["sampled"], *beside["alone"]) for row, _ in rows] + beside[
+    rows = [row for rows in (*actual["sampled"], *neighbor["alone"]) for row, _ in rows] + neighbor[
         "wave"
     ]
-    assert one.engine.metrics.get_value("sampled_tokens_total") == sum(map(len, rows)), (
+    assert first.engine.metrics.get_value("sampled_tokens_total") == sum(map(len, rows)), (
         "a sample was drawn twice"
     )
 
 
 def test_whose_fault_it_was_is_told_and_the_callers_own_is_not_tried_again(seen, here):
     """0.38 raises a failed future at once, whoever's fault."""
-    found, _, faulty = seen[0]["faults"], *seen[1:]
-    kind, said, category = found["server's"]
+    actual, _, faulty = seen[0]["faults"], *seen[1:]
+    kind, text, category = actual["server's"]
     assert (kind, category) == ("RequestFailedError", "server")
-    assert "its log says why" in said
-    assert "nobody is to see" not in said
+    assert "its log says why" in text
+    assert "nobody is to see" not in text
     client = here.create_lora_training_client(BASE, 4, 7)
     for step in range(2):
         client.forward_backward(texts(5, step), "cross_entropy")
         client.optim_step(ADAM).result()
-    assert found["goes on"] == outputs(client.forward(texts(2, 0), "cross_entropy").result())
-    kind, said, category = found["user's"]
-    assert (kind, category) == ("RequestFailedError", "user") and "500" in said
+    assert actual["goes on"] == outputs(client.forward(texts(2, 0), "cross_entropy").result())
+    kind, text, category = actual["user's"]
+    assert (kind, category) == ("RequestFailedError", "user") and "500" in text
     calls = 2 + 3 + 2  # forward_backwards, forwards, and those of the test below
     assert faulty.seen["forward_backward"] == len(FAULTS["forward_backward"]) + calls, (
         "a refusal was sent again"
@@ -164,7 +164,7 @@ def test_whose_fault_it_was_is_told_and_the_callers_own_is_not_tried_again(seen,
 
 
 def test_one_key_samples_while_another_trains_and_both_get_what_they_get_alone(seen, here):
-    found = seen[0]["beside"]
+    actual = seen[0]["beside"]
     client, other = (
         here.create_lora_training_client(BASE, 6, 3),
         here.create_lora_training_client(BASE, 4, 9),
@@ -172,7 +172,7 @@ def test_one_key_samples_while_another_trains_and_both_get_what_they_get_alone(s
     other.forward_backward(texts(6, 5), "cross_entropy")
     other.optim_step(ADAM).result()
     sampler = other.save_weights_and_get_sampling_client()
-    assert [sampled(sampler, [5, 9, 4 + i], 1, i) for i in range(6)] == found["alone"]
+    assert [sampled(sampler, [5, 9, 4 + i], 1, i) for i in range(6)] == actual["alone"]
     wave = [
         sampler.sample(ModelInput.from_ints([4, 5 + i]), 1, SamplingParams(6, 5))
         .result()
@@ -180,14 +180,14 @@ def test_one_key_samples_while_another_trains_and_both_get_what_they_get_alone(s
         .tokens
         for i in range(8)
     ]
-    assert wave == found["wave"]
-    assert found["before"] == 7, "samples waited for the whole of another's call"
+    assert wave == actual["wave"]
+    assert actual["before"] == 7, "samples waited for the whole of another's call"
     assert (
         outputs(
             client.forward_backward(
-                [one for i in range(80) for one in texts(12, i)], "cross_entropy"
+                [item for i in range(80) for item in texts(12, i)], "cross_entropy"
             ).result()
         )
-        == found["learnt"]
+        == actual["learnt"]
     )
-    assert client.optim_step(ADAM).result().metrics == found["stepped"]
+    assert client.optim_step(ADAM).result().metrics == actual["stepped"]

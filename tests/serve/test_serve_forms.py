@@ -12,23 +12,23 @@ from rl.types import Datum, ModelInput, SamplingParams, TensorData
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    with server(tmp_path_factory.mktemp("served")) as one:
-        yield one
+    with server(tmp_path_factory.mktemp("served")) as first:
+        yield first
 
 
 @pytest.fixture
 def wires(served):
-    one = Wire(served)
-    one.open()
-    return one
+    first = Wire(served)
+    first.open()
+    return first
 
 
-def both(wires, asked):
+def both(wires, request):
     """The answer's bytes and its JSON."""
-    plain = wires.wait(asked)
+    plain = wires.wait(request)
     raw = wires.http.post(
         "/api/v1/retrieve_future",
-        json={"request_id": asked["request_id"]},
+        json={"request_id": request["request_id"]},
         headers={"accept": PROTOBUF},
     )
     assert raw.status_code == 200
@@ -39,16 +39,16 @@ def fields_of(message):
     """Rows of a protobuf output as {name: (dtype, shape, array)}."""
     rows = []
     for record in message.loss_fn_outputs:
-        found = [{} for _ in range(record.num_datums)]
+        results = [{} for _ in range(record.num_datums)]
         for name, field in record.fields.items():
             dtype = np.dtype("<f4" if field.dtype == tinker_pb2.DTYPE_FLOAT32 else "<i8")
             offsets = np.frombuffer(field.offsets, "<i8")
             for i, (a, b) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
                 array = np.frombuffer(field.data[a:b], dtype).reshape(-1, *field.trailing_shape)
-                found[i][name] = (
+                results[i][name] = (
                     "float32" if dtype.kind == "f" else "int64", list(array.shape), array,
                 )  # fmt: skip
-        rows += found
+        rows += results
     return rows
 
 
@@ -116,34 +116,37 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
     ]  # fmt: skip
     reasons = {tinker_pb2.STOP_REASON_STOP: "stop", tinker_pb2.STOP_REASON_LENGTH: "length"}
     seen = []
-    for seq, asked in enumerate(asks):
+    for seq, request in enumerate(asks):
         raw, plain = both(
-            wires, wires.ask_sample(sampler, seq, [5, 6, 7], 2, seed=4, max_tokens=3 + seq, **asked)
+            wires,
+            wires.ask_sample(sampler, seq, [5, 6, 7], 2, seed=4, max_tokens=3 + seq, **request),
         )
         message = tinker_pb2.SampleResponse.FromString(raw.content)
         assert len(message.sequences) == len(plain["sequences"]) == 2 and plain["type"] == "sample"
-        for one, other in zip(message.sequences, plain["sequences"], strict=True):
-            assert np.frombuffer(one.tokens, "<i4").tolist() == other["tokens"] != []
-            assert np.array_equal(np.frombuffer(one.logprobs, "<f4"), np.float32(other["logprobs"]))
-            assert reasons[one.stop_reason] == other["stop_reason"]
+        for item, other in zip(message.sequences, plain["sequences"], strict=True):
+            assert np.frombuffer(item.tokens, "<i4").tolist() == other["tokens"] != []
+            assert np.array_equal(
+                np.frombuffer(item.logprobs, "<f4"), np.float32(other["logprobs"])
+            )
+            assert reasons[item.stop_reason] == other["stop_reason"]
         assert message.prompt_cache_hit_tokens == plain["prompt_cache_hit_tokens"]
         for name in ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs"):
-            assert message.HasField(name) == (plain.get(name) is not None) == (name in asked)
-        if "prompt_logprobs" in asked:
-            found, values = np.frombuffer(message.prompt_logprobs, "<f4"), plain["prompt_logprobs"]
+            assert message.HasField(name) == (plain.get(name) is not None) == (name in request)
+        if "prompt_logprobs" in request:
+            actual, values = np.frombuffer(message.prompt_logprobs, "<f4"), plain["prompt_logprobs"]
             assert values[0] is None
             others = np.float32([np.nan if value is None else value for value in values])
-            assert np.array_equal(found, others, equal_nan=True)
+            assert np.array_equal(actual, others, equal_nan=True)
             seen.append(values.count(None))
-        if "topk_prompt_logprobs" in asked:
+        if "topk_prompt_logprobs" in request:
             top, rows = message.topk_prompt_logprobs, plain["topk_prompt_logprobs"]
             ids = np.frombuffer(top.token_ids, "<i4").reshape(-1, top.k)
             values = np.frombuffer(top.logprobs, "<f4").reshape(-1, top.k)
             assert top.length == len(rows) == 3 and rows[0] is None
-            for own, logprobs, other in zip(ids[1:], values[1:], rows[1:], strict=True):
+            for reference, logprobs, other in zip(ids[1:], values[1:], rows[1:], strict=True):
                 pairs = [(int(token), np.float32(value)) for token, value in other]
-                assert pairs == list(zip(own.tolist(), logprobs, strict=True))
-        if "target_prompt_logprobs" in asked:
+                assert pairs == list(zip(reference.tolist(), logprobs, strict=True))
+        if "target_prompt_logprobs" in request:
             tensor, other = message.target_prompt_logprobs, plain["target_prompt_logprobs"]
             assert list(tensor.shape) == other["shape"] == [2, 2]
             assert np.array_equal(np.frombuffer(tensor.dense, "<f4"), np.float32(other["data"]))
@@ -154,27 +157,29 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
         client = model.save_weights_and_get_sampling_client()
         params = SamplingParams(max_tokens=7, seed=4)
         mine = client.sample(ModelInput.from_ints([5, 6, 7]), 2, params).result()
-    assert [one["tokens"] for one in plain["sequences"]] == [one.tokens for one in mine.sequences]
+    assert [item["tokens"] for item in plain["sequences"]] == [
+        item.tokens for item in mine.sequences
+    ]
 
 
 def test_what_has_no_protobuf_is_json_in_both_and_so_is_every_refusal(wires):
     model = wires.model()
     wires.output(wires.ask(model, 1, texts()))
-    asked = [
+    requests = [
         wires.step(model, 2),
         wires.post("save_weights", model_id=model, seq_id=3, path="a"),
         wires.post("save_weights_for_sampler", model_id=model, seq_id=4, path="b"),
         wires.post("save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=3),
         wires.post("save_weights_external", model_id=model, seq_id=6, path="c"),
     ]
-    path = wires.wait(asked[1])["path"]
-    asked += [
+    path = wires.wait(requests[1])["path"]
+    requests += [
         wires.post("load_weights", model_id=model, seq_id=7, path=path, optimizer=True),
         wires.post("unload_model", model_id=model),
     ]
     kinds = []
-    for one in asked:
-        raw, plain = both(wires, one)
+    for item in requests:
+        raw, plain = both(wires, item)
         assert raw.headers["content-type"] == "application/json"
         assert raw.json() == plain
         assert "error" not in plain

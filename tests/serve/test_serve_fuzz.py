@@ -34,7 +34,7 @@ WILD = [
 
 def places(tree, at=()):
     """Where something stands in a tree of JSON."""
-    found = [at] if at else []
+    result = [at] if at else []
     pairs = (
         tree.items()
         if isinstance(tree, dict)
@@ -43,8 +43,8 @@ def places(tree, at=()):
         else ()
     )
     for key, value in pairs:
-        found += places(value, (*at, key))
-    return found
+        result += places(value, (*at, key))
+    return result
 
 
 def bent(rng, tree, foreign):
@@ -157,8 +157,8 @@ def wild_training(rng, model, seq):
             if rng.random() < 0.1:
                 span = spans.add()
                 if rng.random() < 0.7:
-                    one = span.prompt_tokens if rng.random() < 0.5 else span.sampled_tokens
-                    one.sequence_id, one.offset, one.length = (
+                    first = span.prompt_tokens if rng.random() < 0.5 else span.sampled_tokens
+                    first.sequence_id, first.offset, first.length = (
                         "x", int(rng.choice([0, -1, 2**62])), int(rng.choice([3, -1, 2**62])),
                     )  # fmt: skip
     for name in ("beta", "clip_low_threshold", "temperature", "kl", "unknown", ""):
@@ -194,8 +194,8 @@ class Fuzzer:
             self.wire.post(f"sessions/{self.wire.session}/finish", 204, reason={"type": "success"})
         self.wire.open()
         self.model = self.wire.model()
-        asked = self.wire.post("save_weights", model_id=self.model, seq_id=1, path="kept")
-        self.path = self.wire.wait(asked)["path"]
+        requests = self.wire.post("save_weights", model_id=self.model, seq_id=1, path="kept")
+        self.path = self.wire.wait(requests)["path"]
         self.sampler = self.wire.sampler(self.model, 2)
         self.drawn, self.number, self.seq = 0, 10, 3
 
@@ -240,8 +240,8 @@ class Fuzzer:
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "so"}]},
         ]
-        asked = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
-        chat = {"model": BASE, "messages": messages, **asked, **drawing}
+        requests = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+        chat = {"model": BASE, "messages": messages, **requests, **drawing}
         text = {"model": BASE, "prompt": [[5, 6], [7, 8]], "echo": True, "logprobs": 1, **drawing}
         ids = {
             "model": BASE,
@@ -259,11 +259,11 @@ class Fuzzer:
             "lora_config": {"rank": 2, "seed": 1, "train_mlp": True},
             **words,
         }
-        run, one = (
+        run, first = (
             f"training_runs/{self.model}",
             f"training_runs/{self.model}/checkpoints/weights/kept",
         )
-        found = {
+        results = {
             "client/config": {"sdk_version": "0.38.0"},
             "client/dynamic_config": {},
             "telemetry": {"events": [{"a": 1}]},
@@ -294,40 +294,40 @@ class Fuzzer:
             "asample": sample,
             "weights_info": {"tinker_path": self.path},
         }  # fmt: skip
-        found = {("POST", f"/api/v1/{name}"): body for name, body in found.items()}
+        results = {("POST", f"/api/v1/{name}"): body for name, body in results.items()}
         gets = (
             "get_server_capabilities", "training_runs", run, f"{run}/checkpoints", "checkpoints",
-            f"{one}/archive", f"{one}/external_weights_urls", "files/1/x/y/weights/z/w",
+            f"{first}/archive", f"{first}/external_weights_urls", "files/1/x/y/weights/z/w",
             f"samplers/{self.sampler}", "sessions", f"sessions/{self.wire.session}",
         )  # fmt: skip
-        found |= {("GET", f"/api/v1/{name}"): {} for name in gets}
-        found |= {
-            ("PUT", f"/api/v1/{one}/ttl"): {"ttl_seconds": 3600},
-            ("DELETE", f"/api/v1/{one}x"): {},
+        results |= {("GET", f"/api/v1/{name}"): {} for name in gets}
+        results |= {
+            ("PUT", f"/api/v1/{first}/ttl"): {"ttl_seconds": 3600},
+            ("DELETE", f"/api/v1/{first}x"): {},
         }
-        found |= {(method, f"/api/v1/{one}/publish"): {} for method in ("POST", "DELETE")}
+        results |= {(method, f"/api/v1/{first}/publish"): {} for method in ("POST", "DELETE")}
         for prefix in ("", "/session/a"):
-            found |= {
+            results |= {
                 ("POST", f"{prefix}/v1/chat/completions"): chat,
                 ("POST", f"{prefix}/v1/completions"): text,
             }
-            found |= {
+            results |= {
                 ("POST", f"{prefix}/inference/v1/generate"): ids,
                 ("GET", f"{prefix}/v1/models"): {},
             }
-            found |= {("GET", f"{prefix}/v1/models/{BASE}"): {}}
+            results |= {("GET", f"{prefix}/v1/models/{BASE}"): {}}
         rewards = {
             (name, f"/session/a{at}/reward"): {"reward": 1.0, "metrics": {"a": 1}}
             for name in ("POST",)
             for at in ("", "/v1")
         }
-        found |= {
+        results |= {
             **rewards,
             ("GET", "/sessions"): {},
             ("GET", "/session/a"): {},
             ("DELETE", "/session/b"): {},
         }
-        return found | {("GET", path): {} for path in SERVER_PATHS}
+        return results | {("GET", path): {} for path in SERVER_PATHS}
 
     def ask(self, method, path, body):
         """One JSON request; its path's own words are bent as well, now and then."""
@@ -377,16 +377,16 @@ class Fuzzer:
         text = answer.text if "json" in answer.headers.get("content-type", "") else ""
         self.seen[route, answer.status_code] += 1
         try:
-            found = json.loads(text) if text else {}
+            results = json.loads(text) if text else {}
             if answer.status_code >= 400 and answer.status_code != 408:
-                error = found["error"]
+                error = results["error"]
                 assert (
                     answer.status_code < 500
                     and error["message"]
                     and error["type"].endswith("_error")
                 ), "no refusal"
-                own = route.startswith(("/v1", "/inference", "/session"))
-                assert {"param", "code"} <= error.keys() if own else "detail" in found, (
+                reference = route.startswith(("/v1", "/inference", "/session"))
+                assert {"param", "code"} <= error.keys() if reference else "detail" in results, (
                     "the other form"
                 )
             assert not TRACES.search(text), "a trace"
@@ -394,8 +394,8 @@ class Fuzzer:
             self.wrong.append((route, answer.status_code, text[:300], repr(error)[:80]))
             return
         request_id = (
-            found.get("request_id")
-            if isinstance(found, dict) and answer.status_code == 200
+            results.get("request_id")
+            if isinstance(results, dict) and answer.status_code == 200
             else None
         )
         if (
@@ -408,14 +408,14 @@ class Fuzzer:
             self.seq += 1
         elif request_id.startswith(self.model + ":") and "unload" not in request_id:
             return  # a number whose turn has not come
-        told = self.wire.http.post(
+        lines = self.wire.http.post(
             "/api/v1/retrieve_future", json={"request_id": request_id}, headers={"accept": PROTOBUF}
         )
-        failed = "json" in told.headers["content-type"] and "error" in told.json()
-        if told.status_code != 200 or (
-            failed and (told.json()["category"] != "user" or TRACES.search(told.text))
+        failed = "json" in lines.headers["content-type"] and "error" in lines.json()
+        if lines.status_code != 200 or (
+            failed and (lines.json()["category"] != "user" or TRACES.search(lines.text))
         ):
-            self.wrong.append((route, told.status_code, told.text[:300], "what came of it"))
+            self.wrong.append((route, lines.status_code, lines.text[:300], "what came of it"))
         self.failed[route] += failed
 
 
@@ -429,7 +429,7 @@ class Bystander:
         path = self.wire.wait(
             self.wire.post("save_weights", model_id=self.model, seq_id=1, path="mine")
         )["path"]
-        self.own = [
+        self.reference = [
             self.model, self.wire.session, path, self.wire.sampler(self.model, 2),
             f"{self.model}:1",
         ]  # fmt: skip
@@ -445,7 +445,7 @@ class Bystander:
         sampler = self.wire.sampler(self.model, self.seq + 1, self.seq)
         drawn = self.wire.sample(sampler, 0, [5, 6, 7], 2, seed=self.seq, prompt_logprobs=True)
         self.saw.append(
-            [(one.tokens, one.logprobs) for one in drawn.sequences] + [drawn.prompt_logprobs]
+            [(item.tokens, item.logprobs) for item in drawn.sequences] + [drawn.prompt_logprobs]
         )
         self.seq += 2
 
@@ -453,12 +453,12 @@ class Bystander:
 def test_wild_values_are_refused_and_nobody_else_notices(tmp_path, caplog):
     limits = {"tokens": 20_000, "sessions": 10**6, "models": 10**6}
     caplog.set_level(logging.ERROR, "whetstone.serve")
-    with server(tmp_path / "wild", keys=KEYS, **limits) as one:
-        beside = Bystander(one)
-        fuzzer = Fuzzer(one, beside.own)
+    with server(tmp_path / "wild", keys=KEYS, **limits) as first:
+        neighbor = Bystander(first)
+        fuzzer = Fuzzer(first, neighbor.reference)
         for i in range(COUNT):
             if i % 300 == 0:
-                beside.live()
+                neighbor.live()
             if i % 60 == 59:
                 fuzzer.renew()
             if fuzzer.rng.random() < 0.25:
@@ -473,11 +473,11 @@ def test_wild_values_are_refused_and_nobody_else_notices(tmp_path, caplog):
             key = heavy if fuzzer.rng.random() < 0.45 else sorted(table)
             key = key[int(fuzzer.rng.integers(len(key)))]
             fuzzer.ask(*key, bent(fuzzer.rng, table[key], fuzzer.foreign))
-        kinds = {(route, status, said): text for route, status, text, said in fuzzer.wrong}
+        kinds = {(route, status, output): text for route, status, text, output in fuzzer.wrong}
         assert not kinds, f"{len(fuzzer.wrong)} answers that should not be: " + "\n".join(
             map(str, kinds.items())
         )
-        assert one.engine._thread.is_alive() and fuzzer.wire.http.get("/healthz").json() == {
+        assert first.engine._thread.is_alive() and fuzzer.wire.http.get("/healthz").json() == {
             "status": "ok"
         }
         assert {path for path in tmp_path.iterdir()} == {tmp_path / "wild"}
@@ -486,14 +486,14 @@ def test_wild_values_are_refused_and_nobody_else_notices(tmp_path, caplog):
         ], "a fault of the server's own"
         known = [
             (method, route)
-            for route in one.app.app.routes
+            for route in first.app.app.routes
             for method in (route.methods or set()) - {"HEAD"}  # the chat page has no methods
         ]
-    with server(tmp_path / "calm", keys=KEYS, **limits) as one:
-        alone = Bystander(one)
+    with server(tmp_path / "calm", keys=KEYS, **limits) as first:
+        single = Bystander(first)
         for _ in range(0, COUNT, 300):
-            alone.live()
-    assert alone.saw == beside.saw
+            single.live()
+    assert single.saw == neighbor.saw
     refused = sum(count for (_, status), count in fuzzer.seen.items() if status >= 400)
     assert refused > COUNT / 3 and sum(fuzzer.failed.values()) > COUNT / 10, (
         refused,
@@ -502,6 +502,6 @@ def test_wild_values_are_refused_and_nobody_else_notices(tmp_path, caplog):
     calm = [
         (method, route.path)
         for method, route in known
-        if not any(method == one and route.path_regex.match(path) for one, path in fuzzer.sent)
+        if not any(method == first and route.path_regex.match(path) for first, path in fuzzer.sent)
     ]
     assert not calm, f"routes that nothing wild was sent to: {calm}"

@@ -20,30 +20,30 @@ LONG = 200  # tokens, of what is given up
 
 
 def drawn(message):
-    return [(one.tokens, one.logprobs, one.stop_reason) for one in message.sequences]
+    return [(item.tokens, item.logprobs, item.stop_reason) for item in message.sequences]
 
 
 def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_alone(
     tmp_path, monkeypatch
 ):
     """Cancelled before and while they are drawn, in one batch with another key's."""
-    with server(tmp_path, keys=KEYS) as one:
-        going, staying = (Wire(one, key) for key in KEYS)
+    with server(tmp_path, keys=KEYS) as first:
+        going, staying = (Wire(first, key) for key in KEYS)
         going.open(), staying.open()
         theirs, mine = (
             going.sampler(going.model(seed=1), 1),
             staying.sampler(staying.model(seed=2), 1),
         )
         asks = [(i, [4, 5 + i], {"seed": i, "max_tokens": 40, "stop": []}) for i in range(3)]
-        alone = [drawn(staying.sample(mine, i, prompt, 2, **fields)) for i, prompt, fields in asks]
-        before = one.engine.metrics.get_value("sampled_tokens_total")
+        single = [drawn(staying.sample(mine, i, prompt, 2, **fields)) for i, prompt, fields in asks]
+        before = first.engine.metrics.get_value("sampled_tokens_total")
         kept, slices, begun, go, draw = (
             weakref.WeakSet(), [], threading.Event(), threading.Event(),
-            one.engine._run_batch_slice,
+            first.engine._run_batch_slice,
         )  # fmt: skip
 
         def watched(drawing):
-            tickets = one.engine._streams[drawing][1]
+            tickets = first.engine._streams[drawing][1]
             draw(drawing)
             slices.append(len(tickets))
             if len(slices) == 1:  # all are in the midst of it
@@ -54,11 +54,11 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
         monkeypatch.setattr(
             SamplingJob,
             "__init__",
-            lambda job, *given, **named: (made(job, *given, **named), kept.add(job))[0],
+            lambda job, *inputs, **named: (made(job, *inputs, **named), kept.add(job))[0],
         )
         monkeypatch.setattr(SamplingJob, "__hash__", object.__hash__)
-        monkeypatch.setattr(one.engine, "_run_batch_slice", watched)
-        with held(one):
+        monkeypatch.setattr(first.engine, "_run_batch_slice", watched)
+        with held(first):
             tickets = [
                 staying.ask_sample(mine, 10 + i, prompt, 2, **fields) for i, prompt, fields in asks
             ]
@@ -74,49 +74,49 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
             going.post("cancel_future", 204, request_id=ticket["request_id"])
             going.post("cancel_future", 204, request_id=ticket["request_id"])
         go.set()
-        found = [drawn(staying.wait(ticket, "SampleResponse")) for ticket in tickets]
-        for rows, expected in zip(found, alone, strict=True):
+        results = [drawn(staying.wait(ticket, "SampleResponse")) for ticket in tickets]
+        for rows, expected in zip(results, single, strict=True):
             assert [(tokens, reason) for tokens, _, reason in rows] == [
                 (tokens, reason) for tokens, _, reason in expected
             ]
-            for (_, got, _), (_, wanted, _) in zip(rows, expected, strict=True):
+            for (_, got, _), (_, target, _) in zip(rows, expected, strict=True):
                 np.testing.assert_allclose(
-                    np.frombuffer(got, "<f4"), np.frombuffer(wanted, "<f4"), atol=1e-5
+                    np.frombuffer(got, "<f4"), np.frombuffer(target, "<f4"), atol=1e-5
                 )
-        assert until(lambda: not one.engine._streams), "something is drawn still"
+        assert until(lambda: not first.engine._streams), "something is drawn still"
         assert set(slices[1:]) <= {3, 2, 1, 0}, (
             f"requests in each slice after they had gone: {slices}"
         )
         assert len(slices) <= 6, f"{len(slices)} slices of 16 tokens for 40"
-        tokens = sum(len(one) // 4 for rows in found for one, _, _ in rows)
-        assert one.engine.metrics.get_value("sampled_tokens_total") - before == tokens
+        tokens = sum(len(first) // 4 for rows in results for first, _, _ in rows)
+        assert first.engine.metrics.get_value("sampled_tokens_total") - before == tokens
         for ticket in gone:
             assert going.wait(ticket)["category"] == "user"
         gc.collect()
-        assert not one.engine.queue._tenant_counts and not kept, "what was asked for is kept"
+        assert not first.engine.queue._tenant_counts and not kept, "what was asked for is kept"
         assert drawn(going.sample(theirs, 50, [4, 5], 1, seed=1)) == drawn(
             going.sample(theirs, 51, [4, 5], 1, seed=1)
         )
 
 
 def test_what_trains_is_not_cancelled_and_the_update_after_it_is_whole(tmp_path):
-    with server(tmp_path, token_budget=32) as one:
-        a, b = Wire(one), Wire(one)
+    with server(tmp_path, token_budget=32) as first:
+        a, b = Wire(first), Wire(first)
         a.open(), b.open()
         steps = []
         for wires, cancels in ((a, True), (b, False)):
             model = wires.model()
-            asked, step = wires.ask(model, 1, texts(60)), wires.step(model, 2)
-            for ticket in (asked, step) if cancels else ():
+            request, step = wires.ask(model, 1, texts(60)), wires.step(model, 2)
+            for ticket in (request, step) if cancels else ():
                 wires.post("cancel_future", 204, request_id=ticket["request_id"])
-            steps.append((wires.output(asked)[1], wires.wait(step)))
+            steps.append((wires.output(request)[1], wires.wait(step)))
         assert steps[0] == steps[1]
 
 
 def test_cancelled_samples_give_their_places_in_the_queue_back(tmp_path):
-    with opened(tmp_path, queued=5) as (one, wires):
+    with opened(tmp_path, queued=5) as (item, wires):
         sampler = wires.sampler(wires.model(), 1)
-        with held(one):
+        with held(item):
 
             def ask(first):
                 body = {
@@ -124,12 +124,12 @@ def test_cancelled_samples_give_their_places_in_the_queue_back(tmp_path):
                     "num_samples": 1,
                     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [4]}]},
                 }
-                asked = [
+                requests = [
                     wires.http.post("/api/v1/asample", json={**body, "seq_id": first + i})
                     for i in range(6)
                 ]
                 return [
-                    answer.json()["request_id"] for answer in asked if answer.status_code == 200
+                    answer.json()["request_id"] for answer in requests if answer.status_code == 200
                 ]
 
             taken = ask(0)
@@ -138,12 +138,12 @@ def test_cancelled_samples_give_their_places_in_the_queue_back(tmp_path):
             for request_id in taken:
                 wires.post("cancel_future", 204, request_id=request_id)
             assert len(ask(20)) == 2
-        assert until(lambda: len(one.engine.queue) == 0)
+        assert until(lambda: len(item.engine.queue) == 0)
 
 
-def _over_http(one, work):
+def _over_http(first, work):
     async def within():
-        transport = httpx.ASGITransport(one.app)
+        transport = httpx.ASGITransport(first.app)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://server", headers={"x-api-key": KEYS[0]}
         ) as http:
@@ -153,34 +153,34 @@ def _over_http(one, work):
 
 
 def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(tmp_path):
-    with server(tmp_path, keys=KEYS) as one:
-        slices, draw = [], one.engine._run_batch_slice
+    with server(tmp_path, keys=KEYS) as first:
+        slices, draw = [], first.engine._run_batch_slice
 
         def slowly(drawing):
             slices.append(drawing)
             time.sleep(0.1)  # so that the loop that answers has its turn between two slices
             draw(drawing)
 
-        one.engine._run_batch_slice = slowly
+        first.engine._run_batch_slice = slowly
         prompts = [[5, 6 + i] for i in range(30)]
 
         def ask(*more):
             many = {"model": BASE, "prompt": [*prompts, *more], "max_tokens": LONG, "seed": 1}
 
             # whose loop goes on as a server's does: what it has forgotten is drawn to its end
-            async def asked(http):
+            async def request(http):
                 answer = await http.post("/v1/completions", json=many)
-                assert await asyncio.to_thread(until, lambda: not one.engine._streams)
+                assert await asyncio.to_thread(until, lambda: not first.engine._streams)
                 return answer
 
-            return _over_http(one, asked), len(slices)
+            return _over_http(first, request), len(slices)
 
         answer, few = ask([5, 500])
         assert answer.status_code == 400 and "500" in answer.text
         answer, all_of_it = ask()
         assert answer.status_code == 200 and few <= 3 and all_of_it - few >= 8, (few, all_of_it)
         fine = _over_http(
-            one,
+            first,
             lambda http: http.post(
                 "/v1/completions", json={"model": BASE, "prompt": [5, 6], "max_tokens": 2}
             ),
@@ -189,15 +189,15 @@ def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(t
 
 
 def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
-    with server(tmp_path, keys=KEYS) as one:
-        began, draw = threading.Event(), one.engine._run_batch_slice
+    with server(tmp_path, keys=KEYS) as first:
+        began, draw = threading.Event(), first.engine._run_batch_slice
 
         def slowly(drawing):
             began.set()
             time.sleep(0.15)
             draw(drawing)
 
-        one.engine._run_batch_slice = slowly
+        first.engine._run_batch_slice = slowly
         sent, hung_up = [], asyncio.Event
 
         async def hang_up():
@@ -224,16 +224,16 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
                 "headers": [(b"x-api-key", KEYS[0].encode())], "scheme": "http", "server": ("s", 1),
                 "root_path": "",
             }  # fmt: skip
-            answering = asyncio.create_task(one.app(scope, receive, send))
+            answering = asyncio.create_task(first.app(scope, receive, send))
             await asyncio.to_thread(began.wait, 60)
             gone.set()
             await answering
 
         asyncio.run(hang_up())
         assert hung_up and sent[0]["status"] == 499
-        assert until(lambda: not one.engine._streams), "it is drawn still"
-        assert one.engine.metrics.get_value("sampled_tokens_total") == 0
-        assert not one.engine.queue._tenant_counts
+        assert until(lambda: not first.engine._streams), "it is drawn still"
+        assert first.engine.metrics.get_value("sampled_tokens_total") == 0
+        assert not first.engine.queue._tenant_counts
 
 
 def test_answers_that_nobody_asks_after_are_forgotten_though_one_before_them_never_ends():
@@ -241,21 +241,21 @@ def test_answers_that_nobody_asks_after_are_forgotten_though_one_before_them_nev
     waiting = promises.add(PendingRequest("never", "a", "sample"))
     for i in range(5):
         promises.add(PendingRequest(f"{i}", "a", "sample")).work_future.set_result(bytes(1000))
-    asked = promises.find_request("0", "a")
-    asked.sent_at = time.monotonic() + 60  # told just now, say
+    request = promises.find_request("0", "a")
+    request.sent_at = time.monotonic() + 60  # told just now, say
     time.sleep(0.05)
     promises.add(PendingRequest("late", "a", "sample"))
     assert len(promises) == 7, "an answer can be asked for again for a while"
     time.sleep(0.3)
     promises.add(PendingRequest("later", "a", "sample"))
     assert len(promises) == 4
-    assert promises.find_request("0", "a") is asked
+    assert promises.find_request("0", "a") is request
     assert promises.find_request("never", "a") is waiting
 
 
 def test_a_client_that_never_asks_after_its_answers_holds_nothing_up(tmp_path):
-    with server(tmp_path, keys=KEYS, result_seconds=0.3) as one:
-        careless, other = (Wire(one, key) for key in KEYS)
+    with server(tmp_path, keys=KEYS, result_seconds=0.3) as first:
+        careless, other = (Wire(first, key) for key in KEYS)
         careless.open(), other.open()
         model, theirs = careless.model(), other.model()
         sampler = careless.sampler(model, 1)
@@ -263,13 +263,13 @@ def test_a_client_that_never_asks_after_its_answers_holds_nothing_up(tmp_path):
         for i in range(6):
             careless.ask_sample(sampler, i, [4, 5])
             careless.ask(model, 2 + i, rewarded(), "importance_sampling", forward_only=True)
-        assert until(lambda: len(one.engine.queue) == 0 and not one.engine._streams)
+        assert until(lambda: len(first.engine.queue) == 0 and not first.engine._streams)
         other.output(other.ask(theirs, 1, texts(), forward_only=True))
         time.sleep(0.4)
         other.output(other.ask(theirs, 2, texts(), forward_only=True))
         time.sleep(0.4)
         other.ask(theirs, 3, texts(), forward_only=True)
-        kept = {promise.request_id for promise in one.request_store._requests.values()}
+        kept = {promise.request_id for promise in first.request_store._requests.values()}
         assert (
             early["request_id"] in kept
             and not any(":sample:" in name for name in kept)

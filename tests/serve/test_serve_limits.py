@@ -14,22 +14,22 @@ httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
 
 def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):
-    with opened(tmp_path, models_in_memory=2) as (one, wires):
+    with opened(tmp_path, models_in_memory=2) as (first, wires):
         a, b = wires.model(0), wires.model(1)
         # b is the one that was used longest ago
         wires.output(wires.ask(a, 1, texts(), forward_only=True))
         c = wires.model(2)
-        assert [one.session_store.models[model].client is not None for model in (a, b, c)] == [
+        assert [first.session_store.models[model].client is not None for model in (a, b, c)] == [
             True, False, True,
         ]  # fmt: skip
         wires.output(wires.ask(b, 1, texts(), forward_only=True))
-        assert [one.session_store.models[model].client is not None for model in (a, b, c)] == [
+        assert [first.session_store.models[model].client is not None for model in (a, b, c)] == [
             False, True, True,
         ]  # fmt: skip
 
 
 def test_a_sampler_that_was_given_back_is_read_again(tmp_path):
-    with opened(tmp_path, samplers_in_memory=1) as (one, wires):
+    with opened(tmp_path, samplers_in_memory=1) as (item, wires):
         samplers = []
         for seed in (1, 2):
             model = wires.model(seed, seed=seed)
@@ -41,19 +41,19 @@ def test_a_sampler_that_was_given_back_is_read_again(tmp_path):
             samplers.append(made["sampling_session_id"])
 
         def draw(seq):
-            how = {"seed": 3, "max_tokens": 12}
-            drawn = [wires.sample(s, seq, [4, 5], 4, **how) for s in samplers]
-            return [[one.tokens for one in message.sequences] for message in drawn]
+            options = {"seed": 3, "max_tokens": 12}
+            drawn = [wires.sample(s, seq, [4, 5], 4, **options) for s in samplers]
+            return [[item.tokens for item in message.sequences] for message in drawn]
 
         first = draw(0)
         assert first[0] != first[1]
-        assert sum(one.session_store.samplers[s].client is not None for s in samplers) == 1
+        assert sum(item.session_store.samplers[s].client is not None for s in samplers) == 1
         assert draw(1) == first
 
 
 def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
-    with server(tmp_path, sessions=1, models=1, tokens=40, open_requests=3) as one:
-        wires, other = Wire(one), Wire(one)
+    with server(tmp_path, sessions=1, models=1, tokens=40, open_requests=3) as first:
+        wires, other = Wire(first), Wire(first)
         wires.open()
         full = other.http.post("/api/v1/create_session", json={"tags": []})
         assert full.status_code == 429
@@ -79,36 +79,36 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
                     status == 200
                     or "the limit of a request is 40" in answer.json()["error"]["message"]
                 )
-        one.app.open_count = 3
+        first.app.open_count = 3
         assert wires.http.get("/api/v1/sessions").status_code == 503
         assert wires.http.get("/healthz").status_code == 200
-        one.app.open_count = 0
+        first.app.open_count = 0
         assert wires.http.get("/api/v1/sessions").status_code == 200
-        one.model_manager.end_session(one.session_store.sessions[wires.session], "done")
+        first.model_manager.end_session(first.session_store.sessions[wires.session], "done")
         other.open()  # there is room again
 
 
 def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
-    with opened(tmp_path) as (one, wires):
+    with opened(tmp_path) as (first, wires):
         model, sampler = wires.model(0), None
         sampler = wires.sampler(model, 1)
-        with held(one):
+        with held(first):
             waiting = [
                 wires.ask(model, 2, texts()), wires.step(model, 3), wires.ask(model, 9, texts()),
             ]  # fmt: skip
             drawn = wires.ask_sample(sampler, 0, [4, 5])
-            one.engine.shut_down()
-            one.model_manager.interrupt_waiting()
-        for asked in (*waiting, drawn):
+            first.engine.shut_down()
+            first.model_manager.interrupt_waiting()
+        for request in (*waiting, drawn):
             answer = wires.http.post(
-                "/api/v1/retrieve_future", json={"request_id": asked["request_id"]}
+                "/api/v1/retrieve_future", json={"request_id": request["request_id"]}
             )
-            said = answer.json()
-            assert answer.status_code == 503 or said["category"] == "server", (
+            text = answer.json()
+            assert answer.status_code == 503 or text["category"] == "server", (
                 answer.status_code,
-                said,
+                text,
             )
-            assert "try" in str(said) or "again" in str(said)
+            assert "try" in str(text) or "again" in str(text)
         assert wires.http.get("/healthz").status_code == 503
         body = {"sampling_session_id": sampler, "seq_id": 5, "num_samples": 1}
         body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [4]}]}
@@ -116,9 +116,9 @@ def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
 
 
 def test_sessions_that_fall_silent_are_ended_though_a_look_failed(tmp_path, monkeypatch):
-    with server(tmp_path, session_seconds=0.5) as one:
-        wires = Wire(one)
-        session, looks, keep = wires.open(), [], one.session_store.save_session
+    with server(tmp_path, session_seconds=0.5) as first:
+        wires = Wire(first)
+        session, looks, keep = wires.open(), [], first.session_store.save_session
 
         def fails_once(what):
             looks.append(what)
@@ -126,24 +126,24 @@ def test_sessions_that_fall_silent_are_ended_though_a_look_failed(tmp_path, monk
                 raise OSError("no space left on device")
             keep(what)
 
-        second = Wire(one).open()
-        monkeypatch.setattr(one.session_store, "save_session", fails_once)
+        second = Wire(first).open()
+        monkeypatch.setattr(first.session_store, "save_session", fails_once)
         for name in (session, second):
-            one.session_store.sessions[name].last_used -= 60
+            first.session_store.sessions[name].last_used -= 60
 
         async def looked_after():
-            task = asyncio.create_task(one.run_upkeep())
+            task = asyncio.create_task(first.run_upkeep())
             await asyncio.sleep(2.5)
             assert not task.done()
             task.cancel()
 
         asyncio.run(looked_after())
-        assert one.session_store.sessions[second].finished == "silent"
+        assert first.session_store.sessions[second].finished == "silent"
 
 
 def test_models_of_one_key_are_none_to_another_on_the_openai_routes(tmp_path):
-    with server(tmp_path, keys=KEYS) as one:
-        mine, theirs = Wire(one, KEYS[0]), Wire(one, KEYS[1])
+    with server(tmp_path, keys=KEYS) as first:
+        mine, theirs = Wire(first, KEYS[0]), Wire(first, KEYS[1])
         mine.open(), theirs.open()
         model = mine.model()
         path = mine.save(model, 1, "a", "_for_sampler")
@@ -160,18 +160,18 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
     """Sixteen that are asked for side by side are drawn in one stream, the first of them too."""
     monkeypatch.setattr(serving_engine, "_BATCH_WAIT_SECONDS", 0.8)  # however busy the machine is
     monkeypatch.setattr(serving_engine, "_MAX_BATCH_WAIT_SECONDS", 20.0)
-    with opened(tmp_path) as (one, wires):
+    with opened(tmp_path) as (item, wires):
         sampler = wires.sampler(wires.model(), 1)
-        rounds, let_in = [], one.engine._admit_samples
+        rounds, let_in = [], item.engine._admit_samples
         monkeypatch.setattr(
-            one.engine,
+            item.engine,
             "_admit_samples",
             lambda samples: (rounds.append(len(samples)), let_in(samples)),
         )
 
         async def wave(first=0, count=16):
-            how = {"transport": httpx.ASGITransport(one.app), "base_url": "http://server"}
-            async with httpx.AsyncClient(**how, headers={"x-api-key": "tml-nobody"}) as http:
+            options = {"transport": httpx.ASGITransport(item.app), "base_url": "http://server"}
+            async with httpx.AsyncClient(**options, headers={"x-api-key": "tml-nobody"}) as http:
                 fixed = {"sampling_session_id": sampler, "num_samples": 1}
                 bodies = [
                     fixed
@@ -179,14 +179,14 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
                     | {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [4, 5 + i]}]}}
                     for i in range(count)
                 ]
-                asked = (http.post("/api/v1/asample", json=body) for body in bodies)
-                return [reply.json() for reply in await asyncio.gather(*asked)]
+                requests = (http.post("/api/v1/asample", json=body) for body in bodies)
+                return [reply.json() for reply in await asyncio.gather(*requests)]
 
-        asked = asyncio.run(wave())
-        assert all(len(wires.wait(one, "SampleResponse").sequences) == 1 for one in asked)
+        requests = asyncio.run(wave())
+        assert all(len(wires.wait(item, "SampleResponse").sequences) == 1 for item in requests)
         assert [count for count in rounds if count] == [16], rounds
         del rounds[:]
-        finish, ended, asked = one.engine.queue.finish_job, threading.Event(), []
+        finish, ended, requests = item.engine.queue.finish_job, threading.Event(), []
 
         # the first half comes just before the desk looks for samples once more, the other half just
         # after
@@ -197,17 +197,17 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
 
         def halves():
             ended.wait(60)
-            asked.extend(asyncio.run(wave(16, 8)))
+            requests.extend(asyncio.run(wave(16, 8)))
             time.sleep(0.4)
-            asked.extend(asyncio.run(wave(24, 8)))
+            requests.extend(asyncio.run(wave(24, 8)))
 
-        monkeypatch.setattr(one.engine.queue, "finish_job", slowly)
+        monkeypatch.setattr(item.engine.queue, "finish_job", slowly)
         asking = threading.Thread(target=halves)
         asking.start()
-        with held(one):
+        with held(item):
             pass
         asking.join(60)
-        assert len([len(wires.wait(one, "SampleResponse").sequences) for one in asked]) == 16
+        assert len([len(wires.wait(item, "SampleResponse").sequences) for item in requests]) == 16
         assert [count for count in rounds if count] == [16], rounds
 
 
@@ -231,8 +231,8 @@ def read_metrics(http):
 
 
 def test_metrics_have_the_documented_names_and_each_server_counts_for_itself(tmp_path):
-    with server(tmp_path / "a", models_in_memory=1) as one, server(tmp_path / "b") as other:
-        wires = Wire(one)
+    with server(tmp_path / "a", models_in_memory=1) as first, server(tmp_path / "b") as other:
+        wires = Wire(first)
         wires.open()
         model = wires.model()
         wires.output(wires.ask(model, 1, texts(2), forward_only=True))

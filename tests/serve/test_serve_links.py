@@ -18,13 +18,13 @@ from rl.serve.app import JsonLineFormatter
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A server with keys, a client of one of them, and its model with an export."""
-    with server(tmp_path_factory.mktemp("served"), keys=KEYS) as one:
-        wires = Wire(one, KEYS[0])
+    with server(tmp_path_factory.mktemp("served"), keys=KEYS) as first:
+        wires = Wire(first, KEYS[0])
         wires.open()
         model = wires.model()
         wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))
         wires.wait(wires.post("save_weights_external", model_id=model, seq_id=2, path="b"))
-        yield one, wires, model
+        yield first, wires, model
 
 
 def archive(wires, model, kind="weights/a"):
@@ -35,14 +35,14 @@ def archive(wires, model, kind="weights/a"):
 
 
 def test_a_download_goes_to_a_link_that_needs_no_key(saved):
-    one, wires, model = saved
+    first, wires, model = saved
     answer = archive(wires, model)
     assert answer.status_code == 302
-    left = parsedate_to_datetime(answer.headers["expires"]).timestamp() - time.time()
-    assert 3500 < left <= 3600
-    stranger = TestClient(one.app)
+    remaining = parsedate_to_datetime(answer.headers["expires"]).timestamp() - time.time()
+    assert 3500 < remaining <= 3600
+    stranger = TestClient(first.app)
     tar = tarfile.open(fileobj=io.BytesIO(stranger.get(answer.headers["location"]).content))
-    folder = one.session_store.models[model].folder / "weights" / "a"
+    folder = first.session_store.models[model].folder / "weights" / "a"
     files = {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -58,14 +58,14 @@ def test_a_download_goes_to_a_link_that_needs_no_key(saved):
         assert (
             stranger.get(url).content
             == (
-                one.session_store.models[model].folder / "external_weights" / "b" / name
+                first.session_store.models[model].folder / "external_weights" / "b" / name
             ).read_bytes()
         )
 
 
 def test_a_link_is_for_one_thing_and_one_hour(saved, monkeypatch):
-    one, wires, model = saved
-    stranger, other = TestClient(one.app), Wire(one, KEYS[1])
+    first, wires, model = saved
+    stranger, other = TestClient(first.app), Wire(first, KEYS[1])
     link = archive(wires, model).headers["location"]
     expires, sign = link.split("/files/")[1].split("/")[:2]
     changed = [
@@ -86,50 +86,53 @@ def test_a_link_is_for_one_thing_and_one_hour(saved, monkeypatch):
 
 
 def test_no_link_stands_in_the_log(saved, caplog):
-    one, wires, model = saved
+    first, wires, model = saved
     caplog.set_level(logging.INFO, "whetstone.serve")
     link = archive(wires, model).headers["location"]
     sign = link.split("/files/")[1].split("/")[1]
     for url in (link, link.replace("/a/", "/none/"), link + "/..", link.replace("/weights/", "//")):
-        TestClient(one.app, raise_server_exceptions=False).get(url)
+        TestClient(first.app, raise_server_exceptions=False).get(url)
     lines = [JsonLineFormatter().format(record) for record in caplog.records]
     assert sum("/api/v1/files/" in line for line in lines) >= 3, lines
     assert not [line for line in lines if sign in line or sign[:16] in line]
 
 
 def test_an_archive_that_is_removed_before_its_files_are_open_is_not_there(saved, monkeypatch):
-    one, wires, model = saved
+    first, wires, model = saved
     path = wires.save(model, 3, "soon-gone")
     link = archive(wires, model, "weights/soon-gone").headers["location"]
-    look = one.session_store.find_folder
+    look = first.session_store.find_folder
 
     def then_gone(*arguments, **named):
-        found = look(*arguments, **named)
-        checkpoint_folder.remove_checkpoint(found[1])
-        return found
+        result = look(*arguments, **named)
+        checkpoint_folder.remove_checkpoint(result[1])
+        return result
 
-    monkeypatch.setattr(one.session_store, "find_folder", then_gone)
+    monkeypatch.setattr(first.session_store, "find_folder", then_gone)
     answer = wires.http.get(link)
     assert answer.status_code == 404 and path in answer.text
 
 
 def test_a_link_counts_for_the_tenant_who_created_it(tmp_path):
-    with server(tmp_path, keys=KEYS, open_requests=6) as one:
+    with server(tmp_path, keys=KEYS, open_requests=6) as first:
         links = []
         for key in KEYS:
-            wires = Wire(one, key)
+            wires = Wire(first, key)
             wires.open()
             model = wires.model()
             wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))
             links.append(archive(wires, model).headers["location"])
-        owners, stranger = [owner for _, owner in one.app._keys], TestClient(one.app)
+        owners, stranger = [owner for _, owner in first.app._keys], TestClient(first.app)
         forged = links[0].replace(links[0].split("/files/")[1].split("/")[1], "0" * 64)
         for index, owner in enumerate(owners):
             assert not any(word in link for word in (*KEYS, owner) for link in links)
-            one.app.open_count, one.app._open_by_owner[owner] = 3, 3  # which wait for their answers
+            first.app.open_count, first.app._open_by_owner[owner] = (
+                3,
+                3,
+            )  # which wait for their answers
             statuses = [stranger.get(link).status_code for link in (*links, forged)]
             expected = [200, 200, 404]
             expected[index] = 429
             assert statuses == expected, "the tenant's own links are refused, and no others"
-            one.app.open_count, one.app._open_by_owner[owner] = 0, 0
+            first.app.open_count, first.app._open_by_owner[owner] = 0, 0
         assert [stranger.get(link).status_code for link in links] == [200, 200]

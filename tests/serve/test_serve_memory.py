@@ -36,7 +36,7 @@ FAULTS = {
 
 
 def test_failed_requests_keep_no_body(tmp_path):
-    with opened(tmp_path) as (one, wires):
+    with opened(tmp_path) as (first, wires):
         model, seq = wires.model(), 0
 
         def fail(datum, loss, config):
@@ -120,23 +120,23 @@ def test_a_stored_answer_takes_eight_bytes_a_token():
 
 
 def test_a_sent_answer_can_be_asked_for_again_for_a_while_and_an_unsent_one_for_longer(tmp_path):
-    with opened(tmp_path, told_seconds=1.0) as (one, wires):
+    with opened(tmp_path, told_seconds=1.0) as (item, wires):
         model = wires.model()
         sent = wires.ask(model, 1, texts(), forward_only=True)
         first = wires.wait(sent)
         unsent = wires.ask(model, 2, texts(), forward_only=True)
         assert wires.wait(sent) == first, "whose connection broke asks again"
         time.sleep(1.2)
-        one.do_upkeep()
+        item.do_upkeep()
         gone = wires.http.post("/api/v1/retrieve_future", json={"request_id": sent["request_id"]})
         assert gone.status_code == 410 and "expired" in gone.text
         assert wires.wait(unsent) == first
-    assert one.request_store.resend_seconds == 1.0 and RequestStore(3600.0).resend_seconds == 60.0
+    assert item.request_store.resend_seconds == 1.0 and RequestStore(3600.0).resend_seconds == 60.0
 
 
 def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
-    with server(tmp_path, keys=KEYS, held_bytes=240_000, told_seconds=0.5) as one:
-        greedy, other = (Wire(one, key) for key in KEYS)
+    with server(tmp_path, keys=KEYS, held_bytes=240_000, told_seconds=0.5) as first:
+        greedy, other = (Wire(first, key) for key in KEYS)
         greedy.open(), other.open()
         model, theirs = greedy.model(), other.model()
 
@@ -159,7 +159,7 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
                 "/api/v1/forward_backward", content=message.SerializeToString(), headers=headers
             )
 
-        with held(one):
+        with held(first):
             answers = [send(greedy, model, 1 + i) for i in range(8)]
             taken = [answer for answer in answers if answer.status_code == 200]
             assert [answer.status_code for answer in answers] == [200] * len(taken) + [429] * (
@@ -177,7 +177,7 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
         # nobody ever asks for these: the oldest make room for the newest
         for seq in range(len(taken) + 2, 16):
             assert until(lambda seq=seq: send(greedy, model, seq).status_code == 200, 10.0), seq
-        assert one.request_store.total_bytes <= 240_000
+        assert first.request_store.total_bytes <= 240_000
 
 
 def test_a_cancel_while_an_answer_is_stored_loses_no_answer():
@@ -214,7 +214,7 @@ def test_kept_answers_are_looked_through_only_where_room_is_short(monkeypatch):
 def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path):
     """The same request gets the same answer, from this server and from the next."""
     bodies = [{"base_model": BASE, "lora_config": {"rank": 4, "seed": 7}}, {"optimizer": True}]
-    with opened(tmp_path, told_seconds=0.05, durable=True) as (one, wires):
+    with opened(tmp_path, told_seconds=0.05, durable=True) as (first, wires):
         made = wires.model()
         wires.ask(made, 1, texts())
         wires.wait(wires.step(made, 2))
@@ -228,7 +228,7 @@ def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path)
             {"model_id": f"{wires.session}:train:1", "path": bodies[1]["path"],
              "type": "load_weights"},
         ]  # fmt: skip
-        one.session_store.models[made].is_written_out = False  # as with no --durable
+        first.session_store.models[made].is_written_out = False  # as with no --durable
 
         def again(wires, served):
             for (verb, body), answer in zip(calls, answers, strict=True):
@@ -238,32 +238,32 @@ def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path)
                 wires.post(verb, 400, **{**body, "user_metadata": {"other": "words"}})
                 assert wires.wait(wires.post(verb, **body)) == answer
 
-        again(wires, one)
+        again(wires, first)
         after = wires.output(wires.ask(made, 5, texts(), forward_only=True))
         np.testing.assert_array_equal(np.concatenate(trained[0]), np.concatenate(after[0]))
-    with server(tmp_path, told_seconds=0.05, durable=True, resume=True) as one:
-        next_one = Wire(one)
+    with server(tmp_path, told_seconds=0.05, durable=True, resume=True) as first:
+        next_one = Wire(first)
         next_one.session = wires.session
-        again(next_one, one)
+        again(next_one, first)
 
 
 def test_samplers_that_two_threads_forget_at_once_are_no_error(tmp_path, monkeypatch):
     """One thread takes away what the other has just chosen to forget."""
-    with server(tmp_path, samplers=1, samplers_in_memory=1) as one:
-        base, chosen = one.engine.settings.bases[0], []
+    with server(tmp_path, samplers=1, samplers_in_memory=1) as item:
+        base, chosen = item.engine.settings.bases[0], []
 
         def surplus(holders, count):
             samplers = tenant_limit.choose_evictions(holders, count)
             chosen.extend(sampler.sampler_id for sampler in samplers)
             for sampler in samplers:
-                one.session_store.samplers.pop(sampler.sampler_id, None)
+                item.session_store.samplers.pop(sampler.sampler_id, None)
             return samplers
 
         monkeypatch.setattr(session_store, "choose_evictions", surplus)
         first, second = (SamplerRecord(name, "local", "s", base, client=object()) for name in "ab")
-        one.session_store.add_sampler(first)
-        one.session_store.add_sampler(second)
-        assert chosen == ["a"] and list(one.session_store.samplers) == ["b"]
-        one.session_store.samplers["a"], first.client = first, object()
-        one.model_manager._evict_samplers()
+        item.session_store.add_sampler(first)
+        item.session_store.add_sampler(second)
+        assert chosen == ["a"] and list(item.session_store.samplers) == ["b"]
+        item.session_store.samplers["a"], first.client = first, object()
+        item.model_manager._evict_samplers()
         assert len(chosen) == 2 and sum(sampler.client is None for sampler in (first, second)) == 1

@@ -53,7 +53,7 @@ def trained(service, rank, seed, **parts):
     return client
 
 
-def asked(i: int) -> SamplingRequest:
+def make_request(i: int) -> SamplingRequest:
     params = SamplingParams(max_tokens=5 + i % 7, temperature=0.0 if i % 4 == 0 else 1.0, stop=[])
     return SamplingRequest(
         prompt=[3 + i % 5, 4, 12] + [5] * (i % 3), params=params, seed=7, problem=i,
@@ -61,11 +61,11 @@ def asked(i: int) -> SamplingRequest:
     )  # fmt: skip
 
 
-def check(found, expected):
-    assert [s.tokens for s in found.sequences] == [s.tokens for s in expected.sequences]
-    for got, wanted in zip(found.sequences, expected.sequences, strict=True):
-        np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-5)
-        assert got.version == wanted.version
+def check(result, expected):
+    assert [s.tokens for s in result.sequences] == [s.tokens for s in expected.sequences]
+    for got, target in zip(result.sequences, expected.sequences, strict=True):
+        np.testing.assert_allclose(got.logprobs, target.logprobs, atol=1e-5)
+        assert got.version == target.version
 
 
 def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
@@ -84,8 +84,10 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
         service.create_sampling_client(model_path=saved),
     ]
     assert len({client.mix_group for client in clients}) == 1 and clients[0].mix_group is not None
-    asking: list[tuple[int, SamplingRequest]] = [(i % len(clients), asked(i)) for i in range(20)]
-    found, tickets, late = {}, {}, None
+    asking: list[tuple[int, SamplingRequest]] = [
+        (i % len(clients), make_request(i)) for i in range(20)
+    ]
+    results, tickets, late = {}, {}, None
     with SampleStream(clients[0], mixed=True) as stream:
         while asking or stream.busy:
             for which, request in asking[:3]:
@@ -96,15 +98,18 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
                 models[0].forward_backward(random_datums(4, seed=9), "importance_sampling")
                 models[0].optim_step(LEARN).result()
                 late = models[0].save_weights_and_get_sampling_client()
-                tickets[stream.add(asked(50), late)] = (late, asked(50))
+                tickets[stream.add(make_request(50), late)] = (late, make_request(50))
             if len(tickets) in (6, 15):
                 stream.recompute_cache()  # all of them are read again, each with its weights
-            found |= stream.run_steps(3).finished
-    assert late is not None and found.keys() == tickets.keys() and max(map(len, together)) >= 4
+            results |= stream.run_steps(3).finished
+    assert late is not None and results.keys() == tickets.keys() and max(map(len, together)) >= 4
     for ticket, (client, request) in tickets.items():
-        check(found[ticket], client.sample_many([request]).result()[0][0])
+        check(results[ticket], client.sample_many([request]).result()[0][0])
     differ = [
-        client.sample_many([replace(asked(1), num_samples=4)]).result()[0][0].sequences[0].tokens
+        client.sample_many([replace(make_request(1), num_samples=4)])
+        .result()[0][0]
+        .sequences[0]
+        .tokens
         for client in clients
     ]
     assert len({tuple(tokens) for tokens in differ}) >= 3, (
@@ -113,18 +118,18 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
 
 
 def test_what_cannot_be_mixed_says_so(service, tmp_path):
-    one, full = trained(service, 2, 2), service.create_full_training_client(BASE)
-    client, other = (model.save_weights_and_get_sampling_client() for model in (one, full))
+    first, full = trained(service, 2, 2), service.create_full_training_client(BASE)
+    client, other = (model.save_weights_and_get_sampling_client() for model in (first, full))
     assert client.mix_group is not None and other.mix_group is None
     with pytest.raises(UserError, match=r"mixed=False"):
         SampleStream(other, mixed=True)
     with SampleStream(client, mixed=True) as stream:
         with pytest.raises(UserError, match=r"another base"):
-            stream.add(asked(0), other)
+            stream.add(make_request(0), other)
         with pytest.raises(UserError, match=r"add\(request, client\)"):
-            stream.add(asked(0))
+            stream.add(make_request(0))
     with SampleStream(client) as stream, pytest.raises(UserError, match=r"mixed=True"):
-        stream.add(asked(0), other)
+        stream.add(make_request(0), other)
     hf = WorkerSettings(share_bases=True, sampler=SamplerSettings(kind="hf"))
     with ServiceClient(output_dir=tmp_path, seed=1, settings=hf) as generic:
         assert trained(generic, 2, 2).save_weights_and_get_sampling_client().mix_group is None
@@ -150,7 +155,7 @@ def test_a_tenant_whose_weights_diverged_fails_alone(tmp_path, together):
         learn(a, good, 1, learning_rate=0.05)
         learn(b, bad, 1, learning_rate=1e30)
         sampler, broken = a.sampler(good, 3), b.sampler(bad, 3)
-        alone = drawn(a.sample(sampler, 0, [5, 6, 7], 4, max_tokens=30, seed=1))
+        single = drawn(a.sample(sampler, 0, [5, 6, 7], 4, max_tokens=30, seed=1))
         tickets = []
         with held(served):
             for i in range(3):
@@ -167,6 +172,6 @@ def test_a_tenant_whose_weights_diverged_fails_alone(tmp_path, together):
             if client is b:
                 assert answer.json()["category"] == "user" and "NaN" in answer.json()["error"]
             else:
-                found = drawn(client.wait(ticket, "SampleResponse"))
-                assert [tokens for tokens, _ in found] == [tokens for tokens, _ in alone]
+                result = drawn(client.wait(ticket, "SampleResponse"))
+                assert [tokens for tokens, _ in result] == [tokens for tokens, _ in single]
         assert together

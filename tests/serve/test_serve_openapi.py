@@ -22,10 +22,10 @@ BESIDE = {"top_logprobs": {"logprobs": True}, "stream_options": {"stream": True}
 
 @pytest.fixture(scope="module")
 def wire(tmp_path_factory):
-    with server(tmp_path_factory.mktemp("served"), keys=KEYS) as one:
-        made = Wire(one, KEYS[0])
+    with server(tmp_path_factory.mktemp("served"), keys=KEYS) as first:
+        made = Wire(first, KEYS[0])
         made.open()
-        made.served = one
+        made.served = first
         chat = {"messages": GOOD["messages"], "max_tokens": 1}
         assert made.http.post("/session/mine/v1/chat/completions", json=chat).status_code == 200
         yield made
@@ -103,8 +103,8 @@ def test_a_body_that_is_not_as_described_is_refused_by_the_field(wire):
             if first.get("type") not in OTHERS or is_late:
                 continue
             value, expected = OTHERS[first["type"]]
-            beside = {**good, **BESIDE.get(name, {})}
-            text = refused({**beside, name: value})
+            neighbor = {**good, **BESIDE.get(name, {})}
+            text = refused({**neighbor, name: value})
             got = type(value).__name__
             if is_openai:
                 expected = field["description"].partition(";")[0] if "description" in field else ""
@@ -114,7 +114,7 @@ def test_a_body_that_is_not_as_described_is_refused_by_the_field(wire):
             sent += 1
             for bound, change in (("minimum", -1), ("maximum", 1)):
                 if bound in first:
-                    text = refused({**beside, name: first[bound] + change})
+                    text = refused({**neighbor, name: first[bound] + change})
                     assert text.startswith(name) and text.endswith(str(first[bound] + change))
                     assert is_openai or str(first[bound]) in text
                     sent += 1

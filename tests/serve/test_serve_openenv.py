@@ -48,14 +48,14 @@ def seen(tmp_path_factory, shared_data):
     scripted = Endpoint(
         ScriptedDesk(lambda *_: CALL, "chat_template", str(shared_data / "tokenizers" / "qwen3"))
     )
-    with server(tmp_path_factory.mktemp("served"), keys=(KEY,), base=BASE) as one:
-        wires = Wire(one, KEY)
+    with server(tmp_path_factory.mktemp("served"), keys=(KEY,), base=BASE) as first:
+        wires = Wire(first, KEY)
         wires.open()
         model = wires.model(base=BASE)
-        prompt = one.engine.renderer(None).build_generation_prompt(PROBE).to_ints()
+        prompt = first.engine.renderer(None).build_generation_prompt(PROBE).to_ints()
         seq = learn_to_begin(wires, model, prompt, [40, 40, 40, 41])
         path = wires.save(model, seq, "trained", "_for_sampler")
-        listening = LoopServer(lambda: one.app, "the test's server")
+        listening = LoopServer(lambda: first.app, "the test's server")
         try:
             command = [
                 python,
@@ -68,21 +68,21 @@ def seen(tmp_path_factory, shared_data):
             ]
             done = subprocess.run(command, capture_output=True, text=True, timeout=240)
             assert done.returncode == 0, done.stderr[-3000:]
-            yield json.loads(done.stdout.splitlines()[-1]), path, one
+            yield json.loads(done.stdout.splitlines()[-1]), path, first
         finally:
             listening.close()
             scripted.close()
 
 
 def test_every_way_of_asking_finds_an_endpoint_to_train_from(seen):
-    found, path, _ = seen
-    for name, report in found["reports"].items():
+    result, path, _ = seen
+    for name, report in result["reports"].items():
         assert report["ok"] and report["reachable"] and report["capture_level"] == "tokens", (
             name,
             report,
         )
         assert report["rollout_type"] == "train" and report["param_fixes"] == [], (name, report)
-        assert not [one for one in report["findings"] if "FATAL" in one], (name, report)
+        assert not [item for item in report["findings"] if "FATAL" in item], (name, report)
         assert (
             report["tool_support"] == "ok"
             if name == "tools"
@@ -92,23 +92,24 @@ def test_every_way_of_asking_finds_an_endpoint_to_train_from(seen):
             name,
             report,
         )
-    assert found["required"]["ok"]
-    assert found["reports"]["root"]["served_models"] == [BASE, path], (
+    assert result["required"]["ok"]
+    assert result["reports"]["root"]["served_models"] == [BASE, path], (
         "a trained model is listed for its key"
     )
-    assert found["reports"]["trained"]["logprobs_mode"] == "processed", (
+    assert result["reports"]["trained"]["logprobs_mode"] == "processed", (
         "logprobs are not those at the temperature"
     )
     assert (
-        not found["refused"]["key"]["reachable"] and "401" in found["refused"]["key"]["findings"][0]
+        not result["refused"]["key"]["reachable"]
+        and "401" in result["refused"]["key"]["findings"][0]
     )
-    assert not found["refused"]["model"]["ok"]
-    assert "not served" in found["refused"]["model"]["findings"][0]
+    assert not result["refused"]["model"]["ok"]
+    assert "not served" in result["refused"]["model"]["findings"][0]
 
 
 def test_a_rollout_through_its_capture_server_is_one_that_a_trainer_takes(seen):
-    found, path, one = seen
-    rollout = found["rollout"]
+    actual, path, first = seen
+    rollout = actual["rollout"]
     assert (
         rollout["trainable"]
         and rollout["turns"] == 3
@@ -117,8 +118,8 @@ def test_a_rollout_through_its_capture_server_is_one_that_a_trainer_takes(seen):
     assert rollout["rows"] and all(trainable for trainable, _, _ in rollout["rows"]), rollout[
         "rows"
     ]
-    client = one.model_manager.resolve_name(
-        path, one.session_store.list_models(one.app._keys[0][1])[0].owner
+    client = first.model_manager.resolve_name(
+        path, first.session_store.list_models(first.app._keys[0][1])[0].owner
     )()
     assert len(rollout["records"]) == 3
     for prompt, drawn, logprobs in rollout["records"]:
@@ -129,11 +130,11 @@ def test_a_rollout_through_its_capture_server_is_one_that_a_trainer_takes(seen):
 
 
 def test_turns_by_ids_pass_the_same_checks_as_one_sequence(seen):
-    found, path, one = seen
-    ids = found["ids"]
+    actual, path, first = seen
+    ids = actual["ids"]
     assert ids["fatal"] == [] and ids["stats"]["n_turns"] == 3 and ids["stats"]["n_roots"] == 1
-    client = one.model_manager.resolve_name(
-        path, one.session_store.list_models(one.app._keys[0][1])[0].owner
+    client = first.model_manager.resolve_name(
+        path, first.session_store.list_models(first.app._keys[0][1])[0].owner
     )()
     rows = client.sample(
         ModelInput.from_ints(ids["ids"]),

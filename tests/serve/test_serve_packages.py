@@ -20,7 +20,7 @@ def test_a_missing_package_is_named_with_its_remedy():
     done = subprocess.run(
         [sys.executable, "-c", hides + runs], cwd=REPO, capture_output=True, text=True, timeout=120
     )
-    said = " ".join(done.stderr.replace("│", " ").split())
-    assert done.returncode == 2 and "Traceback" not in said
-    assert re.search(r"not installed \((\w+, )*starlette\b", said)
-    assert 'pip install -e ".[serve]"' in said
+    output = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 2 and "Traceback" not in output
+    assert re.search(r"not installed \((\w+, )*starlette\b", output)
+    assert 'pip install -e ".[serve]"' in output

@@ -69,7 +69,7 @@ def test_a_name_is_every_address_that_it_has_here(tmp_path, monkeypatch):
         lambda *_, **__: [(family, socket.SOCK_STREAM, 6, "", where) for family, where in kinds],
     )
     taken = bind_sockets(at(tmp_path, host="localhost"))
-    assert taken[0].family == socket.AF_INET and len({one.getsockname()[1] for one in taken}) == 1
+    assert taken[0].family == socket.AF_INET and len({item.getsockname()[1] for item in taken}) == 1
     close_sockets(taken)
     kinds[0] = (socket.AF_INET6, ("2001:db8::1", 0, 0, 0))  # of no machine (RFC 3849)
     (only,) = taken = bind_sockets(at(tmp_path, host="localhost"))
@@ -151,18 +151,18 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
     try:
         with httpx.Client(base_url=url, verify=str(certificate / "cert"), timeout=60) as http:
             assert http.get("/healthz").json() == {"status": "ok"}
-            asked = {"model": BASE, "prompt": secret, "max_tokens": 3, "seed": 1}
-            assert http.post("/v1/completions", json=asked).status_code == 401
+            requests = {"model": BASE, "prompt": secret, "max_tokens": 3, "seed": 1}
+            assert http.post("/v1/completions", json=requests).status_code == 401
             assert (
                 http.post(
-                    "/v1/completions", json=asked, headers={"x-api-key": KEYS[0] + "x"}
+                    "/v1/completions", json=requests, headers={"x-api-key": KEYS[0] + "x"}
                 ).status_code
                 == 401
             )
             bearer = {"authorization": f"Bearer {KEYS[0]}"}
-            first = http.post("/v1/completions", json=asked, headers=bearer).json()["choices"][0][
-                "text"
-            ]
+            first = http.post("/v1/completions", json=requests, headers=bearer).json()["choices"][
+                0
+            ]["text"]
             sessions = {
                 key: http.post(
                     "/api/v1/create_session", json={"tags": []}, headers={"x-api-key": key}
@@ -202,11 +202,13 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
     try:
         with httpx.Client(base_url=url, verify=str(certificate / "cert"), timeout=60) as http:
             for key, session in sessions.items():
-                there = http.get("/api/v1/sessions", headers={"x-api-key": key}).json()["sessions"]
-                assert there == [session["session_id"]]
-            again = http.post("/v1/completions", json=asked, headers=bearer).json()["choices"][0][
-                "text"
-            ]
+                present = http.get("/api/v1/sessions", headers={"x-api-key": key}).json()[
+                    "sessions"
+                ]
+                assert present == [session["session_id"]]
+            again = http.post("/v1/completions", json=requests, headers=bearer).json()["choices"][
+                0
+            ]["text"]
         assert again == first
         process.send_signal(signal.SIGINT)  # Ctrl-C is as good
         assert process.wait(60) == 0
@@ -226,13 +228,13 @@ def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_tol
         norm = wires.wait(wires.step(model, 2))["metrics"]["grad_norm"]
         seen.append(wires.output(wires.ask(model, 3, texts(5, 1), forward_only=True))[0])
         drawn = [
-            one.tokens
-            for one in wires.sample(wires.sampler(model, 4), 0, [4, 5], 3, seed=3).sequences
+            item.tokens
+            for item in wires.sample(wires.sampler(model, 4), 0, [4, 5], 3, seed=3).sequences
         ]
         return model, seen, norm, drawn
 
-    with server(tmp_path / "alone") as one:
-        _, seen, norm, drawn = learns(Wire(one))
+    with server(tmp_path / "alone") as item:
+        _, seen, norm, drawn = learns(Wire(item))
     launcher = [
         "-m",
         "accelerate.commands.launch",
@@ -246,20 +248,20 @@ def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_tol
         wires = Wire.over(
             httpx.Client(base_url=url, headers={"x-api-key": "tml-nobody"}, timeout=120)
         )
-        model, *found = learns(wires)
+        model, *result = learns(wires)
         # to the launcher, as a cluster does; its exit code is its own
         process.send_signal(signal.SIGTERM)
         process.wait(120)
     finally:
         process.kill()
-    for mine, theirs in zip(found[0], seen, strict=True):
+    for mine, theirs in zip(result[0], seen, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
-    assert found[1] == pytest.approx(norm, rel=1e-5) and found[2] == drawn
-    with server(tmp_path / "out", resume=True) as one:  # by one process now
-        again = Wire(one)
+    assert result[1] == pytest.approx(norm, rel=1e-5) and result[2] == drawn
+    with server(tmp_path / "out", resume=True) as item:  # by one process now
+        again = Wire(item)
         after = again.output(again.ask(model, 5, texts(5, 1), forward_only=True))[0]
-    for a, b in zip(after, found[0][1], strict=True):
+    for a, b in zip(after, result[0][1], strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -304,10 +306,10 @@ def test_a_stop_right_after_a_restart_ends_within_its_grace(tmp_path):
             assert time.monotonic() - begin < 6 + 5
         finally:
             process.kill()
-    with server(tmp_path / "out", resume=True) as one:
-        after = Wire(one)
-        found = after.output(after.ask(model, 2, texts(3, 0), forward_only=True))[0]
-    for mine, theirs in zip(found, expected, strict=True):
+    with server(tmp_path / "out", resume=True) as first:
+        after = Wire(first)
+        result = after.output(after.ask(model, 2, texts(3, 0), forward_only=True))[0]
+    for mine, theirs in zip(result, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 

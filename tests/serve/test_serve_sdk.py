@@ -61,24 +61,26 @@ def texts(count, seed):
 def outputs(result):
     return {
         "metrics": result.metrics,
-        "logprobs": [one["logprobs"].tolist() for one in result.loss_fn_outputs],
+        "logprobs": [item["logprobs"].tolist() for item in result.loss_fn_outputs],
     }
 
 
 def sampled(client, prompt, count, seed):
-    found = client.sample(ModelInput.from_ints(prompt), count, SamplingParams(6, seed)).result()
-    return [[one.tokens, [float(value) for value in one.logprobs_np]] for one in found.sequences]
+    actual = client.sample(ModelInput.from_ints(prompt), count, SamplingParams(6, seed)).result()
+    return [
+        [item.tokens, [float(value) for value in item.logprobs_np]] for item in actual.sequences
+    ]
 
 
 def custom(client, data):
     """What the SDK sends for a loss of one's own, the squares of the logprobs."""
-    found = client.forward(data, "cross_entropy").result().loss_fn_outputs
-    leaves = [output["logprobs"].to_torch().clone().requires_grad_(True) for output in found]
+    actual = client.forward(data, "cross_entropy").result().loss_fn_outputs
+    leaves = [output["logprobs"].to_torch().clone().requires_grad_(True) for output in actual]
     loss = sum((leaf**2).sum() for leaf in leaves)
     loss.backward()
     pairs = zip(data, leaves, strict=True)
     weighed = [
-        one.with_inputs({**one.loss_fn_inputs, "weights": -leaf.grad}) for one, leaf in pairs
+        first.with_inputs({**first.loss_fn_inputs, "weights": -leaf.grad}) for first, leaf in pairs
     ]
     client.forward_backward(weighed, "cross_entropy").result()
     return float(loss)
@@ -104,14 +106,14 @@ def test_the_sdk_sees_what_the_clients_in_this_process_see_to_the_bit(seen, tmp_
         assert client.optim_step(AdamParams(1e-2)).result().metrics == seen["custom stepped"]
         sampler = client.save_weights_and_get_sampling_client()
         assert sampled(sampler, [5, 9, 30], 3, 11) == seen["sampled"] == seen["sampled from a path"]
-        own = [
+        reference = [
             sampler.sample(ModelInput.from_ints([4, 5 + i]), 1, SamplingParams(4, 5))
             .result()
             .sequences[0]
             .tokens
             for i in range(8)
         ]
-        assert own == seen["wave"]
+        assert reference == seen["wave"]
         scored = sampler.compute_logprobs(ModelInput.from_ints([5, 9, 30, 31])).result()
         assert scored[0] is seen["scored"][0] is None and seen["scored"][1:] == pytest.approx(
             scored[1:], abs=1e-5
@@ -123,11 +125,11 @@ def test_the_sdk_sees_what_the_clients_in_this_process_see_to_the_bit(seen, tmp_
 
 
 def test_what_is_refused_raises_at_once_in_the_sdk_and_says_why(seen):
-    said = {
+    output = {
         "datum": "500", "after it": "not run", "loss": "stable_reinforce", "base": "no/such-model",
         "path": "tinker://", "image": "an image", "draws": "prompt_alt_tokens_k", "prompt": "999",
     }  # fmt: skip
-    for name, text in said.items():
+    for name, text in output.items():
         kind, message, *rest = seen["refused"][name]
         assert text in message and "Traceback" not in message, (name, seen["refused"][name])
         assert kind in ("RequestFailedError", "BadRequestError", "NotFoundError"), (name, kind)
@@ -151,30 +153,30 @@ def test_our_messages_are_the_sdks_on_the_wire(seen):
     from rl.serve import tinker_pb2
 
     def fields(file):
-        found = {}
+        results = {}
 
         def walk(before, messages):
             for message in messages:
                 rows = {}
-                for one in message.field:
+                for item in message.field:
                     oneof = (
-                        message.oneof_decl[one.oneof_index].name
-                        if one.HasField("oneof_index")
+                        message.oneof_decl[item.oneof_index].name
+                        if item.HasField("oneof_index")
                         else None
                     )
-                    rows[one.number] = (
-                        one.name,
-                        one.type,
-                        one.label,
-                        one.type_name.removeprefix(f".{file.package}."),
-                        one.proto3_optional,
+                    rows[item.number] = (
+                        item.name,
+                        item.type,
+                        item.label,
+                        item.type_name.removeprefix(f".{file.package}."),
+                        item.proto3_optional,
                         oneof,
                     )
-                found[before + message.name] = rows
+                results[before + message.name] = rows
                 walk(f"{before}{message.name}.", message.nested_type)
 
         walk("", file.message_type)
-        return found, {
+        return results, {
             enum.name: [(value.name, value.number) for value in enum.value]
             for enum in file.enum_type
         }

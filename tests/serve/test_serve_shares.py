@@ -24,12 +24,12 @@ def test_whoever_comes_next_finds_room_however_greedy_those_before_are(limit):
             held[tenant] += 1
         assert held[tenant] >= 1, held
     assert sum(held.values()) <= limit
-    alone = 0
-    while alone < limit:
-        check_share("things", limit, alone, alone, False)
-        alone += 1
+    single = 0
+    while single < limit:
+        check_share("things", limit, single, single, False)
+        single += 1
     with pytest.raises(HttpError):
-        check_share("things", limit, alone, alone, False)
+        check_share("things", limit, single, single, False)
 
 
 def test_who_holds_most_gives_up_first_and_the_oldest_of_it():
@@ -45,8 +45,8 @@ def test_who_holds_most_gives_up_first_and_the_oldest_of_it():
 
 
 def test_one_key_cannot_take_all_sessions_models_and_open_requests(tmp_path):
-    with server(tmp_path, keys=KEYS, sessions=4, models=4, open_requests=6) as one:
-        greedy, other = (Wire(one, key) for key in KEYS)
+    with server(tmp_path, keys=KEYS, sessions=4, models=4, open_requests=6) as first:
+        greedy, other = (Wire(first, key) for key in KEYS)
         sessions = []
         while (
             answer := greedy.http.post("/api/v1/create_session", json={"tags": []})
@@ -63,41 +63,43 @@ def test_one_key_cannot_take_all_sessions_models_and_open_requests(tmp_path):
         assert [answer.status_code for answer in answers] == [200, 200, 429]
         assert "--models" in answers[2].text
         assert other.model()
-        mine = one.app._keys[0][1]
-        one.app.open_count, one.app._open_by_owner[mine] = 3, 3  # which wait for their answers
+        mine = first.app._keys[0][1]
+        first.app.open_count, first.app._open_by_owner[mine] = 3, 3  # which wait for their answers
         refused = greedy.http.get("/api/v1/sessions")
         assert refused.status_code == 429 and "--open-requests" in refused.text
         assert other.http.get("/api/v1/sessions").status_code == 200
-        one.app.open_count, one.app._open_by_owner[mine] = 0, 0
+        first.app.open_count, first.app._open_by_owner[mine] = 0, 0
         assert greedy.http.get("/api/v1/sessions").status_code == 200
 
 
 def test_one_key_cannot_push_anothers_samplers_out(tmp_path):
-    with server(tmp_path, keys=KEYS, samplers=6, samplers_in_memory=3) as one:
-        careful, greedy = (Wire(one, key) for key in KEYS)
+    with server(tmp_path, keys=KEYS, samplers=6, samplers_in_memory=3) as first:
+        careful, greedy = (Wire(first, key) for key in KEYS)
         careful.open(), greedy.open()
         # in memory alone: once it is given back it is gone
         mine = careful.sampler(careful.model(), 1)
         model = greedy.model()
         for i in range(8):
             sampler = greedy.sampler(model, 1 + i, number=i)
-        assert len(one.session_store.samplers) <= 6 and mine in one.session_store.samplers
-        assert sum(found.client is not None for found in one.session_store.samplers.values()) <= 3
+        assert len(first.session_store.samplers) <= 6 and mine in first.session_store.samplers
+        assert (
+            sum(result.client is not None for result in first.session_store.samplers.values()) <= 3
+        )
         assert careful.sample(mine, 0, [4, 5]).sequences
         assert greedy.sample(sampler, 0, [4, 5]).sequences
 
 
 def test_a_sampler_that_was_just_made_is_not_the_one_that_is_forgotten(tmp_path):
-    with opened(tmp_path, samplers=1) as (one, wires):
-        base = one.engine.settings.bases[0]
+    with opened(tmp_path, samplers=1) as (first, wires):
+        base = first.engine.settings.bases[0]
         for name in "ab":
-            one.session_store.add_sampler(SamplerRecord(name, "local", wires.session, base))
-        assert "b" in one.session_store.samplers
+            first.session_store.add_sampler(SamplerRecord(name, "local", wires.session, base))
+        assert "b" in first.session_store.samplers
 
 
 def test_the_next_session_without_keys_finds_room_for_its_model(tmp_path):
-    with server(tmp_path, models=2) as one:
-        first, second = Wire(one), Wire(one)
+    with server(tmp_path, models=2) as item:
+        first, second = Wire(item), Wire(item)
         first.open(), second.open()
         first.model(0)
         body = first.model_body(1)

@@ -26,8 +26,8 @@ def nothing():
 
 def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path, monkeypatch):
     """Slices that run or begin between a sample's request and its first token."""
-    with server(tmp_path, keys=KEYS, token_budget=32) as one:
-        training, sampling = (Wire(one, key) for key in KEYS)
+    with server(tmp_path, keys=KEYS, token_budget=32) as first:
+        training, sampling = (Wire(first, key) for key in KEYS)
         training.open(), sampling.open()
         models = [training.model(i, seed=i) for i in range(3)]  # which take turns among themselves
         sampler = sampling.sampler(sampling.model(), 1)
@@ -35,7 +35,11 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
             sampling.sample(sampler, i, [4, 5 + i], seed=i).sequences[0].tokens for i in range(12)
         ]
         begun, running, came, waited = [0], [0], {}, []
-        slice_, add, draw = one.engine._run_job_slice, one.engine.queue.add_sample, SampleStream.add
+        slice_, add, draw = (
+            first.engine._run_job_slice,
+            first.engine.queue.add_sample,
+            SampleStream.add,
+        )
 
         def counting(job):
             begun[0] += 1
@@ -53,12 +57,12 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
             waited.append(begun[0] - before + ran)
             return draw(stream, request, client)
 
-        monkeypatch.setattr(one.engine, "_run_job_slice", counting)
-        monkeypatch.setattr(one.engine.queue, "add_sample", coming)
+        monkeypatch.setattr(first.engine, "_run_job_slice", counting)
+        monkeypatch.setattr(first.engine.queue, "add_sample", coming)
         monkeypatch.setattr(SampleStream, "add", drawing)
-        asked = [training.ask(model, 1, texts(150, i)) for i, model in enumerate(models)]
-        owner, drawn = one.session_store.models[models[0]].owner, []
-        kept = [one.request_store.find_request(ask["request_id"], owner) for ask in asked]
+        requests = [training.ask(model, 1, texts(150, i)) for i, model in enumerate(models)]
+        owner, drawn = first.session_store.models[models[0]].owner, []
+        kept = [first.request_store.find_request(ask["request_id"], owner) for ask in requests]
         for i in range(12):
             drawn.append(sampling.sample(sampler, 100 + i, [4, 5 + i], seed=i).sequences[0].tokens)
             assert not all(promise.work_future.done() for promise in kept), (
@@ -68,17 +72,17 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
         assert drawn == expected and len(waited) == 12
         assert max(waited) <= 1, f"slices that each sample waited for: {waited}"
         assert sum(waited) >= 6, "too little trained meanwhile to tell"
-        for ask in asked:
+        for ask in requests:
             training.output(ask)
 
 
 def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, monkeypatch):
     """However long the slice: nothing else begins in between, though two models' work waits."""
-    with opened(tmp_path, token_budget=32) as (one, wires):
+    with opened(tmp_path, token_budget=32) as (first, wires):
         models = [wires.model(i, seed=i) for i in range(2)]
         sampler = wires.sampler(models[0], 1)
         order, within, go = [], threading.Event(), threading.Event()
-        slice_, draw = one.engine._run_job_slice, one.engine._run_batch_slice
+        slice_, draw = first.engine._run_job_slice, first.engine._run_batch_slice
 
         def slow(job):
             order.append("train")
@@ -87,17 +91,17 @@ def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, m
                 assert go.wait(60)
             slice_(job)
 
-        monkeypatch.setattr(one.engine, "_run_job_slice", slow)
+        monkeypatch.setattr(first.engine, "_run_job_slice", slow)
         monkeypatch.setattr(
-            one.engine, "_run_batch_slice", lambda drawing: (order.append("draw"), draw(drawing))
+            first.engine, "_run_batch_slice", lambda drawing: (order.append("draw"), draw(drawing))
         )
-        asked = [wires.ask(models[0], 2, texts(60)), wires.ask(models[1], 1, texts(60))]
+        requests = [wires.ask(models[0], 2, texts(60)), wires.ask(models[1], 1, texts(60))]
         assert within.wait(60)
         drawn = wires.ask_sample(sampler, 0, [4, 5], max_tokens=2)
         go.set()
         assert len(wires.wait(drawn, "SampleResponse").sequences) == 1
         assert order[:4] == ["train", "train", "train", "draw"], order[:8]
-        for ask in asked:
+        for ask in requests:
             wires.output(ask)
 
 
@@ -157,13 +161,13 @@ def test_tenants_take_turns_and_not_models():
 
 def test_one_key_that_floods_refuses_itself_alone(tmp_path):
     """Samples, work and numbers whose turn has not come are counted together, of all its models."""
-    with server(tmp_path, keys=KEYS, queued=12) as one:
-        flood, calm = (Wire(one, key) for key in KEYS)
+    with server(tmp_path, keys=KEYS, queued=12) as item:
+        flood, calm = (Wire(item, key) for key in KEYS)
         flood.open(), calm.open()
         models, mine = [flood.model(i) for i in range(2)], calm.model()
         sampler = flood.sampler(models[0], 1)
         expected = calm.output(calm.ask(mine, 1, rewarded(), "importance_sampling"))
-        with held(one):
+        with held(item):
             taken, refused = [], []
 
             def send(path, **body):
@@ -183,28 +187,28 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
             # half of the 11 that are left beside what holds the desk
             assert len(taken) == 5 and len(refused) == 15
             assert all(
-                one.status_code == 429
-                and "your share" in one.text
-                and one.headers["retry-after"] == "1"
-                for one in refused
+                item.status_code == 429
+                and "your share" in item.text
+                and item.headers["retry-after"] == "1"
+                for item in refused
             )
-            asked = calm.ask(mine, 2, rewarded(), "importance_sampling")
+            request = calm.ask(mine, 2, rewarded(), "importance_sampling")
             forward = calm.ask(mine, 3, rewarded(), "importance_sampling", forward_only=True)
-        found = calm.output(asked)
-        assert found[1] == expected[1] and all(
-            np.array_equal(a, b) for a, b in zip(found[0], expected[0], strict=True)
+        result = calm.output(request)
+        assert result[1] == expected[1] and all(
+            np.array_equal(a, b) for a, b in zip(result[0], expected[0], strict=True)
         )
         calm.output(forward)
         flood.post(f"sessions/{flood.session}/finish", 204)
         calm.wait(calm.step(mine, 4))
-        assert not one.engine.queue._tenant_counts
-        assert not one.engine.queue._early_counts
-        assert len(one.engine.queue) == 0
+        assert not item.engine.queue._tenant_counts
+        assert not item.engine.queue._early_counts
+        assert len(item.engine.queue) == 0
 
 
 def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_all(tmp_path):
-    with opened(tmp_path, queued=9) as (one, alone):
-        model = alone.model()
+    with opened(tmp_path, queued=9) as (first, single):
+        model = single.model()
 
         def steps(wires, model, begin, count=12):
             codes = []
@@ -222,23 +226,23 @@ def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_
             gate.wait(60)
             yield
 
-        one.engine.submit("local", "hold", "hold", hold, tenant=alone.session)
+        first.engine.submit("local", "hold", "hold", hold, tenant=single.session)
         assert begun.wait(60)
-        assert steps(alone, model, 1) == 8  # of nine, one holds the desk
+        assert steps(single, model, 1) == 8  # of nine, one holds the desk
         gate.set()
-        assert until(lambda: not len(one.engine.queue))  # otherwise there may be no room yet
-        alone.wait(alone.step(model, 9))
-        other = Wire(one)
+        assert until(lambda: not len(first.engine.queue))  # otherwise there may be no room yet
+        single.wait(single.step(model, 9))
+        other = Wire(first)
         other.open()
         second = other.model()
-        with held(one):
-            assert steps(alone, model, 10) == 4 and steps(other, second, 1) == 2
+        with held(first):
+            assert steps(single, model, 10) == 4 and steps(other, second, 1) == 2
 
 
 def test_the_number_that_others_wait_for_finds_room(tmp_path):
     """The eighth is refused, since the queue holds what holds the desk."""
-    with server(tmp_path, queued=16) as one:
-        wires, other = Wire(one), Wire(one)
+    with server(tmp_path, queued=16) as first:
+        wires, other = Wire(first), Wire(first)
         wires.open(), other.open()
         model = wires.model()
 
@@ -246,28 +250,29 @@ def test_the_number_that_others_wait_for_finds_room(tmp_path):
             body = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.0}}
             return wires.http.post("/api/v1/optim_step", json=body).status_code
 
-        with held(one):
+        with held(first):
             assert [step(seq) for seq in range(1, 9)] == [200] * 7 + [429]
         assert until(
             lambda: (
-                one.session_store.models[model].last_started_seq == 7 and not len(one.engine.queue)
+                first.session_store.models[model].last_started_seq == 7
+                and not len(first.engine.queue)
             )
         )
         assert [step(seq) for seq in range(9, 19)] == [200] * 8 + [429] * 2
         assert step(8) == 200
-        assert until(lambda: one.session_store.models[model].last_started_seq == 16)
+        assert until(lambda: first.session_store.models[model].last_started_seq == 16)
 
 
 def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
-    with opened(tmp_path) as (one, wires):
-        tenants, done = ModelManager(one.engine, one.session_store), Future()
-        model = one.session_store.models["m"] = ModelRecord(
-            "m", "local", wires.session, tmp_path / "m", one.engine.settings.bases[0], {}
+    with opened(tmp_path) as (first, wires):
+        tenants, done = ModelManager(first.engine, first.session_store), Future()
+        model = first.session_store.models["m"] = ModelRecord(
+            "m", "local", wires.session, tmp_path / "m", first.engine.settings.bases[0], {}
         )
         tenants.enqueue_request(
             model, 2, SimpleNamespace(verb="optim_step", work_future=done), nothing
         )
-        assert not done.done() and one.engine.queue._early_counts
+        assert not done.done() and first.engine.queue._early_counts
 
         def make():
             raise OSError("no such folder")
@@ -276,7 +281,7 @@ def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
             list(tenants.create_model(model, make))
         with pytest.raises(UserError, match="m could not be made: no such folder"):
             done.result(0)
-        assert not one.engine.queue._early_counts and "m" not in one.session_store.models
+        assert not first.engine.queue._early_counts and "m" not in first.session_store.models
 
 
 @pytest.mark.parametrize(
@@ -290,9 +295,9 @@ def test_bytes_that_are_no_text_are_no_json(tmp_path, raw):
     assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00 \xe2\x82\xac"}') == {
         "a": "\U0001f600 \u20ac"
     }
-    with server(tmp_path) as one:
+    with server(tmp_path) as first:
         for path in ("/api/v1/create_session", "/v1/chat/completions"):
-            reply = Wire(one).http.post(
+            reply = Wire(first).http.post(
                 path, content=raw, headers={"content-type": "application/json"}
             )
             assert reply.status_code == 400 and "JSON" in reply.text, (path, reply.text)

@@ -34,13 +34,13 @@ def longest_wait(app, work, seconds=0.05):
         async with httpx.AsyncClient(
             transport=transport, base_url="http://server", headers={"x-api-key": "tml-nobody"}
         ) as http:
-            asked = asyncio.create_task(work(http))
-            while not asked.done():
+            request = asyncio.create_task(work(http))
+            while not request.done():
                 begin = time.perf_counter()
                 await asyncio.sleep(seconds)
                 assert (await http.get("/healthz")).status_code == 200
                 waits.append(time.perf_counter() - begin)
-            return await asked, max(waits)
+            return await request, max(waits)
 
     return asyncio.run(both())
 
@@ -51,7 +51,7 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
     def slowly(call):
         return lambda *arguments, **named: (time.sleep(slow), call(*arguments, **named))[1]
 
-    with opened(tmp_path) as (one, wires):
+    with opened(tmp_path) as (first, wires):
         model = wires.model()
         path = wires.save(model, 1, "a")
         monkeypatch.setattr(
@@ -70,7 +70,7 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
             "delete": lambda http: http.delete(run + "/checkpoints/weights/a"),
         }
         for name, call in calls.items():
-            answer, longest = longest_wait(one.app, call)
+            answer, longest = longest_wait(first.app, call)
             assert answer.status_code < 400, (name, answer.text)
             assert longest < slow * 0.7, f"{name}: /healthz took {longest:.1f} s"
 
@@ -86,11 +86,11 @@ def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "1+1="}]},
         "/v1/completions": {"prompt": "1+1="},
     }
-    with server(tmp_path) as one:
+    with server(tmp_path) as first:
 
         def ask(path):
             body = {"model": BASE, "max_tokens": 2, **calls[path]}
-            answer, longest = longest_wait(one.app, lambda http: http.post(path, json=body))
+            answer, longest = longest_wait(first.app, lambda http: http.post(path, json=body))
             assert answer.status_code == 200, (path, answer.text)
             return longest
 
@@ -103,7 +103,7 @@ def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
 
 
 def test_a_short_request_cannot_ask_for_much_memory(tmp_path):
-    with opened(tmp_path) as (one, wires):
+    with opened(tmp_path) as (first, wires):
         model = wires.model()
         sampler = wires.sampler(model, 1)
         empty = {
@@ -175,7 +175,7 @@ def test_half_sent_requests_are_closed_and_slow_answers_are_not(tmp_path):
         writer.close()
         return time.perf_counter() - begin, received
 
-    with opened(tmp_path, body_seconds=1.0, poll_seconds=2.5) as (one, wires):
+    with opened(tmp_path, body_seconds=1.0, poll_seconds=2.5) as (item, wires):
         # whose turn never comes: a poll for it is held for 2.5 s
         waiting = wires.step(wires.model(), 9)
 
@@ -193,7 +193,7 @@ def test_half_sent_requests_are_closed_and_slow_answers_are_not(tmp_path):
                 *closed, answer = await asyncio.gather(*tasks, poll)
             return closed, answer
 
-        closed, answer = served_by_uvicorn(one.app, 1.0, work)
+        closed, answer = served_by_uvicorn(item.app, 1.0, work)
     assert answer.status_code == 408 and answer.json()["type"] == "try_again", (
         "a poll is held for as long as it may be"
     )
@@ -203,7 +203,7 @@ def test_half_sent_requests_are_closed_and_slow_answers_are_not(tmp_path):
 
 def test_a_body_that_comes_slowly_but_comes_is_read(tmp_path):
     """64 KiB a second are enough, however large the body is."""
-    with server(tmp_path, body_seconds=0.5) as one:
+    with server(tmp_path, body_seconds=0.5) as first:
 
         async def slowly():
             for _ in range(8):
@@ -215,7 +215,7 @@ def test_a_body_that_comes_slowly_but_comes_is_read(tmp_path):
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
                 return await http.post("/api/v1/create_session", content=slowly())
 
-        assert served_by_uvicorn(one.app, 1.0, work).status_code == 200
+        assert served_by_uvicorn(first.app, 1.0, work).status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -248,14 +248,14 @@ def test_a_base_whose_weights_are_damaged_keeps_no_other_from_anybody(folder, tm
     shutil.copytree(folder, broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    one = ModelServer.create(
+    first = ModelServer.create(
         ServeSettings(
             (ServedBaseModel("bad", str(broken)), ServedBaseModel("good", BASE)), tmp_path / "out"
         )
     )
-    one.engine.start()
+    first.engine.start()
     try:
-        http = Wire(one).http
+        http = Wire(first).http
         listed = http.get("/v1/models").json()["data"]
         assert {row["id"] for row in listed} == {"bad", "good"} and all(
             row["max_model_len"] > 0 for row in listed
@@ -268,12 +268,12 @@ def test_a_base_whose_weights_are_damaged_keeps_no_other_from_anybody(folder, tm
             "mended, and not asked for again"
         )
     finally:
-        one.shut_down()
+        first.shut_down()
 
 
 def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypatch):
-    with server(tmp_path) as one:
-        plain, made, found = one.engine.service.create_sampling_client, [], []
+    with server(tmp_path) as first:
+        plain, made, results = first.engine.service.create_sampling_client, [], []
 
         def slowly(**named):
             made.append(named)
@@ -281,19 +281,19 @@ def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypat
             return plain(**named)
 
         def ask():
-            found.append(one.engine.get_base_client(one.engine.settings.bases[0]))
+            results.append(first.engine.get_base_client(first.engine.settings.bases[0]))
 
-        monkeypatch.setattr(one.engine.service, "create_sampling_client", slowly)
+        monkeypatch.setattr(first.engine.service, "create_sampling_client", slowly)
         threads = [threading.Thread(target=ask) for _ in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(made) == 1 and len({id(client) for client in found}) == 1
+        assert len(made) == 1 and len({id(client) for client in results}) == 1
 
 
 def test_a_server_ends_in_time_and_writes_its_models_though_work_never_ends(tmp_path):
-    with opened(tmp_path) as (one, wires):
+    with opened(tmp_path) as (first, wires):
         model = wires.model()
         wires.output(wires.ask(model, 1, texts()))
         wires.wait(wires.step(model, 2))
@@ -303,13 +303,13 @@ def test_a_server_ends_in_time_and_writes_its_models_though_work_never_ends(tmp_
                 time.sleep(0.02)
                 yield
 
-        done = one.engine.submit("local", "endless", "endless", endless)
-        assert until(lambda: len(one.engine.queue) == 1)
+        done = first.engine.submit("local", "endless", "endless", endless)
+        assert until(lambda: len(first.engine.queue) == 1)
         begin = time.monotonic()
-        one.shut_down(3.0)
+        first.shut_down(3.0)
         assert time.monotonic() - begin < 6.0
         assert "ShutdownError" in type(done.exception()).__name__
-    assert (one.session_store.models[model].live_folder / checkpoint_folder.MANIFEST).is_file()
+    assert (first.session_store.models[model].live_folder / checkpoint_folder.MANIFEST).is_file()
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ def test_a_process_that_cannot_end_is_ended(tmp_path):
 
 
 def test_a_protobuf_body_is_not_held_to_the_limit_of_json(tmp_path):
-    with opened(tmp_path) as (one, wires):
+    with opened(tmp_path) as (first, wires):
         large = b" " * (32 * 2**20 + 1)
         assert wires.http.post("/api/v1/create_session", content=large).status_code == 413
         answer = wires.http.post(

@@ -83,8 +83,8 @@ def weights(folder: Path, name: str = "grpo-final") -> dict[str, np.ndarray]:
 
 
 def same(a: Path, b: Path) -> bool:
-    one, other = weights(a), weights(b)
-    return all((one[name] == other[name]).all() for name in one)
+    first, other = weights(a), weights(b)
+    return all((first[name] == other[name]).all() for name in first)
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -94,15 +94,15 @@ def metrics(folder: Path) -> list[dict]:
 
 def drawn(folder: Path) -> list:
     """What each step trained on: problem, member, tokens of each turn."""
-    found = []
+    results = []
     for path in sorted((folder / "rollouts").glob("step_*.jsonl")):
         for line in path.read_text().splitlines():
             row = json.loads(line)
-            said = [turn["token_ids"] for turn in row.get("turns", ()) if turn["sampled"]]
-            found.append(
-                (path.stem, row["problem"], row["index"], said or [row["response_tokens"]])
+            text = [turn["token_ids"] for turn in row.get("turns", ()) if turn["sampled"]]
+            results.append(
+                (path.stem, row["problem"], row["index"], text or [row["response_tokens"]])
             )
-    return found
+    return results
 
 
 LATE = "--max-steps-off-policy 2 --slice-steps 2"
@@ -117,11 +117,11 @@ def test_a_batch_in_parts_is_the_update_of_the_whole_batch(trained):
         ("parts", "--stream-minibatches 4"),
         ("halves", "--stream-minibatches 2"),
     ):
-        found = trained(name, f"--steps 2 --adam-eps 1e-3 {words}")
-        assert drawn(found) == drawn(whole)
+        result = trained(name, f"--steps 2 --adam-eps 1e-3 {words}")
+        assert drawn(result) == drawn(whole)
         for key, value in weights(whole).items():
-            np.testing.assert_allclose(weights(found)[key], value, atol=1e-6)
-        for got, wanted in zip(metrics(found), metrics(whole), strict=True):
+            np.testing.assert_allclose(weights(result)[key], value, atol=1e-6)
+        for got, expected in zip(metrics(result), metrics(whole), strict=True):
             for key in (
                 "optim/policy_loss",
                 "optim/grad_norm",
@@ -129,7 +129,7 @@ def test_a_batch_in_parts_is_the_update_of_the_whole_batch(trained):
                 "optim/tokens",
                 "optim/kl_sample_train_v1",
             ):
-                assert got[key] == pytest.approx(wanted[key], abs=1e-5), key
+                assert got[key] == pytest.approx(expected[key], abs=1e-5), key
 
 
 METHODS_THAT_SAMPLE = {
@@ -169,12 +169,12 @@ def test_episodes_that_go_on_by_themselves_train_every_method_alike(method, tmp_
     def trained(folder: Path) -> dict[str, np.ndarray]:
         return weights(folder, f"{method}-final")
 
-    whole, alone = go("whole"), go("alone", "--rollout-mode async --slice-steps 2")
-    assert drawn(alone) == drawn(whole)
+    whole, single = go("whole"), go("alone", "--rollout-mode async --slice-steps 2")
+    assert drawn(single) == drawn(whole)
     for key, value in trained(whole).items():
-        np.testing.assert_allclose(trained(alone)[key], value, atol=1e-6)
-    again = go("again", f"--rollout-mode async --slice-steps 2 --replay {alone}")
-    assert all((trained(again)[key] == value).all() for key, value in trained(alone).items())
+        np.testing.assert_allclose(trained(single)[key], value, atol=1e-6)
+    again = go("again", f"--rollout-mode async --slice-steps 2 --replay {single}")
+    assert all((trained(again)[key] == value).all() for key, value in trained(single).items())
 
 
 @pytest.mark.slow
@@ -251,10 +251,10 @@ def test_with_a_cache_that_is_read_again_every_logprob_is_that_of_the_weights_it
             drew = np.array(row.get("versions") or [row["version"]] * len(row["response_tokens"]))
             of_several += len(set(drew.tolist())) > 1
             for version, model in models.items():
-                found = reference_logprobs(
+                result = reference_logprobs(
                     model, row["prompt_tokens"], row["response_tokens"], row["temperature"]
                 ).numpy()
-                gaps = np.abs(found - np.array(row["logprobs"]))
+                gaps = np.abs(result - np.array(row["logprobs"]))
                 assert gaps[drew == version].max(initial=0) < 1e-4, (path.name, row["problem"])
                 compared += int((drew == version).sum())
                 apart = max(apart, gaps[drew == 3 - version].max(initial=0))
@@ -263,8 +263,8 @@ def test_with_a_cache_that_is_read_again_every_logprob_is_that_of_the_weights_it
 
 def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run():
     """A stale label, or a scheduler that lost count, is not trained on in silence."""
-    given = SimpleNamespace(settings=SimpleNamespace(), environment=None)
-    samples = StageSampler(given, None)
+    inputs = SimpleNamespace(settings=SimpleNamespace(), environment=None)
+    samples = StageSampler(inputs, None)
 
     def rollouts(*versions):
         actions = [
@@ -289,19 +289,19 @@ def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run()
             samples.check_rollouts(rollouts((5, 5), wrong), 5, oldest)
 
 
-@pytest.mark.parametrize(("given", "says"), [
+@pytest.mark.parametrize(("inputs", "says"), [
     ({"stream_minibatches": 2, "advantage": "batch", "group_size": 1},
      "advantage batch .* whole batch"),
     ({"stream_minibatches": 2, "num_substeps": 2}, "num_substeps"),
     ({"stream_minibatches": 64}, "is larger than batch_size"),
     ({"max_steps_off_policy": 1, "dynamic_sampling": 2}, "dynamic_sampling"),
 ])  # fmt: skip
-def test_what_does_not_go_together_is_refused_by_name(given, says):
+def test_what_does_not_go_together_is_refused_by_name(inputs, says):
     with pytest.raises(SettingsError, match=says):
-        variant_settings("dr_grpo", **given)
-    for alone in ({"max_waiting": 3}, {"on_stale": "resample"}, {"recompute_cache": True}):
+        variant_settings("dr_grpo", **inputs)
+    for single in ({"max_waiting": 3}, {"on_stale": "resample"}, {"recompute_cache": True}):
         with pytest.raises(ValueError, match="no effect"):
-            AsyncRolloutSettings(**alone)
+            AsyncRolloutSettings(**single)
 
 
 def sent(source, result):
@@ -317,10 +317,10 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
     """As with ranks that sample: nothing arrives before the next update has begun, and a replay
     where all is there at once repeats it.
     """
-    there, calls, begun, credit = set(), {}, [], AsyncSource.update_and_send
+    present, calls, begun, credit = set(), {}, [], AsyncSource.update_and_send
 
     def arrive(client):
-        there.add(client)
+        present.add(client)
         for call in calls.pop(client, ()):
             call()
 
@@ -332,7 +332,7 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
 
     with monkeypatch.context() as patched:
         patched.setattr(AsyncSource, "update_and_send", learn)
-        patched.setattr(SamplingClient, "ready", property(lambda client: client in there))
+        patched.setattr(SamplingClient, "ready", property(lambda client: client in present))
         patched.setattr(
             SamplingClient,
             "on_ready",
@@ -368,10 +368,10 @@ def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise
         first = trained("whole-way", f"{LATE} --save-every 0")
     capsys.readouterr()
     again = trained("saved-on-the-way", f"{LATE} --save-every 1 --replay {first}")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "the replayed run had a weight sync in flight" in said
+    text = " ".join(capsys.readouterr().out.split())
+    assert "the replayed run had a weight sync in flight" in text
     differs = "will not be bit-identical, because settings differ: save_every 0 -> 1"
-    assert f"this replay of {first} {differs}" in said
+    assert f"this replay of {first} {differs}" in text
     assert drawn(again)[:8] == drawn(first)[:8]
     trained("as-before", f"{LATE} --save-every 0 --keep-last 3 --replay {first}")
     assert "bit-identical" not in capsys.readouterr().out
@@ -391,10 +391,10 @@ def test_a_run_that_was_stopped_between_two_checkpoints_is_repeated(trained, mon
     """Where it was stopped, caches were read again."""
     real = Trainer.end_batch
 
-    def stopping(stage, batch, *given):
+    def stopping(stage, batch, *inputs):
         if batch.number == 1:
             stage.stop_request.exit_code = 143
-        real(stage, batch, *given)
+        real(stage, batch, *inputs)
 
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "end_batch", stopping)

@@ -169,26 +169,26 @@ def test_step_rewards_keep_their_place():
 # --------------------------------------------------------------------------------------- curriculum
 
 
-def levelled(**given) -> Curriculum:
+def levelled(**inputs) -> Curriculum:
     """Ten problems of each of the levels 1, 2, 3."""
     problems = [
         Problem([{"role": "user", "content": str(i)}], {"level": 1 + i // 10}, index=i)
         for i in range(30)
     ]
-    return Curriculum(ProblemSet(problems), DataSettings(**given))
+    return Curriculum(ProblemSet(problems), DataSettings(**inputs))
 
 
-def asked(curriculum: Curriculum, step: int) -> set[int]:
+def get_levels(curriculum: Curriculum, step: int) -> set[int]:
     return {problem.meta["level"] for problem in curriculum.batch(step, 20, seed=3)}
 
 
 def test_by_step():
     curriculum = levelled(curriculum="steps", curriculum_steps=(10, 30))
-    assert [asked(curriculum, step) for step in (0, 9, 10, 29, 30, 99, 5)] == [
+    assert [get_levels(curriculum, step) for step in (0, 9, 10, 29, 30, 99, 5)] == [
         {1}, {1}, {1, 2}, {1, 2}, {1, 2, 3}, {1, 2, 3}, {1},
     ]  # fmt: skip
     only = levelled(curriculum="steps", curriculum_steps=(10, 30), curriculum_mix="only")
-    assert [asked(only, step) for step in (9, 10, 30)] == [{1}, {2}, {3}]
+    assert [get_levels(only, step) for step in (9, 10, 30)] == [{1}, {2}, {3}]
 
 
 def test_by_success_up_and_back():
@@ -207,8 +207,8 @@ def test_by_success_up_and_back():
 
 
 def test_its_state_goes_on_in_the_middle_of_a_window():
-    given = {"curriculum": "success", "curriculum_window": 3}
-    whole, first, second = levelled(**given), levelled(**given), levelled(**given)
+    inputs = {"curriculum": "success", "curriculum_window": 3}
+    whole, first, second = levelled(**inputs), levelled(**inputs), levelled(**inputs)
     for success in (0.9, 0.9):
         whole.record_success(success)
         first.record_success(success)
@@ -224,15 +224,15 @@ def test_a_level_has_every_one_of_its_problems_once_an_epoch():
     assert sorted(indices) == list(range(20))
 
 
-@pytest.mark.parametrize(("given", "message"), [
+@pytest.mark.parametrize(("inputs", "message"), [
     ({"curriculum": "success", "curriculum_column": "hardness"},
      "row 0 of problems has no level.*'level'.*--curriculum-column"),
     ({"curriculum": "steps", "curriculum_steps": (5,)},
      "has 3 levels of 'level' .1, 2, 3., so curriculum_steps takes 2"),
 ])  # fmt: skip
-def test_problems_that_do_not_fit_the_curriculum_are_errors(given, message):
+def test_problems_that_do_not_fit_the_curriculum_are_errors(inputs, message):
     with pytest.raises(UserError, match=message):
-        levelled(**given)
+        levelled(**inputs)
     with pytest.raises(ValueError, match="ascending"):
         DataSettings(curriculum="steps", curriculum_steps=(30, 10))
 
@@ -405,12 +405,12 @@ def test_a_flag_that_some_stages_use_is_taken_by_those(recipe, words):
         stage.name: flatten_settings(stage.settings)[name]
         for stage in stages_of(str(REPO / "recipes" / f"{recipe}.yaml"), *words.split())
     }
-    left = {
+    remaining = {
         "curriculum": {"sft": "off", "offline": "off"},
         "reward": {"reward_model": None},
         "base_model": {"offline": "sft"},
     }[name]
-    assert {stage: found for stage, found in stages.items() if found != value} == left
+    assert {stage: result for stage, result in stages.items() if result != value} == remaining
 
 
 def test_settings_that_were_saved_before_they_were_errors_still_open():

@@ -61,19 +61,19 @@ def test_a_save_that_goes_wrong_at_any_disk_operation_loses_nothing(faulty_disk,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
     # every file of a checkpoint is written, and synced with its folders; the checkpoint, its row,
     # the metrics and the old one are renamed
-    assert found["writes"] >= 10 and found["fsyncs"] >= 12 and found["renames"] >= 4, found
-    assert found["from_step_1"] > 20 and found["from_step_2"] > 5, found
+    assert result["writes"] >= 10 and result["fsyncs"] >= 12 and result["renames"] >= 4, result
+    assert result["from_step_1"] > 20 and result["from_step_2"] > 5, result
 
 
 class Heard:
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.texts: list[str] = []
 
     def warn(self, text: str) -> None:
-        self.said.append(text)
+        self.texts.append(text)
 
 
 def state_of(value: float) -> dict:
@@ -109,16 +109,18 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
     for damaged in damages:
         file.write_bytes(damaged)
         console = Heard()
-        found = CheckpointManager.find_newest_intact(tmp_path, named, console)
-        assert found is not None
-        if console.said:
+        result = CheckpointManager.find_newest_intact(tmp_path, named, console)
+        assert result is not None
+        if console.texts:
             refused += 1
-            assert found[0]["name"] == "s-1"
-            assert found[1] == state_of(1.0)
-            assert "s-2 cannot be used" in console.said[0]
+            assert result[0]["name"] == "s-1"
+            assert result[1] == state_of(1.0)
+            assert "s-2 cannot be used" in console.texts[0]
         else:  # a bit of the manifest that says nothing, such as a space made a tab: all else is as it was
             assert (
-                name == "manifest.json" and found[0]["name"] == "s-2" and found[1] == state_of(2.0)
+                name == "manifest.json"
+                and result[0]["name"] == "s-2"
+                and result[1] == state_of(2.0)
             )
     assert refused == len(damages) if name != "manifest.json" else refused > 0.8 * len(damages)
     file.write_bytes(whole)
@@ -133,7 +135,7 @@ def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
     tmp_path, monkeypatch, dies_before, exchanges
 ):
     """Old or new, and whole; also where two folders cannot be exchanged in one step."""
-    folder, left = tmp_path / "mine", []
+    folder, remaining = tmp_path / "mine", []
 
     def save(text):
         with checkpoint_folder.write_checkpoint(folder, replace=True) as aside:
@@ -143,20 +145,20 @@ def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
     if (child := os.fork()) == 0:
         rename = os.rename
         if not exchanges:
-            checkpoint_folder._swap_folders = lambda one, other: False
+            checkpoint_folder._swap_folders = lambda first, other: False
         calls = {"the first rename": 0, "the second rename": 1}.get(dies_before)
         exchange = checkpoint_folder._swap_folders
 
         def dying(*folders):
-            left.append(folders)
-            return os._exit(9) if len(left) - 1 == calls else rename(*folders)
+            remaining.append(folders)
+            return os._exit(9) if len(remaining) - 1 == calls else rename(*folders)
 
         if calls == 0 and exchanges:
-            checkpoint_folder._swap_folders = lambda one, other: os._exit(9)
+            checkpoint_folder._swap_folders = lambda first, other: os._exit(9)
         elif calls is None:
             removed = shutil.rmtree
-            shutil.rmtree = lambda path, **how: (
-                os._exit(9) if Path(path).exists() and exchange else removed(path, **how)
+            shutil.rmtree = lambda path, **options: (
+                os._exit(9) if Path(path).exists() and exchange else removed(path, **options)
             )
         os.rename = dying
         save('{"is": "new"}')
@@ -426,8 +428,8 @@ runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
     assert resumed.wait(240) == [0] and f"{before} steps done" in flat(resumed.output(0)), (
         resumed.output()
     )
-    alone = ranks.start(recipe, "--output-dir", "alone", *QUICK, cwd=tmp_path)
-    assert alone.wait(240) == [0]
+    single = ranks.start(recipe, "--output-dir", "alone", *QUICK, cwd=tmp_path)
+    assert single.wait(240) == [0]
     assert rows(tmp_path / "out") == rows(tmp_path / "alone")
 
 
@@ -451,9 +453,9 @@ def test_a_reward_that_hangs_ends_the_run_and_is_named(ranks, tmp_path):
     )
     launch = ranks.start(recipe, *flags, cwd=tmp_path, world=2)
     assert launch.wait(120) == [2, 0], launch.output()
-    said = flat(launch.output(0))
+    text = flat(launch.output(0))
     assert (
-        "digits" in said and "did not end within 0.4 s" in said and "failed on every sample" in said
+        "digits" in text and "did not end within 0.4 s" in text and "failed on every sample" in text
     )
     assert ranks.nothing_left() == []  # neither the workers nor what the reward started
 
@@ -482,11 +484,11 @@ print("went on")
 """)
     launch = ranks.start(cwd=tmp_path, world=2, script=str(script))
     assert launch.wait(60) == [0, 0], launch.output()
-    said = flat(launch.output(0))
+    text = flat(launch.output(0))
     assert (
-        "said: no model folder at not-here" in said
-        and "(on rank 1 (process" in said
-        and "went on" in said
+        "said: no model folder at not-here" in text
+        and "(on rank 1 (process" in text
+        and "went on" in text
     )
 
 
@@ -551,8 +553,8 @@ def test_under_the_launcher_a_killed_rank_ends_all_of_them(tmp_path):
     assert len(victims) == 1
     os_kill(victims[0])
     assert process.wait(60) == 1
-    said = (tmp_path / "log").read_text()
-    assert f"rank 1 (process {victims[0]} on" in flat(said), said
+    text = (tmp_path / "log").read_text()
+    assert f"rank 1 (process {victims[0]} on" in flat(text), text
     deadline = time.monotonic() + 5
     while tagged(str(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.05)

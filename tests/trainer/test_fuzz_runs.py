@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from fuzzing import ACCEPTED, REFUSED
-from test_run_folder import Heard, asked, recipe, whole
+from test_run_folder import Heard, load_run_config, recipe, whole
 from whole_runs import train
 
 from rl.distributed import checkpoint_folder
@@ -122,13 +122,13 @@ def resumed(folder: Path, plan):
 
 
 def opened(folder: Path):
-    found = open_weights(str(folder))
-    assert found.path is not None and found.path.resolve().is_relative_to(folder.resolve())
+    result = open_weights(str(folder))
+    assert result.path is not None and result.path.resolve().is_relative_to(folder.resolve())
     # a config.json that is no run's any more: taken for a folder of weights, which has none
-    if found.stage is None:
-        check_model_folder(found.path)
+    if result.stage is None:
+        check_model_folder(result.path)
         raise AssertionError("a run's folder holds no weights itself")
-    return found.path, found.stage.name, read_spec(found.path)
+    return result.path, result.stage.name, read_spec(result.path)
 
 
 def claimed(folder: Path):
@@ -158,7 +158,10 @@ class Damaged:
         self.source, self.to, self.folder = done / "run", to, to / "run"
         shutil.copytree(self.source, self.folder)
         (to / "outside").write_text("not ours")
-        self.plan, self.newest = asked(self.folder), self.folder / "checkpoints" / "grpo-000006"
+        self.plan, self.newest = (
+            load_run_config(self.folder),
+            self.folder / "checkpoints" / "grpo-000006",
+        )
         self.right = {name: read(*args) for name, read, args in self.readers() if name != "claimed"}
         self.before, self.whole = self.listing(), whole(self.folder)
         best = next((self.folder / "sampler_weights").iterdir()).name
@@ -181,12 +184,12 @@ class Damaged:
 
     def listing(self) -> dict[str, tuple[int, int]]:
         """Size and time of every file."""
-        found = {
+        results = {
             str(path.relative_to(self.folder)): path.stat()
             for path in self.folder.rglob("*")
             if path.is_file()
         }
-        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in results.items()}
 
     def restore(self, name: str, data: bytes, manifest: bytes) -> None:
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -217,24 +220,28 @@ class Damaged:
             }
             del table["sha256"]
             manifest.write_text(json.dumps(table))
-        own = str(path.parent.relative_to(self.folder))
-        still = [one for one in self.whole if own != one and not own.startswith(f"{one}/")]
+        reference = str(path.parent.relative_to(self.folder))
+        still = [
+            item
+            for item in self.whole
+            if reference != item and not reference.startswith(f"{item}/")
+        ]
         # else it is no state that a run could go on from, and makes way
         if forged and outcome(read_learner_state, path.parent)[1] is None:
-            still.append(own)
+            still.append(reference)
         try:
             seen = [self._read(name, forged, *reader) for reader in self.readers()]
             left = whole(self.folder)
-            assert [one for one in still if one not in left] == [], (
+            assert [item for item in still if item not in left] == [], (
                 f"{name}: something whole was removed"
             )
             assert (self.to / "outside").read_text() == "not ours"
         finally:
             self.restore(name, data, kept)
-        return [one for one in seen if one]
+        return [item for item in seen if item]
 
     def _read(self, name: str, forged: bool, label: str, read, args) -> str | None:
-        found, error = outcome(read, *args)
+        results, error = outcome(read, *args)
         right = self.right.get(label)
         if error is not None:
             assert len(error) < 8000 and ("run" in error or self.folder.name in error), (
@@ -243,19 +250,19 @@ class Damaged:
             )
             return "refused"
         if label == "resumed":
-            assert found.step in (6, 3, 2, -1), (name, found)
-            assert found.step == 6 or "checkpoints/" in name, (name, found)
-            return "equal" if found.step == right.step else "older"
+            assert results.step in (6, 3, 2, -1), (name, results)
+            assert results.step == 6 or "checkpoints/" in name, (name, results)
+            return "equal" if results.step == right.step else "older"
         if label == "drawn":
-            assert found == right or name == "metrics.jsonl", name
+            assert results == right or name == "metrics.jsonl", name
         elif label == "opened":
             # another where the newest says that it is another's, or the run's stages have changed
-            assert found == right or name.startswith("checkpoints/") or name == "config.json", (
+            assert results == right or name.startswith("checkpoints/") or name == "config.json", (
                 name,
-                found,
+                results,
             )
         elif label == "state":
-            assert found == right or forged, name
+            assert results == right or forged, name
         return None
 
 

@@ -157,10 +157,10 @@ def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
     keeper = Notes()
 
     def fresh():
-        given = (
+        inputs = (
             {"curriculum_window": 3} if curriculum == "success" else {"curriculum_steps": (2, 4)}
         )
-        problems = None if curriculum is None else levelled(curriculum=curriculum, **given)
+        problems = None if curriculum is None else levelled(curriculum=curriculum, **inputs)
         models = SimpleNamespace(policy=None, trainable={}, opponents=None)
         return bare_stage(problems=problems, method=Notes(), keeper=keeper, models=models)
 
@@ -205,8 +205,8 @@ def test_every_setting_of_adam_reaches_the_update():
 
 
 def test_held_out_answers_have_the_temperature_asked_for():
-    for given, expected in ((None, 0.6), (1.0, 1.0)):
-        settings = GrpoSettings(sampling=SamplingSettings(temperature=0.6, eval_temperature=given))
+    for inputs, expected in ((None, 0.6), (1.0, 1.0)):
+        settings = GrpoSettings(sampling=SamplingSettings(temperature=0.6, eval_temperature=inputs))
         context = StageContext(
             name="grpo",
             index=0,

@@ -32,9 +32,9 @@ def run(method: str, folder: Path, *more: str) -> int:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    results = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
-        {key: value for key, value in row.items() if not key.startswith("time/")} for row in found
+        {key: value for key, value in row.items() if not key.startswith("time/")} for row in results
     ]
 
 
@@ -47,20 +47,20 @@ def test_a_loss_that_is_nan_is_one_box_and_the_run_can_be_resumed(
     sound = Learner._forward
 
     def spoilt(self: Learner, *args: Any) -> Any:
-        value, found, metrics = sound(self, *args)
+        value, result, metrics = sound(self, *args)
         return (
             (value * float("nan") if self.version >= SPOILT_FROM[method] else value),
-            found,
+            result,
             metrics,
         )
 
     monkeypatch.setattr(Learner, "_forward", spoilt)
     with pytest.raises(SystemExit) as ended:
         run(method, tmp_path / "cut")
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert ended.value.code == 2 and "Traceback" not in said
-    assert "1 problem: the run stopped" in said and f"step 3 of 4 of stage {method}" in said
-    assert "is nan" in said and f"{method}-000002" in said and "Lower --learning-rate" in said
+    text = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert ended.value.code == 2 and "Traceback" not in text
+    assert "1 problem: the run stopped" in text and f"step 3 of 4 of stage {method}" in text
+    assert "is nan" in text and f"{method}-000002" in text and "Lower --learning-rate" in text
     monkeypatch.setattr(Learner, "_forward", sound)
     assert run(method, tmp_path / "cut", "--resume") == 0
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole"), "nothing of the spoilt step stayed"
@@ -73,16 +73,16 @@ def test_without_a_checkpoint_it_says_so(
     sound = Learner._forward
 
     def spoilt(self: Learner, *args: Any) -> Any:
-        value, found, metrics = sound(self, *args)
-        return value * float("inf"), found, metrics
+        value, result, metrics = sound(self, *args)
+        return value * float("inf"), result, metrics
 
     monkeypatch.setattr(Learner, "_forward", spoilt)
     with pytest.raises(SystemExit) as ended:
         run("sft", tmp_path / "run")
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    text = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert (
         ended.value.code == 2
-        and "step 1 of 4" in said
-        and "cross_entropy" in said
-        and "No checkpoint was written yet" in said
+        and "step 1 of 4" in text
+        and "cross_entropy" in text
+        and "No checkpoint was written yet" in text
     )

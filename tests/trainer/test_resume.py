@@ -52,8 +52,8 @@ def levels(rows: list[dict]) -> bool:
 
 def learned_rewards(rows: list[dict]) -> bool:
     """They are the whole reward, and other ones at every step."""
-    found = [row["env/all/reward/learned"] for row in rows]
-    return len(set(found)) == 4 and found == pytest.approx(
+    results = [row["env/all/reward/learned"] for row in rows]
+    return len(set(results)) == 4 and results == pytest.approx(
         [row["env/all/reward/total"] for row in rows], abs=1e-6
     )
 
@@ -219,16 +219,16 @@ def test_two_steps_and_two_resumed_are_four_to_the_bit(method, name, made, tmp_p
         assert rows[1][metric] != rows[2][metric] or rows[2][metric] != rows[3][metric], (
             f"{metric} was saved in the middle of a change"
         )
-    one, other = (
+    first, other = (
         next((tmp_path / run / "checkpoints").glob("*-final")) for run in ("whole", "cut")
     )
-    files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
+    files = sorted(path.relative_to(first) for path in first.rglob("*.safetensors"))
     assert files == sorted(path.relative_to(other) for path in other.rglob("*.safetensors"))
     for file in files:  # weights, heads, optimizers, a critic's, generators
-        a, b = load_file(str(one / file)), load_file(str(other / file))
+        a, b = load_file(str(first / file)), load_file(str(other / file))
         assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a), file
     states = [
-        json.loads((folder / "state.json").read_text())["metadata"] for folder in (one, other)
+        json.loads((folder / "state.json").read_text())["metadata"] for folder in (first, other)
     ]
     assert states[0]["method"] == states[1]["method"] and states[0].get("curriculum") == states[
         1

@@ -35,12 +35,12 @@ def config(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    a, b = final_weights(one), final_weights(other)
+def same_weights(first: Path, other: Path) -> bool:
+    a, b = final_weights(first), final_weights(other)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def asked(words: str):
+def read_config(words: str):
     return read_run(words.split(), METHODS, RECIPE, RunSettings)
 
 
@@ -62,7 +62,7 @@ def cut(stopped, tmp_path) -> Path:
 
 
 @pytest.fixture
-def said(monkeypatch):
+def console_notes(monkeypatch):
     notes: list[str] = []
     monkeypatch.setattr(Console, "note", lambda self, text: notes.append(text))
     return notes
@@ -76,7 +76,7 @@ def test_the_folder_alone_is_enough(stopped, cut):
 
 
 @pytest.mark.slow
-def test_what_changes_no_result_may_change(stopped, cut, said):
+def test_what_changes_no_result_may_change(stopped, cut, console_notes):
     free = (
         "--token-budget 64 --save-every 3 --eval-every 0 --rollouts-every 1 --keep-last 1 "
         "--reward-timeout 20 --kv-cache-tokens 5000"
@@ -86,7 +86,7 @@ def test_what_changes_no_result_may_change(stopped, cut, said):
     for name in a:
         # smaller micro-batches: but for rounding
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
-    assert any("eval_every 2 -> 0" in text for text in said) and {
+    assert any("eval_every 2 -> 0" in text for text in console_notes) and {
         note["setting"] for note in config(cut)["changes"]
     } >= {"eval_every"}
     assert list((cut / "rollouts").glob("*.jsonl"))
@@ -100,7 +100,7 @@ def test_what_changes_the_result_needs_to_be_named(cut, again):
 
 
 @pytest.mark.slow
-def test_a_change_takes_effect_from_its_step_on_and_is_noted(cut, stopped, said):
+def test_a_change_takes_effect_from_its_step_on_and_is_noted(cut, stopped, console_notes):
     rows = train("--resume --change learning_rate=5e-3 kl-coef=0.5", cut)
     before = [json.loads(line) for line in (stopped / "metrics.jsonl").read_text().splitlines()]
     assert [row["reward/total"] for row in rows if row["step"] in (1, 2)] == [
@@ -142,7 +142,7 @@ def test_a_checkpoint_stays_that_of_its_model(cut, change):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ended", [False, True])
-def test_steps_may_be_added(stopped, cut, ended, tmp_path, said):
+def test_steps_may_be_added(stopped, cut, ended, tmp_path, console_notes):
     """To a run that was cut off and to one that is done: the weights of one that was asked for as
     many at once.
     """
@@ -164,13 +164,13 @@ def test_steps_may_be_added(stopped, cut, ended, tmp_path, said):
 
 
 @pytest.mark.slow
-def test_a_schedule_that_ends_says_what_more_steps_do(tmp_path, said):
+def test_a_schedule_that_ends_says_what_more_steps_do(tmp_path, console_notes):
     train(f"{WORDS} --steps 2 --schedule linear", tmp_path / "run")
     rows = train("--resume --steps 4", tmp_path / "run")
     assert any(
         "the linear schedule now ends at step 4 of the stage, not at 2: the next step's learning "
         "rate is 0.005" in t
-        for t in said
+        for t in console_notes
     )
     assert [row["optim/lr"] for row in rows if row["step"] > 2] == pytest.approx(
         [1e-2 * compute_lr_factor("linear", i, 4) for i in (2, 3)]
@@ -178,7 +178,7 @@ def test_a_schedule_that_ends_says_what_more_steps_do(tmp_path, said):
 
 
 @pytest.mark.slow
-def test_of_several_stages_those_that_ended_stay(tmp_path, said):
+def test_of_several_stages_those_that_ended_stay(tmp_path, console_notes):
     (tmp_path / "two.yaml").write_text(TWO)
     train(str(tmp_path / "two.yaml"), tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "grpo-final")
@@ -195,7 +195,7 @@ def test_of_several_stages_those_that_ended_stay(tmp_path, said):
 
 def test_a_flag_of_one_stage(tmp_path):
     (tmp_path / "two.yaml").write_text(TWO)
-    run = asked(
+    run = read_config(
         f"{tmp_path / 'two.yaml'} --grpo.steps 7 --steps 3 --sft.no-train-mlp "
         f"--sft.learning-rate=0.5"
     )
@@ -206,7 +206,7 @@ def test_a_flag_of_one_stage(tmp_path):
 
 def test_a_flag_of_one_stage_may_be_of_its_environment_or_template(tmp_path):
     (tmp_path / "two.yaml").write_text(TWO)
-    run = asked(
+    run = read_config(
         f"{tmp_path / 'two.yaml'} --grpo.environment calculator --grpo.environment.digits 3 "
         "--template.a_b 1 --grpo.template.enable-thinking --sft.template.x-y no"
     )
@@ -237,7 +237,7 @@ def test_the_settings_that_a_change_names():
 def test_what_is_wrong_with_it_is_said(flags, problem, tmp_path):
     (tmp_path / "two.yaml").write_text(TWO)
     with pytest.raises(SettingsError, match=problem):
-        asked(f"{tmp_path / 'two.yaml'} {flags}")
+        read_config(f"{tmp_path / 'two.yaml'} {flags}")
 
 
 @pytest.mark.parametrize("word,here", [
@@ -250,11 +250,11 @@ def test_what_is_wrong_with_it_is_said(flags, problem, tmp_path):
 ])  # fmt: skip
 def test_words_of_other_libraries_are_answered(word, here, tmp_path):
     with pytest.raises(SettingsError, match=f"it is called {here} here"):
-        asked(f"grpo --{word} 1")
+        read_config(f"grpo --{word} 1")
     recipe = tmp_path / "trl.yaml"
     recipe.write_text(f"method: grpo\n{word}: 1\n")
     with pytest.raises(SettingsError, match=f"it is called {here} here"):
-        asked(str(recipe))
+        read_config(str(recipe))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_words_of_other_libraries_are_answered(word, here, tmp_path):
 )
 def test_commands_in_the_manner_of_other_libraries_are_answered(words, expected):
     with pytest.raises(SettingsError, match=re.escape(expected)):
-        asked(words)
+        read_config(words)
 
 
 def test_every_word_of_other_libraries_leads_to_a_setting():
@@ -309,13 +309,13 @@ def test_every_word_of_other_libraries_leads_to_a_setting():
 
 def test_reward_beside_rewards_is_no_longer_ignored(tmp_path):
     with pytest.raises(SettingsError, match="has no effect"):
-        asked("grpo --reward gsm8k --rewards exact_match 1")
+        read_config("grpo --reward gsm8k --rewards exact_match 1")
     recipe = tmp_path / "own.yaml"
     recipe.write_text("method: grpo\nreward: gsm8k\n")
-    run = asked(f"{recipe} --rewards exact_match 1 length_penalty 0.1")  # the line wins
+    run = read_config(f"{recipe} --rewards exact_match 1 length_penalty 0.1")  # the line wins
     assert len(run.stages[0].settings.data.rewards) == 2
     recipe.write_text("method: grpo\nrewards: {exact_match: 1}\n")
-    run = asked(f"{recipe} --reward gsm8k")
+    run = read_config(f"{recipe} --reward gsm8k")
     assert (
         run.stages[0].settings.data.rewards == () and run.stages[0].settings.data.reward == "gsm8k"
     )
@@ -323,16 +323,19 @@ def test_reward_beside_rewards_is_no_longer_ignored(tmp_path):
 
 @pytest.mark.parametrize("method", ["sft", "distill", "rlhf"])
 def test_rewards_need_no_reward_where_there_is_none_by_default(method):
-    data = asked(f"{method} --rewards gsm8k 3").stages[0].settings.data
+    data = read_config(f"{method} --rewards gsm8k 3").stages[0].settings.data
     assert (data.reward, data.rewards) == (None, (("gsm8k", 3.0),))
 
 
 def test_step_rewards_without_steps_are_said(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(Console, "warn", lambda self, text: said.append(text))
+    console_notes = []
+    monkeypatch.setattr(Console, "warn", lambda self, text: console_notes.append(text))
     words = (
         "grpo --step-rewards to_go --steps 2 --batch-size 4 --group-size 2 --eval-every 0 "
         "--max-tokens 4"
     )
     train(words, tmp_path / "run")
-    assert sum("to_go has no effect: every episode has one turn" in text for text in said) == 1
+    assert (
+        sum("to_go has no effect: every episode has one turn" in text for text in console_notes)
+        == 1
+    )

@@ -56,36 +56,38 @@ def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(
         "--save-every 2"
     )
     whole = train(words, tmp_path / "whole")
-    asked = {"batches": 0}
+    queries = {"batches": 0}
     ask = SamplingClient.sample_many
 
     def killed(self, requests, /):
-        asked["batches"] += 1
-        if asked["batches"] == asked["at"]:
+        queries["batches"] += 1
+        if queries["batches"] == queries["at"]:
             raise Killed
         return ask(self, requests)
 
     # every batch asks the policy and its opponent in each of the rounds that its level has: 2, of
     # higher levels more
     monkeypatch.setattr(SamplingClient, "sample_many", killed)
-    asked["at"] = 10**9
+    queries["at"] = 10**9
     train(words, tmp_path / "counted")
-    total = asked["batches"]
-    asked |= {"batches": 0, "at": total - 3}  # within the last batch, after some of its turns
+    total = queries["batches"]
+    queries |= {"batches": 0, "at": total - 3}  # within the last batch, after some of its turns
     with pytest.raises(Killed):
         train(words, tmp_path / "cut")
     monkeypatch.setattr(SamplingClient, "sample_many", ask)
-    left = sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir())
-    assert left == ["grpo-000002", "grpo-000004"]
+    remaining = sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir())
+    assert remaining == ["grpo-000002", "grpo-000004"]
     assert train(f"{words} --resume", tmp_path / "cut") == whole
-    one, other = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    item, other = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
+    assert item.keys() == other.keys() and all(
+        torch.equal(item[name], other[name]) for name in item
+    )
     for folder in ("rollouts", "sampler_weights"):
         assert names(tmp_path / "whole" / folder) == names(tmp_path / "cut" / folder)
     for file in sorted((tmp_path / "whole" / "rollouts").glob("*.jsonl")):
         assert file.read_text() == (tmp_path / "cut" / "rollouts" / file.name).read_text()
     kept = [state(tmp_path / folder) for folder in ("whole", "cut")]
-    assert kept[0] == kept[1] and sum(one["games"] for one in kept[0]["opponents"]) > 0
+    assert kept[0] == kept[1] and sum(item["games"] for item in kept[0]["opponents"]) > 0
     # what was to be crossed was there: levels that moved, several turns, an opponent that is not
     # the first of its line
     steps = [row for row in whole if "progress/batch" in row]

@@ -64,18 +64,20 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
 
 
-def start(*words: str | Path, cwd: Path, **how: str) -> Launch:
+def start(*words: str | Path, cwd: Path, **options: str) -> Launch:
     """train.py as a process by itself."""
-    return shared_ranks().start(*words, cwd=cwd, **how)
+    return shared_ranks().start(*words, cwd=cwd, **options)
 
 
-def run(*words: str | Path, cwd: Path, ok: bool = True, **how: str) -> subprocess.CompletedProcess:
+def run(
+    *words: str | Path, cwd: Path, ok: bool = True, **options: str
+) -> subprocess.CompletedProcess:
     """The same to its end. What it printed to either stream is both `stdout` and `stderr`."""
-    launch = start(*words, cwd=cwd, **how)
+    launch = start(*words, cwd=cwd, **options)
     (code,) = launch.wait(300)
-    said = launch.output(0)
-    assert not ok or code == 0, said
-    return subprocess.CompletedProcess([], code or 0, said, said)
+    text = launch.output(0)
+    assert not ok or code == 0, text
+    return subprocess.CompletedProcess([], code or 0, text, text)
 
 
 def rows(folder: Path) -> list[dict]:
@@ -111,14 +113,14 @@ def assert_same(resumed: Path, undisturbed: Path, stage: str) -> None:
     assert names[0] == names[1]
 
 
-def kill_when(process: Launch, folder: Path, ready, how: int = signal.SIGKILL) -> None:
+def kill_when(process: Launch, folder: Path, ready, options: int = signal.SIGKILL) -> None:
     """Sends a signal once `ready(rows)` holds; fails if the run ends first."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         if (folder / "metrics.jsonl").exists():
             text = (folder / "metrics.jsonl").read_text()
             if ready([json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]):
-                process.kill(0, how)
+                process.kill(0, options)
                 process.wait(60)
                 return
         assert not process.poll(), "the run ended before it could be disturbed"
@@ -276,11 +278,11 @@ def test_a_runs_folder_holds_what_it_promises(undisturbed):
     last = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()][
         -1
     ]
-    wanted = """reward/total env/all/reward/total progress/batch progress/done_frac optim/lr optim/kl_sample_train_v1
+    expected = """reward/total env/all/reward/total progress/batch progress/done_frac optim/lr optim/kl_sample_train_v1
         optim/kl_sample_train_v2 optim/entropy optim/grad_norm env/all/ac_tokens_per_turn env/all/ob_tokens_per_turn
         env/all/turns_per_episode env/all/total_episodes env/all/by_group/frac_mixed env/all/by_group/frac_all_good
         env/all/by_group/frac_all_bad test/env/all/reward/total time/step""".split()
-    assert [name for name in wanted if name not in last] == []
+    assert [name for name in expected if name not in last] == []
     assert (
         last["reward/total"] == last["env/all/reward/total"] and last["progress/done_frac"] == 1.0
     )

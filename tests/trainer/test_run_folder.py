@@ -68,26 +68,26 @@ def again(folder: Path, *words: str) -> list[dict]:
 
 
 def whole(folder: Path) -> list[str]:
-    found = []
+    results = []
     for manifest in sorted(folder.rglob("manifest.json")):
         try:
             checkpoint_folder.verify_checkpoint(manifest.parent)
         except UserError:
             continue
-        found.append(str(manifest.parent.relative_to(folder)))
-    return found
+        results.append(str(manifest.parent.relative_to(folder)))
+    return results
 
 
 class Heard(Console):
     def __init__(self) -> None:
         super().__init__(quiet=True)
-        self.said: list[str] = []
+        self.texts: list[str] = []
 
     def _print_message(self, kind: str, text: str, colour: str) -> None:
-        self.said.append(text)
+        self.texts.append(text)
 
 
-def asked(folder: Path):
+def load_run_config(folder: Path):
     from rl.algorithms import METHODS
     from rl.config import RunSettings
 
@@ -104,7 +104,7 @@ def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, chan
     monkeypatch.setattr(
         stage_data,
         "select_good_rows",
-        lambda rows, *how: (seen.append(rows.name), good_rows(rows, *how))[1],
+        lambda rows, *options: (seen.append(rows.name), good_rows(rows, *options))[1],
     )
     if change:
         sound = pipeline._load_outline
@@ -172,7 +172,7 @@ def survives(done: Path, to: Path, count: int, seed: int) -> int:
     os.symlink(outside, folder / "checkpoints" / "linked")
     os.symlink(outside, folder / "sampler_weights" / "grpo-best-linked")
     text = (folder / CHECKPOINTS).read_text()
-    before, plan = whole(to), asked(folder)
+    before, plan = whole(to), load_run_config(folder)
     right = find_resume_point(plan, folder, Heard())
     assert len(before) >= 7 and right.step == 8
     noticed = 0
@@ -185,7 +185,7 @@ def survives(done: Path, to: Path, count: int, seed: int) -> int:
         position = find_resume_point(plan, folder, console)
         assert position == right, damaged
         remove_damaged_checkpoints(folder, position)
-        noticed += len(console.said) > 0
+        noticed += len(console.texts) > 0
     assert whole(to) == before and (outside / "thesis.txt").read_text() == "years of work"
     return noticed
 
@@ -246,7 +246,7 @@ def test_what_lies_at_the_step_gone_on_from_is_in_the_way_where_it_is_none_of_it
     """All steps are done; the stage's end under its own name is still to be written."""
     folder = copied(done, tmp_path)
     os.rename(folder / "checkpoints" / "grpo-final", folder / "checkpoints" / "grpo-000008")
-    plan = asked(folder)
+    plan = load_run_config(folder)
     assert find_resume_point(plan, folder, Heard()).step == 8
     shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
     with pytest.raises(
@@ -497,9 +497,9 @@ def test_a_stage_has_a_name_that_its_checkpoints_can_have(name, tmp_path, capsys
     )
     with pytest.raises(SystemExit) as end:
         train(str(tmp_path / "recipe.yaml"), tmp_path / "run")
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert end.value.code == 2 and "line 14" in said and not (tmp_path / "run").exists(), said
-    assert "letters, digits" in said or "takes one word" in said
+    text = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert end.value.code == 2 and "line 14" in text and not (tmp_path / "run").exists(), text
+    assert "letters, digits" in text or "takes one word" in text
 
 
 @pytest.mark.slow
@@ -570,7 +570,7 @@ def test_two_runs_are_kept_apart(done, tmp_path, monkeypatch):
     folder, held = copied(done, tmp_path), []
     log = BatchLog.write_row
 
-    def beside(self, done, metrics):
+    def neighbor(self, done, metrics):
         if not held:
             held.append((folder / "run.lock").read_text())
             for flag in ("--resume", "--overwrite", "--auto-resume", ""):
@@ -584,15 +584,15 @@ runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
                 second = subprocess.run(
                     [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
                 )
-                said = " ".join(second.stderr.replace("│", " ").split())
-                assert second.returncode == 2 and f"in use by process {os.getpid()} on" in said, (
-                    said
+                output = " ".join(second.stderr.replace("│", " ").split())
+                assert second.returncode == 2 and f"in use by process {os.getpid()} on" in output, (
+                    output
                 )
-                assert "nothing was started" in said
+                assert "nothing was started" in output
                 assert (folder / "run.lock").read_text() == held[0]
         log(self, done, metrics)
 
-    monkeypatch.setattr(BatchLog, "write_row", beside)
+    monkeypatch.setattr(BatchLog, "write_row", neighbor)
     train(f"{folder.parent / 'recipe.yaml'} --overwrite", folder)
     assert held and not (folder / "run.lock").exists() and final_weights_of(folder)
 
@@ -666,12 +666,12 @@ def test_a_folder_that_cannot_be_is_known_before_work(folder, tmp_path, monkeypa
     monkeypatch.setattr(run, "prepare_stages", never)
     before = sorted(tmp_path.iterdir())
     # at the line, or when the folder is looked at
-    with pytest.raises((UserError, SystemExit)) as found:
+    with pytest.raises((UserError, SystemExit)) as result:
         train(
             "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 1",
             Path(folder),
         )
-    assert "output-dir" in f"{found.value} {capsys.readouterr().err}"
+    assert "output-dir" in f"{result.value} {capsys.readouterr().err}"
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -34,7 +34,7 @@ def holding(folder: Path, seconds: float = 60) -> subprocess.Popen:
     return process
 
 
-def left(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -63,19 +63,19 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
         RunLock(tmp_path, patient=True).acquire()
     process.kill()
     process.wait()
-    said: list[str] = []
+    text: list[str] = []
     with RunLock(tmp_path) as lock:
-        lock.acquire(said.append)
-        lock.acquire(said.append)  # twice is once
-        who = f"process {process.pid} on {os.uname().nodename}"
-        told = (
-            f"{who} had {tmp_path} and did not release it; that process has ended (perhaps it was "
+        lock.acquire(text.append)
+        lock.acquire(text.append)  # twice is once
+        owner = f"process {process.pid} on {os.uname().nodename}"
+        messages = (
+            f"{owner} had {tmp_path} and did not release it; that process has ended (perhaps it was "
             f"killed)"
         )
-        assert said == [f"{told}. Its lock is taken over; no action is needed"]
-        assert left(tmp_path) == ["run.lock"]
+        assert text == [f"{messages}. Its lock is taken over; no action is needed"]
+        assert list_files(tmp_path) == ["run.lock"]
         lock.check_held()
-    assert left(tmp_path) == []
+    assert list_files(tmp_path) == []
 
 
 def test_a_process_that_ended_but_is_not_waited_for_is_dead(tmp_path):
@@ -123,18 +123,18 @@ def test_a_requeued_job_waits_until_it_knows_and_takes_over_its_own_earlier_star
     tmp_path, monkeypatch
 ):
     another_hosts(tmp_path, 0)
-    begin, said = time.monotonic(), []
+    begin, text = time.monotonic(), []
     with RunLock(tmp_path, patient=True, heartbeat_seconds=0.1, stale_seconds=1.0) as lock:
-        lock.acquire(said.append)
+        lock.acquire(text.append)
     assert 0.8 < time.monotonic() - begin < 30
-    assert "waiting up to 1 s" in said[0]
-    assert "taken over" in said[1]
+    assert "waiting up to 1 s" in text[0]
+    assert "taken over" in text[1]
     another_hosts(tmp_path, 0, slurm=["70012", 0])
     monkeypatch.setenv("SLURM_JOB_ID", "70012")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     with RunLock(tmp_path) as lock:
-        lock.acquire(said.append)
-    assert "earlier start of this Slurm job 70012" in said[-1]
+        lock.acquire(text.append)
+    assert "earlier start of this Slurm job 70012" in text[-1]
     another_hosts(tmp_path, 0, slurm=["70012", 1])  # the same start: two processes of one job
     with pytest.raises(RunFolderError, match="node17"):
         RunLock(tmp_path).acquire()
@@ -179,7 +179,7 @@ def test_a_lock_that_cannot_be_read_ends_with_its_heartbeat(tmp_path, text):
     os.utime(tmp_path / "run.lock", (0, 0))
     with RunLock(tmp_path) as lock:
         lock.acquire()
-    assert left(tmp_path) == []
+    assert list_files(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ except ChildProcessError:
     lock = RunLock(tmp_path)
     lock.acquire()  # taken over, where a child of the last of them left it behind
     lock.release()
-    assert left(tmp_path) == []
+    assert list_files(tmp_path) == []
 
 
 def test_who_takes_a_dead_owners_place_looks_again_whether_it_is_still_his(tmp_path):
@@ -249,7 +249,7 @@ def test_who_takes_a_dead_owners_place_looks_again_whether_it_is_still_his(tmp_p
     with pytest.raises(RunFolderError, match="in use by"):
         first.acquire()
     assert json.loads((tmp_path / "run.lock").read_text())["nonce"] == second._record["nonce"]
-    assert left(tmp_path) == ["run.lock"]
+    assert list_files(tmp_path) == ["run.lock"]
     second.check_held()
     second.release()
-    assert left(tmp_path) == []
+    assert list_files(tmp_path) == []

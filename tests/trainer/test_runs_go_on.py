@@ -52,7 +52,7 @@ def adapter(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def said(monkeypatch):
+def get_console_notes(monkeypatch):
     """What the console noted."""
     notes: list[str] = []
     monkeypatch.setattr(Console, "note", lambda self, text: notes.append(text))
@@ -68,14 +68,16 @@ def spec(folder: Path, name: str) -> dict:
 
 
 @pytest.mark.parametrize("form", ["run", "checkpoint", "model"])
-def test_a_lora_run_is_gone_on_with_by_default_and_says_so(adapter, form, tmp_path, said):
+def test_a_lora_run_is_gone_on_with_by_default_and_says_so(
+    adapter, form, tmp_path, get_console_notes
+):
     target = {
         "run": adapter,
         "checkpoint": adapter / "checkpoints/sft-final",
         "model": adapter / "checkpoints/sft-final/model",
     }[form]
     train(f"{GRPO} --base-model {target} --learning-rate 1e-9", tmp_path / "next")
-    assert "its LoRA adapter of rank 4 is continued" in said()
+    assert "its LoRA adapter of rank 4 is continued" in get_console_notes()
     (note,) = config(tmp_path / "next")["origins"]
     assert note["asked"] == str(target) and "is continued" in note["how"]
     settings = config(tmp_path / "next")["stages"][0]["settings"]
@@ -93,17 +95,19 @@ def test_a_lora_run_is_gone_on_with_by_default_and_says_so(adapter, form, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "asked,rank",
+    "request,rank",
     [
         ("--lora-rank 2 --no-train-mlp", 2),
         ("--lora-rank 4 --lora-start merge", 4),
         ("--lora-start merge", None),
     ],
 )
-def test_another_adapter_is_trained_on_the_merged_one(adapter, asked, rank, tmp_path, said):
-    words = f"{GRPO} --base-model {adapter} {asked} --kl-coef 0.1"
+def test_another_adapter_is_trained_on_the_merged_one(
+    adapter, request, rank, tmp_path, get_console_notes
+):
+    words = f"{GRPO} --base-model {adapter} {request} --kl-coef 0.1"
     train(f"{words} --learning-rate 1e-9", tmp_path / "next")
-    assert "merged into its base, in fp32" in said()
+    assert "merged into its base, in fp32" in get_console_notes()
     lora = spec(tmp_path / "next", "grpo-final")["lora"]
     assert (lora and lora["rank"]) == rank
     torch.testing.assert_close(
@@ -139,14 +143,14 @@ def test_what_a_run_began_from_is_kept_when_it_is_resumed(adapter, tmp_path):
 @pytest.mark.parametrize(
     "base", ["runs/sft", "runs/sft/checkpoints/sft-final", "runs/sft/checkpoints/sft-final/model"]
 )
-@pytest.mark.parametrize("asked", ["--lora-rank 2", ""])
+@pytest.mark.parametrize("request", ["--lora-rank 2", ""])
 def test_what_is_named_by_a_relative_path_is_gone_on_with_by_the_folder_alone(
-    adapter, base, asked, tmp_path, monkeypatch
+    adapter, base, request, tmp_path, monkeypatch
 ):
     shutil.copytree(adapter, tmp_path / "runs" / "sft")
     monkeypatch.chdir(tmp_path)
     run = Path("runs/next")
-    whole = train(f"{GRPO} --base-model {base} {asked} --save-every 1", run)
+    whole = train(f"{GRPO} --base-model {base} {request} --save-every 1", run)
     shutil.rmtree(run / "checkpoints" / "grpo-final")
     assert train("--resume", run) == whole
     assert len(train("--resume --steps 3", run)) == len(whole) + 1
@@ -169,7 +173,9 @@ def test_two_runs_with_stages_of_one_name_are_not_mixed_up(adapter, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_chain_of_stages_under_other_adapters_is_one_of_merged_weights(tmp_path, said):
+def test_a_chain_of_stages_under_other_adapters_is_one_of_merged_weights(
+    tmp_path, get_console_notes
+):
     recipe = tmp_path / "chain.yaml"
     recipe.write_text(
         "stages:\n  - {method: sft, lora_rank: 3, train_unembed: yes}\n  - {method: sft, name: second, lora_rank: 2, "
@@ -178,8 +184,14 @@ def test_a_chain_of_stages_under_other_adapters_is_one_of_merged_weights(tmp_pat
         "eval_every: 0\nmax_tokens: 4\n"
     )
     train(str(recipe), tmp_path / "run")
-    assert "stage second begins from stage sft: its LoRA adapter of rank 3 is merged" in said()
-    assert "stage grpo begins from stage second: its LoRA adapter of rank 2 is continued" in said()
+    assert (
+        "stage second begins from stage sft: its LoRA adapter of rank 3 is merged"
+        in get_console_notes()
+    )
+    assert (
+        "stage grpo begins from stage second: its LoRA adapter of rank 2 is continued"
+        in get_console_notes()
+    )
     shutil.move(tmp_path / "run", tmp_path / "moved")
     first, second, last = (
         tmp_path / "moved" / "checkpoints" / f"{name}-final" for name in ("sft", "second", "grpo")

@@ -117,9 +117,9 @@ def test_help_imports_nothing_heavy(name: str, tmp_path: Path):
 
 
 def unsaved_run(folder: Path) -> Path:
-    asked = cli.read_run(["sft"], METHODS, folder / "none.yaml", RunSettings)
+    request = cli.read_run(["sft"], METHODS, folder / "none.yaml", RunSettings)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(resolve_config(asked)))
+    (folder / "config.json").write_text(json.dumps(resolve_config(request)))
     return folder
 
 
@@ -170,19 +170,26 @@ def test_the_newest_checkpoint_is_taken_and_the_best_on_demand(tmp_path: Path):
 def test_a_runs_own_reward_is_imported_from_the_current_folder_or_where_it_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    here, there = tmp_path / "here", tmp_path / "there"
-    for folder in (here, there, here / "package"):
+    here, present = tmp_path / "here", tmp_path / "there"
+    for folder in (here, present, here / "package"):
         folder.mkdir()
         (folder / "mine.py").write_text("raise SystemExit('imported')\n")
     (here / "package" / "__init__.py").write_text("raise SystemExit('imported')\n")
-    os.symlink(there / "mine.py", here / "linked.py")
+    os.symlink(present / "mine.py", here / "linked.py")
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [str(here), *sys.path])
-    own = ("mine.py:f", "./mine.py:f", "mine:f", "package.mine:f", f"{here}/mine.py:f", "package:f")
-    for address in own:
-        said = check_trusted([address], "the config of run", False)
-        assert address in said[0] and "mine.py" in said[0] or "__init__.py" in said[0]
-    others = ("../there/mine.py:f", f"{there}/mine.py:f", "linked.py:f", "json:loads")
+    local = (
+        "mine.py:f",
+        "./mine.py:f",
+        "mine:f",
+        "package.mine:f",
+        f"{here}/mine.py:f",
+        "package:f",
+    )
+    for address in local:
+        text = check_trusted([address], "the config of run", False)
+        assert address in text[0] and "mine.py" in text[0] or "__init__.py" in text[0]
+    others = ("../there/mine.py:f", f"{present}/mine.py:f", "linked.py:f", "json:loads")
     for address in (*others, "subprocess:getoutput"):
         with pytest.raises(UserError, match="--trust-run"):
             check_trusted([address], "the config of run", False)
@@ -250,14 +257,14 @@ def test_evaluate_gives_the_figures_of_the_runs_own_evaluation(run: Path):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     done = script("evaluate.py", run, "--output", run.parent / "one.json", cwd=run.parent)
     assert done.returncode == 0, done.stderr
-    found = json.loads((run.parent / "one.json").read_text())
-    assert 0 < found["correct"] < 1  # neither figure could come about by chance
+    result = json.loads((run.parent / "one.json").read_text())
+    assert 0 < result["correct"] < 1  # neither figure could come about by chance
     assert (
-        found["correct"] == last["test/env/all/correct"]
-        and found["mean reward"] == last["test/env/all/reward/total"]
+        result["correct"] == last["test/env/all/correct"]
+        and result["mean reward"] == last["test/env/all/reward/total"]
     )
-    assert found["temperature"] == 0.8 and found["problems"] == found["answers"] == 24
-    assert f"correct                     │ {found['correct']:.4f}" in done.stdout
+    assert result["temperature"] == 0.8 and result["problems"] == result["answers"] == 24
+    assert f"correct                     │ {result['correct']:.4f}" in done.stdout
     # it writes nothing into the run
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
@@ -278,21 +285,21 @@ def test_evaluate_counts_what_it_wrote(run: Path):
     ]
     done = script("evaluate.py", run, *words, cwd=run.parent)
     assert done.returncode == 0, done.stderr
-    found = json.loads((run.parent / "several.json").read_text())
+    result = json.loads((run.parent / "several.json").read_text())
     problems = [
         json.loads(line) for line in (run.parent / "data" / "test.jsonl").read_text().splitlines()
     ][:20]
     right_P: dict[int, list[bool]] = {i: [] for i in range(20)}
-    for row in found["rows"]:
+    for row in result["rows"]:
         problem = problems[row["problem"]]
         assert row["prompt"] == problem["prompt"] and row["expected"] == problem["answer"]
         right_P[row["problem"]].append(row["response"] == problem["answer"])
-    assert all(len(right) == 5 for right in right_P.values()) and found["answers"] == 100
+    assert all(len(right) == 5 for right in right_P.values()) and result["answers"] == 100
     shares = [sum(right) / 5 for right in right_P.values()]
     assert 0 < sum(shares) < 20
-    assert found["correct"] == found["mean reward"] == pytest.approx(sum(shares) / 20)
+    assert result["correct"] == result["mean reward"] == pytest.approx(sum(shares) / 20)
     average = sum(shares) / 20
-    assert found["standard error of correct"] == pytest.approx(
+    assert result["standard error of correct"] == pytest.approx(
         (sum((s - average) ** 2 for s in shares) / 19 / 20) ** 0.5
     )
     for k in (1, 2, 4, 5):
@@ -301,10 +308,12 @@ def test_evaluate_counts_what_it_wrote(run: Path):
             for right in right_P.values()
         ]
         each = [sum(c) / len(c) for c in chances]
-        assert found[f"pass@{k}"] == pytest.approx(sum(each) / 20)
-        assert found[f"standard error of pass@{k}"] == pytest.approx(np.std(each, ddof=1) / 20**0.5)
+        assert result[f"pass@{k}"] == pytest.approx(sum(each) / 20)
+        assert result[f"standard error of pass@{k}"] == pytest.approx(
+            np.std(each, ddof=1) / 20**0.5
+        )
         assert (
-            f"{found[f'pass@{k}']:.4f} \u00b1 {found[f'standard error of pass@{k}']:.4f}"
+            f"{result[f'pass@{k}']:.4f} \u00b1 {result[f'standard error of pass@{k}']:.4f}"
             in done.stdout
         )
 
@@ -360,10 +369,10 @@ def test_the_rows_of_a_file_are_asked_with_the_flags_of_data(run: Path, tmp_path
     words = ["--dataset", tmp_path / "rows.jsonl", *columns, "--temperature", 0]
     done = script("sample.py", run, *words, "--limit", 2, cwd=run.parent)
     assert done.returncode == 0, done.stderr
-    asked = script(
+    request = script(
         "sample.py", run, "--prompt", "12+34=", "20+30=", "--temperature", 0, cwd=run.parent
     )
-    assert done.stdout == asked.stdout and "12+34=" in done.stdout
+    assert done.stdout == request.stdout and "12+34=" in done.stdout
     wrong = script("sample.py", run, *words, "--prompt-colum", "q", cwd=run.parent)
     assert wrong.returncode == 2 and "--prompt-column" in wrong.stderr
 
@@ -398,14 +407,14 @@ def test_prompts_from_a_pipe_are_answered_greedily_as_transformers_does(run: Pat
     import torch
 
     # a folder of weights without a run around it: copied out
-    alone = run.parent / "alone"
-    if not alone.exists():
-        alone.mkdir()
+    single = run.parent / "alone"
+    if not single.exists():
+        single.mkdir()
         for path in (run / "checkpoints" / "sft-final" / "model").iterdir():
-            (alone / path.name).write_bytes(path.read_bytes())
+            (single / path.name).write_bytes(path.read_bytes())
     done = script(
         "sample.py",
-        alone,
+        single,
         "--temperature",
         0,
         "--max-tokens",
@@ -417,8 +426,8 @@ def test_prompts_from_a_pipe_are_answered_greedily_as_transformers_does(run: Pat
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(alone).eval(),
-        PreTrainedTokenizerFast.from_pretrained(str(alone)),
+        AutoModelForCausalLM.from_pretrained(single).eval(),
+        PreTrainedTokenizerFast.from_pretrained(str(single)),
     )
     expected = []
     for prompt in ("10+20=", "13+22="):
@@ -435,8 +444,8 @@ def test_prompts_from_a_pipe_are_answered_greedily_as_transformers_does(run: Pat
 def test_a_chat_begins_as_a_prompt_is_sampled(run: Path):
     """With the settings of the run; a second run answers the same messages."""
     words = ("--temperature", 0, "--prompt-suffix", "=")
-    alone = script("sample.py", run, "--prompt", "12+22", *words, cwd=run.parent)
-    (expected, *_), *_ = ANSWER.findall(alone.stdout)
+    single = script("sample.py", run, "--prompt", "12+22", *words, cwd=run.parent)
+    (expected, *_), *_ = ANSWER.findall(single.stdout)
     chat = script(
         "sample.py", run, "tiny:addition", "--chat", *words, cwd=run.parent, input="12+22\nhello\n"
     )

@@ -137,14 +137,14 @@ def shifted(names, by):
     real = module.trajectory_to_datums
 
     def made(trajectory):
-        found = []
+        results = []
         for datum in real(trajectory):
             moved = {
                 name: TensorData(np.roll(datum.loss_fn_inputs[name].array, by), "float32")
                 for name in names
             }
-            found.append(datum.with_inputs({**datum.loss_fn_inputs, **moved}))
-        return found
+            results.append(datum.with_inputs({**datum.loss_fn_inputs, **moved}))
+        return results
 
     return made
 
@@ -222,8 +222,8 @@ def test_nothing_stays_of_a_self_test_that_fails(run, policy, monkeypatch):
     after = (
         policy.forward(datums, "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
     )
-    for one, other in zip(before, after, strict=True):
-        np.testing.assert_array_equal(one["logprobs"].array, other["logprobs"].array)
+    for first, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(first["logprobs"].array, other["logprobs"].array)
     run()
 
 
@@ -253,17 +253,17 @@ def test_a_run_is_the_same_with_and_without(words, tmp_path):
         train(f"{words} --no-self-test", tmp_path / "without") == rows
         and rows[-1]["optim/grad_norm"] > 0
     )
-    found = sorted((tmp_path / "with" / "checkpoints").rglob("*.safetensors"))
-    assert len(found) >= 2
-    for path in found:
+    result = sorted((tmp_path / "with" / "checkpoints").rglob("*.safetensors"))
+    assert len(result) >= 2
+    for path in result:
         # the process's generator, which nothing of a run draws from
         if path.name != "rng.safetensors":
-            one, other = (
+            first, other = (
                 load_file(path),
                 load_file(tmp_path / "without" / path.relative_to(tmp_path / "with")),
             )
-            assert one.keys() == other.keys() and all(
-                torch.equal(one[name], other[name]) for name in one
+            assert first.keys() == other.keys() and all(
+                torch.equal(first[name], other[name]) for name in first
             ), path
     config = json.loads((tmp_path / "without" / "config.json").read_text())
     assert config["options"]["self_test"] is False

@@ -15,8 +15,8 @@ def test_checkpoints_are_listed_in_the_order_of_their_steps(tmp_path):
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "sampler_weights" / "z-best-000004").mkdir(parents=True)
-    found = [row["name"] for row in scan_checkpoints(tmp_path, stages)]
-    assert found == ["z-000002", "z-best-000004", "z-000004", "z-final", *names[3:]]
+    results = [row["name"] for row in scan_checkpoints(tmp_path, stages)]
+    assert results == ["z-000002", "z-best-000004", "z-000004", "z-final", *names[3:]]
 
 
 def test_everything_that_is_asked_or_answered_counts_in_the_fingerprint():
