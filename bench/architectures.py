@@ -120,7 +120,7 @@ def sequences() -> list[Datum]:
     return results
 
 
-def sample_single(
+def compute_plain(
     model: Any, datums: list[Datum]
 ) -> tuple[list[np.ndarray], dict[str, torch.Tensor]]:
     """Return the logprobs of each datum and the gradient of their weighted sum, from the plain
@@ -147,7 +147,7 @@ def rounding(model: Any, datums: list[Datum], logprobs: list[np.ndarray]) -> flo
     """Return the largest difference, in nats, between the plain model's logprobs in float32 and in
     float64.
     """
-    exact, _ = sample_single(models._disable_randomness(copy.deepcopy(model)).double(), datums)
+    exact, _ = compute_plain(models._disable_randomness(copy.deepcopy(model)).double(), datums)
     return max(float(np.abs(a - b).max()) for a, b in zip(exact, logprobs, strict=True))
 
 
@@ -298,7 +298,7 @@ def row(name: str) -> dict[str, Any]:
 
     def layout(which: str, checkpointing: bool = False) -> str:
         nonlocal truth
-        truth = truth or sample_single(plain, datums)
+        truth = truth or compute_plain(plain, datums)
         settings = LearnerSettings(
             token_budget=400, layout=which, gradient_checkpointing=checkpointing
         )

@@ -533,7 +533,7 @@ def test_a_datums_mask_decides_in_every_fused_loss(monkeypatch, mask_name):
         lambda tensor: calls.append(tensor) or True,
     )
     for name in by_hand.POLICY:
-        logp, inputs = by_hand.inputs(1, mask_name)
+        logp, inputs = by_hand.make_inputs(1, mask_name)
         exact, leaf = logp.clone().requires_grad_(True), logp.float().requires_grad_(True)
         expected, counted = by_hand.reference(name, exact, inputs, mask_name)
         fields = {field: value.float() for field, value in inputs.items()}

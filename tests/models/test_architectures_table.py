@@ -58,7 +58,12 @@ def judged(name, layout):
     plain = model_loading._disable_randomness(copy.deepcopy(model))
     settings = table.LearnerSettings(token_budget=400, layout=layout)
     return table.judged(
-        model, name, datums, table.single(plain, datums), make_accelerator(bf16=False), settings
+        model,
+        name,
+        datums,
+        table.compute_plain(plain, datums),
+        make_accelerator(bf16=False),
+        settings,
     )
 
 
