@@ -79,7 +79,7 @@ CASES = {
 
 
 def datums() -> list[Datum]:
-    """Return four pairs of answers to a prompt, of unequal lengths; the first pair has few tokens."""
+    """Return four pairs of answers of unequal lengths to a prompt; the first pair is short."""
     rng, made = np.random.default_rng(3), []
     for prompt, *answers in ((2, 1, 1), (9, 14, 5), (5, 21, 8), (12, 3, 17)):
         request = rng.integers(3, 40, prompt).tolist()

@@ -1,4 +1,4 @@
-"""Test helper: random conversations of an environment with any text and a policy with any tokens."""
+"""Helper: random conversations of an environment with any text and a policy with any tokens."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_verl_closed_forms(kind, level, seed):
 
 
 def test_verl_mask_case():
-    """Values of verl's test: ratios of 0.368 in one answer and 1.649 in the other; bounds 0.5 to 2."""
+    """Values of verl's test: ratios 0.368 in one answer and 1.649 in the other; bounds 0.5 to 2."""
     gaps, masks = [np.full(5, -1.0), np.full(5, 0.5)], [np.ones(5, bool)] * 2
     for level in CORRECTION_LEVELS[:1] + CORRECTION_LEVELS[2:]:
         weights, kept, metrics = apply_correction(

@@ -202,7 +202,7 @@ def test_the_gradient_does_not_depend_on_how_pairs_are_cut(name, layout):
 
 
 def largest_digit_pairs(path: Path, *, swapped: bool = False) -> Path:
-    """Write preferences with a known answer: the largest of three digits is preferred to another."""
+    """Write preferences with a known answer: the largest of three digits is preferred."""
     rng = np.random.default_rng(0)
     rows = []
     for digits in itertools.product(range(10), repeat=3):

@@ -97,7 +97,7 @@ def test_edited_rewards_are_those_that_credit_sees():
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory) -> Path:
-    """Train weights that sort some of the rows: the recipe's first stage and a tenth of its second."""
+    """Train weights that sort some rows: the recipe's first stage and a tenth of its second."""
     folder = tmp_path_factory.mktemp("taught")
     recipe = yaml.safe_load(RECIPE.read_text())
     recipe["stages"][1] |= {"steps": 20, "eval_every": 0}

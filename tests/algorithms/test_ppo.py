@@ -87,7 +87,7 @@ def test_penalty_by_hand():
 
 
 def test_a_penalty_with_full_discount_has_the_gradient_of_the_kl_of_answers():
-    """Check -grad KL(policy || ref) over all answers of 1 to 3 tokens; the third token is the end."""
+    """Check -grad KL(policy || ref) over all answers of 1 to 3 tokens; the third token ends it."""
     every = [q for n in (1, 2, 3) for q in itertools.product(range(3), repeat=n)]
     answers = [q for q in every if 2 not in q[:-1] and (q[-1] == 2 or len(q) == 3)]
     states = dict.fromkeys(q[:i] for q in answers for i in range(len(q)))

@@ -455,7 +455,7 @@ def test_liger_dpo(beta, eps):
 
 
 def test_areal_packed_gae():
-    """Each sequence has one more value than rewards; `bootstrap` says whether that value is used."""
+    """Each sequence has one more value than rewards; `bootstrap`: whether that value is used."""
     rng = np.random.default_rng(4)
     lengths, counts = [1, 4, 7, 2, 32], [True, False, True, True, False]
     gamma, lam = 0.97, 0.9

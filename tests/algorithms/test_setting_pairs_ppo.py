@@ -97,7 +97,7 @@ def method_of(row: Row):
 
 
 def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:
-    """Return episodes of 1 to 5 turns that continue a conversation or restart; some are truncated."""
+    """Return episodes of 1 to 5 turns that continue or restart a conversation; some end early."""
     groups = []
     for problem in range(GROUPS):
         members = []

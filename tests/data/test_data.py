@@ -1,4 +1,4 @@
-"""Test data sets: order, generated addition, real files, and bad rows reported with their position."""
+"""Test data sets: order, generated addition, real files, and bad rows reported with positions."""
 
 import gzip
 import json
@@ -280,7 +280,7 @@ def test_hub_names_reach_the_hub_with_their_config(monkeypatch):
 
 
 def test_files_in_the_hubs_cache_are_read_offline_by_name(tmp_path):
-    """Files as `hf download --repo-type dataset` writes them, read in a separate process, as below."""
+    """Files as `hf download --repo-type dataset` writes them. Runs in a separate process."""
     repo, commit = tmp_path / "hub" / "datasets--acme--sums", "a" * 40
     data = repo / "snapshots" / commit / "small"
     data.mkdir(parents=True)

@@ -77,7 +77,7 @@ class Cluster:
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def wait(self, job_id: str, deadline: float) -> dict[str, str]:
-        """Return the job once it has ended, or its state when time.monotonic() reaches `deadline`."""
+        """Return the job once it has ended, or its state at `deadline` of time.monotonic()."""
         while True:
             job = self.job(job_id)
             if (

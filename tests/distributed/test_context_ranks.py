@@ -87,7 +87,7 @@ def train(folder, words):
 
 
 def assert_same_metrics(ours, theirs):
-    """Check all metrics except times, within fp32 rounding (differences of logprobs consist of it)."""
+    """Check all metrics except times, within fp32 rounding (logprob differences are rounding)."""
     assert len(ours) == len(theirs) == 6
     for first, other in zip(ours, theirs, strict=True):
         for name, value in other.items():
