@@ -1,5 +1,5 @@
-"""What every test shares: small thread counts, no network, the data folder if it is there, no GPU
-test without a GPU.
+"""Fixtures and hooks of all tests: small thread counts, no network, the data folder if it exists,
+no GPU test without a GPU.
 """
 
 import gc
@@ -18,14 +18,14 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import pytest  # noqa: E402
 
 REPO = Path(__file__).resolve().parent.parent
-# Tests stand in a folder of their package. Some import a helper module, or a case of another
-# package's tests.
+# Tests are in a folder per package. Some import a helper module, or a case of another package's
+# tests.
 sys.path += [str(folder) for folder in sorted((REPO / "tests").iterdir()) if folder.is_dir()]
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Public data sets and tokenizers used in place (never copied into the project)."""
+    """Return the folder of public data sets and tokenizers (never copied into the project)."""
     path = Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data"))
     if not path.is_dir():
         pytest.skip(f"no data folder at {path}: set WHETSTONE_DATA to one to run this test")
@@ -34,7 +34,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium, of playwright or of the system."""
+    """Start Chromium, from playwright or the system."""
     api = pytest.importorskip("playwright.sync_api", reason="needs the extra browser")
     installed = shutil.which("chromium") or shutil.which("google-chrome")
     with api.sync_playwright() as playwright:
@@ -48,8 +48,8 @@ def browser():
 
 @pytest.fixture(scope="session")
 def bubblewrap() -> None:
-    """Programs can be run behind bubblewrap here. Where the host refuses, what it says is shown;
-    .ci/run says that it must not.
+    """Skip the test if the host cannot run programs in bubblewrap, with its message; under
+    `.ci/run` the test fails instead.
     """
     from rl.errors import UserError
     from rl.sandbox import Sandbox
@@ -62,8 +62,8 @@ def bubblewrap() -> None:
         pytest.skip(str(error))
 
 
-# Seconds of each file, measured with `make durations`. A file is run by one worker, and one of these
-# begun last would be waited for alone: the longest file begins first.
+# Seconds of each file, measured with `make durations`. A worker runs a whole file, and a long file
+# that starts last would delay the end: the longest file starts first.
 DURATIONS = json.loads((REPO / "tests" / "durations.json").read_text())
 SEED = int(os.environ.get("WHETSTONE_TEST_SEED", "0"))
 
@@ -72,12 +72,12 @@ def pytest_report_header() -> str:
     return f"order of the tests of a file: WHETSTONE_TEST_SEED={SEED}"
 
 
-# Tests of serve.py stand in files of these names: they need the extra `serve`. `.ci/run`
-# installs it after `make test` and `make slow`.
+# Tests of serve.py are in files with these names: they need the extra `serve`. `.ci/run` installs
+# it after `make test` and `make slow`.
 SERVER = ("test_serve", "test_endpoint")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest's own hook selects by marker
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem.startswith(SERVER) or item.get_closest_marker("sdk"):
@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Freeze what is imported by now: each full collection of garbage took half a second for it."""
+    """Freeze all objects so far: each full garbage collection spent half a second on them."""
     gc.collect()
     gc.freeze()
 

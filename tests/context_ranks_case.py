@@ -1,9 +1,9 @@
-"""Gradients, logprobs and an update of groups of ranks that share each micro-batch by positions.
-Not a test by itself.
+"""Compute gradients, logprobs and an update on groups of ranks that split each micro-batch by
+positions. Not a test by itself.
 
     accelerate launch --config_file accelerate_configs/X.yaml tests/context_ranks_case.py STARTS OUT SIZE
 
-STARTS: saved models. OUT: found.pt. SIZE: ranks of a group.
+STARTS: saved models. OUT: folder of the result, found.pt. SIZE: ranks of a group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rl.errors import UserError  # noqa: E402
 from rl.runtime import WorkerSettings, worker_group  # noqa: E402
 from rl.types import Datum, ModelInput  # noqa: E402
 
-# Two key heads under two and under three query heads each; three heads; windows.
+# Two key heads with two and with three query heads each; three heads; windows.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "uneven": (
@@ -41,7 +41,7 @@ REFUSED = "gptj"
 
 @dataclass(frozen=True)
 class Case:
-    """One gradient. `settings`: the learner's."""
+    """A gradient to compute. `settings`: the learner's."""
 
     model: str
     loss: str
@@ -79,7 +79,7 @@ CASES = {
 
 
 def datums() -> list[Datum]:
-    """Four pairs of answers to a prompt, of unequal lengths; the first pair is of few tokens."""
+    """Return four pairs of answers of unequal lengths to a prompt; the first pair is short."""
     rng, made = np.random.default_rng(3), []
     for prompt, *answers in ((2, 1, 1), (9, 14, 5), (5, 21, 8), (12, 3, 17)):
         request = rng.integers(3, 40, prompt).tolist()
@@ -98,7 +98,7 @@ def datums() -> list[Datum]:
 
 
 def with_fields(loss: str) -> list[Datum]:
-    """The datums with the fields that the loss takes."""
+    """Return the datums with the fields that the loss reads."""
     if loss in ("cross_entropy", "value"):
         return for_loss(datums(), loss)
     names = {"target_tokens", "mask"}
@@ -110,7 +110,7 @@ def with_fields(loss: str) -> list[Datum]:
 
 
 def results(service: ServiceClient, starts: Path, case: Case, size: int) -> dict[str, Any]:
-    """The gradient with its norm, all outputs, the loss, and the norm after an update."""
+    """Return the gradient with its norm, all outputs, the loss, and the norm after an update."""
 
     def verb(name: str, *arguments: Any) -> Any:
         return service._driver.submit(name, *arguments).result()
@@ -140,7 +140,7 @@ def results(service: ServiceClient, starts: Path, case: Case, size: int) -> dict
 
 
 def refusal(service: ServiceClient, starts: Path) -> str:
-    """What a model whose attention is not looked up by name is refused with."""
+    """Return the error for a model that does not look up its attention by name."""
     try:
         service.create_full_training_client(str(starts / REFUSED)).get_info()
     except UserError as error:
@@ -156,9 +156,9 @@ def main(starts: Path, out: Path, size: int) -> None:
     )
     result: dict[str, Any] = {}
     for name, case in CASES.items():
-        if size < 4 or case.model != "three":  # of three heads
+        if size < 4 or case.model != "three":  # has three heads
             result[name] = results(service, starts, case, size)
-        print(name, flush=True)  # where a launch that hangs was
+        print(name, flush=True)  # shows the last case of a launch that hangs
     result[REFUSED] = refusal(service, starts)
     torch.save(result, out / "found.pt")
     service.close()

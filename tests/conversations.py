@@ -1,6 +1,4 @@
-"""Random conversations between an environment that says anything and a policy that writes any
-tokens.
-"""
+"""Helper: random conversations of an environment with any text and a policy with any tokens."""
 
 from __future__ import annotations
 
@@ -65,8 +63,8 @@ PARAMS = SamplingParams(max_tokens=40, temperature=1.0)
 
 
 def load(name: str, tokenizers) -> Renderer:
-    """The renderer of that name. `tokenizers`: the folder of tokenizers, or None for the one that
-    needs none.
+    """Return the renderer of that name. `tokenizers`: the folder of tokenizers, or None for the
+    renderer without tokenizer files.
     """
     kind, which, settings = RENDERERS[name]
     if which == "tiny:ascii":
@@ -80,7 +78,7 @@ def load(name: str, tokenizers) -> Renderer:
 
 
 def text(rng: random.Random, ascii_only: bool, odd: bool = True) -> str:
-    """A few words; some of them such as control a conversation."""
+    """Return a few words, some of which control a conversation."""
     pool = [*WORDS, *WORDS, *(ODD if odd else ())]
     output = " ".join(rng.choice(pool) for _ in range(rng.randrange(1, 6))).strip() or "a"
     return output.replace("é 数", "e").replace("\t", " ") if ascii_only else output
@@ -97,11 +95,11 @@ def add(a: int, b: int = 1) -> int:
 
 
 class Talk(Environment):
-    """Says anything for a random number of turns; few-shot answers stand in its prompt, and some of
-    its episodes have a tool.
+    """An environment that returns any text for a random number of turns. Its prompt contains
+    few-shot answers, and some of its episodes have a tool.
     """
 
-    needs_rows = True  # nothing but the row's seed
+    needs_rows = True  # only the row's seed
 
     def __init__(self, ascii_only: bool, tools: bool, odd: bool):
         self.ascii_only, self.odd = ascii_only, odd
@@ -130,11 +128,10 @@ class Talk(Environment):
 
 
 class Writer:
-    """A sampler that draws tokens at random: ordinary ones that no tokenizer would have put side by
-    side, texts, calls of tools, thoughts.
+    """A sampler that draws random tokens: ordinary tokens in sequences that no tokenizer would
+    produce, texts, tool calls, thoughts.
 
-    `canonical`: texts as their tokenizer writes them, each ended by the renderer's own mark,
-    nothing else.
+    `canonical`: only texts as their tokenizer writes them, each ended by the renderer's end mark.
     """
 
     def __init__(
@@ -201,7 +198,7 @@ class Writer:
 def groups(
     renderer: Renderer, name: str, count: int, *, odd: bool = True, first: int = 0
 ) -> list[EnvGroupBuilder]:
-    """`count` conversations, half of them with a tool."""
+    """Return `count` conversations, half of them with a tool."""
     ascii_only = "characters" in name
     kinds = [
         resolve_environment(Talk, ascii_only=ascii_only, tools=tools, odd=odd)
@@ -213,7 +210,7 @@ def groups(
 
 
 def at_actions(datums, field: str) -> list:
-    """A field's values where the mask is 1, in their order."""
+    """Return a field's values where the mask is 1, in order."""
     results = []
     for datum in datums:
         inputs = datum.loss_fn_inputs
@@ -228,10 +225,9 @@ def at_actions(datums, field: str) -> list:
 
 
 def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str, int]:
-    """Plays `count` conversations and raises AssertionError where a token is trained that was not
-    sampled, or the other way round.
+    """Play `count` conversations and check that exactly the sampled tokens are trained.
 
-    Returns how many conversations, turns, datums, and prompts that were written anew there were.
+    Returns the number of conversations, turns, datums, and rewritten prompts.
     """
     sampler = Writer(renderer, seed, ascii_only="characters" in name)
     result = rollout(groups(renderer, name, count, first=1000 * seed), sampler, PARAMS, seed=seed)
@@ -257,7 +253,7 @@ def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str,
             breaks += bool(so_far) and observation[: len(so_far)] != so_far
             so_far = [*observation, *turn.ac.tokens]
         assert len(made) == breaks + 1, (name, group.problem_index, len(made), breaks)
-        # each datum is one stretch of what was read and written, position by position
+        # each datum is a contiguous stretch of read and written tokens, position by position
         stretches = [
             [*d.model_input.to_ints(), d.loss_fn_inputs["target_tokens"].array.tolist()[-1]]
             for d in made
@@ -274,10 +270,10 @@ def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str,
 
 
 def check_canonical(name: str, renderer: Renderer, count: int, seed: int = 0) -> int:
-    """Where a policy writes texts as the tokenizer does, a prompt that was continued is the one
-    that the template writes of the whole.
+    """Check that a continued prompt equals the template's rendering of the whole conversation, if
+    the policy writes texts as the tokenizer does.
 
-    Raises AssertionError where it is not. Returns how many prompts were compared.
+    Returns the number of compared prompts.
     """
     sampler = Writer(renderer, seed, canonical=True, ascii_only="characters" in name)
     result = rollout(

@@ -1,4 +1,4 @@
-"""What tests of several methods share."""
+"""Helpers shared by the tests of several methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl.types import Datum, ForwardBackwardOutput, ModelInput, OptimStepResponse
 
 
 def make_method(name: str = "grpo", **flat):
-    """Return a method with settings by their flat names, as a recipe gives them."""
+    """Return a method with settings by their flat names, as in a recipe."""
     problems: list[str] = []
     settings = unflatten_settings(METHODS[name].Settings, flat, problems, "a test")
     assert not problems, problems
@@ -21,7 +21,7 @@ def make_method(name: str = "grpo", **flat):
 
 
 class Done:
-    """A future that has its result."""
+    """A future that already has its result."""
 
     def __init__(self, value):
         self.value = value
@@ -31,7 +31,7 @@ class Done:
 
 
 class LocalPolicy:
-    """A training client on a worker of this process."""
+    """A training client on a worker in this process."""
 
     def __init__(self):
         self.worker = make_worker()
@@ -51,7 +51,7 @@ class LocalPolicy:
 
 
 class FixedScores:
-    """Models whose policy scores each datum with given logprobs."""
+    """Models with a policy that returns fixed logprobs for each datum."""
 
     def __init__(self, lp_D):
         self.policy, self.lp_D = self, lp_D
@@ -76,7 +76,7 @@ def scored(policy, sequences: list[list[int]]) -> list[np.ndarray]:
 
 
 def off_the_policy(policy, groups, rng: np.random.Generator) -> None:
-    """Give every sampled token a logprob that is a little off the learner's."""
+    """Give every sampled token a logprob slightly different from the learner's."""
     turns = [
         turn for group in groups for member in group.trajectories_G for turn in member.transitions
     ]

@@ -1,4 +1,4 @@
-"""Advantages against hand-computed values and identities."""
+"""Test advantages against hand-computed values and identities."""
 
 import numpy as np
 import pytest
@@ -27,9 +27,9 @@ def test_std_normalised_has_unit_std():
 
 def test_running_mean_by_hand():
     baseline = RunningMeanBaseline(decay=0.5)
-    # its own mean at first
+    # the first batch is compared with its mean
     assert [a.tolist() for a in baseline([[1.0, 0.0], [1.0, 0.0]])] == [[0.5, -0.5], [0.5, -0.5]]
     assert baseline.value == 0.5
-    # against the mean of before
+    # the second batch is compared with the mean before it
     assert [a.tolist() for a in baseline([[1.0], [1.0]])] == [[0.5], [0.5]]
     assert baseline.value == 0.75

@@ -1,10 +1,10 @@
-"""Corrections for tokens that other weights drew: against verl's closed forms, against sums over
-every answer, and in whole runs.
+"""Test corrections for tokens sampled from other weights: against verl's closed forms, against sums
+over every answer, and in whole runs.
 
 verl 0.9.1, trainer/ppo/rollout_corr_helper and its test test_rollout_corr: tensors [B, T] with a
 response mask, log ratio = learner - sampler; token and sequence weights, upper bound (TIS) or both
-(IcePop); rejection by k1 = -log ratio, token, sequence sum and sequence mean (its bounds are of
-sampler / learner: the reciprocals of ours).
+(IcePop); rejection by k1 = -log ratio, token, sequence sum and sequence mean (verl's bounds are for
+sampler / learner, the reciprocals of ours).
 """
 
 import itertools
@@ -29,7 +29,7 @@ VALID = [
 
 
 def verl(log_ratio, mask, kind, level, low, high):
-    """Weights and response mask of its helper, written with torch over a rectangle."""
+    """Return the weights and response mask of verl's helper, written in torch over a rectangle."""
     log_ratio, mask = torch.tensor(log_ratio), torch.tensor(mask)
     sums = (log_ratio * mask).sum(-1, keepdim=True)
     stat = {"token": log_ratio, "sequence": sums, "geometric": sums / mask.sum(-1, keepdim=True)}[
@@ -74,7 +74,7 @@ def test_verl_closed_forms(kind, level, seed):
 
 
 def test_verl_mask_case():
-    """Its literals: ratios of 0.368 in one answer and 1.649 in the other; bounds 0.5 to 2."""
+    """Values of verl's test: ratios 0.368 in one answer and 1.649 in the other; bounds 0.5 to 2."""
     gaps, masks = [np.full(5, -1.0), np.full(5, 0.5)], [np.ones(5, bool)] * 2
     for level in CORRECTION_LEVELS[:1] + CORRECTION_LEVELS[2:]:
         weights, kept, metrics = apply_correction(
@@ -87,7 +87,7 @@ def test_verl_mask_case():
 
 
 def test_a_catastrophic_token_overflows_nothing():
-    """Its veto case is e^-15; here also e^800, which float64 has no number for."""
+    """verl's veto case is e^-15. This test adds e^800, which overflows float64."""
     gaps, masks = [np.array([0.0, -15.0, 800.0])], [np.ones(3, bool)]
     (w,), (kept,), metrics = apply_correction(
         gaps, masks, [0], ImportanceCorrection("truncate", "token", 0.0, 2.0)
@@ -122,7 +122,7 @@ def datums_of(rng, shares):
 
 
 def test_an_episode_of_several_datums_is_one_sequence():
-    """The same episodes in one datum each, and cut up: the same weights, the same tokens kept."""
+    """Unsplit and split episodes have the same weights and the same kept tokens."""
     rng = np.random.default_rng(3)
     assert index_episodes(
         datums_of(rng, [1.0, 0.25, 0.5, 0.25, 1.0, 1 / 3, 1 / 3, 1 / 3, 1.0])
@@ -143,7 +143,9 @@ def test_an_episode_of_several_datums_is_one_sequence():
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "importance_sampling", "gspo"])
 def test_a_kl_beside_an_interpolated_proximal_policy_is_weighted_by_what_drew(loss):
-    """test_setting_pairs has the loss without it, AReaL's log-linear approximation, in float64."""
+    """The KL is weighted by the sampling policy. test_setting_pairs checks the loss without the KL,
+    AReaL's log-linear approximation, in float64.
+    """
     rng = np.random.default_rng(3)
     ages, mask = np.array([0, 0, 1, 2, 5, 0, 3]), np.array([0.0, 1, 1, 1, 1, 0, 1])
     q, lp, advantages = (rng.normal(size=7) * scale for scale in (0.5, 0.5, 1.0))
@@ -252,8 +254,8 @@ WORDS = (
 
 @pytest.mark.slow
 def test_whole_runs(tmp_path):
-    """Sampler and learner agree to 1e-4 here, so that a correction weighs by 1, leaves out nothing,
-    and trains the same.
+    """Sampler and learner agree to 1e-4 here, so a correction weighs by 1, removes nothing and
+    trains the same.
     """
     plain = train(f"grpo {WORDS}", tmp_path / "plain")
     rows = train(

@@ -1,4 +1,4 @@
-"""Credit over episodes of 1 to 12 turns, some forgetting what came before."""
+"""Test credit over episodes of 1 to 12 turns, some of which drop the earlier text."""
 
 import math
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from rl.types import ModelInput, SampledSequence
 
 
 def random_episode(rng, *, forgets: bool) -> Trajectory:
-    """Turns whose prompts go on from what came before, but for those that begin anew."""
+    """Return an episode; its prompts continue the earlier text, except for those that restart."""
     turns, read = [], rng.integers(1, 50, rng.integers(1, 4)).tolist()
     for _ in range(rng.integers(1, 13)):
         tokens = rng.integers(1, 50, rng.integers(1, 5)).tolist()
@@ -55,7 +55,7 @@ def random_groups(seed: int, count: int, size: int):
 
 
 def trained(datums) -> np.ndarray:
-    """The advantages of the trained tokens, in their order; elsewhere they are 0."""
+    """Return the advantages of the trained tokens in order; check that all others are 0."""
     for datum in datums:
         mask = datum.loss_fn_inputs["mask"].array != 0
         assert not datum.loss_fn_inputs["advantages"].array[~mask].any()
@@ -100,9 +100,10 @@ def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, disco
         rewards_G_N = [[t.reward for t in e.transitions] for e in group.trajectories_G]
         for steps, final in zip(rewards_G_N, group.final_rewards_G, strict=True):
             steps[-1] += final
-        # each total is compared with those of the group; each turn's rest with the others' rest at
-        # that turn, where they have one; or each single reward with all of the group's, and turns
-        # then add up what follows
+        # A total is compared with the totals of the group. A turn's remaining reward is compared
+        # with the other members' remaining reward at that turn, if they reach it. Otherwise each
+        # single reward is compared with all rewards of the group, and each turn sums what follows
+        # it.
         pool = (
             [math.fsum(steps) for steps in rewards_G_N]
             if step_rewards == "sum"
@@ -137,7 +138,7 @@ def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, disco
 
 
 class Values:
-    """A value for each prefix, of its tokens alone."""
+    """A value for each prefix, computed from its tokens only."""
 
     def compute_values(self, inputs):
         results = [

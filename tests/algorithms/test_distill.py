@@ -1,4 +1,4 @@
-"""Distillation, on-policy and off-policy, against gradients and formulas in float64."""
+"""Test on-policy and off-policy distillation against gradients and formulas in float64."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ def settings(**kwargs) -> DistillSettings:
 
 
 class TableScorer:
-    """A teacher of sequences [prompt, a, b] whose logprobs are a table."""
+    """A teacher for sequences [prompt, a, b] with logprobs from a table."""
 
     def __init__(self, logp_4_3: torch.Tensor):
         self.logp = logp_4_3
@@ -106,7 +106,7 @@ def test_advantages_and_metrics_by_hand():
         [group], Models(None, {"teachers": {"": TableScorer(teacher)}})
     )
     ln2 = float(np.log(2))
-    # gaps: log 1/4 - log 1/2 = -ln 2, then log 1/2 - log 1/4 = ln 2; half of the second counts for
+    # gaps: log 1/4 - log 1/2 = -ln 2, then log 1/2 - log 1/4 = ln 2; half of the second is added to
     # the first
     assert datum.loss_fn_inputs["advantages"].array == pytest.approx([0.5 * ln2, -ln2], abs=1e-6)
     assert method._metrics == pytest.approx(
@@ -168,7 +168,7 @@ def logits(seed: int, tokens: list[int]) -> torch.Tensor:
 
 
 def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
-    """It answers as the base loaded by itself does, and shares all but the adapters."""
+    """The teacher matches the base loaded separately, and shares everything except the adapters."""
     worker = make_worker(lora=LoraConfig(rank=4))
     worker.snapshot_base(0, 1)
     worker.snapshot(0, 2)
@@ -215,12 +215,12 @@ def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
     ("alpha", "temperature"), [(0.5, 2.0), (1.0, 3.0), (0.0, 2.0), (0.25, 1.0)]
 )
 def test_the_mixture_is_the_formula_on_whole_logits(clients, alpha, temperature):
-    """alpha T^2 KL(teacher_T || student_T) + (1 - alpha) CE a token."""
+    """Check alpha T^2 KL(teacher_T || student_T) + (1 - alpha) CE per token."""
     student, teacher = clients
     options = settings(
         learn_from="data", alpha=alpha, distill_temperature=temperature, teacher_top_k=14
     )
-    # its last batch has the learning rate 0
+    # the learning rate of the last batch is 0
     method = Distillation(replace(options, optim=OptimSettings(schedule="linear")))
     steps = options.loop.steps
     plain = [supervised(*pair) for pair in SEQUENCES]
@@ -246,8 +246,8 @@ def test_the_mixture_is_the_formula_on_whole_logits(clients, alpha, temperature)
     truth = torch.linalg.vector_norm(
         torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
     )
-    # a KL is a cross-entropy of some 24 nats less an entropy, in float32: its rounding is of their
-    # size, not of the KL's
+    # a KL is a cross-entropy of some 24 nats minus an entropy, in float32: the rounding error
+    # scales with these terms, not with the KL
     kl, ce = float(kl.detach()), float(ce.detach())
     assert metrics["optim/tokens"] == 9 and 9 * metrics["optim/loss"] == pytest.approx(
         float(loss.detach()), rel=1e-5, abs=1e-6 * alpha * temperature**2 * 24
@@ -323,7 +323,7 @@ def test_vocabularies_that_differ_are_told_apart_by_their_tokens():
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory) -> Path:
-    """The folder of a model that tells the largest of three digits, with its rows."""
+    """Return the folder of a model that names the largest of three digits, with its rows."""
     folder = tmp_path_factory.mktemp("teacher")
     rng = np.random.default_rng(0)
     rows = [
@@ -368,7 +368,7 @@ def test_a_small_student_comes_to_its_teachers_accuracy(teacher, learn_from, tmp
         json.loads(line) for line in (teacher / "run" / "metrics.jsonl").read_text().splitlines()
     ][-1][name]
     assert taught > 0.9 and rows[0][name] < 0.3
-    # Of 100 sampled answers: one standard error is 0.02. Teachers of seeds 0, 1, 2 reach 1.00,
+    # With 100 sampled answers one standard error is 0.02. Teachers of seeds 0, 1, 2 reach 1.00,
     # 0.99, 0.99, and students of the same seeds 0.97, 0.98, 0.98 (teacher), 0.99, 0.99, 0.97
     # (data), 0.97, 0.96, 0.96 (student).
     assert rows[-1][name] > taught - 0.1
@@ -380,9 +380,7 @@ def test_a_small_student_comes_to_its_teachers_accuracy(teacher, learn_from, tmp
 
 @pytest.mark.slow
 def test_several_data_sets_with_a_teacher_each(teacher, tmp_path):
-    """Metrics of each data set; a stage of the run as the teacher of one; no reward, and none
-    reported.
-    """
+    """Each data set has its metrics, a stage can be a teacher, and no reward is reported."""
     recipe = tmp_path / "two.yaml"
     recipe.write_text(f"""
 stages:

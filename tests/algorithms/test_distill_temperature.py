@@ -1,4 +1,4 @@
-"""Distillation away from temperature 1."""
+"""Test distillation at temperatures other than 1."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from rl.types import ForwardBackwardOutput, OptimStepResponse, SampledSequence, 
 
 
 def test_both_sides_are_taken_at_the_temperature_of_the_samples():
-    """At T = 1/2 the teacher's 1/2, 1/4, 1/4 are 2/3, 1/6, 1/6."""
+    """At T = 1/2 the teacher's 1/2, 1/4, 1/4 become 2/3, 1/6, 1/6."""
     teacher = torch.log(torch.tensor([[0.5, 0.25, 0.25]] * 4))
     method = make_method("distill", teacher=("t",), temperature=0.5)
     group = TrajectoryGroup([trajectory([0, 1], np.log([0.25, 0.5]))], [0.0], [{}])
@@ -51,7 +51,7 @@ def test_a_teachers_answers_are_drawn_as_the_settings_say():
                          temperature=0.7, max_tokens=5)  # fmt: skip
     renderer = get_renderer("plain", load_tokenizer("tiny:addition"))
     rows = list(addition("train"))[:3]
-    rows[2] = replace(rows[0], tag="other")  # another data set, which counts alike
+    rows[2] = replace(rows[0], tag="other")  # another data set, with the same weight
     teacher = SimpleNamespace(sample_many=sample_many)
     result = method._sample_teacher(rows, renderer, teacher, 11)
     params = [(r.params.temperature, r.params.max_tokens, r.seed, r.num_samples) for r in queries]
@@ -61,4 +61,4 @@ def test_a_teachers_answers_are_drawn_as_the_settings_say():
     assert len(set(streams)) == 3
     queries.clear()
     method._sample_teacher(rows[1:], renderer, teacher, 11)
-    assert [r.problem for r in queries] == streams[1:]  # whatever rows stand beside
+    assert [r.problem for r in queries] == streams[1:]  # independent of the other rows in the batch

@@ -1,4 +1,4 @@
-"""DPO: losses in float64, pairs however a batch is cut, the reference, what is learnt."""
+"""Test DPO: losses in float64, pairs under any split of a batch, the reference, and learning."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ from rl.types import AdamParams, Datum, ModelInput
 
 def pair(rng: np.random.Generator, *, prompt: int, answers: tuple[int, int],
          reference: bool = True) -> list[Datum]:  # fmt: skip
-    """Two datums with the same prompt and answers of these lengths; references off the policy."""
+    """Return two datums with a shared prompt, these answer lengths and off-policy references."""
     request, datums = rng.integers(0, VOCABULARY, prompt).tolist(), []
     for length in answers:
         tokens = [*request, *rng.integers(0, VOCABULARY, length).tolist()]
@@ -53,7 +53,7 @@ def pairs(count: int = 6, seed: int = 0, **kwargs) -> list[Datum]:
 def by_hand(
     datums, logprobs, *, loss: str, beta: float, eps: float = 0.0, mean: bool = False
 ) -> dict[str, float]:
-    """The sums over pairs of the loss and its metrics, in plain float64 arithmetic."""
+    """Return the sums over pairs of the loss and its metrics, in plain float64 arithmetic."""
     totals = {"loss": 0.0, "chosen": 0.0, "rejected": 0.0, "right": 0.0}
     for first in range(0, len(datums), 2):
         ratios, lengths = [], []
@@ -202,7 +202,7 @@ def test_the_gradient_does_not_depend_on_how_pairs_are_cut(name, layout):
 
 
 def largest_digit_pairs(path: Path, *, swapped: bool = False) -> Path:
-    """Preferences with a known answer: of three digits the largest is preferred to another."""
+    """Write preferences with a known answer: the largest of three digits is preferred."""
     rng = np.random.default_rng(0)
     rows = []
     for digits in itertools.product(range(10), repeat=3):
@@ -241,8 +241,8 @@ def test_it_learns_preferences_with_a_known_answer(options, tmp_path):
     )
     first, last = rows[0], rows[-1]
     assert first["test/rewards/accuracies"] < 0.7 and last["test/rewards/accuracies"] > 0.9
-    # Shares of ln 2: plain 0.46 (seed 1), with labels smoothed by 0.1, which leave 0.47 at best,
-    # 0.59 and 0.61 (seeds 0 and 1).
+    # Final loss as a share of ln 2: plain 0.46 (seed 1); with labels smoothed by 0.1, 0.59 and 0.61
+    # (seeds 0 and 1), where the optimum is 0.47.
     share = 0.75 if "label" in options else 0.6
     assert last["test/loss"] < share * first["test/loss"] and last["rewards/margins"] > 0
     start = next(row for row in rows if row["step"] == 1)
@@ -251,7 +251,7 @@ def test_it_learns_preferences_with_a_known_answer(options, tmp_path):
             start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6)
             and abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
         )
-    # the base under the adapter is scored by the learner itself: not a bit of difference
+    # the learner itself scores the base under the adapter, so the logprobs are bitwise equal
     if "lora" in options:
         assert (
             start["rewards/chosen"] == start["rewards/rejected"] == 0.0
@@ -322,7 +322,7 @@ def test_the_loss_falls_on_real_preferences(shared_data, tmp_path):
 
 
 def test_a_second_stage_is_held_to_the_first_ones_weights(tmp_path):
-    """SFT, then DPO: its first step has loss ln 2 against the weights of SFT."""
+    """Run SFT, then DPO: the first DPO step has loss ln 2 against the weights of SFT."""
     for lora in (0, 4):
         recipe = tmp_path / f"lora-{lora}.yaml"
         recipe.write_text(

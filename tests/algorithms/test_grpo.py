@@ -1,4 +1,4 @@
-"""grpo and reinforce: variants, credit, dynamic sampling, state."""
+"""Test grpo and reinforce: variants, credit, dynamic sampling, state."""
 
 import json
 import math
@@ -49,7 +49,7 @@ RECIPE = REPO / "recipes" / "addition.yaml"
 
 
 def group(*rewards_G: list[float], problem: int = 0) -> TrajectoryGroup:
-    """A group whose members have a turn of two tokens for each reward given."""
+    """Return a group in which each member has a turn of two tokens for each reward."""
     members = []
     for rewards in rewards_G:
         seen, turns = [7], []
@@ -90,17 +90,17 @@ def test_advantages_over_a_batch_by_hand():
         rtol=1e-7,
     )
     for function in (normalize_by_batch, subtract_mean_divide_by_batch_std):
-        # exactly, though their mean rounds
+        # exactly 0, although the mean of the rewards is rounded
         assert np.concatenate(function([[0.1] * 3, [0.1] * 4])).tolist() == [0.0] * 7
 
 
 def test_a_baseline_for_each_problem_by_hand():
     baseline = PerProblemBaseline(decay=0.5)
     first = baseline([[1.0], [0.0]], ["a", "b"])
-    assert [a.tolist() for a in first] == [[0.5], [-0.5]]  # never asked before: the batch's mean
+    assert [a.tolist() for a in first] == [[0.5], [-0.5]]  # new problems: the batch's mean
     again = baseline([[0.0], [1.0]], ["a", "c"])
-    assert again[0].tolist() == [-1.0]  # its own
-    assert again[1].tolist() == [0.5]  # c is new: the running mean over all
+    assert again[0].tolist() == [-1.0]  # the running mean of problem a
+    assert again[1].tolist() == [0.5]  # problem c is new: the running mean over all problems
     assert baseline.values == {"a": 0.5, "b": 0.0, "c": 1.0}
 
 
@@ -191,7 +191,7 @@ def test_what_an_estimator_remembers_survives_a_checkpoint():
         assert advantages(went.compute_advantages(later[0], None)) == advantages(
             back.compute_advantages(later[1], None)
         )
-    # the names in earlier checkpoints
+    # the names in older checkpoints
     assert set(went.state()) == {"baseline", "per_problem", "reward_statistics", "kl_coef"}
 
 
@@ -203,7 +203,7 @@ def test_groups_without_signal_stay_where_another_term_needs_them():
 
 
 def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
-    """Two tokens of q = -0.5, -1 and ref = -0.5, -2."""
+    """Two tokens with q = -0.5, -1 and ref = -0.5, -2."""
     reference = SimpleNamespace(
         logprobs=lambda datums, temperature: [np.array([-0.5, -2.0], np.float32) for _ in datums]
     )
@@ -265,8 +265,8 @@ def test_a_variant_is_its_settings_and_what_is_given_wins(variant):
     GRPO(run.stages[0].settings)
 
 
-# From each paper, but for GRPO's bounds, which it leaves open: PPO's. Loss ppo is the clipped ratio
-# of each token.
+# Values of each paper; GRPO's leaves its bounds open, so these are PPO's. Loss ppo is the clipped
+# ratio of each token.
 PUBLISHED = {
     # 2402.03300, (3)
     "grpo": {"advantage": "mean_std", "loss": "ppo", "clip_low": 0.8, "clip_high": 1.2,
@@ -332,7 +332,7 @@ def test_a_variant_in_a_recipe_yields_to_the_line(tmp_path):
 
 
 def filling(bound: int, expected: int) -> StageSampler:
-    """`fill` and `check` with no more than they need, of problems that stand for their own groups."""
+    """Return a sampler with the minimum for `fill` and `check`; problems double as their groups."""
     inputs = SimpleNamespace(
         settings=GrpoSettings(sampling=SamplingSettings(dynamic_sampling=bound)),
         loop=SimpleNamespace(batch_size=expected),
@@ -365,11 +365,11 @@ def test_dynamic_sampling_does_not_go_on_where_every_reward_fails(monkeypatch):
     monkeypatch.setattr(samples_module, "rollout", broken)
     samples = filling(bound=10, expected=3)
     filled = samples.fill_mixed_groups(broken(), 4, None)
-    assert len(rounds) == 1  # the batch's own: none was added
+    assert len(rounds) == 1  # only the batch itself, no extra round
     with pytest.raises(AllRewardsFailed, match="raised KeyError"):
         samples.check_rollouts(filled, 0)
     worked = RolloutBatch([group([1.0], [0.0])], [], {"emitted_tokens": 5}, 1.0, 0.5)
-    filled = samples.fill_mixed_groups(worked, 4, None)  # a reward that stops working on the way
+    filled = samples.fill_mixed_groups(worked, 4, None)  # a reward that starts to fail mid-run
     assert len(rounds) == 2 and len(filled.groups) == 1 and filled.counters["extra_rounds"] == 1
 
 
@@ -399,7 +399,7 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
     assert full.errors == ["lost"]
     assert full.sample_seconds == 3.0
     samples.context.loop.batch_size = 50
-    # two rounds, and no more
+    # exactly two rounds
     assert [g.problem_index for g in samples.fill_mixed_groups(start, 4, None).groups] == [
         9, 2, 2, 3, 3,
     ]  # fmt: skip
@@ -408,11 +408,11 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
         samples_module, "rollout", lambda *_, **__: RolloutBatch([alike(1)], [], {}, 0.0, 0.0)
     )
     nothing = samples.fill_mixed_groups(RolloutBatch([alike(0)], [], {}, 0.0, 0.0), 4, None)
-    # nothing is mixed
+    # no group is mixed
     assert [g.problem_index for g in nothing.groups] == [0, 1, 1] and not nothing.untrained_groups
     samples.context.loop.batch_size = 2
     nothing = samples.fill_mixed_groups(RolloutBatch([alike(0)], [], {}, 0.0, 0.0), 4, None)
-    # no more is trained on than batch_size groups
+    # at most batch_size groups are trained on
     assert len(nothing.groups) == 2 and len(nothing.untrained_groups) == 1
     samples.context.settings = GrpoSettings()
     assert samples.fill_mixed_groups(start, 4, None) is start
@@ -448,7 +448,7 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
 
 
 def test_a_coefficient_that_a_registered_loss_does_not_read_is_rejected(monkeypatch):
-    """The entry of the loss declares which coefficients it reads."""
+    """The loss entry declares which coefficients the loss reads."""
     required = ("target_tokens", "advantages", "logprobs")
     entries = {
         "bare": LossSpec(importance_sampling, required),

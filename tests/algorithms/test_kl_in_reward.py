@@ -1,4 +1,4 @@
-"""The KL that is charged to advantages."""
+"""Test the KL penalty that is subtracted from advantages."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from rl.types import Datum, ModelInput
 
 
 def charges_by_hand(gap_T: np.ndarray, mask_T: np.ndarray, discount: float) -> np.ndarray:
-    """Each action's gap and discount^k times that of the k-th action after it."""
+    """Return each action's gap plus discount^k times the gap of the k-th action after it."""
     actions = np.flatnonzero(mask_T)
     result = np.zeros(len(gap_T))
     for i, t in enumerate(actions):

@@ -1,4 +1,4 @@
-"""KTO's z: the mean gap to the reference on the answer to the next prompt, at least 0."""
+"""Test KTO's z: the mean gap to the reference on the answer to the next prompt, at least 0."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows_of(pairs: bool) -> list[Problem]:
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_z_is_of_other_prompts_answers_and_never_below_zero(sign, pairs, tmp_path):
-    """`sign`: the policy was trained towards these answers before, or away from them."""
+    """`sign`: whether the policy was first trained towards these answers or away from them."""
     with ServiceClient(output_dir=tmp_path, seed=1) as service:
         policy, frozen = (
             service.create_full_training_client("tiny:addition", seed=1) for _ in range(2)

@@ -1,4 +1,4 @@
-"""The bounds of a policy-gradient loss, on their way from the settings to the loss."""
+"""Test that the bounds in the settings reach a policy-gradient loss."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from rl.types import Datum, ModelInput, TensorData
 
 
 def datum(advantages):
-    """After two prompt tokens one action for each advantage."""
+    """Return a datum with two prompt tokens and one action per advantage."""
     tokens, zeros = [1, 2, *range(3, 3 + len(advantages))], [0.0]
     fields = {
         "target_tokens": tokens[1:],
@@ -24,7 +24,7 @@ def datum(advantages):
 
 
 def drifted(policy, ratio, advantage):
-    """A datum whose two actions were drawn with 1 / `ratio` of the policy's probability."""
+    """Return a datum of two actions sampled with 1 / `ratio` of the policy's probability."""
     first = datum([advantage] * 2)
     config = {"temperature": GrpoSettings().sampling.temperature}
     (output,), _ = call(
@@ -42,8 +42,7 @@ def drifted(policy, ratio, advantage):
     return Datum(first.model_input, {**first.loss_fn_inputs, "logprobs": TensorData(logprobs)})
 
 
-# (settings, ratio, advantage, whether a gradient is left): each bound on its way from the settings
-# to the loss
+# (settings, ratio, advantage, whether the gradient is nonzero)
 CLIPS = [
     (PolicyGradientSettings(), 1.25, 1.0, False),  # 0.8 to 1.2
     (PolicyGradientSettings(), 1.15, 1.0, True),

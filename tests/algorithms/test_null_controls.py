@@ -1,4 +1,4 @@
-"""What learns must be the reward."""
+"""Test that training learns from the reward and from nothing else."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ Edit = Callable[[list[float]], Sequence[float]]
 
 
 def with_rewards(groups: Sequence[TrajectoryGroup], edit: Edit) -> list[TrajectoryGroup]:
-    """The groups with all their total rewards, as one list, replaced by `edit` of them."""
+    """Return the groups with all their total rewards, as one list, replaced by `edit` of them."""
     old = [reward for group in groups for reward in group.get_total_rewards()]
     change = iter(float(b - a) for a, b in zip(old, edit(old), strict=True))
     return [
@@ -41,7 +41,7 @@ def with_rewards(groups: Sequence[TrajectoryGroup], edit: Edit) -> list[Trajecto
 
 @cache
 def accuracy(model: Path, folder: Path) -> float:
-    """Sampled accuracy on all held-out problems, the same random streams for every model."""
+    """Return sampled accuracy on all held-out problems, with fixed random streams."""
     with ServiceClient(output_dir=folder) as service, Scorer("exact_match") as scorer:
         sampler = service.create_sampling_client(model_path=str(model))
         renderer = make_renderer(sampler, None)
@@ -61,22 +61,22 @@ def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit
             return super().shape_rewards(with_rewards(groups, edit) if edit else groups)
 
     monkeypatch.setitem(METHODS, "grpo", Edited)
-    # The second stage of the recipe at a low learning rate: at a high one the noise of permuted
-    # rewards alone breaks the model, which would hide a small leak.
+    # The second stage of the recipe at a low learning rate. At a high rate the noise of permuted
+    # rewards breaks the model, which would hide a small leak.
     train(
         f"grpo --base-model {taught} --dataset sorting --reward exact_match --max-tokens 6 "
         "--temperature 1.0 --batch-size 64 --group-size 8 --advantage mean_std --learning-rate "
         f"1e-4 --steps {STEPS} --eval-every 0 --save-every 0 --rollouts-every 0",
         folder / "run",
     )
-    # once for all
+    # the initial accuracy is cached across cases
     return accuracy(folder / "run" / "checkpoints" / "grpo-final" / "model", folder) - accuracy(
         taught, taught.parent
     )
 
 
 def test_edited_rewards_are_those_that_credit_sees():
-    """By hand: two groups of two, rewards reversed over the batch."""
+    """Compute two groups of two by hand, with rewards reversed over the batch."""
 
     def group(step: float, final: float) -> TrajectoryGroup:
         turns = [
@@ -97,7 +97,7 @@ def test_edited_rewards_are_those_that_credit_sees():
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory) -> Path:
-    """Weights that sort some of the rows: the recipe's first stage and a tenth of its second."""
+    """Train weights that sort some rows: the recipe's first stage and a tenth of its second."""
     folder = tmp_path_factory.mktemp("taught")
     recipe = yaml.safe_load(RECIPE.read_text())
     recipe["stages"][1] |= {"steps": 20, "eval_every": 0}
@@ -111,7 +111,7 @@ def taught(tmp_path_factory) -> Path:
     "rewards", ["true", "permuted", pytest.param("negated", marks=pytest.mark.campaign)]
 )
 def test_only_true_rewards_raise_accuracy(rewards, taught, tmp_path, monkeypatch):
-    # over the whole batch, so that a group's mean says nothing of its problem
+    # permute over the whole batch, so that a group's mean is independent of its problem
     shuffle = np.random.default_rng(0).permutation
     edits: dict[str, Edit | None] = {
         "true": None,
@@ -121,7 +121,7 @@ def test_only_true_rewards_raise_accuracy(rewards, taught, tmp_path, monkeypatch
     rise = gain(taught, tmp_path, monkeypatch, edits[rewards])
     match rewards:
         case "true":
-            # the setting the controls are compared with must learn
+            # the baseline of the controls must learn
             learning.clears("rise of accuracy", rise, above=0.15)
         case "permuted":
             learning.clears("rise of accuracy", rise, below=0.03)

@@ -1,4 +1,4 @@
-"""Offline RL: rows in every shape, datums by hand, the Q-loss in float64, what is learnt."""
+"""Test offline RL: rows in every format, datums by hand, the Q-loss in float64, and learning."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ from rl.types import Problem, StoredAnswer
 
 
 def drawn(group=0, reward=1.0, tokens=(4, 6, 12), logprobs=(-0.5, -0.25, -0.125), **more):
-    """A row as a run writes it."""
+    """Return a row as a run writes it."""
     row = {
         "group": group, "index": 0, "tag": "addition", "problem": 7 + group, "prompt": "12+34=",
         "response": "46", "reward": reward,
@@ -196,7 +196,7 @@ def test_a_filter_that_keeps_nothing_says_what_there_was():
 
 
 class Policy:
-    """Stands for a client with a value head."""
+    """Stand-in for a client with a value head."""
 
     def compute_values(self, inputs):
         results = [np.cumsum(item.to_ints()).astype(np.float32) for item in inputs]
@@ -225,7 +225,7 @@ def datums_of(rows, **options):
 
 
 class Digits:
-    """A tokenizer of digits, "+" (10), "=" (11); 12 ends."""
+    """A tokenizer of digits, "+" (10) and "=" (11); 12 is the end token."""
 
     eos_token_id, bos_token_id = 12, None
 
@@ -270,8 +270,8 @@ def test_group_baseline_and_stored_or_scored_behaviour():
 def test_learned_baseline_by_hand():
     row = Problem([], answers=(StoredAnswer(10.0, **TOKENS),))
     (datum,), beginning = datums_of([row], loss="importance_sampling", baseline="learned")
-    # values of the prefixes (1), (1, 2), (1, 2, 3): 1, 3, 6; those before the two actions are 3 and
-    # 6
+    # values of the prefixes (1), (1, 2), (1, 2, 3) are 1, 3, 6; those before the two actions are 3
+    # and 6
     assert (
         fields(datum, "advantages", "returns") == [[0, 7, 4], [0, 10, 10]]
         and beginning.requests_seen == 0
@@ -282,8 +282,8 @@ def test_q_targets_by_hand():
     (datum,), _ = datums_of(
         [Problem([], answers=(StoredAnswer(10.0, **TOKENS),))], loss="ilql", gamma=0.5
     )
-    # the first action leads to the value 6 of (1, 2, 3), discounted; the last to the reward and to
-    # nothing after it
+    # the first action leads to the value 6 of (1, 2, 3), discounted; the last leads to the final
+    # reward
     assert fields(datum, "returns", "advantages") == [[0, 3, 10], [0, 0, 4]]
     assert fields(datum, "logprobs")[0] == pytest.approx([0, -0.5, -0.7])
 
@@ -300,7 +300,7 @@ def test_cloning_weighs_the_answer_alone():
 
 
 def test_q_loss_is_the_formula_over_all_of_q():
-    """Q(s, a) = V(s) + tau log (pi / pi_b)(a | s), over the vocabulary in float64."""
+    """Check Q(s, a) = V(s) + tau log (pi / pi_b)(a | s), over the vocabulary in float64."""
     torch.manual_seed(0)
     steps, vocabulary = 7, 5
     tau, cql, c, kappa = 0.3, 0.7, 0.4, 0.8
@@ -321,7 +321,7 @@ def test_q_loss_is_the_formula_over_all_of_q():
         q = v + tau * (torch.log_softmax(logits[t], -1) - behaviour[t])
         soft = tau * torch.logsumexp(q / tau + behaviour[t], -1)
         assert (soft - v).abs() < 1e-12  # the soft value of Q is V
-        # the TD error of Q against its target, both taken from the old value
+        # the TD error of Q against its target, both computed from the old value
         td = returns[t] - (old[t] + q[actions[t]] - v)
         conservative = soft - q[actions[t]]
         u = returns[t] - values[t]
@@ -363,7 +363,7 @@ def mixed_answers(path, copies: int = 8):
 
 
 def of_it(folder):
-    """The same problems to be asked."""
+    """Write the same problems as prompts with reference answers."""
     rows = [{"prompt": f"{a}+{b}=", "answer": str(max(a, b))} for a in range(10) for b in range(10)]
     folder.mkdir()
     write(folder / "test.jsonl", *rows)
@@ -373,7 +373,7 @@ def of_it(folder):
 LOSSES = {
     "bc --reward-threshold 1": 50, "bc --top-fraction 0.25": 50, "importance_sampling": 50,
     "dro": 50, "dro --baseline learned": 50,
-    # a token's worth has to reach the value of the token before it first
+    # the value of a token must first propagate to the token before it
     "ilql --schedule linear": 300,
 }  # fmt: skip
 
@@ -381,8 +381,8 @@ LOSSES = {
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
-    """The behaviour is cloned first, so that its own score is known: a quarter. Then every loss
-    goes on from its weights.
+    """The behaviour policy is cloned first, so its score is known: a quarter. Every loss then
+    continues from its weights.
     """
     data, request = mixed_answers(tmp_path / "answers.jsonl"), of_it(tmp_path / "asked")
     words = (
@@ -407,7 +407,7 @@ def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
 
 @pytest.mark.slow
 def test_a_runs_rollouts_are_learnt_from_token_for_token(tmp_path):
-    """At the weights that drew them, the stored logprobs are the learner's own."""
+    """At the weights that sampled them, the stored logprobs equal the learner's."""
     words = "--batch-size 8 --max-tokens 4 --learning-rate 1e-12 --eval-every 0"
     train(
         f"grpo {words} --group-size 4 --steps 2 --rollouts-every 1 --temperature 0.7",
@@ -445,14 +445,15 @@ class _Cut(Exception):
 
 @pytest.mark.slow
 def test_a_stage_learns_from_the_rollouts_of_an_earlier_one(tmp_path):
-    """From those of that stage alone, and after a resume from the same."""
+    """The stage learns only from the rollouts of that stage, also after a resume."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(STAGES)
     whole = train(str(recipe), tmp_path / "whole")
     rows = [row for row in whole if row["stage"] == "offline"]
-    # 8 of the 16 problems that the two steps of grpo-1 were of
+    # the two steps of grpo-1 used 8 of the 16 problems
     assert rows[0]["progress/epoch"] == 0.5
-    # drawn by the weights that this stage begins from again, since grpo-1 hardly moved them
+    # the weights that sampled these rows are nearly this stage's initial weights: grpo-1 hardly
+    # moved
     assert abs(rows[0]["optim/kl_behaviour_v1"]) < 1e-5 < 1e-3 < rows[-1]["optim/kl_behaviour_v2"]
 
     write_row = BatchLog.write_row
@@ -466,15 +467,15 @@ def test_a_stage_learns_from_the_rollouts_of_an_earlier_one(tmp_path):
         patch.setattr(BatchLog, "write_row", cut)
         train(str(recipe), tmp_path / "cut")
     assert train(f"{recipe} --resume", tmp_path / "cut") == whole
-    # a run that is done needs them no longer; one that is not says which are gone, in place of
-    # learning from the others
+    # a finished run no longer needs the rollouts; an unfinished run names the missing ones instead
+    # of learning from the rest
     (tmp_path / "cut" / "rollouts" / "step_000001.jsonl").unlink()
     assert train(f"{recipe} --resume", tmp_path / "cut") == whole
     rows = (tmp_path / "cut" / "checkpoints.jsonl").read_text().splitlines()
     (tmp_path / "cut" / "checkpoints.jsonl").write_text(
         "".join(row + "\n" for row in rows if "offline-final" not in row)
     )
-    # or the list would be made from it again
+    # otherwise the list would be rebuilt from this checkpoint
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "offline-final")
     with pytest.raises(
         UserError, match="lacks the rollouts of 1 of the 2 steps asked for .step 1 first"

@@ -1,4 +1,4 @@
-"""online_dpo and best_of_n: the choice of answers, loss and gradient in float64, runs."""
+"""Test online_dpo and best_of_n: choice of answers, loss and gradient in float64, whole runs."""
 
 import copy
 
@@ -33,7 +33,7 @@ def groups(rewards_P_G):
 
 
 class Reference:
-    """Another model's logprobs, as a scorer gives them."""
+    """Another model's logprobs, with the interface of a scorer."""
 
     def __init__(self):
         self.worker = make_worker(seed=2)
@@ -54,7 +54,7 @@ def every_logprob(worker, tokens, temperature):
 
 
 def sums(model, p, i, temperature):
-    """log p of an answer, in float64, attached to the graph."""
+    """Return log p of an answer, in float64, attached to the graph."""
     tokens = [*PROMPTS[p], *ANSWERS[p][i]]
     logp = (model(input_ids=torch.tensor([tokens[:-1]])).logits[0] / temperature).log_softmax(-1)
     start = len(PROMPTS[p]) - 1
@@ -66,7 +66,7 @@ def gradients(model, value):
 
 
 def moved_by(policy):
-    """What AdamW's first moment says that the gradient was, by the worker's own verb."""
+    """Return the gradient according to AdamW's first moment, from the worker."""
     tensors = policy.worker.learners[0].optimizer_tensors()
     return torch.cat(
         [tensors[f"{name}/exp_avg"].reshape(-1) for name in policy.worker.learners[0].trainable]
@@ -106,7 +106,7 @@ def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs)
     assert metrics["optim/loss"] == pytest.approx(float(total), rel=1e-5)
     expected = gradients(model, total)
     assert float((moved_by(policy) - expected).norm() / expected.norm()) < 1e-5
-    assert metrics["optim/kl_sample_train_v2"] > 0  # the sampler's logprobs here are made up
+    assert metrics["optim/kl_sample_train_v2"] > 0  # the sampler's logprobs are made up here
 
 
 def test_best_of_n_is_the_mean_of_the_best_answers_tokens():
@@ -166,7 +166,7 @@ def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
 
 @pytest.fixture(scope="module")
 def careless(tmp_path_factory):
-    """A policy that knows sums and answers badly."""
+    """Train a policy on sums with noisy answers."""
     folder = tmp_path_factory.mktemp("careless") / "sft"
     options = (
         "--steps 700 --batch-size 128 --learning-rate 4e-3 --schedule cosine --warmup-steps 20 "

@@ -1,4 +1,4 @@
-"""A method in a user's file."""
+"""Test methods defined in a user's file."""
 
 import re
 from pathlib import Path
@@ -93,7 +93,7 @@ def here(tmp_path, monkeypatch):
 CASES = [
     (method, judge) for method in ("grpo", "mine.py:Derived", "mine.py:Whole") for judge in JUDGES
 ]
-# it derives from nothing and requests no reference
+# it has no base class and requests no reference
 CASES.remove(("mine.py:Whole", "reference_model"))
 
 
@@ -110,14 +110,14 @@ def test_a_judge_rewards_the_samples_of_a_users_method(here, method):
         {"kl_coef": 0.1} if method == "mine.py:Derived" else {}
     )
     row = rl.train(method, output_dir=here / "run", **inputs, **SMALL).metrics[-1]
-    # the mean of shares that add up to one in each group of two
+    # the mean of shares that sum to 1 in each group of two
     assert row["env/all/reward/learned"] == pytest.approx(0.5)
     assert row["reward/total"] == pytest.approx(row["env/all/reward/learned"])
     assert ("optim/kl_ref_k3" in row) == (method == "mine.py:Derived")
 
 
 def test_the_shaping_of_rewards_is_logged_for_any_method(here):
-    """Answers of 1 to 4 tokens: the penalty grows from 0 to 0.5 over the last three."""
+    """Answers of 1 to 4 tokens: the penalty rises from 0 to 0.5 over the last three."""
     settings = {**SMALL, "overlong_share": 0.75, "overlong_penalty": 0.5}
     for method in ("grpo", "mine.py:Shaped"):
         row = rl.train(method, output_dir=here / method[-6:], **settings).metrics[-1]
@@ -177,7 +177,7 @@ def test_shaped_rewards_reach_the_advantages_under_every_schedule(here, method, 
 
 
 def test_a_users_class_that_requests_a_reference_scores_with_it(here):
-    """Without it, `Models.reference` raises an error."""
+    """Without this request, `Models.reference` raises an error."""
     text = "\n    def required_models(self, factory):\n        return {'reference': factory.reference()}\n"
     (here / "mine.py").write_text(FILE.replace("\n    def state", text + "\n    def state"))
     row = rl.train("mine.py:Whole", output_dir=here / "run", kl_coef=0.1, **SMALL).metrics[-1]
@@ -235,7 +235,7 @@ def test_a_derived_class_of_rows_runs(here):
 
 @pytest.fixture
 def documented(here):
-    """The files of docs/methods.md, in the folder of the run."""
+    """Write the files of docs/methods.md to the folder of the run."""
     text = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
     files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.S)
     for name, body in files:
@@ -255,7 +255,7 @@ PLAIN = {"loss": "importance_sampling", "normalise": "sequences"}
 
 @pytest.mark.slow
 def test_the_documented_method_is_reinforce_with_the_mean_of_the_batch(documented):
-    """The running mean begins as the mean of the first batch."""
+    """The running mean starts as the mean of the first batch."""
     expected = gradient_norm(documented, "grpo", advantage="running_mean", **PLAIN)
     assert expected > 0
     assert gradient_norm(documented, "batch_mean.py:BatchMean") == pytest.approx(expected, rel=1e-5)
@@ -263,7 +263,7 @@ def test_the_documented_method_is_reinforce_with_the_mean_of_the_batch(documente
 
 @pytest.mark.slow
 def test_the_documented_loss_has_the_policy_gradient_at_a_ratio_of_one(documented):
-    """The slope of tanh is 1 at 0."""
+    """The slope of tanh at 0 is 1."""
     expected = gradient_norm(documented, "grpo", **PLAIN)
     assert gradient_norm(documented, "tanh_grpo.py:TanhGRPO") == pytest.approx(expected, rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""PPO: KL in the reward, epochs and their minibatches, the reference."""
+"""Test PPO: KL in the reward, epochs and their minibatches, the reference."""
 
 import itertools
 import math
@@ -63,7 +63,7 @@ def test_penalty_by_hand():
         datum([-3.0, 0.0], [1.0, 0.0]),
     ]
     ref = [np.array([9.0, -1.5, -1.0]), np.array([-2.0, 9.0])]
-    # g at actions: 0.5, -1.0, -1.0; their mean -0.5
+    # g at actions: 0.5, -1.0, -1.0; their mean is -0.5
     assert [g.tolist() for g in compute_logprob_gaps(datums, ref)] == [
         [0.0, 0.5, -1.0],
         [-1.0, 0.0],
@@ -74,7 +74,7 @@ def test_penalty_by_hand():
     )
     np.testing.assert_allclose(plain[1].loss_fn_inputs["advantages"].array, [0.05, 0.0], atol=1e-7)
     later, _ = apply_kl_penalty(datums, ref, 0.1, discount=0.5)
-    # with half of what comes later: 0, -1.0, -1.0; their mean -2/3
+    # with half of the later terms: 0, -1.0, -1.0; their mean is -2/3
     np.testing.assert_allclose(
         later[0].loss_fn_inputs["advantages"].array, [0.0, 0.5 - 0.2 / 3, 0.5 + 0.1 / 3], atol=1e-7
     )
@@ -87,7 +87,7 @@ def test_penalty_by_hand():
 
 
 def test_a_penalty_with_full_discount_has_the_gradient_of_the_kl_of_answers():
-    """-grad KL(policy || ref), over all answers of one to three tokens; the third token ends one."""
+    """Check -grad KL(policy || ref) over all answers of 1 to 3 tokens; the third token ends it."""
     every = [q for n in (1, 2, 3) for q in itertools.product(range(3), repeat=n)]
     answers = [q for q in every if 2 not in q[:-1] and (q[-1] == 2 or len(q) == 3)]
     states = dict.fromkeys(q[:i] for q in answers for i in range(len(q)))
@@ -119,7 +119,7 @@ def test_the_adaptive_coefficient():
     control.update(0.05)
     assert control.needs_reference and control.coefficient == 0.0
     control.update(1.0)
-    assert control.coefficient == pytest.approx(AdaptiveKL.MIN_COEFFICIENT * 1.02)  # leaves zero
+    assert control.coefficient == pytest.approx(AdaptiveKL.MIN_COEFFICIENT * 1.02)  # moves from 0
     for _ in range(400):
         control.update(1.0)
     assert control.coefficient > 1.0
@@ -171,7 +171,7 @@ def sampled_groups(policy, problems=8):
 
 
 def test_minibatches_are_dealt_out_by_the_runs_seed():
-    """The order of datums over an epoch's minibatches, as a policy that only takes notes sees it."""
+    """Check the order of datums over an epoch's minibatches, with a policy that only records it."""
     seen: list[list[int]] = []
     datums = [datum([-1.0], [1.0], [1.0]) for _ in range(12)]
 
@@ -187,7 +187,7 @@ def test_minibatches_are_dealt_out_by_the_runs_seed():
     def order(batch, seed):
         seen.clear()
         method.update(Models(policy), datums, Progress(batch, 5, seed))
-        # without the whole batch, after each epoch
+        # excludes the call with the whole batch after each epoch
         return [part for part in seen if len(part) < 12]
 
     first = order(0, 1)
@@ -220,21 +220,23 @@ def test_epochs_end_where_the_policy_is_target_kl_away(service):
         after = policy.forward(datums, "importance_sampling", {"temperature": 0.8}).result()
         gaps = compute_logprob_gaps(datums, [o["logprobs"].array for o in after.loss_fn_outputs])
         truth = compute_kl_metrics(datums, gaps, "optim/approx_kl")
-        # of the weights as they are now, not as they were
+        # at the current weights, not the earlier ones
         assert {k: metrics[k] for k in truth} == truth
         assert truth["optim/approx_kl_k3"] > 1e-4
     assert counts == {None: (4, 8), 1e-6: (1, 2), 1e3: (4, 8)}
 
 
 def whole_sequence(datum):
-    """Its targets are its inputs shifted by one, as those of a sampled sequence are."""
+    """Return the datum with shifted inputs as targets, as in a sampled sequence."""
     targets = [*datum.model_input.to_ints()[1:], 7]
     return Datum(datum.model_input, {**datum.loss_fn_inputs, "target_tokens": targets})
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_reference_stays_what_it_was(service, rank):
-    """While the policy's weights are replaced, and made again as a resumed run does."""
+    """The reference is unchanged when the policy's weights are replaced, and when it is rebuilt as
+    in a resumed run.
+    """
     model = ModelSettings(lora_rank=rank)
     policy = make_policy(service, model, None, None, 7, value_head=True)
     hosts = StageModelFactory(service, policy, model, None, {}, 7)

@@ -1,4 +1,4 @@
-"""KTO, ORPO and SimPO: losses and gradients in float64, and what is learnt."""
+"""Test KTO, ORPO and SimPO: losses and gradients in float64, and learning."""
 
 import math
 
@@ -14,7 +14,7 @@ from rl.types import Problem, TensorData
 
 
 def flat(datums, logprobs):
-    """What a loss gets of datums, in float64."""
+    """Return the inputs of a loss for these datums, in float64."""
     logp = torch.tensor(np.concatenate(logprobs), requires_grad=True)
     names = [name for name in datums[0].loss_fn_inputs if name != "target_tokens"]
     arrays = {k: np.concatenate([d.loss_fn_inputs[k].array for d in datums]) for k in names}
@@ -23,7 +23,7 @@ def flat(datums, logprobs):
 
 
 def answers_of(datums, logprobs):
-    """The logprobs of each answer's tokens."""
+    """Return the logprobs of each answer's tokens."""
     return [lp[d.loss_fn_inputs["mask"].array != 0] for d, lp in zip(datums, logprobs, strict=True)]
 
 
@@ -85,7 +85,7 @@ def test_value_and_gradient_are_those_of_the_formula(name, config, formula):
     assert value.item() == pytest.approx(formula(datums, logprobs), rel=1e-12)
     (result,) = torch.autograd.grad(value, logp)
     step, place = 1e-6, 0
-    # central differences of the formula, at every position: masked ones have none
+    # central differences of the formula at every position; the gradient of masked ones is 0
     for lp in logprobs:
         for t in range(len(lp)):
             before = lp[t]

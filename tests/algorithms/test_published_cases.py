@@ -1,15 +1,16 @@
-"""Numbers and formulas that others published, against ours: what agrees, and
-(docs/published_cases.md) what does not and why.
+"""Test numbers and formulas published by other projects against ours. docs/published_cases.md lists
+what agrees, and what differs and why.
 
-Every literal is an expected value of the named project's own tests; formulas are written out here
-from what those tests compare with.
+Every literal is an expected value from the tests of the named project. The formulas are written out
+from the references of those tests.
     rlax 0.1.9, trfl 1.2.0       literal cases (deepmind)
-    verl 0.9.1                   tests/trainer/ppo: test_core_algos_on_cpu, test_loss_aggregation_on_cpu, test_rollout_corr
-    Liger-Kernel                 test/chunked_loss: the plain torch losses that its kernels are held against
-    AReaL                        its packed GAE over sequences with and without an end
-Discounts that differ from step to step (theirs) are the one discount 1 (ours) in other units: with
-P_t the product of the discounts before step t, rewards P_t r_t and values P_t v_t have the
-advantages P_t A_t. A discount of 0 ends a sequence.
+    verl 0.9.1                   tests/trainer/ppo: test_core_algos_on_cpu,
+                                 test_loss_aggregation_on_cpu, test_rollout_corr
+    Liger-Kernel                 test/chunked_loss: the plain torch references of its kernels
+    AReaL                        packed GAE over sequences with and without an end
+Discounts that differ from step to step (in those projects) equal a constant discount of 1 (ours) in
+other units: with P_t the product of the discounts before step t, rewards P_t r_t and values P_t v_t
+have the advantages P_t A_t. A discount of 0 ends a sequence.
 """
 
 import math
@@ -29,7 +30,7 @@ F64 = torch.float64
 
 
 def advantages(rewards, discounts, values, bootstrap, lam):
-    """Advantages under discounts of their own."""
+    """Return advantages under a separate discount for each step."""
     rewards, discounts, values = (
         np.asarray(x, dtype=np.float64) for x in (rewards, discounts, values)
     )
@@ -65,7 +66,7 @@ ADVANTAGE_CASES = [
     (*ENDS_INSIDE, 1.0, [3.0, 2.0, 1.0, 0.0, -4.9], {"atol": 1e-3}),
     (*ENDS_INSIDE, 0.7, [2.2899, 1.73, 1.0, 0.0, -4.9], {"atol": 1e-3}),
     (*ENDS_INSIDE, 0.4, [1.725, 1.46, 1.0, 0.0, -4.9], {"atol": 1e-3}),
-    # rlax value_learning_test, TDLambda; the first of the second row is a difference of 2.1s
+    # rlax value_learning_test, TDLambda; the first value of the second row is a difference of 2.1s
     ([-1.3, -1.3, 2.3], [0.0, 0.89, 0.85], [1.1, -1.1, 3.1], 2.2, 0.75,
      [-2.4, 3.2732253, 1.0700002], {"rtol": 2e-5}),
     ([1.3, 5.3, -3.3], [0.88, 1.0, 0.83], [2.1, -1.1, -2.1], -1.2, 0.75,
@@ -111,7 +112,7 @@ def test_td_learning(case, expected):
     inputs = {"values": value, "returns": torch.tensor([1.0 + expected]), "mask": torch.ones(1)}
     loss, _ = LOSSES["value"].fn(value.detach(), value.detach(), inputs, torch.tensor([0, 1]), {})
     loss.backward()
-    # trfl's, too
+    # the same for trfl
     assert float(loss.detach()) == pytest.approx(0.5 * expected**2) and float(
         value.grad
     ) == pytest.approx(-expected)
@@ -191,7 +192,7 @@ TRFL_PG = [
 
 @pytest.mark.parametrize(("logits", "action", "value", "expected"), TRFL_PG)
 def test_trfl_discrete_policy_gradient(logits, action, value, expected):
-    """Loss -A log pi: cross_entropy weighted by A; cispo where nothing is clipped."""
+    """Loss -A log pi: cross_entropy weighted by A, and cispo without clipping."""
     lp = [log_softmax(logits)[action]]
     assert loss_of("cross_entropy", lp, [0, 1], weights=[value])[0] == pytest.approx(
         expected, abs=1e-6
@@ -199,7 +200,7 @@ def test_trfl_discrete_policy_gradient(logits, action, value, expected):
     assert loss_of("cispo", lp, [0, 1], advantages=[value], logprobs=lp, mask=[1.0])[
         0
     ] == pytest.approx(expected, abs=1e-6)
-    # its gradient
+    # the gradient of the loss
     assert loss_of("importance_sampling", lp, [0, 1], advantages=[value], mask=[1.0])[
         1
     ] == pytest.approx([-value])
@@ -215,7 +216,7 @@ RLAX_PG = [
 @pytest.mark.parametrize(("logits", "actions", "advantages_T", "weights", "expected"), RLAX_PG)
 def test_rlax_policy_gradient_loss(logits, actions, advantages_T, weights, expected):
     lp = log_softmax(logits)[np.arange(3), actions]
-    credit = np.array(advantages_T) * weights / 3  # a mean over the three
+    credit = np.array(advantages_T) * weights / 3  # a mean over the three tokens
     assert loss_of("cross_entropy", lp, [0, 3], weights=credit)[0] == pytest.approx(
         expected, rel=1e-6
     )
@@ -230,7 +231,7 @@ def test_rlax_clipped_surrogate(sign, expected):
     lp = log_softmax(LOGITS)[np.arange(3), [0, 1, 2]]
     credit = sign * np.array([0.3, 0.2, 0.1])
     result, _ = loss_of("ppo", lp, [0, 3], advantages=credit, logprobs=old, mask=np.ones(3))
-    # their literal is of float32 and held to 1e-4
+    # rlax's literal is in float32 and checked to 1e-4
     assert result / 3 == pytest.approx(expected, abs=1e-5)
 
 
@@ -239,7 +240,7 @@ RLAX_ENTROPY = [(LOGITS, [-2.0, 2.0, 0.0], 0.288693), (LOGITS + 1, [-3.0, 1.0, -
 
 @pytest.mark.parametrize(("logits", "weights", "expected"), RLAX_ENTROPY)
 def test_rlax_entropy_loss(logits, weights, expected):
-    """Their sign: the loss is minus the weighted mean of the entropies."""
+    """In rlax's sign convention the loss is minus the weighted mean of the entropies."""
     _, entropy, _ = token_logprob(
         torch.tensor(logits, dtype=torch.float32), torch.tensor([0, 0, 0])
     )
@@ -269,7 +270,7 @@ def test_verl_gae_steps_over_observations():
 
 
 def test_verl_group_advantages():
-    """GRPO without the std, and RLOO, by verl's index loops."""
+    """GRPO without the std, and RLOO, with verl's index loops."""
     rng = np.random.default_rng(0)
     for size in (2, 3, 8, 17):
         scores = rng.normal(size=size)
@@ -292,7 +293,7 @@ def test_verl_divides_by_the_sample_deviation():
 
 @pytest.mark.parametrize("cuts", [1, 2, 4])
 def test_verl_token_sum(cuts):
-    """Masked sums add up over any cut."""
+    """Masked sums add up for any split."""
     rows, mask = np.array([[1.0, 2, 30], [4, 50, 6]]), np.array([[1.0, 1, 0], [1, 0, 1]])
     result, _ = loss_of("cross_entropy", -rows.ravel(), [0, 3, 6], weights=mask.ravel())
     assert result == 13.0
@@ -307,7 +308,7 @@ def test_verl_token_sum(cuts):
 
 
 def test_verl_truncated_importance_weights():
-    """Its mask case (ratios e^-1 and e^0.5 below the cap of 2) and one above it."""
+    """verl's mask case (ratios e^-1 and e^0.5 below the cap of 2) and a ratio above the cap."""
     lp, q = [-2.0] * 3, [-1.0, -2.5, -4.0]
     fields = {"target_tokens": [1] * 3, "advantages": [1.0] * 3, "logprobs": q, "mask": [1.0] * 3}
     weighted, metrics = apply_truncated_is(
@@ -320,7 +321,7 @@ def test_verl_truncated_importance_weights():
 
 
 # values, and gradients by the policy's logprob, of verl's kl_penalty (Schulman's k1, k2, k3); "+"
-# is its straight-through
+# is its straight-through variant
 KL = {
     "k1": (lambda lp, ref: lp - ref, lambda lp, ref: lp - ref),
     "k2": (lambda lp, ref: (lp - ref) ** 2 / 2, lambda lp, ref: lp - ref),
@@ -332,7 +333,7 @@ KL = {
 
 @pytest.mark.parametrize("kind", KL)
 def test_verl_kl_penalties(kind):
-    """Ours are its "k1+", "k2", "k3+" (the gradient of k2) and, pathwise, its "k3"."""
+    """Ours are verl's "k1+", "k2", "k3+" (the gradient of k2) and, pathwise, "k3"."""
     rng = np.random.default_rng(1)
     lp, ref = rng.normal(size=6), rng.normal(size=6)
     fields = {"advantages": np.zeros(6), "logprobs": lp, "ref_logprobs": ref, "mask": np.ones(6)}
@@ -383,7 +384,7 @@ def as_datums(lengths, credit, mask):
     "normalise", ["tokens", "sequence_means", "constant"], ids=["bnpo/dapo", "grpo", "dr_grpo"]
 )
 def test_liger_grpo(normalise, beta):
-    """Its plain torch loss in its three means, and the gradient."""
+    """Liger's plain torch loss with its three means, and the gradient."""
     lengths, lp, old, ref, credit, mask = batch()
     datums, parts = as_datums(lengths, credit, mask)
 
@@ -410,13 +411,13 @@ def test_liger_grpo(normalise, beta):
         for name in ("advantages", "mask")
     }
     if normalise != "sequence_means":
-        fields = {"advantages": credit, "mask": mask}  # as given, not by way of float32
+        fields = {"advantages": credit, "mask": mask}  # float64, without conversion to float32
     config = {"kl_coef": beta, "kl_kind": "k3_pathwise"} if beta else {}
     result, ours = loss_of(
         "ppo", lp, np.cumsum([0, *lengths]), config, logprobs=old, ref_logprobs=ref, **fields
     )
     size = compute_divisor(datums, normalise, 16)
-    # a datum's fields are float32: 2^-24 each, and sixteen of them
+    # a datum's fields are float32: an error of 2^-24 each, for sixteen fields
     rounding = 4e-7 if normalise == "sequence_means" else 1e-12
     assert result / size == pytest.approx(float(expected), rel=rounding)
     np.testing.assert_allclose(ours / size, slope.numpy(), rtol=rounding, atol=rounding)
@@ -425,7 +426,7 @@ def test_liger_grpo(normalise, beta):
 @pytest.mark.parametrize("eps", [0.0, 0.1])
 @pytest.mark.parametrize("beta", [0.1, 0.5])
 def test_liger_dpo(beta, eps):
-    """-mean log sigmoid(beta ((w - l) - (w_ref - l_ref))), sums over the tokens of each answer."""
+    """Check -mean log sigmoid(beta ((w - l) - (w_ref - l_ref))), sums over each answer's tokens."""
     rng = np.random.default_rng(2)
     lengths = [4, 3, 6, 2]
     lp, ref = -rng.exponential(size=15), -rng.exponential(size=15)
@@ -454,7 +455,7 @@ def test_liger_dpo(beta, eps):
 
 
 def test_areal_packed_gae():
-    """Each sequence has one value more than rewards; `bootstrap`: whether it counts."""
+    """Each sequence has one more value than rewards; `bootstrap`: whether that value is used."""
     rng = np.random.default_rng(4)
     lengths, counts = [1, 4, 7, 2, 32], [True, False, True, True, False]
     gamma, lam = 0.97, 0.9
@@ -470,7 +471,7 @@ def test_areal_packed_gae():
 
 
 def test_areal_decoupled_policy_loss():
-    """Ratios against the proximal policy, each token weighted by proximal / behaviour."""
+    """Ratios against the proximal policy, with each token weighted by proximal / behaviour."""
     lengths, lp, behaviour, proximal, credit, mask = batch(5)
     weight = np.exp(proximal - behaviour)
     ratio = np.exp(lp - proximal)

@@ -1,4 +1,4 @@
-"""Batches whose tokens a correction removes, every one: no weight moves."""
+"""Test batches where a correction removes every token: no weight changes."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def service(tmp_path_factory):
 
 
 def episode(rng, turns, reward, gap):
-    """Turns of a datum each, drawn by a policy `gap` away from a uniform one."""
+    """Return an episode with a datum per turn, sampled with noise of scale `gap` around uniform."""
     made = []
     for _ in range(turns):
         tokens = rng.integers(0, 14, rng.integers(1, 5)).tolist()
@@ -45,7 +45,7 @@ def groups_of(seed=0, count=4, size=3, gap=0.7):
     return results
 
 
-# What the learner of `tiny:addition` can never agree with: every ratio lies far below the bound.
+# A gap that the learner of `tiny:addition` never reaches: every ratio is far below the bound.
 FAR = 40.0
 
 
@@ -65,7 +65,7 @@ PROBE = random_datums(4)
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("name", ["ppo", "rlhf"])
 def test_ppo_goes_on_where_a_correction_removes_every_token(service, name, critic):
-    """AdamW remembers an update before; the batch counts as one without signal."""
+    """AdamW has state from an earlier update; the batch counts as having no signal."""
     flat = SMALL | {"critic_model": "policy" if critic else None, "kl_coef": 0.0}
     first, method = make_method(name, **flat), make_method(name, **flat, **ALL, num_substeps=2)
     policy = service.create_full_training_client("tiny:addition", seed=2, value_head=not critic)

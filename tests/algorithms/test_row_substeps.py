@@ -1,4 +1,4 @@
-"""Methods that learn from rows with several answers."""
+"""Test methods that learn from rows with several answers."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def service(tmp_path_factory):
 
 
 class Noted:
-    """A policy that notes what each optimizer step is made of."""
+    """A policy that records the datums of each optimizer step."""
 
     def __init__(self, policy):
         self._policy, self.steps = policy, []
@@ -74,7 +74,7 @@ def numbers(steps, datums):
 
 
 def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
-    """Pairs and single answers in one batch, in any order."""
+    """Batches mix pairs and single answers in any order."""
     for rows in (
         [single(0), pair(1), single(2), pair(3)],
         [pair(0), pair(1), single(2), single(3)],

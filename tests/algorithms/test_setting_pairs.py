@@ -1,8 +1,8 @@
-"""Settings in pairs: two updates for each row of a table, each against the formulas in float64.
+"""Test pairs of settings: two updates for each row of a table, each against float64 formulas.
 
-The table is correction x normalisation x how the batch comes x loss and baseline. The reference
-knows none of the project's code for credit, corrections, losses and divisors: it reads the groups,
-takes logprobs of a float64 copy of the weights that were saved before the update, and works out
+The table is correction x normalisation x arrival of the batch x loss and baseline. The reference
+uses none of the project's code for credit, corrections, losses and divisors: it reads the groups,
+takes logprobs from a float64 copy of the weights that were saved before the update, and computes
 loss and gradient with autograd.
 """
 
@@ -51,7 +51,7 @@ def valid(row: Row) -> bool:
     correction, _, rollouts, loss = row
     if rollouts == "parts" and LOSSES[loss][1] in OF_THE_WHOLE_BATCH:
         return False
-    # the age of tokens takes the place of a correction
+    # the age of tokens replaces a correction
     return not (rollouts == "late" and correction != "none")
 
 
@@ -61,7 +61,7 @@ TABLE = [
 
 
 def covering(table: list[Row], seed: int = 0) -> list[Row]:
-    """Return rows that cover every pair of values of two columns; greedy."""
+    """Return rows that cover every pair of values of two columns, chosen greedily."""
 
     def pairs(row: Row) -> set:
         return {((i, row[i]), (j, row[j])) for i, j in itertools.combinations(range(len(row)), 2)}
@@ -96,7 +96,7 @@ def method_of(row: Row):
 
 
 def groups_of(rng: np.random.Generator, version: int, late: bool) -> list[TrajectoryGroup]:
-    """Episodes of one to three turns; one group whose members earn the same."""
+    """Return episodes of 1 to 3 turns; all members of the second group have equal rewards."""
     groups = []
     for problem in range(GROUPS):
         members = []
@@ -125,7 +125,7 @@ def groups_of(rng: np.random.Generator, version: int, late: bool) -> list[Trajec
 
 
 class Sequence64:
-    """One text that is trained on."""
+    """A text to train on."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -152,7 +152,7 @@ def sequences_of(trajectory: Trajectory) -> list[Sequence64]:
 
 
 class Baseline:
-    """The reference's advantages; the running mean goes on from batch to batch."""
+    """The reference's advantages; the running mean carries over between batches."""
 
     def __init__(self, kind: str):
         self.kind, self.mean = kind, None
@@ -174,7 +174,7 @@ class Baseline:
 
 
 def expected(model, groups, row: Row, baseline: Baseline, version: int) -> dict[str, float]:
-    """Loss and gradient norm of the whole batch, in float64."""
+    """Return loss and gradient norm of the whole batch, in float64."""
     correction, normalise, rollouts, loss_name = row
     kind, level, low, high = CORRECTIONS[correction]
     loss = LOSSES[loss_name][0]
@@ -260,7 +260,7 @@ def policy_at(tmp_path_factory):
         groups = groups_of(np.random.default_rng(99), 0, False)
         off_the_policy(policy, groups, np.random.default_rng(98))
         method = method_of(("none", "tokens", "whole", "ppo-mean"))
-        for batch in range(3):  # versions 0 to 2 are behind it
+        for batch in range(3):  # versions 0 to 2 precede it
             datums = method.compute_advantages(groups, Models(policy))
             method.update(Models(policy), datums, Progress(batch, 2))
         path = policy.save_state("beginning").result().path

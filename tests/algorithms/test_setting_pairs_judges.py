@@ -1,4 +1,4 @@
-"""Settings in pairs: turns of an episode x who judges it."""
+"""Test pairs of settings: number of turns of an episode x kind of judge."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TURNS = (1, 2, 3)
 
 
 class Interview(Environment):
-    """The first question is the row's; each further one is the member's own."""
+    """The first question comes from the row; later questions differ between members."""
 
     def start(self):
         self.turn = 1
@@ -43,7 +43,7 @@ class Interview(Environment):
 
 
 def played(turns: int) -> RolloutBatch:
-    """Every answer is a number of its own."""
+    """Return episodes in which every answer is a different number."""
     tokenizer = load_tokenizer("tiny:ascii")
     count = iter(range(10**6))
 
@@ -63,7 +63,7 @@ def played(turns: int) -> RolloutBatch:
 
 
 class Shown:
-    """A judge's client: notes every text that it is shown, and likes the later numbers better."""
+    """A judge's client that records every text it receives and prefers later numbers."""
 
     info = {"max_context": None, "base_model": "a stand-in"}
 
@@ -97,7 +97,7 @@ class Shown:
 
 
 class Characters(Letters):
-    """Letters, as a judge that reads what it judges or writes needs them."""
+    """Letters with the generation prompt that a judge needs."""
 
     def build_generation_prompt(self, messages):
         return self.build_supervised_example([*messages, {"role": "assistant", "content": ""}])[0]
@@ -131,7 +131,7 @@ def test_an_answer_is_judged_beside_its_own_conversation(kind, turns):
     rollouts, client = played(turns), Shown()
     result = apply_learned_rewards(rollouts, LearnedRewards(judge_of(kind, client), 0.5))
     assert not result.errors and len(result.groups) == ROWS
-    conversations = {}  # by the last answer: all that is said in it, and in whose group it stands
+    conversations = {}  # by the last answer: the text of the conversation, and its group
     for row, group in enumerate(rollouts.groups):
         for member, trajectory in enumerate(group.trajectories_G):
             assert len(trajectory.transitions) == turns

@@ -1,11 +1,11 @@
-"""Settings in pairs, of `ppo` and `rlhf`: two batches for each row of a table, each against a
+"""Test pairs of settings of `ppo` and `rlhf`: two batches for each row of a table, each against a
 float64 reference of the whole update.
 
-The table is method x correction x normalisation x updates a batch x value model x KL x end of an
+The table is method x correction x normalisation x updates per batch x value model x KL x end of an
 episode. The reference uses none of the project's credit, losses and optimizer. It takes from the
 run which texts each minibatch holds, checks that the minibatches of an epoch hold each text once,
 and computes everything else itself: values, generalised advantages (as written-out sums), the
-correction, the losses, the gradients and the AdamW steps. It keeps its own weights through both
+correction, the losses, the gradients and the AdamW steps. It keeps separate weights through both
 batches.
 """
 
@@ -58,7 +58,7 @@ Row = tuple[str, ...]
 
 
 def table(seed: int) -> list[Row]:
-    """Return all rows of the first four columns, the other columns drawn."""
+    """Return all rows of the first four columns, with random values in the other columns."""
     rng = random.Random(seed)
     names = ("method", "correction", "normalise", "updates")
     rest = [list(COLUMNS[name]) for name in COLUMNS if name not in names]
@@ -97,7 +97,7 @@ def method_of(row: Row):
 
 
 def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:
-    """Episodes of one to five turns, which continue any conversation or begin one; some cut off."""
+    """Return episodes of 1 to 5 turns that continue or restart a conversation; some end early."""
     groups = []
     for problem in range(GROUPS):
         members = []
@@ -127,7 +127,7 @@ def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:
 
 
 class Model64:
-    """A float64 copy of a checkpoint's weights, with the value head where it has one."""
+    """A float64 copy of a checkpoint's weights, including its value head if present."""
 
     def __init__(self, path: str):
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -156,7 +156,7 @@ class Model64:
 
 @dataclass
 class Text:
-    """One training text. Lists hold one number per action, in the order of the text."""
+    """A training text. Lists hold a number per action, in the order of the text."""
 
     tokens: list[int]
     actions: list[int] = field(default_factory=list)  # positions in `tokens`
@@ -198,7 +198,7 @@ def at_actions(
 
 
 class Reference:
-    """The whole method in float64, with weights, optimizers and statistics of its own."""
+    """The whole method in float64, with separate weights, optimizers and statistics."""
 
     def __init__(self, row: Row, paths: dict[str, str]):
         self.row = dict(zip(COLUMNS, row, strict=True))
@@ -294,7 +294,7 @@ class Reference:
         return episodes, {name: float(value) for name, value in metrics.items()}
 
     def correct(self, episodes: list[list[Text]]) -> None:
-        """Give each action `keep` and what its ratio is taken against, and weigh its advantage."""
+        """Set `keep` and the denominator of the ratio for each action, and weight its advantage."""
         name = self.row["correction"]
         kind, level, low, high = CORRECTIONS[PROXIMAL.get(name, name)]
         for texts in episodes:
@@ -336,8 +336,8 @@ class Reference:
         if (kind := self.row["kl"]).startswith("k"):
             gap = lp - text.tensor("reference")
             drawn = (lp.detach() - text.tensor("q")).exp()
-            # k1, k2 and k3 all have the gradient of k2, each token weighted by its probability now
-            # over that when it was drawn
+            # k1, k2 and k3 all have the gradient of k2, each token weighted by its current
+            # probability over its probability when sampled
             term = (-gap).exp() - 1 + gap if kind == "k3_pathwise" else drawn * gap * gap / 2
             total = total + self.coefficient * term[keep].sum()
         return total if self.critic else total + VALUE_COEF * self.value_loss(text, values, sums)
@@ -357,7 +357,7 @@ class Reference:
     def learn(
         self, groups: list[TrajectoryGroup], parts: list[list[tuple[int, ...]]]
     ) -> dict[str, float]:
-        """`parts`: the tokens of each update's texts, as the run dealt them out."""
+        """`parts`: the tokens of each update's texts, as split by the run."""
         episodes, metrics = self.credit(groups)
         self.correct(episodes)
         texts = {tuple(text.tokens): text for episode in episodes for text in episode}
@@ -416,7 +416,7 @@ class Reference:
 
 
 class Recorder:
-    """The policy's client, with a note of the texts of each update."""
+    """The policy's client, which also records the texts of each update."""
 
     def __init__(self, client):
         self.client, self.parts = client, []
@@ -432,7 +432,7 @@ class Recorder:
 
 
 def values_apart(client, rng: np.random.Generator) -> None:
-    """Train the value head a little, so that values differ from each other."""
+    """Train the value head a little, so that values differ."""
     datums = []
     for _ in range(6):
         tokens = rng.integers(0, 12, 9).tolist()
@@ -449,7 +449,7 @@ def values_apart(client, rng: np.random.Generator) -> None:
 
 @pytest.fixture(scope="module")
 def beginnings(tmp_path_factory):
-    """Clients by name, and the checkpoint that each begins every row from."""
+    """Return clients by name, and the initial checkpoint of each for every row."""
     with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=1) as service:
         names = {"head": 1, "critic": 2, "rewards": 3}
         clients = {
@@ -500,9 +500,9 @@ def two_batches(beginnings, row: Row, seed: int) -> None:
         assert {name: metrics[name] for name in expected} == pytest.approx(
             expected, rel=1e-3, abs=2e-6
         ), (row, batch)
-    # Two float64 references whose first weights differ by 1e-7 end up to 6e-5 apart in logprobs and
-    # values (the row of seed 6 with mask-token-learner, both, epochs-minibatches); most rows 1e-6.
-    # The run and the reference may differ by a few times that.
+    # Two float64 references with initial weights that differ by 1e-7 end up to 6e-5 apart in
+    # logprobs and values (the row of seed 6 with mask-token-learner, both, epochs-minibatches);
+    # most rows 1e-6. The run and the reference may differ by a few times that.
     close = {"rtol": 0, "atol": 3e-4}
     texts = np.random.default_rng(0).integers(0, 12, (4, 10)).tolist()
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Settings in pairs, of methods that learn from preferences: method x substeps x lengths about a
-longrope model's original length.
+"""Test pairs of settings of methods that learn from preferences: method x substeps x lengths around
+a longrope model's original length.
 
-The first update is compared with float64, each text in a forward of its own; several substeps with
-as many updates of one substep, each on the rows of that substep.
+The first update is compared with float64, with a separate forward for each text. Several substeps
+are compared with as many updates of one substep, each on the rows of that substep.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TABLE = list(itertools.product(METHOD_SETTINGS, (1, 2, 3), LENGTHS))
 
 
 class Numbers:
-    """A renderer whose tokens are the letters of a text."""
+    """A renderer that maps each letter of a text to a token."""
 
     def build_supervised_example(self, messages):
         prompt = [5 + ord(c) % (VOCAB - 5) for message in messages[:-1] for c in message["content"]]
@@ -49,7 +49,7 @@ class Numbers:
 
 
 def rows_of(lengths: str, seed: int) -> list[Problem]:
-    """Pairs whose texts lie on one side of the original length, or on both."""
+    """Return pairs with texts on one side of the original length, or on both."""
     rng, (low, high) = np.random.default_rng(seed), LENGTHS[lengths]
     rows = []
     for i in range(ROWS):
@@ -73,7 +73,7 @@ def rows_of(lengths: str, seed: int) -> list[Problem]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A service with twins of every kind."""
+    """Yield a service with two identical clients of each kind."""
     folder = tmp_path_factory.mktemp("longrope")
     longrope().save_pretrained(folder / "model")
     with ServiceClient(output_dir=folder / "out", seed=1) as service:
@@ -94,7 +94,7 @@ def method_of(name: str, substeps: int, batch: int):
 
 
 class Reference:
-    """Logprobs of every target by the twins' beginning, eight higher in all."""
+    """Logprobs of every target under the initial weights, with eight nats added per datum."""
 
     def __init__(self, model):
         self.model = model
@@ -133,7 +133,7 @@ def model64():
 
 
 def by_hand(name: str, model, rows) -> tuple[float, float]:
-    """Mean loss and gradient norm of the first update, from the papers' formulas."""
+    """Return mean loss and gradient norm of the first update, from the papers' formulas."""
     log_sigmoid = torch.nn.functional.logsigmoid
     losses, reference = [], Reference(model)
     for row in rows:
@@ -191,7 +191,7 @@ def two_ways(place, model, name: str, substeps: int, lengths: str) -> None:
         assert metrics["optim/grad_norm"] == pytest.approx(
             max(each["optim/grad_norm"] for each in plain), rel=1e-4
         )
-        if name != "reward_model-comparison":  # whose mean is over tokens
+        if name != "reward_model-comparison":  # its mean is over tokens
             mean = np.average(
                 [each["optim/loss"] for each in plain], weights=[len(local) for local in parts]
             )
@@ -204,7 +204,7 @@ def two_ways(place, model, name: str, substeps: int, lengths: str) -> None:
 
 
 def each_pair() -> list[tuple[str, int, str]]:
-    """Every method with every number of substeps, lengths in turn; and the other way round."""
+    """Return every method with every number of substeps and rotating lengths, and vice versa."""
     names = list(LENGTHS)
     return [
         (method, substeps, names[(i + substeps) % 4])

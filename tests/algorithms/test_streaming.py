@@ -1,4 +1,4 @@
-"""A batch that is trained in parts is the batch at once."""
+"""Test that a batch trained in parts equals the batch trained at once."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def episodes_of(rng: np.random.Generator, silent: set[int]) -> list[TrajectoryGr
                 turns.append(
                     Transition(ModelInput.from_ints(list(seen)), action, reward / (turn + 1), False)
                 )
-                # a second turn continues the first, or begins anew and makes a datum of its own
+                # a second turn continues the first, or starts a new context and makes a separate
+                # datum
                 seen = (
                     [*seen, *tokens, 12] if rng.random() < 0.5 else [int(rng.integers(0, 12))] * 3
                 )
@@ -92,7 +93,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture
 def clients(pair):
-    """Two clients as they began, whatever other tests did with them."""
+    """Reset two clients to their initial state, whatever other tests did with them."""
     made, path = pair
     for client in made:
         client.load_state_with_optimizer(path).result()
@@ -100,7 +101,7 @@ def clients(pair):
 
 
 def compare(clients, loss: str, correction: str, seed: int, silent: set[int]) -> dict[str, float]:
-    """Update both clients once; assert equal metrics and weights; return the metrics."""
+    """Update both clients once; check equal metrics and weights; return the metrics."""
     at_once, in_parts = clients
     groups, progress = episodes_of(np.random.default_rng(seed), silent), Progress(0, 1)
     off_the_policy(at_once, groups, np.random.default_rng(seed + 1))
@@ -121,7 +122,7 @@ def compare(clients, loss: str, correction: str, seed: int, silent: set[int]) ->
 
 
 def each_once() -> list[tuple[str, str]]:
-    """Every loss and every correction, twice each."""
+    """Return every loss and every correction, twice each."""
     losses, corrections = list(LOSSES), list(CORRECTIONS)
     return [
         (loss, corrections[(i + shift) % 10]) for shift in (0, 3) for i, loss in enumerate(losses)
@@ -150,7 +151,7 @@ def test_parts_are_the_whole_batch_whichever_groups_are_silent(clients, loss, co
 
 @pytest.mark.parametrize("loss", ["ppo-tokens", "ppo-sequence_means", "importance_sampling"])
 def test_a_batch_without_signal_moves_nothing(clients, loss):
-    """AdamW remembers the updates before, and would move the weights by them."""
+    """AdamW has state from earlier updates, which would otherwise change the weights."""
     compare(clients, loss, "none", 20, silent=set())
     probe = np.random.default_rng(0).integers(0, 13, (4, 12)).tolist()
     before = [scored(client, probe) for client in clients]

@@ -1,5 +1,6 @@
-"""The reward of the run in this folder: how many of an answer's characters are even digits. Any
-model earns some.
+"""The reward of the run in this folder: the number of even digits in an answer.
+
+Any model gets a reward above 0 for some answers.
 """
 
 

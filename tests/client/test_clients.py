@@ -1,4 +1,4 @@
-"""Tinker's verbs in process: futures, sampler and learner, saving, refusals."""
+"""Test Tinker's verbs in process: futures, sampler and learner, saving, errors."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ _workers: dict = {}
 
 @pytest.fixture(autouse=True)
 def keep_worker(monkeypatch):
-    """Remembers the worker behind each driver, so that a test can look at weights and gradients."""
+    """Store the worker of each driver, so that a test can inspect weights and gradients."""
     from rl.runtime import worker_group
 
     original = worker_group._execute
@@ -128,7 +128,7 @@ def test_custom_loss_gives_the_gradient_of_the_built_in_one(client):
     datums = random_datums(5)
     client.forward_backward(datums, "ppo").result()
     built_in = gradient()
-    # clears the gradient, changes nothing
+    # clears the gradient, changes no weight
     client.optim_step(AdamParams(learning_rate=0.0)).result()
 
     def loss(data, logprobs):
@@ -142,7 +142,7 @@ def test_custom_loss_gives_the_gradient_of_the_built_in_one(client):
 
     output = client.forward_backward_custom(datums, loss).result()
     assert relative_difference(gradient(), built_in) < 1e-5
-    # as the user named it
+    # under the user's name
     assert output.metrics["mine"] == 2.0 and "mine:mean" not in output.metrics
 
 
@@ -177,12 +177,14 @@ def test_an_update_after_a_failed_forward_backward_is_refused(client):
         update.result()
     assert torch.equal(weights(), before)
     client.forward_backward(random_datums(3), "importance_sampling")
-    assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0  # and life goes on
+    assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0  # the client still works
 
 
 @pytest.mark.parametrize("custom", [False, True])
 def test_nothing_is_left_of_a_backward_that_failed_halfway(service, monkeypatch, custom):
-    """The update on it is refused, and the next one is that of a client where nothing failed."""
+    """The next optimizer step is refused, and the step after it equals that of an undisturbed
+    client.
+    """
     client, data, keep = make(service), random_datums(4), AdamParams(learning_rate=0.0)
     client.forward_backward(data, "importance_sampling")
     expected = client.optim_step(keep).result().metrics["grad_norm"]
@@ -237,7 +239,7 @@ def test_malformed_calls_are_refused_where_they_are_made(client):
 
 
 def test_a_wait_that_is_given_up_does_not_stop_the_verbs(client):
-    """A cancelled await leaves its verb to run, and the ones after it."""
+    """A cancelled await does not stop its verb or the later ones."""
     sampler = client.save_weights_and_get_sampling_client()
 
     async def script():
@@ -315,14 +317,14 @@ def largest_difference(output, datums) -> float:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampler_and_learner_agree_after_every_weight_sync(client, temperature):
-    """By default the learner scores at the temperature last sampled with."""
+    """By default the learner scores at the temperature of the last samples."""
     for _ in range(3):
         datums = sampled_datums(client, temperature)
         output = client.forward_backward(datums, "importance_sampling").result()
         assert largest_difference(output, datums) < 1e-4
         assert output.metrics["temperature:mean"] == temperature
         client.optim_step(ADAM).result()
-    # the samples are now of an older version: the comparison would notice
+    # the samples now come from an older version: the comparison would notice
     assert largest_difference(client.forward(datums, "importance_sampling").result(), datums) > 1e-3
 
 
@@ -367,7 +369,7 @@ def test_truncated_samples_are_not_trained_on(client):
     with pytest.raises(ValueError, match="top_k=-1 and top_p=1"):
         client.forward_backward(random_datums(2), "ppo").result()
     client.forward_backward([], "ppo").result()
-    # an evaluation beside it may be truncated
+    # a concurrent evaluation may be truncated
     sampler.sample(PROMPT, 2, SamplingParams(max_tokens=2)).result()
     client.forward_backward(random_datums(2), "ppo").result()
 
@@ -380,7 +382,7 @@ def test_weights_loaded_from_a_saved_folder_sample_as_those_in_memory(client):
     here = client.save_weights_and_get_sampling_client().sample(PROMPT, 4, params).result()
     present = loaded.sample(PROMPT, 4, params).result()
     assert [s.tokens for s in here.sequences] == [s.tokens for s in present.sequences]
-    # the learner knows the temperature of samples from the folder, too: they are its own version's
+    # the learner also knows the temperature of samples from the folder: they belong to its version
     assert client.forward(random_datums(1), "ppo").result().metrics["temperature:mean"] == 0.9
 
 
@@ -406,7 +408,7 @@ def test_seeds_repeat_and_members_of_a_group_differ(client):
 
     assert draw(seed=1) == draw(seed=1) and draw(seed=1) != draw(seed=2)
     assert len(set(draw(seed=1))) == 6
-    assert draw() != draw()  # without a seed every call draws anew
+    assert draw() != draw()  # without a seed every call draws new samples
 
 
 def test_samples_asked_for_one_by_one_run_as_one_batch_and_are_the_same(client):
@@ -426,7 +428,7 @@ def test_samples_asked_for_one_by_one_run_as_one_batch_and_are_the_same(client):
         return await asyncio.gather(*(sampler.sample_async(p, 2, params) for p in prompts))
 
     by_gather = [r.sequences for r in asyncio.run(gathered())]
-    assert verbs == [8, 8]  # two batches of eight requests, not sixteen of one
+    assert verbs == [8, 8]  # two batches of eight requests, not sixteen single requests
     for a, b, c in zip(single, together, by_gather, strict=True):
         assert [s.tokens for s in a] == [s.tokens for s in b] == [s.tokens for s in c]
 
@@ -453,7 +455,7 @@ def test_state_with_optimizer_goes_on_bit_for_bit(service, client):
     assert json.loads(open(os.path.join(path, "state.json")).read())["metadata"] == {
         "note": "half way"
     }
-    fresh = service.create_training_client_from_state(path)  # weights alone: Adam starts anew
+    fresh = service.create_training_client_from_state(path)  # weights only: Adam restarts
     train(fresh, 3)
     assert not torch.equal(weights(fresh.model_id), undisturbed)
 
@@ -474,7 +476,7 @@ def test_load_state_with_and_without_optimizer(client):
     loaded = weights()
     fresh = client.service.create_training_client_from_state(path)
     train(fresh, 2)
-    assert torch.equal(weights(fresh.model_id), loaded)  # the optimizer started fresh in both
+    assert torch.equal(weights(fresh.model_id), loaded)  # the optimizer is new in both
 
 
 def test_weights_for_the_sampler_can_be_trained_on(service, client):
@@ -627,7 +629,7 @@ def test_a_folder_without_tokenizer_works_with_ids(service, tmp_path):
 
 
 def test_a_script_in_the_manner_of_tinkers_guide_runs_unchanged(tmp_path, monkeypatch):
-    """Groups, centred advantages, weights saved and loaded by path every batch."""
+    """Groups, centred advantages, weights saved and loaded by path in every batch."""
     monkeypatch.setenv("WHETSTONE_OUTPUT_DIR", str(tmp_path / "mine"))
     service = ServiceClient()
     training_client = service.create_lora_training_client(base_model="tiny:addition", rank=32)
@@ -646,7 +648,7 @@ def test_a_script_in_the_manner_of_tinkers_guide_runs_unchanged(tmp_path, monkey
             result = sampling_client.sample(
                 prompt=model_input, num_samples=8, sampling_params=params
             ).result()
-            # an easy wish: answers that begin with 1
+            # an easy target: answers that begin with 1
             texts = [renderer.parse_response(seq.tokens)[0]["content"] for seq in result.sequences]
             rewards = [float(text.startswith("1")) for text in texts]
             all_rewards += rewards

@@ -1,4 +1,4 @@
-"""Datums as Tinker documents them: no `mask`, or `weights` in its place."""
+"""Test datums in Tinker's documented form: no `mask`, or `weights` instead."""
 
 import warnings
 
@@ -33,7 +33,7 @@ def client(service):
 
 
 def documented(advantages=(0.5, 0.5, 0.5, 0.5), **fields):
-    """A prompt of four tokens and an answer of four."""
+    """Return a datum with a prompt and an answer of four tokens each."""
     answer = [4, 6, 8, 1]
     inputs = {
         "target_tokens": [*PROMPT[1:], *answer],
@@ -44,7 +44,7 @@ def documented(advantages=(0.5, 0.5, 0.5, 0.5), **fields):
 
 
 def update(client, data, loss, config=None):
-    """(loss, gradient norm): what one call says of the datums."""
+    """Return (loss, gradient norm) of a single call on the datums."""
     actual = (
         client.forward_backward(data, loss, config or CONFIGS.get(loss, {}))
         .result()
@@ -79,7 +79,7 @@ def test_a_term_of_the_loss_takes_the_same_actions(client):
 
 @pytest.mark.parametrize("loss", POLICY)
 def test_weights_of_0_and_1_are_the_mask(client, loss):
-    """Also where they leave out a token that has an advantage, or take in one that has none."""
+    """This also holds if they exclude a token with an advantage or include a token without."""
     for mask in (MASK, [0.0] * 3 + [1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]):
         expected = update(client, [documented((0.5, 0.5, 0.0, 0.5), mask=mask)], loss)
         assert update(client, [documented((0.5, 0.5, 0.0, 0.5), weights=mask)], loss) == expected
@@ -116,7 +116,7 @@ def test_weights_that_are_no_mask_are_refused_by_name(client, fields, text):
 
 
 def sampled(client, turns, advantage):
-    """A datum of `turns` sampled answers, and its mask; every second token has credit."""
+    """Return a datum of `turns` sampled answers, and its mask; every second token has credit."""
     sampler = client.save_weights_and_get_sampling_client()
     tokens, logprobs, mask = [], [], []
     for turn in range(turns):
@@ -145,7 +145,7 @@ def test_recorded_samples_are_actions_even_without_an_advantage(client, loss, tu
     for advantages in (0.0, 0.7):
         datum, mask = sampled(client, turns, advantages)
         client.forward_backward([documented(mask=MASK)], "ppo").result()
-        client.optim_step(AdamParams(1e-2)).result()  # away from what drew it
+        client.optim_step(AdamParams(1e-2)).result()  # away from the weights that sampled it
         expected = update(client, [datum.with_inputs({**datum.loss_fn_inputs, "mask": mask})], loss)
         assert update(client, [datum], loss) == expected
         assert expected[1] > 0 or (loss == "gspo" and advantages == 0.0)

@@ -1,4 +1,4 @@
-"""Runs from Python, methods of one's own, the installed command."""
+"""Test runs from Python, user-defined methods, the installed command."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ def test_a_run_from_python_with_a_function_as_reward(here):
 
     done = rl.train("grpo", reward=long_ones, output_dir=here / "run", **SMALL)
     assert done.folder == here / "run" and done.metrics[-1]["step"] == 1 and len(requests) == 8 + 8
-    # it was tried on eight rows before
+    # the first eight requests are the check of the reward before the run
     assert done.metrics[-1]["reward/total"] == pytest.approx(sum(map(len, requests[8:])) / 8)
     assert done.weights.path == here / "run" / "checkpoints" / "grpo-final"
     again = rl.train(resume=True, output_dir=here / "run", steps=2)
@@ -65,7 +65,7 @@ def test_a_run_from_python_with_a_function_as_reward(here):
 
 
 def test_the_results_of_a_run_are_read_in_python(here):
-    """The files of the run's folder, and the samples of the clients, are the reference."""
+    """The expected values are the files of the run's folder and the samples of the clients."""
     settings = {**SMALL, "steps": 2, "rollouts_every": 1}
     trained = rl.train(
         "grpo", base_model="tiny:addition", dataset="addition", output_dir=here / "run", **settings

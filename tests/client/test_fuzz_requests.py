@@ -1,4 +1,4 @@
-"""Malformed requests through the clients' verbs, from fixed seeds."""
+"""Test malformed requests to the clients' verbs, from fixed seeds."""
 
 import atexit
 import functools
@@ -37,7 +37,7 @@ KEEP = AdamParams(learning_rate=0.0)
 
 
 class Ground:
-    """One model that every request goes to, and what a good neighbour is answered."""
+    """A model that receives every request, and the expected result of a valid request."""
 
     def __init__(self, service):
         self.client = service.create_full_training_client("tiny:addition", seed=2, value_head=True)
@@ -61,7 +61,7 @@ class Ground:
         assert [s.tokens for s in self.ask().result(60).sequences] == self.tokens
 
     def attempt(self, what, call, finite, *, neighbor=False):
-        """Run one request. A refusal names something, comes at once, harms no neighbour."""
+        """Run one request. An error has a message, comes in time and affects no other request."""
         begin, neighbour = time.monotonic(), self.ask() if neighbor else None
         try:
             finite(call())
@@ -78,7 +78,7 @@ class Ground:
         return outcome
 
     def settle(self):
-        """Drops what the requests have left, and looks whether the model is as it was."""
+        """Drop what the requests have accumulated, and check that the model is unchanged."""
         self.client._pending_backwards.clear()
         self.client.optim_step(KEEP).result(60)
         self.still_works()
@@ -89,7 +89,7 @@ def ground(tmp_path_factory):
     with ServiceClient(output_dir=tmp_path_factory.mktemp("out")) as service:
         ground = Ground(service)
         yield ground
-    if ground.taken + ground.refused >= 600:  # the whole file was run: both outcomes were seen
+    if ground.taken + ground.refused >= 600:  # the whole file was run: both outcomes must occur
         assert ground.taken > 100 and ground.refused > 250, (ground.taken, ground.refused)
 
 
@@ -98,7 +98,7 @@ def shown(value) -> str:
 
 
 def fields_for(loss: str, rng: random.Random) -> Datum:
-    """A datum that the loss takes."""
+    """Return a datum that is valid for the loss."""
     (datum,) = random_datums(1, seed=rng.randrange(10**6), low=3)
     inputs = dict(datum.loss_fn_inputs)
     n = datum.model_input.length
@@ -120,7 +120,7 @@ def fields_for(loss: str, rng: random.Random) -> Datum:
 
 
 def mutated(datum: Datum, rng: random.Random) -> Datum:
-    """The datum with one thing wrong (mostly)."""
+    """Return the datum with a single change, which mostly makes it invalid."""
     inputs = {name: data.array.copy() for name, data in datum.loss_fn_inputs.items()}
     tokens, name, odd = datum.model_input.to_ints(), rng.choice(list(inputs)), rng.choice(ODD)
     match rng.randrange(9):
@@ -171,7 +171,7 @@ def ask_datums(ground, rng):
             return verb(datums, loss).result(60)
         except (
             FloatingPointError
-        ):  # finite inputs whose ratio or square overflows: named, and the gradients are dropped
+        ):  # finite inputs with a ratio or square that overflows: named, gradients dropped
             largest = max(
                 np.abs(data.array.astype(float)).max(initial=0)
                 for d in datums
@@ -248,7 +248,7 @@ def ask_adam(ground, rng):
     ],
 )
 def test_found_by_many_more(ground, request_):
-    """What a hundred thousand inputs found."""
+    """Check requests that failed in a run of a hundred thousand inputs."""
     verb, seed = request_
     assert VERBS[verb](ground, random.Random(seed)) == REFUSED
 
@@ -319,7 +319,7 @@ def test_samples(ground, part):
 
 
 def test_a_request_that_the_engine_refuses_fails_alone(ground, monkeypatch):
-    """Only the engine knows its memory; only the request's owner is told."""
+    """Only the engine knows its memory; only that request receives the error."""
     from rl.sampler import Engine
 
     add = Engine.add
@@ -389,7 +389,7 @@ VERBS = {
 
 
 def inputs(seed, count):
-    """(verb, seed of the request)"""
+    """Yield (verb, seed of the request)."""
     rng = random.Random(f"requests {seed}")
     for _ in range(count):
         yield (
@@ -398,11 +398,11 @@ def inputs(seed, count):
         )
 
 
-SHARE = 0.5  # of what other families get: each request is a forward, and a sample beside it
+SHARE = 0.5  # of the other families' inputs: each request costs a forward and a concurrent sample
 
 
 def check(item):
-    """One request to a model that lives as long as the process."""
+    """Send a request to a model that lives as long as the process."""
     ground = own_ground()
     ground.requests_seen += 1
     if ground.requests_seen % 100 == 0:

@@ -1,4 +1,4 @@
-"""The RLVR face: a script learns, saves and resumes; what `update` reports."""
+"""Test the RLVR interface: a script learns, saves and resumes; what `update` reports."""
 
 import json
 import os
@@ -40,14 +40,14 @@ def service(tmp_path):
 
 
 def scored(sampler, prompts=SUMS):
-    """A batch whose reward is the number of sevens."""
+    """Return a batch with the number of sevens as reward."""
     batch = sampler.generate_trajectories(prompts)
     batch.rewards = [float(trajectory.response.count("7")) for trajectory in batch]
     return batch
 
 
 def datums_of(batch):
-    """Each trajectory as a datum, shifted by hand."""
+    """Return each trajectory as a datum, shifted by hand."""
     results = []
     for trajectory in batch:
         turn = trajectory.episode.transitions[0]
@@ -63,7 +63,7 @@ def datums_of(batch):
 
 
 def at_actions(client, batch, name):
-    """What the client says of each response token, float64."""
+    """Return the client's output `name` for each response token, in float64."""
     data = datums_of(batch)
     outputs = (
         client.forward(
@@ -97,7 +97,7 @@ def has_letter_e(prompt: str, response: str, meta=None) -> float:
     ids=["REINFORCE", "PPO"],
 )
 def test_a_script_learns(tmp_path, algorithm, updates):
-    """From random weights: the share of answers with an e in them goes from a fifth to nearly all."""
+    """From random weights, the share of answers with an e rises from a fifth to nearly all."""
     with ServiceClient(output_dir=tmp_path, seed=learning.seed(1)) as service:
         config = TrainingConfig(model_ref="tiny:ascii", lora_config=LoRAConfig(rank=8, alpha=16))
         client = service.create_training_client(config)
@@ -166,7 +166,7 @@ REMEMBERS = {
 
 @pytest.mark.parametrize("name", REMEMBERS)
 def test_resumed_is_uninterrupted(tmp_path, name):
-    """2 + 2 updates, the second two from files alone, are 4 updates."""
+    """Check that 2 + 2 updates, the second two from files only, equal 4 updates."""
 
     def go(client, algorithm, updates):
         sampler = RolloutSampler(client, max_new_tokens=5, temperature=0.9)
@@ -238,7 +238,7 @@ def test_reinforce_reports_what_can_be_worked_out(service):
 
 
 def test_the_baseline_is_the_running_mean_of_earlier_batches(service):
-    """A constant reward of 2 after one of 0."""
+    """A constant reward of 2 follows a reward of 0."""
     client = service.create_training_client(WHOLE)
     sampler = RolloutSampler(client, max_new_tokens=3)
     algorithm = REINFORCE(REINFORCEConfig(normalize_advantages=False, entropy_coef=0.0))
@@ -252,7 +252,7 @@ def test_the_baseline_is_the_running_mean_of_earlier_batches(service):
 
 
 def test_ppo_of_one_epoch_without_a_value_is_reinforce(service):
-    """With lambda 1 and no value each advantage is the reward; ratio 1 clips nothing."""
+    """With lambda 1 and no value each advantage is the reward; a ratio of 1 is not clipped."""
     results = []
     plain = dict(learning_rate=1e-3, normalize_advantages=False)
     options = dict(ppo_epochs=1, gae_lambda=1.0, value_coef=0.0, reward_normalization=False)
@@ -270,7 +270,7 @@ def test_ppo_of_one_epoch_without_a_value_is_reinforce(service):
 
 
 def test_ppo_reports_its_value_loss(service):
-    """A fresh head says 0: the return at t is lambda^(tokens left) times the reward."""
+    """A new head returns 0: the return at t is lambda^(remaining tokens) times the reward."""
     client = service.create_training_client(WHOLE)
     batch = scored(RolloutSampler(client, max_new_tokens=6, samples_per_prompt=3))
     result = PPO(PPOConfig(ppo_epochs=1)).update(batch, client)
@@ -341,13 +341,13 @@ def test_trajectories_stand_in_the_order_of_the_prompts_with_their_meta(service)
 
 
 def test_it_draws_from_the_weights_as_they_are(service):
-    """Another call draws anew; after an update the logprobs are those of the new weights."""
+    """Another call draws new samples; after an update the logprobs are those of the new weights."""
     client = service.create_training_client(WHOLE)
     sampler = RolloutSampler(client, max_new_tokens=6)
     first, second = scored(sampler), scored(sampler)
     assert [t.tokens for t in first] != [t.tokens for t in second]
     twin = RolloutSampler(client, max_new_tokens=6).generate_trajectories(SUMS)
-    # the first call at this version, again
+    # repeats the first call at this version
     assert [t.tokens for t in twin] == [t.tokens for t in first]
     REINFORCE(REINFORCEConfig(learning_rate=1e-2)).update(second, client)
     for batch, agrees in ((scored(sampler), True), (second, False)):
@@ -489,8 +489,8 @@ def test_checkpoints_are_named_in_turn_and_belong_to_their_config(service):
 
 @pytest.mark.slow
 def test_the_cookbooks_script_runs_with_other_imports_and_a_real_sampler(shared_data, tmp_path):
-    """The guide's complete script: imports, the mock sampler and the model's name are replaced, and
-    3 epochs taken for 50.
+    """The guide's complete script runs with its imports, the mock sampler and the model's name
+    replaced, and with 3 epochs instead of 50.
     """
     guide = shared_data.parent / "guide" / "rlvr-cookbook.md"
     if not guide.is_file():

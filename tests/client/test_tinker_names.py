@@ -1,4 +1,4 @@
-"""The public surface of Tinker's client that scripts use."""
+"""Test the public names of Tinker's client that scripts use."""
 
 import asyncio
 import concurrent.futures
@@ -22,8 +22,8 @@ ForwardBackwardOutput SampledProvenanceSpan PromptProvenanceSpan LoraConfig Mode
 SampledSequence SampleResponse SamplingParams StopReason TensorData TensorDtype TrainingRun TinkerError APIError APIStatusError
 APITimeoutError APIConnectionError APIResponseValidationError RequestFailedError BadRequestError AuthenticationError BillingError
 PermissionDeniedError NotFoundError ConflictError UnprocessableEntityError RateLimitError InternalServerError types""".split()
-# Nothing is sent to a service here, and these are of nothing else: they are named, with why, when
-# asked for.
+# These names only concern requests to a remote service, which do not exist here. Accessing them
+# raises an error with the reason.
 NOT_HERE = """AdminClient auth DimuonOptimizerConfig DimuonParams DmelChunk OptimStepRequest ParsedCheckpointTinkerPath RequestOptions
 SampleRequest Timeout""".split()
 VERBS = {
@@ -188,7 +188,7 @@ def test_samples_have_ids_and_datums_say_where_they_come_from(client):
     responses = [future.result() for future in futures]
     sequences = [s for response in responses for s in response.sequences]
     assert len({s.sequence_id for s in sequences}) == 4 and all(s.sequence_id for s in sequences)
-    # the second one's prompt was read for the first
+    # the second request reuses the first one's prompt
     assert [r.prompt_cache_hit_tokens for r in responses] == [0, PROMPT.length]
     assert sequences[0].tokens_np.tolist() == sequences[0].tokens
     assert sequences[0].logprobs_np.dtype == np.float32

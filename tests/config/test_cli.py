@@ -1,4 +1,4 @@
-"""The command line, on settings classes of its own."""
+"""Test the command line, with settings classes defined here."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_every_setting_is_known_by_its_flat_name() -> None:
         *("max_tokens", "stop", "shuffle", "parts", "base_model"),
         "group_size",
     ]
-    # the method's own default, not the section's 1e-4
+    # the method's default, not the section's 1e-4
     assert get_fields(Grpo)["learning_rate"].default == 3e-4
 
 
@@ -209,9 +209,9 @@ def test_recipe_scalars_are_read_by_the_type_of_the_setting() -> None:
         "parts: {length: 0.5, format: 1}\nbase_model: on\n"
     )
     settings = read(path).stages[0].settings
-    # PyYAML alone makes "3e-4" a string
+    # PyYAML by itself reads "3e-4" as a string
     assert settings.optim == Optim(learning_rate=0.0003, betas=(0.5, 0.1))
-    assert settings.sampling.stop == ("no", "x: y", "1.0")  # and "no" a False
+    assert settings.sampling.stop == ("no", "x: y", "1.0")  # PyYAML reads "no" as False
     assert settings.sampling == Sampling(
         stop=("no", "x: y", "1.0"),
         shuffle=False,
@@ -229,14 +229,14 @@ def test_order_of_precedence_default_shared_stage_flag() -> None:
     run = read(path, "--schedule", "cosine", "--group-size", "3")
     assert [stage.name for stage in run.stages] == ["sft-1", "polish", "sft-2"]
     assert [stage.settings.optim.learning_rate for stage in run.stages] == [0.2, 0.1, 0.1]
-    # a flag reaches each stage that has it
+    # a flag applies to each stage that has the setting
     assert [stage.settings.optim.schedule for stage in run.stages] == ["cosine"] * 3
     assert run.stages[1].settings.group_size == 3
     assert (run.name, run.options.seed, run.recipe) == ("r", 5, path)
 
 
 def test_names_of_runs() -> None:
-    assert read().name == "addition"  # no words at all: the default recipe
+    assert read().name == "addition"  # without words: the default recipe
     assert read("--seed", "3").options.seed == 3
     assert read("sft").name == "sft"
     assert read("sft", "--name", "mine").name == "mine"
@@ -252,7 +252,7 @@ def test_method_and_recipe_must_agree() -> None:
     assert "runs 2 stages (sft, grpo); leave out 'grpo'" in problems("grpo", two)[0]
 
 
-# Each way in writes the same three values, of which the second list has mistakes.
+# Each source writes the same values; the second dict has mistakes.
 VALUES = {"learning_rate": 0.5, "betas": (0.5, 0.25), "shuffle": False, "max_tokens": None}
 WRONG = {"learning_rate": "fast", "betas": (0.5,), "group_sise": 4}
 
@@ -307,7 +307,7 @@ def test_every_way_in_means_the_same_and_names_its_place(way: str) -> None:
 
 
 def test_of_two_sources_the_later_counts(folder: Path) -> None:
-    """Each source is over all before it, whichever of them set the setting too."""
+    """Each source overrides all earlier ones, even if they set the setting too."""
     text = "group_size: 2\nstages:\n- method: grpo\n  group_size: 3\n"
     run = read(recipe(text))
     assert run.stages[0].settings.group_size == 3
@@ -398,7 +398,7 @@ def test_settings_of_a_recipe_are_named_as_it_writes_them_and_flags_as_they_are_
     path = recipe("method: grpo\ngroup_size: 1\n")
     assert problems(path) == ["group_size is at least 2, got 1"]
     assert problems(path, "--group-size", "0") == ["--group-size is at least 2, got 0"]
-    # group_size is looked at after it
+    # group_size is checked after learning_rate
     assert problems(path, "--learning-rate", "-1") == ["--learning-rate is positive, got -1.0"]
     named = format_as_flags(
         "batch_size 7 (not --batch-size, my_batch_size, 'batch_size' or batch_sizes)",
@@ -438,14 +438,14 @@ def test_all_problems_are_shown_at_once_in_one_box(capsys: pytest.CaptureFixture
         "--betas",
     ):
         assert expected in err
-    assert err.count("learning_rate: fast") == 1  # wrong in both stages, told once
+    assert err.count("learning_rate: fast") == 1  # wrong in both stages, reported once
 
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_the_box_says_whether_anything_began(
     begun: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`execute` fails before or after it says that it begins."""
+    """`execute` fails before or after it reports its start."""
     from rl.algorithms import METHODS as real
     from rl.config import RunSettings as RealSettings
     from rl.errors import UserError
@@ -552,7 +552,7 @@ def test_short_help_of_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("words", [[], ["grpo"]])
 def test_help_whose_reader_has_left_ends_quietly(words: list[str]) -> None:
-    """As in `train.py --help | head -3`: here nobody reads at all."""
+    """As in `train.py --help | head -3`; here the pipe has no reader at all."""
     train = Path(__file__).parents[2] / "train.py"
     reads, writes = os.pipe()
     os.close(reads)
@@ -611,7 +611,7 @@ def test_a_saved_config_that_no_longer_fits_says_where() -> None:
 def test_difference_names_each_changed_setting() -> None:
     two = recipe("stages:\n- method: sft\n- method: grpo\n")
     saved = run_config.resolve_config(read(two))
-    # to resume is no change of settings
+    # resuming is not a change of settings
     assert run_config.diff_configs(saved, run_config.resolve_config(read(two, "--resume"))) == []
     request = run_config.resolve_config(
         read(two, "--learning-rate", "0.5", "--seed", "1", "--stop", "a", "b")

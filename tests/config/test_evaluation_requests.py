@@ -1,4 +1,4 @@
-"""The settings that evaluate.py resolves for a data set, and the files that it writes."""
+"""Test the settings that evaluate.py resolves for a data set, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_columns_of_a_file_override_no_setting_of_the_run(tmp_path: Path):
     data = resolve(str(file), DataSettings(reward="gsm8k", **columns))
     assert (data.reward, data.prompt_column, data.answer_column) == ("gsm8k", "question", "key")
     assert resolve(str(file), DataSettings(**columns), reward="gsm8k").answer_column == "key"
-    # without a reward, or with that of the columns, the file is read by its columns
+    # without a reward, or with the reward of the columns, the file is read by its columns
     assert resolve(str(file), DataSettings(reward=None)).reward == "multiple_choice"
     requested = resolve(
         str(file), DataSettings(reward="gsm8k", **columns), reward="multiple_choice"

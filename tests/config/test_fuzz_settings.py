@@ -1,4 +1,4 @@
-"""Command lines and recipes made from the schema and then spoilt."""
+"""Test command lines and recipes that are generated from the schema and then damaged."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rl.sanitize import sanitize_message
 REPO = Path(__file__).resolve().parents[2]
 DEFAULT = REPO / "recipes" / "addition.yaml"
 RECIPES = [path.read_bytes() for path in sorted((REPO / "recipes").glob("*.yaml"))]
-SECONDS = 20.0  # of one input: a parser answers at once, on a machine that is not busy
+SECONDS = 20.0  # per input: a parser answers at once on an idle machine
 
-# Words that are no plain decimal number and are accepted where a number is wanted, and why.
+# Words that are not plain decimal numbers but are accepted as numbers, and why.
 WORDS_FOR_NUMBERS = {
     "1_000": "Python's way of writing a thousand",
     "٣": "a digit of another script, read as the number it is",
@@ -43,7 +43,7 @@ _TEXTS = (
 
 @dataclass(frozen=True)
 class Asked:
-    """Words of a line and, where there is one, the recipe that PATH stands for."""
+    """Words of a line and, if present, the recipe that PATH refers to."""
 
     words: tuple[str, ...]
     recipe: bytes | None = None
@@ -54,7 +54,7 @@ class Asked:
 
 
 def _value(field: SettingField, rng: random.Random) -> list[str]:
-    """Words for a setting: often right, often of the wrong kind, count or size."""
+    """Return words for a setting: often right, often of the wrong type, count or size."""
     kind = rng.random()
     if kind < 0.25 and field.spec.choices:
         return [rng.choice(list(field.spec.choices))]
@@ -82,7 +82,7 @@ def _line(rng: random.Random) -> Asked:
     method = rng.choice(list(METHODS))
     table = {**get_fields(METHODS[method].Settings), **get_fields(RunSettings)}
     words, numbers = [method] if rng.random() < 0.95 else [rng.choice(_TEXTS)], []
-    # of equal flags the last wins, and the others are not read
+    # among equal flags the last counts, and the others are not read
     for name in rng.sample(list(table), rng.choice([0, 1, 1, 1, 2, 3, 6])):
         value = _value(table[name], rng)
         numbers += value if table[name].range else []
@@ -97,14 +97,14 @@ def _line(rng: random.Random) -> Asked:
 
 
 def _scalar(word: str, rng: random.Random) -> str:
-    """A word in YAML, sometimes as it should not be written."""
+    """Return a word in YAML, sometimes written wrongly."""
     if rng.random() < 0.1:
         return word
     return json.dumps(word) if rng.random() < 0.5 or not re.fullmatch(r"[\w.+/-]+", word) else word
 
 
 def _yaml(rng: random.Random) -> Asked:
-    """A recipe with odd values, wrong nesting, doubled keys and aliases."""
+    """Return a recipe with odd values, wrong nesting, doubled keys and aliases."""
     numbers: list[str] = []
 
     def settings(method: str, indent: str) -> list[str]:
@@ -146,7 +146,7 @@ def _yaml(rng: random.Random) -> Asked:
 
 
 def inputs(seed: int, count: int) -> Iterator[Asked]:
-    """Lines, recipes of the schema, damaged recipes of the repository, and noise."""
+    """Yield lines, recipes of the schema, damaged recipes of the repository, and noise."""
     rng = random.Random(f"settings {seed}")
     for _ in range(count):
         kind = rng.random()
@@ -175,7 +175,7 @@ def inputs(seed: int, count: int) -> Iterator[Asked]:
 
 
 def _check_numbers(value: Any, field: SettingField) -> None:
-    """What was accepted is finite, of its kind and within its range."""
+    """Check that an accepted value is finite, of its type and within its range."""
     if isinstance(value, tuple):
         for item in value:
             _check_numbers(item, field)
@@ -200,14 +200,14 @@ def _check_run(run: Any, request: Asked) -> None:
     )
     for word in request.numbers:
         if request.recipe is not None and not word.strip():
-            continue  # null, and nothing at all at the end of a list: [3, ]
+            continue  # null, and an empty item at the end of a list: [3, ]
         assert _DECIMAL.fullmatch(word) or word in WORDS_FOR_NUMBERS, (
             f"{word!r} was taken for a number"
         )
 
 
 def check(request: Asked) -> str:
-    """Reads a line (and its recipe)."""
+    """Read a line (and its recipe); return whether it was accepted or refused."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         path = Path(folder) / "r.yaml"
         if request.recipe is not None:
@@ -239,17 +239,17 @@ def test_a_plan_within_its_ranges_or_one_clean_error(seed: int) -> None:
 
 
 def test_found_by_many_more() -> None:
-    """A name or a value of thousands of letters is not said whole."""
+    """A name or a value of thousands of letters is shortened in the error."""
     assert check(Asked(("PATH",), f"method: online_dpo\nquiet: {'x' * 5000}\n".encode())) == REFUSED
     request = Asked(("PATH",), f"stages:\n  - method: sft\n    name: {'x' * 5000}\n".encode())
     assert check(request) == REFUSED
-    # a list of one
+    # a list with a single item
     assert check(Asked(("PATH",), b"method: reward_model\nsteps: [3,  ]\n", ("3", " "))) == ACCEPTED
 
 
 def test_a_number_with_its_kind_is_yamls_own() -> None:
     assert check(Asked(("PATH",), b"method: grpo\nplan_gpus: !!int 3\n", ("!!int 3",))) == ACCEPTED
-    # on the line it is a text
+    # on the command line it is text
     assert check(Asked(("--plan-gpus", "!!int 3"), None, ("!!int 3",))) == REFUSED
 
 
@@ -258,7 +258,7 @@ def test_inputs_are_a_function_of_the_seed() -> None:
 
 
 def test_the_check_finds_what_it_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parser that takes nan, and one that falls over."""
+    """The check fails for a parser that accepts nan, and for a parser that crashes."""
     import test_fuzz_settings as here
 
     sound = read_run

@@ -1,4 +1,4 @@
-"""What is typed wrong about one's own files, and about flags that scripts share with training."""
+"""Test mistakes in the user's files, and in flags that scripts share with training."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every number that can be set is checked where it enters."""
+"""Test that every number in the settings is checked on input."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ BAD = (
     "1e-320",
 )  # fmt: skip
 
-# What is accepted although it looks odd, by value, and why. All else in BAD is refused by every
-# numeric setting.
+# Odd-looking values that are accepted, and why. Every numeric setting refuses all other values of
+# BAD.
 _OFF = "0 turns it off"
 ALLOWED: dict[str, dict[str, str]] = {
     "0": {
@@ -74,7 +74,7 @@ ALLOWED: dict[str, dict[str, str]] = {
            "reward_threshold": "rewards may be negative",
            "other_reward_weight": "a price on what the reward says", "rewards": "a price",
            "reward_models": "a price", "min_reward": "rewards may be negative"},
-    # what float64 can hold and float32 cannot: harmless where it only scales, compares or adds on
+    # representable in float64 but not in float32: harmless if it only scales, compares or adds on
     # the CPU in float64
     "1e-320": {**dict.fromkeys(("plan_gpu_memory", "timeout", "stop_grace", "reward_timeout"),
                                "as good as at once: whatever waits for it ends"),
@@ -127,7 +127,7 @@ ONCE = list(
 
 
 def words(name: str, annotation: str, value: str) -> list[str]:
-    """How such a value is written on the line."""
+    """Return the words for such a value on the command line."""
     return ["gsm8k", value] if name in ("rewards", "reward_models") else [value]
 
 
@@ -143,7 +143,7 @@ def test_every_number_has_a_range() -> None:
         if not isinstance(field.range, Range):
             missing.append(f"{method}: {name}")
     assert not missing, "annotate them: Annotated[float, Range(...)], rl/config/number_range.py"
-    for method, spec in METHODS.items():  # and what has one is a number
+    for method, spec in METHODS.items():  # and each setting with a range is a number
         assert {n for n, f in get_fields(spec.Settings).items() if f.range} == {
             n for m, n, _, _ in NUMBERS if m == method
         }
@@ -190,7 +190,7 @@ def test_every_number_refuses_it_on_the_line_and_names_the_flag(
 
 
 def test_the_list_names_nothing_that_is_refused() -> None:
-    """A setting that only has an effect beside another is built alone."""
+    """Settings that only take effect together with another setting are built separately."""
     tables = {
         name: field
         for spec in METHODS.values()
@@ -208,7 +208,7 @@ def test_the_list_names_nothing_that_is_refused() -> None:
     ids=lambda v: str(v)[:30],
 )
 def test_every_number_refuses_it_in_python(value: Any) -> None:
-    """Instances made without the line: sections built directly, as scripts do."""
+    """Settings sections are built directly, without the command line, as in scripts."""
     for _, name, owner, annotation in ONCE:
         inputs: Any = value
         if "tuple" in annotation:

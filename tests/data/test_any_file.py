@@ -1,4 +1,4 @@
-"""Any user's file: shapes of rows, kinds of files and folders, mixtures, streams, prompts."""
+"""Test any user's file: row formats, kinds of files and folders, mixtures, streams, prompts."""
 
 import csv
 import json
@@ -96,7 +96,7 @@ def test_a_label_says_whether_an_answer_is_good(tmp_path):
 
 
 def tables(folder):
-    """The same four rows in every kind of file."""
+    """Return the same four rows in every kind of file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -174,7 +174,7 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
     both["test"].to_parquet(str(repo / "data" / "validation-00000-of-00001.parquet"))
     (repo / "README.md").write_text("# no front matter\n")
     assert contents(load_problems(repo)) == [row["prompt"] for row in train_rows]
-    assert len(load_problems(repo, split="test")) == 3  # the validation split stands in
+    assert len(load_problems(repo, split="test")) == 3  # the validation split replaces it
     write(repo / "hard" / "a.jsonl", sums(1))
     (repo / "README.md").write_text(
         "---\nconfigs:\n- config_name: easy\n  data_files:\n  - split: train\n    path: "
@@ -213,7 +213,7 @@ def test_a_mixture_gives_each_set_its_share_and_all_its_rows(tmp_path):
     assert [p.index for p in requests[32:64]] == [p.index for p in mixed.batch(1, 32, seed=4)], (
         "a function of the position alone"
     )
-    for tag, part in zip("abc", sets, strict=True):  # each set in epochs of its own, every row once
+    for tag, part in zip("abc", sets, strict=True):  # every set in separate epochs
         reference = [p.messages[0]["content"] for p in requests if p.tag == tag]
         assert all(
             sorted(reference[i : i + len(part)]) == sorted(contents(part))
@@ -250,7 +250,7 @@ def test_a_stream_asks_what_a_set_in_memory_asks(tmp_path, kind):
     assert sorted(contents(epoch)) == sorted(contents(held)) and contents(
         stream.batch(1, 2, seed=1)
     ) == contents(epoch[2:])
-    if kind != "e.parquet":  # of which the row groups are shuffled
+    if kind != "e.parquet":  # this format shuffles its row groups
         assert contents(epoch) == contents(held.batch(0, 4, seed=1))
 
 

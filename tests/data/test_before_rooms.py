@@ -1,5 +1,5 @@
-"""What was written before the rooms were built is still read: a checkpoint resumed, stored answers
-loaded.
+"""Test that files written before the current package layout are still read: a checkpoint is
+resumed, stored answers are loaded.
 """
 
 import json
@@ -22,14 +22,14 @@ WORDS = (
 
 
 def test_a_checkpoint_of_then_goes_on_as_it_did_then(tmp_path, monkeypatch):
-    """The same samples; figures and weights but for the rounding of another processor (the run was
-    two steps of 16 short answers).
+    """Samples are equal; figures and weights agree up to the rounding of another processor (the run
+    was two steps of 16 short answers).
 
     Two steps of Adam at 1e-2 turn a relative error of 1e-6 in a gradient into at most 2e-8 in a
-    weight where the gradient is not itself rounding; 1e-3 leaves out only those. A resume that lost
-    the optimizer's moments is off by 1e-2.
+    weight, unless the gradient itself is rounding; 1e-3 tolerates only those. A resume that lost
+    the optimizer's moments differs by 1e-2.
     """
-    monkeypatch.chdir(BEFORE.parent.parent)  # the reward is named from the repository's root
+    monkeypatch.chdir(BEFORE.parent.parent)  # the reward's path is relative to the repository
     folder = tmp_path / "run"
     shutil.copytree(BEFORE / "run", folder)
     rows = train(f"{WORDS} --reward tests/before_rooms/reward.py:even_digits --resume", folder)

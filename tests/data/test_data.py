@@ -1,4 +1,4 @@
-"""Data sets: order, generated addition, real files, and bad rows named where they stand."""
+"""Test data sets: order, generated addition, real files, and bad rows reported with positions."""
 
 import gzip
 import json
@@ -34,7 +34,7 @@ def test_every_epoch_holds_each_problem_once_and_no_tail_is_dropped():
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     assert problems.epoch(10, 3) == 3.0
-    # a batch beyond the set goes round
+    # a batch larger than the set wraps around
     assert Counter(indices(numbered(3).batch(0, 9, seed=1))) == {0: 3, 1: 3, 2: 3}
 
 
@@ -43,7 +43,7 @@ def test_the_order_is_a_function_of_seed_and_step_alone():
     forwards = [indices(first.batch(step, 8, seed=3)) for step in range(40)]
     backwards = [indices(other.batch(step, 8, seed=3)) for step in reversed(range(40))]
     assert forwards == backwards[::-1]
-    # the same positions cut otherwise
+    # the same positions with another batch size
     assert [i for batch in forwards for i in batch] == [
         i for step in range(80) for i in indices(other.batch(step, 4, seed=3))
     ]
@@ -90,7 +90,7 @@ def test_addition_noise_touches_one_digit_of_the_response_at_its_rate_and_repeat
         changed = [x != y for x, y in zip(problem.response, problem.meta["answer"], strict=True)]
         assert sum(changed) <= 1 and problem.meta == clean[problem.index].meta
         differing += any(changed)
-    # a tenth of the draws give the digit that stood there; the share's standard deviation is 0.006
+    # a tenth of the draws give the original digit; the standard deviation of the share is 0.006
     assert abs(differing / len(noisy) - 0.7 * 0.9) < 0.024
     later = [noisy.at(i, epoch=1).response for i in range(len(noisy))]
     assert [problem.response for problem in noisy] != later
@@ -172,7 +172,7 @@ def test_columns_chats_and_system_prompts(tmp_path):
     problems = load_problems(path, prompt_column="q", answer_column="a", system_prompt="Be brief.")
     assert [message["content"] for message in problems[0].messages] == ["Be brief.", "1+1?"]
     assert problems[0].meta == {"a": 2, "answer": 2, "hint": "h"} and problems[0].tag == "mine"
-    # its own system message stays
+    # the row's system message is kept
     assert [message["content"] for message in problems[1].messages] == ["s", "x"]
 
     chat = [
@@ -280,7 +280,7 @@ def test_hub_names_reach_the_hub_with_their_config(monkeypatch):
 
 
 def test_files_in_the_hubs_cache_are_read_offline_by_name(tmp_path):
-    """As `hf download --repo-type dataset` leaves them. In a process of its own, as below."""
+    """Files as `hf download --repo-type dataset` writes them. Runs in a separate process."""
     repo, commit = tmp_path / "hub" / "datasets--acme--sums", "a" * 40
     data = repo / "snapshots" / commit / "small"
     data.mkdir(parents=True)
@@ -307,7 +307,7 @@ def test_files_in_the_hubs_cache_are_read_offline_by_name(tmp_path):
 
 
 def test_without_the_hub_the_error_says_what_to_do(tmp_path):
-    """In a process of its own: `datasets` reads HF_HUB_OFFLINE when it is imported."""
+    """Runs in a separate process: `datasets` reads HF_HUB_OFFLINE on import."""
     code = "from rl.data import load_problems; load_problems('someone/nothing')"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     out = subprocess.run(
@@ -367,7 +367,7 @@ def test_a_column_that_no_row_has_is_one_error_that_names_the_nearest(tmp_path):
             assert all(text in str(error.value) for text in says) and "bad rows" not in str(
                 error.value
             ), error.value
-    # a row that has it, and seven that lack it
+    # a row with the column, and seven without it
     first = write(tmp_path / "one.jsonl", [{"prompt": "x", "answer": "1"}, *rows])
     with pytest.raises(ValueError, match="1 bad rows beside 7 good"):
         load_problems(first, response_column="solution")
@@ -383,7 +383,7 @@ def test_a_column_that_no_row_has_is_one_error_that_names_the_nearest(tmp_path):
     plain = write(tmp_path / "plain.jsonl", [{"answer": "2", "q": "1+1"}])
     with pytest.raises(ValueError, match="that has it, such as prompt_column q"):
         load_problems(plain)
-    # and a line that is no JSON is not the first thing to say
+    # a line that is not JSON is not reported first
     request.write_text(request.read_text() + '{"query": ')
     with pytest.raises(
         ValueError,

@@ -1,4 +1,4 @@
-"""AIME, multiple choice and IFEval by short names and by files: what is read, and what grades it."""
+"""Test AIME, multiple choice and IFEval by short names and by files: columns and grading."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def test_choices_are_shuffled_by_the_question_alone(tmp_path: Path):
         assert choices["ABCD".index(letter)] == "four"
         listing = "\n".join(f"{name}) {text}" for name, text in zip("ABCD", choices, strict=True))
         assert problem.messages[0]["content"].startswith(f"{row['Question']}\n\n{listing}\n\n")
-        assert "Explanation" not in problem.meta  # nothing but the choices reaches the prompt
+        assert "Explanation" not in problem.meta  # only the choices reach the prompt
         letters[letter] += 1
     # each position is equally likely: 100 +- 4 standard deviations of 8.7
     assert set(letters) == set("ABCD") and all(65 < count < 135 for count in letters.values())
-    # other rows, their order and a limit change nothing
+    # other rows, their order and a limit have no effect
     again = load_problems(write(tmp_path, "few.jsonl", *rows[7:2:-1]), split="test", limit=4)
     assert [p.meta for p in again] == [problems[i].meta for i in (7, 6, 5, 4)]
 
@@ -133,7 +133,7 @@ def test_a_row_with_a_prompt_is_no_multiple_choice(tmp_path: Path):
         ("Answer: Choice (B)", "B"), ("The answer is B, because 4 is even.", "B"),
         ("Answer: B \u2014 12 m", "B"), ("Answer: B because of x", "B"),
         ("\\boxed{\\text{B (12 m)}}", "B"), ("Answer: **Option B**", "B"),
-        # no single letter
+        # not a single letter
         ("Answer: Apples", None), ("Answer: B, not A", None), ("Answer: B (or A)", None),
         ("Answer: B - or maybe C", None), ("Answer: B, C", None), ("Answer: B, c", None),
         ("Answer: B (a)", None), ("Answer: B (or c)", None), ("Answer: options A and B", None),

@@ -1,8 +1,8 @@
-"""Mutated rows in every shape and every kind of file: rows that a checker finds whole, or one error
-that names file and line.
+"""Test mutated rows in every format and every kind of file: either valid rows or an error that
+names file and line.
 
-Seeds are fixed. What may be accepted although it was changed is whatever still has the shape: the
-checker decides, not the mutation.
+Seeds are fixed. A changed row may still be accepted if it has the format: the checker decides, not
+the mutation.
 """
 
 import contextlib
@@ -178,7 +178,7 @@ ODD = [
 
 
 def mutated(row, rng):
-    """The row with one to three things in it changed, removed, repeated or renamed."""
+    """Return the row with one to three parts changed, removed, repeated or renamed."""
     row = copy.deepcopy(row)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         places = list(_places(row))
@@ -209,7 +209,7 @@ def _places(value):
 
 
 def broken(text, rng):
-    """The bytes of a line, or of a file, damaged."""
+    """Return damaged bytes of a line or a file."""
     at = rng.randrange(len(text))
     return rng.choice(
         [
@@ -231,7 +231,7 @@ def broken(text, rng):
 
 
 def written(path, rows, damage=None):
-    """`rows` as the kind of file that `path` names; `damage`: what is done to its bytes."""
+    """Write `rows` as the kind of file that `path` names; `damage` modifies its bytes."""
     lines = [json.dumps(row).encode() for row in rows]
     text = (
         b"\n".join(lines) + b"\n" if ".jsonl" in path.suffixes else b"[" + b",\n".join(lines) + b"]"
@@ -249,7 +249,7 @@ def load(path, shape, **more):
 
 
 def check_problem(problem, renderer):
-    """A row that was accepted can be rendered, kept and scored."""
+    """Check that an accepted row can be rendered, kept and scored."""
     assert problem.messages and problem.place
     for message in problem.messages:
         assert isinstance(message["role"], str) and isinstance(message["content"], str)
@@ -281,7 +281,7 @@ def check_problem(problem, renderer):
 
 @functools.cache
 def byte_renderer():
-    """Bytes: every text can be written."""
+    """Return a renderer over bytes, which can encode every text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -298,14 +298,14 @@ def byte_renderer():
 
 @functools.cache
 def asked_in_good_rows(shape):
-    """What each of the good rows of a shape asks."""
+    """Return the messages of the good rows of a format."""
     with tempfile.TemporaryDirectory() as folder:
         return load(written(Path(folder) / "good.jsonl", [SHAPES[shape][0]]), shape)[0].messages
 
 
 def check_mutated_row(shape, kind, rng, folder):
-    """It stands third among good rows, which `skip` always keeps: whole, or named with file and
-    line.
+    """Put a mutated row third among good rows, which `skip` always keeps: it is either valid or
+    reported with file and line.
     """
     good, outcome = SHAPES[shape][0], ACCEPTED
     bad = mutated(good, rng)
@@ -328,7 +328,7 @@ def check_mutated_row(shape, kind, rng, folder):
 
 
 def check_damaged_file(shape, kind, rng, folder):
-    """One line of a file, or its compressed bytes, damaged: whole rows or one error."""
+    """Damage one line of a file, or its compressed bytes: the result is valid rows or an error."""
     path = written(folder / f"file.{kind}", [SHAPES[shape][0]] * 4, lambda text: broken(text, rng))
     try:
         result = load(path, shape)
@@ -347,7 +347,7 @@ CHECKS = {"row": check_mutated_row, "file": check_damaged_file}
 
 
 def inputs(seed, count):
-    """(what is damaged, shape of the rows, kind of file, seed of the damage)"""
+    """Yield (what is damaged, format of the rows, kind of file, seed of the damage)."""
     rng = random.Random(f"rows {seed}")
     for _ in range(count):
         yield (
@@ -360,7 +360,7 @@ def inputs(seed, count):
 
 def check(item):
     what, shape, kind, seed = item
-    # rows that were skipped
+    # stderr receives the skipped rows
     with (
         tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
         contextlib.redirect_stderr(io.StringIO()),
@@ -370,7 +370,7 @@ def check(item):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_mutated_rows_are_whole_or_named(shape, tmp_path):
-    """40 a shape, over the kinds of files."""
+    """Runs 40 rows per format, over the kinds of files."""
     rng = random.Random(f"rows {shape}")
     for number in range(40):
         check_mutated_row(shape, FILES[number % 4], rng, tmp_path)
@@ -378,7 +378,7 @@ def test_mutated_rows_are_whole_or_named(shape, tmp_path):
 
 @pytest.mark.parametrize("kind", FILES)
 def test_damaged_files_are_whole_rows_or_one_error(kind, tmp_path):
-    """40 a kind."""
+    """Runs 40 files per kind."""
     rng = random.Random(f"files {kind}")
     results = [
         check_damaged_file(rng.choice(sorted(SHAPES)), kind, rng, tmp_path) for _ in range(40)
@@ -387,7 +387,7 @@ def test_damaged_files_are_whole_rows_or_one_error(kind, tmp_path):
 
 
 def test_found_by_many_more():
-    """A column that no row has is one mistake, and its error says in which file."""
+    """A column that no row has is reported once, with the file."""
     assert check(("file", "parts", "jsonl", 3752156963)) == REFUSED
 
 

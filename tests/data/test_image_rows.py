@@ -1,6 +1,4 @@
-"""Images as people give them: in messages, in rows of data, as Tinker spells them; and who says
-that it cannot see.
-"""
+"""Test images in messages, data rows and Tinker's form, and the errors of models without vision."""
 
 import base64
 import io
@@ -96,7 +94,7 @@ def test_an_image_lies_upright_and_on_white():
     image = Image.new("RGB", (8, 16), (250, 0, 0))
     image.paste((0, 0, 250), (0, 0, 8, 8))
     exif = image.getexif()
-    exif[274] = 6  # to be turned by a quarter
+    exif[274] = 6  # rotate by 90 degrees
     buffer = io.BytesIO()
     image.save(buffer, "PNG", exif=exif)
     assert open_image(make_image_chunk(buffer.getvalue())).size == (16, 8)
@@ -121,7 +119,7 @@ def test_an_image_chunk_takes_the_tokens_that_the_model_makes_of_it(tokenizer):
         *tokenizer.encode("."),
     ]
     with pytest.raises(ValueError, match="image chunk"):
-        result.to_ints()  # who forgets the images does not go on without them
+        result.to_ints()  # reading the tokens without the images is an error
     expected = ModelInput([ImageChunk(inputs.chunks[1].data, "png", expected_tokens=24)])
     assert reader.resolve_tokens(expected).length == 24
     with pytest.raises(ValueError, match="takes 24 tokens in this model, expected_tokens is 25"):
@@ -389,7 +387,7 @@ def test_a_column_that_is_named_is_read_and_an_image_feature_as_well(tmp_path):
 
 
 def test_shapes_are_what_their_answers_say():
-    """Counted by flood fill; permuted pixels keep every colour and lose the shapes."""
+    """Count by flood fill; permuted pixels keep every colour and lose the shapes."""
 
     def count(image):
         grey = np.asarray(image).astype(int)
@@ -466,8 +464,8 @@ def test_careless_answers_begin_with_their_epoch_and_are_wrong():
 
 
 def test_a_fresh_model_that_sees_has_a_tower_that_writes_what_it_sees():
-    """Its patches come out as large as they went in; with a spread of 0.02 at a width of 64 they
-    were some hundred times smaller.
+    """Its patches have the same scale as the input; with an initial spread of 0.02 at a width of 64
+    they were about a hundred times smaller.
     """
     from rl.models import load_model
 

@@ -1,4 +1,4 @@
-"""Preference rows in the shapes that people have them in, and what is said of those that are none."""
+"""Test preference rows in their common formats, and the errors for invalid rows."""
 
 import gzip
 import json

@@ -1,5 +1,5 @@
-"""What cannot be trained on is found before the first step, with file and line, and `skip` leaves
-it out: rows and stored answers.
+"""Test checks of rows and stored answers: invalid ones are reported before the first step, with
+file and line, and `skip` drops them.
 """
 
 import json
@@ -223,8 +223,8 @@ def test_pairs_that_fit_alone_and_not_side_by_side(tmp_path, renderer):
 
 
 def test_what_is_left_out_of_joined_sets_leaves_variants_and_order(tmp_path, renderer):
-    """Rows of a file, one too long, beside generated ones with noise: the others are what they
-    were, in each epoch.
+    """A file has a row that is too long, and is joined with generated rows with noise: the other
+    rows are unchanged in each epoch.
     """
     path = write(
         tmp_path / "rows.jsonl",
@@ -272,8 +272,8 @@ def test_stored_answers_that_are_too_long_are_skipped_one_by_one(tmp_path, rende
 
 
 def test_all_faults_of_all_rows_are_told_at_once(tmp_path):
-    """Rows that cannot be read, rows that the model has no room for, and those of a second file, in
-    one error.
+    """A single error covers unreadable rows, rows that exceed the model's context, and rows of a
+    second file.
     """
     good = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(20)]
     path = write(
@@ -393,7 +393,7 @@ def test_a_run_that_skips_goes_on_without_what_is_too_long(tmp_path):
 
 
 def test_half_a_surrogate_pair_is_written_as_an_escape_and_read_back(tmp_path):
-    """A sample's error may hold any text of the user's code."""
+    """A sample's error may contain any text from the user's code."""
     row = {"error": "a\ud800b\udfff", "text": "é数"}
     line = format_json_line(row)
     assert line.encode() and json.loads(line) == row and "é数" in line
@@ -423,6 +423,6 @@ def test_a_damaged_line_of_a_runs_file_is_named(tmp_path, text, says):
     path.write_bytes(text)
     with pytest.raises(UserError, match=f"metrics.jsonl {says}.*repair or delete that line"):
         read_jsonl(path)
-    # the last line of a writer that was killed, perhaps within a character
+    # the last line of a killed writer, perhaps cut within a character
     path.write_bytes(text.rstrip(b"\n"))
     assert read_jsonl(path) == [{"a": 1}]

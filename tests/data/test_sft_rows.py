@@ -1,5 +1,5 @@
-"""What a stage makes of any file: lengths, held-out sets, stops, flags; and what SFT learns and
-measures.
+"""Test what a stage reads from any file (lengths, held-out sets, stops, flags), and what SFT learns
+and measures.
 """
 
 import json
@@ -90,7 +90,7 @@ def test_too_long_rows_are_named_counted_skipped_or_cut(tmp_path, caplog, tokeni
         datum.model_input.to_ints() == whole.model_input.to_ints()[:19]
         and datum.loss_fn_inputs["weights"].array.sum() == 16
     )
-    # sampled: room for max_tokens
+    # sampled: leaves space for max_tokens
     asks = select_good_rows(problems, check(plain, sampled=8, reads=(), max_row_tokens=20), "error")
     assert contents(asks) == ["111=", "111="]
 
@@ -149,7 +149,7 @@ def test_all_turns_are_learnt_by_default_and_a_text_whole(tokenizer):
     # "2", "4" and the end mark of each
     assert (weights["all_assistant"].sum(), weights["last_assistant"].sum()) == (4, 2)
     text = SFT(SftSettings()).datums([Problem((), {}, "1+1=2")], plain, None, 0)[0]
-    # four of five characters follow one, and EOS
+    # four of five characters have a predecessor, plus EOS
     assert text.loss_fn_inputs["weights"].array.sum() == 5
     output = SFT(SftSettings()).remark([row], plain)
     assert "every message of the assistant" in output and f"{4 / 11:.1%}" in output
@@ -188,7 +188,7 @@ def test_token_accuracy_is_that_of_the_plain_logits(fused):
 @pytest.mark.slow
 def test_sft_without_a_reward_measures_held_out_rows_keeps_the_best_and_counts_epochs(tmp_path):
     rows = [{"prompt": f"{a}+{a}=", "completion": str(2 * a)} for a in range(10, 60)]
-    rows[7]["completion"] = "1" * 40  # left out, and no part of an epoch
+    rows[7]["completion"] = "1" * 40  # dropped, so no part of an epoch
     path = write(tmp_path / "rows.jsonl", rows)
     words = (
         f"sft --dataset {path} --epochs 2 --batch-size 8 --eval-every 3 --learning-rate 3e-3 "

@@ -1,5 +1,5 @@
-"""A real Slurm on this machine: munged, a controller and two node daemons in a folder of their own.
-For test_slurm.py.
+"""Run a real Slurm on this machine, for test_slurm.py: munged, a controller and two node daemons in
+a separate folder.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
-# Nodes as the scripts expect them: eight GPUs (of which nothing but the count exists).
-# proctrack/linuxproc signals and kills every descendant of a step, as the usual cgroups do. A
-# requeued job waits cred_expire seconds.
+# The scripts expect nodes of eight GPUs, of which only the count exists here. proctrack/linuxproc
+# signals and kills every descendant of a step, like the usual cgroups. A requeued job waits
+# cred_expire seconds.
 CONFIG = """
 ClusterName=whetstone
 SlurmctldHost={host}(127.0.0.1)
@@ -53,7 +53,7 @@ PartitionName=debug Nodes=n1,n2 Default=YES
 
 
 class Cluster:
-    """`call("sbatch", ...)` runs a client against this cluster and returns what it printed."""
+    """`call("sbatch", ...)` runs a client against this cluster and returns its output."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -72,12 +72,12 @@ class Cluster:
         return done.stdout
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What scontrol shows of a job: JobState, Restarts, ExitCode ..."""
+        """Return scontrol's fields of a job: JobState, Restarts, ExitCode ..."""
         text = self.call("scontrol", "--oneliner", "show", "job", job_id)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def wait(self, job_id: str, deadline: float) -> dict[str, str]:
-        """The job when it has ended; what it is at when time.monotonic() reaches `deadline`."""
+        """Return the job once it has ended, or its state at `deadline` of time.monotonic()."""
         while True:
             job = self.job(job_id)
             if (
@@ -97,8 +97,8 @@ class Cluster:
 
 @contextmanager
 def cluster() -> Iterator[Cluster]:
-    """Starts it, yields it with both nodes idle, and kills all of it, jobs first."""
-    # short: sockets have paths of at most 107 characters
+    """Start a cluster, yield it with both nodes idle, and kill all of it, jobs first."""
+    # a short path: socket paths have at most 107 characters
     folder = Path(tempfile.mkdtemp(prefix="whetstone-slurm-"))
     folder.chmod(0o755)
     with ExitStack() as stack:
@@ -152,7 +152,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _start(stack: ExitStack, result: Cluster, *words: str) -> None:
-    """A daemon in the foreground, which ends with the stack."""
+    """Start a daemon in the foreground, which ends with the stack."""
     log = stack.enter_context(
         (result.folder / f"{words[0]}-{words[-1].rpartition('/')[2]}.out").open("w")
     )
@@ -190,7 +190,7 @@ def _idle(result: Cluster) -> int:
 
 
 def _cancel_all(result: Cluster) -> None:
-    """Ends every job and waits until their processes are gone."""
+    """Cancel every job and wait until their processes have ended."""
     subprocess.run(
         ["scancel", f"--user={getpass.getuser()}"],
         env=result.environment,

@@ -1,5 +1,5 @@
-"""Ranks that share each micro-batch by its positions: gradients, logprobs and an update are those
-of one process.
+"""Test ranks that split each micro-batch by positions: gradients, logprobs and an update equal
+those of a single process.
 """
 
 import json
@@ -14,7 +14,8 @@ from tiny_models import tiny_model
 pytestmark = pytest.mark.slow
 SCRIPT = "context_ranks_case.py"
 BOUND = 1e-6  # rounding in fp32, relative to the norm of the gradient
-# (launch config, processes, ranks of a group): each config, groups of two and of four, several groups
+# (launch config, processes, ranks of a group): each config, groups of two and of four, several
+# groups
 LAUNCHES = [
     ("ddp", 4, 4),
     ("fsdp2", 4, 2),
@@ -79,14 +80,14 @@ NEW_RUN = (
 
 
 def train(folder, words):
-    """What `train.py WORDS` does on two processes under ZeRO-3."""
+    """Run `train.py WORDS` on two processes under ZeRO-3; return its metrics."""
     options = [*words.split(), "--quiet", "--output-dir", folder]
     run_launch("zero3", folder.parent, *options, script="train.py", seconds=200)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def assert_same_metrics(ours, theirs):
-    """All but times, within the rounding of fp32 (differences of logprobs are nothing else)."""
+    """Check all metrics except times, within fp32 rounding (logprob differences are rounding)."""
     assert len(ours) == len(theirs) == 6
     for first, other in zip(ours, theirs, strict=True):
         for name, value in other.items():

@@ -1,7 +1,7 @@
-"""Gradients, updates, samples and saved weights of every launch, against plain torch in float64 on
-one process.
+"""Test gradients, updates, samples and saved weights of every launch against plain torch in float64
+on one process.
 
-One launch a backend computes everything (distributed_cases.py); the tests look at what it wrote.
+A single launch per backend computes everything (distributed_cases.py); the tests check its output.
 """
 
 import json
@@ -36,11 +36,11 @@ from rl.types import Datum, LoraConfig
 
 pytestmark = pytest.mark.slow
 REPO = Path(__file__).resolve().parents[2]
-# parameters of at most so many numbers stay whole: the norms do, matrices and adapters are sharded
+# parameters up to this size are not sharded: this covers the norms, but no matrices and adapters
 SHARDED = 200
-# launch: accelerate config (None: one process); distributed type, what wraps the model ("*" is its
-# own class), processes; a second DeepSpeed config for the same processes. The last two: two
-# machines of two GPUs.
+# launch: (accelerate config, or None for one process; (distributed type, class of the wrapper ("*"
+# is the model's class), processes); a second DeepSpeed config for the same processes). The last
+# two: two machines of two GPUs.
 LAUNCHES = {
     "one process": (None, ("NO", "*", 1), None),
     "ddp": ("ddp", ("MULTI_CPU", "*", 2), None),
@@ -63,11 +63,11 @@ STARTS = ("tied", "untied", "value", "lora_tied", "lora_untied")
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory) -> Path:
-    """Models with no weight at its initial zero or one, so that every gradient counts."""
+    """Save models without weights at an initial zero or one, so that every gradient counts."""
     folder = tmp_path_factory.mktemp("starts")
     model = load_model("tiny:addition", seed=1).model
     model.config.tie_word_embeddings = False
-    # made different below
+    # gets different values below
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     model.save_pretrained(str(folder / "untied_base"))
     for name in STARTS:
@@ -82,8 +82,8 @@ def starts(tmp_path_factory) -> Path:
 
 
 def sharded(config: str, folder: Path, **settings: int) -> Path:
-    """The project's DeepSpeed config, which at its own threshold would leave a model this small
-    whole. `settings`: more of ZeRO's.
+    """Write the project's DeepSpeed config with a lower threshold; its default would not shard a
+    model this small. `settings`: more ZeRO settings.
     """
     content = json.loads((REPO / "ds_configs" / f"{config}.json").read_text())
     settings["stage3_param_persistence_threshold"] = SHARDED
@@ -102,10 +102,11 @@ def start_launch(
     options: Sequence[str] = (),
     ranks: Ranks | None = None,
 ) -> Launch:
-    """Start `script` in the folder `out` on the ranks of a launch config; `config` None: on one.
+    """Start `script` in the folder `out` on the ranks of a launch config, or on a single rank if
+    `config` is None.
 
-    The ranks are forks of a process that has everything imported, in the environment that
-    accelerate's launcher makes of the config and of `options`. The launcher itself is part of
+    The ranks are forks of a process with everything imported, in the environment that accelerate's
+    launcher makes of the config and of `options`. The launcher itself is part of
     test_two_processes.py, test_services.py, test_sharded_loading.py and test_crash_safety.py.
     """
     environment = {"TORCH_EXTENSIONS_DIR": str(out / "extensions")}
@@ -125,14 +126,14 @@ def start_launch(
 def run_launch(
     config: str | None, out: Path, *words: str | Path, seconds: float = 300.0, **options: Any
 ) -> None:
-    """Run `start_launch` to its end: all of its processes are gone afterwards."""
+    """Run `start_launch` to its end: all of its processes have ended afterwards."""
     launch = start_launch(config, out, *words, **options)
     assert set(launch.wait(seconds)) == {0}, launch.output()[-3000:]
 
 
 def case_on_ranks(script, start, out, config, seconds, processes=2, words=()):
-    """What `script` leaves in out/found.pt, on two or more processes of a launch config; `config`
-    None: on one. `words`: further arguments of the script.
+    """Run `script` on two or more processes of a launch config, or on a single process if `config`
+    is None; return the content of out/found.pt. `words`: further arguments of the script.
     """
     run_launch(
         config, out, start, out, *words, seconds=seconds, processes=processes, script=f"tests/{script}"
@@ -141,7 +142,7 @@ def case_on_ranks(script, start, out, config, seconds, processes=2, words=()):
 
 
 def assert_same_gradients(single, result, cases):
-    """Of each case ({parameter: gradient}, norm), as one process has it and as two have."""
+    """Check that each case ({parameter: gradient}, norm) agrees between one process and two."""
     for case in cases:
         (first, norm), (both, found_norm) = single[case], result[case]
         assert first.keys() == both.keys() and norm > 0
@@ -177,7 +178,7 @@ def launched(request, starts, tmp_path_factory) -> tuple[str, dict, Path]:
 
 
 def load(starts: Path, start: str, folder: Path | None = None, dtype: torch.dtype = torch.float64):
-    """The start (or what was saved in `folder`) with transformers and PEFT alone."""
+    """Return the start (or the model saved in `folder`), loaded only with transformers and PEFT."""
     folder = folder or starts / start / "model"
     if "lora" not in start:
         model = AutoModelForCausalLM.from_pretrained(str(folder))
@@ -201,7 +202,7 @@ def logprobs_of(model, tokens: list[int], targets: list[int]) -> torch.Tensor:
 
 
 def datum_loss(loss: str, datum: Datum, logp_T: torch.Tensor) -> torch.Tensor:
-    """Each loss written once more, on one datum, from its paper."""
+    """Return the loss of one datum, written from the loss's paper."""
     fields = {name: data.to_torch().to(logp_T.dtype) for name, data in datum.loss_fn_inputs.items()}
     if loss == "cross_entropy":
         return -(fields["weights"] * logp_T).sum()
@@ -219,7 +220,7 @@ def datum_loss(loss: str, datum: Datum, logp_T: torch.Tensor) -> torch.Tensor:
 
 
 def backward(model, datums: list[Datum], loss: str, divisor: float = DIVISOR) -> float:
-    """Adds the gradient of the loss's sum, a datum at a time in float64 sums; returns the loss."""
+    """Add the gradient of the loss's sum, a datum at a time in float64 sums; return the loss."""
     total = 0.0
     for datum in for_loss(datums, loss):
         tokens, targets = (
@@ -262,8 +263,8 @@ class References:
         return self.known[start, loss, key]
 
     def bf16_noise(self, start: str, loss: str) -> float:
-        """How far plain torch in bf16 on one process is from float64: gradients of single datums,
-        added up in float64.
+        """Return the distance of plain torch in bf16 on one process from float64: gradients of
+        single datums, added up in float64.
         """
         exact, _ = self.gradient(start, loss, eight())
         total = {name: torch.zeros_like(value) for name, value in exact.items()}
@@ -283,7 +284,7 @@ def references(starts) -> References:
 
 
 def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Relative, by the norm over all parameters."""
+    """Return the relative difference, by the norm over all parameters."""
     assert got.keys() == expected.keys()
     apart = sum(float((got[name].double() - expected[name]).square().sum()) for name in expected)
     whole = sum(float(value.square().sum()) for value in expected.values())
@@ -295,10 +296,10 @@ def assert_same(
     expected: dict[str, torch.Tensor],
     bound: float = GRADIENT_BOUND,
 ) -> None:
-    """The gradient, each parameter's by itself (a wrong small one hides in the whole norm), and the
-    norm as reported.
+    """Check the gradient per parameter (the whole norm hides a small wrong parameter), and the
+    reported norm.
 
-    A parameter's own gradient may be twenty times smaller than what it is the difference of.
+    The gradient of a parameter may be twenty times smaller than the terms it is the difference of.
     """
     gradient, norm = result
     assert difference(gradient, expected) < bound
@@ -312,9 +313,7 @@ def assert_same(
 
 
 def test_the_launch_is_what_it_says(launched):
-    """No launch passes as plain training on one process, and under ZeRO-3 each rank really holds a
-    part.
-    """
+    """Each launch really uses its backend, and under ZeRO-3 each rank holds only a part."""
     name, results, _ = launched
     kind, wrapped, processes = LAUNCHES[name][1]
     for case in GRADIENTS:
@@ -329,7 +328,8 @@ def test_the_launch_is_what_it_says(launched):
         )
         assert launch["stage"] == (int(name[4]) if name.startswith("zero") else None)
         assert launch["dtype"] == "fp32"
-        # twice the timeout and a minute, see ObjectGroup; never a library's own half hour
+        # twice the timeout plus a minute, see ObjectGroup; never a library's default of half an
+        # hour
         assert launch["bound"] <= 2 * 60 + 60
         share = launch["own"] / launch["parameters"]
         if name.startswith("zero3"):
@@ -339,16 +339,16 @@ def test_the_launch_is_what_it_says(launched):
 
 
 def test_nothing_is_compiled_at_start(launched):
-    """Torch builds extensions under a lock: one that a killed process has left would hold up every
-    later start, for ever.
+    """Torch builds extensions under a lock, and a killed process's lock would block all later
+    starts.
     """
     _, _, out = launched
     assert not (out / "extensions").exists()
 
 
 def test_cuts_are_what_they_say(launched):
-    """Micro-batches of rank 0. (Eight unequal sequences need not make two halves of equal cost, so
-    two ranks may have two each.)
+    """Checks the micro-batches of rank 0. (Eight unequal sequences do not always split into two
+    halves of equal cost, so two ranks may have two each.)
     """
     name, results, _ = launched
     processes = LAUNCHES[name][1][2]
@@ -363,7 +363,7 @@ def test_gradients(launched, references, case):
     result, expected = results[case], GRADIENTS[case]
     gradient, loss = references.gradient(expected.start, expected.loss, eight())
     assert_same((result["gradient"], result["norm"]), gradient)
-    if expected.loss == "custom":  # it divides by itself
+    if expected.loss == "custom":  # the custom loss divides by itself
         loss /= DIVISOR
     assert result["loss"] == pytest.approx(loss, rel=1e-5)
 
@@ -389,8 +389,8 @@ def test_unequal_shares(launched, references, case):
 def without_its_weakest_token(
     references: References, start: str, loss: str
 ) -> dict[str, torch.Tensor]:
-    """The gradient of `eight` without one token of some fifty: the one of the smallest advantage
-    that is not clipped away.
+    """Return the gradient of `eight` without one of some fifty tokens: the token with the smallest
+    advantage that is not clipped.
     """
     whole = references.gradient(start, loss, eight())[0]
     advantages = [
@@ -425,7 +425,7 @@ def test_a_wrong_divisor_is_seen(launched, references, start):
     """With every loss divided once more by the number of processes, the comparison above fails."""
     name, results, _ = launched
     expected = references.gradient(start, "ppo", eight())[0]
-    if name == "one process":  # where that is no defect
+    if name == "one process":  # not a defect here
         return assert_same(results[f"planted, {start}"], expected)
     with pytest.raises(AssertionError):
         assert_same(results[f"planted, {start}"], expected)
@@ -435,8 +435,8 @@ def test_a_wrong_divisor_is_seen(launched, references, start):
 
 
 def test_models_side_by_side_are_each_as_if_alone(launched, starts, references):
-    """A policy, a critic and a frozen model, each with an engine of its own: no call or update of
-    one is seen by another.
+    """A policy, a critic and a frozen model have separate engines: calls and updates of a model do
+    not affect the others.
     """
     result = launched[1]["two models"]
     assert_same(result["policy"], references.gradient("tied", "ppo", eight())[0])
@@ -454,8 +454,8 @@ def test_models_side_by_side_are_each_as_if_alone(launched, starts, references):
 def updated(
     starts: Path, start: str, loss: str = "ppo", steps: int = 5
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Updates by torch's AdamW and clipping in float64: how each trained weight changed, and the
-    norms before clipping.
+    """Update with torch's AdamW and clipping in float64; return the change of each trained weight,
+    and the norms before clipping.
     """
     model, norms = load(starts, start), []
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -479,7 +479,7 @@ def updated(
 
 @pytest.mark.parametrize("start", ["untied", "lora_tied"])
 def test_updates(launched, starts, start):
-    """The weights come back through the folder that transformers or PEFT reads."""
+    """The weights are read back from the folder that transformers or PEFT reads."""
     _, results, out = launched
     expected, norms = updated(starts, start)
     assert results[f"updates, {start}"]["norms"] == pytest.approx(norms, rel=1e-5)
@@ -492,8 +492,8 @@ def test_updates(launched, starts, start):
 
 @pytest.mark.parametrize("start", ["untied", "lora_tied"])
 def test_saved_weights_are_those_that_sampled(launched, starts, start):
-    """Reloaded by transformers or PEFT: the logprobs of the learner, of the sampler's tokens, and
-    of given tokens.
+    """Reload with transformers or PEFT: the logprobs equal those of the learner, of the sampler's
+    tokens, and of fixed tokens.
     """
     _, results, out = launched
     result = results[f"updates, {start}"]
@@ -522,8 +522,8 @@ def test_saved_weights_are_those_that_sampled(launched, starts, start):
 
 @pytest.mark.parametrize("start", ["untied", "lora_tied"])
 def test_resumed_is_undisturbed(launched, start):
-    """One more update, on the client at hand and on one made from its checkpoint: the same bits,
-    and another than before.
+    """After one more update, the running client and a client made from its checkpoint have the same
+    bits, which differ from before.
     """
     _, _, out = launched
     file = "adapter_model.safetensors" if "lora" in start else "model.safetensors"
@@ -537,8 +537,8 @@ def test_resumed_is_undisturbed(launched, start):
 
 @pytest.mark.parametrize("start", ["untied", "lora_tied"])
 def test_ranks_sample_unequal_lengths(launched, start):
-    """One rank's samples ended at their first token, the other's ran to the limit; alone, the first
-    are drawn again.
+    """The samples of one rank ended at their first token, and those of the other ran to the limit.
+    The first are equal when they are drawn separately.
     """
     _, results, _ = launched
     result = results[f"updates, {start}"]
@@ -564,10 +564,10 @@ def test_offloaded_optimizer(launched, references, case):
 
 @pytest.mark.parametrize("case", FEW)
 def test_bf16_gradients(launched, references, case):
-    """At most twice as far from float64 as plain torch in bf16 on one process: the noise of one
+    """At most twice as far from float64 as plain torch in bf16 on one process: the noise of a
     rounding, drawn once more.
 
-    A divisor wrong by two is 0.5 away.
+    A divisor that is wrong by a factor of two gives 0.5.
     """
     _, results, _ = launched
     result, expected = results[f"bf16: {case}"], GRADIENTS[case]
@@ -623,8 +623,8 @@ def test_a_second_copy_of_the_weights_needs_stage_3(monkeypatch, tmp_path, stage
 
 @pytest.mark.parametrize("start", ["tied", "lora_tied"])
 def test_bf16_gradients_add_up_in_fp32(launched, start):
-    """Five equal calls give five times the gradient of one, as exactly as float32 adds: bf16 sums
-    would be 2e-3 apart.
+    """Five equal calls give five times the gradient of one call, within float32 addition: bf16 sums
+    would differ by 2e-3.
     """
     _, results, _ = launched
     once, repeated = results[f"bf16 repeated, {start}"]
