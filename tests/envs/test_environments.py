@@ -602,7 +602,7 @@ def bad_process(bad_file):
 
 
 def check_damage(result, options):
-    """Check that a failing episode 1 of three is lost and named, and the others keep their rewards."""
+    """Check that a failing episode 1 of three is lost and named; the others keep their rewards."""
     (group,) = result.groups
     if options in ("print", "fine"):
         assert group.get_total_rewards() == [0.0, 1.0, 2.0] and not result.errors
