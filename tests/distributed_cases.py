@@ -1,10 +1,10 @@
-"""What a launch of one or several processes computes through the clients; test_distributed.py
-compares it. Not a test by itself.
+"""Compute the cases of test_distributed.py through the clients, in a launch of any number of
+processes. Not a test itself.
 
     accelerate launch --config_file accelerate_configs/X.yaml tests/distributed_cases.py STARTS OUT [--also DS_CONFIG]
 
-STARTS: saved models to begin from, made by the test. OUT: results.pt and what is saved for
-samplers. --also: a second DeepSpeed config, under which a few cases run again in the same
+STARTS: saved models to begin from, made by the test. OUT: folder for results.pt and the saved
+sampler weights. --also: a second DeepSpeed config, under which a few cases run again in the same
 processes.
 """
 
@@ -33,17 +33,17 @@ from rl.runtime.verb_table import verb  # noqa: E402
 from rl.types import AdamParams, Datum, ModelInput  # noqa: E402
 
 DIVISOR = 7.0
-# With lr 0, beta1 0 and no clipping AdamW changes no weight, and its first moment is the step's
-# gradient before clipping.
+# With lr 0, beta1 0 and no clipping, AdamW changes no weight, and its first moment is the gradient
+# of the step before clipping.
 LOOK = AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.0, eps=1.0)
 PROMPTS = [[3, 4, 12, 5, 6, 13], [3, 4, 12]]
-SMALL = {"token_budget": 20}  # a few sequences a micro-batch
+SMALL = {"token_budget": 20}  # a few sequences per micro-batch
 
 
 @dataclass(frozen=True)
 class Case:
-    """One gradient of eight datums. `settings`: the learner's; `calls`: how many of them each
-    forward_backward takes.
+    """One gradient of eight datums. `settings`: learner settings; `calls`: the number of datums in
+    each forward_backward.
     """
 
     start: str
@@ -92,8 +92,8 @@ def eight() -> list[Datum]:
 
 
 def masked_on_one_rank() -> list[Datum]:
-    """The longest first, as they are dealt out one a micro-batch; every second one, all of rank
-    1's, has nothing to learn.
+    """Return the datums longest first, the order in which they are dealt out, a single datum per
+    micro-batch. Every second datum, all of rank 1's, is fully masked.
     """
     ordered = sorted(eight(), key=lambda d: -d.model_input.length)
     for datum in ordered[1::2]:
@@ -103,7 +103,7 @@ def masked_on_one_rank() -> list[Datum]:
 
 
 def for_loss(datums: Sequence[Datum], loss: str) -> list[Datum]:
-    """With the fields that the loss takes; the advantages stand in for returns."""
+    """Return the datums with the fields of the loss; the advantages serve as returns."""
     if loss not in ("cross_entropy", "value"):
         return list(datums)
     reference = (
@@ -120,8 +120,8 @@ def for_loss(datums: Sequence[Datum], loss: str) -> list[Datum]:
 def over_sequences(
     data: list[Datum], logprobs: list[torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """A loss that is no sum over tokens: one clipped ratio a sequence, the exponential of its mean
-    log ratio.
+    """Return a loss that is not a sum over tokens: a clipped ratio per sequence, the exponential of
+    its mean log ratio.
     """
     total = torch.zeros(())
     for datum, logp_T in zip(data, logprobs, strict=True):
@@ -138,7 +138,9 @@ def over_sequences(
 
 
 def update_params(step: int) -> AdamParams:
-    """Every setting changes; the norm is always above what it is clipped to."""
+    """Return AdamParams in which every setting changes per step; the norm always exceeds
+    grad_clip_norm.
+    """
     return AdamParams(
         1e-3 * (step + 1),
         0.8 + 0.02 * step,
@@ -154,7 +156,7 @@ def update_datums(step: int) -> list[Datum]:
 
 
 class CaseWorker(TrainingWorker):
-    """A worker with verbs that look inside and change what a launch fixes."""
+    """A worker with extra verbs that inspect it and change what a launch fixes."""
 
     @verb()
     def configure(self, settings: dict[str, Any]) -> None:
@@ -162,9 +164,7 @@ class CaseWorker(TrainingWorker):
 
     @verb()
     def relaunch(self, bf16: bool, ds_config: str | None) -> None:
-        """What the same processes would have been launched as with another precision or DeepSpeed
-        config.
-        """
+        """Recreate the accelerator as if launched with another precision or DeepSpeed config."""
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state()
@@ -175,8 +175,8 @@ class CaseWorker(TrainingWorker):
 
     @verb()
     def describe(self, model_id: int) -> dict[str, Any]:
-        """`own`: the numbers that this rank holds of the model while nothing runs; `bound`: seconds
-        of the longest wait in a collective.
+        """Return facts about the launch. `own`: the number of parameters that this rank holds while
+        nothing runs; `bound`: the longest collective timeout in seconds.
         """
         backend = self.learners[model_id].backend
         reference = [
@@ -203,7 +203,9 @@ class CaseWorker(TrainingWorker):
 
     @verb()
     def gradient(self, model_id: int) -> tuple[dict[str, torch.Tensor], float]:
-        """What was accumulated, by parameter name (on rank 0), and its norm as a step reports it."""
+        """Return the accumulated gradient by parameter name (on rank 0) and its norm as a step
+        reports it.
+        """
         learner = self.learners[model_id]
         norm = learner.step(LOOK)["grad_norm"]
         tensors = learner.optimizer_tensors()
@@ -221,14 +223,14 @@ class CaseWorker(TrainingWorker):
 
     @verb()
     def plant_divisor(self, model_id: int, divisor: float) -> None:
-        """A defect: every loss is divided by `divisor` once too often."""
+        """Plant a defect: divide every loss by `divisor` once too often."""
         backend = self.learners[model_id].backend
         right = backend.backward
         backend.backward = lambda value: right(value / divisor)
 
 
 class Launch:
-    """The script's side: clients, one after another, and what they gave."""
+    """The script's side: it opens clients in sequence and collects their results."""
 
     def __init__(self, starts: Path, out: Path):
         self.starts, self.out = starts, out
@@ -243,8 +245,8 @@ class Launch:
         return self.service._driver.submit(name, *arguments).result()
 
     def begin(self, start: str, **settings: Any) -> TrainingClient:
-        """A client at `start`; the one at hand where it is the same, since only `updates` changes
-        weights.
+        """Return a client at `start`. The current client is reused if it has the same start and
+        settings, because only `updates` changes weights.
         """
         if self.client is None or self.made != (start, str(settings)):
             self.end()
@@ -268,10 +270,12 @@ class Launch:
         assert self.client is not None
         return self.verb("gradient", self.client.model_id)
 
-    # --------------------------------------------------------------------------------- what is done
+    # ---------------------------------------------------------------------------------------- cases
 
     def gradients(self, names: Sequence[str], label: str = "") -> None:
-        """One rank's number of micro-batches goes along, to see that a case is what it says."""
+        """Compute the gradients. The number of micro-batches on a rank is recorded, to check that
+        each case is what its name says.
+        """
         for name in names:
             case = GRADIENTS[name]
             client, datums, loss, cuts = self.begin(case.start, **case.settings), eight(), 0.0, 0
@@ -298,8 +302,8 @@ class Launch:
         return {**info, **self.verb("describe", self.client.model_id)}
 
     def unequal_shares(self) -> None:
-        """A rank with nothing to learn, one datum for all ranks, none at all, what was dropped, a
-        planted defect.
+        """Run cases in which a rank has nothing to learn, all ranks share a datum, no datum exists,
+        gradients were dropped, or a defect is planted.
         """
         client = self.begin("untied", token_budget=1)
         ordered = masked_on_one_rank()
@@ -330,8 +334,8 @@ class Launch:
             self.end()
 
     def two_models(self) -> None:
-        """A policy and a critic, as two models at once: calls and updates in turns, and a third
-        that only scores in between.
+        """Train a policy and a critic as two models at once, with alternating calls and updates. A
+        third model only scores in between.
         """
         self.end()
         self.verb("configure", SMALL)
@@ -363,7 +367,7 @@ class Launch:
             client.release()
 
     def updates(self) -> None:
-        """Five updates, what the ranks then sample, and what is saved."""
+        """Run five updates, then sample on all ranks and save the weights."""
         for start in ("untied", "lora_tied"):
             client, norms = self.begin(start, token_budget=20), []
             for step in range(5):
@@ -387,8 +391,8 @@ class Launch:
         client.save_weights_for_sampler(name).result()
 
     def sampled(self, client: TrainingClient) -> dict[str, Any]:
-        """Samples that end at their first token on one rank and run to the limit on the other; then
-        one rank has none.
+        """Draw samples that end at their first token on one rank and run to the limit on the other;
+        then leave a rank without requests.
         """
         sampler = client.save_weights_and_get_sampling_client()
         endless = types.SamplingParams(max_tokens=40, stop=[], seed=1)
@@ -413,8 +417,8 @@ class Launch:
         }
 
     def in_bf16(self) -> None:
-        """The same gradients, and four equal calls in a row: their sum shows in which precision
-        gradients are added up.
+        """Repeat the gradients in bf16, then make equal calls in a row: their sum shows the
+        precision in which gradients are accumulated.
         """
         self.gradients(FEW, "bf16: ")
         for start in ("tied", "lora_tied"):
@@ -428,7 +432,7 @@ class Launch:
 
 def main(starts: Path, out: Path, also: str | None) -> None:
     torch.set_num_threads(1)
-    worker_group.TrainingWorker = CaseWorker  # what the driver and the serving ranks make
+    worker_group.TrainingWorker = CaseWorker  # for the driver and the serving ranks
     launch = Launch(starts, out)
     launch.gradients(list(GRADIENTS))
     launch.unequal_shares()

@@ -1,6 +1,6 @@
-"""Collects the code blocks and the commands of README.md and docs/*.md.
+"""Collect the code blocks and the commands of README.md and docs/*.md.
 
-A comment before a block says what is done with it; readers of the page do not see it:
+A comment before a block controls how it is tested; readers of the page do not see it:
 
     <!-- test: file=hunt.py -->          the block is that file (so is one that begins "# hunt.py")
     <!-- test: skip=needs two GPUs -->   the block is not run, and why
@@ -44,14 +44,14 @@ class Block:
 
 
 def guess_language(text: str) -> str:
-    """Return the language of a block that names none, "" for plain text."""
+    """Return the language of a block that does not name it, "" for plain text."""
     if COMMAND.match(text):
         return "bash"
     return "json" if re.match(r"[\[{]\"", text) else ""
 
 
 def read_blocks(page: str, text: str) -> list[Block]:
-    """Return the blocks of a page, fenced ones and those of four spaces."""
+    """Return the blocks of a page, both fenced and indented by four spaces."""
     blocks = []
     for match in BLOCK.finditer(text):
         body = match["fenced"] if match["plain"] is None else match["plain"]
@@ -73,7 +73,7 @@ def blocks_of(path: Path) -> list[Block]:
 
 
 def inline_commands_of(path: Path) -> list[str]:
-    """Return the commands among a page's words of code, as `python x.py` where it writes `x.py`."""
+    """Return the commands in a page's inline code, as `python x.py` where it writes `x.py`."""
     words = INLINE.findall(BLOCK.sub("\n", path.read_text()))
     lines = [" ".join(word.split()) for word in words]
     return [

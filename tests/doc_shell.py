@@ -1,9 +1,10 @@
-"""A bash in which the commands of the pages run: `python`, `accelerate`, `make`, `pip` and others
+"""Run the commands of the pages in a bash in which `python`, `accelerate`, `make`, `pip` and others
 are programs of this file.
 
-They send their words to the test over a socket. Scripts of this project start as forks of
-tests/rank_server.py, with small sizes (tests/small_runs.py). What is not run is looked at instead:
-an installation's requirement file, a measurement's flags, the script of a batch job.
+These programs send their arguments to the test over a socket. Scripts of this project start as
+forks of tests/rank_server.py, with small sizes (tests/small_runs.py). What is not run is checked
+instead: the requirement file of an installation, the flags of a measurement, the script of a batch
+job.
 """
 
 import json
@@ -24,7 +25,8 @@ from pathlib import Path
 from rank_server import Ranks
 
 REPO = Path(__file__).resolve().parent.parent
-# For tests/small_runs.py; its value: "whole", or "part" of a command. Workers of rewards get it too.
+# Read by tests/small_runs.py; its value is "whole", or "part" of a command. Reward workers inherit
+# it.
 ONLY_PARSED = "PYTHON_WHETSTONE_ONLY_PARSED"
 PROGRAMS = "python python3 accelerate make pip uv sbatch srun whetstone lm_eval docker".split()
 PROGRAM = """#!{python} -IS
@@ -47,13 +49,14 @@ RUN_SCRIPTS = (
     "why.py",
     "minimal_loop.py",
 )
-MORE_WORDS = {  # of scripts that small_runs.py does not make small
+MORE_WORDS = {  # for scripts that small_runs.py does not shrink
     "evaluate.py": ["--limit", "2", "--max-tokens", "8"],
     "sample.py": ["--max-tokens", "8"],
     "minimal_loop.py": ["--sft-steps", "2", "--steps", "1"],
 }
 FOREIGN_MODULES = {"tinker_cookbook"}  # of `python -m`: packages that the tests do not install
-# Environments whose packages requirements.txt does not install (test_wrapped_packages.py runs them).
+# Environments with packages that requirements.txt does not install (test_wrapped_packages.py runs
+# them).
 OTHER_ENVIRONMENTS = {
     "endpoint",
     "mcp",
@@ -67,16 +70,16 @@ OTHER_ENVIRONMENTS = {
 SECONDS = 120
 
 
-# with these, train.py writes no new run into a folder of an earlier command
+# with these flags, train.py does not write a new run into the folder of an earlier command
 KEPT_RUN = {"--resume", "--auto-resume", "--plan", "--help", "--overwrite"}
 
 
 class CommandError(Exception):
-    """Says why a command of a page cannot work."""
+    """Raised with the reason why a command of a page cannot work."""
 
 
 def check_install(words: list[str], folder: Path) -> None:
-    """Check that the files and the extras that `pip` is to install exist."""
+    """Check that the files and the extras that `pip` would install exist."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     for flag, value in zip(words, [*words[1:], ""], strict=True):
         if flag == "-r" and not (folder / value).is_file():
@@ -94,8 +97,8 @@ def check_image(words: list[str], folder: Path) -> None:
 
 
 def split_launcher(words: list[str]) -> list[str]:
-    """Return the script and its words of an `accelerate launch` line. Raises CommandError if the
-    launcher would refuse its flags.
+    """Return the script and its arguments from an `accelerate launch` line. Raises CommandError if
+    the launcher would refuse its flags.
     """
     from accelerate.commands.launch import launch_command_parser
 
@@ -109,7 +112,7 @@ def split_launcher(words: list[str]) -> list[str]:
 
 
 def runs_here(words: list[str]) -> bool:
-    """Return whether a script is run, not only its words parsed."""
+    """Return whether a script is run, as opposed to only parsing its arguments."""
     if "--help" in words:
         return True
     if (REPO / words[0]).is_file() and words[0] not in RUN_SCRIPTS:
@@ -123,7 +126,7 @@ def runs_here(words: list[str]) -> bool:
 
 
 class DocShell:
-    """Runs bash text in a folder. `problems` collects the commands that failed, with the reason.
+    """Run bash text in a folder. `problems` collects the commands that failed, with the reason.
 
     `only`: "" runs commands; "part" parses them, and each may lack what its parser requires.
     """
@@ -133,7 +136,7 @@ class DocShell:
         self.problems: list[str] = []
         self.programs = home / "programs"
         self.programs.mkdir()
-        address = f"\0doc-shell-{os.getpid()}-{time.monotonic_ns()}"  # abstract: of no folder
+        address = f"\0doc-shell-{os.getpid()}-{time.monotonic_ns()}"  # abstract: not in any folder
         text = PROGRAM.format(python=sys.executable, address=address)
         for name in PROGRAMS:
             (self.programs / name).write_text(text)
@@ -154,7 +157,7 @@ class DocShell:
                 connection.sendall(f"{self.run_command(order)}\n".encode())
 
     def run_command(self, order: dict) -> int:
-        """Return the exit code of a command, and note its problem."""
+        """Return the exit code of a command, and record its problem."""
         try:
             code, output = self.dispatch(order["words"], order)
         except Exception as error:  # the page's bash waits for an answer
@@ -195,7 +198,7 @@ class DocShell:
         return 0, ""
 
     def make(self, words: list[str], order: dict) -> tuple[int, str]:
-        """Do what make says that it would do: its targets exist, and its scripts are run."""
+        """Check the targets of a `make` command and run the scripts that `make` would run."""
         done = subprocess.run(
             ["make", "-n", "-o", ".venv/installed", *words],
             cwd=order["cwd"], capture_output=True, text=True,
@@ -212,7 +215,7 @@ class DocShell:
         return 0, ""
 
     def script(self, words: list[str], order: dict) -> tuple[int, str]:
-        """Run a script of the page's folder, or parse its words where it cannot run here."""
+        """Run a script of the page's folder, or parse its arguments if it cannot run here."""
         folder, name = Path(order["cwd"]), words[0]
         if name == "-c":
             (folder / "typed.py").write_text(words[1])
@@ -240,7 +243,7 @@ class DocShell:
         return code, launch.output()
 
     def run(self, text: str, folder: Path, only: str = "") -> None:
-        """Run a block. AssertionError, with its problems, if a command of it fails."""
+        """Run a block. Raises AssertionError with the problems if a command fails."""
         self.only, self.problems = only, []
         path = f"{self.programs}:{os.environ['PATH']}"
         log = folder / "bash.log"
@@ -261,7 +264,7 @@ class DocShell:
 
 @contextmanager
 def make_shell(home: Path, prepare: Callable[[Ranks], None] | None = None) -> Iterator[DocShell]:
-    """Yield a shell and its server of ranks. `prepare` is called before the first command."""
+    """Yield a shell with its rank server. `prepare` is called before the first command."""
     ranks = Ranks("small_runs")
     try:
         if prepare is not None:

@@ -1,10 +1,10 @@
-"""Gradients of models with experts under a launch; test_expert_ranks.py compares them. Not a test
-by itself.
+"""Compute gradients of models with experts in a launch; test_expert_ranks.py compares them. Not a
+test itself.
 
     accelerate launch --config_file ... tests/expert_ranks_case.py STARTS OUT
 
-STARTS: a tiny model of each family. All datums but the first are told to go to experts 0 and 1,
-that one to 0 and 2: what one rank reaches another does not, and nobody reaches expert 3.
+STARTS: a tiny model of each family. The first datum is routed to experts 0 and 2, all others to
+experts 0 and 1: the ranks reach different experts, and no rank reaches expert 3.
 """
 
 import sys
@@ -20,7 +20,7 @@ from rl import ServiceClient  # noqa: E402
 from rl.learner import LearnerSettings  # noqa: E402
 from rl.runtime import WorkerSettings, worker_group  # noqa: E402
 
-COLUMNS = {"qwen3_moe": 8, "dbrx": 8, "deepseek_v3": 6}  # experts a token over all layers
+COLUMNS = {"qwen3_moe": 8, "dbrx": 8, "deepseek_v3": 6}  # experts per token over all layers
 CASES = ("qwen3_moe", "deepseek_v3", "qwen3_moe lora", "dbrx")
 
 
@@ -54,7 +54,7 @@ def main(starts: Path, out: Path) -> None:
         client.forward_backward(data(COLUMNS[name]), "ppo", divisor=7.0).result()
         results[case] = service._driver.submit("gradient", client.model_id).result()
         client.release()
-        print(case, flush=True)  # where a launch that hangs was
+        print(case, flush=True)  # the last completed case, if a launch hangs
     torch.save(results, out / "found.pt")
     service.close()
 

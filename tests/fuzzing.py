@@ -1,12 +1,13 @@
-"""What every family of fuzz tests shares. A family is a module `tests/<package>/test_fuzz_<name>.py` with
+"""Run families of fuzz tests. A family is a module `tests/<package>/test_fuzz_<name>.py` with
 
-    inputs(seed, count)   an iterable of `count` inputs, a function of `seed` alone
-    check(item)           one input through the product's own entry point; returns an outcome, raises where a promise is broken
+    inputs(seed, count)   an iterable of `count` inputs, a function of `seed` only
+    check(item)           runs an input through the product's entry point; returns an outcome,
+                          and raises if a promise is broken
 
-An outcome is ACCEPTED, REFUSED (one clean error that a user can read) or the name of an entry in
-the module's own list of what is accepted although it is odd, which says why. Everything else
-(another exception, a hang, silence) is a fault. tests/project/test_fuzzing.py runs every family
-on many more inputs.
+An outcome is ACCEPTED, REFUSED (a single clean error that a user can read) or the name of an entry
+in the module's list of inputs that are accepted although they are odd, with the reason. Everything
+else (another exception, a hang, silence) is a fault. tests/project/test_fuzzing.py runs every
+family on many more inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 ACCEPTED, REFUSED = "accepted", "refused"
 
-# Numbers as a person (or a program that a person wrote) may give them, and texts that look like
+# Numbers as a person, or a program written by a person, may write them, and texts that look like
 # numbers.
 ODD_NUMBERS: tuple[str, ...] = (
     "nan",
@@ -97,13 +98,13 @@ ODD_VALUES: tuple[Any, ...] = (
 
 
 class Hang(AssertionError):
-    """An input took longer than its limit."""
+    """Raised if an input takes longer than its limit."""
 
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raises Hang in the main thread once `seconds` are over (elsewhere, and off POSIX, without
-    effect).
+    """Raise Hang in the main thread after `seconds`. In other threads, and off POSIX, it has no
+    effect.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
@@ -123,8 +124,8 @@ def limit(seconds: float) -> Iterator[None]:
 
 @dataclass
 class Report:
-    """What came of a family's inputs. `outcomes`: how many of each; `faults`: (number of the input,
-    input, what was raised).
+    """The results of a family. `outcomes`: the count of each outcome; `faults`: (number of the
+    input, input, error).
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -139,11 +140,11 @@ def run_family(
     count: int,
     seconds: float = 60.0,
 ) -> Report:
-    """Every input of a family through its check, each within `seconds`; faults are collected, the
-    first 100 kept.
+    """Check every input of a family, each within `seconds`. Faults are collected; the first 100 are
+    kept.
 
-    One that took longer is tried once more: a machine that others keep busy may have done nothing
-    for so long; a hang does it again.
+    An input that exceeds the limit is tried once more: on a busy machine the process may not have
+    run for that long, while a hang repeats.
     """
     report = Report()
     for number, item in enumerate(inputs(seed, count)):
@@ -155,7 +156,7 @@ def run_family(
                 with limit(seconds):
                     outcome = check(item)
             report.outcomes[outcome] += 1
-        except Exception as error:  # whatever it is, it is what is looked for
+        except Exception as error:  # any exception is a fault
             report.outcomes["fault"] += 1
             if len(report.faults) < 100:
                 report.faults.append(
@@ -165,8 +166,8 @@ def run_family(
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """`data` with one damage: a flipped bit, bytes left out, doubled or replaced, a cut-off end, or
-    noise in its place.
+    """Return `data` with a single damage: a flipped bit, bytes removed, doubled or replaced, a
+    cut-off end, or noise instead.
     """
     if not data:
         return rng.randbytes(rng.randrange(1, 32))

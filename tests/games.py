@@ -1,5 +1,5 @@
-"""Games played by samplers that make up their tokens: each player's are known, and so is whatever
-each seat read.
+"""Play games with samplers that generate scripted replies, so that the tokens of each player and
+the text that each seat read are known.
 """
 
 import random
@@ -23,28 +23,28 @@ CLASSES = {
 
 
 def example_address(name: str) -> str:
-    """The address of a game of examples/games; a built-in game's name."""
+    """Return the address of a game of examples/games, or the name of a built-in game."""
     return f"{EXAMPLES / name}.py:{CLASSES[name]}" if name in CLASSES else name
 
 
 def load_example(name: str):
-    """The module of a game of examples/games, as the registry loads it."""
+    """Return the module of a game of examples/games, loaded as the registry loads it."""
     return load_file(str(EXAMPLES / f"{name}.py"), "environment")
 
 
 @dataclass
 class MadeUp:
-    """A sampler that says what `words(prompt text, random numbers)` gives; `drawn` remembers every
-    sample, and its prompt.
+    """A sampler that replies with `words(prompt text, random generator)`. `drawn` records every
+    prompt and sample.
     """
 
     tokenizer: object
     words: object
     version: int = 0
     logprob: float = -1.0
-    cut_off: float = 0.1  # share of samples that are cut off before their end
+    cut_off: float = 0.1  # share of samples that end without an end mark
     drawn: list = field(default_factory=list)
-    calls: list = field(default_factory=list)  # requests of each batch
+    calls: list = field(default_factory=list)  # number of requests in each batch
 
     @property
     def info(self):
@@ -101,7 +101,7 @@ def play(
     seed=0,
     **settings,
 ):
-    """Groups of an environment, played to their ends."""
+    """Play groups of an environment to their ends and return the rollouts."""
     spec = resolve_environment(example_address(name), **settings)
     rendered = get_renderer(renderer, policy.tokenizer)
     problems = [Problem((), {"seed": 100 * seed + i}, tag=name, index=i) for i in range(groups)]

@@ -1,4 +1,4 @@
-"""Small things several tests need."""
+"""Helpers that several tests share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ VOCABULARY = 14  # of tiny:addition
 def make_worker(
     base: str = "tiny:addition", *, lora=None, seed: int = 1, value_head: bool = False, **learner
 ) -> TrainingWorker:
-    """A worker with model 0, perturbed so that no weight is at its initial zero or one (a LoRA's B
-    is 0, norms are 1).
+    """Return a worker with model 0, perturbed so that no weight is at its initial zero or one (a
+    LoRA's B is 0, norms are 1).
     """
     worker = TrainingWorker(
         WorkerSettings(learner=LearnerSettings(**learner), sampler=SamplerSettings())
@@ -37,7 +37,7 @@ def make_worker(
 
 
 def call(worker: TrainingWorker, verb: str, *arguments):
-    """A verb as the driver runs it on one process."""
+    """Run a verb as the driver runs it on a single process."""
     reduce = VERBS[verb].reduce or (lambda parts: parts[0])
     return reduce([getattr(worker, verb)(*arguments)])
 
@@ -45,7 +45,7 @@ def call(worker: TrainingWorker, verb: str, *arguments):
 def random_datums(
     count: int, *, seed: int = 0, low: int = 2, high: int = 9, vocabulary: int = VOCABULARY
 ) -> list[Datum]:
-    """RL datums of unequal lengths with logprobs off the policy, advantages of both signs and
+    """Return RL datums of unequal lengths, with off-policy logprobs, advantages of both signs and
     masked positions.
     """
     rng = np.random.default_rng(seed)
@@ -69,40 +69,40 @@ def random_datums(
 
 
 def gradient(worker: TrainingWorker) -> torch.Tensor:
-    """All gradients of model 0 as one vector."""
+    """Return all gradients of model 0 as a single vector."""
     return torch.cat([p.grad.reshape(-1) for p in worker.learners[0].trainable.values()])
 
 
 def float32_bound(terms: int, magnitude: float = 1.0, factor: float = 2.0) -> float:
-    """How far two float32 computations of one number may be apart: factor * 2^-24 * sqrt(terms) *
-    magnitude.
+    """Return the bound on the difference between two float32 computations of a number: factor *
+    2^-24 * sqrt(terms) * magnitude.
 
-    2^-24 is float32's unit roundoff. `terms`: the numbers added up along the longest path from
-    inputs to result, all sums on it together (a product of matrices of inner size n adds n). Each
-    addition rounds once, in an order and with fused operations that the CPU's instruction set
-    decides; at worst the errors add up to `terms` roundoffs, as independent ones to about
-    sqrt(terms) (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4, whose constant is
-    `factor`). `magnitude`: what is rounded, the largest of the sums' absolute terms added up, where
-    the result is their difference; 1 for relative comparisons.
+    2^-24 is float32's unit roundoff. `terms` is the number of additions along the longest path from
+    inputs to result, over all sums on it (a product of matrices of inner size n adds n). Each
+    addition rounds once. The CPU's instruction set decides the order and which operations are
+    fused. At worst the errors add up to `terms` roundoffs; independent errors add up to about
+    sqrt(terms) (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4; `factor` is its
+    constant). `magnitude` is the size of the rounded values: the largest sum of absolute terms if
+    the result is a difference of sums, 1 for relative comparisons.
     """
     return factor * 2.0**-24 * math.sqrt(terms) * magnitude
 
 
 def path_terms(base: str = "tiny:addition", tokens: int = 16, vocabulary: int = VOCABULARY) -> int:
-    """`terms` of a gradient of a tiny preset: a forward's sums over `tokens` positions, and again
-    those of its backward.
+    """Return `terms` for a gradient of a tiny preset: the sums of a forward over `tokens`
+    positions, and the same again for its backward.
     """
     preset = get_model_preset(base)
     head = preset.hidden // preset.heads
-    # projections in, scores, softmax and its mix, projection out
+    # input projections, scores, softmax and weighted sum, output projection
     attention = preset.hidden + head + 2 * tokens + preset.hidden
     block = attention + 2 * preset.hidden + preset.hidden + preset.mlp  # two norms, up, down
     return 2 * (preset.layers * block + 2 * preset.hidden + vocabulary)
 
 
-# Of the norm over a gradient, and of an update's: 8e-6. (Seen: up to 1.1e-6 on three instruction
-# sets. A divisor wrong by the number of processes is off by 0.5, one token of some fifty left out
-# by 0.01 or more, bfloat16 sums by 2e-3, tf32 products by 3e-4.)
+# The bound for the norm of a gradient or an update: 8e-6. Up to 1.1e-6 was measured on three
+# instruction sets. A divisor that is wrong by the number of processes is off by 0.5, a missing
+# token of some fifty by 0.01 or more, bfloat16 sums by 2e-3, tf32 products by 3e-4.
 GRADIENT_BOUND = float32_bound(path_terms())
 
 

@@ -1,11 +1,11 @@
-"""Gradients of a model that sees under a launch; test_image_ranks.py compares them. Not a test by
+"""Compute gradients of a vision model in a launch; test_image_ranks.py compares them. Not a test
 itself.
 
     accelerate launch --config_file ... tests/image_ranks_case.py START OUT
 
-START: a tiny model that sees. Rows have no image, one, or three, of several sizes; a micro-batch
-holds few of them, so that ranks run different ones, and where one row alone sees, the other rank's
-share has no image at all.
+START: a tiny vision model. Rows have zero to three images of several sizes. A micro-batch holds few
+rows, so the ranks run different ones. If only a single row has an image, the share of the other
+rank has none at all.
 """
 
 import sys
@@ -23,7 +23,7 @@ from rl.learner import LearnerSettings  # noqa: E402
 from rl.runtime import WorkerSettings, worker_group  # noqa: E402
 from rl.types import Datum, SamplingParams  # noqa: E402
 
-# (images of each row, loss, what is trained)
+# (images of each row, loss, trained parameters)
 CASES = {
     "mixed, cross_entropy, all weights": ((0, 1, 3, 1, 0, 2, 1), "cross_entropy", {}),
     "mixed, ppo, all weights": ((0, 1, 3, 1, 0, 2, 1), "ppo", {}),
@@ -93,7 +93,7 @@ def main(start: Path, out: Path) -> None:
                 (s.tokens, s.logprobs) for response in drawn for s in response.sequences
             ]
         made.release()
-        print(case, flush=True)  # where a launch that hangs was
+        print(case, flush=True)  # the last completed case, if a launch hangs
     torch.save(results, out / "found.pt")
     service.close()
 

@@ -1,5 +1,5 @@
-"""Two ranks whose tokens reach different experts, and one expert that nobody reaches: no rank
-waits, the gradient is one process's.
+"""Test expert gradients when two ranks route to different experts and a third expert gets no
+tokens: no rank waits, and the gradient equals that of a single process.
 """
 
 import pytest

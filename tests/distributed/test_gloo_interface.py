@@ -1,5 +1,6 @@
-"""Two machines whose hosts file maps their own name to 127.0.1.1, as Debian's does: each is a
-network, a host name and a hosts file of its own, joined by a virtual cable.
+"""Test rendezvous of two machines with hosts files that map their host names to 127.0.1.1, as in
+Debian. Each machine is a network namespace with a separate host name and hosts file; a veth pair
+connects them.
 """
 
 import os
@@ -12,7 +13,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-# Sums the ranks over the product's own group.
+# Sums the ranks over the process group that the product creates.
 PROGRAM = """
 import torch
 from rl.distributed import make_accelerator
@@ -29,7 +30,7 @@ def ip(*words: str) -> None:
 
 @contextmanager
 def two_machines(prefix: str):
-    """Yield the names of two network namespaces with ADDRESSES on a cable between them."""
+    """Yield the names of two network namespaces with ADDRESSES, connected by a veth pair."""
     names = [f"{prefix}{i}" for i in (0, 1)]
     try:
         for name in names:
@@ -53,7 +54,7 @@ def two_machines(prefix: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("master", ["address", "name"])
 def test_machines_find_each_other_though_their_names_are_loopback(master, tmp_path):
-    """`name`: MASTER_ADDR is the first machine's host name, which is loopback on itself."""
+    """For `name`, MASTER_ADDR is the first machine's host name, which it resolves to loopback."""
     with two_machines(f"w{os.getpid() % 100_000}-") as names:
         machines = []
         for rank, name in enumerate(names):

@@ -1,5 +1,5 @@
-"""Two ranks of which one may have a pair that needs two forwards: no rank waits for the other, and
-the gradient is that of one process.
+"""Test two ranks of which only one may have a pair that needs two forwards: no rank waits for the
+other, and the gradient equals that of a single process.
 """
 
 import numpy as np
@@ -8,7 +8,7 @@ from length_ranks_case import CASES
 from test_distributed import assert_same_gradients, case_on_ranks
 from tiny_models import tiny_model
 
-pytestmark = pytest.mark.campaign  # on one process: test_architectures
+pytestmark = pytest.mark.campaign  # the single-process case is in test_architectures
 
 
 @pytest.fixture(scope="module")

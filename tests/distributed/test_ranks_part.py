@@ -1,5 +1,5 @@
-"""Ranks that must part: the driver is stopped, the ranks were not started alike, the launcher is
-killed. Each is bounded and named.
+"""Test ranks that must stop: the driver is stopped, the ranks were started with different settings,
+or the launcher is killed. Each case ends within a bound and names its cause.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from rl.runtime import SamplerSettings, WorkerSettings
 from rl.trainer.config_diff import CHANGEABLE_OPTIONS as FREE
 
 REPO = Path(__file__).resolve().parents[2]
-TIMEOUT = 4  # so a beat each second
+TIMEOUT = 4  # a heartbeat per second
 
 
-# -------------------------------------------------------------------------------------- beats alone
+# --------------------------------------------------------------------------------------- heartbeats
 
 WATCHER = """
 import sys, time
@@ -71,7 +71,7 @@ def test_a_watcher_ends_with_a_stopped_or_killed_drummer_and_not_with_one_that_s
         port, word = drummer.stdout.readline().split()
         with python(WATCHER, port, word) as watcher:
             assert watcher.stdout.readline() == "watching\n"
-            time.sleep(1.0)  # of beats, more than the timeout
+            time.sleep(1.0)  # heartbeats for longer than the timeout
             assert watcher.poll() is None
             begin = time.monotonic()
             if mode == "says goodbye":
@@ -110,7 +110,9 @@ WAITS = WATCHER.replace("print(", "watch.waiting_since = time.monotonic()\nprint
 def test_a_watcher_left_waiting_by_a_drummer_that_beats_ends_unless_that_waits_for_another(
     collecting,
 ):
-    """A driver that hangs in code of its own still beats, since beats have a thread of their own."""
+    """A driver that hangs in its code still sends heartbeats, because a separate thread
+    sends them.
+    """
     drum = HeartbeatSender(0.2)
     drum.collecting = collecting
     with python(WAITS, str(drum.port), drum.token) as watcher:
@@ -121,7 +123,7 @@ def test_a_watcher_left_waiting_by_a_drummer_that_beats_ends_unless_that_waits_f
             assert watcher.poll() is None
             drum.collecting = False
         assert watcher.wait(20) == 1 and "lost after" in watcher.stderr.read()
-        assert time.monotonic() - begin > 0.7  # the timeout is 0.8, and it began a moment before
+        assert time.monotonic() - begin > 0.7  # timeout 0.8 s, started just before `begin`
     drum.close()
 
 
@@ -132,7 +134,7 @@ def test_strangers_get_no_beats_and_keep_nobody_from_them():
     wrong.sendall(b"GET / HTTP/1.1\r\n\r\n")
     wrong.settimeout(5.0)
     try:
-        assert wrong.recv(10) == b""  # sent away
+        assert wrong.recv(10) == b""  # connection closed
     except ConnectionResetError:
         pass
     right = socket.create_connection(("127.0.0.1", drum.port))
@@ -158,11 +160,11 @@ def test_no_connection_is_said_and_not_waited_for(monkeypatch, capsys):
     assert f"no connection to port {port} of 127.0.0.1" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------- what must be the same
+# -------------------------------------------------------------------------------- matching settings
 
 
 def test_each_setting_that_differs_is_found_and_named():
-    """Every field of the settings, at every depth, one at a time."""
+    """Change each field of the settings in turn, at every depth."""
     base = WorkerSettings()
     names = ["rank 0 (process 1 on a)", "rank 1 (process 2 on b)"]
     changed = 0
@@ -183,7 +185,7 @@ def test_each_setting_that_differs_is_found_and_named():
 
 
 def every_change(settings, prefix=""):
-    """(path, the settings with that field changed) of every leaf."""
+    """Yield (path, settings with that field changed) for every leaf field."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):
@@ -198,13 +200,13 @@ def every_change(settings, prefix=""):
             tuple: lambda v: (*v, "x"),
         }
         new = other[type(value)](value) if value is not None else 1
-        copy = dataclasses.replace(settings)  # checks of the settings themselves are not asked
+        copy = dataclasses.replace(settings)  # the field is set below without validation
         object.__setattr__(copy, field.name, new)
         yield prefix + field.name, copy
 
 
 def test_what_one_side_alone_has_differs():
-    """Of rank 0 or of another: an older version knows fewer settings."""
+    """Either side may miss a key: an older version knows fewer settings."""
     assert find_differences([{"a": "1"}, {"a": "1", "b": "2"}], ["r0", "r1"]) == [
         "b is 2 on r1 and none on r0"
     ]
@@ -217,8 +219,8 @@ def test_what_one_side_alone_has_differs():
     ("heard", "ends"), [("..x..x.", False), ("..x...", True), ("...", True), ("..g", False)]
 )
 def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, ends):
-    """Three silent intervals (.) in a row are too many; a beat (x) begins the count anew; after a
-    goodbye (g) nobody is missed.
+    """Three silent intervals (.) in a row are too many. A beat (x) resets the count. After a
+    goodbye (g), silence is no error.
     """
 
     class Connection(contextlib.nullcontext):
@@ -334,7 +336,7 @@ def test_a_stopped_driver_is_noticed_within_the_timeout_and_a_beat(ranks, tmp_pa
     launch.kill(0)
     assert launch.wait(20) == [-signal.SIGKILL, 1], launch.output()
     stopped = float(launch.output(0).split("stopping at")[1].split()[0])
-    # 3 s: this machine's, not the bound's
+    # 3 s is the margin for this machine; it is not part of the bound
     assert ended - stopped < TIMEOUT + TIMEOUT / 4 + 3.0, launch.output()
     assert f"rank 0 (process {launch.pids[0]} on" in launch.output(
         1
@@ -473,7 +475,7 @@ def test_a_run_whose_rewards_cannot_be_restored_ends_with_the_cause(ranks, tmp_p
 
 
 def test_what_rewards_get_of_the_environment_may_change_when_a_run_is_resumed():
-    """A run of before there was this setting is resumed as well."""
+    """A run that predates the setting can be resumed as well."""
     stage = {"name": "grpo", "method": "grpo", "settings": {"learning_rate": 1.0}}
     later = {**stage, "settings": {"learning_rate": 1.0, "reward_env": ["MY_SETTING"]}}
     assert (

@@ -1,8 +1,8 @@
-"""The batch scripts of slurm/: read here without Slurm, and run by a real one where
-WHETSTONE_TEST_SLURM=1 says it is installed.
+"""Test the batch scripts of slurm/, without Slurm and, if WHETSTONE_TEST_SLURM=1, with an installed
+Slurm.
 
-The scripts hand one line from level to level (job, node, rank), so stand-ins for scontrol, srun and
-accelerate that come first on PATH show what each level is given.
+The scripts pass a command line from level to level (job, node, rank). Stub versions of scontrol,
+srun and accelerate come first on PATH and print what each level receives.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def test_scripts_parse(name):
 
 @pytest.mark.parametrize("name", BATCH)
 def test_a_user_changes_account_and_partition_alone(name):
-    """Directives stand before the first command (Slurm reads no further), each once, and only two
-    have to be changed.
+    """Directives precede the first command (Slurm stops reading there), each occurs once, and only
+    two need to be changed.
     """
     head, command, _ = (REPO / "slurm" / name).read_text().partition("\nconfig=")
     assert command and all(line.startswith("#") or not line for line in head.splitlines())
@@ -56,12 +56,12 @@ def test_a_user_changes_account_and_partition_alone(name):
         and inputs["open-mode"] == "append"
     )
     warning = int(re.fullmatch(r"B:USR1@(\d+)", inputs["signal"])[1])
-    # job.sh's margin
+    # the margin in job.sh
     assert warning > int(re.search(r"^save_seconds=(\d+)", command + _, flags=re.M)[1]) + 15
 
 
 STAND_INS = {
-    # As Slurm prints them, with an address that is not the node's name.
+    # In Slurm's output format, with an address that differs from the node's name.
     "scontrol": """case "$*" in
         "show hostnames"*) echo gpu-7; echo gpu-12 ;;
         *"show node gpu-7") echo "NodeName=gpu-7 Arch=x86_64 NodeAddr=10.1.2.7 NodeHostName=gpu-7 Version=22" ;;
@@ -84,7 +84,7 @@ LISTEN = (
 def start(
     tmp_path: Path, *words: str, script: str = "many_nodes.sbatch", **environment: str
 ) -> subprocess.Popen:
-    """Starts a batch script as Slurm would on two nodes, with the stand-ins."""
+    """Start a batch script with the stubs, as Slurm would on two nodes."""
     root, programs = tmp_path / "root", tmp_path / "programs"
     for folder in (root, programs):
         folder.mkdir(exist_ok=True)
@@ -113,7 +113,7 @@ def start(
 
 
 def job(tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs it to its end."""
+    """Run a batch script to completion."""
     process = start(tmp_path, *words, **environment)
     stdout, stderr = process.communicate(timeout=60)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
@@ -170,7 +170,7 @@ def test_only_a_run_that_saved_is_requeued_and_not_for_ever(tmp_path, code, star
     done = job(tmp_path, EXIT_CODE=code, SLURM_RESTART_COUNT=starts, WHETSTONE_MAX_RESTARTS="2")
     assert done.returncode == (75 if code == "75" else 1) and text in done.stdout
     assert ("requeued 70012" in done.stdout) == requeued
-    # the end of rank 0's log, where the reason stands
+    # the end of rank 0's log, which contains the reason
     assert ("trained train.py" in done.stdout) == (code == "2")
 
 
@@ -184,7 +184,7 @@ def test_a_warning_reaches_rank_0_and_one_that_comes_too_early_ends_the_job(tmp_
         started and not (log.exists() and "ready" in log.read_text())
     ) and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.3)  # past the start of srun, which nothing tells of
+    time.sleep(0.3)  # until srun has started, which no output reports
     process.send_signal(signal.SIGUSR1)
     rest, _ = process.communicate(timeout=30)
     assert first.startswith("start 0 on gpu-[7,12], rank 0 at 10.1.2.7:20012, 8 processes")
@@ -204,15 +204,15 @@ def test_outside_of_slurm_or_of_the_project_a_script_says_what_to_do(tmp_path):
 
 
 def test_logs_are_no_run_and_survive_one(tmp_path):
-    """The batch script makes RUN/logs before the run exists; a kill may also leave a config.json
-    that was never finished.
+    """The batch script creates RUN/logs before the run exists. A kill may also leave an incomplete
+    config.json.
     """
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.log").write_text("hello")
     (tmp_path / "config.json.tmp").write_text('{"na')
     check_claim_folder(tmp_path)
     claim_folder(tmp_path, {"name": "x", "stages": []})
-    check_claim_folder(tmp_path)  # which never took a step
+    check_claim_folder(tmp_path)  # the run never took a step
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunFolderError, match="holds a run"):
         check_claim_folder(tmp_path)
@@ -228,7 +228,7 @@ def test_auto_resume_and_overwrite_exclude_each_other():
         RunSettings(auto_resume=True, overwrite=True)
 
 
-# --------------------------------------------------------------------------------------- a real one
+# -------------------------------------------------------------------------------- with a real Slurm
 
 RECIPE = """
 method: grpo
@@ -246,7 +246,7 @@ save_every: 5
 rollouts_every: 0
 """
 
-# Slow, so that the warning comes in the middle; graded, so that an untaught model has groups with
+# Slow, so that the warning arrives mid-run; graded, so that groups of an untrained model have a
 # signal.
 REWARD = """
 import time
@@ -257,14 +257,14 @@ def digits(prompt, response, meta):
 
 
 def rows(folder: Path) -> list[dict]:
-    """Metrics without what depends on the clock."""
+    """Return the metrics rows without the fields that depend on the clock."""
     parsed = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in parsed]
 
 
 def submit(cluster: slurm_cluster.Cluster, folder: Path, run: str) -> str:
-    """The project's own script, changed as a user must: account and partition; and for a machine
-    without GPUs.
+    """Submit the project's script with what a user must change (account and partition), and with
+    settings for a machine without GPUs.
     """
     words = [
         "--account=any",
@@ -282,7 +282,7 @@ def submit(cluster: slurm_cluster.Cluster, folder: Path, run: str) -> str:
 
 
 def story(cluster: slurm_cluster.Cluster, folder: Path, run: str) -> str:
-    """All that was written about a run, for a test that fails."""
+    """Return all output of a run, for the message of a failed test."""
     files = [folder / f"{run}.out", *sorted((folder / run).glob("logs/*/rank-*.log"))]
     return (
         "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in files if path.exists())
@@ -308,7 +308,7 @@ def test_a_job_that_slurm_warns_and_requeues_ends_as_if_undisturbed(tmp_path):
     )
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(folder=tmp_path))
     (tmp_path / "slow_reward.py").write_text(REWARD)
-    deadline = time.monotonic() + 240  # three starts of a run on a busy machine; half of it usually
+    deadline = time.monotonic() + 240  # for three starts on a busy machine; usually half of it
     with slurm_cluster.cluster() as cluster:
         whole = cluster.wait(submit(cluster, tmp_path, "whole"), deadline)
         assert (whole["JobState"], whole["Restarts"]) == ("COMPLETED", "0"), story(
@@ -319,7 +319,7 @@ def test_a_job_that_slurm_warns_and_requeues_ends_as_if_undisturbed(tmp_path):
         while not metrics.exists() or metrics.read_text().count("\n") < 4:
             assert time.monotonic() < deadline, story(cluster, tmp_path, "disturbed")
             time.sleep(0.1)
-        # what --signal=B:USR1@300 sends
+        # the same signal as --signal=B:USR1@300
         cluster.call("scancel", "--batch", "--signal=USR1", disturbed)
         ended = cluster.wait(disturbed, deadline)
         messages = story(cluster, tmp_path, "disturbed")

@@ -1,5 +1,5 @@
-"""The same plain script on one process, on two under DDP, and on two under ZeRO-3 (gloo): the same
-losses, norms, samples, weights.
+"""Test that a plain script computes the same losses, norms, samples and weights on a single
+process, on two under DDP, and on two under ZeRO-3 (gloo).
 """
 
 import json
@@ -39,8 +39,8 @@ def read_result(out: Path) -> dict:
 
 @pytest.mark.slow
 def test_two_processes_are_one(tmp_path):
-    """All weights; an adapter's updates, samples and saved weights are among test_distributed.py's
-    cases.
+    """This covers full fine-tuning. test_distributed.py covers the updates, samples and saved
+    weights of an adapter.
     """
     two_processes.main(tmp_path / "alone")
     single = read_result(tmp_path / "alone")
@@ -50,7 +50,7 @@ def test_two_processes_are_one(tmp_path):
     )
     for config, launch in LAUNCHES.items():
         got = run(tmp_path / config, config)
-        assert got["launch"] == launch  # not a plain single process that passes for it
+        assert got["launch"] == launch  # rules out that it silently ran as a single process
         for ours, theirs in zip(got["steps"], single["steps"], strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
         assert got["tokens"] == single["tokens"]

@@ -1,5 +1,5 @@
-"""Whatever an environment gives where a TurnResult's fields stand costs its own episode, by threads and
-by processes, and is named.
+"""Test invalid values in the fields of a TurnResult: each fails only its episode, in threads and in
+processes, and the error names it.
 """
 
 import textwrap
@@ -14,8 +14,8 @@ from rl.types import Problem, SamplingParams
 
 TOKENIZER = tokenizer()
 
-# Two seats: member 1 gives what its row says; the others play three turns, and say of both seats
-# what came of it.
+# Pair: member 1 returns what its row says. Reason: ends with a reason for the truncation. Talk:
+# plays three turns and reports metrics and logs for both seats.
 FILE = textwrap.dedent("""
     import numpy, random
     from rl.envs import Environment, TurnResult
@@ -126,8 +126,8 @@ def played(spec, rows, members):
 
 @pytest.mark.parametrize("where", ["threads", "processes"])
 def test_nonsense_costs_its_own_episode_and_is_named(specs, where):
-    """All kinds in one batch, each in its own group: every other episode of it stands with what it
-    earned.
+    """All kinds of invalid values are in one batch, each in a separate group: every other episode
+    keeps its reward.
     """
     rows = [{"when": "step", "code": code} for code in NONSENSE] + [
         {"when": "start", "code": code} for code in AT_START
@@ -168,7 +168,9 @@ def test_a_reason_in_words_cuts_an_episode_short(specs, where):
 
 
 def test_modules_generators_in_processes_are_the_groups(specs):
-    """Forked alike, all episodes would draw the same numbers of numpy, and none the same of random."""
+    """With a plain fork, all episodes would draw the same numpy numbers, and different ones from
+    random.
+    """
     result = played(specs["processes"]["Pair"], [{"when": "never", "code": ""}] * 3, 3)
     again = played(specs["processes"]["Pair"], [{"when": "never", "code": ""}] * 3, 3)
     for name in ("drawn", "other"):

@@ -1,5 +1,5 @@
-"""Environments in whole runs: from the line, from recipes, in evaluations; built-in ones, TRL's;
-resumed in the middle, broken in part.
+"""Test environments in whole runs: set by flags, in recipes and in evaluations, built-in and TRL's,
+resumed mid-run, and partly broken.
 """
 
 import json
@@ -25,8 +25,7 @@ SMALL = (
 )
 LEVELS = "--curriculum success --curriculum-up 0.01 --curriculum-down 0 --curriculum-window 2"
 
-# Rewards by turn, an end of its own at random, truncations, a tool, a level; member 2 breaks at
-# times.
+# Rewards per turn, random episode ends, truncations, a tool and a level; member 2 fails at times.
 WALK = '''
 from rl.envs import Environment, TurnResult, tool
 
@@ -76,7 +75,7 @@ def test_four_steps_are_two_and_two(walk, tmp_path, method, more):
         tmp_path,
     )
     steps = [row for row in rows if "progress/batch" in row]
-    # which episodes go on hangs on the name, and with it on where this test lies
+    # which episodes continue depends on the name, and therefore on the path of this test
     assert any(row["env/all/turns_per_episode"] > 1 for row in steps) and {
         row["reward/failed"] for row in steps
     } == {0}
@@ -102,8 +101,8 @@ def test_what_breaks_is_left_out_and_named_and_the_rest_is_trained(walk, tmp_pat
         tokens = sum(
             len(turn["token_ids"]) for r in written for turn in r["turns"] if turn["sampled"]
         )
-        # the loss is divided by what there is, not by what was wanted; groups of equal rewards are
-        # no part of it
+        # the loss is divided by the tokens present, not by the requested ones; groups with equal
+        # rewards do not count
         assert row["optim/tokens"] <= tokens
         rewards = {}
         for r in written:
@@ -145,7 +144,7 @@ def test_an_environment_in_a_recipe_is_evaluated_as_it_was_trained(tmp_path):
         result["mean reward"] == pytest.approx(rows[-1]["test/env/all/reward/total"])
         and len(result["rows"]) == 6
     )
-    # what the reward of whole episodes adds beside the environment's own
+    # the episode-level reward adds this to the environment's rewards
     assert result["mean reward"] >= 0.25
     assert all(re.fullmatch(r"\d\+\d=", row["prompt"]) for row in result["rows"])
     done = run_script("evaluate.py", *words, "--environment.digit", "2", cwd=REPO)
@@ -154,7 +153,7 @@ def test_an_environment_in_a_recipe_is_evaluated_as_it_was_trained(tmp_path):
 
 
 def a_sandbox() -> Sandbox:
-    """Skips where this machine has none."""
+    """Return a sandbox, or skip the test if this machine has none."""
     try:
         return Sandbox()
     except UserError as error:
@@ -204,7 +203,7 @@ def test_built_in_environments_run(name, tmp_path):
     )
 
 
-# ----------------------------------------------------------------------------------------- the line
+# ------------------------------------------------------------------------------- command-line flags
 
 
 def settings_of(words: str, tmp_path: Path, recipe: str | None = None):
@@ -234,7 +233,7 @@ def test_settings_of_environments_on_the_line_and_in_recipes(tmp_path):
     """
     sft, grpo = settings_of("--environment.digits 2", tmp_path, recipe)
     assert not hasattr(sft, "env") and grpo.env.max_turns == 4
-    # the line wins
+    # the command line takes precedence
     assert dict(grpo.env.environment_settings) == {"digits": "2", "operations": "+-"}
     for words, text in (
         ("grpo --max-turns 4", "max-turns 4 has no effect"),
@@ -248,7 +247,9 @@ def test_settings_of_environments_on_the_line_and_in_recipes(tmp_path):
 
 
 def test_later_sources_of_environment_settings_win(tmp_path):
-    """A flag of all of them replaces those of the recipe, and is added to by a flag of a stage."""
+    """A flag for all stages replaces the recipe's settings; a flag for a single stage
+    adds to them.
+    """
     recipe = """
         stages:
           - method: grpo
@@ -264,8 +265,8 @@ def test_later_sources_of_environment_settings_win(tmp_path):
 
 
 def test_a_stages_own_environment_settings_without_effect_are_an_error(tmp_path):
-    """A flag for all stages leaves a stage without an environment alone, but the stage's own
-    setting, which has no effect there, does not become one of the flag's.
+    """A flag for all stages does not affect a stage without an environment. A setting of that stage
+    itself has no effect there, so it is an error, with or without the flag.
     """
     recipe = """
         stages:
@@ -324,7 +325,7 @@ def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, words, text)
     assert not (tmp_path / "run").exists()
 
 
-# -------------------------------------------------------------------------------------------- TRL's
+# ---------------------------------------------------------------------------------------------- TRL
 
 
 TRL = '''
@@ -385,13 +386,11 @@ def test_trl_objects_work_as_they_are(tmp_path):
         assert [turn.logs["told"][0]["content"] for turn in first[1:]] == ["now 3", "now 5"]
 
 
-# ----------------------------------------------------------------------------------------- the page
+# ----------------------------------------------------------------------------- docs/environments.md
 
 
 def test_the_pages_example_runs(tmp_path, monkeypatch):
-    """docs/environments.md: its file as it stands there, and its script, against answers that are
-    written down.
-    """
+    """Run the file and the script of docs/environments.md unchanged, against scripted answers."""
     from scripted import Scripted
 
     from rl.models import load_tokenizer
@@ -412,7 +411,7 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
         )
         if turn == 0:
             return "0"
-        # the first number that it is not larger than
+        # the first number that the secret does not exceed
         return str(turn) if prompt.endswith("no") else asks
 
     names = {

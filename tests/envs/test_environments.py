@@ -1,6 +1,4 @@
-"""Environments as the rollout plays them: what is asked and answered, tools, limits, settings, and
-everything that breaks.
-"""
+"""Test environments in the rollout: prompts and answers, tools, limits, settings and failures."""
 
 import asyncio
 import importlib
@@ -46,8 +44,8 @@ def ascii_tokenizer():
 
 @pytest.fixture
 def play(ascii_tokenizer):
-    """Plays groups of an environment against written answers: play(spec, say, members, limits) ->
-    Rollouts.
+    """Return a function that plays groups of an environment against scripted answers: play(spec,
+    say, members, limits) -> Rollouts.
     """
 
     def run(spec, say, *, members=1, rows=({},), limits=None, renderer="plain", system_prompt=None):
@@ -83,7 +81,7 @@ class Guess(Environment):
 
 
 def bisect(prompt, *_):
-    """Reads the conversation and guesses the middle."""
+    """Return the midpoint of the range that the conversation leaves."""
     low, high, guess = 0, 99, 49
     text = prompt.removeprefix("Guess.")
     while text:
@@ -119,7 +117,7 @@ def test_a_conversation_is_played_to_its_end(play):
     assert not result.errors and len(result.groups) == 3
     for group in result.groups:
         first, second = group.trajectories_G
-        # both members of a group meet the number of its seed, and so go the same way
+        # both members of a group get the number of the group's seed, so they play identically
         assert [t.ac.tokens for t in first.transitions] == [t.ac.tokens for t in second.transitions]
         wrong = len(first.transitions) - 1
         assert group.get_total_rewards() == [pytest.approx(1.0 - 0.1 * wrong)] * 2 and wrong <= 6
@@ -128,7 +126,7 @@ def test_a_conversation_is_played_to_its_end(play):
             True
         ] and not first.transitions[-1].truncated
         first.advantage = 1.0
-        # every prompt went on where the answer before had ended
+        # every prompt continued where the previous answer ended
         (datum,) = trajectory_to_datums(first)
         assert datum.loss_fn_inputs["mask"].array.sum() == sum(
             len(t.ac.tokens) for t in first.transitions
@@ -164,7 +162,7 @@ def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
         assert turn["logprobs"] == transition.ac.logprobs and "restarts" not in turn
     assert row["reward"] == pytest.approx(sum(turn["reward"] for turn in turns if turn["sampled"]))
 
-    # for reading alone: the same without tokens, so that no token is decoded
+    # for reading only: the same without tokens, so that no token is decoded
     (short,) = json.loads(json.dumps(list(build_rollout_rows(result, None, 1.0))))
     by_token = {"prompt_tokens", "response_tokens", "tokens", "token_ids", "logprobs"}
     drop = [
@@ -193,8 +191,8 @@ def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
         (True, True)
     ]
     assert episode.transitions[-1].metrics["truncated"] == 1.0
-    # "Sgo" is 3 tokens, each turn adds an answer, its end and "more", 6: after n turns the prompt
-    # has 3 + 6 n, and room is kept for 200
+    # "Sgo" is 3 tokens; each turn adds an answer, its end and "more", 6 tokens. After n turns the
+    # prompt has 3 + 6 n tokens, and 200 are reserved for the answer.
     (group,) = play(Endless, lambda *_: "a", limits=EpisodeLimits(turns=99, tokens=215)).groups
     (episode,) = group.trajectories_G
     assert len(episode.transitions) == 3 and episode.transitions[-1].truncated
@@ -211,7 +209,7 @@ def test_an_answer_that_was_cut_off_is_known_as_such(play):
     assert [t.metrics["cut"] for t in episode.transitions] == [1.0, 1.0] and episode.transitions[
         0
     ].metrics["ended"] == 0.0
-    # its end mark is put in as something observed, not as something that the model wrote
+    # its end mark is inserted as an observed token, not as a token that the model sampled
     first, second = episode.transitions
     assert second.ob.to_ints()[: first.ob.length + 3] == [*first.ob.to_ints(), *first.ac.tokens]
     assert len(first.ac.tokens) == 3
@@ -364,7 +362,7 @@ def test_calls_are_answered_each_within_its_limits(play, name):
         last.metrics["tool/calls"] == len(expected) and last.metrics["tool/malformed"] == malformed
     )
     assert last.metrics["tool/failed"] == (name in ("several at once", "a hang"))
-    # the model has read each answer as it was told, after its own words
+    # the model has read each tool result as logged, after its answer
     assert last.ob.to_ints()[: first.ob.length + len(first.ac.tokens)] == [
         *first.ob.to_ints(),
         *first.ac.tokens,
@@ -449,7 +447,7 @@ def test_the_tools_descriptions_are_those_of_transformers():
 
 
 def test_environments_are_found_by_name_and_address(tmp_path):
-    # others need a package, rows or a server
+    # the others need a package, rows or a server
     single = {"calculator", "guess_number", "tic_tac_toe"}
     assert single < set(list_environments())
     for name in single:
@@ -490,8 +488,8 @@ def test_environments_are_found_by_name_and_address(tmp_path):
 
 
 def test_addresses_from_before_the_adapters_moved_are_resolved():
-    """An address in an older run's config.json still means its class; a script that imports from
-    there is told the new place.
+    """An address in an older run's config.json still resolves to its class. A script that imports
+    from the old module gets an error that names the new module.
     """
     for module in ("rl.integrations.trl_env", "rl.envs.trl_env"):
         assert resolve_environment(f"{module}:MultiTrlEnvironment").cls is MultiTrlEnvironment
@@ -503,7 +501,7 @@ def test_addresses_from_before_the_adapters_moved_are_resolved():
         importlib.import_module("rl.envs.wrappers.mcp_tools")
 
 
-# ------------------------------------------------------------------------------- what breaks, where
+# ----------------------------------------------------------------------------------------- failures
 
 BAD = textwrap.dedent('''
     import os, time, sys
@@ -604,7 +602,7 @@ def bad_process(bad_file):
 
 
 def check_damage(result, options):
-    """One episode of three is lost, and named; the others stand with what they earned."""
+    """Check that a failing episode 1 of three is lost and named; the others keep their rewards."""
     (group,) = result.groups
     if options in ("print", "fine"):
         assert group.get_total_rewards() == [0.0, 1.0, 2.0] and not result.errors
@@ -660,7 +658,7 @@ def test_in_processes_death_costs_no_more(play, bad_process, options, when):
 
 
 def test_a_tool_that_dies_costs_its_call(play, bad_process):
-    """A plain function runs in a process of its own there; what it prints goes nowhere."""
+    """A plain function runs in a separate process there, and its printed output is discarded."""
     text = call("dies") + call("prints") + call("dies")
     result = play(
         bad_process,
@@ -706,7 +704,7 @@ COUNTING = textwrap.dedent('''
 
 @pytest.fixture
 def resolve():
-    """`resolve_environment`, whose processes end with the test."""
+    """Return `resolve_environment` with processes that end with the test."""
     made = []
 
     def run(name, **more):
@@ -721,7 +719,9 @@ def resolve():
 
 @pytest.mark.parametrize("options", ["die", "kill", "spin"])
 def test_an_environment_of_a_file_dies_without_the_script(play, resolve, bad_file, options):
-    """As under `train.py`: in a thread of the script the first two would end these tests."""
+    """Runs in processes, as under `train.py`: in a thread, the first two cases would end these
+    tests.
+    """
     spec = resolve(f"{bad_file}:Bad")
     check_damage(
         play(
@@ -858,8 +858,8 @@ def asked_row(answer: str) -> dict:
 def test_a_grader_that_spins_for_ever_scores_0_and_the_next_episode_is_graded(
     play, monkeypatch, name
 ):
-    """Python's matcher tries 2^40 ways in C and holds the interpreter: a thread of this process
-    could not be ended.
+    """Python's regex matcher tries 2^40 ways in C and holds the interpreter, so a thread of this
+    process could not be stopped.
     """
     endless = resolve_reward("format_compliance", patterns=["^(a+)+$"])
     monkeypatch.setattr("rl.envs.answer_score.resolve_reward", lambda name: endless)

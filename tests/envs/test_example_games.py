@@ -1,5 +1,5 @@
-"""The games of examples/games: rules and players against exhaustive search and counts known from
-elsewhere, and debugging's fixes in the sandbox.
+"""Test the games of examples/games: rules and players against exhaustive search and published
+counts, and the fixes of debugging in the sandbox.
 """
 
 import math
@@ -20,8 +20,8 @@ questions, debugging, debate = map(load_example, ("twenty_questions", "debugging
 
 @cache
 def fewest_questions(things: frozenset[str]) -> int:
-    """By search over every attribute and every guess: the questions that name any of the things for
-    sure.
+    """Return the number of questions that surely identify any of the things, by search over every
+    attribute and every guess.
     """
     if len(things) == 1:
         return 1
@@ -35,7 +35,7 @@ def fewest_questions(things: frozenset[str]) -> int:
 
 
 def questions_asked(secret: str, things: frozenset[str]) -> int:
-    """The questions of the rule `splitting` until it has named the secret."""
+    """Return the number of questions that the rule `splitting` needs to name the secret."""
     answers = []
     while questions.RIGHT not in answers:
         question = questions.choose_question(things)
@@ -81,7 +81,7 @@ def test_the_rule_answers_what_is_asked(item, text, answer):
 
 
 def outcome(source: str, case: debugging.Case):
-    """What the function returns; here the programs are this test's own."""
+    """Return the result of the program's function; the programs here come from this test."""
     space: dict = {}
     exec(source, space)
     return space[debugging.FUNCTION_NAME](*case.arguments)
@@ -151,8 +151,8 @@ def test_other_fixes_have_the_form_of_a_fix():
 
 @pytest.mark.parametrize("level", debugging.LEVELS)
 def test_an_untried_fix_is_neither_what_stands_nor_what_failed(level):
-    """Whoever tries each fix of a kind once has the right one after as many tries as there are
-    others.
+    """A player that never repeats a fix of a kind finishes within as many tries as the number of
+    alternatives.
     """
     others = {"operator": 2, "bounds": 3, "start": 3, "compare": 4}[level]
     needed = []
@@ -166,8 +166,8 @@ def test_an_untried_fix_is_neither_what_stands_nor_what_failed(level):
 
 
 def test_a_careful_fix_is_right_as_often_as_its_two_parts_are():
-    """Of the three operators one stands there: four times of five one of the other two, else one of
-    all: 0.4 + 0.2/3.
+    """One of three operators is in place. With probability 4/5 the fix is either of the other two,
+    else any of the three: 0.4 + 0.2/3.
     """
     bug = debugging.plant_bug(0, ["operator"])
     draw = random.Random(3)
@@ -199,7 +199,7 @@ def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level, walls)
         bug.numbered_source() in turn.messages
         and f"{case.call} should be {case.expected!r}, is {bug.wrong_result!r}" in turn.messages
     )
-    turn = match.step({"content": f"{bug.line}: {bug.lines[bug.line - 1].strip()}"})  # as it was
+    turn = match.step({"content": f"{bug.line}: {bug.lines[bug.line - 1].strip()}"})  # unchanged
     assert (
         not turn.done
         and turn.reward == 0

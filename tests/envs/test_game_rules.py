@@ -1,5 +1,5 @@
-"""The built-in games' rules and the players that follow one, against exhaustive search and counts known from
-elsewhere.
+"""Test the rules of the built-in games and the rule-based players against exhaustive search and
+published counts.
 """
 
 import itertools
@@ -16,7 +16,9 @@ from rl.envs.rules import guess_number_rules, tic_tac_toe_rules
 
 @cache
 def fewest_guesses(count: int) -> int:
-    """By search over every first guess: the guesses that find any of `count` numbers for sure."""
+    """Return the number of guesses that surely reaches any of `count` numbers, by search over every
+    first guess.
+    """
     if count == 0:
         return 0
     return 1 + min(
@@ -86,7 +88,9 @@ def test_a_guess_is_the_only_number_in_a_reply(text, number):
 
 @cache
 def games_from(board: str) -> tuple[int, int, int]:
-    """How many ways to play on end with X winning, O winning, and drawn."""
+    """Return the number of continuations of a board in which X wins, O wins, and the
+    game is drawn.
+    """
     won = tic_tac_toe_rules.find_winner(board)
     if won is not None or not tic_tac_toe_rules.find_free_cells(board):
         return (int(won == "X"), int(won == "O"), int(won is None))
@@ -99,15 +103,15 @@ def games_from(board: str) -> tuple[int, int, int]:
 
 
 def test_all_games_are_as_many_as_there_are():
-    """255,168 games, 131,184 won by who begins, 77,904 by the other, 46,080 drawn (a count known
-    from many places).
+    """The game tree has 255,168 games: 131,184 won by the first player, 77,904 by the second,
+    46,080 drawn (a widely published count).
     """
     assert games_from(tic_tac_toe_rules.EMPTY) == (131184, 77904, 46080)
 
 
 @pytest.mark.parametrize("mark", tic_tac_toe_rules.MARKS)
 def test_perfect_play_never_loses_whatever_the_other_does(mark):
-    """Every move that the perfect player may draw, against every move of the other."""
+    """Play every move that the perfect player may draw against every move of the opponent."""
     seen, boards = set(), [tic_tac_toe_rules.EMPTY]
     ends = set()
     while boards:
@@ -147,7 +151,7 @@ def test_steady_play_is_perfect_wins_at_once_and_is_always_the_same():
             wins += 1
             assert tic_tac_toe_rules.find_winner(after[cells.pop()]) == mark
         boards.extend(after.values())
-    assert len(seen) == 4520 and wins > 1000  # of 5,478 positions 958 are ends
+    assert len(seen) == 4520 and wins > 1000  # of 5,478 positions, 958 are final
 
 
 def test_careful_play_is_steady_nine_times_of_ten():
@@ -174,7 +178,7 @@ def test_two_perfect_players_draw_and_random_ones_do_not():
     assert tic_tac_toe_rules.compute_value(tic_tac_toe_rules.EMPTY) == 0
     assert {result(perfect, perfect, draw) for _ in range(30)} == {None}
     results = [result(at_random, at_random, draw) for _ in range(2000)]
-    # random against random: 58.5% and 28.8% are won by the first and the second, to three standard
+    # random against random: the first player wins 58.5% and the second 28.8%, to three standard
     # errors
     assert (
         abs(results.count("X") / 2000 - 0.585) < 0.034

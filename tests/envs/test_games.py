@@ -1,5 +1,5 @@
-"""Games of several seats: who acts, what each seat reads and earns, and that nothing but the
-policy's own samples is trained.
+"""Test games with several seats: which seat acts, what each seat reads and earns, and that only the
+policy's samples are trained on.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ debates, questions = load_example("debate"), load_example("twenty_questions")
 
 
 def anything(prompt, draw):
-    """Replies of every game's form and of none, by what was asked last."""
+    """Return a valid reply for some game, or an invalid one, chosen at random."""
     words = [
         *"123456789",
         str(draw.randint(1, 16)),
@@ -41,18 +41,18 @@ def anything(prompt, draw):
 
 
 def digits(prompt, draw):
-    """Mostly a free cell of the board shown last."""
+    """Return a free cell of the last board, and rarely an invalid reply."""
     free = [c for c in shown_last(prompt) if c in "123456789"]
     return draw.choice(free or ["1"]) if draw.random() < 0.97 else "none"
 
 
 def shown_last(prompt):
-    """The nine cells of the last board, which may follow an answer without a line break."""
+    """Return the nine cells of the last board, which may follow an answer without a line break."""
     return "".join(row[-3:] for row in prompt.rsplit("\n", 4)[-4:-1])
 
 
 def first_free(prompt, draw):
-    """The first free cell of the board shown last."""
+    """Return the first free cell of the last board."""
     return next(c for c in shown_last(prompt) if c in "123456789")
 
 
@@ -79,8 +79,8 @@ GAMES = [
 def test_what_is_trained_is_what_the_policy_sampled_and_nothing_else(
     name, settings, others, renderer
 ):
-    """Over random games: every sample of the policy's is in one trajectory, and none of another
-    player's is.
+    """In random games, every sample of the policy is in exactly one trajectory, and no sample of
+    another player is in any.
     """
     policy = MadeUp(
         TOKENIZER, digits if name == "tic_tac_toe" else anything, version=1, logprob=-1.0
@@ -135,14 +135,14 @@ def test_what_is_trained_is_what_the_policy_sampled_and_nothing_else(
                     datum.loss_fn_inputs["mask"].array,
                     datum.loss_fn_inputs["logprobs"].array,
                 )
-                # the policy's own logprobs, and 0 wherever it did not write
+                # the policy's logprobs, and 0 at all other positions
                 assert (logprobs == -mask).all()
-            if renderer == "plain":  # which always goes on where it was
+            if renderer == "plain":  # this renderer always continues the previous tokens
                 assert len(datums) == 1
 
 
 def seats_of(result):
-    """[(tag, trajectory, match)], the match as the trajectory's last turn tells it."""
+    """Return [(tag, trajectory, match)] with the match that the trajectory's last turn logs."""
     return [
         (group.tag, item, item.transitions[-1].logs["match"])
         for group in result.groups
@@ -154,7 +154,7 @@ LINES = [{1, 2, 3}, {4, 5, 6}, {7, 8, 9}, {1, 4, 7}, {2, 5, 8}, {3, 6, 9}, {1, 5
 
 
 def replayed(match):
-    """(winner, who made no move), from the moves alone."""
+    """Return (winner, seat that made an invalid move), derived from the moves only."""
     cells = {"X": set(), "O": set()}
     for move in match:
         text = move["text"]
@@ -210,7 +210,7 @@ def test_each_seat_of_tic_tac_toe_earns_what_its_game_came_to(opponent):
             for group in result.groups
         )
     else:
-        assert min(seats.values()) >= 9  # it plays either
+        assert min(seats.values()) >= 9  # it plays both seats
     if opponent == "perfect":
         assert not any(item.transitions[-1].metrics["won"] for _, item, _ in seats_of(result)), (
             "nobody beats it"
@@ -255,7 +255,9 @@ def test_a_seat_reads_what_it_is_told_and_not_what_others_are(monkeypatch):
 
 
 def test_all_seats_of_all_episodes_are_sampled_together():
-    """One batch a round and player, however many games there are and whoever's turn it is in each."""
+    """Each round samples a single batch per player, regardless of the number of games and of whose
+    turn it is in each.
+    """
     policy, pool = (MadeUp(TOKENIZER, digits, version=v, cut_off=0.0) for v in (1, 2))
     result = play("tic_tac_toe", policy, groups=10, members=4, opponent="policy")
     longest = max(len(match) for _, _, match in seats_of(result))
@@ -311,7 +313,9 @@ def test_ends_of_guess_number(guess, correct):
     ],
 )
 def test_rules_play_the_policys_part_and_win(name, player, settings, moves):
-    """The conversations that the policy would have had, each seat's whole."""
+    """The demonstrations are the conversations that the policy would have had, complete for each
+    seat.
+    """
     spec = resolve_environment(example_address(name), **settings)
     rows = [row["messages"] for row in generate_demonstrations(spec, player, 30)]
     for row in rows:
@@ -361,7 +365,7 @@ def test_what_is_asked_for_wrongly_is_named():
 
 
 def test_random_numbers_are_the_rows_and_not_the_members():
-    """Members of a group meet the same opponent's random numbers, groups others."""
+    """Members of a group get the same random numbers of the opponent; groups get different ones."""
     policy = MadeUp(TOKENIZER, lambda prompt, draw: "5", version=1, cut_off=0.0)
     result = play("tic_tac_toe", policy, groups=8, members=3, opponent="random", plays="O")
     openings = [

@@ -1,5 +1,5 @@
-"""A game is learnt from its reward alone: guess_number, from games in which half of the guesses are
-any that is left.
+"""Test that a game is learned from its reward only: guess_number, after a warm-up on games in which
+half of the guesses are any remaining number.
 """
 
 import json
@@ -10,13 +10,13 @@ from whole_runs import train
 
 from rl.envs import generate_demonstrations, resolve_environment
 
-HIGH = 4  # numbers; the environment's own limit is floor(log2 4) + 1 guesses
+HIGH = 4  # numbers; the environment's limit is floor(log2 4) + 1 guesses
 
 
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_guess_number_is_learnt(tmp_path):
-    """bench/environments.py has the longer proofs of the other games."""
+    """bench/environments.py has the longer proofs for the other games."""
     base, data = "tiny:ascii-small", tmp_path / "games.jsonl"
     rows = generate_demonstrations(
         resolve_environment("guess_number", high=HIGH), "careless", 1500, seed()

@@ -1,5 +1,5 @@
-"""The pool of older versions: which are kept, which are chosen and how often, ratings, and its
-state.
+"""Test the pool of older policy versions: which versions it keeps, how often it chooses each, their
+ratings, and its state.
 """
 
 import json
@@ -16,7 +16,7 @@ def filled(by, size=4, steps=range(0, 60, 10)):
     pool = OpponentPool(size, by)
     for step in steps:
         pool.add(step)
-        # it grows stronger: the newest loses to it, and it gains
+        # the policy improves: it beats the newest version and gains rating
         pool.record_results([(pool.opponents[-1].name, 1.0)] * 3)
     return pool
 
@@ -35,7 +35,7 @@ def test_ratings_are_elos_by_hand():
         pool.opponents[0].rating == pytest.approx(984 - 32 * (0.5 - expected))
         and pool.opponents[0].games == 2
     )
-    # what one gains the other loses
+    # ratings are zero-sum
     assert pool.rating + pool.opponents[0].rating == pytest.approx(2000)
 
 
@@ -68,7 +68,7 @@ def test_it_is_chosen_as_often_as_its_weight_says(by):
     weights = pool.weights()
     if by == "age":
         assert weights == [0.125, 0.25, 0.5, 1.0]
-    if by == "elo":  # nearest to its own strength likeliest
+    if by == "elo":  # the closest in rating is the most likely
         gaps = [abs(item.rating - pool.rating) for item in pool.opponents]
         assert sorted(range(4), key=lambda i: -weights[i]) == sorted(
             range(4), key=lambda i: gaps[i]

@@ -1,5 +1,5 @@
-"""Older versions of the policy as opponents: kept in the run's folder, bounded, chosen, rated, and
-resumed to the bit.
+"""Test older versions of the policy as opponents: kept in the run's folder, bounded, chosen, rated,
+and resumed bit for bit.
 """
 
 import json
@@ -42,8 +42,8 @@ def state(folder: Path, name: str) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["elo", "age"])
 def test_two_steps_and_two_resumed_are_four_to_the_bit_with_the_pool(by, tmp_path, monkeypatch):
-    """Broken off in the third step, after the pool has lost a version that the checkpoint of the
-    second still names.
+    """The run is interrupted in the third step, after the pool has dropped a version that the
+    checkpoint of the second step still names.
     """
     played: dict[str, list[str]] = {}
     load = opponents_room.OpponentModels._load
@@ -61,7 +61,7 @@ def test_two_steps_and_two_resumed_are_four_to_the_bit_with_the_pool(by, tmp_pat
     assert finals[0] == finals[1] and sum(item["games"] for item in finals[0]["opponents"]) > 0
     assert state(whole, "grpo-000002") == state(cut, "grpo-000002")
     assert versions(whole) == versions(cut)
-    for name in versions(whole):  # the same weights, and of different versions different ones
+    for name in versions(whole):  # both runs have the same weights for each version
         a, b = (
             load_file(str(folder / "sampler_weights" / name / "model.safetensors"))
             for folder in (whole, cut)
@@ -82,7 +82,7 @@ def test_the_folder_is_bounded_and_a_lost_version_is_named(tmp_path):
     assert all("opponents/own_rating" in row for row in rows[1:]) and all(
         "test/env/all/lost" in row for row in (rows[0], rows[-1])
     )
-    # two of the pool, and those of one checkpoint before it
+    # two in the pool, and those of one earlier checkpoint
     assert len(versions(tmp_path / "run")) <= 4
     step = state(tmp_path / "run", "grpo-000002")["opponents"][-1]["step"]
     (
@@ -116,7 +116,7 @@ def test_seats_are_played_by_whoever_is_named(words, tmp_path):
     sampled = f"{SMALL} --eval-every 1 --eval-limit 2 --save-every 0 --steps 1"
     rows = train(f"grpo {words} {sampled}", tmp_path / "run")
     assert any(key.startswith("test/env/") for key in rows[-1])
-    # O has none in a game that ended with X's first move, which may be none
+    # O has no episode in a game that ended with X's first move, which may be invalid
     episodes = rows[-1]["env/all/total_episodes"]
     least, most = (
         (8, 16)
@@ -132,7 +132,7 @@ def test_seats_are_played_by_whoever_is_named(words, tmp_path):
 
 
 def test_another_model_keeps_its_temperature_in_calls_and_in_streams(tmp_path):
-    """Greedy where the policy's parameters say otherwise, and the other way round."""
+    """It samples greedily although the policy's parameters do not, and vice versa."""
     with ServiceClient(output_dir=tmp_path, seed=1) as service:
         client = service.create_full_training_client("tiny:ascii", seed=1)
         sampler = client.save_weights_and_get_sampling_client()

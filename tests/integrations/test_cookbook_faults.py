@@ -1,4 +1,4 @@
-"""Groups written for tinker-cookbook that raise, hang or give nonsense wherever they may."""
+"""Test tinker-cookbook groups that raise, hang or return invalid values in any of their methods."""
 
 import asyncio
 import math
@@ -39,7 +39,7 @@ class One:
 
 
 class Group:
-    """Two episodes; `made`, `compared`, `cleaned`: what its methods do instead."""
+    """A group of two episodes. `made`, `compared`, `cleaned`: what each method does instead."""
 
     def __init__(self, made=None, compared=None, cleaned=None, **inputs):
         self.made, self.compared, self.cleaned, self.inputs = made, compared, cleaned, inputs
@@ -69,7 +69,7 @@ async def did(what):
     return what
 
 
-FAULTS = {  # (group, what its errors say, totals of the episodes that are left)
+FAULTS = {  # (group, expected errors, rewards of the remaining episodes)
     "made: raises": (Group(made="raise"), ["raised OSError: no luck"], None),
     "made: exits": (Group(made="exit"), ["SystemExit: 3"], None),
     "made: hangs": (Group(made="hang"), ["not done within its 1 s"], None),
@@ -120,7 +120,7 @@ class Long(One):
 
 @pytest.mark.parametrize("long", [1, 2])
 def test_an_episode_too_long_to_begin_is_not_compared(long):
-    """The builder sees as many environments as episodes; a group without any is cleaned up."""
+    """The builder gets as many environments as episodes; a group without episodes is cleaned up."""
     seen = []
 
     class Mixed(Group):
@@ -193,7 +193,7 @@ def test_a_builder_that_cannot_be_made_costs_its_group(tmp_path):
 
 
 class Noted(Group):
-    """Notes whom it compares and how often it is cleaned up."""
+    """Record what is compared and the number of cleanups."""
 
     def __init__(self, fails=False, **inputs):
         super().__init__(**inputs)
@@ -239,7 +239,9 @@ def test_a_failure_of_the_run_that_is_repeated_is_left_out_of_the_comparison(tmp
 
 @pytest.mark.parametrize("ended", [[], [0], [0, 1]])
 def test_a_group_that_is_given_back_is_cleaned_up_once(ended):
-    """Whether none of its episodes has ended, some, or all; its thread ends."""
+    """The group is cleaned up and its thread ends, whether none, some or all of its episodes have
+    ended.
+    """
     group = Noted()
     made = TinkerGroup(group, 7)
     envs = made.make_envs()

@@ -1,4 +1,4 @@
-"""Objects written for TRL's environment_factory."""
+"""Test objects written for TRL's environment_factory."""
 
 import asyncio
 import textwrap
@@ -126,7 +126,7 @@ def call(name, **arguments):
 
 @pytest.fixture
 def played():
-    """Plays an object's episode of a row with these answers."""
+    """Return a function that plays an episode of an object with scripted answers."""
     tokenizer = load_tokenizer("tiny:ascii")
     roots = []
 
@@ -145,7 +145,7 @@ def played():
 
 
 def test_the_tools_are_the_classes_public_methods(file):
-    """As TRL finds them: functions of the class; close is none here."""
+    """As in TRL, the tools are the functions of the class; close is not a tool."""
     names = {tool.__name__ for tool in resolve_environment(f"{file}:Counter").make().tools}
     assert names == {"add", "double", "later"}
 
@@ -192,7 +192,7 @@ def test_an_object_that_brings_its_own_episodes_needs_no_data_set(file, tmp_path
     )
     (row,) = [row for row in rows if "progress/batch" in row]
     assert row["env/all/total_episodes"] == 6 and row["reward/failed"] == 0
-    # groups of other seeds met other numbers
+    # groups with different seeds got different numbers
     assert row["env/all/reward/max"] > row["env/all/reward/min"]
 
 
@@ -202,7 +202,9 @@ def test_an_object_that_brings_its_own_episodes_needs_no_data_set(file, tmp_path
 )
 @pytest.mark.parametrize("process", [False, True])
 def test_a_factory_may_be_a_function(file, name, settings, reward, process):
-    """With its arguments as settings; its objects may bring their own episodes, as a class's may."""
+    """Its arguments become settings. Its objects may bring their episodes, as those of
+    a class may.
+    """
     spec = resolve_environment(f"{file}:{name}", **settings)
     assert spec.can_make_rows
     spec = isolate_environment(spec) if process else spec
@@ -224,7 +226,9 @@ def test_a_factory_may_be_a_function(file, name, settings, reward, process):
 
 @pytest.mark.parametrize("process", [False, True])
 def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
-    """Each row meets its own environment with its own tools, and reset does not see the column."""
+    """Each row gets its environment with that environment's tools, and reset does not see the
+    column.
+    """
     spec = resolve_environment(f"{file}:several")
     assert spec.needs_rows and not spec.can_make_rows
     spec = isolate_environment(spec) if process else spec
@@ -253,7 +257,7 @@ def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
 
 
 def test_what_can_be_called_but_says_not_how_is_a_factory_that_takes_nothing():
-    """dict.fromkeys, iter: written in C, some without a signature."""
+    """Examples are dict.fromkeys and iter: written in C, some without a signature."""
     made = wrap_factory(iter, "Made")
     assert isinstance(made, type)
     with pytest.raises(TypeError):

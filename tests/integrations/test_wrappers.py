@@ -1,4 +1,4 @@
-"""Wrappers of other people's environments, against stand-ins of the same shape."""
+"""Test the wrappers of third-party environments against stubs with the same interface."""
 
 import asyncio
 import enum
@@ -61,7 +61,7 @@ def test_a_package_that_is_not_there_names_its_extra(name, settings, module, mon
 
 
 class Sums:
-    """`name` is asked in `config`: a sum of two numbers below 10 to the power of digits."""
+    """A reasoning-gym dataset: sums of two numbers below 10 to the power of config["digits"]."""
 
     def __init__(self, config):
         self.config = config
@@ -148,7 +148,7 @@ Kind = enum.Enum("Kind", "PROMPT PLAYER_ACTION GAME_MESSAGE")
 
 
 class Nim:
-    """Players take 1 to 3 of the sticks in turn; who takes the last wins."""
+    """Players take 1 to 3 of the sticks in turn; the player of the last stick wins."""
 
     def __init__(self, most=9):
         self.most = most
@@ -220,7 +220,7 @@ def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(arena,
         seat = turns[0].seat
         read = renderer.tokenizer.decode(turns[-1].ob.to_ints())
         assert f"You are {seat}." in read and f"You are {1 - seat}." not in read
-        assert f"Player {seat}:" not in read  # its own moves stand as its answers
+        assert f"Player {seat}:" not in read  # its moves appear as its answers
 
 
 def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(arena, renderer):
@@ -240,7 +240,7 @@ def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(ar
     assert tokens(first) == tokens(again)
     assert (
         sum(sum(g.get_total_rewards()) for g in first.groups) > 6
-    )  # who plays best wins most games
+    )  # a player with the best strategy wins most games
     text = renderer.tokenizer.decode(first.groups[0].trajectories_G[1].transitions[0].ob.to_ints())
     assert "You are" not in text and "Player 0:" in text  # the second member has the second seat
 
@@ -269,14 +269,14 @@ def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(arena, re
     [
         (False, 1, "1", 1.0, -0.9),
         (True, 1, "1", 1.0, 0.0),
-        (False, 0, "0", -0.9, 1.0),  # no move: the other has won
+        (False, 0, "0", -0.9, 1.0),  # no move: the opponent has won
         (True, 0, "0", 0.0, 1.0),
     ],
 )
 def test_wins_alone_are_paid_where_that_is_asked_for(
     arena, monkeypatch, wins_only, won, last, reference, other
 ):
-    """The game's own reward pays a loser by how near it came."""
+    """The game's reward also pays a loser that came close."""
     close = Nim.close
 
     def nearly(self):
@@ -318,7 +318,7 @@ def test_a_task_without_levels_is_named(gym):
 
 
 class Thrice:
-    """Asks again until the truth is said, three times at most."""
+    """Ask again until the answer is right, three times at most."""
 
     closed = 0
 
@@ -373,7 +373,7 @@ def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer
 
 
 class Client:
-    """An OpenEnv client: its methods are coroutines, and it is entered and left in one task."""
+    """An OpenEnv client: its methods are coroutines, and the same task must enter and exit it."""
 
     remaining = 0
 
@@ -463,7 +463,7 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
 
 
 def test_a_client_is_called_inside_its_event_loop():
-    """OpenEnv's client runs a call at once, and again when it is awaited, where no event loop runs."""
+    """Outside an event loop, OpenEnv's client runs a call at once, and again when it is awaited."""
 
     class Counts(Client):
         steps = 0
@@ -560,7 +560,7 @@ def counting(renderer, seen):
             return Stepped(float(right), self.remaining == 0, self.observation(), [], metrics)
 
     class Old(Count):
-        def step(self, action):  # of before there was `extra`, and not awaitable
+        def step(self, action):  # an older signature without `extra`, returning a Future
             return asyncio.get_running_loop().run_in_executor(
                 None, lambda: asyncio.run(Count.step(self, action))
             )
@@ -647,14 +647,14 @@ def test_the_cookbooks_groups_by_name(tmp_path, renderer):
     none = resolve_environment("tinker", builders=f"{path}:nothing").token_level(
         Problem((), rows[0]), 4, renderer
     )
-    (env,) = none.make_envs()  # its one episode says why there is none
+    (env,) = none.make_envs()  # its only episode reports why it has no environment
     with pytest.raises(EpisodeFailed, match="returned 3; an EnvGroupBuilder is expected"):
         env.initial_observation().result()
     with pytest.raises(UserError, match="did you mean builders"):
         resolve_environment("tinker", builders=f"{path}:builder").make()
 
 
-# ------------------------------------------------------------------ what a wrapper asks for by name
+# ------------------------------------------------------------------------ requirements of a wrapper
 
 
 def test_a_required_setting_is_named_by_its_flag():
@@ -673,7 +673,7 @@ def test_a_required_setting_is_named_by_its_flag():
     "resolve_environment('textarena', game='SpellingBee-v0').make()",
 ])  # fmt: skip
 def test_a_missing_package_is_named_with_an_extra_that_installs_it(code):
-    """In a process without any of these packages."""
+    """Runs in a process without any of these packages."""
     hidden = ["starlette", "uvicorn", "mcp", "openenv", "reasoning_gym", "skyrl_gym", "textarena"]
     code = f"""
 import sys

@@ -1,4 +1,4 @@
-"""A server of OpenAI's routes whose replies a test decides."""
+"""Serve OpenAI's routes with replies that a test chooses."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ def api_server(reply, models=("judge",), cut_off=()):
         def send(self, status, value):
             text = json.dumps(value).encode()
             self.send_response(status)
-            if isinstance(value, cut_off):  # a chunk that ends before its length
+            if isinstance(value, cut_off):  # a chunk that ends before its declared length
                 self.send_header("Transfer-Encoding", "chunked")
                 text = b"ffff\r\n" + text
             else:

@@ -1,4 +1,4 @@
-"""A rubric's judge behind an OpenAI-compatible API."""
+"""Test a rubric judge behind an OpenAI-compatible API."""
 
 import json
 import math
@@ -16,7 +16,7 @@ POLITE_RIGHT = (("Is the answer polite?", 1.0), ("Is it right?", 3.0))
 
 
 def first_token(*tokens):
-    """A reply of these (token, probability)."""
+    """Return a reply with these (token, probability) pairs for the first token."""
     top = [{"token": token, "logprob": math.log(p)} for token, p in tokens]
     return 200, {"choices": [{"logprobs": {"content": [{"top_logprobs": top}]}}]}
 
@@ -49,7 +49,7 @@ def test_yes_and_no_are_read_from_the_first_token():
         "rubric/is_the_answer_polite": pytest.approx(0.9),
         "rubric/is_it_right": 0.0,
     }
-    # equal answers are read once
+    # equal answers are judged once
     assert len(bodies) == 2 and len({body["seed"] for body in bodies}) == 2
     for body in bodies:
         assert body["model"] == "judge" and body["max_tokens"] == 1
@@ -124,7 +124,7 @@ def test_an_error_that_stays_is_not_tried_again_and_has_its_remedy(reply, remedy
 
 def test_an_error_whose_text_is_cut_off_is_tried_again():
     class Cut(dict):
-        """A reply that ends before its length."""
+        """A reply that ends before its declared length."""
 
     remaining = [2]
 
@@ -207,7 +207,7 @@ def test_a_server_that_cannot_judge_is_refused_before_a_model_is_loaded(tmp_path
 
 
 def test_a_run_learns_what_the_server_says(tmp_path):
-    """Two steps of GRPO: the rewards of the rollouts are the server's."""
+    """In two steps of GRPO, the rewards of the rollouts are the server's scores."""
 
     def reply(body, headers):
         answer = body["messages"][0]["content"].split("[Answer]\n")[1].split("\n")[0]

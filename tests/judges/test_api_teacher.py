@@ -1,4 +1,4 @@
-"""A teacher behind an OpenAI-compatible API."""
+"""Test a teacher behind an OpenAI-compatible API."""
 
 import threading
 
@@ -23,7 +23,7 @@ def _at_once(monkeypatch):
 
 
 def echoes(tokens, logprobs, texts=None):
-    """The reply of a server that echoes the prompt and adds a token."""
+    """Return the reply of a server that echoes the prompt and adds a token."""
     texts = [chr(token) for token in tokens] if texts is None else texts
     content = {"tokens": [*texts, "!"], "token_logprobs": [None, *logprobs[1:], -1.0]}
     return 200, {"choices": [{"text": "".join(texts), "logprobs": content}]}
@@ -31,7 +31,9 @@ def echoes(tokens, logprobs, texts=None):
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """A folder of weights, and a function from tokens to their texts and logprobs under them."""
+    """Yield a folder of weights, and a function from tokens to their texts and logprobs under these
+    weights.
+    """
     folder = tmp_path_factory.mktemp("teacher")
     train(
         "sft --base-model tiny:addition-small --dataset addition --steps 2 --batch-size 8 "
@@ -64,10 +66,10 @@ def test_a_run_with_the_teacher_behind_an_api_is_that_with_its_weights(teacher, 
     here = train(f"{WORDS} --teacher {folder}", tmp_path / "here")
     with api_server(reply, models=("teacher",)) as (address, bodies):
         present = train(f"{WORDS} --teacher {address}", tmp_path / "there")
-    assert len(bodies) > 2 * 4 * 2  # the answers, and the sample tokens
+    assert len(bodies) > 2 * 4 * 2  # the answers, and the sampled tokens
     metric = "teacher/kl_per_token"
     ours, theirs = ([row[metric] for row in rows if metric in row] for rows in (here, present))
-    # one sequence at a time instead of a batch: equal up to the rounding of matrix products
+    # single sequences instead of a batch: equal up to the rounding of matrix products
     assert len(ours) == 2 and theirs == pytest.approx(ours, rel=1e-4)
     weights, others = final_weights(tmp_path / "here"), final_weights(tmp_path / "there")
     for name, tensor in weights.items():

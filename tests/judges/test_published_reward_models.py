@@ -1,4 +1,4 @@
-"""Published reward models in the loop."""
+"""Test published reward models in the training loop."""
 
 import json
 
@@ -22,7 +22,7 @@ TEMPLATE = (
     "message.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Ends in the padding token itself, as templates do whose tokenizer pads with its end mark.
+# Ends in the padding token, like the templates of tokenizers that pad with their end mark.
 ENDS_IN_PAD = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<pad>{% endfor %}"
 )
@@ -93,7 +93,7 @@ def episodes():
         members = []
         for answer in answers:
             logs = {"messages": messages, "response": answer}
-            # of a policy with another vocabulary
+            # from a policy with another vocabulary
             action = SampledSequence([5, 6], [-1.0, -1.0], "stop")
             members.append(
                 Trajectory([Transition(ModelInput.from_ints([1, 2]), action, 0.0, True, {}, logs)])
@@ -103,7 +103,9 @@ def episodes():
 
 
 def by_transformers(folder):
-    """Scores of the same conversations, each by transformers' own forward, alone and unpadded."""
+    """Return the scores of the same conversations from transformers' forward, each without batching
+    or padding.
+    """
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     table = []
@@ -145,7 +147,9 @@ def test_scores_are_those_of_transformers(architecture, options, tmp_path, servi
 
 
 def test_an_episode_of_several_turns_is_read_whole(tmp_path, service):
-    """Each turn logs what it was told; the score is that of the same conversation given at once."""
+    """Each turn logs the messages that it received. The score equals that of the whole conversation
+    in a single row.
+    """
     folder = write_model(tmp_path / "model")
     transitions = []
     for question, answer in (("What is 2+2?", "4."), ("And 3+3?\n", "6.")):

@@ -1,4 +1,4 @@
-"""Reward models and RLHF: losses, calibration by hand, models in the loop, controls."""
+"""Test reward models and RLHF: losses, calibration by hand, models in the loop, controls."""
 
 import itertools
 import json
@@ -49,7 +49,9 @@ from rl.types import Datum, ModelInput, Problem, SampledSequence
 
 
 def by_hand(scores, centre):
-    """The sum over pairs in plain float64 arithmetic, and its gradient by each score."""
+    """Return the sum over pairs in plain float64 arithmetic, and its gradient with respect to each
+    score.
+    """
     total, gradients = 0.0, []
     for chosen, rejected in zip(scores[0::2], scores[1::2], strict=True):
         p = 1 / (1 + math.exp(rejected - chosen))
@@ -106,7 +108,7 @@ def stirred(worker):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_does_not_depend_on_how_pairs_are_cut(layout):
-    """It is that of the model run on one sequence after the other."""
+    """The gradient equals that of the model run on single sequences."""
     datums, worker = pairs(), stirred(make_worker())
     model, head = worker.learners[0].model, worker.learners[0].head.value_head
 
@@ -131,7 +133,7 @@ def test_the_gradient_does_not_depend_on_how_pairs_are_cut(layout):
 
 
 def test_calibration_and_metrics_by_hand():
-    # two bins of 0.5 to 1: {0.6, 0.7} with one of two right, {0.8, 0.9, 1.0} all right
+    # two bins from 0.5 to 1: {0.6, 0.7}, half of them right, and {0.8, 0.9, 1.0}, all right
     p, right = [0.6, 0.7, 0.8, 0.9, 1.0], [1, 0, 1, 1, 1]
     assert compute_calibration_error(p, right, bins=2) == pytest.approx(
         (abs(1 - 1.3) + abs(3 - 2.7)) / 5
@@ -148,11 +150,11 @@ def test_calibration_and_metrics_by_hand():
     assert metrics["test/rewards/calibration_error"] == pytest.approx((0.25 + 0.8 + 0.0) / 3)
 
 
-# ------------------------------------------------------------------------------ the comparing judge
+# ----------------------------------------------------------------------------------- pairwise judge
 
 
 class Judge:
-    """A sampling client whose logprobs are a function of the text before."""
+    """A sampling client with logprobs that are a function of the preceding text."""
 
     def __init__(self, prefers):
         self.prefers = prefers
@@ -177,7 +179,7 @@ class Judge:
 
 
 class Letters:
-    """A renderer of characters, "$" at an answer's end."""
+    """A renderer of characters, with "$" at the end of an answer."""
 
     def build_supervised_example(self, messages):
         *request, answer = (str(m["content"]) for m in messages)
@@ -188,7 +190,7 @@ class Letters:
 
 
 def test_both_orders_are_read_and_averaged():
-    """P(A, B, tie) is (6, 1, 1)/8 where the longer stands first, else (2, 1, 1)/4."""
+    """P(A, B, tie) is (6, 1, 1)/8 if the longer answer comes first, else (2, 1, 1)/4."""
 
     def prefers(first, second):
         return np.log([6, 1, 1]) + 2.0 if len(first) > len(second) else np.log([2, 1, 1])
@@ -222,7 +224,7 @@ def test_scores_within_a_group_are_shares_of_wins():
 
     judge = PairwiseJudge(ComparisonModel(Judge(prefers), Letters()))
     (scores, single) = judge.scores([group("a", "bbb", "a", "cc"), group("x")])
-    # longer beats shorter 0.6 + 0.2 / 2 = 0.7 to 0.3; equal texts tie at 0.5
+    # a longer answer beats a shorter one 0.6 + 0.2 / 2 = 0.7 to 0.3; equal texts tie at 0.5
     assert scores == pytest.approx(
         [(0.3 + 0.5 + 0.3) / 3, 0.7, (0.3 + 0.5 + 0.3) / 3, (0.7 + 0.3 + 0.7) / 3]
     )
@@ -230,7 +232,7 @@ def test_scores_within_a_group_are_shares_of_wins():
 
 
 def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp_path):
-    """The same text for an answer that was sampled as for a row of pairs."""
+    """A sampled answer gives the same text as a row of pairs."""
     output = [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "1+1="},
@@ -261,7 +263,7 @@ def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp
 
 
 def spoken(*exchange, messages=True):
-    """An episode of (question, answer) turns, logged with or without `told`."""
+    """Return an episode of (question, answer) turns, logged with or without `told`."""
     turns = []
     for request, answer in exchange:
         message = {"role": "user", "content": request}
@@ -300,7 +302,7 @@ def test_each_member_of_several_turns_is_judged_by_its_own_conversation(messages
 
 
 def test_episodes_are_compared_from_where_they_part():
-    """A shared first turn belongs to the conversation."""
+    """A shared first turn is part of the conversation."""
     request: list[AnswerComparison] = []
     judge = SimpleNamespace(
         compare=lambda result: (
@@ -345,7 +347,7 @@ def test_rewards_are_replaced_or_added_to_by_weight():
         {"reward/learned": 2.0, "reward/given": 1.0},
         {"reward/learned": -1.0, "reward/given": 0.5},
     ]
-    assert groups[0].get_total_rewards() == [1.0, 0.5]  # as they were
+    assert groups[0].get_total_rewards() == [1.0, 0.5]  # unchanged
 
 
 # --------------------------------------------------------------------------------------- whole runs
@@ -367,7 +369,7 @@ def test_a_model_in_the_loop_gives_what_it_gives_alone(tmp_path):
                     float(client.compute_values([whole]).result()[0][-1]), abs=1e-6
                 )
         assert len({round(s, 6) for s in scores[0]}) == 2
-        # a pair is scored as an answer that was sampled: prompt, answer, end mark
+        # a pair is scored like a sampled answer: prompt, answer, end mark
         prompt = renderer.build_generation_prompt(rows[0].messages).to_ints()
         assert datums[0].model_input.to_ints() == [
             *prompt, *renderer.encode(rows[0].response), client.get_tokenizer().eos_token_id,
@@ -417,8 +419,8 @@ def test_swapped_labels_score_below_a_tenth(tmp_path):
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_the_comparison_form_learns_the_same_preferences(tmp_path):
-    """Of two letters the one that the untrained judge does not prefer: which one that is hangs on
-    its weights.
+    """Train the judge to prefer whichever of two letters it does not prefer untrained; which letter
+    that is depends on its weights.
     """
     words = (
         LEARNS.replace("--steps 60", "")
@@ -466,7 +468,9 @@ def test_the_loss_falls_on_real_preferences(shared_data, tmp_path):
 
 
 def reward_model(folder: Path, *, constant: float | None = None) -> Path:
-    """A run of reward_model on a few pairs; with `constant`, one that says so whatever it reads."""
+    """Train reward_model on a few pairs and return the run's folder. With `constant`, the model is
+    patched to always return it.
+    """
     train("reward_model --steps 2 --batch-size 8 --learning-rate 1e-2 --eval-every 0", folder)
     final = folder / "checkpoints" / "reward_model-final"
     if constant is not None:
@@ -491,14 +495,14 @@ SAMPLES = "--batch-size 8 --max-tokens 4 --eval-every 0 --learning-rate 1e-2"
     "options",
     [
         "grpo --group-size 4",
-        # Every term but the reward's is off. Its return less the value of an untrained head, which
-        # is 0, is then the same at each token, and less the batch's mean 0. With lambda below 1 it
-        # would not be: tokens nearer to the end would have more of it.
+        # Every term except the reward is off. The value of an untrained head is 0, so return minus
+        # value is the same at each token, and 0 after subtracting the batch mean. With lambda below
+        # 1, tokens nearer to the end would get more of it.
         "rlhf --kl-coef 0 --entropy-coef 0 --value-coef 0 --gae-lambda 1 --truncated end",
     ],
 )
 def test_a_constant_reward_model_leaves_the_weights_bit_equal(options, tmp_path):
-    """And one that is not constant does not, so that the control could fail."""
+    """A model that is not constant changes the weights, so the control could fail."""
     words = f"{options} {SAMPLES} --reward None"
     runs = {
         name: reward_model(tmp_path / name, constant=c)
@@ -523,8 +527,8 @@ def test_a_constant_reward_model_leaves_the_weights_bit_equal(options, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["", "--lora-rank 4"])
 def test_the_best_weights_score_as_the_model_did(options, tmp_path):
-    """With their head: the best of a run whose last step is its best are the final checkpoint's,
-    and rlhf learns from them.
+    """The last step of the run is its best, so the best weights and their head must equal the final
+    checkpoint; rlhf learns from both.
     """
     words = (
         f"reward_model --steps 2 --batch-size 8 --learning-rate 1e-3 --eval-every 1 --eval-limit "
@@ -543,7 +547,7 @@ def test_the_best_weights_score_as_the_model_did(options, tmp_path):
             )
         ]
         assert scores[0] == scores[1]
-        # and they can be sampled from
+        # the best weights can also be sampled from
         service.create_sampling_client(model_path=str(best)).get_tokenizer()
     loops = [
         train(f"rlhf --steps 1 {SAMPLES} --reward None --reward-model {path}", tmp_path / path.name)
@@ -574,7 +578,7 @@ def test_a_reward_model_of_another_vocabulary_scores_the_policy(tmp_path):
 
 
 def test_a_comparing_judge_rewards_groups(tmp_path):
-    """tiny:ascii judges itself, untrained: its rewards are shares of wins, whose mean is one half."""
+    """An untrained tiny:ascii judges itself: its rewards are shares of wins, with mean 0.5."""
     words = (
         "grpo --base-model tiny:ascii --comparison-model tiny:ascii --group-size 3 --batch-size 2 "
         "--max-tokens 2 --reward None"
@@ -602,13 +606,13 @@ def test_misuse_is_named_before_anything_is_written(words, says, tmp_path, capsy
 
 
 def largest_digit_rows(path: Path) -> Path:
-    """Of three digits the largest is right; `response`: one of the three, so that a model taught it
-    is right for four in ten.
+    """Write rows of three digits, the largest of which is the right answer. `response` is a random
+    digit of the three, so a model trained on it is right for four in ten.
 
-    Each prompt has three rows, one after the other. `rejected` is any other digit, whether the
-    prompt has it or not: what the pairs do not cover, RLHF finds. (Where pairs were of the prompt's
-    digits alone, a reward model ranked all those held out right, and PPO on it took the true reward
-    from 0.30 to 0.05.)
+    Each prompt has three consecutive rows. `rejected` is any other digit, in the prompt or not,
+    because RLHF exploits what the pairs do not cover. (With pairs of only the prompt's digits, a
+    reward model ranked all held-out pairs right, and PPO on it took the true reward from 0.30 to
+    0.05.)
     """
     rng, rows = np.random.default_rng(0), []
     for digits in rng.permutation(list(itertools.product(range(10), repeat=3))).tolist():
@@ -628,10 +632,10 @@ def largest_digit_rows(path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_rlhf_raises_the_learned_reward_and_the_true_one(tmp_path):
-    """The true one, exact_match on held-out prompts, is never learnt from.
+    """The true reward, exact_match on held-out prompts, is never trained on.
 
-    Answers are a digit and an end mark; longer ones, which no pair shows, lose reward (a score
-    without an end mark means nothing).
+    Answers are a digit and an end mark. Longer answers, which no pair contains, lose reward (a
+    score without an end mark is meaningless).
     """
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
@@ -683,7 +687,7 @@ def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
     rm, rlhf = "method: reward_model", "method: rlhf, reward_model: reward_model"
     assert begins("base_model: tiny:ascii", "method: sft", rm, rlhf) == [None, 0, 0]
     assert begins("base_model: tiny:ascii", rm, rlhf) == begins("", rm, rlhf) == [None, None]
-    # a judge may go on from a judge
+    # a judge may continue from a judge
     assert begins("", rm, rm + ", name: second", rlhf) == [None, 0, None]
     assert begins(
         "base_model: tiny:ascii", "method: sft", rm + ", base_model: tiny:chat", rlhf
@@ -708,7 +712,9 @@ def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
 
 @pytest.mark.slow
 def test_stages_begin_from_the_stage_they_name(tmp_path):
-    """sft, a reward model on it, and rlhf that goes on from sft and not from the reward model."""
+    """Run sft, a reward model on top of it, and rlhf, which continues from sft and not from the
+    reward model.
+    """
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "stages:\n  - {method: sft, steps: 2, learning_rate: 1e-2}\n  - {method: reward_model, "

@@ -1,4 +1,4 @@
-"""What a reward model reads of a sampled answer is what it read of it in training."""
+"""Test that a reward model reads a sampled answer exactly as it read the answer in training."""
 
 import random
 from pathlib import Path
@@ -33,7 +33,7 @@ ROLE_COLON = [
 
 
 class Reader:
-    """Stands for a reward model: keeps what it is to read."""
+    """A stub reward model that records its inputs."""
 
     info = {"max_context": None}
 
@@ -48,10 +48,12 @@ class Reader:
 
 
 def sampled(renderer, problem, text, end, *, logs=True):
-    """A group of one episode that answers `text`, ended by `end`; empty: cut off."""
+    """Return a group of a single episode that answers `text` and ends with `end`; an empty `end`
+    means cut off.
+    """
     builder = ProblemGroupBuilder(problem, 1, renderer, None)
     drawn = [*renderer._encode(renderer.escaper.escape(text), continuing=True), *end]
-    if len(end) > 1:  # a mark in words: drawn as it is learnt, in one piece with what it ends
+    if len(end) > 1:  # a mark in words: tokenized as in training, together with the answer
         drawn = renderer._encode(
             renderer.escaper.escape(text) + renderer._decode(end), continuing=True
         )
@@ -62,12 +64,12 @@ def sampled(renderer, problem, text, end, *, logs=True):
 
 
 def as_drawn(renderer, name, text):
-    """An answer as the model writes it: role_colon's begins with a space."""
+    """Return an answer as the model writes it; with role_colon it begins with a space."""
     return f" {text}" if name == "role_colon" else text
 
 
 def ways_to_end(renderer, name):
-    """Every token that may end a sample; role_colon's mark as well."""
+    """Return every token that may end a sample, and the mark of role_colon."""
     ends = [[end] for end in sorted(renderer.end_tokens)]
     return [*ends, renderer._encode("\n\nUser:", continuing=True)] if name == "role_colon" else ends
 
@@ -76,7 +78,7 @@ def ways_to_end(renderer, name):
 def test_an_answer_is_read_as_it_was_in_training(renderers, tokenizers, name, model):  # noqa: F811
     renderer, tokenizer = renderers(name, model), tokenizers(model)
     extra = next((i for i in tokenizer.added_tokens_decoder if i != tokenizer.eos_token_id), 5)
-    renderer = get_renderer(name, tokenizer, eos_token_ids=[extra])  # the generation config's
+    renderer = get_renderer(name, tokenizer, eos_token_ids=[extra])  # from the generation config
     rng = random.Random(f"{name} {model}")
     thinks = model in ("qwen3",) and name == "chat_template"
     for _ in range(5):
@@ -88,7 +90,7 @@ def test_an_answer_is_read_as_it_was_in_training(renderers, tokenizers, name, mo
         trained = [datum.model_input.to_ints() for datum in make_scored_pair(problem, renderer)]
         for answer, expected in zip((problem.response, problem.rejected), trained, strict=True):
             text = as_drawn(renderer, name, ("<think>\n\n</think>\n\n" if thinks else "") + answer)
-            if thinks:  # written by the model, as a token
+            if thinks:  # the model writes it as a token
                 drawn_thought = tokenizer.encode(
                     "<think>\n\n</think>\n\n", add_special_tokens=False
                 )
@@ -99,7 +101,7 @@ def test_an_answer_is_read_as_it_was_in_training(renderers, tokenizers, name, mo
                 reader = Reader()
                 ((score,),) = RewardModel(reader, "rm", renderer).scores([group])
                 assert reader.read == [expected], (text, end)
-                # at the end mark, the last position: where the loss reads it
+                # the score is read at the end mark, the last position, as in the loss
                 assert score == len(expected) - 1
         cut = sampled(renderer, problem, as_drawn(renderer, name, "4 st"), [])
         reader = Reader()
@@ -123,7 +125,7 @@ def test_the_mask_tells_where_the_prompt_ends(renderers, name, model):  # noqa: 
 
 @pytest.mark.parametrize("model", ROLE_COLON)
 def test_role_colons_mark_is_read_as_in_training_however_it_was_tokenised(renderers, model):  # noqa: F811
-    """A policy may draw a text in other tokens than the tokenizer would."""
+    """A policy may sample a text as other tokens than the tokenizer would produce."""
     renderer = renderers("role_colon", model)
     for response in ("4.", "ab st.", "7 (a)", "st"):
         problem = Problem([{"role": "user", "content": "2+2?"}], response=response, rejected="5")
@@ -140,7 +142,7 @@ def test_role_colons_mark_is_read_as_in_training_however_it_was_tokenised(render
                 token for piece in pieces for token in renderer._encode(piece, continuing=True)
             ]
             if renderer._decode(drawn) != text:
-                # a tokenizer that joins words by spaces of its own: those tokens are another text
+                # a tokenizer that joins words with added spaces: these tokens are another text
                 continue
             assert renderer.reward_model_input(prompt, drawn).to_ints() == expected, pieces
 
@@ -257,7 +259,9 @@ def test_a_judge_is_shown_answers_as_it_was_in_training(renderers, answer):  # n
 
 @pytest.mark.parametrize("logs", [True, False])
 def test_a_policy_of_another_vocabulary_is_read_as_text(logs, tokenizers):  # noqa: F811
-    """As the reward model's own training data reads, whatever the policy's ids mean to it."""
+    """The text equals that of the reward model's training data, whatever the policy's ids mean in
+    its vocabulary.
+    """
     theirs, reference = (
         get_renderer("role_colon", tokenizers("gpt2")),
         get_renderer("chat_template", tokenizers("qwen3"), enable_thinking=False),
@@ -273,7 +277,9 @@ def test_a_policy_of_another_vocabulary_is_read_as_text(logs, tokenizers):  # no
 
 
 def test_reward_models_and_judges_keep_the_renderer_that_they_were_trained_with(monkeypatch):
-    """By the settings of the stage that made them, whether it is of this run or of another."""
+    """The renderer comes from the settings of the stage that trained the model, in this run or
+    another.
+    """
     requests = []
     stage = SimpleNamespace(
         settings=SimpleNamespace(data=SimpleNamespace(renderer="role_colon", template=()))
@@ -312,7 +318,7 @@ class Remembers(Environment):
 
 
 def played(renderer, name, answers, *, cut=False, tools=False):
-    """The group of one episode of `Remembers`, played as a rollout does it."""
+    """Return the group of a single episode of `Remembers`, played as in a rollout."""
     spec = resolve_environment(Remembers)
     problem = Problem([], meta={"tools": tools})
     env = EnvironmentGroup(spec, problem, 1, renderer).make_envs()[0]
@@ -342,7 +348,7 @@ def test_an_episode_of_an_environment_is_read_in_the_models_own_renderer(
     judge,
     knows_policy,
 ):
-    """All turns, whichever renderer of the same vocabulary the policy writes them with."""
+    """All turns are read, whichever renderer of the same vocabulary the policy uses."""
     reference, other = renderers(judge, "llama-like"), renderers(policy, "llama-like")
     talk = [
         {"role": "user", "content": "2+2?"},

@@ -1,4 +1,4 @@
-"""A language model as judge by rubric."""
+"""Test a language model that judges by a rubric."""
 
 import json
 import math
@@ -23,7 +23,7 @@ POLITE_RIGHT = (("Is the answer polite?", 1.0), ("Is it right?", 3.0))
 
 
 class YesNo:
-    """A sampling client of `Letters`."""
+    """A sampling client for `Letters`."""
 
     info = {"max_context": None, "base_model": "stub"}
 
@@ -45,7 +45,7 @@ class YesNo:
 
 
 def likes(answer, question):
-    """P(yes) : P(no) is length to 1 of politeness, 1 to 3 of being right."""
+    """Return the logprobs of yes and no: length to 1 for politeness, 1 to 3 for being right."""
     return (
         np.log([len(answer) if "polite" in question else 1, 1 if "polite" in question else 3]) - 4.0
     )
@@ -62,7 +62,7 @@ def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
             "rubric/is_the_answer_polite": pytest.approx(polite),
             "rubric/is_it_right": pytest.approx(0.25),
         }
-    assert len(client.requests_seen) == 1  # one batch for the judge
+    assert len(client.requests_seen) == 1  # a single batch for the judge
 
 
 def test_a_bad_thing_has_a_negative_weight():
@@ -98,7 +98,7 @@ def test_a_written_score_is_the_last_one_and_on_the_scale(text, share):
 
 
 class Writes:
-    """A client that answers each prompt of `Letters` with what `says` makes of it."""
+    """A client that answers each prompt of `Letters` with `says(prompt)`."""
 
     info = {"max_context": None, "base_model": "stub"}
 
@@ -146,7 +146,7 @@ def test_an_answer_for_which_the_judge_writes_no_score_costs_itself_alone():
     assert len(result.errors) == 2 and all(
         "wrote no score from 0 to 5 for is_it_right" in error for error in result.errors
     )
-    # equal answers are read once
+    # equal answers are judged once
     assert len(client.requests) == 4 and {item.params.max_tokens for item in client.requests} == {9}
     assert rewards.take_seconds()["learned"] > 0 == rewards.take_seconds()["learned"]
 
@@ -164,7 +164,7 @@ def test_scores_without_metrics_and_with_stand_side_by_side():
 
 
 def test_the_probability_of_yes_is_that_of_a_model_run_by_itself(tmp_path):
-    """Against the sampling client's own logprobs of each token, one sequence at a time."""
+    """Compare with the sampling client's logprobs of each token, computed on single sequences."""
     with ServiceClient(output_dir=tmp_path, seed=3) as service:
         client = service.create_sampling_client(base_model="tiny:ascii", seed=5)
         renderer = make_renderer(client, None)
@@ -227,7 +227,7 @@ SHORT = (
 
 @pytest.mark.slow
 def test_a_rubric_in_the_loop(tmp_path):
-    """Every batch has its readings in the row, and what judging took."""
+    """The metrics row of every batch has the rubric scores and the time spent on judging."""
     train(SHORT, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "progress/batch" in row]

@@ -1,5 +1,5 @@
-"""Triton's interpreter: it is chosen before Triton is imported, so its tests run in a process of
-their own.
+"""Run tests with Triton's interpreter. It must be selected before Triton is imported, so these
+tests run in a separate process.
 """
 
 import os
@@ -13,20 +13,21 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ENVIRONMENT = {
     "TRITON_INTERPRET": "1",
     "OMP_NUM_THREADS": "1",
-    # The kernels' launchers multiply views of padded buffers. oneDNN's bf16 product with AMX
-    # multiplies the column behind an odd number of columns by 0, which is NaN if it holds NaN.
+    # The kernel launchers multiply views of padded buffers. oneDNN's bf16 product with AMX
+    # multiplies the column after an odd number of columns by 0, which gives NaN if that column
+    # holds NaN.
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
 }
 
 
 def inside(test):
-    """For the process that `run_interpreted` starts; not collected elsewhere."""
+    """Mark a test for the process that `run_interpreted` starts; it is not collected elsewhere."""
     test.__test__ = INTERPRETED
     return test
 
 
 def run_interpreted(file: str, marked: str) -> None:
-    """The tests of a file in a process with the interpreter; those that `marked` picks."""
+    """Run the tests of a file that `marked` selects, in a process with the interpreter."""
     if _minor("triton") < (3, 7) and _minor("numpy") >= (2, 4):
         pytest.skip(
             f"triton {version('triton')}'s interpreter takes no one-element arrays of numpy "
@@ -48,9 +49,10 @@ def _minor(package: str) -> tuple[int, ...]:
 
 
 def patch_once() -> None:
-    """The interpreter puts its functions in place of the language's at every call of a function
-    within a kernel: two fifths of its time. Here once for the language's own library, and at each
-    launch.
+    """Patch Triton's language once for its library, and once per launch.
+
+    The interpreter replaces the functions of the language at every function call within a kernel,
+    which takes two fifths of its time.
     """
     import triton.language as tl
     from triton.runtime import interpreter

@@ -1,5 +1,5 @@
-"""bench/kernels.py keeps what it has measured, whatever one of the implementations does; nothing it
-shows is flattered.
+"""Test that bench/kernels.py keeps its measurements if an implementation fails, and that its
+figures are not flattering.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SMALL = replace(TINY, D=8, V=32)
 
 
 class OutOfResources(Exception):
-    """As Triton's, which is none of Python's usual ones."""
+    """A stand-in for Triton's exception, which is not a standard Python exception."""
 
 
 def plain(p: Problem) -> torch.Tensor:
@@ -30,13 +30,13 @@ def plain(p: Problem) -> torch.Tensor:
 
 
 def failing(error: Exception, calls: int = 0):
-    """Runs so often, then raises."""
+    """Return a function that runs `calls` times, then raises."""
     remaining = [calls]
 
     def logprobs(p: Problem) -> torch.Tensor:
         remaining[0] -= 1
         if remaining[0] < 0:
-            # a new one: an error that is kept holds the frames it went through
+            # a new exception, because a stored one keeps the frames that it passed through
             raise type(error)(*error.args)
         return plain(p)
 
@@ -59,7 +59,7 @@ ERRORS = [
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("calls", [0, 1, 3])
 def test_what_one_provider_raises_costs_no_other_a_row(monkeypatch, capsys, error, calls):
-    """At its first call, after the errors were computed, in the midst of being timed."""
+    """A provider fails at its first call, after the errors were computed, or during timing."""
     monkeypatch.setattr(kernels, "PROVIDERS", providers(plain, failing(error, calls), plain))
     rows = list(kernels.bench_head(SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1", "p2"], 2))
     for name in ("p0", "p2"):
@@ -72,7 +72,7 @@ def test_what_one_provider_raises_costs_no_other_a_row(monkeypatch, capsys, erro
 
 
 def test_a_row_is_on_disk_before_the_next_is_measured(monkeypatch, tmp_path):
-    """A limit of time kills the process: what was measured until then is in the file."""
+    """If a time limit kills the process, the rows measured so far are in the file."""
     path, seen = tmp_path / "table.csv", []
 
     def looks(p: Problem) -> torch.Tensor:
@@ -106,8 +106,8 @@ def test_a_row_is_on_disk_before_the_next_is_measured(monkeypatch, tmp_path):
 
 
 def test_one_problem_is_alive_at_a_time(monkeypatch):
-    """Eleven with their gradients took 24 GB of a large head's GPU, and what fitted in a trial did
-    not when it was timed.
+    """Eleven problems with their gradients took 24 GB of GPU memory for a large head, and what
+    fitted in a trial did not fit when it was timed.
     """
     made, before = [], []
     make = Problem.make
@@ -128,8 +128,8 @@ def test_one_problem_is_alive_at_a_time(monkeypatch):
 
 
 def test_each_provider_begins_with_nothing_compiled(monkeypatch):
-    """After eight shapes torch.compile runs a function as it is: the ninth was timed eager under
-    its name.
+    """After eight shapes torch.compile runs a function uncompiled: the ninth was timed in eager
+    mode under its name.
     """
     resets = []
     monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(len(resets)))
@@ -140,7 +140,7 @@ def test_each_provider_begins_with_nothing_compiled(monkeypatch):
 
 
 def test_the_floor_of_those_that_recompute_counts_their_products():
-    """Both make the logits twice where a loss for each token is asked for: 2 products forward, 6
+    """Both compute the logits twice if a loss per token is requested: 2 products forward, 6
     backward.
     """
     products = {provider.name: provider.products for provider in PROVIDERS}
@@ -151,8 +151,8 @@ def test_the_floor_of_those_that_recompute_counts_their_products():
 
 
 def test_the_peak_counts_the_gradients_of_the_weights(monkeypatch):
-    """They are let go before memory is read; else the next call frees them inside, and as many
-    bytes of its peak are not seen.
+    """The gradients are freed before memory is read. Otherwise the next call frees them inside, and
+    its peak misses that many bytes.
     """
     held, peak, order = [0], [0], []
 
@@ -173,7 +173,8 @@ def test_the_peak_counts_the_gradients_of_the_weights(monkeypatch):
         order.append("clear")
 
     def run(_):
-        # as `grad = None` inside a step, with what the last one left still there before
+        # like `grad = None` inside a step, with the gradients of the previous step still allocated
+        # before
         held[0] = 0
         held[0] += 100
         peak[0] = max(peak[0], held[0])
@@ -189,7 +190,7 @@ def test_the_peak_counts_the_gradients_of_the_weights(monkeypatch):
 
 @pytest.mark.parametrize(("which", "column"), [("logp", 0), ("x", 1), ("w", 2)])
 def test_errors_are_of_logprobs_and_of_both_gradients(which, column):
-    """One number of each is wrong by a hundredth: its column says so, the others stay at rounding."""
+    """An error of 0.01 in a single number shows in its column; the others stay at rounding."""
     p = Problem.make(SMALL, TOKENS, "cpu", torch.float32)
     logp = plain(p)
     logp.backward(p.upstream)
@@ -203,7 +204,7 @@ def test_errors_are_of_logprobs_and_of_both_gradients(which, column):
 
 
 def test_the_peers_and_the_sampler_can_be_timed_on_a_gpu():
-    """What Liger's Hopper kernel needs is named; the sampler's bench knows a device."""
+    """The requirements of Liger's Hopper kernel are listed; the sampler's bench has --device."""
     root = Path(kernels.__file__).resolve().parent.parent
     expected = (root / "pyproject.toml").read_text()
     assert all(

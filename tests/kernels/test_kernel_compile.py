@@ -1,9 +1,9 @@
-"""Every kernel compiles at its real tile sizes for Hopper (sm_90), and those that multiply for
-sm_80, 86, 89, 100 and 120 too, on a machine without a GPU.
+"""Test that every kernel compiles at its real tile sizes for Hopper (sm_90), and the kernels with
+matrix products also for sm_80, 86, 89, 100 and 120, on a machine without a GPU.
 
-Read from the results: which products and copies the device's own instructions do, shared memory
-within what a block may have there, spilled registers from the assembler's own report, and 64-bit
-offsets where T x V passes 2^31.
+The compiled code is checked for products and copies by the device's hardware instructions, shared
+memory within the limit of a block, spilled registers from the assembler's report, and 64-bit
+offsets if T x V exceeds 2^31.
 """
 
 import os
@@ -31,7 +31,7 @@ LONGS = ("y_ptr", "at_ptr", "cu_ptr")
 
 
 def build(*inputs, **more):
-    """(compiled kernel, bytes of spilled registers); see `assembled`."""
+    """Return (compiled kernel, bytes of spilled registers); see `assembled`."""
     compiled, _, spilled = assembled(*inputs, **more)
     return compiled, spilled
 
@@ -39,8 +39,8 @@ def build(*inputs, **more):
 def assembled(
     kernel, constants, data, warps, stages, descriptors=None, tmp_path=None, capability=90
 ):
-    """(compiled kernel, registers of a thread, bytes of them spilled); every tensor that is not an
-    index or the data type is float32.
+    """Return (compiled kernel, registers per thread, spilled bytes per thread). Every tensor that
+    is not an index or the data type is float32.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -132,8 +132,8 @@ MODELS += [(1000, "fp16", False), (3584, "bf16", False), (1024, "fp32", True)]
     QUICK + [pytest.param(*m, marks=pytest.mark.slow) for m in MODELS],
 )
 def test_linear_logprob_kernels(D, dtype, descriptors, tmp_path):
-    """No spills in the two kernels that the default path runs with descriptors; a few hundred bytes
-    in rarer variants.
+    """The two kernels that the default path runs with descriptors must not spill; rarer variants
+    may spill a few hundred bytes.
     """
     from kernels import linear_logprob_triton as kernels
 
@@ -175,8 +175,8 @@ def test_linear_logprob_kernels(D, dtype, descriptors, tmp_path):
 
 @pytest.mark.parametrize("name", ["_forward_kernel", "_dlogits_kernel"])
 def test_loops_over_tiles_are_flattened_into_the_products(name, tmp_path):
-    """One loop with one product: loads of the next tile begin under the epilogue of this one.
-    Without the word there are two loops.
+    """A single loop with one product lets loads of the next tile start under the epilogue of the
+    current tile. Without `flatten` the compiler makes two loops.
     """
     from kernels import linear_logprob_triton as kernels
 
@@ -205,8 +205,8 @@ def test_loops_over_tiles_are_flattened_into_the_products(name, tmp_path):
     assert results == [[1, 1], [2, 1]]
 
 
-# What the assembler may spill, bytes a thread, in the forward that keeps under bias and softcap,
-# and in its dlogits; nothing in the others.
+# Bytes per thread that the assembler may spill: in the forward with KEEP, bias and softcap, and in
+# its dlogits. The other kernels must not spill.
 SPILLS = {
     "bf16": {80: (150, 0), 86: (100, 0), 89: (100, 0), 90: (300, 300), 100: (60, 0), 120: (40, 0)},
     "fp32": {80: (200, 0), 86: (100, 0), 89: (100, 0), 90: (0, 0), 100: (0, 0), 120: (60, 0)},
@@ -234,8 +234,8 @@ EVERY = [
     + [pytest.param(*case, marks=pytest.mark.campaign) for case in EVERY if case not in SOME],
 )
 def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
-    """Below Hopper no copy engine: with descriptors an A100 spilled 20 KB a thread. A consumer's
-    GPU has 99 KiB a block, not 227.
+    """GPUs before Hopper have no copy engine: with descriptors an A100 spilled 20 KB per thread. A
+    consumer GPU has 99 KiB of shared memory per block, not 227.
     """
     from kernels import linear_logprob_triton as kernels
     from kernels.tile_config import GpuInfo
@@ -278,7 +278,7 @@ def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
         )
 
 
-# Numbers that a model, a layout of memory or a run settles; every other one changes from batch to
+# Arguments that a model, a memory layout or a run fixes; every other argument changes from batch to
 # batch.
 SETTLED = set(
     "V columns eps stride_x stride_w stride_kept stride_out stride_row stride_head stride_page "
@@ -288,7 +288,7 @@ SETTLED |= set(
     "plane stride_table positions in_scale out_scale headroom scale beta low high kl_coef "
     "ignore_index stride stride_a stride_y".split()
 )
-# of an adapter of a layer
+# for an adapter of a layer
 SETTLED |= {
     f"{name}_{i}" for name in "scale end column columns rank ranks".split() for i in range(3)
 }
@@ -299,8 +299,8 @@ MODULES = (
 
 
 def test_numbers_of_a_batch_compile_no_variants():
-    """200 micro-batches of 3k to 33k tokens asked for 8 to 20 variants, seconds each, at other
-    steps on each rank.
+    """200 micro-batches of 3k to 33k tokens once compiled 8 to 20 variants, at seconds each, and
+    at different steps on each rank.
     """
     from importlib import import_module
 
@@ -322,12 +322,12 @@ def test_numbers_of_a_batch_compile_no_variants():
                         number.name,
                     )
                     result[module] += number.name not in SETTLED
-    # none in step_triton and token_logprob_triton: grids alone say how many rows there are
+    # none in step_triton and token_logprob_triton: only the grid depends on the number of rows
     assert sum(result.values()) > 35, result
 
 
 def test_defect_9_offsets_are_64_bit(tmp_path):
-    """Rows times a stride, in every kernel that touches something of T x V elements."""
+    """Row times stride is 64-bit in every kernel that accesses a tensor of T x V elements."""
     from kernels import linear_logprob_triton as head
     from kernels import token_logprob_triton as logits
 
@@ -350,7 +350,7 @@ def test_defect_9_offsets_are_64_bit(tmp_path):
 
 
 def test_defect_12_unaligned_targets_are_not_read_in_wide_words(tmp_path):
-    """Without a promise of 16-byte alignment the compiler must not load two int64 at once."""
+    """Without a guarantee of 16-byte alignment the compiler must not load two int64 at once."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -382,8 +382,8 @@ REST = [pytest.param(n, marks=pytest.mark.slow) for n in (80, 120)] + [
 
 @pytest.mark.parametrize("capability", [90, *REST])
 def test_kernels_without_products(capability, tmp_path):
-    """Nothing spilled, in every dtype of what they read, with the tiles of the target's own
-    products.
+    """They spill nothing for any input dtype, with the tile sizes that the target's
+    products use.
     """
     from kernels import linear_logprob_triton, policy_loss_triton, token_logprob_triton
     from kernels.tile_config import GpuInfo, select_tile_sizes
@@ -444,8 +444,8 @@ SAMPLER_INTS = {
 
 
 def sampler_kernels(capability):
-    """(kernel, constants, data, warps, stages, kinds, spills allowed) of the draw and of a decoding
-    step, at the sizes of a real model.
+    """Yield (kernel, constants, data, warps, stages, kinds, spills allowed) for the sampler and a
+    decoding step, at the sizes of a real model.
     """
     from kernels import decode_ops_triton, sample_tokens_triton
     from kernels.tile_config import GpuInfo, select_tile_sizes
@@ -520,8 +520,8 @@ def test_the_samplers_kernels(capability, tmp_path):
 
 
 def hoppers_kernels():
-    """(kernel, constants, data, warps, stages, spilled bytes allowed) of the warp-specialised
-    branch, for heads of real models.
+    """Yield (kernel, constants, data, warps, stages, spilled bytes allowed) for the
+    warp-specialized branch, for heads of real models.
     """
     from kernels import linear_logprob_hopper as kernels
     from kernels.tile_config import HOPPER_TILES
@@ -562,8 +562,8 @@ def hoppers_kernels():
 
 @pytest.mark.slow
 def test_hoppers_branch_has_warps_with_tasks_of_their_own(tmp_path):
-    """384 threads: one group of four warps that copies and two that multiply, with registers given
-    from the one to the others.
+    """A block has 384 threads: a group of four warps copies and two groups multiply. Registers move
+    from the first to the other two.
     """
     for kernel, constants, data, warps, stages, allowed in hoppers_kernels():
         case = (kernel.__name__, constants["D"], constants["TYPE"])
@@ -579,8 +579,8 @@ def test_hoppers_branch_has_warps_with_tasks_of_their_own(tmp_path):
 
 @pytest.mark.parametrize("kind", range(5))
 def test_the_policy_loss_has_no_minimum_that_drops_a_nan(kind, tmp_path):
-    """PTX's min.f32 and max.f32 give the other operand where one is NaN; min.NaN.f32 and
-    max.NaN.f32 give NaN.
+    """PTX's min.f32 and max.f32 return the other operand if one is NaN; min.NaN.f32 and max.NaN.f32
+    return NaN.
     """
     from kernels import policy_loss_triton
 
