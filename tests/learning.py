@@ -1,9 +1,9 @@
-"""Tests that train until something is learnt: their seed, and the figures that they hold against
-bars.
+"""Helpers for tests that train until something is learned: their seed, and the figures that they
+compare with bars.
 
-`make test-all` runs them with the seeds that they name. bench/learning_seeds.py runs them with others,
-by WHETSTONE_LEARNING_SEED (added to a test's own seed), and gathers the figures that
-WHETSTONE_LEARNING_FIGURES names a file for.
+`make test-all` runs the tests with the seeds that they name. bench/learning_seeds.py runs them with
+others, by WHETSTONE_LEARNING_SEED (added to a test's seed), and collects the figures in the file
+that WHETSTONE_LEARNING_FIGURES names.
 """
 
 import json
@@ -12,14 +12,14 @@ from pathlib import Path
 
 
 def seed(reference: int = 0) -> int:
-    """The seed of a test whose own is `own`."""
+    """Return the seed of a test: `reference` plus WHETSTONE_LEARNING_SEED."""
     return reference + int(os.environ.get("WHETSTONE_LEARNING_SEED", "0"))
 
 
 def clears(
     what: str, figure: float, *, above: float | None = None, below: float | None = None
 ) -> None:
-    """Asserts that a figure lies above (below) its bar, and notes both where they are gathered."""
+    """Check that a figure is above (below) its bar, and record both if figures are collected."""
     bar = above if above is not None else below
     assert bar is not None and (above is None or below is None), "one bar"
     side = "above" if above is not None else "below"

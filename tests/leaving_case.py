@@ -1,6 +1,6 @@
-"""A script of two ranks that have things to do when they end: leaving_case.py OUT [raises]
+"""A script of two ranks with work to do at exit: leaving_case.py OUT [raises]
 
-OUT/<rank>: a line for each of what happened, in order.
+OUT/<rank> has a line for each event, in order.
 """
 
 import atexit
@@ -18,7 +18,7 @@ def note(word: str) -> None:
 
 
 class Left:
-    """Goes with the interpreter, when the names of this file are gone already."""
+    """Write a line at interpreter shutdown, when the names of this file no longer exist."""
 
     file = os.open(HOME / RANK, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 

@@ -1,9 +1,10 @@
-"""Gradients of preference pairs of a longrope model, some of whose answers lie on both sides of its
-original length. Not a test by itself.
+"""Compute gradients of preference pairs of a longrope model; some pairs have answers on both sides
+of its original length. This is not a test by itself.
 
     accelerate launch --config_file accelerate_configs/X.yaml tests/length_ranks_case.py START OUT
 
-START: a saved model whose original length is 32 tokens. OUT: found.pt.
+START is a saved model with an original length of 32 tokens. The results are written to
+OUT/found.pt.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from rl.learner import LearnerSettings  # noqa: E402
 from rl.runtime import WorkerSettings, worker_group  # noqa: E402
 from rl.types import Datum, ModelInput  # noqa: E402
 
-# pairs by the lengths of prompt, chosen and rejected; rows of more than 32 tokens have other
-# frequencies
+# Pairs by the lengths of prompt, chosen and rejected. Rows of more than 32 tokens have other
+# frequencies.
 BOTH, SHORT, LONG = (20, 8, 40), (12, 5, 9), (40, 9, 3)
 CASES: dict[str, tuple[Sequence[tuple[int, int, int]], dict | None]] = {
     "one pair on both sides": ([BOTH], None),
@@ -65,7 +66,7 @@ def main(start: Path, out: Path) -> None:
         made.forward_backward(pairs(lengths), "dpo", divisor=3.0).result()
         results[case] = service._driver.submit("gradient", made.model_id).result()
         made.release()
-        print(case, flush=True)  # where a launch that hangs was
+        print(case, flush=True)  # shows where a launch hangs
     torch.save(results, out / "found.pt")
     service.close()
 

@@ -1,5 +1,5 @@
-"""`sample_tokens`: its torch path, and its kernels in Triton's interpreter, against the path from whole
-logits for the same random numbers.
+"""Test `sample_tokens`: its torch path, and its kernels in Triton's interpreter, must draw the same
+tokens as sampling from whole logits with the same random numbers.
 """
 
 import numpy as np
@@ -34,7 +34,7 @@ def stream(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def kernels(x, w, temperature, uniform, greedy=None, pick=(1024, 16)):
-    """The launches at sizes that the interpreter goes through quickly."""
+    """Run the launches at sizes that the interpreter handles quickly."""
     from interpreting import patch_once
 
     from kernels.sample_tokens_triton import sample_tokens as launch
@@ -53,8 +53,8 @@ WAY = "kernels" if INTERPRETED else "torch"
 
 
 def test_equal_tokens_to_the_path_from_logits():
-    """Temperatures of each row, greedy rows, a vocabulary of several slices that ends within one;
-    float32.
+    """Sampling agrees with the logits path in float32: per-row temperatures, greedy rows, and a
+    vocabulary of several slices whose last slice is partial.
     """
     for seed, (N, D, V) in enumerate(
         [(200, 16, 700), (300, 7, 130), (64, 24, 64), (1, 8, 9), (5, 3, 1)]
@@ -75,7 +75,9 @@ def test_equal_tokens_to_the_path_from_logits():
 @inside
 @pytest.mark.parametrize("pick", [None, (1, 16), (2, 32)])
 def test_a_program_for_each_row_picks_the_same_slice(pick):
-    """All slices at once, as on a GPU, or block by block: 35 slices of 64."""
+    """The slice is the same whether all slices are read at once, as on a GPU, or block by block (35
+    slices of 64).
+    """
     g = torch.Generator().manual_seed(1)
     x, w = torch.randn(7, 12, generator=g), torch.randn(2200, 12, generator=g)
     greedy = torch.arange(7) == 3
@@ -87,7 +89,9 @@ def test_a_program_for_each_row_picks_the_same_slice(pick):
 
 
 def chi_square(V: int, draws: int, bins: int) -> float:
-    """The statistic over `bins` bins of about equal probability, from draws of one distribution."""
+    """Return the chi-square statistic per degree of freedom, over `bins` bins of about equal
+    probability, for draws from one distribution.
+    """
     g = torch.Generator().manual_seed(V)
     x, w = torch.randn(1, 6, generator=g), torch.randn(V, 6, generator=g) * 0.5
     token, logp = WAYS[WAY](
@@ -105,23 +109,23 @@ def chi_square(V: int, draws: int, bins: int) -> float:
 
 
 def test_chi_square_of_a_vocabulary_of_8():
-    """Each token a bin of its own; the statistic over its degrees of freedom, 7: 3.5 is passed once
-    in 1,000 times.
+    """Each token is a bin. The statistic per degree of freedom (7) exceeds 3.5 once in 1,000
+    runs.
     """
     assert chi_square(8, 4000, 4000) < 3.5
 
 
 @pytest.mark.slow
 def test_chi_square_of_a_vocabulary_of_5000():
-    """200 bins of 25 tokens or so, 20,000 draws: over 199 degrees of freedom 1.34 is passed once in
-    1,000 times.
+    """20,000 draws in 200 bins of about 25 tokens. The statistic per degree of freedom (199)
+    exceeds 1.34 once in 1,000 runs.
     """
     assert chi_square(5000, 20_000, 200) < 1.34
 
 
 def test_where_the_number_is_at_an_end():
-    """0 is the first token, the largest below 1 the last with a weight; one that is impossible is
-    never drawn.
+    """The number 0 draws the first possible token, and the largest number below 1 the last.
+    Impossible tokens are never drawn.
     """
     w = torch.tensor([[-1e4], [0.0], [0.0], [-1e4]])
     uniform = torch.tensor([0.0, 1.0 - 2.0**-53, 0.4999, 0.5001], dtype=torch.float64)
@@ -131,7 +135,7 @@ def test_where_the_number_is_at_an_end():
 
 
 def test_nan_weights_show_in_the_logprob():
-    """The engine looks for it and says that the weights have diverged."""
+    """The engine checks the logprob for NaN and reports that the weights have diverged."""
     x, w = torch.ones(2, 4), torch.randn(30, 4)
     w[7] = float("nan")
     token, logp = WAYS[WAY](x, w, torch.ones(2), torch.tensor([0.1, 0.9], dtype=torch.float64))
@@ -141,9 +145,9 @@ def test_nan_weights_show_in_the_logprob():
 @inside
 @pytest.mark.slow
 def test_a_hundred_random_cases_against_float64():
-    """Sizes, dtypes, temperatures and greedy rows at random. The token is where float64's
-    cumulative sum passes the number, or a neighbour of that place no farther than rounding; the
-    logprob is float64's.
+    """Draws agree with float64 for random sizes, dtypes, temperatures and greedy rows. The token is
+    where float64's cumulative sum passes the number, or a neighbor within rounding of that point;
+    the logprob is float64's.
     """
     rng = np.random.default_rng(1)
     for _ in range(100):

@@ -1,5 +1,5 @@
-"""The Triton kernels on a CUDA device. Each has a twin without one: test_kernel_interpreter.py and
-test_kernel_compile.py.
+"""Test the Triton kernels on a CUDA device. test_kernel_interpreter.py and test_kernel_compile.py
+test the same kernels without a GPU.
 """
 
 import pytest
@@ -20,8 +20,8 @@ def problem(T, D, V, dtype, scale=1.0):
 
 
 def run(function, dtype, x, w, y, upstream, frozen=False, bent=True, **settings):
-    """Outputs and gradients; `bent`: the entropy has an upstream gradient too (without one the kept
-    and gathered values are used).
+    """Return outputs and gradients. With `bent` the entropy has an upstream gradient too; without
+    one the kept and gathered values are used.
     """
     x, w = (
         x.to(dtype, copy=True).requires_grad_(),
@@ -36,7 +36,7 @@ def run(function, dtype, x, w, y, upstream, frozen=False, bent=True, **settings)
     return [t.detach().double() for t in (logp, entropy, x.grad, *(() if frozen else (w.grad,)))]
 
 
-ONE = "one"  # [T, V] fits, and a second one does not
+ONE = "one"  # one [T, V] fits in memory, but not a second
 PATHS = [
     {"saved_bytes": 0},
     {"saved_bytes": ONE},
@@ -64,7 +64,9 @@ def resolved(path, x, w, dtype):
 
 
 def holds(inputs, dtype, path, bent, **settings):
-    """Our error against float64 is at most twice that of plain torch in the same precision."""
+    """Check that our error against float64 is at most twice that of plain torch in the same
+    precision.
+    """
     path = resolved(path, inputs[0], inputs[1], dtype)
     frozen = bool(path.get("frozen"))
     exact = run(linear_logprob_reference, torch.float64, *inputs, frozen, bent, **settings)
@@ -92,7 +94,7 @@ def test_softcap_bias_and_a_width_of_no_multiple_of_16_bytes(path, bent, D):
 def test_ignored_rows_and_strides(path):
     x, w, y, upstream = problem(513, 896, 50_257, torch.bfloat16)
     y[::3] = -100
-    # every second row of memory
+    # Take every second row in memory.
     strided = torch.stack((x, torch.full_like(x, float("nan"))), 1)[:, 0]
     for bent in (True, False):
         holds((strided, w, y, upstream), torch.bfloat16, path, bent)
@@ -100,8 +102,8 @@ def test_ignored_rows_and_strides(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_more_tokens_than_go_through_a_slab_at_once(path):
-    """9000 tokens: two chunks. Checked on the rows at the ends and, for dW, on what their sum must
-    be.
+    """9000 tokens make two chunks. The first and last rows, the rows at the chunk boundary and a
+    sample of dW are checked.
     """
     T, D, V = 9000, 256, 131_072
     x, w, y, upstream = problem(T, D, V, torch.bfloat16)
@@ -139,7 +141,9 @@ def test_logprobs_are_bitwise_independent_of_the_batch_and_the_run():
 
 
 def test_logprobs_have_the_same_bits_whatever_is_kept():
-    """No gradient, scores again, and [T, V] kept: one kernel, or the older one for all of them."""
+    """Logprobs are equal without a gradient, with recomputed scores and with [T, V] kept: all three
+    use the same kernel (the older kernel if that is the fallback).
+    """
     x, w, y, _ = problem(700, 896, 50_256, torch.bfloat16)
     plain = linear_logprob(x, w, y)
     for saved in (0, len(x) * len(w) * 2, 1 << 40):
@@ -149,7 +153,9 @@ def test_logprobs_have_the_same_bits_whatever_is_kept():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_extra_memory_is_flat_in_v(frozen):
-    """From 131,072 on a slab is 16,384 wide. dW, which has to be as large as W, is not counted."""
+    """From V = 131,072 on a slab is 16,384 wide. dW, which must be as large as W, is not
+    counted.
+    """
     extra = []
     for V in (256_000, 512_000):
         x, w, y, upstream = problem(4096, 256, V, torch.bfloat16)
@@ -181,8 +187,8 @@ def test_extra_memory_grows_with_the_tokens_and_no_faster():
 
 
 def test_more_than_two_to_the_31_scores():
-    """Kept whole between forward and backward, so that offsets pass 2^31; the last rows are the far
-    ones.
+    """[T, V] is kept between forward and backward, so that offsets exceed 2^31. The last rows have
+    the largest offsets.
     """
     x, w, y, upstream = problem(20_000, 64, 128_256, torch.bfloat16)
     x.requires_grad_()

@@ -1,5 +1,5 @@
-"""The warp-specialised branch's keeping forward, in Triton's interpreter: what it keeps, and that
-keeping changes no number beside it.
+"""Test the saving forward of the warp-specialized branch in Triton's interpreter: the values it
+keeps, and that keeping them changes no other output.
 """
 
 import pytest
@@ -27,8 +27,8 @@ if INTERPRETED:
 
     patch_once()
     SPECIAL = TileConfig(16, 32, 16, 4, 1)
-    # of a kept value: its own rounding, which the interpreter truncates; of a score: the products
-    # of rounded operands are exact in float32
+    # For a kept value: its rounding, which the interpreter truncates. For a score: products of
+    # rounded operands are exact in float32.
     ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
@@ -47,7 +47,7 @@ def problem(dtype, N, D, V, scale=1.0):
 
 
 def room(dtype, N, V, columns):
-    """For kept values, in rows that begin at 16 bytes, and exponents."""
+    """Return buffers for kept values, with rows aligned to 16 bytes, and for exponents."""
     return torch.full((N, -(-V // 8) * 8), torch.nan).to(dtype).narrow(1, 0, V), torch.full(
         (-(-V // columns), N), torch.nan
     )
@@ -61,9 +61,9 @@ def room(dtype, N, V, columns):
     [(19, 24, 70, 1), (40, 16, 160, 1), (5, 40, 33, 1), (7, 8, 11, 1), (19, 24, 200, 20)],
 )
 def test_what_is_kept(small, dtype, columns, N, D, V, scale):
-    """2^(z-k) and k give each probability, for readers of its tiles and of tiles half as wide,
-    scores 2^300 apart too; and the numbers beside them are to the bit those of the launch that
-    keeps nothing.
+    """2^(z-k) and k reproduce each probability, also when scores are 2^300 apart, for readers with
+    the same tiles and with tiles half as wide. All other outputs have the same bits as those of the
+    launch that keeps nothing.
     """
     x, w, y = problem(dtype, N, D, V, scale)
     scores = score_launcher.ScoreLauncher(
@@ -83,10 +83,10 @@ def test_what_is_kept(small, dtype, columns, N, D, V, scale):
     k = exponents.double().repeat_interleave(columns, 0)[:V].t()
     assert (kept <= 1).all() and (exponents == exponents.ceil()).all()
     result, truth = kept.double() * torch.exp2(k - out.lse.double()[:, None] * LOG2E), z.softmax(-1)
-    # of a score: float32's rounding, times itself
+    # Score error: float32's rounding times the score.
     bound = ROUNDING[dtype] + 4e-6 * float(z.abs().max())
     smallest = 2.0**-24 if dtype == torch.float16 else 2.0**-126
-    lost = smallest * torch.exp2(k - out.lse.double()[:, None] * LOG2E)  # what underflows in a tile
+    lost = smallest * torch.exp2(k - out.lse.double()[:, None] * LOG2E)  # underflow within a tile
     assert ((result - truth).abs() <= bound * truth + lost).all()
     gradient = torch.zeros(N, V, dtype=dtype)
     a, b = torch.randn(N), torch.randn(N)
@@ -101,8 +101,9 @@ def test_what_is_kept(small, dtype, columns, N, D, V, scale):
 
 @inside
 def test_a_tokens_bits_are_those_of_every_plan(small, monkeypatch):
-    """With and without [T, V] kept, and in any batch (products of multiples of 1/8 add up exactly:
-    numpy's own hang on a row's place).
+    """A token's results have the same bits with and without [T, V] kept, and in any batch. Inputs
+    are multiples of 1/8, whose products add up exactly; numpy's products otherwise depend on a
+    row's position.
     """
     x, w, y = problem(torch.bfloat16, 40, 24, 96)
     x, w = (8 * x).round() / 8, (8 * w).round() / 8
@@ -123,7 +124,7 @@ def test_a_tokens_bits_are_those_of_every_plan(small, monkeypatch):
 
 @inside
 def test_rows_that_do_not_begin_at_16_bytes_are_kept_by_the_other_branch(small, monkeypatch):
-    """The copy engine cannot write them."""
+    """The copy engine cannot write rows that are not aligned to 16 bytes."""
     x, w, y = problem(torch.bfloat16, 9, 24, 33)
     monkeypatch.setattr(score_launcher, "select_hopper_tiles", lambda hidden: SPECIAL)
     monkeypatch.setattr(score_launcher, "_forward_ws_kernel", None)
@@ -139,7 +140,9 @@ def test_rows_that_do_not_begin_at_16_bytes_are_kept_by_the_other_branch(small, 
 @inside
 @pytest.mark.parametrize("programs", [1, 5, 132])
 def test_a_slabs_gradient_is_the_same_whoever_computes_it(small, monkeypatch, programs):
-    """By one program, by five that take turns, and by one for each item."""
+    """A slab's gradient is the same from one program, from five programs that take turns, and from
+    one program per item.
+    """
     x, w, y = problem(torch.float16, 70, 24, 200)
     a, results = torch.randn(70, generator=torch.Generator().manual_seed(0)), []
     for count in (programs, 7):

@@ -1,10 +1,11 @@
-"""Every Triton kernel and path in Triton's interpreter, at small tiles, against the torch paths
-(which are tested against float64).
+"""Test every Triton kernel and path in Triton's interpreter, at small tiles, against the torch
+paths (which are tested against float64).
 
-The interpreter has to be chosen before Triton is imported, so the one test that a normal run sees
-starts this file again with TRITON_INTERPRET=1; run it that way by hand to see single tests. Silent
-faults of the interpreter that are worked around: bfloat16 products are wrong (operands are upcast),
-float32 to bfloat16 truncates (tolerances of bfloat16 are doubled for it).
+The interpreter has to be chosen before Triton is imported, so the single test that a normal run
+collects starts this file again with TRITON_INTERPRET=1. Set that variable by hand to run single
+tests. Silent faults of the interpreter that are worked around: bfloat16 products are wrong
+(operands are upcast), and float32 to bfloat16 truncates (tolerances of bfloat16 are doubled for
+it).
 """
 
 import sys
@@ -76,15 +77,15 @@ SLOW = [
     QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
 )
 def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias):
-    """Through descriptors (90) and pointers (80), with rows that begin at 16 bytes (24) and rows
-    that do not (23).
+    """The kernels agree through descriptors (90) and pointers (80), with rows aligned to 16 bytes
+    (24) and unaligned rows (23).
     """
     monkeypatch.setattr(matmul_operands, "get_gpu_info", lambda tensor: GpuInfo(capability))
     x, w, y, b = problem(D=D, dtype=dtype, bias=bias)
     head, N = HeadConfig(0.7, softcap), len(x)
     truth = path.forward(x, w, y, b, head, expected=True)
-    # A logit is a sum of D products that each side rounds in an order of its own, and a probability
-    # is off by as much, relatively.
+    # A logit is a sum of D products that each side rounds in a different order, and a probability
+    # has the same error, relatively.
     bound = max(
         ROUNDING[dtype],
         float32_bound(D, float((x.float().abs() @ w.float().abs().T).max()) / head.temperature),
@@ -122,7 +123,7 @@ def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias)
 
 @inside
 def test_saved_backward_maps_rows(small):
-    """Every second row, from a forward over all rows."""
+    """The backward of every second row agrees, from a forward over all rows."""
     x, w, y, _ = problem()
     head, rows = HeadConfig(1.0, None), torch.arange(0, len(x), 2)
     kept, exponents = torch.empty(len(x), len(w)), torch.empty(-(-len(w) // TILES.columns), len(x))
@@ -151,8 +152,8 @@ def test_saved_backward_maps_rows(small):
 
 @inside
 def test_many_tokens_go_through_a_slab_in_chunks(small, monkeypatch):
-    """19 rows of which 16 fit: every gradient equals the torch path's, and a token's bits on the
-    frozen path are its own.
+    """19 rows with room for 16: every gradient equals the torch path's, and a token's bits on the
+    frozen path do not depend on the chunk.
     """
     x, w, y, b = problem(bias=True)
     x, w, head = (8 * x).round() / 8, (8 * w).round() / 8, HeadConfig(0.7, None)
@@ -186,7 +187,9 @@ def test_many_tokens_go_through_a_slab_in_chunks(small, monkeypatch):
 @inside
 @pytest.mark.parametrize("V", [70, 96, 20])
 def test_hoppers_branch_gives_the_others_numbers(small, V):
-    """A vocabulary that ends within a tile, at a tile's end, and within the first."""
+    """The branches agree for a vocabulary that ends within a tile, at a tile's end, and within the
+    first tile.
+    """
     from kernels.linear_logprob_torch import GradientCoefficients
 
     x, w, y, _ = problem(V=V)
@@ -214,9 +217,9 @@ def test_hoppers_branch_gives_the_others_numbers(small, V):
 @inside
 @pytest.mark.slow
 def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
-    """Sizes, dtypes, temperatures and upstream gradients at random, with and without one of the
-    entropy: logprobs, entropies, and the gradient of a slab of scores. Operands are rounded before,
-    so that scores differ by float32's sums alone.
+    """Logprobs, entropies and the gradient of a slab of scores agree with float64 for random sizes,
+    dtypes, temperatures and upstream gradients, with and without a gradient of the entropy.
+    Operands are rounded first, so that scores differ only by float32's sums.
     """
     from kernels.linear_logprob_torch import compute_coefficients
 
@@ -233,7 +236,7 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
         dtype, bent = (torch.float32, torch.bfloat16, torch.float16)[case % 3], case % 4 > 0
         x, w = torch.randn(N, D, generator=g).to(dtype), torch.randn(V, D, generator=g).to(dtype)
         y, upstream = torch.randint(0, V, (N,), generator=g), torch.randn(2, N, generator=g)
-        # dlogits are those of the scores over the temperature
+        # dlogits are gradients of the scores divided by the temperature.
         z = (x.double() @ w.double().t() / temperature).requires_grad_()
         every = z.log_softmax(-1)
         logp, entropy = every.gather(1, y[:, None])[:, 0], -(every.exp() * every).sum(-1)
@@ -249,7 +252,7 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
         )
         out = scores.combine(scores.statistics(bent, keep))
         close(out.logp, logp.detach(), 1e-5)
-        if keep is not None:  # what the saved plan keeps: each probability, to its rounding
+        if keep is not None:  # the saved plan keeps each probability up to rounding
             k = keep[1].repeat_interleave(TILES.columns, 0)[:V].t()
             p = keep[0].float() * torch.exp2(k - out.lse[:, None] * LOG2E)
             close(
@@ -269,7 +272,7 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
                 out.lse * LOG2E,
                 compute_coefficients(upstream[0], upstream[1] if bent else None, None, out.entropy),
             )
-            # of storing it: 2^-11, 2^-8
+            # Rounding of the stored gradient: 2^-11, 2^-8.
             close(
                 dz,
                 z.grad[:, lo:],
@@ -279,8 +282,8 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
 
 @pytest.fixture(params=["saved", "whole"])
 def forced(small, monkeypatch, request):
-    """The public function with the launches that it makes on CUDA, and [T, V] always kept between
-    forward and backward.
+    """Return the public function with the launches that it makes on CUDA, and [T, V] always kept
+    between forward and backward.
     """
     from functools import partial
 
@@ -296,8 +299,8 @@ def forced(small, monkeypatch, request):
 
 
 def gradients(function, dtype, x, w, y, upstream, **settings):
-    """(dX, dW) of sum(upstream * outputs), in float64; upstream: of logp, and of the entropy where
-    it is not None.
+    """Return (dX, dW) of sum(upstream * outputs) in float64. `upstream` holds the gradient of logp
+    and that of the entropy, which may be None.
     """
     x, w = (t.detach().to(dtype, copy=True).requires_grad_() for t in (x, w))
     outputs = function(x, w, y, **settings)
@@ -314,8 +317,8 @@ def gradients(function, dtype, x, w, y, upstream, **settings):
 def test_a_target_far_below_its_tiles_maximum_keeps_its_gradient_under_softcap(
     forced, dtype, temperature
 ):
-    """2^(z-k) of the target is 0 in `dtype`; its gradient is its upstream times the tanh's slope
-    all the same.
+    """2^(z-k) of the target is 0 in `dtype`; its gradient is still its upstream times the tanh's
+    slope.
     """
     from kernels import linear_logprob_reference
 
@@ -337,11 +340,11 @@ def test_a_target_far_below_its_tiles_maximum_keeps_its_gradient_under_softcap(
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_confident_tokens_have_no_noise_in_their_gradient(forced, dtype, softcap):
-    """One token to choose from, and one of probability nearly 1: dX is 0 or next to it, with an
-    entropy gradient and without one.
+    """With a vocabulary of one token, and with a target probability near 1, dX is zero or tiny,
+    with and without an entropy gradient.
 
-    What is kept is rounded to 2^-9 (bfloat16), so a gradient made of it alone would be 1e-3 to 1e-2
-    here.
+    Kept values are rounded to 2^-9 (bfloat16), so a gradient made of them only would be 1e-3 to
+    1e-2 here.
     """
     from kernels import linear_logprob_reference
 
@@ -357,12 +360,12 @@ def test_confident_tokens_have_no_noise_in_their_gradient(forced, dtype, softcap
         )
         assert dx.abs().max() < 1e-5 and dw.abs().max() < 1e-5
     x = torch.nn.functional.normalize(torch.randn(12, 16, generator=g), dim=1) * 5
-    # weight rows are hidden rows: the target's logit is 25
+    # Weight rows equal hidden rows: the target's logit is 25.
     x, y = x.to(dtype).double(), torch.arange(12)
     for inputs in (upstream, (upstream[0], None)):
         inputs = tuple(None if t is None else torch.cat([t, t[:3]]) for t in inputs)
         exact = gradients(linear_logprob_reference, torch.float64, x, x, y, inputs, temperature=0.8)
-        # of log p, which is a difference of two such
+        # Rounding of log p, which is a difference of two such values.
         rounding = float32_bound(16 + 12, 2 * 25 / 0.8) * float(inputs[0].abs().max()) * 5
         for mine, truth in zip(
             gradients(forced, dtype, x, x, y, inputs, temperature=0.8), exact, strict=True
@@ -373,7 +376,7 @@ def test_confident_tokens_have_no_noise_in_their_gradient(forced, dtype, softcap
 @inside
 @pytest.mark.parametrize("offset", [-500.0, 500.0])
 def test_defects_1_and_2_phantom_columns_and_far_logits(small, offset):
-    """V = 97 is three tiles and one column; all logits far below (above) 0."""
+    """V = 97 is three tiles and one column. All logits are far below (above) 0."""
     x, w, y, b = problem(V=97, bias=True)
     head = HeadConfig(1.0, None)
     expected = path.forward(x, w, y, b, head)
@@ -388,7 +391,7 @@ def test_exponents_move_when_the_target_is_far_below_the_maximum(small):
     """The frozen path's reference exponent starts at the target's logit; here the maximum is 2^100
     to 2^300 above it.
 
-    V = 600 makes slabs of two tiles, whose exponents have to be brought together.
+    V = 600 makes slabs of two tiles, whose exponents have to be aligned.
     """
     x, w, y, _ = problem(V=600, scale=20.0)
     y = (x @ w.t()).argmin(1)
@@ -397,7 +400,7 @@ def test_exponents_move_when_the_target_is_far_below_the_maximum(small):
     assert spread > 128
     truth = path.forward(x, w, y, None, head, expected=True)
     out = launch.forward(x, w, y, None, head, expected=True, tiles=TILES)
-    # what a score is a sum of: its rounding is a probability's relative error
+    # The largest sum of absolute products: its rounding is a probability's relative error.
     largest = float((x.abs() @ w.abs().t()).max())
     close(out.expected, truth.expected, float32_bound(24 + 600, largest))
     close(out.logp, truth.logp, float32_bound(24 + 600, largest) / float(truth.logp.abs().max()))
@@ -416,8 +419,8 @@ def test_banned_tokens(small):
 
 @inside
 def test_defect_16_logprobs_do_not_depend_on_the_batch_or_the_run(small):
-    """Multiples of 1/8, whose products add up exactly: numpy's own product depends on a row's place
-    in its tile on some CPUs.
+    """Inputs are multiples of 1/8, whose products add up exactly: on some CPUs numpy's products
+    depend on a row's position in its tile.
     """
     x, w, y, _ = problem(N=40)
     x, w = (8 * x).round() / 8, (8 * w).round() / 8
@@ -444,7 +447,7 @@ def test_token_logprob(softcap, dtype):
 
     g = torch.Generator().manual_seed(0)
     wide = (3 * torch.randn(9, 160, generator=g)).to(dtype)
-    # rows that are not contiguous
+    # These rows are not contiguous.
     logits, y, head = (
         wide[:, :150],
         torch.randint(0, 150, (9,), generator=g),
@@ -518,8 +521,8 @@ def test_policy_loss():
 @inside
 @pytest.mark.parametrize("mask_name", ["mask", "sequence_ratio_mask"])
 def test_a_datums_mask_decides_in_every_fused_loss(monkeypatch, mask_name):
-    """The losses of the clients, as they call the kernel, against the formulas token by token in
-    float64.
+    """The fused losses, called as the clients call the kernel, agree with the formulas token by
+    token in float64.
     """
     import test_loss_mask as by_hand
 
@@ -548,8 +551,8 @@ def test_a_datums_mask_decides_in_every_fused_loss(monkeypatch, mask_name):
 
 @inside
 def test_a_nan_in_the_policy_loss_is_not_dropped():
-    """At an active token of any field: the loss is NaN, and the token's own gradient. (The compile
-    test sees to the device's min.)
+    """A NaN in any field of an active token makes the loss and that token's gradient NaN. (The
+    compile test covers the device's min.)
     """
     from kernels.policy_loss import KINDS, _policy_loss_torch
     from kernels.policy_loss_triton import launch_policy_loss

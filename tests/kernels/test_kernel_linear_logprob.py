@@ -1,5 +1,5 @@
-"""linear_logprob off CUDA: against float64, and each defect known from other implementations as a
-test that fails with it.
+"""Test linear_logprob off CUDA: against float64, plus a test for each defect known from other
+implementations.
 """
 
 import ast
@@ -32,7 +32,7 @@ def problem(T, D, V, seed=0, bias=False, scale=1.0):
 
 
 def run(function, dtype, x, w, y, bias, upstream, used=(0, 1, 2), frozen=False, **settings):
-    """Outputs and gradients of `function`, all in float64."""
+    """Return outputs and gradients of `function`, all in float64."""
     x, w, bias = (None if t is None else t.detach().to(dtype, copy=True) for t in (x, w, bias))
     for tensor, learns in ((x, True), (w, not frozen), (bias, not frozen)):
         if tensor is not None:
@@ -45,8 +45,8 @@ def run(function, dtype, x, w, y, bias, upstream, used=(0, 1, 2), frozen=False, 
 
 
 def assert_close_to_float64(ours, plain, exact):
-    """The error rule: at most twice the error of plain torch in the same precision, plus 1e-4 of
-    the value's size.
+    """Check the error rule: at most twice the error of plain torch in the same precision, plus 1e-4
+    of the value's size.
     """
     for mine, theirs, truth in zip(ours, plain, exact, strict=True):
         bound = 2 * (theirs - truth).abs().max() + 1e-4 * max(1.0, float(truth.abs().max()))
@@ -103,8 +103,8 @@ def test_every_setting_equals_the_definition(frozen):
 
 
 def test_many_blocks_equal_one(monkeypatch):
-    """Blocks of 64 rows and 7 columns give what one block gives, also for the frozen head's running
-    expectation.
+    """Blocks of 64 rows and 7 columns give the results of a single block, also for the frozen
+    head's running expectation.
     """
     path = sys.modules["kernels.linear_logprob_torch"]
     x, w, y, bias, upstream = problem(150, 8, 100, bias=True)
@@ -142,14 +142,14 @@ def test_many_blocks_equal_one(monkeypatch):
     ]
     for a, b in zip(whole[0] + whole[1], parts[0] + parts[1], strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    # no entropy: E_p[W] is used
+    # Without an entropy, E_p[W] is used.
     frozen = run(
         linear_logprob, torch.float32, x, 9 * w, y, bias, upstream, (0,), frozen=True, saved_bytes=0
     )
     exact = run(
         linear_logprob_reference, torch.float64, x, 9 * w, y, bias, upstream, (0,), frozen=True
     )
-    torch.testing.assert_close(frozen[3], exact[3], atol=1e-3, rtol=1e-4)  # of gradients up to 20
+    torch.testing.assert_close(frozen[3], exact[3], atol=1e-3, rtol=1e-4)  # gradients are up to 20
 
 
 def test_frozen_head_with_and_without_an_entropy_gradient_agrees_with_a_training_head():
@@ -178,8 +178,8 @@ def test_frozen_head_with_and_without_an_entropy_gradient_agrees_with_a_training
 
 @pytest.mark.parametrize("saved", [RECOMPUTE, SAVED])
 def test_defect_1_no_phantom_columns(saved):
-    """V one more than a block, all true logits far below 0: a phantom column of 0 would take all
-    the probability.
+    """V is a block plus 1, and all true logits are far below 0: a phantom column of 0 would
+    take all the probability.
     """
     x, w, y, bias, _ = problem(4, 8, 2049, bias=True)
     logp, entropy, _ = linear_logprob(
@@ -231,7 +231,7 @@ def test_defect_4_a_target_out_of_range_is_named(bad):
 
 
 def test_defect_5_every_upstream_gradient_counts_once():
-    """Doubling one token's upstream gradient moves dW by exactly that token's own contribution."""
+    """Doubling one token's upstream gradient changes dW by exactly that token's contribution."""
     x, w, y, _, _ = problem(6, 8, 50)
 
     def dw(upstream):
@@ -246,8 +246,8 @@ def test_defect_5_every_upstream_gradient_counts_once():
 
 
 def test_defect_6_low_precision_dw_does_not_accumulate_in_low_precision(monkeypatch):
-    """64 blocks of rows: a bfloat16 accumulator would be wrong by per cents, a float32 one is
-    rounded once.
+    """64 blocks of rows: a bfloat16 accumulator would be wrong by per cents, a float32 accumulator
+    is rounded once.
     """
     monkeypatch.setattr(sys.modules["kernels.linear_logprob_torch"], "BLOCK", 1)
     x, w, y, _, _ = problem(4096, 8, 16)
@@ -312,8 +312,8 @@ def test_opcheck(plan):
 
 
 def test_defect_8_a_changed_input_is_noticed():
-    """Hidden states that were overwritten between forward and backward: an error, not a wrong
-    gradient.
+    """Hidden states that were overwritten between forward and backward raise an error instead of
+    giving a wrong gradient.
     """
     x, w, y, _, _ = problem(5, 4, 40)
     hidden = x.float().requires_grad_() * 1.0
@@ -363,7 +363,7 @@ def test_defect_12_targets_of_any_alignment_and_integer_type():
 def test_defect_13_nan_where_ignored_changes_nothing(saved):
     x, w, y, _, upstream = problem(12, 8, 100)
     y[::3] = -100
-    upstream[:, ::3] = 5.0  # whatever arrives there
+    upstream[:, ::3] = 5.0  # an arbitrary upstream gradient
     clean = run(linear_logprob, torch.float32, x, w, y, None, upstream, saved_bytes=saved)
     x[::3] = float("nan")
     for a, b in zip(
@@ -375,8 +375,8 @@ def test_defect_13_nan_where_ignored_changes_nothing(saved):
 
 
 def test_rows_without_upstream_gradient_are_left_out_exactly():
-    """NaN in rows with zero upstream gradient: forward NaN there, gradients as if the rows were
-    absent.
+    """Rows with NaN and zero upstream gradient are NaN in the forward; the gradients are as if
+    these rows were absent.
     """
     x, w, y, _, upstream = problem(12, 8, 100)
     upstream[:, 1::2] = 0.0
@@ -425,7 +425,7 @@ def test_empty_and_all_ignored_batches_have_zero_gradients_on_the_graph(saved):
 
 
 def test_peaked_softmax():
-    """Weight rows are the hidden rows, scaled: every target has probability 1 to rounding."""
+    """Weight rows are the scaled hidden rows: every target has probability 1 up to rounding."""
     g = torch.Generator().manual_seed(0)
     x = torch.nn.functional.normalize(torch.randn(40, 16, generator=g, dtype=torch.float64), dim=1)
     upstream = torch.randn(3, 40, generator=g, dtype=torch.float64)
@@ -506,7 +506,7 @@ def test_gradients_twice_over_a_retained_graph():
 
 
 def test_works_without_triton():
-    """An import hook that refuses triton: the package imports and the torch paths run."""
+    """With an import hook that refuses triton, the package imports and the torch paths run."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, kernels\n"
@@ -534,8 +534,8 @@ def test_imports_torch_and_triton_only():
 
 @pytest.mark.slow
 def test_memory_on_a_cpu_with_a_real_head():
-    """Qwen2.5-0.5B's head, 512 tokens, in a process of its own: plain torch holds 0.4 to 1 GB above
-    weights and gradients.
+    """Qwen2.5-0.5B's head with 512 tokens, in a separate process. Plain torch holds 0.4 to 1 GB in
+    addition to weights and gradients.
     """
     script = KERNELS.parent / "bench" / "kernel_cpu.py"
     for variant in ("fused", "fused_frozen", "fused_entropy"):

@@ -1,4 +1,4 @@
-"""token_logprob off CUDA: against whole logits in float64."""
+"""Test token_logprob off CUDA against whole logits in float64."""
 
 import itertools
 
@@ -45,7 +45,8 @@ def test_token_logprob_equals_the_definition(inplace):
 def test_defect_8_the_inplace_backward_reuses_the_memory_and_bumps_the_version():
     logits, y, upstream = logits_case()
     activations = logits.float().requires_grad_() * 1.0
-    # exp keeps its output, log keeps exp's: fine. sin keeps the logits themselves:
+    # exp keeps its output and log keeps exp's output, which is fine. sin keeps the logits
+    # themselves.
     also_needed = activations.exp().log()
     conflict = activations.sin()
     version, address = activations._version, activations.data_ptr()
@@ -55,8 +56,7 @@ def test_defect_8_the_inplace_backward_reuses_the_memory_and_bumps_the_version()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         conflict.sum().backward()
     assert also_needed.shape == activations.shape
-    # On CUDA a kernel writes, which bumps nothing by itself: the op has to be declared as one that
-    # writes.
+    # On CUDA a kernel writes, which bumps no version: the op has to be declared as mutating.
     schema = str(torch.ops.whetstone.token_logprob_backward_.default._schema)
     assert "Tensor(a3!) logits" in schema
 

@@ -1,5 +1,5 @@
-"""The low-rank products of a decode step: torch's path in float64, the kernels in Triton's
-interpreter, compiled for every kind of GPU.
+"""Test the low-rank products of a decode step: torch's path against float64, the kernels in
+Triton's interpreter and compiled for every kind of GPU.
 """
 
 import itertools
@@ -34,7 +34,9 @@ def way():
 
 
 def case(rng, g, adapter, kind):
-    """One to three adapters of different ranks, on some of the outputs of a layer."""
+    """Build a random case: one to three adapters of different ranks on some of a layer's
+    outputs.
+    """
     rows, inputs = int(rng.integers(1, 40)), int(rng.choice([7, 64, 100, 1500, 2049]))
     x = torch.randn(rows, inputs, generator=g).to(kind)
     ranks = rng.integers(1, 40, int(rng.integers(1, 4))).tolist()

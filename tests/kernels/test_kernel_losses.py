@@ -1,4 +1,6 @@
-"""policy_loss off CUDA: against formulas differentiated by autograd, and numbers worked by hand."""
+"""Test policy_loss off CUDA: against formulas differentiated by autograd, and against numbers
+computed by hand.
+"""
 
 import itertools
 import math
@@ -59,8 +61,8 @@ def test_loss_and_gradient_equal_the_formula(kind):
 
 
 def test_ppo_by_hand():
-    """r = 2 and 0.5 with A = +1 and -1: clipped at 1.2 above for A > 0, not clipped for A < 0; and
-    the mirror image.
+    """r = 2 and 0.5 with A = +1 and -1: clipped at 1.2 from above for A > 0, not clipped for A < 0;
+    and the mirror image.
     """
     two = math.log(2.0)
     logp = torch.tensor([two, two, -two, -two], requires_grad=True)
@@ -74,8 +76,8 @@ def test_ppo_by_hand():
 
 
 def test_gspo_by_hand():
-    """Sequence means of d are 0.1 and 0; the ratio of every token of a sequence is the same, its
-    gradient its own advantage's.
+    """Sequence means of d are 0.1 and 0. All tokens of a sequence share one ratio, and each
+    gradient uses that sequence's advantage.
     """
     logp = torch.tensor([0.3, -0.1, 0.0], requires_grad=True)
     cu, mask = torch.tensor([0, 2, 3]), torch.ones(3)

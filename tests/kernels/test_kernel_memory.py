@@ -1,9 +1,10 @@
-"""Every Triton kernel stays within its buffers: the interpreter runs each launch on copies of its
-tensors that lie in poisoned memory.
+"""Test that every Triton kernel stays within its buffers: the interpreter runs each launch on
+copies
+of its tensors that are placed in poisoned memory.
 
-After a launch, every byte that belongs to no tensor is unchanged. A run with another poison and
-the programs in reverse order gives the same bits: no result comes from outside a tensor, from
-memory that nobody has written, or from a race between programs.
+After a launch, every byte outside the tensors is unchanged. A run with another poison and the
+programs in reverse order gives the same bits: no result comes from outside a tensor, from
+uninitialized memory, or from a race between programs.
 """
 
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ if INTERPRETED:
     from kernels.token_logprob_triton import forward as token_forward
 
     patch_once()
-    # slabs are cut at multiples of 16 columns; the warp-specialised kernels write 32 at a time
+    # Slabs are cut at multiples of 16 columns; the warp-specialized kernels write 32 at a time.
     TILES, WIDE_TILES = TileConfig(16, 16, 16, 4, 1), TileConfig(16, 32, 16, 4, 1)
 GUARD_BYTES = 1 << 16
 
@@ -81,7 +82,7 @@ class PoisonedMemory:
             owned = torch.zeros(span, dtype=torch.bool)
             owned.as_strided(value.shape, value.stride()).fill_(True)
             size = span * value.element_size()
-            # room for what a tile could reach, and the same alignment
+            # Leave room for what a tile could reach, and keep the same alignment.
             start = -(-(GUARD_BYTES + size) // 64) * 64 + value.data_ptr() % 64
             buffer = torch.full((start + 2 * size + GUARD_BYTES,), self.poison, dtype=torch.uint8)
             outside = torch.ones(len(buffer), dtype=torch.bool)
@@ -133,7 +134,7 @@ def poisoned_launches(poison: int, launched: set[str], reverse: bool = False):
         patch.setattr(interpreter.GridExecutor, "__call__", guarded)
         if reverse:
             patch.setattr(interpreter.interpreter_builder, "set_grid_idx", reversed_index)
-        # memory that nobody has written is full of NaN
+        # Uninitialized memory is filled with NaN.
         torch.use_deterministic_algorithms(True)
         try:
             yield
@@ -142,7 +143,9 @@ def poisoned_launches(poison: int, launched: set[str], reverse: bool = False):
 
 
 def run_twice(compute, launched: set[str]) -> list[torch.Tensor]:
-    """Return the results of `compute`: the same bits for two poisons and orders, and all finite."""
+    """Return the results of `compute`, after checking that they have the same bits for two poisons
+    and orders and are finite.
+    """
     with poisoned_launches(0xFF, launched):  # NaN in every floating dtype
         results = compute()
     with poisoned_launches(0x3F, launched, reverse=True):
@@ -203,7 +206,8 @@ def small(monkeypatch):
     monkeypatch.setattr(paged_attention_triton, "MIN_PROGRAMS", 12)
 
 
-# V: slabs of one unit of 16 columns, of three units with a rest and with none, and of two units
+# Values of V: slabs of one unit of 16 columns, of three units with and without a remainder, and of
+# two units.
 HEADS = [
     (torch.bfloat16, 19, 24, 131, False, None, False, True),
     (torch.float32, 17, 24, 389, False, None, False, True),
@@ -229,7 +233,7 @@ def _check_heads(cases, launched, monkeypatch):
 def test_the_head_and_all_other_kernels(small, monkeypatch):
     launched: set[str] = set()
     _check_heads(HEADS, launched, monkeypatch)
-    # rows that go through a slab in chunks of 16
+    # Rows go through a slab in chunks of 16.
     monkeypatch.setattr(vocab_chunks, "CHUNK_ELEMENTS", 16 * 16)
     _check_heads([HEADS[0], HEADS[4]], launched, monkeypatch)
     for compute in (
@@ -349,7 +353,7 @@ def draw_results(g) -> list[torch.Tensor]:
 
 @inside
 def test_a_write_past_the_end_is_noticed(small):
-    """A gradient of 32 columns into a buffer of 16."""
+    """A gradient of 32 columns written into a buffer of 16 is detected."""
     x, w, y = torch.randn(5, 16), torch.randn(64, 16), torch.zeros(5, dtype=torch.long)
     scores = score_launcher.ScoreLauncher(x, w, y, None, HeadConfig(), TILES, WIDE_TILES)
     a, dz = torch.randn(5), torch.zeros(5, 16)
@@ -360,7 +364,7 @@ def test_a_write_past_the_end_is_noticed(small):
 
 
 class UnboundedKernel:
-    """Stand in for the kernel of a slab's gradient: it writes all columns of its tiles below V."""
+    """Replace the kernel of a slab's gradient: this one writes all columns of its tiles below V."""
 
     def __init__(self, kernel) -> None:
         self.kernel = kernel
@@ -376,7 +380,9 @@ class UnboundedKernel:
 
 @inside
 def test_the_trial_on_a_device_notices_writes_outside_of_a_slab(monkeypatch):
-    """The trial that chooses the warp-specialised kernels, at the tiles of a Hopper."""
+    """The trial that chooses the warp-specialized kernels, with a Hopper's tiles, detects writes
+    outside of a slab.
+    """
     device, dtype = torch.device("cpu"), torch.bfloat16
     older, newer = (score_launcher.run_trial(hopper, device, dtype) for hopper in (False, True))
     assert outputs_agree(newer, older)

@@ -1,5 +1,5 @@
-"""Attention over pages: torch's gathered way and the kernels (in Triton's interpreter) against each
-row's whole softmax in float64.
+"""Test attention over pages: torch's gathered implementation and the kernels (in Triton's
+interpreter) against each row's whole softmax in float64.
 """
 
 import itertools
@@ -15,8 +15,8 @@ from rl.sampler.block_manager import make_block_tables
 
 pytest.importorskip("triton", reason="triton is not installed")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# of the largest value: float32's sums; what rounding the weights of values to the operands' dtype,
-# and the output, loses
+# Relative to the largest value: the error of float32's sums, plus that of rounding the softmax
+# weights and the output to the operands' dtype.
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 
 
@@ -30,7 +30,9 @@ test_paged_attention_in_the_interpreter.__test__ = not INTERPRETED  # type: igno
 
 @pytest.fixture
 def way(monkeypatch):
-    """The function under test, of so many programs at most: each costs 10 ms in the interpreter."""
+    """Return the function under test with at most that many programs: each costs 10 ms in the
+    interpreter.
+    """
     if not INTERPRETED:
         return lambda programs=24: compute_paged_attention
     from interpreting import patch_once
@@ -47,8 +49,8 @@ def way(monkeypatch):
 
 
 def batch(rng, size, most):
-    """Tables, lengths and groups of a few rows: pages in any order, each group's first ones its
-    own, lengths at and around pages' ends.
+    """Build tables, lengths and groups of a few rows. Pages are in any order, each group has
+    separate first pages, and lengths are at and around page boundaries.
     """
     tables, lengths, shared = [], [], []
     pages = iter(rng.permutation(200).tolist())
@@ -68,14 +70,14 @@ def batch(rng, size, most):
             )
             tables.append(begin + take(-(-reference // size)))
             lengths.append(len(begin) * size + reference)
-    order = rng.permutation(len(tables))  # a group's rows stand anywhere
+    order = rng.permutation(len(tables))  # a group's rows are not adjacent
     where = np.argsort(order)
     shared = [(sorted(where[rows].tolist()), begin) for rows, begin in shared]
     return [tables[i] for i in order], np.array(lengths)[order], shared
 
 
 def exact(q, kv, tables, lengths, bounds=UNBOUNDED):
-    """Each row's softmax over what it sees of its sequence, float64."""
+    """Compute each row's softmax over the visible part of its sequence, in float64."""
     repeat, results = q.shape[1] // kv.shape[3], []
     for i, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
         start = max(length - bounds.window, 0) if bounds.window else 0
@@ -90,8 +92,8 @@ def exact(q, kv, tables, lengths, bounds=UNBOUNDED):
 
 
 def test_against_whole_softmaxes(way):
-    """Pages of any size in each dtype, with widths that are no power of two: all 60 triples, with
-    every repeat of key heads and groups of any rows.
+    """Attention agrees for all 60 triples of dtype, page size and width, including widths that are
+    no power of two, with every repeat of key heads and groups of any rows.
     """
     rng = np.random.default_rng(0)
     with_groups, most_splits = 0, 0
@@ -102,8 +104,8 @@ def test_against_whole_softmaxes(way):
         tables, lengths, shared = batch(rng, size, int(rng.choice([2, 4, 7])))
         kv = torch.randn(2, 200, size, key_heads, width, generator=g).to(dtype)
         whole = torch.randn(len(tables), key_heads * repeat + 2, width + 3, generator=g).to(dtype)
-        q = whole[:, 1:-1, :width]  # rows and heads that do not lie side by side
-        # nobody reads these
+        q = whole[:, 1:-1, :width]  # rows and heads that are not contiguous
+        # No row reads these pages.
         kv[:, [page for page in range(200) if not any(page in table for table in tables)]] = (
             torch.nan
         )
@@ -121,8 +123,9 @@ def test_against_whole_softmaxes(way):
 
 
 def test_windows_and_limited_scores_against_whole_softmaxes(way):
-    """All 27 triples of dtype, page and width: windows of one position, of part of a page, of more
-    than a sequence; groups whose pages only some rows see; limits near the size of the scores.
+    """Attention agrees for all 27 triples of dtype, page size and width: windows of one position,
+    of part of a page and of more than a sequence; groups whose pages only some rows see; score
+    limits near the size of the scores.
     """
     rng = np.random.default_rng(1)
     hidden = 0
@@ -150,7 +153,7 @@ def test_windows_and_limited_scores_against_whole_softmaxes(way):
 
 
 def test_a_rows_bits_in_a_window_do_not_hang_on_its_neighbours(way):
-    """Rows of its group that are shorter, and see more of the group's pages."""
+    """The other rows of the group are shorter and see more of the group's pages."""
     q, kv, table, length, shared = make_trial_inputs(
         torch.device("cpu"), torch.float32, 4, 2, 16, 64
     )
@@ -162,7 +165,9 @@ def test_a_rows_bits_in_a_window_do_not_hang_on_its_neighbours(way):
 
 
 def test_what_lies_behind_a_sequence_says_nothing(way):
-    """NaN and infinities in the rest of a page, in pages past the table's end, and in rows beside."""
+    """NaN and infinities in the rest of a page, in pages past the table's end and in other rows
+    change nothing.
+    """
     q, kv, table, length, shared = make_trial_inputs(
         torch.device("cpu"), torch.float32, 4, 2, 16, 8
     )
@@ -179,8 +184,8 @@ def test_what_lies_behind_a_sequence_says_nothing(way):
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_scores_far_from_zero(way, sign):
-    """All of them near -300, or 300, where a sum of exponentials that nothing is taken from has no
-    number.
+    """Scores near -300 or 300, where a sum of exponentials without a subtracted maximum underflows
+    or overflows.
     """
     q, kv, table, length, shared = make_trial_inputs(
         torch.device("cpu"), torch.float32, 4, 2, 16, 8
@@ -203,11 +208,13 @@ def test_scores_far_from_zero(way, sign):
 
 
 def test_a_rows_bits_do_not_hang_on_its_neighbours(way):
-    """The same number of rows, all others changed: their queries, their lengths, their pages."""
+    """A row has the same bits when the queries, lengths and pages of all other rows change and the
+    number of rows does not.
+    """
     q, kv, table, length, shared = make_trial_inputs(
         torch.device("cpu"), torch.bfloat16, 6, 2, 32, 64
     )
-    row = 4  # of no group
+    row = 4  # in no group
     result = way()(q, kv, table, length, shared)
     other = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
     other[row] = q[row]
@@ -242,8 +249,8 @@ def test_splits_hang_on_the_number_of_rows_alone():
 
 
 def test_a_way_that_fails_or_differs_is_not_taken(monkeypatch):
-    """As on a device: the first way that gives the gathered numbers; one that raises, differs or is
-    not there is passed by, aloud.
+    """As on a device, the first implementation that agrees with the gathered numbers is used. One
+    that raises, differs or is unavailable is skipped with a warning.
     """
     from kernels import paged_attention as module
 

@@ -1,5 +1,5 @@
-"""Attention over pages compiled for every kind of GPU at the heads of real models: spills, shared
-memory, loads under the products.
+"""Test attention over pages compiled for every kind of GPU with the heads of real models: spills,
+shared memory, loads during the products.
 """
 
 import itertools
@@ -8,15 +8,15 @@ import pytest
 from test_kernel_compile import assembled, triton
 from test_kernel_compile import pytestmark as pytestmark
 
-# query heads, key heads, width: Qwen2.5-0.5B, Llama-3.1-8B; every width that models have, and one
-# key head for all
+# (query heads, key heads, width) of Qwen2.5-0.5B and Llama-3.1-8B; then every width that models
+# have, and one key head for all.
 MODELS = [(14, 2, 64), (32, 8, 128)]
 WIDTHS = [(16, 8, 256), (32, 32, 80), (24, 8, 96), (32, 1, 64)]
 
 
 def paged_kernels(heads, key_heads, width, dtype, bounds=(0, 0.0)):
-    """Each kernel of a launch with its constants, as test_kernel_compile's `assembled` wants them;
-    what it may spill.
+    """Return each kernel of a launch with its constants, as test_kernel_compile's `assembled`
+    expects them, and its allowed spills.
     """
     from kernels import paged_attention_triton as kernels
 
@@ -97,8 +97,8 @@ EVERY = [
     ],
 )
 def test_attention_over_pages(target, dtype, heads, key_heads, width, tmp_path):
-    """The hot kernel spills next to nothing and asks for the next keys while it multiplies
-    (cp.async); the tensor cores multiply.
+    """The hot kernel spills almost nothing and loads the next keys during the products (cp.async),
+    which run on the tensor cores.
     """
     for kernel, constants, warps, stages, kinds, allowed in paged_kernels(
         heads, key_heads, width, dtype
@@ -116,7 +116,7 @@ def test_attention_over_pages(target, dtype, heads, key_heads, width, tmp_path):
     [90, pytest.param(80, marks=pytest.mark.slow), pytest.param(120, marks=pytest.mark.slow)],
 )
 def test_attention_over_pages_with_a_window_and_limited_scores(target, tmp_path):
-    """Gemma 2 9B's heads: the bounds of scores add no spills, and keys are still loaded ahead."""
+    """With Gemma 2 9B's heads, score bounds add no spills, and keys are still loaded ahead."""
     for kernel, constants, warps, stages, kinds, allowed in paged_kernels(
         16, 8, 256, "bf16", (4096, 50.0)
     ):

@@ -1,5 +1,5 @@
-"""Corners of the kernels that need no kernel: what the references say, what is left unwritten,
-which attention torch may pick.
+"""Test parts of the kernels package that need no kernel: the references, device checks, and which
+attention torch may pick.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from kernels import linear_logprob, linear_logprob_reference
 
 
 def test_the_reference_has_an_entropy_where_tokens_are_banned():
-    """p log p of a token whose bias is -inf is 0; it was NaN."""
+    """p log p of a token with a bias of -inf is 0. It was NaN."""
     x, w, y = (
         torch.randn(3, 4, dtype=torch.float64),
         torch.randn(6, 4, dtype=torch.float64),
@@ -30,8 +30,8 @@ def test_the_reference_has_an_entropy_where_tokens_are_banned():
 
 
 def test_attention_never_goes_through_cudnn():
-    """It builds a graph for every key length, 23 to 37 ms each on Hopper, and a sampler's grows
-    with every token.
+    """cuDNN builds a graph for every key length, 23 to 37 ms each on Hopper, and a sampler's key
+    length grows with every token.
     """
     from helpers import make_worker
 
@@ -47,8 +47,8 @@ def test_attention_never_goes_through_cudnn():
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_logprobs_of_several_tokens_without_logits(softcap, frozen):
-    """K targets a position, some of them equal, against whole logits in float64: values and every
-    gradient; no [T, V] is made.
+    """K targets per position, some of them equal, agree with whole logits in float64: values and
+    every gradient. No [T, V] is made.
     """
     from test_kernel_tripwire import Tripwire
 
@@ -86,7 +86,7 @@ def test_logprobs_of_several_tokens_without_logits(softcap, frozen):
 @pytest.mark.parametrize("column", range(4))
 @pytest.mark.parametrize("wrong", [-100, -1, 50])
 def test_a_target_outside_the_vocabulary_is_named_in_every_column(column, wrong):
-    """Those behind the first of K were read from wherever they pointed to."""
+    """Invalid targets after the first of K were used as indices without a check."""
     from kernels import topk_target_logprob
 
     targets = torch.randint(0, 50, (6, 4))
@@ -100,7 +100,7 @@ def test_a_target_outside_the_vocabulary_is_named_in_every_column(column, wrong)
 
 
 def test_the_setting_reaches_the_head(monkeypatch):
-    """A LoRA'd head is padded to rows of 16 bytes, and its base gets no gradient."""
+    """A LoRA head is padded to rows of 16 bytes, and its base gets no gradient."""
     from helpers import make_worker, random_datums
 
     import kernels
@@ -122,8 +122,8 @@ def test_the_setting_reaches_the_head(monkeypatch):
 
 @pytest.mark.parametrize("entropy", [True, False])
 def test_logprobs_from_logits_on_a_gpu_are_the_plain_ones(entropy):
-    """What a head that cannot be fused goes through on CUDA, here by its torch path: values and
-    gradients.
+    """A head that cannot be fused uses this function on CUDA; here its torch path is compared:
+    values and gradients.
     """
     from rl.learner.logprob_head import compute_logprobs, compute_logprobs_with_kernel
 
@@ -142,7 +142,9 @@ def test_logprobs_from_logits_on_a_gpu_are_the_plain_ones(entropy):
 
 
 def test_a_branch_that_fails_or_differs_is_not_taken(monkeypatch):
-    """The check's answer, by trials that agree, differ by more than rounding, raise, and give NaN."""
+    """The check is tested with trials that agree, differ by more than rounding, raise, or give
+    NaN.
+    """
     from contextlib import nullcontext
 
     from kernels.device_checks import check_kernels_agree
@@ -176,7 +178,7 @@ def test_a_branch_that_fails_or_differs_is_not_taken(monkeypatch):
 
 
 def test_a_torch_without_the_product_into_float32_is_reported(monkeypatch):
-    """torch 2.7 has torch.mm with one overload less; on CUDA the product would raise a TypeError."""
+    """torch 2.7 lacks one overload of torch.mm; on CUDA the product would raise a TypeError."""
     from types import SimpleNamespace
 
     from kernels.device_checks import check_mm_to_fp32

@@ -1,5 +1,5 @@
-"""The kernels between the products of a decoding step: torch's path by hand in float64, the kernels
-in Triton's interpreter.
+"""Test the kernels between the products of a decoding step: torch's path against formulas in
+float64, the kernels in Triton's interpreter.
 """
 
 import numpy as np
@@ -67,7 +67,9 @@ def test_gated_activation():
 
 
 def test_rotation_and_cache():
-    """Each row's keys and values at its page and place, nothing else of the cache touched."""
+    """Each row's keys and values are written at its page and slot; the rest of the cache is
+    unchanged.
+    """
     for rng, g, dtype in cases():
         rows, key_heads, repeat, half = (int(rng.integers(1, n)) for n in (4, 3, 3, 9))
         heads, width = key_heads * repeat, 2 * half
@@ -99,8 +101,8 @@ def test_rotation_and_cache():
 
 
 def test_keys_and_values_of_prompts_into_the_cache():
-    """Prompts of several lengths, padded on the right, from slices of a larger tensor; nothing else
-    of the cache is touched.
+    """Prompts of several lengths, padded on the right, are copied from slices of a larger tensor.
+    The rest of the cache is unchanged.
     """
     for rng, g, dtype in cases(40):
         prompts, key_heads, width, size = (int(rng.integers(1, n)) for n in (5, 4, 9, 6))

@@ -1,8 +1,9 @@
-"""What is allocated and how many operations are done, counted at every torch operation and every
+"""Test what is allocated and how many operations run, counted at every torch operation and every
 kernel launch.
 
-On a CPU the custom ops are entered, so that what they do inside is counted. For CUDA fake tensors
-run through the launch code, with kernels replaced by counters of the products they would do.
+On a CPU the custom ops are entered, so that their inner operations are counted. For CUDA, fake
+tensors run through the launch code, with kernels replaced by counters of the products they would
+compute.
 """
 
 import sys
@@ -24,7 +25,9 @@ CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class Tripwire(TorchDispatchMode):
-    """Elements of the largest tensor made, and floating-point operations of matrix products."""
+    """Record the elements of the largest tensor made, the floating-point operations of matrix
+    products, and the host reads.
+    """
 
     def __init__(self):
         super().__init__()
@@ -33,7 +36,7 @@ class Tripwire(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func.namespace == "whetstone":
-            with self:  # back inside: what the op does is to be seen
+            with self:  # re-enter the mode to count the op's inner operations
                 out = func.redispatch(CPU_KEYS, *args, **kwargs)
         else:
             out = func(*args, **kwargs)
@@ -68,7 +71,9 @@ def test_recompute_path():
 
 
 def test_the_wire_sees_a_whole_logits_tensor():
-    """The saved path holds [T, V]; were the wire blind inside the ops, this would fail."""
+    """The saved path holds [T, V]. If the tripwire missed operations inside the ops, this would
+    fail.
+    """
     wire = count(saved=1 << 30)
     assert wire.largest >= T * V
     assert wire.flops <= 6.01 * T * D * V
@@ -92,7 +97,7 @@ def test_entropy_gradient_stays_within_the_bounds():
 
 
 def test_defect_15_at_most_one_wait_for_numbers_each_way():
-    # on a CPU: two bounds, then nothing from the counts, which come as one list
+    # On a CPU: two bounds, then no wait for the counts, which come as one list.
     assert count(ignored=3).reads <= 4
 
 
@@ -100,7 +105,7 @@ def test_defect_15_at_most_one_wait_for_numbers_each_way():
 
 
 class Counter:
-    """Stands in for a kernel: notes grids and the products it would do."""
+    """Stand in for a kernel: record grids and the products that it would compute."""
 
     def __init__(self, log, flops):
         self.log, self.flops_of = log, flops
@@ -134,7 +139,7 @@ def launches(monkeypatch):
     from kernels import matmul_operands
     from kernels.tile_config import GpuInfo, select_tile_sizes
 
-    # pointers: descriptors look at addresses
+    # Use pointers, because descriptors read addresses.
     monkeypatch.setattr(matmul_operands, "get_gpu_info", lambda tensor: GpuInfo(80))
     monkeypatch.setattr(score_launcher, "get_gpu_info", lambda tensor: GpuInfo(80))
     monkeypatch.setattr(
@@ -184,7 +189,7 @@ def fake_run(launch, log, tokens, vocab, frozen=False, saved=False, hidden=896):
 
 @pytest.mark.parametrize(("tokens", "vocab"), [(8192, 151_936), (1024, 128_256), (32768, 256_000)])
 def test_fake_cuda_recompute(launches, tokens, vocab):
-    """dW is [V, D] and no larger than the bound here, so that the bound speaks of scores."""
+    """dW is [V, D] and no larger than the bound here, so that the bound applies to scores."""
     launch, log = launches
     wire, flops = fake_run(launch, log, tokens, vocab)
     assert wire.largest <= max(tokens * vocab // 8, vocab * 896)
@@ -195,7 +200,7 @@ def test_fake_cuda_frozen_and_saved(launches):
     launch, log = launches
     wire, flops = fake_run(launch, log, 8192, 151_936, frozen=True)
     assert wire.largest <= 8192 * 151_936 // 8
-    assert flops <= 2 * 2.01 * 8192 * 896 * 151_936  # the backward needs no product at all
+    assert flops <= 2 * 2.01 * 8192 * 896 * 151_936  # the backward needs no product
     log.clear()
     _, flops = fake_run(launch, log, 8192, 151_936, saved=True)
     assert flops <= 6.01 * 8192 * 896 * 151_936
@@ -203,7 +208,7 @@ def test_fake_cuda_frozen_and_saved(launches):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_every_thread_that_launches_gives_descriptors_their_memory(launches, monkeypatch, where):
-    """Triton keeps who gives it by thread, and autograd runs a backward in one of its own.
+    """Triton keeps the allocator per thread, and autograd runs a backward in a separate thread.
     (Hopper's kernels make descriptors.)
     """
     from kernels import score_launcher
@@ -235,7 +240,7 @@ def test_every_thread_that_launches_gives_descriptors_their_memory(launches, mon
                     x, w, y, None, HeadConfig(), co, row, need_x=True, need_w=True, need_bias=False
                 )
 
-    run()  # here, and then in a thread that has seen nothing of it
+    run()  # first in this thread, then in a new thread
     here = len(requests)
     with ThreadPoolExecutor(1) as other:
         other.submit(run).result()
@@ -265,7 +270,7 @@ def test_defect_9_grids_are_one_dimensional_at_any_length(launches):
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that live at a time of what was made inside."""
+    """Record the peak bytes of the tensors made inside that are alive at the same time."""
 
     def __init__(self, *inputs):
         super().__init__()
@@ -289,7 +294,7 @@ class Peak(TorchDispatchMode):
 
 
 def peak_bytes(launch, tokens, vocab, hidden, frozen):
-    """Beside the inputs and dW."""
+    """Return the peak bytes, without the inputs and dW."""
     with FakeTensorMode():
         x = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         w = torch.empty(vocab, hidden, device="cuda", dtype=torch.bfloat16)
@@ -316,7 +321,7 @@ def peak_bytes(launch, tokens, vocab, hidden, frozen):
 
 
 def test_the_frozen_paths_memory_grows_with_the_tokens_and_no_faster(launches):
-    """It grew with their square: 347 MiB at 8k tokens, 8.5 GiB at 131k."""
+    """Memory grew with the square of the tokens: 347 MiB at 8k tokens, 8.5 GiB at 131k."""
     launch, _ = launches
     peaks = [
         peak_bytes(launch, tokens, 151_936, 896, True)
@@ -349,8 +354,8 @@ def test_the_memory_plan_counts_what_the_kernels_hold(launches, tokens, D, V, fr
     [(80, {896: 896, 900: 912, 904: 912}), (90, {896: 896, 900: 904, 904: 904})],
 )
 def test_operands_rows_are_what_copies_and_loads_take_for_aligned(monkeypatch, capability, widths):
-    """16 bytes for the copy engine; multiples of 16 elements where Triton has to know it of a
-    stride.
+    """Rows are multiples of 16 bytes for the copy engine, and of 16 elements for loads whose stride
+    Triton has to know to be aligned.
     """
     matmul_operands = pytest.importorskip(
         "kernels.matmul_operands", reason="triton is not installed"
@@ -370,9 +375,9 @@ def test_operands_rows_are_what_copies_and_loads_take_for_aligned(monkeypatch, c
 
 
 def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
-    """Whatever the vocabulary: kept ones, a slab's gradient, the frozen head's. Unaligned ones
-    spilled 1.4 KB a thread on Hopper, and Triton takes none for aligned whose stride is no multiple
-    of 16.
+    """Rows of kept scores, of a slab's gradient and of the frozen head's scores are aligned for any
+    vocabulary. Unaligned rows spilled 1.4 KB a thread on Hopper, and Triton treats a row as aligned
+    only if its stride is a multiple of 16.
     """
     from kernels import score_launcher
 
@@ -418,8 +423,8 @@ def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V, dtype, whole):
-    """[T, V] and its exponents; the backward from them holds no more beside them than the one that
-    computes scores again, and where all of its own [T, V] may be there at once, that.
+    """Kept are [T, V] and its exponents. The backward from them needs no more additional memory
+    than the recomputing backward, plus a second [T, V] if the plan allows one.
     """
     from kernels import estimate_saved_bytes, estimate_workspace_bytes
 
@@ -470,7 +475,7 @@ def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V
 
 
 def test_few_rows_fill_the_gpu(launches):
-    """128 rows were 33 programs for 132 SMs, forward and backward."""
+    """128 rows were 33 programs for 132 SMs, in forward and backward."""
     launch, log = launches
     for tokens in (1, 128, 512, 640, 1024, 8192):
         log.clear()
@@ -490,7 +495,7 @@ def test_a_checked_call_does_not_wait_before_the_backward():
 
 
 def test_ops_that_wait_are_left_out_of_captured_graphs():
-    """torch.compile's reduce-overhead mode asks the tag; without it a wait inside a capture is an
+    """torch.compile's reduce-overhead mode reads the tag; without it a wait inside a capture is an
     error.
     """
     for name in ("linear_logprob", "linear_logprob_backward", "token_logprob"):
@@ -498,7 +503,7 @@ def test_ops_that_wait_are_left_out_of_captured_graphs():
 
 
 def test_a_check_of_targets_sorts_nothing():
-    """token_logprob needs no positions; its forward sorted all tokens and threw the order away."""
+    """token_logprob needs no positions. Its forward sorted all tokens and discarded the order."""
     from kernels import token_logprob
 
     with Tripwire() as wire:
@@ -510,7 +515,7 @@ def test_a_check_of_targets_sorts_nothing():
 
 @pytest.mark.parametrize("saved", [0, 1 << 30])
 def test_columns_without_a_gradient_cost_none(saved):
-    """A LoRA'd head is [W, s B] with W frozen: dW of W was a quarter of all products, for nothing."""
+    """A LoRA head is [W, s B] with W frozen: the unused dW of W was a quarter of all products."""
     x, y, upstream = (
         torch.randn(T, D, requires_grad=True),
         torch.randint(0, 8192, (T,)),

@@ -1,5 +1,5 @@
-"""The inputs of checkpointed layers are in host memory between forward and backward, and nothing
-else changes.
+"""Test the offload of activations: the inputs of checkpointed layers are in host memory between
+forward and backward, and nothing else changes.
 """
 
 import copy
@@ -19,7 +19,9 @@ NAMES = ("gpt2", "llama", "qwen2", "mixtral", "gemma2", "bloom", "falcon_h1", "o
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_the_same_bits(name, monkeypatch):
-    """One copy of [rows, positions, hidden] for each layer and micro-batch, each restored once."""
+    """Each layer makes a copy of [rows, positions, hidden] per micro-batch, which is restored
+    once.
+    """
     copies = []
 
     class CountedCopy(activation_memory.HostCopy):
@@ -36,7 +38,7 @@ def test_gradients_are_the_same_bits(name, monkeypatch):
     model, data = model_of(name), datums()
     plain = make_learner(copy.deepcopy(model), gradient_checkpointing=True)
     offloading = make_learner(model, gradient_checkpointing=True, offload_activations=True)
-    copies.clear()  # those of the probe
+    copies.clear()  # the probe's copies
     expected, got = learnt(plain, data), learnt(offloading, data)
     np.testing.assert_array_equal(got, expected)
     for key, parameter in plain.trainable.items():
@@ -53,7 +55,7 @@ def test_gradients_are_the_same_bits(name, monkeypatch):
 
 
 def test_the_plan_counts_them_in_host_memory(tmp_path):
-    """By hand: all inputs but that of the layer whose backward runs leave the device."""
+    """Computed by hand: all inputs leave the device, except that of the layer in its backward."""
     layers = 6
     skeleton = ModelSkeleton(
         folder_of({**MODEL, "num_hidden_layers": layers}, tmp_path), None, None
@@ -75,7 +77,7 @@ def test_it_needs_gradient_checkpointing():
 
 @pytest.mark.gpu
 def test_memory_of_a_gpu_falls_by_the_inputs():
-    """What is held after a forward, with the same gradients."""
+    """A forward holds less memory, and the gradients are the same."""
     torch.manual_seed(0)
     model = model_of("llama", "sdpa").cuda()
     ids = torch.randint(3, 40, (64, 128), device="cuda")
@@ -91,7 +93,7 @@ def test_memory_of_a_gpu_falls_by_the_inputs():
         before = torch.cuda.memory_allocated()
         hidden = trained.model(input_ids=ids, use_cache=False).last_hidden_state
         torch.cuda.synchronize()
-        torch.empty(1, device="cuda")  # frees what was held for copies that have ended
+        torch.empty(1, device="cuda")  # frees memory held for finished copies
         held_bytes.append(torch.cuda.memory_allocated() - before)
         hidden.square().sum().backward()
         gradients.append({name: p.grad for name, p in trained.named_parameters()})

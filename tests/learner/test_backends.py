@@ -1,9 +1,8 @@
-"""The parts of several ranks that one process can see: what is summed, scaled and averaged, whose
-generator is restored.
+"""Test the parts of several ranks that a single process can check: what is summed, scaled and
+averaged, and which generator is restored.
 
-Other ranks are stood in for by what their message would hold. That the parts fit together, under
-every launch, is shown by the slow tests of real processes (test_distributed.py,
-test_two_processes.py).
+Other ranks are replaced by the contents of their messages. The slow tests of real processes
+(test_distributed.py, test_two_processes.py) show that the parts work together under every launch.
 """
 
 from contextlib import nullcontext
@@ -30,8 +29,8 @@ PARAMS = AdamParams(
 
 
 def adamw(weight, gradients, params=PARAMS):
-    """AdamW with clipping written out (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), in
-    float64.
+    """Compute AdamW with clipping, written out (Loshchilov and Hutter, arXiv 1711.05101, algorithm
+    2), in float64.
     """
     w = weight.double()
     m = v = torch.zeros_like(w)
@@ -58,7 +57,7 @@ def linear(seed=0):
 
 
 def test_three_updates_are_adamws_with_the_betas_asked_for():
-    """(At the first update alone the betas cancel.)"""
+    """Three updates are compared, because the betas cancel in the first."""
     model, trainable = linear()
     backend = ReplicatedBackend(model, trainable, SimpleNamespace())
     start, gradients = model.weight.detach().clone(), [torch.randn(3, 5) for _ in range(3)]
@@ -67,7 +66,7 @@ def test_three_updates_are_adamws_with_the_betas_asked_for():
         norm, applied = backend.step(PARAMS)
         assert applied and norm == pytest.approx(float(gradient.norm()), rel=1e-6)
     assert relative_difference(model.weight.detach(), adamw(start, gradients)) < 1e-5
-    # each of them can be seen
+    # Each of these parameters affects the result.
     for other in ({"beta1": 0.9}, {"beta2": 0.95}, {"weight_decay": 0.0}, {"grad_clip_norm": 0.0}):
         assert (
             relative_difference(
@@ -82,7 +81,9 @@ def test_three_updates_are_adamws_with_the_betas_asked_for():
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """World size 2; the other rank's part of each all-reduced message is `others`, in turn."""
+    """Set the world size to 2. The other rank's part of each all-reduced message is taken from
+    `others`, in turn.
+    """
     others: list[torch.Tensor] = []
 
     def all_reduce(flat):
@@ -99,15 +100,15 @@ def test_a_message_is_the_sum_of_the_ranks_in_each_dtype(two_ranks):
         torch.tensor([3], dtype=torch.int64),
         torch.tensor([4.0]),
     ]
-    # by dtype: float32, then int64
+    # Messages are by dtype: float32, then int64.
     two_ranks += [torch.tensor([10.0, 20.0, 40.0]), torch.tensor([30])]
     collectives.all_sum_(tensors)
     assert [t.tolist() for t in tensors] == [[[11.0, 22.0]], [33], [44.0]] and not two_ranks
 
 
 def test_ddp_steps_on_the_sum_of_the_ranks_gradients(monkeypatch, two_ranks):
-    """Not on their mean, not on this rank's own; a parameter that had no gradient here has the
-    other's.
+    """The step uses neither the mean nor the local gradient. A parameter without a local gradient
+    uses that of the other rank.
     """
     model, trainable = linear()
     monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, source: None)
@@ -126,7 +127,7 @@ def test_ddp_steps_on_the_sum_of_the_ranks_gradients(monkeypatch, two_ranks):
 
 
 def test_ddp_reduces_nothing_while_micro_batches_run(monkeypatch, two_ranks):
-    """A sum per backward would send each gradient once a micro-batch: gradients stay where they are
+    """A sum per backward would send each gradient once per micro-batch, so gradients stay local
     until the step.
     """
     monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, source: None)
@@ -145,7 +146,7 @@ def test_ddp_reduces_nothing_while_micro_batches_run(monkeypatch, two_ranks):
 
 
 def test_every_rank_begins_with_the_weights_of_rank_0(monkeypatch, two_ranks):
-    """Also those of a weight that is not contiguous, and a buffer."""
+    """This includes a weight that is not contiguous, and a buffer."""
     model, trainable = linear()
     model.weight.data = torch.zeros(5, 3).t()
     model.register_buffer("scale", torch.zeros(2))
@@ -161,8 +162,8 @@ def test_every_rank_begins_with_the_weights_of_rank_0(monkeypatch, two_ranks):
 
 
 def test_messages_have_a_bounded_size(monkeypatch, two_ranks):
-    """Buckets of at most the bound, a larger tensor alone and without a copy; the sums are those of
-    a single message.
+    """Buckets hold at most the bound; a larger tensor is sent separately, without a copy. The sums
+    equal those of a single message.
     """
     monkeypatch.setattr(collectives, "SUM_BUCKET_BYTES", 16)
     sizes = []
@@ -182,7 +183,7 @@ def test_messages_have_a_bounded_size(monkeypatch, two_ranks):
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_deepspeed_is_given_its_mean_times_the_ranks(monkeypatch, world):
-    """It averages gradients over ranks, so each loss goes in `world` times."""
+    """DeepSpeed averages gradients over ranks, so each loss is multiplied by `world`."""
     monkeypatch.setattr(collectives, "world", lambda: world)
     engine = DeepSpeedBackend.__new__(DeepSpeedBackend)
     seen = []
@@ -192,8 +193,8 @@ def test_deepspeed_is_given_its_mean_times_the_ranks(monkeypatch, world):
 
 
 def test_deepspeed_stage_0_steps_on_the_sum_that_it_then_averages(monkeypatch, two_ranks):
-    """Two ranks, losses times 2: the gradients' sum over ranks, halved, is the sum of the losses'
-    own gradients.
+    """With two ranks and losses times 2, the gradients' sum over ranks, halved, is the sum of the
+    gradients of both losses.
     """
     model, trainable = linear()
     engine = DeepSpeedBackend.__new__(DeepSpeedBackend)
@@ -228,13 +229,13 @@ def test_deepspeed_stage_0_steps_on_the_sum_that_it_then_averages(monkeypatch, t
 
 @pytest.fixture
 def worker():
-    """Made before there are two ranks."""
+    """Create a worker before the world size is set to 2."""
     return make_worker()
 
 
 def test_the_sum_of_the_ranks_decides_whether_a_loss_is_finite(worker, two_ranks, monkeypatch):
-    """A rank whose own part is fine learns of another's NaN: all drop the gradients, none goes on
-    and waits.
+    """A rank with a finite loss learns of another rank's NaN: all drop the gradients, so that no
+    rank continues and waits.
     """
     learner, settings = worker.learners[0], {"temperature": 1.0, "divisor": 1.0, "backward": True}
     monkeypatch.setattr(learner.backend, "micro_batch", nullcontext)
@@ -247,8 +248,8 @@ def test_the_sum_of_the_ranks_decides_whether_a_loss_is_finite(worker, two_ranks
 
 
 def test_ranks_deal_micro_batches_out_among_themselves(monkeypatch):
-    """Every datum on exactly one rank, as many micro-batches on each, those that fill up weigh
-    nothing.
+    """Every datum is on exactly one rank, all ranks have the same number of micro-batches, and
+    padding micro-batches have weight 0.
     """
     worker, datums = make_worker(token_budget=12), random_datums(9)
     monkeypatch.setattr(collectives, "world", lambda: 3)
@@ -274,12 +275,12 @@ def test_ranks_deal_samples_out_among_themselves(monkeypatch):
     assert max(loads) - min(loads) <= 3
 
 
-# ------------------------------------------------------------------------------------- what goes on
+# ------------------------------------------------------------------------------------------- resume
 
 
 def test_each_rank_goes_on_with_its_own_generator(monkeypatch, tmp_path):
-    """Three ranks' generators in one checkpoint; rank 2 of a resumed run has its own again, and a
-    rank that was not there none.
+    """A checkpoint stores the generators of three ranks. Each rank of a resumed run restores its
+    generator; a rank without a saved generator restores none.
     """
     worker, states = make_worker(), []
     for seed in range(3):
@@ -301,12 +302,12 @@ def test_each_rank_goes_on_with_its_own_generator(monkeypatch, tmp_path):
     learner_checkpoint.load_learner_state(worker.learners[0], tmp_path / "all", True, 7)
     assert torch.equal(torch.get_rng_state(), before)
     monkeypatch.setattr(collectives, "rank", lambda: 1)
-    worker.load_state(0, str(tmp_path / "all"), False)  # weights alone leave it
+    worker.load_state(0, str(tmp_path / "all"), False)  # weights only: keeps the generator
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_an_optimizers_state_goes_on_to_the_bit():
-    """Both moments and the count of steps, through the form in which every backend gives them."""
+    """Both moments and the step count are restored, in the form that every backend returns."""
     torch.manual_seed(0)
     gradients = [torch.randn(3, 5) for _ in range(4)]
 
@@ -338,8 +339,8 @@ def test_an_optimizers_state_goes_on_to_the_bit():
 
 
 def test_a_sampler_that_is_in_use_keeps_its_weights():
-    """A new snapshot forks while somebody samples from the old one; the one that nobody holds is
-    written over.
+    """A new snapshot is a copy while the old snapshot is in use. An unused snapshot is
+    overwritten.
     """
     worker = make_worker()
     worker.snapshot(0, 1)

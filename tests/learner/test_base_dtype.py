@@ -1,5 +1,5 @@
-"""A frozen base in bf16 or 4 bit: the same logprobs and gradients as the numbers it holds, at full
-precision, would give.
+"""Test a frozen base in bf16 or 4 bit: logprobs and gradients equal those of the same numbers at
+full precision.
 """
 
 import copy
@@ -30,21 +30,21 @@ KINDS = [
     ("gpt_neox", UNTIED),
     ("opt", TIED),
 ]
-# held in fp32 their products are fp32 too on a CPU, whatever autocast says
+# With a base in fp32 their products are fp32 on a CPU, even under autocast.
 EXPERTS = ("qwen3_moe", "mixtral")
 LORA = LoraConfig(rank=3, seed=5)
 
 
 @pytest.fixture(autouse=True)
 def any_precision():
-    """A process has one precision, as accelerate sees it."""
+    """Reset accelerate's state, which allows a single precision per process."""
     AcceleratorState._reset_state()
     yield
     AcceleratorState._reset_state()
 
 
 def rounded_folder(kind: str, changes: dict, folder) -> str:
-    """A model whose matrices are bf16's numbers, saved in fp32."""
+    """Save a model in fp32 with matrices that are exact in bf16, and return its folder."""
     model = build(kind, **changes)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -78,7 +78,7 @@ def learner_of(
 
 
 def look(worker: TrainingWorker, vocabulary: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logprobs, all gradients of the adapters) of the sum of some logprobs."""
+    """Return logprobs and all gradients of the adapters for the sum of some logprobs."""
     outputs, _ = call(
         worker,
         "forward_backward",
@@ -94,14 +94,14 @@ def look(worker: TrainingWorker, vocabulary: int = VOCAB) -> tuple[torch.Tensor,
 
 
 def reference(worker: TrainingWorker, vocabulary: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by float64, in plain torch, of the numbers that the learner holds."""
+    """Compute the same in float64, in plain torch, from the numbers that the learner holds."""
     learner = worker.learners[0]
     with learner.full_model(adapter_only=False) as result:
         model = copy.deepcopy(result).double()
     for module in model.modules():
-        vars(module).pop("forward", None)  # embeddings that give float32
+        vars(module).pop("forward", None)  # embeddings that return float32
     model.config._attn_implementation = "eager"
-    # the other ones have no products in float64
+    # The other implementations have no products in float64.
     unwrap_model(model).set_experts_implementation("eager")
     total, logprobs = torch.zeros((), dtype=torch.float64), []
     for datum in random_datums(4, vocabulary=vocabulary):

@@ -1,5 +1,5 @@
-"""Runs whose frozen base is in bf16 or 4 bit: learnt by pairs and by samples, resumed, exported, on
-two ranks, past the self-test.
+"""Test runs with a frozen base in bf16 or 4 bit: training on pairs and on samples, resume, export,
+two ranks, and the self-test at start.
 """
 
 import json
@@ -55,7 +55,7 @@ def needed(held_in: str) -> None:
 
 @pytest.mark.parametrize("held_in", LOW)
 def test_dpo_resumes_to_the_bit_and_leaves_as_its_own_weights(held_in, base, tmp_path):
-    """A LoRA of 4 bit merges into the base as it was published, as everybody's adapters do
+    """The LoRA of a 4-bit base merges into the base as published, like any other adapter
     (docs/memory.md).
     """
     needed(held_in)
@@ -87,7 +87,7 @@ def test_dpo_resumes_to_the_bit_and_leaves_as_its_own_weights(held_in, base, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("held_in", LOW)
 def test_what_is_sampled_is_what_is_trained_and_the_run_proves_it(held_in, base, tmp_path):
-    """The self-test at start is on; the KL is to the base with the adapter off."""
+    """The self-test at start is on. The KL is to the base with the adapter off."""
     needed(held_in)
     rows = two_and_two(f"{SAMPLES} --base-dtype {held_in} --base-model {base}", tmp_path)
     assert all(
@@ -110,8 +110,8 @@ def ranks():
     ("held_in", "launch"), [("bf16", "ddp"), ("bf16", "fsdp2"), ("4bit", "ddp")]
 )
 def test_two_ranks_learn_what_one_does(held_in, launch, base, ranks, tmp_path):
-    """Loss, margins and weights of three steps, to bf16's rounding (sums in another order); the two
-    ranks resume after the second.
+    """Loss, margins and weights of three steps agree to bf16's rounding (sums in another order).
+    The two ranks resume after the second step.
     """
     needed(held_in)
     rows, weights = {}, {}

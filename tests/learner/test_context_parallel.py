@@ -1,5 +1,5 @@
-"""What a group of ranks that share a micro-batch holds, and what it refuses. Gradients of groups:
-tests/distributed/test_context_ranks.py.
+"""Test what each rank of a context-parallel group holds, and what is refused.
+tests/distributed/test_context_ranks.py tests the gradients of groups.
 """
 
 from dataclasses import dataclass
@@ -48,13 +48,13 @@ def test_the_columns_of_all_ranks_are_the_micro_batch(layout, size):
     assert torch.equal(held[shards[0].order], tokens)
     of_targets = torch.cat([tokens[s.tokens] for s in shards])
     assert torch.equal(of_targets[shards[0].order], tokens)
-    assert len({len(s.tokens) for s in shards}) == 1  # as one message holds them
+    assert len({len(s.tokens) for s in shards}) == 1  # equal lengths, as one message requires
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(14, 2), (28, 4), (3, 3), (6, 3), (8, 1), (5, 5)])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_each_rank_has_every_key_head_of_its_query_heads(heads, key_heads, size):
-    """A query head is its key head's number, so that attention over one position shows the pair."""
+    """Each query head holds the number of its key head, so that pairs can be compared."""
     per_key = heads // key_heads
     query = (torch.arange(heads) // per_key + 1.0).reshape(1, heads, 1, 1)
     key = torch.arange(1.0, key_heads + 1).reshape(1, key_heads, 1, 1)

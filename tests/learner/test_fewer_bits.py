@@ -1,5 +1,5 @@
-"""What bitsandbytes holds: a base in 4 bit against the matrices that it stands for, AdamW in 8 bit
-against float64 and resumed.
+"""Test bitsandbytes: a base in 4 bit against the matrices that it represents, and AdamW in 8 bit
+against float64 and after a resume.
 """
 
 import pytest
@@ -44,7 +44,9 @@ def test_pages_need_a_gpu():
 
 
 def unpacked_copy(worker: TrainingWorker, folder) -> str:
-    """The base model of the numbers that the learner's 4 bit stand for, saved."""
+    """Save the base model with the numbers that the learner's 4-bit weights represent, and return
+    its folder.
+    """
     with worker.learners[0].full_model(adapter_only=False) as model:
         weights = {
             name.replace("base_model.model.", "").replace(".base_layer.", "."): p.detach().clone()
@@ -76,7 +78,7 @@ def test_a_base_in_4_bit_is_the_matrices_it_stands_for(kind, tied, tmp_path):
     assert float((logp - true_logp).abs().median()) < 0.05
     assert float((grad.double() - true_grad).norm() / true_grad.norm()) < 0.1
     plain, _ = look(learner_of(base, "bf16"))
-    assert float((plain - logp).abs().max()) > 1e-3  # 4 bit are something else than bf16
+    assert float((plain - logp).abs().max()) > 1e-3  # 4 bit differs from bf16
 
 
 def test_4_bit_are_sampled_scored_and_merged_as_they_are_trained(tmp_path):
@@ -103,8 +105,8 @@ ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_de
 
 
 def test_adamw_in_8_bit_follows_adamw():
-    """By float64's AdamW: in direction after ten steps, though each moment has 8 bit; of few
-    numbers (fp32 there) to rounding.
+    """Compare with AdamW in float64. The direction agrees after ten steps, though each moment has 8
+    bits; small tensors, with moments in fp32, agree to rounding.
     """
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""The learner's output head: what it holds, what it waits for, and that no target it is given lies
-outside of the vocabulary.
+"""Test the learner's output head: what it allocates, which host reads it makes, and that it
+receives no target outside the vocabulary.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ V, T, K = 40_000, 64, 3
 
 
 def model_of(trained: bool = True) -> nn.Module:
-    """A model whose vocabulary is far larger than everything else in it."""
+    """Return a model with a vocabulary far larger than its other sizes."""
     config = Qwen3Config(
         vocab_size=V,
         hidden_size=16,
@@ -39,8 +39,8 @@ def model_of(trained: bool = True) -> nn.Module:
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("soft", [True, False])
 def test_the_head_makes_no_logits_and_asks_the_device_nothing(soft, entropy, trained):
-    """Forward and backward of the module itself: nothing is as large as [T, V], and the head reads
-    no number back.
+    """Forward and backward of the module make no tensor as large as [T, V], and the head reads no
+    number back to the host.
     """
     model = model_of(trained)
     head = LogprobHead(model, kept_bytes=0)
@@ -51,7 +51,7 @@ def test_the_head_makes_no_logits_and_asks_the_device_nothing(soft, entropy, tra
         model(input_ids=ids, use_cache=False)
     with Tripwire() as wire:
         logp, result, _ = head(model, HeadRequest(targets, None, 0.7, entropy), input_ids=ids)
-        assert wire.reads == plain.reads  # those of transformers' own forward
+        assert wire.reads == plain.reads  # the reads of transformers' forward
         (logp.sum() + result.sum()).backward()
     assert wire.largest < T * V and logp.shape == targets.shape
     assert (model.lm_head.weight.grad is not None) == trained
@@ -80,7 +80,7 @@ def test_entropies_without_a_gradient_leave_the_gradient_as_it_is(fused, soft, k
 
 
 def test_logits_would_be_seen():
-    """The count of the test above is of tensors that are made in the model's forward."""
+    """The tripwire of the test above counts tensors that are made in the model's forward."""
     model = model_of()
     with Tripwire() as wire:
         LogprobHead(model, fused=False)(
@@ -111,8 +111,8 @@ def with_target(datum: Datum, wrong: int, soft: bool) -> Datum:
 @pytest.mark.parametrize("loss", [*LOSSES, "soft"])
 @pytest.mark.parametrize("wrong", [-100, -1, VOCABULARY])
 def test_a_target_that_is_no_id_is_refused_before_anything_runs(worker, monkeypatch, loss, wrong):
-    """By the learner itself, whoever calls it, in the last of several micro-batches; what was
-    accumulated stays.
+    """The learner refuses the target for any caller, in the last of several micro-batches.
+    Accumulated gradients stay.
     """
     datums = random_datums(8)
     worker.forward_backward(0, datums, "importance_sampling", {}, 1.0, True)

@@ -1,5 +1,5 @@
-"""What the output head keeps of a micro-batch on a GPU by default: the learner's rule, and the
-plan's count of it.
+"""Test what the output head keeps of a micro-batch on a GPU by default: the learner's rule, and its
+size in the memory plan.
 """
 
 from dataclasses import replace
@@ -38,8 +38,8 @@ def test_a_quarter_of_what_stays_free_down_to_a_power_of_two():
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(4)])
 def test_the_optimizers_state_is_left_room_before_it_exists(monkeypatch, lora):
-    """The default is there when a learner is made, is the same after an update, and counts what the
-    update makes.
+    """The default is set when a learner is created, is the same after an update, and counts the
+    state that the update allocates.
     """
     remaining = []
     monkeypatch.setattr(head_memory, "_device_memory", lambda device: 80.0 * GIB)
@@ -63,7 +63,7 @@ def test_the_optimizers_state_is_left_room_before_it_exists(monkeypatch, lora):
     held += sum(value.nbytes for value in moments if value.ndim)
     copy = 4 * sum(p.numel() for p in learner.model.parameters())
     assert remaining == [held + copy] and learner.head.kept_bytes == 16 * GIB
-    # who says is asked alone
+    # An explicit setting overrides the default.
     assert make_worker(lora=lora, kept_bytes=0).learners[0].head.kept_bytes == 0
 
 
@@ -116,7 +116,7 @@ def test_kept_logits_by_hand():
     batch, shape = MicroBatch(8, 1024, 8192), replace(SHAPE, vocab=150_000)
     first, scores = LaunchShape(cuda=True, bf16=True, memory=80.0 * GIB), 8192 * 150_000 * 2
     exponents = 8192 * 4 * 1172
-    # the gradient of the scores in one piece, too
+    # The gradient of the scores is made in a single piece too.
     assert saved_logits_bytes(shape, first, batch, None) == 2 * scores + exponents
     assert (
         saved_logits_bytes(shape, first, batch, 2 * scores - 1)
@@ -133,7 +133,7 @@ def test_kept_logits_by_hand():
         shape, replace(first, bf16=False), batch, None
     ) == estimate_saved_bytes(8192, 150_000, 4, 1 << 40)
     assert saved_logits_bytes(shape, replace(first, cuda=False), batch, None) == 0
-    # 16 bytes of each and 2 of a copy: little is left
+    # 16 bytes per parameter and 2 for a copy leave little memory.
     grown = replace(shape, parameters=4_500_000_000, trainable=4_500_000_000)
     assert (
         saved_logits_bytes(grown, first, batch, None)
@@ -174,7 +174,7 @@ def test_the_plan_counts_what_the_setting_keeps():
 
 
 def test_to_keep_nothing_is_named_where_that_helps(monkeypatch):
-    """A vocabulary that is most of what a micro-batch holds."""
+    """The vocabulary takes most of a micro-batch's memory."""
     monkeypatch.setattr(
         "rl.trainer.memory_requirements.saved_logits_bytes",
         lambda shape, launch, batch, max_bytes: 0.0 if max_bytes == 0 else 4.0 * GIB,

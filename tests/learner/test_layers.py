@@ -1,5 +1,5 @@
-"""What is read of a model's layers, against what its architecture is known to be, and the first
-layers that stand for all.
+"""Test the description of a model's layers against its published architecture, and the first layers
+that represent all layers.
 """
 
 import copy
@@ -13,8 +13,8 @@ from rl.learner.layout_probe import find_layout_faults
 from rl.models import model_loading
 
 FULL, SLIDING = ("full",) * 4, ("sliding",) * 4
-# By hand, from the published architectures: kinds of the layers, positions, (experts, experts a
-# token, blocks with experts).
+# Written by hand from the published architectures: kinds of the layers, positions, (experts,
+# experts per token, blocks with experts).
 KNOWN = {
     "llama": (FULL, "rotary", None),
     "gpt2": (FULL, "learned", None),
@@ -62,7 +62,7 @@ def test_what_is_read_is_what_the_architecture_is(name):
 
 def test_experts_are_counted_in_numbers():
     model = tiny_model("qwen3_moe", sliding_window=None)
-    # layers, experts, gate and up, down
+    # Factors: layers, experts, gate and up, down.
     assert describe_layers(model).experts.num_parameters == 4 * 4 * (2 * 24 * 32 + 32 * 24)
 
 
@@ -82,7 +82,8 @@ def test_the_first_layers_of_every_make_stand_for_all():
         )
         == 4
     )
-    assert depth(tiny_model("deepseek_v3", num_hidden_layers=12)) == 2  # a dense one, then experts
+    # a dense layer, then experts
+    assert depth(tiny_model("deepseek_v3", num_hidden_layers=12)) == 2
     patched = tiny_model("llama", num_hidden_layers=12)
     layer = patched.model.layers[7].mlp
     layer.forward = lambda x, forward=layer.forward: forward(x)

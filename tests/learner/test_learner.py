@@ -1,5 +1,5 @@
-"""The gradient does not depend on how a batch is cut, laid out, or computed; packing by hand; steps
-that must not happen.
+"""Test that the gradient does not depend on how a batch is split, laid out or computed; packing by
+hand; and steps that must not happen.
 """
 
 import numpy as np
@@ -41,7 +41,9 @@ def as_loss(datums: list[Datum], loss: str) -> list[Datum]:
 
 
 def run(worker, datums, loss, calls=None, divisor=7.0):
-    """Gradient and outputs of `datums` in one call, or cut into calls of these sizes."""
+    """Return gradient and outputs of `datums` in a single call, or split into calls of the sizes
+    `calls`.
+    """
     worker.drop_gradients(0)
     outputs, start = [], 0
     for size in calls or [len(datums)]:
@@ -55,8 +57,8 @@ def run(worker, datums, loss, calls=None, divisor=7.0):
 
 
 def grouped(datums: list[Datum]) -> list[Datum]:
-    """The same datums with, for some neighbours, a prompt in common: three groups, of 4, 3 and 1,
-    and four alone.
+    """Return the datums with a common prompt for some neighbors: groups of 4, 3 and 1, and four
+    ungrouped datums.
     """
     rng, result = np.random.default_rng(7), list(datums)
     for members, prompt in (([0, 1, 2, 3], 5), ([5, 6, 7], 2), ([9], 4)):
@@ -78,8 +80,8 @@ def grouped(datums: list[Datum]) -> list[Datum]:
 
 @pytest.fixture(scope="module")
 def reference():
-    """One sequence at a time, no padding, no packing, plain autograd on the model's own logits, in
-    float64.
+    """Return gradients and logprobs in float64 by plain autograd on the model's logits: a sequence
+    at a time, no padding, no packing.
     """
     worker = make_worker(token_budget=4096)
     datums = grouped(random_datums(12))
@@ -112,7 +114,7 @@ def reference():
     ("settings", "calls"),
     [
         ({"token_budget": 4096}, None),
-        ({"token_budget": 1}, None),  # one sequence a micro-batch
+        ({"token_budget": 1}, None),  # one sequence per micro-batch
         ({"token_budget": 20}, None),
         ({"token_budget": 20}, [3, 5, 4]),
         ({"token_budget": 4096}, [1] * 12),
@@ -139,8 +141,8 @@ def test_a_wrong_divisor_would_be_seen(reference):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_any_single_token_left_out_would_be_seen(reference, loss):
-    """Off by a hundred times the bound at least, whichever it is (of those that the loss does not
-    clip away).
+    """Omitting any token changes the gradient by at least a hundred times the bound, except tokens
+    that the loss clips away.
     """
     datums, worker = as_loss(reference[0], loss), make_worker()
     whole, _ = run(worker, datums, loss)
@@ -157,7 +159,9 @@ def test_any_single_token_left_out_would_be_seen(reference, loss):
 
 @pytest.mark.parametrize(("layout", "alpha"), [("padded", None), ("packed", 7.5), ("shared", 1)])
 def test_lora_gradient_is_the_same_however_cut_and_fused(layout, alpha):
-    """`alpha`: of an adapter of rank 3, on the head too, which the fused head scales by itself."""
+    """`alpha` belongs to an adapter of rank 3, on the head too, which the fused head scales by
+    itself.
+    """
     lora, datums = LoraConfig(rank=3, alpha=alpha, seed=5), random_datums(9)
     plain, _ = run(make_worker(lora=lora, fused=False), datums, "ppo")
     cut, _ = run(make_worker(lora=lora, layout=layout, token_budget=20), datums, "ppo", [2, 7])
@@ -200,8 +204,8 @@ def test_temperature_is_that_of_the_config():
 
 
 def test_logprobs_over_a_large_vocabulary_are_exact_to_1e_5():
-    """torch's own fp32 log_softmax on a CPU is off by 1e-4 and more here, which would hide a
-    sampler that disagrees.
+    """torch's fp32 log_softmax on a CPU is off by 1e-4 and more here, which would hide a sampler
+    that disagrees.
     """
     logits = 4 * torch.randn(8, 151_665, generator=torch.Generator().manual_seed(0))
     targets = torch.arange(8) * 1000
@@ -217,9 +221,9 @@ def test_logprobs_over_a_large_vocabulary_are_exact_to_1e_5():
 
 def test_plan_by_hand():
     assert plan_micro_batches([3, 9, 4, 2], 10, "packed") == [[1], [2, 0, 3]]
-    # two rows of 4 are 8 positions, three would be 12
+    # Two rows of 4 take 8 positions, three would take 12.
     assert plan_micro_batches([3, 9, 4, 2], 10, "padded") == [[1], [2, 0], [3]]
-    # longer than the budget: alone
+    # A sequence longer than the budget gets a separate micro-batch.
     assert plan_micro_batches([50], 10, "packed") == plan_micro_batches([50], 10, "padded") == [[0]]
     with pytest.raises(ValueError, match="at least 1"):
         plan_micro_batches([1], 0, "packed")
@@ -315,9 +319,9 @@ def test_the_layout_is_chosen_by_the_work_it_makes():
         ]
 
     assert choose_layout(group(6, 3), 10**6, 128) == "shared"
-    assert choose_layout(group(6, 3, 1), 10**6, 128) == "padded"  # nobody to share with
+    assert choose_layout(group(6, 3, 1), 10**6, 128) == "padded"  # no sequence to share with
     assert choose_layout(group(500, 100), 10**6, 1024) == "shared"
-    # long answers see each other's masked scores
+    # Long answers compute masked scores against each other.
     assert choose_layout(group(20, 2000), 10**6, 1024) == "padded"
 
 
@@ -391,7 +395,7 @@ def test_step_against_a_hand_written_adamw_with_clipping():
     m, v = 0.2 * grad, 0.1 * grad**2
     expected = before * (1 - 0.01 * 0.1) - 0.01 * (m / 0.2) / ((v / 0.1).sqrt() + 1e-6)
     # AdamW's first step is lr * sign(g) where |g| >> eps; where |g| is near eps, fp32 rounding of g
-    # shows
+    # is visible.
     torch.testing.assert_close(weights(worker).double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -421,7 +425,9 @@ def test_a_loss_that_is_not_finite_is_an_error_and_drops_the_gradient():
 
 
 def test_decode_cost_is_not_changed_by_gradient_checkpointing():
-    """Checkpointing lives in the learner; the sampler keeps its cache (a known trap elsewhere)."""
+    """Checkpointing applies to the learner; the sampler keeps its cache (a known trap
+    elsewhere).
+    """
     from rl.sampler import SamplingRequest
     from rl.types import SamplingParams
 
@@ -440,4 +446,4 @@ def test_decode_cost_is_not_changed_by_gradient_checkpointing():
             ],
         )
         fed.append(counters["fed_tokens"])
-    assert fed == [2 * 19, 2 * 19]  # one token a row and step: nothing is recomputed
+    assert fed == [2 * 19, 2 * 19]  # one token per row and step: nothing is recomputed

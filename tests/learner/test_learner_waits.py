@@ -1,8 +1,8 @@
-"""Check that the host reads no result of a learner's call before its last micro-batch is launched:
-on a GPU it would wait there for all earlier work.
+"""Test that the host reads no result of a learner's call before its last micro-batch is launched:
+on a GPU it would wait for all earlier work.
 
-Torch cannot run a model's forward on fake CUDA tensors without CUDA, so the calls run on the CPU and
-the reads are recorded.
+Torch cannot run a model's forward on fake CUDA tensors without CUDA, so the calls run on the CPU
+and the reads are recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.losses import get_loss
 
-# operators with a result that the host reads, and methods of a tensor that copy it to the host
+# Operators with a result that the host reads, and tensor methods that copy to the host.
 WAITS = {
     "aten._local_scalar_dense.default",
     "aten.nonzero.default",
@@ -46,7 +46,7 @@ class ReadRecorder(TorchDispatchMode):
 def recorded_run(
     monkeypatch: pytest.MonkeyPatch, layout: str, loss: str, backward: bool
 ) -> tuple[list[str], int]:
-    """Return the passes and reads of a call, in their order, and its number of micro-batches."""
+    """Return the passes and reads of a call in order, and its number of micro-batches."""
     learner, events = make_worker(token_budget=24, layout=layout).learners[0], []
     forward, compute_gradient = learner._forward, learner.backend.backward
 
@@ -70,7 +70,7 @@ def recorded_run(
 
     monkeypatch.setattr(learner, "_forward", record_forward)
     monkeypatch.setattr(learner.backend, "backward", record_backward)
-    # On a CPU the head checks the targets again, which does not wait for anything there.
+    # On a CPU the head checks the targets again, which waits for nothing.
     kernel_module = sys.modules["kernels.linear_logprob"]
     monkeypatch.setattr(kernel_module, "find_target_rows", lambda *arguments: None)
     for name in COPIES:
@@ -89,5 +89,5 @@ def test_the_host_reads_nothing_before_the_last_micro_batch(loss, layout, backwa
     events, count = recorded_run(monkeypatch, layout, loss, backward)
     passes = ["forward", "backward"] * count if backward else ["forward"] * count
     assert count > 2 and events[: len(passes)] == passes
-    # the sums of the metrics, then the outputs of all tokens: two copies whatever the batch
+    # The sums of the metrics, then the outputs of all tokens: two copies for any batch.
     assert events[len(passes) :] == ["read: tolist", "read: cpu", "read: numpy"]

@@ -1,5 +1,5 @@
-"""LoRA on experts that are one tensor: which models take it, what it learns, how it is sampled,
-kept and read by plain PEFT.
+"""Test LoRA on experts that are stored as one tensor: which models support it, gradients, sampling,
+checkpoints, and reading by plain PEFT.
 """
 
 import copy
@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from test_architectures import accelerator, datums, learnt, make_learner, one_thread  # noqa: F401  (a fixture of its own)
+from test_architectures import accelerator, datums, learnt, make_learner, one_thread  # noqa: F401  (a fixture)
 from tiny_models import VOCAB, tiny_model
 from torch.func import functional_call
 
@@ -67,7 +67,7 @@ STACKED = [
     "zaya",
 ]
 QUICK = ("mixtral", "gpt_oss", "deepseek_v3")
-# to sampler and back
+# Models that go through to the sampler and back.
 THROUGH = (
     "mixtral",
     "qwen3_moe",
@@ -89,7 +89,7 @@ def base_of(name: str, **changes):
 
 
 def adapted(base, moved: bool = True, **parts):
-    """A copy of the model under an adapter, whose B is made other than zero."""
+    """Return a copy of the model with an adapter that has a nonzero B."""
     requests = {
         "train_mlp": False,
         "train_attn": False,
@@ -112,8 +112,8 @@ def adapted(base, moved: bool = True, **parts):
 
 
 def pairs(model):
-    """(the base's parameter, A's name, B's name, whether it is [experts, in, out]) of every tensor
-    of experts that has an adapter.
+    """Yield (the base's parameter, A's name, B's name, whether it is [experts, in, out]) for every
+    tensor of experts that has an adapter.
     """
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -129,11 +129,11 @@ def pairs(model):
 
 
 def in_float64(base, model):
-    """The base in float64, its weights as a function of the adapter's by hand: expert e's is W_e +
-    alpha / rank * B_e A_e.
+    """Return the base in float64, the adapter's tensors, and a function of them that computes the
+    weights: expert e has W_e + alpha / rank * B_e A_e.
     """
     wide = copy.deepcopy(base).double()
-    wide.set_experts_implementation("eager")  # the others take no float64
+    wide.set_experts_implementation("eager")  # the other implementations do not support float64
     leaves = {
         n: p.detach().double().requires_grad_()
         for n, p in model.named_parameters()
@@ -146,9 +146,10 @@ def in_float64(base, model):
         for parameter, a, b, turned in pairs(model):
             name = local[id(parameter)]
             for e in range(1, 1 + len(parameter)):
-                # [rank, in]: an expert's rows stand together
+                # [rank, in]: an expert's rows are contiguous.
                 down = leaves[a][(e - 1) * RANK : e * RANK]
-                # [out, rank]: an expert's columns, one of each rank
+                # [out, rank]: an expert's columns are interleaved with those of the others, a
+                # column per rank.
                 up = leaves[b][:, e - 1 :: len(parameter)]
                 delta = ALPHA / RANK * (up @ down)
                 parts = [*results[name].unbind(0)]
@@ -160,8 +161,8 @@ def in_float64(base, model):
 
 
 def reference(base, model, data):
-    """Logprobs, and the gradient at A and B of the weighted sum, one sequence a forward, without
-    PEFT.
+    """Return logprobs, and the gradients of the weighted sum at A and B, with a forward per
+    sequence and without PEFT.
     """
     wide, leaves, weights = in_float64(base, model)
     made, logprobs = weights(), []
@@ -179,7 +180,7 @@ def reference(base, model, data):
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name in the model without adapters."""
+    """Return a parameter's name in the model without adapters."""
     return name.replace(".base_layer", "").removeprefix("base_model.model.")
 
 
@@ -217,7 +218,7 @@ def test_every_stack_of_experts_has_an_adapter_that_is_seen_and_merges(name):
 @pytest.mark.parametrize("layout", ["auto", "padded"])
 @pytest.mark.parametrize("name", some(THROUGH, ("mixtral", "gpt_oss")))
 def test_the_learner_has_the_gradient_of_float64(name, layout):
-    """Against weights that are put together by hand from A and B."""
+    """The reference has weights that are put together by hand from A and B."""
     base = base_of(name)
     model, data = adapted(base), datums(((9, (7, 5)), (4, (3, 12))))
     logprobs, gradient = reference(base, model, data)
@@ -282,7 +283,7 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
     learner_checkpoint.load_learner_state(other, tmp_path / "state", True, 0)
     updates(other, range(2, 4))
     for key, parameter in learner.trainable.items():
-        assert torch.equal(parameter, other.trainable[key]), key  # to the bit
+        assert torch.equal(parameter, other.trainable[key]), key  # same bits
 
     plain = model_loading._disable_randomness(
         type(base_of(name)).from_pretrained(str(tmp_path / "base"))
@@ -293,7 +294,7 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
         result, local = forward(reread), forward(learner.model.eval())
     assert float((result - local).abs().max()) < 1e-5 < 1e-2 < float((result - before).abs().max())
 
-    decoder = make_decoder(made().model)  # as it was made, then told what was learnt
+    decoder = make_decoder(made().model)  # the initial model, then the trained weights
     decoder.load_(learner.iter_weights())
     engine = Engine(decoder, eos_token_ids=(2,), max_rows=3)
     prompts = [[5, 9, 4, 7, 11], [6, 3]]
@@ -327,7 +328,7 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
         )
 
 
-# ------------------------------------------------------------------------------------- what is said
+# --------------------------------------------------------------------------------- errors and notes
 
 
 @pytest.mark.parametrize(

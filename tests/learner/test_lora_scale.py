@@ -1,5 +1,5 @@
-"""The scale of a LoRA adapter: 32 / rank at every rank, as on Tinker, and of what was saved the
-scale that it was trained with.
+"""Test the scale of a LoRA adapter: 32 / rank at every rank, as on Tinker. A saved adapter keeps
+the scale that it was trained with.
 """
 
 import json
@@ -25,7 +25,7 @@ def service(tmp_path):
 
 
 def train(client, steps=2, seed=0):
-    """Logprobs of a few datums after each step."""
+    """Train, and return the logprobs of a few datums after each step."""
     seen, data = [], random_datums(4, seed=seed)
     for _ in range(steps):
         client.forward_backward(data, "ppo").result()
@@ -36,14 +36,14 @@ def train(client, steps=2, seed=0):
 
 
 def logprobs_by_hand(folder, scale):
-    """Of `random_datums`, in float64: every matrix of the base plus scale B A of the adapter saved
-    in `folder`.
+    """Compute the logprobs of `random_datums` in float64: every matrix of the base plus scale B A
+    of the adapter saved in `folder`.
     """
     twin, saved = (
         load_model(BASE).model.double(),
         load_file(Path(folder) / "adapter_model.safetensors"),
     )
-    # tied, and the adapter is the head's alone
+    # The head is tied, and the adapter applies to the head only.
     twin.lm_head.weight = torch.nn.Parameter(twin.lm_head.weight.detach().clone())
     rows = []
     with torch.no_grad():
@@ -73,13 +73,13 @@ def test_a_script_of_tinkers_trains_an_adapter_that_is_scaled_by_32_over_its_ran
     folder = client.save_weights_for_sampler("end").result().path
     assert json.loads((Path(folder) / "adapter_config.json").read_text())["lora_alpha"] == 32
     np.testing.assert_allclose(after, logprobs_by_hand(folder, 32 / rank), atol=2e-5)
-    # the step is large enough to tell the scales apart
+    # The step is large enough to distinguish the scales.
     assert not np.allclose(after, logprobs_by_hand(folder, 1.0), atol=1e-3)
 
 
 def first_step(service, rank, **alpha):
-    """The norm of what a first step of Adam, whose size at every entry of B is the learning rate,
-    adds to the matrices of the model.
+    """Return the norm of the change of the model's matrices in the first step of Adam, which moves
+    every entry of B by the learning rate.
     """
     client = service.create_lora_training_client(BASE, rank, 5, **alpha)
     train(client, steps=1)
@@ -113,8 +113,8 @@ def test_alpha_none_is_the_rank(service):
 
 
 def saved_before(service, rank=4):
-    """(folder of a checkpoint that states no alpha, as they did when alpha was the rank by default;
-    the client it was saved from).
+    """Return the folder of a checkpoint that states no alpha, as saved when alpha was the rank by
+    default, and the client that it was saved from.
     """
     client = service.create_lora_training_client(BASE, rank, 5, alpha=None)
     train(client, steps=1)
@@ -142,8 +142,8 @@ def test_a_checkpoint_that_states_no_alpha_goes_on_at_the_scale_it_was_trained_w
 
 @pytest.mark.parametrize("had_sampled", [False, True])
 def test_loading_a_checkpoint_of_another_alpha_takes_its_scale_over(service, had_sampled):
-    """`load_state` into a client of today's default: function, sampler and further steps are those
-    of the checkpoint.
+    """After `load_state` into a client with today's default, the function, the sampler and further
+    steps are those of the checkpoint.
     """
     folder, client = saved_before(service)
     other = service.create_lora_training_client(BASE, 4, 9)
@@ -153,7 +153,7 @@ def test_loading_a_checkpoint_of_another_alpha_takes_its_scale_over(service, had
     before = older.compute_logprobs(prompt).result() if older else None
     other.load_state_with_optimizer(folder).result()
     assert drawn(other) == drawn(client)
-    # it keeps the weights, and the scale, of its time
+    # It keeps the weights and the scale from its creation.
     assert older is None or older.compute_logprobs(prompt).result() == before
     assert np.array_equal(train(other, seed=1), train(client, seed=1))
     assert drawn(other) == drawn(client)

@@ -1,5 +1,5 @@
-"""The load-balancing loss as a term of any loss: transformers' own value on the same tokens, in
-every layout, and its gradient.
+"""Test the load-balancing loss as a term of any loss: it has transformers' value on the same tokens
+in every layout, and its gradient.
 """
 
 import importlib
@@ -7,7 +7,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from test_architectures import datums, gradient_error, make_learner, one_thread  # noqa: F401  (a fixture of its own)
+from test_architectures import datums, gradient_error, make_learner, one_thread  # noqa: F401  (a fixture)
 from test_lora_experts import STACKED, some
 from tiny_models import tiny_model
 
@@ -18,7 +18,7 @@ from rl.models import model_loading
 from rl.types import Datum
 
 COEF = 0.3
-# whose modules have the function
+# These models have the function in their module.
 OWN = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "jetmoe", "qwen3_next", "phimoe")
 EVERYTHING = {
     "mixtral": ("padded", "packed", "shared"),
@@ -33,7 +33,7 @@ def model_of(name):
 
 
 def with_mask(data):
-    """The same as pairs that a loss of pairs takes."""
+    """Return the datums with a mask, for a loss of pairs."""
     results = []
     for datum in data:
         mask = (datum.loss_fn_inputs["weights"].array > 0).astype(np.float32)
@@ -47,8 +47,8 @@ def with_mask(data):
 
 
 def theirs(model, data):
-    """transformers' value, differentiable: one padded batch, the trained tokens as its attention
-    mask.
+    """Compute transformers' value, differentiable: a single padded batch with the trained tokens as
+    its attention mask.
     """
     module = importlib.import_module(type(model).__module__)
     width = max(datum.model_input.length for datum in data)
@@ -100,7 +100,7 @@ def test_the_value_and_its_gradient_are_those_of_transformers(name, loss):
             float(expected.detach()), rel=1e-5
         )
         assert with_it["balanced:sum"] == pytest.approx(units) and "balanced:sum" not in sums
-        # what is reported is the loss alone
+        # The reported loss does not include the router loss.
         assert with_it["loss:sum"] == pytest.approx(sums["loss:sum"], rel=1e-6)
         off = sum(float((both[n] - plain[n] - g).double().square().sum()) for n, g in added.items())
         size = sum(float(both[n].double().square().sum()) for n in added)
@@ -120,8 +120,8 @@ def test_it_is_the_same_under_checkpointing_and_absent_where_nothing_is_learnt()
 
 
 def test_by_hand():
-    """Two experts, one choice: all tokens at one of them give 2, half and half 1; tokens that do
-    not count change nothing.
+    """With two experts and one choice, the loss is 2 if all tokens choose the same expert and 1 if
+    half choose each. Tokens that do not count change nothing.
     """
     far = torch.tensor([[50.0, -50.0], [50.0, -50.0], [-50.0, 50.0]])
     assert float(
@@ -130,7 +130,7 @@ def test_by_hand():
     assert float(
         compute_router_aux_loss([far], 1, torch.tensor([True, False, True]))
     ) == pytest.approx(1.0)
-    # over all layers
+    # The loss is over all layers.
     assert float(
         compute_router_aux_loss([far, far.flip(1)], 1, torch.tensor([True, True, False]))
     ) == pytest.approx(1.0)
@@ -145,7 +145,7 @@ def test_the_scores_of_every_familys_routers_are_found(name):
     experts = describe_layers(model).experts
     with record_router_scores(model) as scores:
         model(input_ids=torch.arange(3, 15)[None], use_cache=False)
-    # its other layers choose by a token's id and score nothing
+    # Its other layers choose by a token's id and compute no scores.
     scored = 1 if name == "deepseek_v4" else len(experts.blocks)
     assert len(scores()) >= scored
     assert all(item.shape[0] == 12 and item.shape[1] >= experts.count for item in scores())

@@ -1,5 +1,5 @@
-"""Each rank of a sharded launch reads its part of the weights: names of files against transformers'
-own loading, memory, results.
+"""Test that each rank of a sharded launch reads its part of the weights: the names in files against
+transformers' loading, memory, results.
 """
 
 import json
@@ -84,8 +84,8 @@ def test_a_model_that_sees_stays_in_its_files_too(tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_moe", "mamba", "gpt_neo"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_first_layers_tell_what_the_whole_model_does(kind, lora, tmp_path):
-    """The trial of a sharded model: the same layouts and the same output head as where all weights
-    are read.
+    """The trial of a sharded model selects the same layouts and the same output head as when all
+    weights are read.
     """
     build(kind).save_pretrained(str(tmp_path))
     whole, loaded = load_model(str(tmp_path)), load_model_lazily(str(tmp_path))
@@ -112,7 +112,7 @@ def test_a_hub_name_is_brought_to_the_cache_and_read_from_there(tmp_path, monkey
     unread = loaded.lazy_weights.for_wrapped_model(loaded.model)
     assert all(torch.equal(unread.read(name), p) for name, p in model.named_parameters())
     (at / "snapshots" / commit / "model.safetensors.index.json").unlink()
-    assert load_model_lazily("owner/small") is None  # load_model says what is missing
+    assert load_model_lazily("owner/small") is None  # load_model reports what is missing
 
 
 def test_what_cannot_be_read_so_is_read_whole_or_refused(tmp_path, monkeypatch):
@@ -124,7 +124,7 @@ def test_what_cannot_be_read_so_is_read_whole_or_refused(tmp_path, monkeypatch):
     model.save_pretrained(str(tmp_path / "bare"))
     weights = {name: p for name, p in model.state_dict().items() if "lm_head" not in name}
     model.save_pretrained(str(tmp_path / "lacks"), state_dict=weights)
-    assert load_model_lazily(str(tmp_path / "lacks")) is None  # load_model says what is missing
+    assert load_model_lazily(str(tmp_path / "lacks")) is None  # load_model reports what is missing
     (file,) = (tmp_path / "bare").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(UserError, match="damaged or truncated"):
@@ -150,7 +150,7 @@ def test_lazy_tensors(tmp_path):
 
 
 def saved(folder: Path, **sizes: int) -> tuple[str, int, int]:
-    """A folder, the bytes of its model in fp32, and of its largest tensor."""
+    """Save a model. Return its folder, its bytes in fp32, and the bytes of its largest tensor."""
     config = Qwen3Config(
         num_attention_heads=8,
         num_key_value_heads=8,
@@ -166,14 +166,16 @@ def saved(folder: Path, **sizes: int) -> tuple[str, int, int]:
 
 
 def find_results(config: str | None, model: str, kind: str, out: Path) -> dict:
-    """What rank 0 found."""
+    """Return the results of rank 0."""
     out.mkdir()
     run_launch(config, out, model, out, kind, script="tests/sharded_loading_case.py")
     return json.loads((out / "found.json").read_text())
 
 
 def peaks_of(config: str, model: str, out: Path) -> list[int]:
-    """Each rank's peak, in processes of their own: malloc reads its settings as one starts."""
+    """Return each rank's peak, measured in new processes: malloc reads its settings at process
+    start.
+    """
     out.mkdir()
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
     command += ["--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
@@ -192,7 +194,7 @@ def peaks_of(config: str, model: str, out: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> tuple[str, dict[str, dict]]:
-    """A folder, and what one process found, for each kind."""
+    """Return a model folder, and the results of a single process for each kind."""
     home = tmp_path_factory.mktemp("small")
     folder, _, _ = saved(
         home / "model",
@@ -225,10 +227,11 @@ def test_two_ranks_that_read_their_parts_find_what_one_process_does(small, confi
     not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process from /proc"
 )
 def test_no_rank_holds_more_than_its_share(config, neighbor, tmp_path):
-    """Of 590 MB: half of them, two copies of the largest tensor, and what a process takes beside.
+    """Of 590 MB a rank holds half, two copies of the largest tensor, and what a process takes in
+    addition.
 
-    DeepSpeed keeps some 0.14 of the model and 50 MB beside its part: 183 MB of a model of 207, 431
-    of one of 590.
+    DeepSpeed keeps some 0.14 of the model and 50 MB in addition to its part: 183 MB for a model of
+    207 MB, 431 MB for 590 MB.
     """
     folder, size, largest = saved(
         tmp_path / "model",

@@ -1,4 +1,4 @@
-"""LoRA on a model whose head is its embedding: the adapter holds the head only on request."""
+"""Test LoRA on a model with tied head and embedding: the adapter holds the head only on request."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ SFT = (
 
 @pytest.fixture(scope="module")
 def separate_heads(tmp_path_factory) -> Path:
-    """A model folder with separate matrices for head and embedding."""
+    """Return a model folder with separate matrices for head and embedding."""
     folder = tmp_path_factory.mktemp("models") / "separate"
     loaded = load_model("tiny:addition")
     loaded.model.config.tie_word_embeddings = False
@@ -78,7 +78,7 @@ def test_a_run_on_top_of_an_adapter_continues_it_with_or_without_its_head(tmp_pa
         assert "is continued" in notes[0]["how"]
         (remark,) = describe_tied_heads(run)
         assert "vLLM cannot serve this adapter" in remark
-    # merged, the head is a matrix of its own: an adapter may hold it
+    # After a merge the head is a separate matrix, which an adapter may hold.
     merged = f"{SFT} {tmp_path / 'head'} --lora-start merge"
     assert resolve_heads(merged) == [True]
     run = parse_run(merged.split(), METHODS, RECIPE, options=RunSettings)

@@ -1,5 +1,5 @@
-"""The value head: its values by hand, its gradients by another road, saved beside the model and
-nowhere in it.
+"""Test the value head: its values against a direct computation, its gradients against a custom
+loss, and its file, which is separate from the model's weights.
 """
 
 import json
@@ -21,7 +21,7 @@ _workers: list = []
 
 @pytest.fixture(autouse=True)
 def keep_worker(monkeypatch):
-    """Remembers the worker behind the driver, so that a test can look at weights and gradients."""
+    """Store the driver's worker, so that a test can read weights and gradients."""
     from rl.runtime import worker_group
 
     original = worker_group._execute
@@ -55,7 +55,7 @@ def make(service, kind="full", value_head=True):
 
 
 def critic_datums(count=6, seed=0):
-    """RL datums with returns and old values at their actions."""
+    """Return RL datums with returns and old values at their actions."""
     rng = np.random.default_rng(seed + 50)
     datums = random_datums(count, seed=seed)
     for datum in datums:
@@ -68,12 +68,12 @@ def critic_datums(count=6, seed=0):
 
 
 def learner_of(client):
-    assert client.info  # made by now
+    assert client.info  # wait until the model exists
     return _workers[0].learners[client.model_id]
 
 
 def stir(client, steps=2):
-    """Weights away from their beginnings: values that are not 0."""
+    """Train for a few steps, so that values are not 0."""
     for i in range(steps):
         client.forward_backward(
             critic_datums(seed=i), "ppo", {"value_coef": 1.0}, divisor=4.0
@@ -82,7 +82,9 @@ def stir(client, steps=2):
 
 
 def gradients(client):
-    """All of them, zeros where there is none: values alone reach no adapter on the output head."""
+    """Return all gradients, zeros for missing ones: values do not reach an adapter on the output
+    head.
+    """
     return torch.cat(
         [
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
@@ -96,7 +98,7 @@ def dropped(client):
 
 
 def plain_values(client, tokens):
-    """The head on the model's own last hidden state."""
+    """Apply the head to the model's last hidden state."""
     model = learner_of(client).model
     with torch.no_grad():
         hidden = model(
@@ -111,7 +113,7 @@ def plain_values(client, tokens):
 def test_values_are_the_head_on_the_last_hidden_state(client):
     datums = critic_datums()
     outputs = client.forward(datums, "importance_sampling").result().loss_fn_outputs
-    assert all(not output["values"].array.any() for output in outputs)  # zeros at first
+    assert all(not output["values"].array.any() for output in outputs)  # zero at first
     stir(client)
     outputs = client.forward(datums, "importance_sampling").result().loss_fn_outputs
     single = client.compute_values([d.model_input for d in datums]).result()
@@ -149,7 +151,7 @@ def test_gradient_of_the_value_loss_is_that_of_a_custom_loss(client, clip):
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5) and total > 0
     assert relative_difference(gradients(client), named) < 1e-5
     dropped(client)
-    # as a term of a policy loss: the policy's gradient and value_coef times this one
+    # As a term of a policy loss, it adds value_coef times this gradient to the policy's gradient.
     client.forward_backward(datums, "ppo").result()
     policy = gradients(client)
     dropped(client)
@@ -169,7 +171,7 @@ def test_a_loss_on_both_outputs(client):
     dropped(client)
     learner = learner_of(client)
     total = torch.zeros(())
-    for datum in datums:  # one at a time through the module itself
+    for datum in datums:  # each separately, through the module itself
         ids, targets = (
             torch.tensor([datum.model_input.to_ints()]),
             datum.loss_fn_inputs["target_tokens"].to_torch(),
@@ -190,7 +192,7 @@ def test_bradley_terry_on_values_learns_a_preference(service):
     client = make(service)
     rng = np.random.default_rng(0)
     pairs = []
-    for _ in range(32):  # a sequence with a 5 in it is better than one without
+    for _ in range(32):  # a sequence with a 5 is better than a sequence without
         worse = [int(t) for t in rng.choice([t for t in range(3, 14) if t != 5], 6)]
         better = list(worse)
         better[int(rng.integers(6))] = 5
@@ -230,7 +232,7 @@ def test_saved_beside_the_model_and_restored(service, kind, tmp_path):
     for ours in (same, service.create_training_client_from_state(path)):
         for a, b in zip(ours.compute_values(prompts).result(), before, strict=True):
             np.testing.assert_array_equal(a, b)
-    stir(same)  # with the optimizer's state: the same steps give the same bits
+    stir(same)  # with the optimizer's state, the same steps give the same bits
     assert torch.equal(all_weights(same), all_weights(client))
     client.load_state(path).result()
     np.testing.assert_array_equal(client.compute_values(prompts).result()[0], before[0])
@@ -249,7 +251,7 @@ def test_saved_beside_the_model_and_restored(service, kind, tmp_path):
 
 
 def all_weights(client):
-    """All trained weights as one vector."""
+    """Return all trained weights as a single vector."""
     return torch.cat(
         [p.detach().reshape(-1).clone() for p in learner_of(client).trainable.values()]
     )
@@ -265,7 +267,7 @@ def test_the_sampler_does_not_know_of_it(client):
     ]
     assert [s.tokens for s in samples[0]] == [s.tokens for s in samples[1]]
     stir(client, 1)
-    # a second version, in the first one's place or beside it
+    # The second version replaces the first or is kept in addition to it.
     sampler = client.save_weights_and_get_sampling_client()
     sequence = sampler.sample(prompt, 1, params).result().sequences[0]
     targets = prompt.to_ints()[1:] + sequence.tokens

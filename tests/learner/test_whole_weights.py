@@ -1,5 +1,5 @@
-"""Weights with tensors missing, renamed or beside are refused by name, wherever they are read; what
-is tied or computed is not missed.
+"""Test that weights with missing, renamed or extra tensors are refused by name, wherever they are
+read. Tied and computed tensors do not count as missing.
 """
 
 import json
@@ -23,7 +23,9 @@ from rl.types import LoraConfig, ModelInput
 
 
 def tiny(kind: str):
-    """A causal model of transformers with random weights: every family whose names or ties differ."""
+    """Return a causal model of transformers with random weights: every family with different names
+    or ties.
+    """
     import transformers as t
 
     small = {
@@ -93,7 +95,7 @@ def damage(folder: Path, change, file: str = "model.safetensors") -> None:
 def test_a_model_that_lacks_tensors_is_refused_by_name(kind, tmp_path):
     tiny(kind).save_pretrained(tmp_path)
     whole = load_file(str(tmp_path / "model.safetensors"))
-    # a whole one loads, its ties and buffers as they may be
+    # The complete model loads, with any ties and buffers.
     loaded = load_model(str(tmp_path)).model.state_dict()
     assert all(
         torch.equal(loaded[name], tensor) for name, tensor in whole.items() if name in loaded
@@ -108,7 +110,7 @@ def test_a_model_that_lacks_tensors_is_refused_by_name(kind, tmp_path):
         with pytest.raises(UserError, match=r"it lacks \d+ tensor") as error:
             load_model(str(tmp_path))
         counted = int(re.search(r"it lacks (\d+)", str(error.value))[1])
-        # of a tied pair that is stored as one, both are missing
+        # If a tied pair is stored once, both names are missing.
         assert counted in (len(lost), len(lost) + 1)
         assert len(lost) > 1 or first.split(".")[-2] in str(error.value)
     damage(tmp_path, lambda tensors: {f"x.{k}": v for k, v in whole.items()})
@@ -130,8 +132,8 @@ def test_a_model_that_lacks_tensors_is_refused_by_name(kind, tmp_path):
 
 
 def test_a_classifier_is_no_language_model(tmp_path):
-    """Of each it is told what is missing: the head that writes words; and what would be dropped:
-    the one that judges.
+    """The error names what is missing, the language model's head, and what would be dropped, the
+    classifier's head.
     """
     import transformers as t
 
@@ -171,7 +173,7 @@ def test_buffers_that_old_versions_wrote_are_not_missed(tmp_path):
     load_model(str(tmp_path / "llama"))
 
 
-# -------------------------------------------------------------------------- what we saved ourselves
+# ------------------------------------------------------------------------------- saved by Whetstone
 
 HOW = {
     "full": {},
@@ -189,8 +191,8 @@ FORGERIES = {
 
 
 def forge(folder: Path, file: str, change) -> None:
-    """Changes a file of a checkpoint and makes the manifest fit again: only the tensors' names can
-    tell.
+    """Change a file of a checkpoint and update the manifest, so that only the tensors' names show
+    the change.
     """
     damage(folder, change, file)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -225,7 +227,7 @@ def test_forged_checkpoints_are_refused_by_name_wherever_they_are_read(mode, tmp
         **({"value_head.safetensors": "head"} if "head" in mode else {}),
     }
     state = tmp_path / "state"
-    worker.create_model(1, spec, str(state), True)  # as it was saved, it goes on
+    worker.create_model(1, spec, str(state), True)  # loads when unchanged
     for file in files:
         whole = (state / file).read_bytes()
         for name, change in FORGERIES.items():
@@ -286,7 +288,7 @@ def test_weights_may_be_read_by_whom_the_umask_lets(umask, tmp_path):
     assert len(files) > 12 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {expected}
 
 
-# -------------------------------------------------------------------------------- bytes that repeat
+# ------------------------------------------------------------------------------- reproducible bytes
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -299,8 +301,8 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", ["llama tied", "gpt2"])
 def test_a_model_with_tied_weights_is_written_with_the_same_bytes_every_time(kind, tmp_path):
-    """The entries of a header's metadata come in the order of a hash map, another one for each
-    write where there are several.
+    """The entries of a header's metadata are in the order of a hash map, which differs between
+    writes if several exist.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,5 +1,5 @@
-"""The mask of a datum says which tokens are actions, to every policy loss: value, gradient,
-metrics; plain and fused.
+"""Test the mask of a datum, which tells every policy loss which tokens are actions: value, gradient
+and metrics, plain and fused.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ CLIPPED = ("ppo", "cispo", "gspo")
 
 
 def make_inputs(seed: int, mask_name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logprobs and fields whose advantages are nowhere 0 where the mask is, and are 0 at some
+    """Return logprobs and loss fields. Advantages are nonzero outside the mask and 0 at some
     actions.
     """
     rng = np.random.default_rng(seed)
@@ -37,8 +37,8 @@ def make_inputs(seed: int, mask_name: str) -> tuple[torch.Tensor, dict[str, torc
 def reference(
     name: str, logp: torch.Tensor, inputs: dict[str, torch.Tensor], mask_name: str
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The formulas of the table in design and docs, token by token over the actions alone, in
-    float64.
+    """Compute the formulas of the table in design and docs in float64, token by token over the
+    actions only.
     """
     total, seen = (
         torch.zeros((), dtype=torch.float64),
@@ -94,7 +94,7 @@ def test_the_mask_decides_what_is_trained_and_counted(name, mask_name, form):
 @pytest.mark.parametrize("form", ["plain", "fused"])
 @pytest.mark.parametrize("name", POLICY)
 def test_what_stands_outside_the_mask_changes_nothing(name, form):
-    """Not even a NaN, an infinite logprob or an enormous advantage."""
+    """A NaN, an infinite logprob or an enormous advantage outside the mask changes nothing."""
     logp, inputs = make_inputs(3, "mask")
     out = inputs["mask"] == 0
     results = []
@@ -120,7 +120,7 @@ def test_what_stands_outside_the_mask_changes_nothing(name, form):
 
 @pytest.mark.parametrize("name", POLICY)
 def test_a_model_is_trained_as_if_advantages_outside_the_mask_were_zero(name):
-    """Through the learner, over micro-batches of every layout it may choose."""
+    """The batches go through the learner, over micro-batches of every layout that it may choose."""
     datums = random_datums(8, seed=4)
     spoiled = []
     for datum in datums:

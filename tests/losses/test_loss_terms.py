@@ -1,5 +1,5 @@
-"""dro, gspo and the terms of policy losses: by hand, one sequence after the other, and enumerated
-on a tiny vocabulary.
+"""Test dro, gspo and the terms of policy losses: by hand, sequence by sequence, and enumerated on a
+tiny vocabulary.
 """
 
 import itertools
@@ -11,7 +11,7 @@ import torch
 from rl.losses import KL_KINDS, LOSSES, get_loss
 from rl.losses.loss_terms import estimate_kl, value_loss
 
-CU = torch.tensor([0, 3, 3, 8])  # one datum is empty
+CU = torch.tensor([0, 3, 3, 8])  # the second datum is empty
 MASK = torch.tensor([0.0, 1, 1, 1, 0, 0, 1, 1], dtype=torch.float64)
 POLICY_LOSSES = [name for name, spec in LOSSES.items() if spec.terms]
 
@@ -50,14 +50,14 @@ def test_dro_and_gspo_by_hand():
         "mask": torch.tensor([0.0, 1.0, 1.0]),
     }
     cu = torch.tensor([0, 3])
-    # the first token is no action: its gap of 8 counts nowhere; the third is one, though its
-    # advantage is 0
+    # The first token is no action, so its gap of 8 does not count. The third is an action, though
+    # its advantage is 0.
     dro = get_loss("dro").fn(lp, lp, inputs, cu, {"beta": 0.1})[0]
     assert dro.item() == pytest.approx(-(-1.0 * 2.0 - 0.05 * (0.5**2 + 1.0**2)))
     inputs["advantages"] = torch.tensor([0.0, 2.0, 1.0])
     s = math.exp((0.5 - 1.0) / 2)
     gspo = get_loss("gspo").fn(lp, lp, inputs, cu, {})[0]
-    # below the range, but an advantage above 0 is not held there
+    # The ratio is below the range, but it is not clipped for a positive advantage.
     assert s < 0.8 and gspo.item() == pytest.approx(-3 * s)
     inputs["advantages"] = -inputs["advantages"]
     assert get_loss("gspo").fn(lp, lp, inputs, cu, {})[0].item() == pytest.approx(3 * 0.8)
@@ -101,8 +101,8 @@ def test_the_fused_and_plain_forms_are_the_formula_sequence_by_sequence(name, se
 
 
 def test_identities_to_1e_6():
-    """PPO without a clip is importance sampling, dro at beta 0 is REINFORCE, cispo on policy is
-    importance sampling.
+    """PPO without a clip is importance sampling, dro with beta 0 is REINFORCE, and cispo on policy
+    is importance sampling.
     """
 
     def gradient(name, inputs, config=None):
@@ -113,7 +113,7 @@ def test_identities_to_1e_6():
     truth = gradient("importance_sampling", inputs)
     open_clip = {"clip_low_threshold": 0.0, "clip_high_threshold": math.inf}
     torch.testing.assert_close(gradient("ppo", inputs, open_clip), truth, rtol=1e-6, atol=1e-9)
-    assert (gradient("ppo", inputs) - truth).abs().max() > 0.01  # and with one it is not
+    assert (gradient("ppo", inputs) - truth).abs().max() > 0.01  # with a clip it is not
     reinforce = gradient(
         "importance_sampling", {k: v for k, v in inputs.items() if k != "logprobs"}
     )
@@ -132,8 +132,8 @@ def test_identities_to_1e_6():
 
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_expected_gradient_of_each_kl_estimator_by_enumeration(kind):
-    """Over every token of a vocabulary of 5: that of KL(policy || reference), for k3_pathwise that
-    of KL(reference || policy).
+    """Over every token of a vocabulary of 5, it is the gradient of KL(policy || reference), for
+    k3_pathwise that of KL(reference || policy).
     """
     torch.manual_seed(1)
     logits, ref = (
@@ -155,8 +155,8 @@ def test_expected_gradient_of_each_kl_estimator_by_enumeration(kind):
 
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_expected_gradient_of_each_kl_estimator_over_samples_of_another_policy(kind):
-    """Enumerated over a vocabulary of 5 that q draws from: the gradient of KL(policy || reference)
-    still, through the loss's own term.
+    """With samples from q, enumerated over a vocabulary of 5, the loss's term still has the
+    gradient of KL(policy || reference).
     """
     torch.manual_seed(1)
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
@@ -164,14 +164,14 @@ def test_expected_gradient_of_each_kl_estimator_over_samples_of_another_policy(k
     logp = torch.log_softmax(logits, 0)
     kl = (logp.exp() * (logp - ref)).sum()
     truth = torch.autograd.grad(kl, logits, retain_graph=True)[0]
-    # one datum of a token each, told apart by what q says of it: the mask carries the chance that q
-    # draws it
+    # Each token is a separate datum with its logprob under q. The mask carries the probability that
+    # q samples it.
     inputs = {"advantages": torch.zeros(5), "logprobs": q, "ref_logprobs": ref, "mask": q.exp()}
     loss, _ = get_loss("ppo").compute(
         logp, torch.zeros(5), inputs, torch.arange(6), {"kl_coef": 1.0, "kl_kind": kind}
     )
     result = torch.autograd.grad(loss, logits, retain_graph=True)[0]
-    if kind == "k3_pathwise":  # as GRPO's paper has it: not weighted
+    if kind == "k3_pathwise":  # as in the GRPO paper: not weighted
         plain = (q.exp() * (torch.exp(ref - logp) - 1 + logp - ref)).sum()
         truth = torch.autograd.grad(plain, logits)[0]
     torch.testing.assert_close(result, truth, rtol=1e-12, atol=1e-12)
@@ -180,8 +180,8 @@ def test_expected_gradient_of_each_kl_estimator_over_samples_of_another_policy(k
 
 
 def test_the_kl_term_over_stale_samples_is_deepseeks_unbiased_estimate():
-    """The gradient of r k3 differentiated with its ratio r (arXiv 2512.02556), sample by sample; on
-    policy that of k3 as it was.
+    """The term has the gradient of r k3, differentiated with its ratio r (arXiv 2512.02556), sample
+    by sample. On policy it is k3 without the ratio.
     """
     logp, inputs = logp_of(4), inputs_of(4)
     ref, q = inputs["ref_logprobs"], inputs["logprobs"]
@@ -224,8 +224,8 @@ def test_value_loss_against_brute_force():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_terms_heed_the_masks_weights_and_what_drew_the_tokens(kind):
-    """A mask of other values than 0 and 1 weighs; `drawn_logprobs` come before `logprobs`, which
-    another version may have set.
+    """Mask values other than 0 and 1 are weights. `drawn_logprobs` take precedence over `logprobs`,
+    which another version may have set.
     """
     inputs, logp, config = (
         inputs_of(4),
@@ -276,7 +276,7 @@ def test_terms_are_sums_over_actions_added_to_the_loss(name):
     torch.testing.assert_close(grads[1], -0.3 * MASK)
     off = MASK == 0
     assert not grads[0][off].any() and not grads[2][off].any() and grads[2].any()
-    # what stands where nothing is an action counts for nothing
+    # Values at tokens that are no action do not count.
     read_at_actions = ("ref_logprobs", "returns", "values_old", "values")
     spoiled = {
         k: torch.where(off, float("nan"), v) if k in read_at_actions else v
@@ -298,8 +298,8 @@ def test_no_terms_change_no_bit():
 
 
 def test_the_entropy_bonus_has_the_gradient_of_the_entropy():
-    """Through the learner's own head: the summed entropy at actions falls along the gradient by its
-    norm.
+    """With the learner's output head: the summed entropy at actions falls along the gradient by the
+    gradient's norm.
     """
     from helpers import call, make_worker, random_datums
 
@@ -340,8 +340,8 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy():
 
 
 def test_on_policy_dro_and_gspo_have_the_gradient_of_the_expected_reward():
-    """The mean gradient over every sequence of 2 tokens from 3. gspo: on policy its ratio is 1, as
-    for the others.
+    """Compare the mean gradient over every sequence of 2 tokens from 3. On policy gspo's ratio is
+    1, as for the other losses.
     """
     torch.manual_seed(0)
     logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)

@@ -1,5 +1,5 @@
-"""Losses: by hand, gradients against float64 finite differences, and expectations enumerated on a
-tiny vocabulary.
+"""Test the losses: by hand, gradients against float64 finite differences, and expectations
+enumerated on a tiny vocabulary.
 """
 
 import itertools
@@ -48,10 +48,10 @@ def test_by_hand():
     assert value("importance_sampling", lp, inputs) == pytest.approx(
         -(1 + 2 * r[1] + 3 * r[2]).item()
     )
-    # only the high ratio is clipped
+    # Only the high ratio is clipped.
     assert value("ppo", lp, inputs) == pytest.approx(-(1 + 2 * r[1] + 3 * 1.2).item())
     negative = {"advantages": -a, "logprobs": q}
-    # pessimistic: min of the two
+    # The loss is pessimistic: min of the two.
     assert value("ppo", lp, negative) == pytest.approx((1 + 2 * 0.8 + 3 * r[2]).item())
     assert value("cispo", lp, inputs) == pytest.approx(
         -(1 * -1.0 + 0.8 * -2.0 * 2 + 1.2 * -0.5 * 3)
@@ -80,9 +80,9 @@ def test_thresholds_from_config_and_per_token():
         "clip_high_threshold": torch.tensor([1.0, 2.0, 5.0]),
     }
     assert value("ppo", lp, per_token) == pytest.approx(-(1 + 2 + 4))
-    # the datum's come before the call's
+    # The datum's thresholds take precedence over the call's.
     assert value("ppo", lp, per_token, {"clip_high_threshold": 1.5}) == pytest.approx(-(1 + 2 + 4))
-    # ratio 1/4
+    # The ratio is 1/4.
     low = {"advantages": -a, "logprobs": -q, "clip_low_threshold": torch.tensor([0.5, 0.3, 0.2])}
     assert value("ppo", lp, low, {"clip_low_threshold": 0.9}) == pytest.approx(0.5 + 0.3 + 0.25)
 
@@ -98,8 +98,7 @@ def test_gradient_against_finite_differences(name, seed):
     )
     logp.requires_grad_(True)
     (gradient,) = torch.autograd.grad(value(name, logp, inputs), logp)
-    # cispo's coefficient is a constant of the step: hold it at the point where the gradient is
-    # taken
+    # cispo's coefficient is a constant of the step: keep it at the point of the gradient.
     ratio = (logp.detach() - inputs["logprobs"]).exp().clamp(0.8, 1.2) if name == "cispo" else None
     eps = 1e-6
     for i in range(6):
@@ -119,10 +118,10 @@ def test_gradient_against_finite_differences(name, seed):
 @pytest.mark.parametrize("name", RL_LOSSES)
 def test_expected_gradient_is_that_of_the_expected_reward(name):
     """On policy, the mean gradient over every sequence of 2 tokens from 3 equals minus the gradient
-    of E[reward], exactly.
+    of E[reward] exactly.
     """
     torch.manual_seed(0)
-    # row 0: first token; rows 1-3: second given first
+    # Row 0 is the first token; rows 1-3 are the second, conditional on the first.
     logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     rewards = torch.randn(3, 3, dtype=torch.float64)
     logp = torch.log_softmax(logits, -1)
@@ -196,8 +195,8 @@ def test_clip_metrics_count_by_hand():
     "case", ["plain", "config", "per token", "no logprobs", "nan where masked"]
 )
 def test_the_fused_form_has_the_same_value_gradient_and_metrics(name, seed, case):
-    """kernels.policy_loss (its path on this device) against the plain formula, in the learner's own
-    calling form.
+    """kernels.policy_loss (its path on this device) agrees with the plain formula, called as the
+    learner calls it.
     """
     spec, inputs = get_loss(name), {k: v.float() for k, v in inputs_of(seed).items()}
     logp, config = -torch.rand(6, generator=torch.Generator().manual_seed(seed + 50)) * 3, {}
@@ -239,7 +238,7 @@ def test_a_loss_has_a_kernel_where_its_entry_names_one(name):
     "name", [name for name, spec in LOSSES.items() if "advantages" in spec.required]
 )
 def test_what_has_no_gradient_without_advantages_is_declared(name):
-    """Off the policy, and with every other field in place: the slopes say it."""
+    """Compare the declaration with the gradient off policy, with every other field present."""
     generator, spec = torch.Generator().manual_seed(3), LOSSES[name]
     leaf = (-torch.rand(6, generator=generator)).requires_grad_(True)
     inputs = {
@@ -260,7 +259,7 @@ def test_what_has_no_gradient_without_advantages_is_declared(name):
 
 
 def soft_gate(logp_T, entropy_T, inputs, cu_seqlens, config):
-    """-4 sum sigmoid(r - 1) A over actions: a new loss, which has no kernel."""
+    """Return -4 sum sigmoid(r - 1) A over actions: a new loss without a kernel."""
     active_T = inputs["mask"] != 0
     ratio_T = torch.where(active_T, logp_T - inputs["logprobs"], 0.0).exp()
     advantages_T = torch.where(active_T, inputs["advantages"], 0.0)
@@ -272,8 +271,8 @@ def soft_gate(logp_T, entropy_T, inputs, cu_seqlens, config):
 def test_a_loss_without_a_kernel_is_one_entry_and_runs_where_a_gpu_would_choose_kernels(
     monkeypatch,
 ):
-    """The choice of a GPU, made on this device: the new loss takes its plain formula, and the
-    learner's gradient is that formula's.
+    """The selection of a GPU runs on this device: the new loss uses its plain formula, and the
+    learner's gradient is that of the formula.
     """
     spec = LossSpec(
         soft_gate,
@@ -318,7 +317,7 @@ def test_a_loss_without_a_kernel_is_one_entry_and_runs_where_a_gpu_would_choose_
         {},
     )
     assert has_gradient(datums, "soft_gate", {})
-    unknown = replace(spec, fused_kind="soft_gate")  # what every entry was taken to have
+    unknown = replace(spec, fused_kind="soft_gate")  # every entry was assumed to have a kernel
     with pytest.raises(ValueError, match="soft_gate"):
         unknown.select_function(GPU, fused=True)(
             torch.zeros(2),

@@ -1,7 +1,9 @@
-"""A plain script whose memory test_memory_plan.py measures on every rank. Usage: memory_peak.py OUT
-SETTINGS.json
+"""A plain script with a memory use that test_memory_plan.py measures on every rank.
 
-Writes OUT/peak-<rank>.json: the most resident bytes after the imports, less what was resident then.
+Usage: memory_peak.py OUT SETTINGS.json
+
+Writes OUT/peak-<rank>.json: the peak of resident bytes after the imports, minus the bytes resident
+right after the imports.
 """
 
 import atexit
@@ -32,8 +34,8 @@ def status(name: str) -> int:
 
 
 def warm_up() -> int:
-    """Everything imported and every library called once, so that they do not count; the resident
-    bytes then.
+    """Import everything and call every library once, so that these bytes do not count. Return the
+    resident bytes afterwards.
     """
     loaded = add_lora(load_model("tiny:addition"), LoraConfig(2))
     make_decoder(loaded.model)
@@ -42,7 +44,7 @@ def warm_up() -> int:
     torch.optim.AdamW([p for p in loaded.model.parameters() if p.requires_grad], fused=True).step()
     if "ACCELERATE_USE_DEEPSPEED" in os.environ:
         import deepspeed  # noqa: F401
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     return status("VmRSS")
 
 
@@ -83,12 +85,12 @@ def main(out: Path, s: dict) -> None:
     adam = types.AdamParams(learning_rate=1e-4)
     sampler = client.save_weights_and_get_sampling_client()
     few = datums(s["world"], {"prompt": 2, "answer": 2})
-    # a step, so that the optimizer's state is there
+    # Take a step, so that the optimizer's state exists.
     client.forward_backward(few, "ppo", {"temperature": 0.8}).result()
     client.optim_step(adam).result()
     sampler.release()
     sampler = client.save_weights_and_get_sampling_client()
-    # room for all, which is taken as it is written
+    # The cache has room for all tokens; its memory becomes resident as it is written.
     stop = [] if s["drawn"] > 1 else list(range(s["vocab"]))
     every = types.SamplingParams(max_tokens=s["answer"], temperature=0.8, stop=stop)
     futures = [
@@ -99,7 +101,7 @@ def main(out: Path, s: dict) -> None:
     ]
     for future in futures:
         future.result()
-    for _ in range(2):  # the second finds the gradients of the first
+    for _ in range(2):  # the second has the gradients of the first
         client.forward_backward(datums(s["datums"], s), "ppo", {"temperature": 0.8}).result()
     client.optim_step(adam).result()
     service.close()

@@ -1,4 +1,6 @@
-"""The KV cache of a GPU where `kv_cache_tokens` is not set, against plans of each size that is set."""
+"""Test the size of a GPU's KV cache if `kv_cache_tokens` is not set, against plans with each size
+set.
+"""
 
 from pathlib import Path
 
@@ -28,7 +30,7 @@ def read(*words: str):
 
 
 def sums_of(size: int, prompt: int) -> tuple[float, float]:
-    """Bytes while sampling, and the most at any moment if the cache stays allocated."""
+    """Return the bytes while sampling, and the peak if the cache stays allocated."""
     (needs,) = compute_stage_needs(read("--kv-cache-tokens", str(size)), GPU, prompt)
     cache = next(item.sample for item in needs.plan.items if item.name == "KV cache")
     sums = needs.plan.sums
@@ -90,7 +92,7 @@ def test_a_service_samples_the_same_in_a_cache_of_another_size(tmp_path):
             return tokens, np.concatenate([sequence.logprobs for sequence in response.sequences])
 
         whole = sample()
-        service.set_cache_size(16)  # two rows at once instead of six
+        service.set_cache_size(16)  # two rows at a time instead of six
         few = sample()
         assert few[0] == whole[0]
         np.testing.assert_allclose(few[1], whole[1], rtol=0, atol=2e-6)

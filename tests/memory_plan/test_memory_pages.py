@@ -1,4 +1,4 @@
-"""What `--plan` counts of a cache in pages, against the engine's own pool."""
+"""Test the size that `--plan` computes for a paged cache against the engine's pool."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def cache_of(launch, *words, prompt=20):
 
 
 def test_the_rows_of_a_step_are_those_that_the_engine_lets_in(monkeypatch):
-    """Random groups, lengths, pools and bounds: prompts and rows after the engine's first step."""
+    """For random groups, lengths, pools and bounds, the prompts and rows equal those after the
+    engine's first step.
+    """
     decoder, rng, short = (
         make_decoder(tiny_model("qwen3"), kind="fast"),
         np.random.default_rng(0),
@@ -91,7 +93,7 @@ def test_the_rows_of_a_step_are_those_that_the_engine_lets_in(monkeypatch):
                     prompt=[i, *tokens[1:]], num_samples=group, problem=i, params=params
                 )
             )
-        # the most that an engine admits: it expects no sample to be shorter than its limit
+        # This is the most that an engine admits: it expects no sample to be shorter than its limit.
         engine.expects_lengths = False
         engine.step()
         monkeypatch.setattr(step_shapes, "BLOCK_SIZE", page)
@@ -102,12 +104,12 @@ def test_the_rows_of_a_step_are_those_that_the_engine_lets_in(monkeypatch):
             len(engine._rows),
         )
         short += len(engine._rows) < min(groups * group, most)
-    assert short > 10  # pages were what bounded it
+    assert short > 10  # bounded by pages
 
 
 def test_rows_let_in_by_hand():
-    """Prompts of 2 pages, groups of 3: 5 pages a group. 12 hold two groups, and a third's prompt
-    without a row; 13 its first.
+    """Prompts take 2 pages, and a group of 3 takes 5. 12 pages hold two groups and a third prompt
+    without a row; 13 also hold its first row.
     """
     assert [count_admitted_rows(pages, 2, 3) for pages in (1, 2, 3, 4, 5, 10, 12, 13, 14, 15)] == [
         1,
@@ -124,8 +126,8 @@ def test_rows_let_in_by_hand():
 
 
 def test_requests_never_hold_more_pages_than_were_counted_for_them():
-    """Random groups, lengths and bounds in a pool of just what they need: nobody waits for a page,
-    and one is left at most times.
+    """With random groups, lengths and bounds, a pool of exactly the computed size suffices: no
+    request is preempted, and at most times a page is free.
     """
     decoder, rng, tight = (
         make_decoder(tiny_model("qwen3"), kind="fast"),
@@ -152,12 +154,12 @@ def test_requests_never_hold_more_pages_than_were_counted_for_them():
             least = min(least, engine._state.block_manager.pool.num_free)
         assert engine.preemptions == 0
         tight += least <= 0.4 * need
-    assert tight > 10  # not so large that it says nothing
+    assert tight > 10  # the pool is tight enough to test the bound
 
 
 def test_pages_of_requests_by_hand():
-    """Pages of 4. A prompt of 10 with 3 answers of 6: 2 full pages once; each row 4 pages less 2; a
-    prompt waits with 3.
+    """Pages hold 4 tokens. A prompt of 10 with 3 answers of 6 shares 2 full pages; each row takes 4
+    pages minus 2; a waiting prompt takes 3.
     """
     assert max_blocks([(10, 3, 6)], 4, 8) == 2 + 3 * 2 + 3
     assert max_blocks([(10, 3, 6)], 4, 2) == 2 + 2 * 2 + 3
@@ -175,8 +177,8 @@ def test_pages_of_requests_by_hand():
 
 @pytest.mark.parametrize("tokens", [256, 1000, 5000])
 def test_the_pool_is_counted_as_the_engine_takes_it(tokens):
-    """For a call what its requests need, and the page of nobody; for a stream all that
-    `kv_cache_tokens` allows.
+    """The pool of a call holds what its requests need plus the unassigned page; the pool of a
+    stream holds all that `kv_cache_tokens` allows.
     """
     decoder = make_decoder(load_model("tiny:addition", seed=0).model, kind="fast")
     words = ["--base-model", "tiny:addition", "--kv-cache-tokens", str(tokens), "--eval-limit", "2"]
@@ -185,7 +187,7 @@ def test_the_pool_is_counted_as_the_engine_takes_it(tokens):
         engine = MultiStepEngine(decoder, kv_cache_tokens=tokens, sizes=sizes)
         counted = cache_of(HERE, *paged, *more)
         assert counted == sum(kv.nbytes for kv in engine._state.kv)
-        assert cache_of(HERE, *words, *more) < counted  # a plain cache follows what is drawn
+        assert cache_of(HERE, *words, *more) < counted  # a plain cache follows what is sampled
         assert cache_of(GPU, *words, *more) == counted / 2  # "auto" is pages there, in bf16
 
 
@@ -202,7 +204,7 @@ def test_a_larger_call_has_a_larger_pool_up_to_the_budget():
 
 
 def test_where_the_engine_keeps_no_pages_none_are_counted():
-    """As `make_engine` and `engine_of` choose."""
+    """The choice is that of `make_engine` and `engine_of`."""
     stage = read_config("--base-model", "tiny:addition").stages[0].settings
     shape = shapes.ModelShape(
         name="x",

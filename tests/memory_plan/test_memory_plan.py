@@ -1,4 +1,4 @@
-"""The memory plan against what processes really hold, and against sizes worked out by hand."""
+"""Test the memory plan against what processes really hold, and against sizes computed by hand."""
 
 import json
 import os
@@ -123,9 +123,10 @@ def planned(folder: str, s: dict, sharding: Sharding) -> MemoryPlan:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """A server whose forks give freed memory back at once, so that it is no part of a later peak:
-    glibc keeps freed blocks below a threshold that it moves up to 32 MiB; a fixed one of 64 KiB
-    switches that off. One arena, because each thread's would hold back its own.
+    """Start a server with forks that return freed memory at once, so that it is not part of a later
+    peak. glibc keeps freed blocks below a threshold that it moves up to 32 MiB; a fixed threshold
+    of 64 KiB switches that off. There is one arena, because each thread's arena would keep its
+    freed blocks.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
@@ -136,7 +137,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def measured(folder: str, s: dict, out: Path, config: str | None, ranks: Ranks) -> list[int]:
-    """Bytes of each rank."""
+    """Return the bytes of each rank."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
@@ -172,8 +173,8 @@ def test_the_plan_is_within_15_percent_of_a_process(case, ranks, tmp_path):
 
 # ----------------------------------------------------------------------------------- by hand, quick
 
-# 1,000 numbers in matrices of at most 200,000 would be small: these are counted as large ones. 16 a
-# token of cache: 2 x 2 x 2 x 2.
+# Tensors of 1,000 numbers would be small; here all tensors, of at most 200,000, count as large. A
+# token of cache takes 16 numbers: 2 x 2 x 2 x 2.
 SHAPE = ModelShape(
     name="x",
     parameters=1_000_000,
@@ -209,11 +210,11 @@ def test_bytes_of_each_launch_by_hand():
     assert single["optimizer"] == (8 * million,) * 3
     assert single["gradients"] == (0, 4 * million, 4 * million)
     assert single["sampler's"] == (2 * million,) * 3
-    # bf16: prompts once, and all but the last token of each answer
+    # bf16: each prompt once, and all but the last token of each answer.
     assert single["KV"] == (16 * 2 * (3 * 10 + 6 * 4), 0, 0)
     assert single["temporary"] == (0, 0, 0)
     ddp = items(LaunchShape(cuda=True, bf16=True, world=4))
-    # all gradients end to end, which fit in a bucket
+    # All gradients end to end fit in a bucket.
     assert ddp["temporary"] == (0, 0, 4 * million)
     large = replace(SHAPE, trainable=10**9)
     ddp = items(LaunchShape(cuda=True, bf16=True, world=4), large)
@@ -226,7 +227,7 @@ def test_bytes_of_each_launch_by_hand():
     zero3 = items(LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3)))
     assert zero3["weights"] == (million / 2,) * 3
     assert zero3["gradients"] == (million,) * 3
-    # the bucket; all weights gathered; gradients to send
+    # The bucket; all gathered weights; gradients to send.
     assert zero3["temporary"] == (2e9, 2e9 + 2 * million, 2e9 + 6 * million)
     offload = items(
         LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3, offload=True))
@@ -236,16 +237,16 @@ def test_bytes_of_each_launch_by_hand():
         LaunchShape(cuda=True, bf16=True, world=4, sharding=FSDPSharding()),
         replace(SHAPE, layer=300_000),
     )
-    # fp32, a quarter
+    # fp32, a quarter per rank.
     assert fsdp["weights"] == (million,) * 3 and fsdp["optimizer"] == (2 * million,) * 3
     assert fsdp["gradients"] == (0, million, million)
-    # in bf16 what is outside of the two layers and both layers; the larger's gradients once more in
-    # fp32, to be summed
+    # In bf16: the weights outside of the two layers, and both layers; plus the larger layer's
+    # gradients in fp32 for the sum.
     assert fsdp["temporary"] == (0, 2 * (400_000 + 600_000) + 4 * 400_000, 0)
-    # two machines of four GPUs: a GPU of HSDP holds what it holds with one machine
+    # With two machines of four GPUs, a GPU under HSDP holds the same as with a single machine.
     hsdp = LaunchShape(cuda=True, bf16=True, world=8, sharding=FSDPSharding(replicas=2))
     assert items(hsdp, replace(SHAPE, layer=300_000)) == fsdp
-    # ZeRO-3 over both machines, and a second copy over each
+    # ZeRO-3 over both machines, and a second copy over each machine.
     hpz = items(LaunchShape(cuda=True, bf16=True, world=8, sharding=ZeroSharding(stage=3, hpz=4)))
     assert hpz["weights"] == (2 * million / 8 + 2 * million / 4,) * 3
     cpu = items(LaunchShape(cuda=False, bf16=False))
@@ -260,7 +261,7 @@ def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
         for base in ("fp32", "bf16", "4bit")
     }
     assert weights["fp32"] == 4e6 and weights["bf16"] == 4e6 - 2 * 8e5
-    # QLoRA's figure: 0.127 bits a parameter for the scales
+    # QLoRA's figure: 0.127 bits per parameter for the scales.
     assert weights["4bit"] == pytest.approx(4e6 - 2 * 8e5 - 5e5 * (2 - (4 + 0.127) / 8), rel=1e-5)
     assert (
         items(
@@ -269,7 +270,7 @@ def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
         )["weights"][0]
         == weights["bf16"] / 4
     )
-    # all of it
+    # The whole model is in bf16.
     assert (
         items(
             LaunchShape(cuda=True, bf16=True, sharding=ZeroSharding(stage=1), base_dtype="bf16"),
@@ -322,7 +323,7 @@ def test_the_base_of_a_stage_is_what_its_settings_and_launch_make_it(tmp_path):
         return next(item.train for item in plan.items if item.name == "weights")
 
     low, high = weights("--lora-rank", "4"), weights("--lora-rank", "4", "--base-dtype", "fp32")
-    # the embedding stays in bf16
+    # The embedding stays in bf16.
     assert (
         0.5 < low / high < 0.55 and weights("--lora-rank", "4", "--base-dtype", "4bit") < 0.8 * low
     )
@@ -403,8 +404,8 @@ def test_a_launch_under_fsdp_is_planned_as_one(monkeypatch):
 
 
 def test_a_critic_and_a_frozen_policy_are_counted():
-    """With all weights a critic takes what the policy takes, a reference one more copy to sample
-    from; under an adapter it takes none.
+    """When all weights are trained, a critic takes as much as the policy, and a reference takes
+    another copy for sampling. Under an adapter the reference takes none.
     """
     launch = LaunchShape(cuda=True, bf16=True, world=2, sharding=ZeroSharding(stage=2))
     words = ["ppo", "--dataset", "addition", "--critic-model", "policy"]
@@ -434,32 +435,32 @@ def test_micro_batches_and_samples_by_hand():
     assert largest_micro_batch(**step, budget=1000, layout="padded", world=1) == MicroBatch(
         7, 128, 7 * 128
     )
-    # a rank's share
+    # A rank's share.
     assert largest_micro_batch(**step, budget=100_000, layout="padded", world=4) == MicroBatch(
         8, 128, 8 * 128
     )
     assert largest_micro_batch(**step, budget=1000, layout="shared", world=1) == MicroBatch(
         3, 100 + 8 * 28, 3 * 8 * 128, masked=True
     )
-    # the prompt once instead of eight times
+    # The prompt is counted once instead of eight times.
     assert largest_micro_batch(**step, budget=1000, layout="auto", world=1).masked
     assert not largest_micro_batch(
         **{**step, "prompt": 1, "answer": 400}, budget=4000, layout="auto", world=1
     ).masked
-    # a row has to be trained on somehow
+    # A row that exceeds the budget is still trained.
     assert largest_micro_batch(**step, budget=10, layout="padded", world=1) == MicroBatch(
         1, 128, 128
     )
     drawn = {"groups": 64, "group": 8, "prompt": 100, "answer": 51, "world": 2}
     assert compute_concurrent_rows(**drawn, kv_cache_tokens=10**9, max_rows=1024) == (32, 256)
-    # 100 + 8 x 50 tokens a group
+    # A group takes 100 + 8 x 50 tokens.
     assert compute_concurrent_rows(**drawn, kv_cache_tokens=5000, max_rows=1024) == (10, 80)
     assert compute_concurrent_rows(**drawn, kv_cache_tokens=10**9, max_rows=20) == (3, 20)
 
 
 def test_the_trace_finds_what_is_known(tmp_path):
-    """The plain head holds whole logits; checkpointing holds less; the weights' casts are 2 bytes
-    of each matrix; no weight is made.
+    """The plain head holds whole logits, checkpointing holds less, the weights' casts are 2 bytes
+    per number of each matrix, and no weight is created.
     """
     skeleton = ModelSkeleton(folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path), None, None)
     assert (
@@ -472,7 +473,7 @@ def test_the_trace_finds_what_is_known(tmp_path):
     )
     first = 256 * 16_000 * 4
     assert plain.logits % first == 0 and 3 * first <= plain.logits <= 6 * first
-    # at most what it keeps for the backward (below 64 MiB)
+    # At most what it keeps for the backward (below 64 MiB).
     assert fused.logits - HEAD_BLOCKS < first + 256 * 512 * 4 + 10_000
     large = MicroBatch(32, 64, 2048)
     assert (
@@ -480,7 +481,7 @@ def test_the_trace_finds_what_is_known(tmp_path):
         < 0.8 * skeleton.measure_micro_batch(large, ComputeConfig()).total
     )
     casts = skeleton.measure_micro_batch(batch, ComputeConfig(autocast=True)).casts
-    # the layers' matrices; the head's cast is gone by then
+    # The layers' matrices; the head's cast is freed by then.
     assert casts == 2 * 2 * (512 * 64 * 4 * 8 + 3 * 512 * 1536)
 
 
@@ -494,7 +495,7 @@ SIZES = {
 }
 DEEP = {
     "qwen3": {**SIZES, "num_hidden_layers": 9},
-    # six in turn, and a rest of two
+    # Six in turn, and a remainder of two.
     "gemma3_text": {**SIZES, "num_hidden_layers": 20, "sliding_window": 16},
     "gpt2": {"vocab_size": 300, "n_embd": 32, "n_head": 4, "n_layer": 9},
     "bloom": {"vocab_size": 300, "hidden_size": 32, "n_head": 4, "n_layer": 9},
@@ -552,8 +553,8 @@ EACH = [
     ],
 )
 def test_a_deep_model_is_worked_out_from_short_ones(kind, rank, run, tmp_path):
-    """To the byte what the whole depth holds, wherever the peak is: few tokens (at the backward's
-    end) and many (at its beginning).
+    """The result equals the bytes of the full depth, wherever the peak is: with few tokens (at the
+    end of the backward) and many (at its beginning).
     """
     AutoConfig.for_model(kind, **DEEP[kind]).save_pretrained(tmp_path)
     lora = None if rank is None else LoraConfig(rank)
@@ -563,7 +564,7 @@ def test_a_deep_model_is_worked_out_from_short_ones(kind, rank, run, tmp_path):
     )
     assert skeleton.shape == whole.shape
     assert skeleton._omitted > 0 == whole._omitted
-    # torch runs a fake operation otherwise the first time: a tensor of 96 bytes less
+    # torch's first run of a fake operation differs: its tensor is 96 bytes smaller.
     skeleton.measure_micro_batch(MicroBatch(1, 4, 3), RUNS[run])
     for batch in (MicroBatch(1, 4, 3), MicroBatch(4, 64, 256)):
         assert skeleton.measure_micro_batch(batch, RUNS[run]) == whole.measure_micro_batch(
@@ -598,7 +599,7 @@ def test_a_trace_that_fails_is_not_tried_again(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_plan_on_the_command_line(tmp_path):
-    folder = folder_of(MODEL, tmp_path / "model")  # a config and no weights
+    folder = folder_of(MODEL, tmp_path / "model")  # a config without weights
     words = [
         "grpo",
         "--base-model",
@@ -623,7 +624,7 @@ def test_plan_on_the_command_line(tmp_path):
         )
     ]
     assert listed and "--gradient-checkpointing" in small.stderr
-    assert listed[:-1] == sorted(listed[:-1])  # the last figure may be that of several together
+    assert listed[:-1] == sorted(listed[:-1])  # the last figure may combine several settings
 
 
 @pytest.mark.slow
@@ -671,8 +672,8 @@ def test_traffic_by_hand():
 
 
 def test_step_times_by_hand():
-    """Launches whose times are 2 s and 10 ms a megabyte: fitted exactly, and one that takes twice
-    that is told by its ratio.
+    """The times of the launches are 2 s plus 10 ms per megabyte. They are fitted exactly, and a
+    launch that takes twice its time is visible in its ratio.
     """
     sent = {"ddp": 100e6, "zero1": 150e6, "zero2": 300e6}
     rows = [
@@ -697,5 +698,5 @@ def test_modelled_traffic_is_what_two_processes_send(launches, tmp_path):
     for row in rows:
         sharded = row["launch"] != "ddp"
         assert (row["wrapped"] == "DeepSpeedEngine") == sharded
-        # abs: the loss, the norm
+        # abs covers the loss and the norm.
         assert row["measured"] == pytest.approx(row["modelled"], rel=2e-3, abs=100), row
