@@ -30,9 +30,7 @@ def some(names, quick):
 def deep_config(name):
     """Return the config with 12 layers, unless the config describes each layer separately."""
     config = tiny_config(name)
-    if (
-        name == "reformer"
-    ):  # reformer's config gives each layer a kind and an index into the list of kinds
+    if name == "reformer":  # a kind per layer, and an index into the list of kinds
         return config
     changes = {
         key: 12
