@@ -77,7 +77,7 @@ def make_snapshot(hub: Path, kind: str, name: str) -> Path:
     """Return the new folder of a repository's files."""
     repository = hub / f"{kind}s--{name.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
-    commit = hashlib.sha1(name.encode()).hexdigest()  # `datasets` tells two snapshots apart by it
+    commit = hashlib.sha1(name.encode()).hexdigest()  # tells snapshots apart for `datasets`
     (repository / "refs" / "main").write_text(commit)
     folder = repository / "snapshots" / commit
     folder.mkdir(parents=True)

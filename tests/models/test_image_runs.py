@@ -139,7 +139,7 @@ def test_pairs_and_a_teacher_are_learnt_from_with_images(tmp_path):
 @pytest.mark.slow
 def test_a_critic_and_a_reward_model_see(tmp_path):
     rows = train(f"reward_model {SMALL} --steps 1", tmp_path / "judge")
-    assert abs(rows[-1]["optim/loss"] - np.log(2)) < 1e-3  # a head of zeros, on both answers
+    assert abs(rows[-1]["optim/loss"] - np.log(2)) < 1e-3  # zero-initialized head: equal scores
     rows = train(
         f"ppo {SMALL} --steps 2 --max-tokens 3 --reward-model {tmp_path / 'judge'}",
         tmp_path / "ppo",

@@ -1,5 +1,4 @@
-"""Test the layout probe: it detects even faint faults of a layout and leaves the model unchanged.
-"""
+"""Test the layout probe: it detects even faint faults of a layout and does not change the model."""
 
 import copy
 

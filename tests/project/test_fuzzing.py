@@ -1,4 +1,4 @@
-"""Run each family of fuzz tests on many inputs: tests/fuzzing.py says what a family is."""
+"""Run each family of fuzz tests on many inputs. tests/fuzzing.py defines what a family is."""
 
 import importlib
 from pathlib import Path
@@ -16,7 +16,7 @@ FIRST_SEED = 1000  # the seeds of `make test` are below 100
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_inputs_are_accepted_or_refused_by_a_single_error(family):
-    """The seed and the number of an input reproduce a fault."""
+    """A failure can be reproduced from the seed and the number of the input."""
     module = importlib.import_module(family)
     rounds = round(ROUNDS * getattr(module, "SHARE", 1.0))
     for seed in range(FIRST_SEED, FIRST_SEED + rounds):
