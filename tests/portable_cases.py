@@ -23,7 +23,7 @@ def whole_at_once(worker: TrainingWorker, model_id: int) -> list[list[int]]:
     all parameters in memory].
     """
     learner = worker.learners[model_id]
-    held = lambda: sum(p.numel() for p in learner.model.parameters())  # noqa: E731  # a sharded one's is 0 until it is gathered
+    held = lambda: sum(p.numel() for p in learner.model.parameters())  # noqa: E731  # 0 if sharded, until gathered
     return [[tensor.numel(), held()] for _, tensor in learner.iter_weights(frozen=True)]
 
 

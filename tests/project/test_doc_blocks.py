@@ -84,8 +84,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory):
-    """Yield a bash for the commands, with the models and data sets of the pages in the hub cache.
-    """
+    """Yield a bash for commands, with the models and data sets of the pages in the hub cache."""
     home = tmp_path_factory.mktemp("docs")
     names = {name for page in PAGES for name in MODEL_NAME.findall(page.read_text())}
     recipes = [*(REPO / "recipes").glob("*.yaml")]

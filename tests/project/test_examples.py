@@ -1,5 +1,4 @@
-"""Run the notebooks and scripts of examples/: shortened in the suite, as written in the campaign.
-"""
+"""Run the notebooks and scripts of examples/: shortened by default, as written in the campaign."""
 
 import ast
 import json
@@ -37,8 +36,7 @@ def read_cells(path: Path) -> list[dict]:
 
 
 def run_notebook(path: Path, steps: int | None = None) -> dict:
-    """Run the code cells in order and return their names. `steps` replaces the length of the run.
-    """
+    """Run the code cells in order and return their names. `steps` replaces the run's length."""
     names: dict = {"__name__": "__main__"}
     for cell in read_cells(path):
         source = "".join(cell["source"])

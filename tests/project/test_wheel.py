@@ -138,7 +138,7 @@ def test_the_wheel_requires_ranges_and_what_training_needs_alone(installed):
     }
     listed = read_requirements("requirements.txt")
     assert training == {name: item.specifier for name, item in listed.items()}
-    assert not any("==" in str(item.specifier) for item in requirements)  # would replace a torch
+    assert not any("==" in str(item.specifier) for item in requirements)  # == might replace torch
     tools = {"pytest", "pytest-xdist", "ruff", "mypy", "wandb", "trl", "tinker"}
     assert not tools & set(training)
 
