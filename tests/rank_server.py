@@ -246,9 +246,7 @@ class Ranks:
         return results
 
     def nothing_left(self, seconds: float = 5.0) -> list[str]:
-        """Return the leftover processes after a grace period of at most `seconds`; [] if there are
-        none.
-        """
+        """Return the leftover processes after a grace period of at most `seconds`."""
         deadline = time.monotonic() + seconds
         while (remaining := self.left_behind()) and time.monotonic() < deadline:
             time.sleep(0.05)

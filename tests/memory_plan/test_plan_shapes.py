@@ -65,7 +65,7 @@ def test_a_cut_model_has_the_numbers_of_the_whole(name, tmp_path):
         assert cut.shape == whole.shape
 
 
-# The forward of these models reads how many tokens are routed to each expert. MiniMax's code mixes
+# The forward of these models reads the number of tokens routed to each expert. MiniMax's code mixes
 # precisions if all weights are in bfloat16.
 REFUSED = {
     "dbrx",

@@ -35,9 +35,9 @@ KINDS: dict[str, tuple[dict, set[str]]] = {
     "gemma2": ({}, NO_MASK),
     "llama4_text": ({}, NO_MASK),  # chunked attention
     "lfm2": ({}, ROWS),  # convolutions
-    "qwen3_next": ({}, ROWS),  # linear attention, whose state crosses sequence boundaries
+    "qwen3_next": ({}, ROWS),  # linear attention: its state crosses sequence boundaries
     "gpt_neo": ({}, ROWS),  # local layers, with the window in a buffer
-    "opt": ({}, {"padded", "shared"}),  # positions alone do not separate sequences
+    "opt": ({}, {"padded", "shared"}),  # positions do not separate sequences
     "bloom": ({}, ROWS),  # ALiBi
     "falcon_h1": ({}, ROWS),
     "mpt": ({}, ROWS),  # its config calls the width d_model
@@ -67,7 +67,7 @@ def one_thread():
 
 def accelerator(bf16: bool = False):
     """Return a stand-in for the parts of accelerate's Accelerator that a single-process learner
-    uses. The real class allows only one precision per process.
+    uses. The real class allows only a single precision per process.
     """
     kind = types.SimpleNamespace(value="NO")
     autocast = (lambda: torch.autocast("cpu", torch.bfloat16)) if bf16 else contextlib.nullcontext
@@ -84,7 +84,7 @@ def make_learner(model, *, bf16: bool = False, **settings) -> Learner:
 
 
 def datums(groups=((24, (20, 8, 46)), (6, (6, 48)), (50, (1,))), seed: int = 5) -> list[Datum]:
-    """Return answers to prompts of the given lengths; most are longer than a window."""
+    """Return answers to prompts of these lengths; most are longer than a window."""
     rng, results = np.random.default_rng(seed), []
     for length, answers in groups:
         prompt = rng.integers(3, VOCAB, length).tolist()
@@ -362,8 +362,8 @@ def pair_of(prompt: int, chosen: int, rejected: int, seed: int) -> list[Datum]:
     return results
 
 
-# Lengths of prompt, chosen and rejected: both sequences below 32 tokens, one on each side in either
-# order, exactly 32, and both beyond.
+# Lengths of prompt, chosen and rejected: both sequences below 32 tokens, on different sides in
+# either order, exactly 32, and both beyond.
 PAIRS = [(20, 8, 40), (20, 40, 8), (12, 5, 9), (30, 3, 4), (6, 27, 48), (40, 9, 3)]
 
 

@@ -1,4 +1,4 @@
-"""Test bench/architectures_seeing.py on one architecture of each vision family, and that it reports
+"""Test bench/architectures_seeing.py on an architecture of each vision family, and that it reports
 injected faults.
 """
 

@@ -1,5 +1,5 @@
 """Test whole runs on images: they resume bit for bit, learn from pairs and teachers, and change the
-vision tower only if asked to.
+vision tower only under train_vision.
 """
 
 import json

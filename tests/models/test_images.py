@@ -38,7 +38,7 @@ def rows(tokenizer, reader, renderer):
 
 
 def datum(inputs):
-    """Return a datum whose targets are all tokens of the input."""
+    """Return a datum with all tokens of the input as targets."""
     return Datum(
         inputs.truncate(inputs.length - 1),
         {"target_tokens": inputs.flat()[1:], "weights": np.ones(inputs.length - 1, np.float32)},

@@ -62,7 +62,7 @@ def echo(fd):
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Start a worker whose function is `echo`; it is stopped at the end of the test."""
+    """Start a worker with the function `echo`; it is stopped at the end of the test."""
     (tmp_path / "echoing.py").write_text(WORKER)
     monkeypatch.syspath_prepend(str(tmp_path))
     workers = []

@@ -54,7 +54,7 @@ def test_what_fails_is_a_row_and_the_rest_is_there(tmp_path):
 
 
 def test_parts_of_an_earlier_run_are_merged_and_those_of_a_killed_one_are_not(tmp_path):
-    for part in ("floors", "tests"):  # one run per part
+    for part in ("floors", "tests"):  # a run per part
         (working := tmp_path / f"working of {part}").mkdir()
         folder = gpu.unpack_parts(tmp_path, working)
         gpu.Table(part, folder / f"{part}.csv").row("whole part", "", "status", "done")

@@ -151,7 +151,7 @@ def run_block(block: Block, shell: DocShell, folder: Path, commands: str) -> Non
 
 
 def read_recipe(block: Block, folder: Path) -> None:
-    """Parse a recipe. Settings without a method must be valid for at least one method."""
+    """Parse a recipe. Settings without a method must be valid for some method."""
     path = folder / (block.file or f"block_{block.line}.yaml")
     path.write_text(block.text)
     is_whole = {"method", "stages"} & yaml.safe_load(block.text).keys()

@@ -64,7 +64,7 @@ OTHERS = {
     "max-model-len",
     "tensor-parallel-size",
 }
-BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ whose flags the pages name
+BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ with flags that pages name
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w.-]*)")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")

@@ -7,7 +7,7 @@ import pytest
 from fuzzing import run_family
 
 FAMILIES = sorted(path.stem for path in Path(__file__).parents[1].rglob("test_fuzz_*.py"))
-# Rounds of 1,000 inputs for a family whose SHARE is 1: about 100,000 inputs for all families.
+# Rounds of 1,000 inputs for a family with SHARE 1: about 100,000 inputs for all families.
 ROUNDS, ROUND = 28, 1000
 FIRST_SEED = 1000  # the seeds of `make test` are below 100
 

@@ -1,4 +1,4 @@
-"""Test that names and prose are plain: words of docs/glossary.md, one meaning per name, 100
+"""Test that names and prose are plain: words of docs/glossary.md, a single meaning per name, 100
 columns.
 
 docs/architecture.md lists the limits of files and functions.

@@ -1,4 +1,4 @@
-"""Test how answers end, how they are parsed, and how turns are assembled from tokens."""
+"""Test the end of answers, their parsing, and the assembly of turns from tokens."""
 
 import json
 import random

@@ -79,7 +79,7 @@ MADE = {"llama-like": llama_like, "unigram": unigram, "words": words}
 
 @pytest.fixture(scope="module")
 def tokenizers(request):
-    """By name; the real ones where the data folder is there."""
+    """Return a function from name to tokenizer. The real ones need the data folder."""
     from transformers import AutoTokenizer, GPT2TokenizerFast
 
     known = {name: make() for name, make in MADE.items()}
@@ -97,7 +97,7 @@ def tokenizers(request):
 
 @pytest.fixture(scope="module")
 def renderers(tokenizers):
-    """Each renderer of each tokenizer, made once."""
+    """Return a function that caches each pair of renderer and tokenizer."""
     made = {}
 
     def get(name, tokenizer):
@@ -292,7 +292,7 @@ def test_the_second_spelling_is_made_once_whatever_tools_there_are(monkeypatch, 
         get_renderer(kind, tokenizer).with_tools([offer]).build_generation_prompt(text).to_ints()
         for offer in tools
     ]
-    assert len(copies) == 2  # one copy per renderer
+    assert len(copies) == 2  # a copy per renderer
     first = get_renderer(kind, tokenizer)
     assert [
         first.with_tools([offer]).build_generation_prompt(text).to_ints() for offer in tools

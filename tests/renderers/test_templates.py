@@ -161,7 +161,7 @@ def whole(tokenizer, messages, settings, tools, generation):
 
 
 def thought_aloud(renderer, messages, thought, answer):
-    """Check an answer whose prompt opened its thought. Return counts of bridges."""
+    """Check an answer to a prompt that opened its thought. Return counts of bridges."""
     seen = renderer.build_generation_prompt(messages[:-1]).to_ints()
     written = (
         renderer.tokenizer.encode(f"{thought}\n</think>\n\n{answer}", add_special_tokens=False)

@@ -19,7 +19,7 @@ GRAD_NORM, CRITIC_NORM, SKIPPED = (
 ENTROPY = "optim/entropy"
 # share of the sampled tokens that were trained with a nonzero advantage
 CREDITED = "optim/frac_credited"
-TEACHER = "teacher/kl_per_token"  # where advantages are a teacher's, and rewards only looked at
+TEACHER = "teacher/kl_per_token"  # set if a teacher gives advantages; rewards are only logged
 REWARD, STD, LOW, HIGH = (f"env/all/reward/{name}" for name in ("total", "std", "min", "max"))
 MIXED = "env/all/by_group/frac_mixed"
 TEMPERATURE = "sampler/temperature"
@@ -30,7 +30,7 @@ EPISODES, LENGTH, TRUNCATED = (
 CORRECT, FORMAT = "env/all/correct", "env/all/format"
 
 LARGE_NORM = 10.0
-CERTAIN = 0.1  # nats an answer: the likeliest has a probability of at least exp(-0.1), nine in ten
+CERTAIN = 0.1  # in nats: the likeliest answer has a probability of at least exp(-0.1), nine in ten
 # batches needed: to rule out an accident; to measure a level; to see a trend under noise
 FEW, SOME, MANY = 3, 5, 20
 LOW_TEMPERATURE = 0.6  # the lower end of the range recommended for exploration, 0.6 to 1
@@ -47,8 +47,8 @@ def column(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def ends(rows: Sequence[Row], name: str, count: int) -> tuple[list[float], list[float]] | None:
-    """Return the metric's first and last `count` values, which do not overlap; None if there are
-    too few.
+    """Return the metric's first and last `count` values, which do not overlap; None for fewer
+    values.
     """
     values = [v for v in column(rows, name) if not math.isnan(v)]
     return (values[:count], values[-count:]) if len(values) >= 2 * count else None

@@ -199,7 +199,7 @@ def test_the_largest_norm_is_not_a_number_where_one_is_not():
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("method", ["grpo", "ppo", "dpo", "distill", "reward_model"])
 def test_a_gradient_that_is_not_finite_is_said_by_every_method(method, bad, monkeypatch):
-    """Run two optimizer steps. One was skipped because its norm was NaN."""
+    """Run two optimizer steps, the first or second of which is skipped for a norm of NaN."""
     norms = iter([math.nan if i == bad else 2.0 for i in range(2)])
 
     def noted(datums, *_, **__):
@@ -354,7 +354,7 @@ def test_a_learner_that_scores_at_another_temperature_is_said_by_a_real_run(
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_large_rewards_without_a_scale_are_said_by_a_real_run(tmp_path, capsys, method):
-    """ppo's advantages are normalized, so there the critic diverges."""
+    """ppo normalizes advantages, so large rewards make the critic diverge instead."""
     words = "--reward :has_a_one --steps 5 --temperature 1".split()
     words += {"grpo": [], "ppo": "--critic-model policy --kl-coef 0 --epochs 1".split()}[method]
     rows = run(tmp_path / "large", *words, "--reward-scale", "1000", method=method)

@@ -178,7 +178,7 @@ def test_filters_hide_by_tag_reward_and_stop_reason_without_a_script():
         assert f"#{kind}:not(:checked) ~ main .{kind} {{ display: none; }}" in text
     assert "checkbox" not in rollout_html.render_page(
         rows[:1], title="", step=1
-    )  # a single choice
+    )  # nothing to choose from
 
 
 def test_pages_of_a_run_link_to_each_other(tmp_path):

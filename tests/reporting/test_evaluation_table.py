@@ -28,7 +28,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def make_group(problem: int, answers: list[dict[str, float]], stop: str = "stop"):
-    """Return the group of answers to a problem, given as metrics with the reward under `reward`."""
+    """Return the group of answers to a problem from their metrics, which include `reward`."""
     members = []
     for metrics in answers:
         others = {name: value for name, value in metrics.items() if name != "reward"}
@@ -95,7 +95,7 @@ def test_the_error_of_a_ratio_is_that_of_a_simulation():
 
 
 def test_seeds_and_samples_share_problems():
-    correct = [[1, 0, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1]]  # two samples of two seeds
+    correct = [[1, 0, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1]]  # two samples from each of two seeds
     groups = [
         make_group(problem, [{"reward": value, "correct": value} for value in row[at : at + 2]])
         for at in (0, 2)
@@ -116,7 +116,7 @@ def test_seeds_and_samples_share_problems():
 
 def test_accuracies_of_instructions():
     answers = [
-        [(1, 1, 1, 1, 1)],  # correct, loose, instructions, of them followed strictly, loosely
+        [(1, 1, 1, 1, 1)],  # correct, loose, instructions, followed strictly, followed loosely
         [(0, 1, 3, 2, 3)],
         [(0, 0, 2, 0, 1)],
     ]

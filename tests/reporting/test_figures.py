@@ -1,4 +1,4 @@
-"""Test what console and curves show for each kind of method, given the metrics that it logs."""
+"""Test what console and curves show for each kind of method, based on the metrics that it logs."""
 
 import json
 
