@@ -44,8 +44,8 @@ SHARDED = ("deepspeed", "torch.distributed.fsdp", "torch._inductor.compile_fx")
 
 
 def become_rank(order: dict, rank: int, port: int) -> int:
-    """Set the environment that accelerate's launcher would set, then run the script, both in a
-    fork. Return its exit code.
+    """Run the script of an order in a forked rank, in the environment that accelerate's launcher
+    would set. Return the exit code.
     """
     world = order["world"]
     if order["launched"]:

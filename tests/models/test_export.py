@@ -266,9 +266,7 @@ def test_merging_is_right_for_a_tied_head(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["zamba", "zamba2"])
 def test_adapters_of_layers_that_share_a_matrix_are_not_merged(name):
-    """PEFT would add all adapters to the shared matrix. An unmerged adapter can
-    still be exported.
-    """
+    """PEFT would add all adapters to the shared matrix. The adapter can be exported unmerged."""
     model = add_lora(
         model_loading.LoadedModel(
             model_loading._disable_randomness(tiny_model(name)), None, f"tiny {name}", ()

@@ -38,7 +38,7 @@ def test_the_nearest_name_is_named_from_this_project_and_from_the_cache():
 
 
 def test_a_correct_name_of_another_size_or_kind_gets_no_hint(tmp_path, monkeypatch):
-    """The check matters because offline and gated models fail to load too."""
+    """Offline and gated models fail to load too, so a failure does not imply a misspelled name."""
     known = ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-0.5B-Instruct"]
     for name in ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.8B"):
         assert suggest_hub_name(name, known, "model") == ""

@@ -241,8 +241,8 @@ def test_only_one_module_imports_torch_distributed():
 
 
 def test_help_needs_no_torch():
-    """Importing rl, its algorithms and its config imports neither torch nor transformers, so --help
-    stays fast.
+    """The modules that the command line reads before a run starts import neither torch nor
+    transformers.
     """
     heavy = ("torch", "transformers", "accelerate")
     code = f"import sys; import rl, rl.algorithms, rl.config; print([m for m in {heavy} if m in sys.modules])"

@@ -425,8 +425,8 @@ def test_a_package_that_is_not_installed_is_left_out_before_a_model_is_made(
 def test_a_run_that_takes_too_long_leaves_the_step_that_it_made_and_time_to_the_next(
     tmp_path, monkeypatch
 ):
-    """Stop the first of two runs after it logged two steps. Each run gets half of the remaining
-    time.
+    """Stop both runs after two logged steps. Remaining time is split evenly among
+    remaining runs.
     """
     code = """import json, pathlib, sys, time
 folder = pathlib.Path(sys.argv[-1]) / "grpo"

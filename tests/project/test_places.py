@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rl
-import rl.types  # makes the addresses below rl.types importable
+import rl.types  # registers modules below rl.types in sys.modules
 
 REPO = Path(__file__).resolve().parents[2]
 TEXTS = [

@@ -59,8 +59,7 @@ VERBS = frozenset(
     Wait Wake Warn Watch Weight Wrap Write Yield Zero
     """.split()
 )
-# Docstrings that not only programmers read: titles of --help, and descriptions of tools that a
-# model receives.
+# Docstrings shown to users or models: titles of --help, and descriptions of tools.
 SHOWN_TEXTS = frozenset({"calculator", "get", "keys", "put", "python", "remove", "search"})
 
 

@@ -33,8 +33,8 @@ def tokenizers(shared_data):
 
 @pytest.fixture(scope="module")
 def characters():
-    """Return a maker of character tokenizers with EOS. `bos` puts BOS before each
-    text, like Llama.
+    """Return a function that makes a character tokenizer with EOS. `bos` puts BOS before each text,
+    like Llama's.
     """
 
     def make(bos=False):

@@ -181,9 +181,7 @@ def thought_aloud(renderer, messages, thought, answer):
 
 
 def check(renderer, name):
-    """Return the numbers of compared prompts, answers and bridges. Any difference
-    raises an error.
-    """
+    """Return the numbers of compared prompts, answers and bridges. Raise on any difference."""
     tokenizer, settings = renderer.tokenizer, FOLDER.get(name, {})
     rng, can = random.Random(name), abilities(renderer, name)
     with_tools = renderer.with_tools([TOOL]) if "tools" in can else renderer
@@ -301,7 +299,7 @@ def test_messages_with_channels_are_read_by_hand():
     )
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 2}}}
     assert split_channels(text) == ("I add.", "hm", [call], [])
-    # the order in which models write it
+    # the form that models write
     written = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 2}'
     assert split_channels(written) == ("", None, [call], [])
     assert split_channels(written[:-1])[2:][1][0]["error"].startswith("no JSON")

@@ -102,7 +102,7 @@ def test_a_template_that_drops_thoughts_says_that_it_cannot_go_on(qwen):
     thought = "<think>\nhm\n</think>\n\n4<|im_end|>"
     # at a new question, Qwen3's template drops earlier thoughts
     assert bridged(thinking, [USER], thought, [MORE]) is None
-    answered = bridged(thinking, [USER], thought, [TOOL])  # kept between tool responses
+    answered = bridged(thinking, [USER], thought, [TOOL])  # thoughts stay between tool responses
     assert answered is not None and "<tool_response>\n4\n</tool_response>" in answered
     again = [USER, {"role": "assistant", "content": "4"}, MORE]
     # without a thought, the template drops nothing

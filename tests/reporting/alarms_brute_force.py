@@ -30,7 +30,7 @@ EPISODES, LENGTH, TRUNCATED = (
 CORRECT, FORMAT = "env/all/correct", "env/all/format"
 
 LARGE_NORM = 10.0
-CERTAIN = 0.1  # in nats: the likeliest answer has a probability of at least exp(-0.1), nine in ten
+CERTAIN = 0.1  # nats per answer: the likeliest has probability of at least exp(-0.1), nine in ten
 # batches needed: to rule out an accident; to measure a level; to see a trend under noise
 FEW, SOME, MANY = 3, 5, 20
 LOW_TEMPERATURE = 0.6  # the lower end of the range recommended for exploration, 0.6 to 1
@@ -145,9 +145,7 @@ def zero_advantages(rows: Sequence[Row]) -> str | None:
 
 
 def reward_flat(rows: Sequence[Row]) -> str | None:
-    """Report that the last 20 batches earn no more than the first 20 although more
-    can be earned.
-    """
+    """Report that the last 20 batches earn no more than the first 20 while more can be earned."""
     result = ends(rows, REWARD, MANY)
     if result is None or rises(*result) or mastered(rows):
         return None

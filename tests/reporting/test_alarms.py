@@ -400,9 +400,7 @@ def test_a_run_that_learns_nothing_is_said_by_a_real_run(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_temperature_that_explores_too_little_is_said_by_a_real_run(tmp_path, capsys):
-    """With a briefly trained model, fewer groups are mixed at 0.2 than at 1, and
-    fewer than half.
-    """
+    """With a briefly trained model, fewer groups are mixed at 0.2 than at 1 and than half."""
     run(tmp_path / "sft", *"--steps 120 --batch-size 64 --learning-rate 3e-3".split(), method="sft")
     words = [
         "--base-model",

@@ -1,6 +1,4 @@
-"""Test that failures of reports never end a run, and that foreign text never
-controls a terminal.
-"""
+"""Test that failed reports never end a run, and that foreign text never controls a terminal."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Test a run's folder: resumed files equal those of an uninterrupted run; pages and
-console output.
-"""
+"""Test a run's folder: resumed files equal those of an unbroken run; pages and console output."""
 
 from __future__ import annotations
 
