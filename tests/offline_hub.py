@@ -1,7 +1,7 @@
-"""Fills a folder as the hub's cache, so that the names of the pages load without a network: tiny
+"""Fill a folder as a hub cache, so that the model and data set names in the docs load offline: tiny
 random models of the same architectures, and data sets of a few rows.
 
-A script: `python offline_hub.py FOLDER NAME [NAME ...]`, the names of models.
+Usage: `python offline_hub.py FOLDER NAME [NAME ...]`, where NAME is the name of a model.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ SIZES = {
     "head_dim": 8,
     "max_position_embeddings": 32768,
 }
-# of a name -> model type; the first that matches
+# name pattern -> model type; the first match counts
 FAMILIES = {r"Qwen3-VL": "qwen3_vl", r"Qwen3": "qwen3", r"Qwen2\.5": "qwen2", r"[Ll]lama": "llama"}
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = """
@@ -52,7 +52,7 @@ GPQA |= {f"Incorrect Answer {i}": str(i + 2) for i in (1, 2, 3)}
 IFEVAL = {"key": 1000, "prompt": "Write two words without a comma."}
 IFEVAL |= {"instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"]}
 IFEVAL |= {"kwargs": [{}, {"relation": "at least", "num_words": 2}]}
-# data set -> configuration, splits, a row
+# data set -> (configuration, splits, row)
 DATASETS = {
     "openai/gsm8k": ("main", ("train", "test"), GSM8K),
     "DigitalLearningGmbH/MATH-lighteval": ("default", ("train", "test"), MATH),
@@ -77,7 +77,7 @@ def make_snapshot(hub: Path, kind: str, name: str) -> Path:
     """Return the new folder of a repository's files."""
     repository = hub / f"{kind}s--{name.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
-    commit = hashlib.sha1(name.encode()).hexdigest()  # `datasets` tells two snapshots apart by it
+    commit = hashlib.sha1(name.encode()).hexdigest()  # tells snapshots apart for `datasets`
     (repository / "refs" / "main").write_text(commit)
     folder = repository / "snapshots" / commit
     folder.mkdir(parents=True)

@@ -1,8 +1,8 @@
-"""Run by test_crash_safety.py under several launches: loads a checkpoint, saves it again as
-"again", trains on, saves as "end".
+"""Load a checkpoint, save it again as "again", train on, and save as "end". test_crash_safety.py
+runs this script under several launch configurations.
 
-Usage: portable_cases.py OUT [CHECKPOINT]. What was loaded and saved at once must be what was
-written, whatever launch wrote it.
+Usage: portable_cases.py OUT [CHECKPOINT]. Saving right after loading must give what was written,
+whichever launch configuration wrote it.
 """
 
 import json
@@ -19,11 +19,11 @@ from rl.runtime.verb_table import verb  # noqa: E402
 
 @verb()
 def whole_at_once(worker: TrainingWorker, model_id: int) -> list[list[int]]:
-    """A verb: for each piece of the weights on its way to the sampler, [its elements, elements in
-    memory of all parameters].
+    """Return a pair for each piece of the weights sent to the sampler: [its elements, elements of
+    all parameters in memory].
     """
     learner = worker.learners[model_id]
-    held = lambda: sum(p.numel() for p in learner.model.parameters())  # noqa: E731  # a sharded one's is 0 until it is gathered
+    held = lambda: sum(p.numel() for p in learner.model.parameters())  # noqa: E731  # 0 if sharded, until gathered
     return [[tensor.numel(), held()] for _, tensor in learner.iter_weights(frozen=True)]
 
 

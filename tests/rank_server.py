@@ -1,10 +1,10 @@
-"""Starts runs of train.py on several gloo processes in an instant: everything is imported once
-here, and ranks are forks. Other scripts, and modules as `-m` runs them, start in the same way.
+"""Start runs of train.py on several gloo processes quickly: this server imports everything once and
+forks the ranks. Other scripts, and modules as `-m` runs them, start in the same way.
 
-Driven by `Ranks` below, over lines of JSON: {"argv", "cwd", "world", "env", "log"} starts a run and
-answers {"pids"} ("stdout" names a file of its own for the output, "launched" is false for a
-script that no launcher starts); {"wait": pid} answers {"code"}, null while it runs. What accelerate's own launcher
-does beside that is tested with the launcher itself.
+`Ranks` below sends orders as lines of JSON. {"argv", "cwd", "world", "env", "log"} starts a run and
+returns {"pids"}; "stdout" names a separate file for the output, and "launched" is false for a
+script that runs without a launcher. {"wait": pid} returns {"code"}, null while the process runs.
+Other features of accelerate's launcher are tested with the launcher itself.
 """
 
 import atexit
@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# the workers of rewards get it too: of the environment, they are given little else than PYTHON*
+# Reward workers inherit it too: from the environment they get little except PYTHON*.
 TAG = "PYTHON_WHETSTONE_TAG"
 REPO = Path(__file__).resolve().parent.parent
 TRAIN = str(REPO / "train.py")
@@ -39,13 +39,13 @@ EARLY += (
     "transformers.models.qwen3.modeling_qwen3",
     "peft",
 )
-# What launches under DeepSpeed and FSDP2 import; DeepSpeed's Muon is compiled as it is imported.
+# Imports of launches under DeepSpeed and FSDP2. Importing DeepSpeed compiles its Muon.
 SHARDED = ("deepspeed", "torch.distributed.fsdp", "torch._inductor.compile_fx")
 
 
 def become_rank(order: dict, rank: int, port: int) -> int:
-    """In a fork: the environment that accelerate's launcher would give, then the script. Returns
-    its exit code.
+    """Run the script of an order in a forked rank, in the environment that accelerate's launcher
+    would set. Return the exit code.
     """
     world = order["world"]
     if order["launched"]:
@@ -97,13 +97,13 @@ def serve(*modules: str) -> None:
 
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print what they like
+    os.dup2(2, 1)  # redirects what libraries print
     for name in (*EARLY, *modules):
         importlib.import_module(name)
-    # DeepSpeed collects all garbage twice for each model: what is imported here need not be looked at
+    # DeepSpeed runs the garbage collector twice per model: exclude the objects imported here
     gc.collect()
     gc.freeze()
-    # seconds, for a picture that nobody here looks at
+    # saves the seconds of drawing a plot that no test looks at
     sys.modules["rl.reporting.metric_plots"].draw_curves = lambda source, out, *labels: out.touch()
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
@@ -123,20 +123,20 @@ def serve(*modules: str) -> None:
                 code = become_rank(order, rank, port)
                 atexit._run_exitfuncs()
                 sys.stdout.flush()
-                os._exit(code)  # taking thousands of modules down would only take time
+                os._exit(code)  # skips the slow teardown of thousands of modules
             pids.append(pid)
         print(json.dumps({"pids": pids}), file=answers, flush=True)
 
 
 class Launch:
-    """A run under way: a process id and, once it has ended, an exit code for each rank."""
+    """A running launch: a process id per rank, and the rank's exit code after it has ended."""
 
     def __init__(self, server: "Ranks", pids: list[int], log: Path):
         self.server, self.pids, self.log = server, pids, log
         self.codes: list[int | None] = [None] * len(pids)
 
     def poll(self) -> bool:
-        """Whether every rank has ended."""
+        """Return whether every rank has ended."""
         for i, pid in enumerate(self.pids):
             if self.codes[i] is None:
                 self.codes[i] = self.server.ask({"wait": pid})["code"]
@@ -147,8 +147,8 @@ class Launch:
             os.kill(self.pids[rank], options)
 
     def wait(self, seconds: float) -> list[int | None]:
-        """The exit codes; AssertionError with the logs, and nothing left running, where a rank goes
-        on for longer.
+        """Return the exit codes. If a rank runs for longer than `seconds`, kill all running ranks
+        and raise AssertionError with the logs.
         """
         deadline = time.monotonic() + seconds
         while not self.poll():
@@ -172,8 +172,8 @@ class Launch:
 
 
 class Ranks:
-    """The server, in a process of its own. `tag`: in the environment of all that its runs start, to
-    find what they left.
+    """The server in a separate process. `tag` is in the environment of every process that its runs
+    start, to find leftover processes.
     """
 
     def __init__(self, *modules: str):
@@ -209,8 +209,8 @@ class Ranks:
         launched: bool = True,
         **env: str,
     ) -> Launch:
-        """Start a script on `world` ranks in `cwd`; their logs stand in `logs`, or else in `cwd`.
-        `launched`: in the environment of a launch, which a single `python SCRIPT` has not.
+        """Start a script on `world` ranks in `cwd`; their logs are in `logs`, or else in `cwd`.
+        `launched` sets the environment of a launcher, which a plain `python SCRIPT` does not have.
         """
         self.runs += 1
         log = (logs or cwd) / f"log-{self.runs}"
@@ -228,7 +228,7 @@ class Ranks:
         return Launch(self, self.ask(order)["pids"], log)
 
     def left_behind(self) -> list[str]:
-        """Command lines of processes that runs started (rewards' workers, say) and that live on."""
+        """Return command lines of leftover processes that runs started, such as reward workers."""
         results = []
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit() or int(folder.name) in (os.getpid(), self.process.pid):
@@ -242,11 +242,11 @@ class Ranks:
                         .decode(errors="replace")
                     )
             except OSError:
-                pass  # it ended while we looked, or is another user's
+                pass  # it ended in the meantime, or belongs to another user
         return results
 
     def nothing_left(self, seconds: float = 5.0) -> list[str]:
-        """What is left behind after at most so many seconds of grace: [] where all is well."""
+        """Return the leftover processes after a grace period of at most `seconds`."""
         deadline = time.monotonic() + seconds
         while (remaining := self.left_behind()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -259,7 +259,7 @@ class Ranks:
 
 @functools.cache
 def shared_ranks() -> Ranks:
-    """The server of this process for launches of every backend, closed at the end."""
+    """Return this process's server for launches of every backend. It is closed at exit."""
     ranks = Ranks(*SHARDED)
     atexit.register(ranks.close)
     return ranks
@@ -283,7 +283,7 @@ def run_script(
 
 
 def make_launch_environment(*words: str) -> dict[str, str]:
-    """Return the variables that `accelerate launch WORDS` sets for all its ranks, by its own code."""
+    """Return the variables that `accelerate launch WORDS` sets for all its ranks."""
     from unittest import mock
 
     from accelerate.commands import launch

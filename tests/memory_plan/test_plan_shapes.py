@@ -1,5 +1,5 @@
-"""The plan's numbers for every architecture: of a model that is cut those of the whole, of mixtures
-of experts in every precision.
+"""Test the memory plan for every architecture: a truncated model gives the numbers of the full
+model, and mixtures of experts can be planned in every precision.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ def some(names, quick):
 
 
 def deep_config(name):
-    """With a dozen layers where the config gives each no kind of its own."""
+    """Return the config with 12 layers, unless the config describes each layer separately."""
     config = tiny_config(name)
-    if name == "reformer":  # a kind for each of its layers, and an index into them
+    if name == "reformer":  # a kind per layer, and an index into the list of kinds
         return config
     changes = {
         key: 12
@@ -65,8 +65,8 @@ def test_a_cut_model_has_the_numbers_of_the_whole(name, tmp_path):
         assert cut.shape == whole.shape
 
 
-# Their forward asks which tokens go to an expert, before it goes on; MiniMax's own code mixes
-# precisions where all weights are in bfloat16.
+# The forward of these models reads the number of tokens routed to each expert. MiniMax's code mixes
+# precisions if all weights are in bfloat16.
 REFUSED = {
     "dbrx",
     "jetmoe",
@@ -83,7 +83,9 @@ HOW = {
 
 
 def mixtures():
-    """A few in every precision; the others in bf16, and in the campaign in every precision."""
+    """Yield every precision for a few quick models, bf16 for the rest (slow), and the remaining
+    precisions (campaign).
+    """
     for name in MIXTURES:
         for mode in HOW:
             marks = [pytest.mark.slow, *[pytest.mark.campaign] * (mode != "bf16")]
@@ -93,8 +95,8 @@ def mixtures():
 
 @pytest.mark.parametrize(("name", "options"), mixtures())
 def test_a_mixture_of_experts_is_planned_in_every_precision(name, options, tmp_path, monkeypatch):
-    """What tensors without memory say is what real ones hold, the kernels of grouped products among
-    them; or it is said why not.
+    """The plan from tensors without memory matches real tensors, grouped matmul kernels included,
+    or the error gives the reason.
     """
     tiny_config(name).save_pretrained(tmp_path)
     skeleton, way = ModelSkeleton(str(tmp_path), None, None), HOW[options]
@@ -105,11 +107,11 @@ def test_a_mixture_of_experts_is_planned_in_every_precision(name, options, tmp_p
     planned = skeleton.measure_micro_batch(BATCH, way)
     monkeypatch.setattr(tracing, "FakeTensorMode", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(tracing.torch, "empty", torch.zeros)
-    # real tensors do not run: its own code mixes precisions
+    # inkling2_text's code mixes precisions, so real tensors fail
     if (name, options) == ("inkling2_text", "bf16"):
         with pytest.raises(UserError, match="to have the same dtype"):
             skeleton.measure_micro_batch(BATCH, way)
-    else:  # torch cuts some operations up on the one and not on the other
+    else:  # torch splits some operations differently for real and for fake tensors
         assert planned.total == pytest.approx(
             skeleton.measure_micro_batch(BATCH, way).total, rel=0.07
         )

@@ -1,5 +1,5 @@
-"""bench/scaling.py on mixtures and models that see: its numbers against parameters and operations
-that are counted.
+"""Test bench/scaling.py on mixtures of experts and vision-language models: its numbers match
+counted parameters and operations.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ TOKENS = 8
 def mixture(per_token: int):
     model = tiny_model("qwen3_moe", num_experts_per_tok=per_token, sliding_window=None)
     model.set_attn_implementation("eager")
-    # a matrix product an expert, which the counter sees
+    # one matrix product per expert, which the FLOP counter sees
     model.config._experts_implementation = "eager"
     return model
 
@@ -48,9 +48,9 @@ def test_a_mixture_computes_with_the_experts_that_a_token_is_sent_to(per_token, 
     )
     ids = torch.arange(TOKENS)[None]
     attention = 4 * TOKENS**2 * shape.heads * shape.head_width * shape.layers
-    table = VOCAB * shape.hidden  # rows of it are looked up, not multiplied
+    table = VOCAB * shape.hidden  # embedding rows are looked up, not multiplied
     result = counted(model, input_ids=ids, use_cache=False) - attention
-    # norms are no products
+    # norms are not matrix products
     assert result == pytest.approx(2 * TOKENS * (shape.active_parameters - table), rel=0.02)
     assert result < 0.9 * 2 * TOKENS * (shape.parameters - table)
 
@@ -71,7 +71,7 @@ def test_all_experts_are_sent_and_gathered_and_few_are_computed_with(tmp_path):
         launch = LaunchShape(cuda=True, bf16=True, world=4, sharding=sharding)
         assert scaling.payload(shape, launch, 3) == scaling.payload(dense, launch, 3)
     ddp = scaling.payload(shape, LaunchShape(cuda=True, bf16=True, world=4), 3)
-    # gradients of experts that nobody reached as well
+    # including gradients of experts that no token reached
     assert ddp["all_reduce"] == 4 * shape.parameters
     assert (
         scaling.arithmetic(dense, load) - scaling.arithmetic(shape, load)
@@ -80,8 +80,8 @@ def test_all_experts_are_sent_and_gathered_and_few_are_computed_with(tmp_path):
 
 
 def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path):
-    """Its operations are counted; what joins it to the text reads one position of four, so that the
-    model is an upper bound.
+    """The tower's operations match the counter. The projector reads only one position in four, so
+    the model is an upper bound.
     """
     _, config, tokenizer, processor, _ = seeing._qwen3_vl()
     config.vision_config.depth = 6
@@ -97,7 +97,7 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path)
     )
     frozen = shape_of(model, tmp_path / "lora", LoraConfig(2))
     assert frozen.seeing == tower and frozen.seeing_trained == 0
-    side = 4  # patches: a picture of 16 x 16
+    side = 4  # patches per side of a 16 x 16 image
     pixels = torch.zeros(side * side, 3 * 4 * 4)
     result = counted(
         model.model.visual, hidden_states=pixels, grid_thw=torch.tensor([[1, side, side]])
@@ -113,11 +113,11 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path)
     )
 
 
-# -------------------------------------------------------------------- samplers held by several GPUs
+# ----------------------------------------------------------------- samplers split over several GPUs
 
 
 class Counting:
-    """A rank of a team, whose sums and gathers are counted."""
+    """A rank of a team that counts its all-reduces, all-gathers and broadcasts."""
 
     def __init__(self, team):
         self.team, self.rank, self.size = team, team.rank, team.size
@@ -140,8 +140,8 @@ class Counting:
 
 
 def test_a_teams_traffic_is_what_its_ranks_send(tmp_path):
-    """Four groups of two on prompts of six tokens, five new tokens each, all at once; 48 words come
-    out even.
+    """Four groups of two answers, prompts of six tokens, five new tokens each, all in one batch. A
+    vocabulary of 48 splits evenly.
     """
     from sampler_models import tiny_model as seen_model
     from test_sampler_split import on_ranks, split
@@ -154,7 +154,7 @@ def test_a_teams_traffic_is_what_its_ranks_send(tmp_path):
 
     def counted(threads):
         team = Counting(threads)
-        # not tried: no sums
+        # no self-test of the decoder, hence no collectives yet
         engine = Engine(
             split(model, team, weights=list(model.named_parameters())), eos_token_ids=(), max_rows=8
         )

@@ -1,6 +1,4 @@
-"""A chain of runs under LoRA, exported, and what its weights are by the adapters' own files in
-float64.
-"""
+"""Export a chain of LoRA runs and recompute its weights in float64 from the adapter files."""
 
 from __future__ import annotations
 
@@ -42,8 +40,8 @@ def logits(model) -> torch.Tensor:
 
 
 def by_hand(base: Path, adapters: list[Path]) -> torch.Tensor:
-    """Logits of the base in float64 with scale * B A of each adapter added to its matrices; an
-    adapted head is one of its own.
+    """Return the logits of the base in float64 after adding scale * B A of each adapter to its
+    matrices. An adapted head is separate from the embedding.
     """
     model = AutoModelForCausalLM.from_pretrained(base).double().eval()
     modules = dict(model.named_modules())
@@ -57,14 +55,14 @@ def by_hand(base: Path, adapters: list[Path]) -> torch.Tensor:
             if module.__class__.__name__ == "Conv1D":  # GPT-2's matrices are transposed
                 delta = delta.T
             with torch.no_grad():
-                # a new one: the embedding keeps the old
+                # a new parameter, so that a tied embedding keeps its weight
                 module.weight = torch.nn.Parameter(module.weight.detach() + delta)
     return logits(model)
 
 
 def chain(name: str, tied: bool, folder: Path) -> tuple[float, float]:
-    """(difference of the export's logits from the run's own, and from float64 by hand), over the
-    largest logit.
+    """Return the difference of the export's logits from the run's, and from `by_hand`. Both are
+    relative to the largest logit (at least 1).
     """
     model = tiny_model(name, tie_word_embeddings=tied)
     model.config.eos_token_id = model.generation_config.eos_token_id = 1

@@ -1,5 +1,5 @@
-"""Through the learner, on tiny models of many kinds: every layout gives what the model gives one
-sequence alone, or is refused by name.
+"""Test the learner on tiny models of many architectures: every layout gives the result of a forward
+over a single sequence, or is refused by name.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from rl.rollout import Trajectory, Transition, trajectory_to_datums
 from rl.types import Datum, LoraConfig, ModelInput, SamplingParams
 
 LAYOUTS = ("auto", "padded", "packed", "shared")
-# What each takes, from what its layers are: (config changes, layouts). Windows are 40 tokens,
+# Per architecture: (config changes, exact layouts), as its layers suggest. Windows are 40 tokens,
 # longer than the probe reaches.
 ALL, NO_MASK, ROWS = {"padded", "packed", "shared"}, {"padded", "packed"}, {"padded"}
 KINDS: dict[str, tuple[dict, set[str]]] = {
@@ -30,17 +30,17 @@ KINDS: dict[str, tuple[dict, set[str]]] = {
     "llama": ({}, ALL),
     "qwen2": ({}, ALL),
     "mixtral": ({"sliding_window": None}, ALL),
-    # a window: transformers takes a mask as it is given, and with it the window would go
+    # sliding window: transformers applies a passed mask unchanged, so the window would be lost
     "mistral": ({}, NO_MASK),
     "gemma2": ({}, NO_MASK),
-    "llama4_text": ({}, NO_MASK),  # chunks
+    "llama4_text": ({}, NO_MASK),  # chunked attention
     "lfm2": ({}, ROWS),  # convolutions
-    "qwen3_next": ({}, ROWS),  # linear attention, whose state goes on
-    "gpt_neo": ({}, ROWS),  # local layers, whose window is in a buffer
-    "opt": ({}, {"padded", "shared"}),  # no sequence is told apart by positions alone
+    "qwen3_next": ({}, ROWS),  # linear attention: its state crosses sequence boundaries
+    "gpt_neo": ({}, ROWS),  # local layers, with the window in a buffer
+    "opt": ({}, {"padded", "shared"}),  # positions do not separate sequences
     "bloom": ({}, ROWS),  # ALiBi
     "falcon_h1": ({}, ROWS),
-    "mpt": ({}, ROWS),  # its config says d_model
+    "mpt": ({}, ROWS),  # its config calls the width d_model
 }
 EAGER = {
     "gpt2",
@@ -66,8 +66,8 @@ def one_thread():
 
 
 def accelerator(bf16: bool = False):
-    """As much of accelerate's as one process's learner asks for; its own can be had in one
-    precision a process.
+    """Return a stand-in for the parts of accelerate's Accelerator that a single-process learner
+    uses. The real class allows only a single precision per process.
     """
     kind = types.SimpleNamespace(value="NO")
     autocast = (lambda: torch.autocast("cpu", torch.bfloat16)) if bf16 else contextlib.nullcontext
@@ -84,7 +84,7 @@ def make_learner(model, *, bf16: bool = False, **settings) -> Learner:
 
 
 def datums(groups=((24, (20, 8, 46)), (6, (6, 48)), (50, (1,))), seed: int = 5) -> list[Datum]:
-    """Answers to prompts, by their lengths; most reach beyond a window."""
+    """Return answers to prompts of these lengths; most are longer than a window."""
     rng, results = np.random.default_rng(seed), []
     for length, answers in groups:
         prompt = rng.integers(3, VOCAB, length).tolist()
@@ -103,8 +103,8 @@ def datums(groups=((24, (20, 8, 46)), (6, (6, 48)), (50, (1,))), seed: int = 5) 
 
 
 def compute_plain_logprobs(model, data):
-    """The plain model, one sequence a forward, no padding and no mask: logprobs, and the gradient
-    of the weighted sum.
+    """Return the logprobs and the gradient of the weighted sum from the plain model: one sequence
+    per forward, no padding, no mask.
     """
     model.zero_grad()
     logprobs = []
@@ -181,7 +181,7 @@ def test_a_layout_is_exact_or_refused_elsewhere(name):
     ["gpt2", "mpt", "xglm", "bart", "opt", "xlm", "falcon_mamba", "dbrx", "whisper", "bloom"],
 )
 def test_width_and_length_are_read_by_whatever_name_a_config_has_for_them(name):
-    """Beside the embeddings themselves; a number that stands for "no limit" is none."""
+    """Width and length agree with the embeddings; a number that means "no limit" is ignored."""
     model = model_of(name)
     assert get_hidden_size(model) == model.get_input_embeddings().weight.shape[-1]
     limit = get_config_number(
@@ -213,8 +213,8 @@ def test_a_layout_is_exact_or_refused_with_eager_attention(name):
     "name", ["gpt2", "llama", "mistral", "gemma2", "lfm2", "qwen3_next", "gpt_neo", "mixtral"]
 )
 def test_a_layout_under_bf16_is_no_further_off_than_the_model_alone(name):
-    """Root mean squares: an expert that changes places over a rounding moves a single token by as
-    much as a leak would.
+    """The test compares root mean squares: an expert that changes through rounding moves a single
+    token by as much as a leak would.
     """
     model, data = model_of(name), datums()
     exact, _ = compute_plain_logprobs(model, data)
@@ -228,7 +228,9 @@ def test_a_layout_under_bf16_is_no_further_off_than_the_model_alone(name):
 
 
 def test_dpo_like_pairs_have_the_gradient_of_sequences_alone():
-    """Where answers saw each other the first loss was ln 2 all the same, and its gradient half off."""
+    """If answers saw each other, the first loss would still be ln 2, but its gradient would be half
+    off.
+    """
     model, data = model_of("lfm2"), datums(((9, (7, 5)), (4, (3, 12))))
     logprobs, gradient = compute_plain_logprobs(model, data)
     learner = make_learner(model)
@@ -236,7 +238,7 @@ def test_dpo_like_pairs_have_the_gradient_of_sequences_alone():
     assert gradient_error(learner, gradient) < 1e-4
 
 
-# ----------------------------------------------------------------------------------- what is random
+# --------------------------------------------------------------------------------------- randomness
 
 RANDOM = {
     "starcoder2": {"residual_dropout": 0.5, "embedding_dropout": 0.5, "attention_dropout": 0.5},
@@ -253,7 +255,7 @@ def test_nothing_is_random_under_gradient_checkpointing(name):
     data = datums(((9, (7, 5)), (4, (3, 12))))
     logprobs, gradient = compute_plain_logprobs(copy.deepcopy(model).eval(), data)
     learner = make_learner(model, gradient_checkpointing=True)
-    assert learner.model.training  # or nothing would be checkpointed
+    assert learner.model.training  # otherwise nothing is checkpointed
     for _ in range(2):
         np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-4)
         assert gradient_error(learner, gradient) < 1e-4
@@ -261,8 +263,8 @@ def test_nothing_is_random_under_gradient_checkpointing(name):
 
 @pytest.mark.parametrize("noise", [0.01, 0.3])
 def test_phi_moe_is_not_changed_by_turning_noise_off_and_its_training_mode_is_refused(noise):
-    """Its `router_jitter_noise` is a threshold in evaluation too, and in training mode its experts
-    are drawn.
+    """Its `router_jitter_noise` acts as a threshold in evaluation too, and in training mode its
+    experts are sampled.
     """
     model = tiny_model("phimoe", router_jitter_noise=noise, sliding_window=None)
     data = datums(((9, (7, 5)), (4, (3, 12))))
@@ -287,17 +289,17 @@ def test_a_model_without_gradient_checkpointing_is_refused():
         type(model).supports_gradient_checkpointing = before
 
 
-# ----------------------------------------------------------------------- what is done to the logits
+# ---------------------------------------------------------------------------- changes to the logits
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_softcap_that_bends_the_logits_is_the_models_own(fused):
-    """Logits of the size of the cap; at the usual 30 a tiny model's are far below it."""
+    """Use a cap of the size of the logits: a tiny model's logits are far below the usual 30."""
     model, data = model_of("gemma2"), datums(((5, (4, 9)), (3, (6,))))
     model.config.final_logit_softcapping = 0.05
     logprobs, gradient = compute_plain_logprobs(model, data)
     learner = make_learner(model, fused=fused)
-    # it is tried out, and left alone where it is not the model's
+    # the fused head passes its probe with this softcap, so it stays on
     assert learner.head.fused == fused
     np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-5)
     assert gradient_error(learner, gradient) < 1e-4
@@ -305,7 +307,7 @@ def test_a_softcap_that_bends_the_logits_is_the_models_own(fused):
     assert np.abs(compute_plain_logprobs(model, data)[0] - logprobs).max() > 1e-2
 
 
-# ------------------------------------------------------------------- frequencies and a row's length
+# -------------------------------------------------------------- frequencies and the length of a row
 
 
 def longrope(name: str = "phi3"):
@@ -330,8 +332,8 @@ def longrope(name: str = "phi3"):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_longest_row_does_not_choose_the_frequencies_of_others(layout):
-    """Rows of 31, 32 (the original length), 33 and more in one call, and one prompt with answers on
-    both sides of it.
+    """Rows of 31, 32 (the original length), 33 and more tokens in one call, and one prompt with
+    answers on both sides of that length.
     """
     model, data = longrope(), datums(((20, (8, 12, 13, 14, 40)), (3, (5,)), (31, (2, 1, 3))))
     assert {32, 33} <= {d.model_input.length for d in data}
@@ -342,8 +344,8 @@ def test_the_longest_row_does_not_choose_the_frequencies_of_others(layout):
 
 
 def pair_of(prompt: int, chosen: int, rejected: int, seed: int) -> list[Datum]:
-    """A preference pair, the better answer first: random tokens of these lengths, and what a
-    reference says of them.
+    """Return a preference pair, the better answer first: random tokens of these lengths, with
+    random reference logprobs.
     """
     results = []
     for datum in datums(((prompt, (chosen, rejected)),), seed):
@@ -360,14 +362,14 @@ def pair_of(prompt: int, chosen: int, rejected: int, seed: int) -> list[Datum]:
     return results
 
 
-# lengths of prompt, chosen and rejected: on one side of 32 tokens, on both sides either way round,
-# just at it, and beyond it
+# Lengths of prompt, chosen and rejected: both sequences below 32 tokens, on different sides in
+# either order, exactly 32, and both beyond.
 PAIRS = [(20, 8, 40), (20, 40, 8), (12, 5, 9), (30, 3, 4), (6, 27, 48), (40, 9, 3)]
 
 
 def dpo_alone(model, pairs, beta: float = 0.1):
-    """DPO's loss in float64, one sequence a forward: its sum over pairs, the logprobs of each
-    datum, and the gradient.
+    """Compute DPO's loss in float64, one sequence per forward. Return its sum over pairs, the
+    logprobs of each datum, and the gradient.
     """
     model.zero_grad()
     total, logprobs = torch.zeros((), dtype=torch.float64), []
@@ -438,7 +440,7 @@ def test_the_parts_of_such_a_call_are_the_whole():
 
 
 def test_rewards_of_such_a_pair_are_those_of_each_answer_alone():
-    """Bradley-Terry reads the value head, at the last position of each answer."""
+    """Bradley-Terry reads the value head at the last position of each answer."""
     pairs = [pair_of(*lengths, seed) for seed, lengths in enumerate(PAIRS)]
     loaded = model_loading.add_value_head(model_loading.LoadedModel(longrope(), None, "tiny", ()))
     learner = Learner(loaded, accelerator(False), LearnerSettings(token_budget=300))
@@ -474,8 +476,8 @@ def test_rewards_of_such_a_pair_are_those_of_each_answer_alone():
 
 
 def test_an_episode_that_grows_past_the_original_length_is_scored_as_it_was_drawn(tmp_path):
-    """Turns of 20 and 29 tokens before it, of 35 and 44 beyond it: two datums, each by the
-    frequencies that drew its answers.
+    """Turns of 20 and 29 tokens lie before the original length, turns of 35 and 44 beyond it. They
+    give two datums, each scored with the frequencies that sampled its answers.
     """
     longrope().save_pretrained(tmp_path / "model")
     rng, read, turns = np.random.default_rng(4), [], []
@@ -509,7 +511,7 @@ def test_an_episode_that_grows_past_the_original_length_is_scored_as_it_was_draw
     (first,) = trajectory_to_datums(
         Trajectory([replace(t, ac=replace(t.ac, beyond=False)) for t in turns], advantage=1.0)
     )
-    # in one piece, the first answers would be scored by the other frequencies
+    # as a single datum, the first answers would be scored with the long frequencies
     assert first.model_input.length == len(read) - 1
 
 
@@ -523,7 +525,7 @@ def test_rows_beyond_the_length_of_dynamic_frequencies_are_an_error():
         learnt(learner, datums(((20, (8, 14)),)))
 
 
-# ------------------------------------------------------------------------------------- LoRA's share
+# ------------------------------------------------------------ the share of weights that LoRA adapts
 
 
 def test_lora_says_which_share_it_leaves_out():

@@ -1,4 +1,4 @@
-"""docs/architectures.md is what the table says."""
+"""Test that docs/architectures.md matches the table in bench/results."""
 
 import csv
 from pathlib import Path
@@ -16,7 +16,7 @@ def test_the_page_is_what_the_table_says():
 
 
 def test_counts_and_layouts_are_those_of_the_cells():
-    """Counted from the file's text, row by row."""
+    """Count from the text of the CSV file, row by row."""
     with (ROOT / "bench" / "results" / "architectures.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
     at = {name: i for i, name in enumerate(header)}

@@ -1,4 +1,6 @@
-"""bench/architectures_seeing.py over families of each kind, and what it says of planted faults."""
+"""Test bench/architectures_seeing.py on an architecture of each vision family, and that it reports
+injected faults.
+"""
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_two_images_that_are_swapped_turn_a_row_red(name, monkeypatch):
-    """Only what the model is shown: tokens, grids and positions stay."""
+    """Only the pixels are swapped; tokens, grids and positions stay the same."""
     assert table.measured(name) == "exact"
     pixels, swaps = KINDS[name].pixels, []
 
@@ -41,7 +43,7 @@ def test_one_wrong_position_of_an_image_turns_a_row_red(monkeypatch):
 
     def faulty(self, model, row, types, images):
         result = positions(self, model, row, types, images).clone()
-        result[1, int(types.argmax())] += 1  # the height of an image's first token
+        result[1, int(types.argmax())] += 1  # the height coordinate of an image's first token
         return result
 
     monkeypatch.setattr(vision_families.QwenVisionFamily, "positions", faulty)
@@ -50,22 +52,22 @@ def test_one_wrong_position_of_an_image_turns_a_row_red(monkeypatch):
 
 
 def test_an_image_that_stands_for_another_turns_a_row_red(monkeypatch):
-    """A reader that keeps images under their size alone."""
+    """Inject an image reader that caches images by size only."""
     read, kept = ImageReader.process, {}
 
     def faulty(self, chunk):
         result = read(self, chunk)
         return kept.setdefault(result.count, result)
 
-    assert table.measured("gemma3") == "exact"  # all of its images have one size
+    assert table.measured("gemma3") == "exact"  # all of its images have the same size
     monkeypatch.setattr(ImageReader, "process", faulty)
     assert table.measured("gemma3").startswith("WRONG")
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_in_bf16_rows_with_images_are_no_further_off_than_the_model_alone(name):
-    """Learner and sampler over a batch of mixed rows, against float32, root mean squares; the
-    measure: the model alone under autocast.
+    """Learner and sampler on a batch of mixed rows, compared with float32 by root mean square. The
+    reference is the error of the plain model under autocast.
     """
     loaded, _ = tiny(name)
     reader = get_image_reader(loaded.model)

@@ -1,5 +1,5 @@
-"""bench/architectures.py over a dozen architectures (all kinds of attention, experts, states), and
-what it says of planted faults.
+"""Test bench/architectures.py on a dozen architectures (all kinds of attention, experts, states),
+and that it reports injected faults.
 """
 
 import copy
@@ -17,8 +17,8 @@ from rl.models import lora_targets, model_loading
 from rl.sampler.recurrent_state import RecurrentState
 from rl.types import LoraConfig
 
-# Full, sliding, chunked, ALiBi and learned positions; experts; linear attention, state space,
-# convolutions.
+# Full, sliding and chunked attention; ALiBi and learned positions; experts; linear attention, state
+# space models, convolutions.
 DOZEN = (
     "llama",
     "gpt2",
@@ -50,7 +50,7 @@ def test_a_row_is_exact_or_refused(name):
     assert result["padded"] == result["sampler"] == result["resume"] == result["reload"] == "exact"
 
 
-# ----------------------------------------------------------------------------------- planted faults
+# ---------------------------------------------------------------------------------- injected faults
 
 
 def judged(name, layout):
@@ -69,7 +69,9 @@ def judged(name, layout):
 
 @pytest.fixture
 def untried(monkeypatch):
-    """Learners that believe every layout exact: what the table then says is its own finding."""
+    """Make learners consider every layout exact, so that only the table's comparison can detect
+    errors.
+    """
     monkeypatch.setattr(Learner, "_find_exact_layouts", lambda self, model: {"padded", "packed"})
 
 
@@ -80,7 +82,7 @@ def test_one_wrong_position_turns_a_row_red(untried, monkeypatch):
     def faulty(tokens, chunk, datums):
         ids, positions, mask, index = lay_out(tokens, chunk, datums)
         if len(tokens) > 3:
-            positions[0, -1] += 1  # of the last token of the last sequence
+            positions[0, -1] += 1  # the last token of the last sequence
         return ids, positions, mask, index
 
     monkeypatch.setattr(packing, "_packed", faulty)
@@ -93,7 +95,7 @@ def test_a_state_that_runs_on_turns_a_row_red(untried):
 
 
 def test_a_state_of_another_row_turns_a_row_red(monkeypatch):
-    """Planted once the decoder has been tried out."""
+    """The fault is injected after the decoder's self-test."""
     model = model_loading._disable_randomness(tiny_model("falcon_h1"))
     assert table.sampled(model) == "exact"
     make, enter = table.make_decoder, RecurrentState.add_rows
@@ -149,8 +151,8 @@ def test_a_weight_that_is_written_otherwise_turns_a_row_red(monkeypatch):
 
 @pytest.mark.parametrize("name", ["laguna", pytest.param("deepseek_v4", marks=pytest.mark.slow)])
 def test_layers_whose_adapters_would_not_come_back_get_none(name):
-    """Laguna's shared experts, which transformers renames as it reads them, and DeepSeek V4's
-    grouped layers: counted as left out.
+    """Laguna's shared experts, which transformers renames on loading, and DeepSeek V4's grouped
+    layers count as not adapted.
     """
     model = tiny_model(name)
     none = {
@@ -165,7 +167,7 @@ def test_layers_whose_adapters_would_not_come_back_get_none(name):
 
 
 def test_a_config_without_an_end_of_text_can_be_read(tmp_path):
-    """CPM-Ant's names none."""
+    """CPM-Ant's config has no eos_token_id."""
     model = tiny_model("cpmant")
     assert (
         not hasattr(model.config, "eos_token_id")
@@ -176,7 +178,9 @@ def test_a_config_without_an_end_of_text_can_be_read(tmp_path):
 
 
 def test_a_padding_row_is_read_as_it_was_written():
-    """transformers' Youtu puts zeros there as it reads: a run that goes on would go on from others."""
+    """transformers zeroes Youtu's padding row on loading, so a continued run would start from other
+    weights.
+    """
     result = table.saved(tiny_model("youtu"))
     assert result["resume"] == "exact"
     for column in ("reload", "adapter"):

@@ -1,5 +1,5 @@
-"""Weights that leave: plain transformers (or PEFT) gives the run's own logits; merging is right
-where head and embedding are tied.
+"""Test the export of weights: plain transformers (or PEFT) gives the run's logits, and merging is
+correct for tied heads and embeddings.
 """
 
 import copy
@@ -32,7 +32,7 @@ def logits(model) -> torch.Tensor:
 
 
 def compute_run_logits(checkpoint: Path) -> torch.Tensor:
-    """What the run itself scores: adapters on their bases, unmerged."""
+    """Return the run's logits, with unmerged adapters on their bases."""
     return logits(learner_checkpoint.load_for_sampling(str(checkpoint), None)[0].model)
 
 
@@ -227,8 +227,8 @@ def test_the_script_exports_and_says_what_to_do_next(runs, tmp_path):
 
 
 def merged_as_trained(name: str, folder: Path) -> float:
-    """How far logits of merged and reloaded weights are from the adapted model's, over the largest
-    of these.
+    """Return the error of the logits of merged and reloaded weights against the adapted model,
+    relative to its largest logit.
     """
     loaded = model_loading.LoadedModel(
         model_loading._disable_randomness(tiny_model(name)), None, f"tiny {name}", ()
@@ -257,14 +257,16 @@ def merged_as_trained(name: str, folder: Path) -> float:
     ["gpt2", "gemma2", "qwen3", "bert", "bert-generation", "big_bird", "camembert", "prophetnet"],
 )
 def test_merging_is_right_for_a_tied_head(name, tmp_path):
-    """BERT's kin: their head's bias is tied too. ProphetNet: a third name of the matrix is."""
+    """In BERT's relatives the head's bias is tied as well; in ProphetNet the matrix has a third
+    name.
+    """
     assert tiny_model(name).config.tie_word_embeddings or name == "qwen3"
     assert merged_as_trained(name, tmp_path / "out") < 1e-5
 
 
 @pytest.mark.parametrize("name", ["zamba", "zamba2"])
 def test_adapters_of_layers_that_share_a_matrix_are_not_merged(name):
-    """PEFT adds them all to it. The adapter itself leaves as it is."""
+    """PEFT would add all adapters to the shared matrix. The adapter can be exported unmerged."""
     model = add_lora(
         model_loading.LoadedModel(
             model_loading._disable_randomness(tiny_model(name)), None, f"tiny {name}", ()
@@ -282,8 +284,8 @@ def test_adapters_of_layers_that_share_a_matrix_are_not_merged(name):
 
 
 def test_a_layer_of_groups_is_left_without_an_adapter_and_named(tmp_path):
-    """DeepSeek V4's o_a_proj is an nn.Linear that reads groups of rows: PEFT's sum of the two
-    outputs has no shape.
+    """DeepSeek V4's o_a_proj is an nn.Linear that reads groups of rows, so the shapes of its output
+    and the adapter's do not match.
     """
     assert merged_as_trained("deepseek_v4", tmp_path / "out") < 1e-5
     model, lora = tiny_model("deepseek_v4"), LoraConfig(rank=2)
@@ -298,8 +300,8 @@ def test_a_layer_of_groups_is_left_without_an_adapter_and_named(tmp_path):
     [("longcat_flash", "classifier"), ("gemma3n_text", "correction_coefs"), ("mamba", "x_proj")],
 )
 def test_a_layer_whose_weight_is_read_past_it_is_left_without_an_adapter(name, layer, tmp_path):
-    """Its adapter would be seen after a merge and not before: LongCat's logits moved by 0.03 of the
-    largest.
+    """The model reads the weight without calling the layer, so an adapter would act only after
+    merging: LongCat's logits moved by 0.03 of the largest.
     """
     model, lora = tiny_model(name), LoraConfig(rank=2)
     present = {
@@ -331,7 +333,7 @@ def test_a_layer_whose_weight_is_read_past_it_is_left_without_an_adapter(name, l
     ],
 )
 def test_a_chain_of_runs_under_lora_leaves_as_its_own_weights(name, tied, tmp_path):
-    """sft -> dpo with the same adapter -> grpo with another on the merged one."""
+    """sft -> dpo with the same adapter -> grpo with a second adapter on the merged model."""
     compute_run_logits, exact = chain(name, tied, tmp_path)
     assert compute_run_logits < 1e-5 and exact < 1e-5
 
@@ -343,7 +345,7 @@ SPAN = """afmoe apertus bart bloom codegen cohere2 deepseek_v3 falcon falcon_h1 
 
 @pytest.mark.slow
 def test_merging_is_right_over_the_span_of_architectures(tmp_path):
-    """Attention and recurrences, experts, Conv1D, biases, heads tied or not."""
+    """Cover attention and recurrences, experts, Conv1D, biases, tied and untied heads."""
     wrong, refused = {}, []
     for name in SPAN:
         try:
@@ -357,7 +359,7 @@ def test_merging_is_right_over_the_span_of_architectures(tmp_path):
     assert not wrong and set(refused) <= {"falcon_h1", "mamba"}, (wrong, refused)
 
 
-# git takes no adapter; layers of Zamba share a matrix and have adapters of their own.
+# git takes no adapter. Layers of Zamba share a matrix but have separate adapters.
 UNMERGEABLE = {"git", "zamba", "zamba2"}
 
 

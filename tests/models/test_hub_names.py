@@ -1,4 +1,4 @@
-"""A hub name with a typing mistake: the answer names the nearest known name, without a network."""
+"""Test misspelled hub names: the error suggests the nearest known name, without network access."""
 
 import socketserver
 import threading
@@ -18,7 +18,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):
-    """No network, and a cache with one model and one data set."""
+    """Disable the network and provide a cache with one model and one data set."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -38,7 +38,7 @@ def test_the_nearest_name_is_named_from_this_project_and_from_the_cache():
 
 
 def test_a_correct_name_of_another_size_or_kind_gets_no_hint(tmp_path, monkeypatch):
-    """Offline and gated models fail to load as well."""
+    """Offline and gated models fail to load too, so a failure does not imply a misspelled name."""
     known = ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-0.5B-Instruct"]
     for name in ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.8B"):
         assert suggest_hub_name(name, known, "model") == ""
@@ -58,7 +58,7 @@ def test_a_data_set_and_a_model_with_a_mistake_in_the_name_are_answered_with_the
 
 
 class _ClosingServer(socketserver.BaseRequestHandler):
-    """Close each connection without an answer, and count it."""
+    """Close each connection without a response and count it."""
 
     count = 0
 

@@ -1,5 +1,5 @@
-"""Two ranks of which one may have no image: no rank waits for the other's tower, and the gradient
-is one process's.
+"""Test two ranks where one may have no image: no rank waits for the other's vision tower, and the
+gradient equals that of a single process.
 """
 
 import json
@@ -60,7 +60,7 @@ def test_two_ranks_have_the_gradient_and_the_samples_of_one_process(
 
 
 def test_the_tower_learns_where_somebody_sees_and_nowhere_else(one_process):
-    """What the comparison above rests on: the images reach the gradient."""
+    """Check the premise of the comparison above: images reach the gradient."""
 
     def of_tower(case):
         return sum(
@@ -75,7 +75,7 @@ def test_the_tower_learns_where_somebody_sees_and_nowhere_else(one_process):
 
 
 def rows(folder) -> list[dict]:
-    """Metrics without what depends on the clock."""
+    """Return the metrics without timings."""
     text = (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else ""
     results = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in results]
@@ -98,7 +98,7 @@ def weights(folder, method) -> dict[str, torch.Tensor]:
     )
 
 
-# Two ranks that have the gradient and the samples of one process are seen above in each layout.
+# The test above already compares two ranks with a single process in each layout.
 OTHER_LAYOUTS = [
     pytest.param(*case, marks=pytest.mark.campaign)
     for case in (("grpo", "ddp"), ("sft", "fsdp2"), ("sft", "zero2"))
@@ -109,8 +109,8 @@ OTHER_LAYOUTS = [
 def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_after_a_kill(
     method, config, tmp_path
 ):
-    """Whole runs on pictures: step by step as one process, and kill -9 of all processes in the
-    middle changes no bit.
+    """Whole runs on images: each step equals that of a single process, and kill -9 of all processes
+    in the middle changes no bit.
     """
     folders = {name: tmp_path / name for name in ("one", "two", "cut")}
     ended(start_run(folders["one"], method, None))

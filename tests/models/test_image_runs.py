@@ -1,5 +1,5 @@
-"""Whole runs on pictures: they resume bit for bit, learn from pairs and teachers, and leave the
-vision tower alone where they should.
+"""Test whole runs on images: they resume bit for bit, learn from pairs and teachers, and change the
+vision tower only under train_vision.
 """
 
 import json
@@ -102,7 +102,7 @@ def test_grpo_on_pictures_resumes_bit_for_bit_and_shows_them(tmp_path):
     apart = [
         row["optim/max_logprob_difference"] for row in rows if "optim/max_logprob_difference" in row
     ]
-    # sampler and learner, on every token that was drawn
+    # compares sampler and learner on every sampled token
     assert len(apart) == 4 and max(apart) < 1e-4
     stored = [
         json.loads(line)
@@ -123,7 +123,7 @@ def test_pairs_and_a_teacher_are_learnt_from_with_images(tmp_path):
         train(f"{words} --precompute-reference", tmp_path / "before"),
     )
     losses = [row["optim/loss"] for row in rows if "optim/loss" in row]
-    # the policy is the reference, and both see the same images
+    # the policy equals the reference, and both see the same images
     assert abs(losses[0] - np.log(2)) < 1e-5
     assert losses == pytest.approx(
         [row["optim/loss"] for row in before if "optim/loss" in row], abs=1e-6
@@ -139,7 +139,7 @@ def test_pairs_and_a_teacher_are_learnt_from_with_images(tmp_path):
 @pytest.mark.slow
 def test_a_critic_and_a_reward_model_see(tmp_path):
     rows = train(f"reward_model {SMALL} --steps 1", tmp_path / "judge")
-    assert abs(rows[-1]["optim/loss"] - np.log(2)) < 1e-3  # a head of zeros, on both answers
+    assert abs(rows[-1]["optim/loss"] - np.log(2)) < 1e-3  # zero-initialized head: equal scores
     rows = train(
         f"ppo {SMALL} --steps 2 --max-tokens 3 --reward-model {tmp_path / 'judge'}",
         tmp_path / "ppo",

@@ -1,5 +1,5 @@
-"""Images end to end: what learner and sampler make of them is what the model alone makes of them,
-whoever stands beside.
+"""Test images end to end: learner and sampler give the same logprobs as the plain model, in any
+batch.
 """
 
 import numpy as np
@@ -19,7 +19,9 @@ SIZES = [(32, 32), (64, 24), (16, 40)]
 
 
 def rows(tokenizer, reader, renderer):
-    """No image, one, three of several sizes in two messages; one whose image comes last."""
+    """Return prompts with no image, with one, with three of different sizes in two messages, and
+    with an image at the end.
+    """
     image = [{"type": "image", "image": chunk(i, *SIZES[i])} for i in range(3)]
     text = [{"type": "text", "text": t} for t in ("what is this?", "and this", "third")]
     conversations = [
@@ -36,7 +38,7 @@ def rows(tokenizer, reader, renderer):
 
 
 def datum(inputs):
-    """Every token of an input as its own target."""
+    """Return a datum with all tokens of the input as targets."""
     return Datum(
         inputs.truncate(inputs.length - 1),
         {"target_tokens": inputs.flat()[1:], "weights": np.ones(inputs.length - 1, np.float32)},
@@ -51,7 +53,7 @@ def learnt(learner, datums, temperature=1.0):
 
 
 def of_logits(logits, inputs, temperature=1.0):
-    """Logprobs of the tokens of an input in float64, by the logits of the model alone."""
+    """Return float64 logprobs of the tokens of an input, from the plain model's logits."""
     table = (logits.double() / temperature).log_softmax(-1)
     return table[:-1].gather(1, torch.tensor(inputs.flat()[1:])[:, None])[:, 0].numpy()
 
@@ -71,8 +73,8 @@ def seeing(request):
 
 
 def test_learner_sampler_and_the_model_alone_agree(seeing):
-    """Mixed rows in one call, at two temperatures: sampled = scored = learnt = the model alone; a
-    group reads its prompt once.
+    """Mixed rows in one call, at two temperatures: the logprobs of sampling, scoring and learning
+    equal the plain model's. A group prefills its prompt only once.
     """
     loaded, reader, renderer, learner = seeing
     prompts = rows(loaded.tokenizer, reader, renderer)
@@ -126,7 +128,7 @@ def test_permuted_pixels_and_swapped_images_change_the_logprobs(seeing):
     assert inputs[0].flat() == inputs[1].flat() == inputs[2].flat()
     right, swapped, blind = learnt(learner, [datum(item) for item in inputs])
     for other in (swapped, blind):
-        assert np.abs(right[-6:] - other[-6:]).max() > 1e-4  # of text after both images
+        assert np.abs(right[-6:] - other[-6:]).max() > 1e-4  # text after both images
     decoder = make_decoder(loaded.model)
     seen = score_sequences(
         decoder, [item.flat() for item in inputs], 1.0, [item.placed() for item in inputs]
@@ -134,7 +136,7 @@ def test_permuted_pixels_and_swapped_images_change_the_logprobs(seeing):
     for mine, sampler in zip((right, swapped, blind), seen, strict=True):
         assert np.abs(mine - np.array(sampler[1:])).max() < 2e-5
     engine = Engine(decoder, loaded.eos_token_ids, max_context=1024)
-    for item in inputs:  # of the same tokens, side by side in one batch
+    for item in inputs:  # the same tokens, in the same batch
         engine.add(
             SamplingRequest(
                 prompt=item.flat(),
@@ -180,15 +182,15 @@ def test_a_batch_of_mixed_rows_equals_each_alone_and_so_do_gradients(seeing):
 
 
 def test_an_image_token_that_was_drawn_is_read_alike_by_both_sides():
-    """After an image the model takes every image token for a piece of it; a drawn one is fed as
-    another, in sampler and learner.
+    """After an image, the model would treat every image token as part of the image. Sampler and
+    learner both feed another token in place of a sampled image token.
     """
     loaded, _ = tiny("qwen3_vl")
     reader, renderer = (
         get_image_reader(loaded.model),
         get_renderer("chat_template", loaded.tokenizer),
     )
-    with torch.no_grad():  # it draws little else
+    with torch.no_grad():  # so that most samples contain the image token
         loaded.model.get_output_embeddings().weight[reader.image_token_id] += 0.5
     prompt = rows(loaded.tokenizer, reader, renderer)[1]
     engine = Engine(make_decoder(loaded.model), max_context=1024)
@@ -213,8 +215,8 @@ def test_an_image_token_that_was_drawn_is_read_alike_by_both_sides():
 
 
 def test_the_renderers_tokens_are_those_of_the_families_own_processor(seeing):
-    """One conversation through transformers' processor, where it can be made: the same tokens, the
-    same pixels.
+    """transformers' processor, if it can be built, gives the same tokens and pixels for a
+    conversation.
     """
     loaded, reader, renderer, _ = seeing
     family = loaded.model.config.model_type

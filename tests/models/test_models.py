@@ -1,5 +1,5 @@
-"""What is loaded is the function its weights say: an adapter's scale, and nothing that is dropped
-at random.
+"""Test that a loaded model computes the function its weights define: the adapter's scale is
+applied, and dropout is off.
 """
 
 import json
@@ -24,8 +24,8 @@ from rl.types import LoraConfig
 
 @pytest.mark.parametrize(("alpha", "scale"), [(None, 1.0), (8, 2.0), (2, 0.5)])
 def test_an_adapter_is_scaled_by_alpha_over_rank_and_alpha_is_the_rank_by_default(alpha, scale):
-    """Logprobs by hand: every layer's weight plus scale B A, the tied head's apart from the
-    embedding, in float64.
+    """Compute logprobs by hand in float64: each layer's weight plus scale * B A, with the tied head
+    separate from the embedding.
     """
     worker, (datum, *_) = (
         make_worker(lora=LoraConfig(rank=4, alpha=alpha, seed=5)),
@@ -54,8 +54,8 @@ def test_an_adapter_is_scaled_by_alpha_over_rank_and_alpha_is_the_rank_by_defaul
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
 def test_nothing_is_dropped_in_training(kind, tmp_path):
-    """A model saved with dropout everywhere: in training mode (as under gradient checkpointing) it
-    is the function it is in eval mode.
+    """A model saved with dropout everywhere computes the same function in training mode (as under
+    gradient checkpointing) as in eval mode.
     """
     tiny_model(kind).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -71,8 +71,8 @@ def test_nothing_is_dropped_in_training(kind, tmp_path):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_softcap_holds_in_the_fused_head_too(fused, tmp_path):
-    """Gemma 2 with logits held within 2: by hand from the hidden states, and the fused head is
-    really what was used.
+    """Cap Gemma 2's logits at 2 and compare with logprobs computed by hand from the hidden states.
+    The fused head must be the path in use.
     """
     shape = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
     torch.manual_seed(0)
@@ -145,7 +145,7 @@ def test_the_page_lists_every_tiny_model_with_its_characters_size_and_context():
         ("grpo --base-model tiny:ascii --learning-rate 3e-4", r"sft first \(docs/models.md\S+$"),
         ("sft --base-model tiny:ascii", None),
         ("grpo --base-model Qwen/Qwen3-0.6B", None),
-        ("recipes/addition.yaml", None),  # its grpo continues from its sft
+        ("recipes/addition.yaml", None),  # its grpo stage continues from its sft stage
     ],
 )
 def test_rl_on_random_weights_is_hinted_at(words, expected):

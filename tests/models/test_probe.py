@@ -1,4 +1,4 @@
-"""The probe sees what is wrong with a layout, however faint, and leaves no trace."""
+"""Test the layout probe: it detects even faint faults of a layout and does not change the model."""
 
 import copy
 
@@ -26,7 +26,7 @@ def model_of(name: str = "llama", **changes):
 
 
 def spoil(model, change) -> None:
-    """The first layer's attention gives `change(output)` of what it gave."""
+    """Make the first layer's attention return `change(output)`."""
     layer = model.model.layers[0].self_attn
     original = layer.forward
 
@@ -55,8 +55,8 @@ def test_a_faint_state_that_goes_on_is_seen(strength):
 
 
 def test_positions_that_are_not_heeded_are_seen():
-    """Rows are kept apart, yet each begins where the one before ended: no token of another row is
-    seen, and all is wrong.
+    """Rows are isolated, but each starts at the position where the previous row ended. No token of
+    another row is seen, yet every position is wrong.
     """
     model = model_of("gpt2")
     table = model.transformer.wpe
@@ -72,7 +72,7 @@ def test_positions_that_are_not_heeded_are_seen():
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_weights_as_they_begin_are_judged_like_large_ones(bf16):
-    """They attend nearly uniformly, so that a fault moves a logprob by next to nothing; it would
+    """Initial weights attend nearly uniformly, so that a fault hardly changes a logprob. It would
     grow in training.
     """
     for name, taken in (
@@ -99,7 +99,7 @@ def test_a_window_is_proved_by_making_it_small_or_not_used():
     for model in (near, far):
         faults = find_layout_faults(model, LAYOUTS)
         assert faults.keys() == {"shared"} and "differ" in faults["shared"]
-    assert far.config.sliding_window == 100_000  # and is as it was
+    assert far.config.sliding_window == 100_000  # the probe restored it
     assert (
         "window_size=40 reaches farther"
         in find_layout_faults(model_of("gpt_neo"), ["packed"])["packed"]
@@ -127,7 +127,7 @@ def test_randomness_under_any_name_is_found_in_training_mode():
 
 
 def test_randomness_that_seldom_matters_is_found():
-    """One token in a million: no few tokens would show it."""
+    """The fault hits one token in a million, so a small sample of tokens would not show it."""
 
     class Rare(nn.Module):
         def forward(self, x):
@@ -139,7 +139,7 @@ def test_randomness_that_seldom_matters_is_found():
         "uses random numbers (rand_like)"
         in find_layout_faults(model, ["padded"], training=True)["training"]
     )
-    # it draws a number a layer, to no effect
+    # layerdrop samples a number per layer, without effect
     assert find_layout_faults(model_of("opt", layerdrop=0.5), ["padded"], training=True) == {}
 
 

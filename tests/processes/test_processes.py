@@ -1,4 +1,4 @@
-"""`rl.processes`: supervised processes, worker processes and forked calls."""
+"""Test `rl.processes`: supervised processes, worker processes and forked calls."""
 
 import contextlib
 import os
@@ -62,7 +62,7 @@ def echo(fd):
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Start a worker whose function is `echo`; it is stopped at the end of the test."""
+    """Start a worker with the function `echo`; it is stopped at the end of the test."""
     (tmp_path / "echoing.py").write_text(WORKER)
     monkeypatch.syspath_prepend(str(tmp_path))
     workers = []
@@ -190,7 +190,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_fork_of_a_killed_trainer_keeps_no_process_alive():
-    """The fork holds the socket to the reaper open."""
+    """The fork keeps the socket to the reaper open."""
     trainer = subprocess.Popen(
         [sys.executable, "-c", KILLED],
         cwd=REPO,
@@ -257,7 +257,7 @@ def test_what_a_forked_call_started_ends_with_it():
 
 
 def find_running() -> set[int]:
-    """Return the processes that are not zombies: an orphan may have no parent that reaps it."""
+    """Return the processes that are not zombies. An orphan may have no parent that reaps it."""
     states = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -266,7 +266,7 @@ def find_running() -> set[int]:
 
 
 def test_a_call_that_was_waited_for_is_not_killed(monkeypatch):
-    """Its process id may be that of another process."""
+    """The process id may already belong to another process."""
     call = ForkedCall(lambda: b"a", limit=1 << 10)
     assert call.wait() == b"a"
     killed = []
@@ -276,7 +276,7 @@ def test_a_call_that_was_waited_for_is_not_killed(monkeypatch):
 
 
 def test_a_call_is_killed_right_after_its_start(monkeypatch):
-    """It does not lead its process group yet."""
+    """The child is not the leader of its process group yet."""
     monkeypatch.setattr("rl.processes.forked_call.detach_from", lambda parent: time.sleep(20))
     call = ForkedCall(lambda: b"a", limit=1 << 10)
     start_time = time.monotonic()
@@ -290,7 +290,7 @@ def test_a_crash_is_noticed_while_a_call_of_another_thread_runs(monkeypatch):
 
     def slow_fork() -> int:
         pid = real_fork()
-        if pid:  # time for another thread to fork, too
+        if pid:  # leaves time for another thread to fork as well
             first_forked.set()
             time.sleep(0.5)
         return pid
@@ -325,7 +325,7 @@ def test_messages_without_a_limit_are_read():
 
 
 def test_a_call_does_not_wait_for_another_that_hangs():
-    """Each call ends with its own message, not with the end of a stream that a fork may hold."""
+    """Each call ends with its message, not with the end of a stream that a fork may keep open."""
     hanging = [ForkedCall(lambda: os.system("sleep 1000") and b"", limit=1 << 10) for _ in range(2)]
     assert ForkedCall(lambda: b"a", limit=1 << 10).wait() == b"a"
     for call in hanging:

@@ -1,4 +1,4 @@
-"""Processes that environments and tools start do not outlive their episode or their run."""
+"""Test that processes started by environments and tools do not outlive their episode or run."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 # The environment starts processes that hide from their parent, and a tool that sleeps. `MARK` is a
-# word of each of their command lines.
+# word in each of their command lines.
 ENVIRONMENT = """
 import os, subprocess, sys, time
 from rl.envs import Environment, TurnResult

@@ -1,5 +1,5 @@
-"""Thirty faults that are hard to see: (file, exact old text, new text, what it breaks, the quick
-tests that should see it). test_mutant_list.py plants them.
+"""List thirty subtle faults: (file, exact old text, new text, what it breaks, the quick tests that
+should detect it). test_mutant_list.py injects them.
 
 An old text occurs exactly once in its file.
 """

@@ -1,4 +1,4 @@
-"""Check the architecture: imports point to lower layers, and to public names of packages."""
+"""Test the architecture: imports point to lower layers and to public names of packages."""
 
 import ast
 import re
@@ -11,8 +11,8 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 
-# A package may import packages of lower layers, never of its layer or above. Files directly in rl/
-# are the base: every package may import them.
+# A package may import packages of lower layers only. Files directly in rl/ are the base, which
+# every package may import.
 LAYERS = {
     9: ["trainer", "rlvr"],
     8: ["algorithms", "programs"],
@@ -55,8 +55,8 @@ class Architecture:
 
     @cache  # noqa: B019  (a architecture is read once)
     def imports(self, module: str) -> frozenset[tuple[str, str | None]]:
-        """(module, name) of rl and kernels that a file imports anywhere, for type checking too;
-        name None: the module itself.
+        """Return the (module, name) pairs of rl and kernels that a file imports anywhere, for type
+        checking too. The name is None for an import of the module itself.
         """
         faults: set[tuple[str, str | None]] = set()
         for node in ast.walk(tree(self.files[module])):
@@ -117,7 +117,7 @@ class Architecture:
                     f"{module} imports {attribute} from {name}, which is for scripts alone"
                 )
             elif not name.startswith("rl.") or target is None or target == source:
-                continue  # the base carries everybody
+                continue  # every package may import the base
             elif source is None:
                 faults.append(f"{module} is in the base and imports the package {target}")
             elif self.layer[target] >= self.layer[source]:
@@ -137,9 +137,10 @@ class Architecture:
         return faults
 
     def cycles(self) -> list[str]:
-        """Return the import cycles between files, __init__ files and imports for types included.
+        """Return the import cycles between files, including __init__ files and imports for type
+        checking.
 
-        A file must not import the __init__ of its own package either.
+        A file must not import the __init__ of its package either.
         """
         arrows = {
             m: sorted({name for name, _ in self.imports(m) if name in self.files} - {m})
@@ -177,7 +178,7 @@ class Architecture:
         ]
 
     def users_of_torch_distributed(self) -> list[str]:
-        """Modules that import it, or reach it by its full name."""
+        """Return the modules that import torch.distributed, or use it by its full name."""
 
         def names_it(node: ast.AST) -> bool:
             if isinstance(node, ast.Import):
@@ -240,7 +241,7 @@ def test_only_one_module_imports_torch_distributed():
 
 
 def test_help_needs_no_torch():
-    """What the command line reads before target is something to run imports neither torch nor
+    """The modules that the command line reads before a run starts import neither torch nor
     transformers.
     """
     heavy = ("torch", "transformers", "accelerate")
@@ -251,9 +252,9 @@ def test_help_needs_no_torch():
     assert out.stdout.strip() == "[]"
 
 
-# ------------------------------------------------------------------ the checks see what they should
+# --------------------------------------------------------------------- the checks detect violations
 
-SMALL = {  # two layers and a package beside them: everything as it should be
+SMALL = {  # a valid tree of two layers and a sibling package
     "rl/__init__.py": "from rl.upper import top",
     "rl/errors.py": "",
     "rl/types/__init__.py": "from rl.types.words import word",
@@ -272,7 +273,7 @@ SMALL = {  # two layers and a package beside them: everything as it should be
 SMALL_LAYERS = {3: ["upper"], 2: ["lower", "beside", "distributed"]}
 IF_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 LATE = "def f():\n    "
-PLANTS = {  # name: (files that differ, what the fault says)
+PLANTS = {  # name: (changed files, expected violation)
     "nothing": ({}, None),
     "up": ({"rl/lower/tools.py": "from rl.upper import top"}, "imports point down"),
     "up, late": ({"rl/lower/tools.py": LATE + "from rl.upper import top"}, "imports point down"),

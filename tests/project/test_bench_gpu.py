@@ -1,4 +1,6 @@
-"""The GPU campaign without a GPU: what fails is a row, the rest goes on, and its parts run dry."""
+"""Test the GPU campaign without a GPU: a failure becomes a row, other parts continue, and dry runs
+work.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +54,12 @@ def test_what_fails_is_a_row_and_the_rest_is_there(tmp_path):
 
 
 def test_parts_of_an_earlier_run_are_merged_and_those_of_a_killed_one_are_not(tmp_path):
-    for part in ("floors", "tests"):  # a run each
+    for part in ("floors", "tests"):  # a run per part
         (working := tmp_path / f"working of {part}").mkdir()
         folder = gpu.unpack_parts(tmp_path, working)
         gpu.Table(part, folder / f"{part}.csv").row("whole part", "", "status", "done")
         rows = gpu.collect(tmp_path, folder)
-        # the run is killed, and another part has no end
+        # the run is killed here, so the draw part has no end row
         gpu.Table("draw", folder / "draw.csv").row("any", "ours", "time", 1.0)
     assert [row["part"] for row in rows] == ["floors", "tests"]
     assert [row["part"] for row in rows_of(tmp_path / "gpu.csv")] == ["floors", "tests"]
@@ -83,7 +85,7 @@ def test_large_traces_do_not_take_the_logs_with_them(tmp_path, monkeypatch):
 def test_a_part_that_is_killed_leaves_its_rows_and_they_are_there_while_it_runs(
     tmp_path, monkeypatch
 ):
-    """Its last row and the last character of its log are half written."""
+    """The part is killed while its last row and the last character of its log are half written."""
     code = """import sys, time
 sys.stdout.buffer.write("begun \u00e9".encode()[:-1]); sys.stdout.flush()
 with open(sys.argv[1], "a") as file:
@@ -129,7 +131,7 @@ def test_every_part_has_its_seconds_and_what_is_left_over_goes_to_the_next_ones(
     assert all(callable(gpu.function_of(part)) for part in gpu.PARTS)
     names = list(gpu.PARTS)
     remaining = float(gpu.LIMIT)
-    for i, part in enumerate(names):  # each takes what it may: all have at least their own
+    for i, part in enumerate(names):  # each part uses its maximum: all get their share
         mine = gpu.seconds_for(part, names[i + 1 :], remaining)
         assert gpu.PARTS[part][0] <= mine <= 2 * gpu.PARTS[part][0]
         remaining -= mine
@@ -138,7 +140,7 @@ def test_every_part_has_its_seconds_and_what_is_left_over_goes_to_the_next_ones(
         gpu.seconds_for("decode", names[names.index("decode") + 1 :], float(gpu.LIMIT))
         == 2 * gpu.PARTS["decode"][0]
     )
-    assert gpu.seconds_for("decode", names, 7.0) == 7.0  # of a shorter limit
+    assert gpu.seconds_for("decode", names, 7.0) == 7.0  # a run with a shorter limit
 
 
 # ----------------------------------------------------------------------------------------- decoding
@@ -160,8 +162,8 @@ def test_the_engine_that_the_product_takes_is_timed():
 
 
 def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
-    """The second of three: those before and after it are measured, with every number of rows, with
-    full weights and with LoRA.
+    """Building the second of three models fails. The first and third are still measured with every
+    number of rows, with full weights and with LoRA.
     """
     made, make = [], gpu_models.make_model
 
@@ -226,7 +228,7 @@ def test_tokens_are_counted_as_the_engine_drew_them(tmp_path, monkeypatch, decod
         "tokens_per_s",
         "step",
     )
-    assert float(speed["value"]) == 24 * 16 / 2.0  # two looks of eight steps
+    assert float(speed["value"]) == 24 * 16 / 2.0  # two calls of eight steps
     assert (float(step["value"]), step["unit"]) == (2e3 / 16, "ms")
     assert float(step["floor"]) == pytest.approx(24e3 / float(speed["floor"]), rel=1e-4)
 
@@ -242,8 +244,8 @@ def test_tokens_are_counted_as_the_engine_drew_them(tmp_path, monkeypatch, decod
 
 @pytest.mark.parametrize("size", ["tied", "untied"])
 def test_the_floor_of_a_step_counts_what_it_reads(tmp_path, monkeypatch, size):
-    """The embedding of an untied head is not read as a whole; an adapter is; a group's prompt is
-    read once.
+    """The floor of an untied model leaves out the embedding. It counts adapters, and the prompt of
+    a group only once.
     """
     from types import SimpleNamespace
 
@@ -258,7 +260,7 @@ def test_the_floor_of_a_step_counts_what_it_reads(tmp_path, monkeypatch, size):
         floors = [gpu_decode.step_floor(d, empty) for d in decoders.values()]
         cached = gpu_decode.step_floor(decoders[size], full) - floors[0]
     model = gpu_models.make_model(size, "cpu")
-    # Buffers begin at multiples of some bytes.
+    # Buffers are aligned to a multiple of several bytes.
     assert floors[0] == pytest.approx(2 * (model.num_parameters() - (size != "tied") * 600 * 64))
     assert cached == 107 * 2 * 2 * 2 * 2 * 16  # keys and values, bytes, layers, heads, width
     ranks = 16 * 2 * (64 * 4 + 64 + 32 * 2 + 64 + 3 * (64 + 128))  # q, k, v, o, gate, up, down
@@ -266,7 +268,9 @@ def test_the_floor_of_a_step_counts_what_it_reads(tmp_path, monkeypatch, size):
 
 
 def test_the_host_has_what_the_device_does_not_work(tmp_path, monkeypatch, decoder):
-    """The device works half of a second in each profiled call, of steps of two seconds in all."""
+    """In each profiled call the device is busy for a quarter of a second, and each step takes one
+    second.
+    """
     table = gpu.Table("host", tmp_path / "host.csv")
     monkeypatch.setattr(gpu_decode, "seconds_of", lambda run, device: (run(), 16.0)[::-1])
     monkeypatch.setattr(gpu_decode, "busy_seconds", lambda run, device: (run(), 0.25)[1])
@@ -304,7 +308,7 @@ def test_a_peer_is_timed_without_its_prompts_and_has_to_give_every_token(tmp_pat
         )
 
 
-# ---------------------------------------------------------------------------------- kernels, set-up
+# -------------------------------------------------------------------------------- kernels and setup
 
 
 def test_a_kernel_that_fails_costs_one_row(tmp_path, monkeypatch):
@@ -421,7 +425,9 @@ def test_a_package_that_is_not_installed_is_left_out_before_a_model_is_made(
 def test_a_run_that_takes_too_long_leaves_the_step_that_it_made_and_time_to_the_next(
     tmp_path, monkeypatch
 ):
-    """The first of two runs stands after two steps. Each has half of what is left."""
+    """Stop both runs after two logged steps. Remaining time is split evenly among
+    remaining runs.
+    """
     code = """import json, pathlib, sys, time
 folder = pathlib.Path(sys.argv[-1]) / "grpo"
 folder.mkdir(parents=True)
@@ -450,7 +456,7 @@ time.sleep(60)"""
 
 
 def test_a_command_that_takes_too_long_ends_with_its_children_and_with_its_part(tmp_path):
-    """Its group is the part's, which is killed as a whole."""
+    """The command shares the process group of its part, which is killed as a whole."""
     code = """import os, pathlib, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 pathlib.Path(sys.argv[1]).write_text(f"{os.getpgrp()} {child.pid}")
@@ -584,8 +590,8 @@ def test_a_test_that_hangs_leaves_time_to_the_others(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_parts_run_dry(tmp_path):
-    """As the command that a GPU gets, on a CPU with the smallest sizes: these parts end, and table
-    and plot are there.
+    """Run the command of the GPU campaign on a CPU with the smallest sizes. All these parts finish,
+    and the table and plot exist.
     """
     parts = ["floors", "draw", "group", "decode", "trace"]
     words = [
@@ -605,7 +611,7 @@ def test_parts_run_dry(tmp_path):
     ).stat().st_size > 1000
     assert [row["value"] for row in result if row["metric"] == "status"] == ["done"] * 5
     assert not [row for row in result if row["metric"] == "failed"]
-    # few files, so that a machine that returns few returns everything
+    # few files, so that a machine that returns only a few files returns them all
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "gpu.csv",
         "gpu.png",

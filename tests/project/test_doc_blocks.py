@@ -1,5 +1,6 @@
-"""The blocks and commands of README.md and docs/*.md work as they are written: bash and python run
-with small sizes on tiny models, recipes are parsed, rows are read, and other blocks say why not.
+"""Test that the code blocks and commands of README.md and docs/*.md work as written. Bash and
+python blocks run with small sizes on tiny models, recipes are parsed, rows are loaded, and other
+blocks give a reason for being skipped.
 """
 
 import json
@@ -38,7 +39,7 @@ ROWS = {
     "mine.jsonl": PICTURE,
 }
 PICTURES = ("cat.png", "picture.png")
-# Files that a page names and leaves to the reader.
+# Files that a page names but leaves to the reader.
 OWN_FILES = {
     "methods.md": {
         "mine.py": "from rl.algorithms import GRPO, GrpoSettings\n\n\n"
@@ -46,7 +47,7 @@ OWN_FILES = {
     },
     "wrappers.md": {"mine.py": "def builders(row, group_size, renderer):\n    return None\n"},
 }
-# What the text says that a page's python blocks continue from.
+# State that a page's python blocks continue from, according to its text.
 BEFORE = {
     "own_loop.md": """
 from rl.types import Datum, ModelInput
@@ -55,13 +56,13 @@ inputs = {"target_tokens": [6, 7], "logprobs": [-1.0, -1.0], "advantages": [1.0,
 datums = [Datum(ModelInput.from_ints([5, 6]), inputs)]
 """,
 }
-# A loop of fifty steps shows nothing that one of two steps does not.
+# A loop of two steps shows as much as a loop of fifty.
 SHORT_LOOPS = """
 import builtins
 def range(*numbers):
     return builtins.range(*numbers)[:2]
 """
-# What stands for a name in a command.
+# Values for placeholders in commands.
 PLACEHOLDERS = {
     "RUN": "runs/sorting",
     "OTHER_RUN": "runs/sorting",
@@ -72,9 +73,9 @@ PLACEHOLDERS = {
     "COMMAND": "train",
     "r": "2",
 }
-# where RUN is a run of the page's commands
+# pages where RUN is a run made by the page's commands
 RUN_OF_PAGE = {"games.md": "runs/grpo", "README.md": "runs/grpo"}
-# Runs that a page continues from, and that no command of it makes.
+# Runs that a page continues from, and that none of its commands creates.
 RUNS = {
     "runs/sorting": "grpo --base-model Qwen/Qwen3-0.6B --dataset sums.jsonl --reward exact_match",
     "runs/my-reward-model": "reward_model --base-model Qwen/Qwen3-0.6B --dataset pairs.jsonl",
@@ -83,7 +84,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory):
-    """A bash for the commands, with the models and data sets of the pages in the hub's cache."""
+    """Yield a bash for commands, with the models and data sets of the pages in the hub cache."""
     home = tmp_path_factory.mktemp("docs")
     names = {name for page in PAGES for name in MODEL_NAME.findall(page.read_text())}
     recipes = [*(REPO / "recipes").glob("*.yaml")]
@@ -102,7 +103,7 @@ def shell(tmp_path_factory):
 
 
 def write_inputs(folder: Path) -> None:
-    """Write the rows and pictures that commands name."""
+    """Write the rows and images that commands refer to."""
     import pandas
     from seeing import picture
 
@@ -115,7 +116,7 @@ def write_inputs(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def made_runs(shell, tmp_path_factory) -> Path:
-    """A folder with RUNS in it."""
+    """Return a folder that contains RUNS."""
     folder = link_checkout(tmp_path_factory.mktemp("made") / "checkout", shell)
     write_inputs(folder)
     for name, words in RUNS.items():
@@ -130,7 +131,7 @@ def fill_placeholders(command: str, page: str, number: int) -> str:
 
 
 def run_block(block: Block, shell: DocShell, folder: Path, commands: str) -> None:
-    """Run a block, or load it by what reads such files. `commands`: those of the page."""
+    """Run a block, or load it as the product loads such files. `commands` are those of the page."""
     if block.language == "bash":
         shell.run(fill_placeholders(block.text, block.page, block.line), folder)
     elif block.language == "python" and block.file:
@@ -150,7 +151,7 @@ def run_block(block: Block, shell: DocShell, folder: Path, commands: str) -> Non
 
 
 def read_recipe(block: Block, folder: Path) -> None:
-    """Parse a recipe; settings without a method have to be those of some method."""
+    """Parse a recipe. Settings without a method must be valid for some method."""
     path = folder / (block.file or f"block_{block.line}.yaml")
     path.write_text(block.text)
     is_whole = {"method", "stages"} & yaml.safe_load(block.text).keys()
@@ -179,7 +180,7 @@ def read_rows(block: Block, folder: Path) -> None:
 
 
 def test_blocks_of_each_kind_are_read(tmp_path, monkeypatch):
-    """Check the kinds that few pages have, and that a mistake in each is seen."""
+    """Check the kinds of blocks that few pages have, and that an error in each is reported."""
     monkeypatch.chdir(tmp_path)
     text = """
 <!-- test: file=mine.yaml -->
@@ -224,7 +225,7 @@ def test_every_block_says_what_is_done_with_it():
 
 @pytest.mark.slow
 def test_a_command_that_is_only_parsed_does_not_start(shell, tmp_path):
-    """No such run exists: a script that starts says so."""
+    """The run does not exist, so a script that starts would fail."""
     folder = link_checkout(tmp_path / "checkout", shell)
     for script in ("sample.py", "evaluate.py"):
         shell.run(

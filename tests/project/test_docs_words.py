@@ -1,7 +1,8 @@
-"""README and docs name settings that exist. tests/project/test_doc_blocks.py runs their commands.
+"""Test that README and docs name existing settings. Their commands run in
+tests/project/test_doc_blocks.py.
 
-Their links lead to pages and sections that exist, docs/index.md lists every page, and the README
-stays short.
+Links must lead to existing pages and sections, docs/index.md must list every page, and the README
+must stay short.
 """
 
 import re
@@ -32,7 +33,7 @@ SCRIPTS = [
     "minimal_loop",
 ]
 SCRIPTS += ["rl/envs/demo_generator"]
-# Of other programs that the pages name: accelerate, Slurm, pip, lm-evaluation-harness, TRL
+# Flags of other programs that the pages name: accelerate, Slurm, pip, lm-evaluation-harness, TRL
 # (docs/coming_from.md).
 OTHERS = {
     "config_file",
@@ -48,22 +49,22 @@ OTHERS = {
     "model",
     "model_args",
     "num_generations",
-    "version",  # of the command whetstone
-    "pid",  # of py-spy
+    "version",  # flag of the whetstone command
+    "pid",  # flag of py-spy
     "setting",  # a placeholder
-    "no-build-isolation",  # of pip
+    "no-build-isolation",  # flag of pip
     "no-index",
     "target",
-    "torch-backend",  # of uv
-    "logdir",  # of tensorboard
-    "backend-store-uri",  # of mlflow
-    "enable-scale-out",  # of vllm serve, to the end
+    "torch-backend",  # flag of uv
+    "logdir",  # flag of tensorboard
+    "backend-store-uri",  # flag of mlflow
+    "enable-scale-out",  # flags of vllm serve from here on
     "hf-overrides",
     "logprobs-mode",
     "max-model-len",
     "tensor-parallel-size",
 }
-BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ whose flags are named
+BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ with flags that pages name
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w.-]*)")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -73,7 +74,7 @@ SETTINGS = {key for method in METHODS.values() for key in get_fields(method.Sett
 
 
 def flags_of(script: str) -> set[str]:
-    """Those that a script's own parser is given, wherever it is built."""
+    """Return the flags that a script's parser defines, wherever it is built."""
     text = (ROOT / f"{script}.py").read_text()
     return set(re.findall(r'add_argument\(\s*(?:"-\w", )?"--([\w-]+)"', text))
 
@@ -93,8 +94,8 @@ def named(text: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_of_a_page_exists(page):
     present = known()
-    # --environment.key and --template.key take what an environment or a template has; --STAGE.key
-    # is a setting of one stage.
+    # --environment.key and --template.key accept the settings of an environment or a template.
+    # --STAGE.key is a setting of a single stage.
     flags = {
         flag.partition(".")[2] if flag.partition(".")[0] in METHODS else flag.partition(".")[0]
         for flag in named(page.read_text())
@@ -117,7 +118,7 @@ def test_a_setting_that_is_gone_would_be_seen(monkeypatch):
 
 
 def section_ids(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub generates them."""
     headings = re.findall(
         r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M
     )
@@ -156,7 +157,7 @@ def index_parts() -> dict[str, list[str]]:
 
 
 def flatten_nav(entries: list) -> list[str]:
-    """Return the pages of a part of the nav, in order; a part may have parts."""
+    """Return the pages of a part of the nav, in order. A part may have nested parts."""
     return [
         page
         for entry in entries
@@ -184,7 +185,7 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize("page", ["README.md", "docs/methods.md"])
 def test_pages_quote_the_loop(page):
-    """The first block under "The loop" is lines of rl/trainer/training_loop.py, the second of
+    """The first block under "The loop" quotes rl/trainer/training_loop.py, the second
     rl/trainer/batch_source.py.
     """
     section = (ROOT / page).read_text().partition("## The loop\n")[2]
@@ -209,15 +210,15 @@ INSTALL = re.compile(r"pip install (?!-r|-e \"?\.)([A-Za-z][\w.-]*)")
 
 
 def list_commands(text: str, packages: set[str]) -> list[str]:
-    """Return the commands that install a package of an extra by its own name, or an extra of a
-    checkout without -e.
+    """Return the commands that install a package of an extra by name, or an extra of a checkout
+    without -e.
     """
     names = [name for name in INSTALL.findall(text) if name.lower() in packages]
     return names + re.findall(r"pip install \S*\.\[[\w,-]+\]", text)
 
 
 def test_packages_of_extras_are_installed_by_one_command():
-    """By `pip install -e ".[EXTRA]"` (rl.errors.install_command), in the code and on the pages."""
+    """Code and pages use `pip install -e ".[EXTRA]"` (rl.errors.install_command)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name: project["optional-dependencies"][name] for name in
               ("serve", "search", "quantized", "wandb", "tensorboard", "trackio", "mlflow",

@@ -1,4 +1,4 @@
-"""Run the notebooks and scripts of examples/: briefly in the suite, as written in the campaign."""
+"""Run the notebooks and scripts of examples/: shortened by default, as written in the campaign."""
 
 import ast
 import json
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 SCRIPTS = sorted(EXAMPLES.glob("*/train.py"))
-# What a script prints last when it works.
+# The last line that a working script prints.
 LAST_LINES = {
     "agent": r"assistant .*",
     "code": r"(-0\.1|0\.0|1\.0)  '.*'",
@@ -36,7 +36,7 @@ def read_cells(path: Path) -> list[dict]:
 
 
 def run_notebook(path: Path, steps: int | None = None) -> dict:
-    """Run the code cells in order and return their names; `steps` replaces the length of the run."""
+    """Run the code cells in order and return their names. `steps` replaces the run's length."""
     names: dict = {"__name__": "__main__"}
     for cell in read_cells(path):
         source = "".join(cell["source"])
@@ -64,7 +64,7 @@ FOLDERS = [
 
 
 def test_the_table_lists_every_example():
-    """Its links lead to files, and its commands name the files of its rows."""
+    """Links lead to files, and the commands name the files of the rows."""
     page = EXAMPLES / "README.md"
     text = page.read_text(encoding="utf-8")
     commands = re.findall(r"`(?:python|jupyter lab) (examples/[\w/.]+)`", text)
@@ -90,7 +90,7 @@ def test_the_commands_of_a_header_are_accepted(path, monkeypatch):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_the_run_on_a_gpu_is_accepted(path, monkeypatch):
-    """Its settings are those of a block in a text cell, which no other test runs."""
+    """The settings are in a block of a text cell, which no other test runs."""
     monkeypatch.chdir(ROOT)
     text = "\n".join("".join(cell["source"]) for cell in read_cells(path))
     [block] = re.findall(r"```python\n(.*?)```", text, re.S)
@@ -103,7 +103,7 @@ def test_the_run_on_a_gpu_is_accepted(path, monkeypatch):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_is_clean(path):
-    """Its outputs are small, and hold no path of the machine that wrote them."""
+    """The outputs are small and contain no path of the machine that wrote them."""
     text = path.read_text(encoding="utf-8")
     notebook = json.loads(text)
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)

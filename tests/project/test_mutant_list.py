@@ -1,4 +1,4 @@
-"""Each planted fault of mutant_list.py has its place in the code, and is seen by its tests."""
+"""Test that each mutant of mutant_list.py applies to the code and is detected by its tests."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def test_every_planted_fault_has_its_place_and_its_tests(mutant):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
-    """A copy of the files that git lists."""
+    """Return a copy of the files that git lists."""
     folder = tmp_path_factory.mktemp("tree")
     command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
     names = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
@@ -48,7 +48,7 @@ def test_a_planted_fault_is_seen(mutant, tree):
     path.write_text(text.replace(mutant.old, mutant.new))
     tests = [FILES[f"test_{name}"] for name in mutant.tests.split()]
     words = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
-    # No bytecode: that of a file of the same size and second would be taken for the fault's.
+    # No bytecode: a cached file of the same size and time stamp would be mistaken for the mutant.
     env = {
         "WHETSTONE_DATA": str(REPO.parent / "shared" / "data"),
         **os.environ,

@@ -1,5 +1,5 @@
-"""Places that texts name are there: paths, modules and names, in docs, docstrings and comments, and
-in the scripts that tests write.
+"""Test that paths, modules and names exist wherever docs, docstrings, comments and test scripts
+mention them.
 """
 
 import ast
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import rl
-import rl.types  # which gives addresses to what is in it
+import rl.types  # registers modules below rl.types in sys.modules
 
 REPO = Path(__file__).resolve().parents[2]
 TEXTS = [
@@ -29,7 +29,7 @@ TEXTS = [
         "recipes/*.yaml",
     )
     for path in sorted(REPO.glob(pattern))
-    # these name what is not there
+    # these two name missing paths on purpose
     if path.suffix in (".md", ".py", ".yaml")
     and path.name not in ("test_architecture.py", "test_places.py")
 ]
@@ -42,7 +42,9 @@ FOLDER = re.compile(
 
 @cache
 def names_in(file: Path) -> set[str]:
-    """What a file defines, or hands on, at its top; of classes their members too, as Class.member."""
+    """Return the names that a file defines or re-exports at its top level, and its classes' members
+    as Class.member.
+    """
     result = set()
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
@@ -69,8 +71,8 @@ def names_in(file: Path) -> set[str]:
 
 
 def is_there(dotted: str) -> bool:
-    """Whether a dotted name is a module, or a name that one has; what a name's own attributes are
-    is not asked.
+    """Return whether a dotted name is a module or a name in a module. Attributes of that name are
+    not checked.
     """
     parts = dotted.split(".")
     for end in range(len(parts), 0, -1):
@@ -89,7 +91,7 @@ def is_there(dotted: str) -> bool:
 
 
 def alias(dotted: str) -> bool:
-    """Addresses of Tinker's client, which are no files here."""
+    """Return whether a name is an address of Tinker's client, which has no file here."""
     known = [
         "rl.model_info",
         "rl.lib.public_interfaces",

@@ -1,4 +1,6 @@
-"""docs/reference/ is what the code says, and its page of metrics names the metrics of runs."""
+"""Test that docs/reference/ matches the code, and that its page of metrics lists the metrics of
+runs.
+"""
 
 import re
 from pathlib import Path
@@ -14,7 +16,7 @@ from tools.metric_names import METRICS, SECTIONS, is_documented
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFIXES = {name.partition("/")[0] for name in METRICS if "/" in name}
-# Texts of the package that look like metrics: prefixes and parts of names that are put together.
+# Strings of the package that look like metrics: prefixes and parts of composed names.
 PARTS = {"env/all", "test/env", "test/env/all", "test/greedy", "test/greedy/all"}
 PARTS |= {"optim/kl_ref", "optim/approx_kl"}
 
@@ -39,7 +41,7 @@ def test_every_setting_of_a_method_is_listed(method):
 
 
 def metric_literals() -> set[str]:
-    """Return the metric names in strings of the package, except those that are put together."""
+    """Return the metric names in strings of the package, except composed ones."""
     name = re.compile(rf'(?<!f)"((?:{"|".join(PREFIXES)})/[a-z_0-9./]*[a-z_0-9])"')
     files = (ROOT / "rl").rglob("*.py")
     return {match for path in files for match in name.findall(path.read_text())} - PARTS

@@ -1,6 +1,7 @@
-"""Keep names and prose plain: the words of docs/glossary.md, one meaning per name, 100 columns.
+"""Test that names and prose are plain: words of docs/glossary.md, a single meaning per name, 100
+columns.
 
-docs/architecture.md has the limits of files and functions.
+docs/architecture.md lists the limits of files and functions.
 """
 
 import ast
@@ -26,12 +27,12 @@ PACKAGE = sorted(
 )
 SCRIPTS = sorted(REPO.glob("*.py"))
 MOST_TERMS, MOST_FILE_TOKENS, MOST_FUNCTION_TOKENS = 150, 4000, 500
-# As identifiers these words say nothing about what a name holds.
+# These words as identifiers do not describe what a name holds.
 EVERYDAY = frozenset(
     "found said asked told given own one left there who how anew alone beside nobody somebody "
     "stands laid wanted goes thing whose behind".split()
 )
-# The first words of docstrings: verbs, and "Raised" of exceptions.
+# The first words of docstrings: verbs, and "Raised" for exceptions.
 VERBS = frozenset(
     """
     Accept Access Accumulate Acquire Adapt Add Admit Advance Allocate Annotate Answer Append
@@ -58,8 +59,7 @@ VERBS = frozenset(
     Wait Wake Warn Watch Weight Wrap Write Yield Zero
     """.split()
 )
-# Docstrings that are read by others than programmers: the titles of --help, and the descriptions
-# of tools that a model is given.
+# Docstrings shown to users or models: titles of --help, and descriptions of tools.
 SHOWN_TEXTS = frozenset({"calculator", "get", "keys", "put", "python", "remove", "search"})
 
 
@@ -90,7 +90,7 @@ def singular(word: str) -> str:
 
 @cache
 def glossary() -> dict[str, str]:
-    """Return term to explanation, as docs/glossary.md has them."""
+    """Return a mapping of term to explanation from docs/glossary.md."""
     text = (REPO / "docs" / "glossary.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", text, re.MULTILINE)
     return {term: meaning for term, meaning in rows if term not in ("term", "---")}
@@ -98,7 +98,7 @@ def glossary() -> dict[str, str]:
 
 @cache
 def known_heads() -> frozenset[str]:
-    """Return the words that may end a name: those of the glossary, of Python and of Tinker."""
+    """Return the words that may end a name: those of the glossary, Python and Tinker."""
     known: set[str] = set()
     for term in glossary():
         for variant in re.split(r"[,/]", term):
@@ -158,7 +158,7 @@ def everyday_identifiers(path: Path) -> list[str]:
             ast.keyword: lambda node: [node.arg],
         }.get(type(node), lambda node: [])(node)
         if isinstance(node, ast.Attribute) and node.attr == "left":
-            names = []  # a field of the nodes of Python's own ast
+            names = []  # a field of the nodes of Python's ast
         lines += [f"{name_of(path)}:{node.lineno} {name}" for name in names if name in EVERYDAY]
     return lines
 

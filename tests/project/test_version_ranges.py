@@ -1,4 +1,6 @@
-"""tools/version_ranges.py records an end whose packages do not install, and tries the other."""
+"""Test tools/version_ranges.py: if the packages of an end do not install, it records that and tries
+the other end.
+"""
 
 import csv
 import subprocess

@@ -1,4 +1,4 @@
-"""Build the wheel and use it from a folder that is not the checkout."""
+"""Test the wheel: build it and use it from a folder outside the checkout."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def installed(tmp_path_factory):
 
 
 def run(target: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess:
-    """Run the installed command, with the packages of this environment behind it."""
+    """Run the installed command, with the packages of this environment as a fallback."""
     line = (
         f"import sys; sys.path.insert(0, {str(target)!r}); import rl as package; "
         f"assert package.__file__.startswith({str(target)!r}); from whetstone import main; "
@@ -62,7 +62,7 @@ def test_the_wheel_trains_samples_and_knows_its_version(installed, tmp_path):
     assert version.startswith("whetstone ") and version.split()[1] in wheel.name
     help_page = run(target, tmp_path, "train", "--help")
     assert help_page.returncode == 0 and "grpo" in help_page.stdout
-    assert "gsm8k.yaml" in help_page.stdout  # the recipes are found
+    assert "gsm8k.yaml" in help_page.stdout  # the recipes are available
     words = "train grpo --dataset addition --steps 1 --batch-size 2 --output-dir out --quiet"
     trained = run(target, tmp_path, *words.split())
     assert trained.returncode == 0, trained.stderr
@@ -106,7 +106,7 @@ def read_extras() -> dict[str, list[Requirement]]:
 def test_the_ranges_contain_the_versions_of_the_constraints():
     constraints = read_requirements("constraints.txt")
     assert all(str(item.specifier).startswith("==") for item in constraints.values())
-    # pyproject.toml and constraints.txt say why these have no version that fits all environments.
+    # pyproject.toml and constraints.txt explain why no version of these fits all environments.
     unpinned = {"mcp", "vllm", "flash-attn"}
     ranges = [*read_requirements("requirements.txt").values()]
     ranges += [item for extra in read_extras().values() for item in extra]
@@ -138,7 +138,7 @@ def test_the_wheel_requires_ranges_and_what_training_needs_alone(installed):
     }
     listed = read_requirements("requirements.txt")
     assert training == {name: item.specifier for name, item in listed.items()}
-    assert not any("==" in str(item.specifier) for item in requirements)  # would replace a torch
+    assert not any("==" in str(item.specifier) for item in requirements)  # == might replace torch
     tools = {"pytest", "pytest-xdist", "ruff", "mypy", "wandb", "trl", "tinker"}
     assert not tools & set(training)
 

@@ -1,10 +1,10 @@
-"""Tokenizers of single characters."""
+"""Build tokenizers of single characters."""
 
 from transformers import PreTrainedTokenizerFast
 
 
 def character_tokenizer(vocabulary, *, unknown=None, begin=None, **special):
-    """Return a tokenizer of these tokens. `begin`: the token that it puts before each text."""
+    """Return a tokenizer of these tokens. `begin` is the token that it puts before each text."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
     ids = {token: i for i, token in enumerate(vocabulary)}

@@ -1,4 +1,4 @@
-"""Calls of tools as GLM, Llama 3, Gemma 4 and LFM2 write them."""
+"""Test the tool call formats of GLM, Llama 3, Gemma 4 and LFM2."""
 
 import json
 import random
@@ -109,7 +109,7 @@ def test_what_is_written_is_read_back(name):
 
 @pytest.mark.parametrize("name", FORM)
 def test_what_is_cut_off_or_damaged_is_named_and_stays_as_text(name):
-    """Every beginning of a call, and calls with a letter taken out."""
+    """Try every prefix of a call, and calls with a missing character."""
     written = WRITE[name]([call(a=7, text="q w")])
     begun = FORM[name].begin if name != "llama" else '{"name":'
     for upto in range(len(written)):

@@ -1,4 +1,4 @@
-"""Conversations in a terminal: prompts, greedy samples, and what is written."""
+"""Test conversations in a terminal: prompts, greedy samples and output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_turn() -> ChatTurn:
 
 
 def chat(monkeypatch, sessions, lines, **console) -> str:
-    """Return what is written while `lines` are read from a pipe."""
+    """Return the output while `lines` are read from a pipe."""
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     ChatConsole(sessions, Console(file=out, width=200, **console)).run()
@@ -75,7 +75,9 @@ def test_a_model_without_roles_gets_a_hint_at_the_start(client, monkeypatch):
 
 
 def test_each_turn_continues_the_tokens_of_the_turns_before(client, monkeypatch):
-    """By hand: plain text has no roles, and an answer without an end gets one."""
+    """Build the expected prompts by hand: plain text has no roles, and an unfinished answer gets an
+    EOS.
+    """
     tokenizer = client.get_tokenizer()
     eos, expected, prompt = tokenizer.eos_token_id, [], []
     for text in ("1+2=", "7+", "30="):
@@ -155,7 +157,7 @@ def test_the_oldest_turns_are_omitted_when_the_context_is_full(client, monkeypat
     chat(monkeypatch, [session], [message] * 4)
     for turn in session.turns:
         assert len(turn.prompt) + limit // 4 <= limit + 1
-    # the prompt of the last turn, from the turns that it includes
+    # the prompt of the last turn, rebuilt from the turns that it includes
     last = session.turns[-1]
     assert 0 < last.first_turn < 3
     expected = []
@@ -174,7 +176,7 @@ def test_a_message_that_leaves_little_room_gets_a_short_answer(client, monkeypat
 
 
 class InterruptingFile(io.StringIO):
-    """Send Ctrl-C to the process once the answer has begun."""
+    """Send Ctrl-C to the process once it writes the start of the answer."""
 
     def __init__(self, begun: str):
         super().__init__()
@@ -201,7 +203,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(client, monkeypatch):
     stopped, last = session.turns
     assert stopped.sequence.tokens == whole[: len(stopped.sequence.tokens)]
     assert 0 < len(stopped.sequence.tokens) < 50
-    # the part so far is the answer that the next turn continues
+    # the next turn continues the partial answer
     continued = [*prompt, *stopped.sequence.tokens, eos]
     assert last.prompt == [*continued, *tokenizer.encode("3=", add_special_tokens=False)]
     assert last.sequence.tokens == greedy(client, last.prompt)
@@ -238,7 +240,9 @@ def test_ctrl_c_before_the_first_token_leaves_the_conversation_unchanged(client,
 
 
 def test_ctrl_c_while_one_of_two_models_answers_gives_the_other_no_turn(client, monkeypatch):
-    """In lines: the second model has not begun. A retry is its first answer to the message."""
+    """Without columns, the second model has not started yet. A retry is its first answer to the
+    message.
+    """
     prompt = client.get_tokenizer().encode("1+2=", add_special_tokens=False)
     out = InterruptingFile(text_of(client, greedy(client, prompt, 2)))
     sessions = [make_session(client, max_tokens=200, name=name) for name in "AB"]
@@ -302,7 +306,7 @@ def test_a_failed_answer_keeps_its_part_so_far_on_the_screen(terminal):
     display.fail(1, "no token at all")
     display.close()
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    # columns are written again at the end
+    # columns are printed again at the end
     last = max(i for i, line in enumerate(lines) if line.startswith("the part so far"))
     assert lines[last + 1].startswith("the logits are not finite")
     assert "no token at all" in (lines[last] if terminal else lines[-1])
@@ -310,7 +314,7 @@ def test_a_failed_answer_keeps_its_part_so_far_on_the_screen(terminal):
 
 @pytest.mark.parametrize("width", [40, 200])
 def test_two_models_answer_every_message(client, monkeypatch, width):
-    """Each with its own history; in columns where the terminal is wide."""
+    """Each model keeps a separate history. A wide terminal shows columns."""
     single = answers_in(chat(monkeypatch, [make_session(client, system="9+")], ["1+2=", "3="]))
     other = answers_in(chat(monkeypatch, [make_session(client)], ["1+2=", "3="]))
     sessions = [make_session(client, name="A", system="9+"), make_session(client, name="B")]
@@ -357,7 +361,7 @@ def test_what_a_model_writes_does_not_control_the_terminal(names):
 
 
 def test_a_checkpoint_is_chosen_for_runs_alone(monkeypatch):
-    """With fakes: a run of the name run/a, and a tiny model for all weights."""
+    """Use fakes: a run named run/a, and a tiny model for all weights."""
     opened = []
 
     def open_tiny(target, checkpoint, *, trusted):

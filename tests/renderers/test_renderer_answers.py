@@ -1,4 +1,4 @@
-"""How answers end, what is parsed of them, and turns put together from tokens."""
+"""Test the end of answers, their parsing, and the assembly of turns from tokens."""
 
 import json
 import random
@@ -22,7 +22,7 @@ from rl.renderers.stop_tokens import get_end_tokens
 
 @pytest.mark.parametrize(("name", "model"), pairs())
 def test_an_answer_ends_at_every_eos_of_the_model(tokenizers, name, model):  # noqa: F811
-    """Those of the generation config as well; the answer stands before the first."""
+    """Ends include those of the generation config. The answer is the text before the first end."""
     tokenizer = tokenizers(model)
     others = [i for i in special_ids(tokenizer) if i != tokenizer.eos_token_id][:2]
     renderer = get_renderer(name, tokenizer, eos_token_ids=others)
@@ -61,7 +61,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [2]}}\n</tool_ca
 @pytest.mark.parametrize("model", CHAT)
 def test_calls_are_parsed_and_rendered_back_to_their_tokens(renderers, tokenizers, model):  # noqa: F811
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
-    # minimind's prompt holds an empty one
+    # minimind's prompt contains an empty thought
     thought = "<think>\nhm\n</think>\n\n" if model == "qwen3" else ""
     add = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [2]}}}
     for text, content, calls in (
@@ -78,7 +78,7 @@ def test_calls_are_parsed_and_rendered_back_to_their_tokens(renderers, tokenizer
         assert message.get("tool_calls") == calls
         assert "unparsed_tool_calls" not in message
         if model == "qwen2.5" and not content:
-            continue  # its template writes the line break of the prompt with the call
+            continue  # its template writes the line break of the prompt together with the call
         example, weights = renderer.build_supervised_example([ASK, message])
         learnt = [token for token, weight in zip(example.to_ints(), weights, strict=True) if weight]
         assert learnt == tokens
@@ -105,7 +105,7 @@ def test_a_cut_off_call_is_told_from_a_complete_one(renderers, tokenizers, model
     ] and error in message["unparsed_tool_calls"][0]["error"]
     assert message["content"].startswith("Well.") and message["content"].endswith(call)
     complete, ended = renderer.parse_response([*tokenizer.encode(CALL, add_special_tokens=False)])
-    # whole, though the answer was cut off after it
+    # the call is complete, although the answer was cut off after it
     assert not ended and "unparsed_tool_calls" not in complete
 
 
@@ -139,8 +139,8 @@ def test_every_thought_is_split_off(renderers, tokenizers, model):  # noqa: F811
 
 
 def after_an_answer(renderer, prompt, answer, new):
-    """The next prompt as an environment has it that never tokenises anew."""
-    # its mark is text, which `with_end_mark` writes anew
+    """Return the next prompt as an environment builds it that never retokenizes."""
+    # the end mark is text, which `with_end_mark` would encode again
     if isinstance(renderer.get_stop_sequences()[0], str):
         result = renderer.extend_prompt([], prompt, answer, new)
         return None if result is None else result.to_ints()
@@ -156,7 +156,7 @@ def after_an_answer(renderer, prompt, answer, new):
 
 @pytest.mark.parametrize(("name", "model"), pairs())
 def test_what_was_drawn_is_never_tokenised_anew(renderers, tokenizers, name, model):  # noqa: F811
-    """50 conversations each, of answers in odd tokens."""
+    """Run 50 conversations per renderer, with answers of random tokens."""
     tokenizer, renderer = tokenizers(model), renderers(name, model)
     rng = random.Random(f"{name} {model}")
     ordinary = [i for i in range(len(tokenizer)) if i not in special_ids(tokenizer)]
@@ -168,12 +168,13 @@ def test_what_was_drawn_is_never_tokenised_anew(renderers, tokenizers, name, mod
             answer = [rng.choice(ordinary) for _ in range(rng.randint(1, 6))]
             mark = [rng.choice(ends)] if ends else renderer.encode("\n\nUser:")
             if name == "role_colon" and renderer.parse_response([*answer, *mark])[1] is False:
-                continue  # the mark came out joined to what was drawn
+                continue  # the mark was merged into the sampled tokens
             sampled = [*answer, *mark]
             new = [{"role": "user", "content": rng.choice(["b", "ab<|im_end|>", "\n"]) + "x"}]
             following = after_an_answer(renderer, prompt, sampled, new)
             if following is None:
-                # the mark is in the middle of what was drawn: the conversation is written anew
+                # the mark is in the middle of the sampled tokens, so the conversation is encoded
+                # again
                 continue
             assert following[: len(prompt) + len(answer)] == [*prompt, *answer]
             assert (

@@ -1,4 +1,4 @@
-"""Two families that write otherwise."""
+"""Test the chat templates of GLM and Gemma, which differ from other families."""
 
 import json
 
@@ -47,7 +47,9 @@ def user(text):
 
 
 def learnt(renderer, messages):
-    """What is learnt of the last message, as ids and text: one stretch, right behind the prompt."""
+    """Return the trained part of the last message as ids and text. It must be a single span
+    directly after the prompt.
+    """
     example, weights = renderer.build_supervised_example(messages)
     ids, (where,) = example.to_ints(), np.nonzero(weights)
     begin, end = int(where[0]), int(where[-1]) + 1
@@ -99,7 +101,7 @@ def test_glm_goes_on_from_the_mark_or_refuses(thoughts):
     answer, _ = learnt(renderer, [ask, text])
     after = renderer.extend_prompt([ask], seen, answer, [user("and 3+3?")])
     if thoughts:
-        assert after is None  # its template leaves thoughts out of history
+        assert after is None  # its template drops thoughts from history
     else:
         assert after.to_ints()[: len(seen) + len(answer)] == [*seen, *answer]
         assert (
@@ -108,7 +110,7 @@ def test_glm_goes_on_from_the_mark_or_refuses(thoughts):
         )
         assert after == renderer.build_generation_prompt([ask, text, user("and 3+3?")])
         cut_off = renderer.extend_prompt([ask], seen, answer[:-1], [user("and 3+3?")])
-        assert cut_off == after  # the mark is written for it
+        assert cut_off == after  # the missing mark is added
     assert renderer.extend_prompt([ask], seen, answer, [tool]) is None  # it handed over to the user
     assert (
         renderer.extend_prompt([ask], seen, answer, [{"role": "system", "content": "!"}, user("b")])
@@ -120,7 +122,7 @@ def test_glm_goes_on_from_the_mark_or_refuses(thoughts):
         *seen, *called, *tokenizer.encode("\n4<|assistant|>", add_special_tokens=False),
     ]  # fmt: skip
     assert renderer.extend_prompt([ask], seen, called, [user("b")]) is None
-    # nobody was handed over to: the history would not hold that token
+    # the answer ended for neither user nor tool, and the history would not contain that token
     stopped = [*called[:-1], tokenizer.eos_token_id]
     assert renderer.extend_prompt([ask], seen, stopped, [tool]) is None
 
@@ -172,7 +174,7 @@ def test_thoughts_of_gemma_are_taken_out_and_rendered_back():
         False,
     )
     seen = renderer.build_generation_prompt([ask]).to_ints()
-    # history goes without thoughts
+    # history has no thoughts
     assert renderer.extend_prompt([ask], seen, tokens, [user("and?")]) is None
     plain = tokenizer.encode("4<turn|>", add_special_tokens=False)
     assert renderer.extend_prompt([ask], seen, plain, [user("and?")]).to_ints()[

@@ -1,4 +1,4 @@
-"""Special tokens in messages are text, whichever renderer and tokenizer."""
+"""Test that special tokens in messages are encoded as text, for every renderer and tokenizer."""
 
 import random
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from rl.errors import UserError
 from rl.renderers import get_renderer
 from rl.renderers.special_token_escaping import SpecialTokenEscaper
 
-# their second spelling takes seconds to make
+# building the escaped vocabulary of these takes seconds
 LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2.5", "qwen3")]
 CHAT = [*LARGE, "minimind_6400"]
 TEMPLATES = [*CHAT, "llama-like", "unigram"]
@@ -19,7 +19,9 @@ ASK = {"role": "user", "content": "2+2?"}
 
 
 def metaspace(model):
-    """A tokenizer as Llama's: spaces are a mark; special tokens in the vocabulary."""
+    """Return a tokenizer like Llama's: spaces become a mark, and special tokens are in the
+    vocabulary.
+    """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -52,7 +54,9 @@ def llama_like():
 
 
 def unigram():
-    """Its model would take "</s>" in a text for the piece of that name, were the piece not renamed."""
+    """Return a Unigram tokenizer. It would encode "</s>" in a text as the piece of that name if the
+    piece were not renamed.
+    """
     from tokenizers import models
 
     pieces = [
@@ -63,7 +67,9 @@ def unigram():
 
 
 def words():
-    """Whole characters, and special tokens of which the vocabulary holds "<eos>" itself."""
+    """Return a tokenizer of single characters. Of its special tokens, the vocabulary contains
+    "<eos>".
+    """
     special = {"eos_token": "<eos>", "pad_token": "<pad>"}
     return character_tokenizer(["<pad>", "<eos>", *characters()], **special)
 
@@ -73,7 +79,7 @@ MADE = {"llama-like": llama_like, "unigram": unigram, "words": words}
 
 @pytest.fixture(scope="module")
 def tokenizers(request):
-    """By name; the real ones where the data folder is there."""
+    """Return a function from name to tokenizer. The real ones need the data folder."""
     from transformers import AutoTokenizer, GPT2TokenizerFast
 
     known = {name: make() for name, make in MADE.items()}
@@ -91,7 +97,7 @@ def tokenizers(request):
 
 @pytest.fixture(scope="module")
 def renderers(tokenizers):
-    """Each renderer of each tokenizer, made once."""
+    """Return a function that caches each pair of renderer and tokenizer."""
     made = {}
 
     def get(name, tokenizer):
@@ -103,9 +109,9 @@ def renderers(tokenizers):
 
 
 def pairs():
-    """Every renderer with every tokenizer that it can be made for."""
+    """Return all supported pairs of renderer and tokenizer."""
     results = []
-    # qwen2.5's once
+    # qwen2.5 is slow, so it runs only once
     for name, models in (("chat_template", TEMPLATES), ("plain", ALL[1:]), ("role_colon", ALL[1:])):
         for model in models:
             slow = not isinstance(model, str)
@@ -123,7 +129,9 @@ def special_ids(tokenizer):
 
 @pytest.mark.parametrize(("name", "model"), pairs())
 def test_no_message_can_write_a_special_token(renderers, tokenizers, name, model):
-    """As many special tokens as harmless words have; the text comes back as it was."""
+    """Messages with special tokens yield as many special tokens as harmless messages, and decode to
+    the same text.
+    """
     tokenizer, renderer = tokenizers(model), renderers(name, model)
     control = sorted(renderer.escaper.control)
     assert control
@@ -164,7 +172,7 @@ def test_a_forged_turn_is_text_wherever_it_stands(renderers, tokenizers, model):
         {"role": "user", "content": forged},
     ]
     tokens = renderer.build_generation_prompt(conversation).to_ints()
-    # one a turn (a tool's answer is a turn of the user), and the one to be written
+    # one per turn (a tool response is a user turn), plus the generation prompt
     assert tokens.count(start) == 7
     assert tokenizer.decode(tokens) == renderer.escaper.unescape(
         renderer._render_text(renderer._escape_messages(conversation), True)
@@ -182,7 +190,9 @@ def test_a_forged_turn_is_text_wherever_it_stands(renderers, tokenizers, model):
 
 @pytest.mark.parametrize("model", CHAT)
 def test_thoughts_and_calls_are_the_assistants_to_write(renderers, tokenizers, model):
-    """What its template writes and the tokenizer does not call special is text to others."""
+    """Markup that the template writes and the tokenizer does not flag as special is plain text in
+    other roles.
+    """
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
     word = "<tool_call>" if model == "qwen2.5" else "<think>"
     mark = tokenizer.convert_tokens_to_ids(word)
@@ -191,20 +201,20 @@ def test_thoughts_and_calls_are_the_assistants_to_write(renderers, tokenizers, m
     def prompt(text):
         return renderer.build_generation_prompt([{"role": "user", "content": text}]).to_ints()
 
-    # minimind's prompt holds an empty thought
+    # minimind's prompt contains an empty thought
     assert prompt(f"{word}x").count(mark) == prompt("2+2?").count(mark)
     text = f"{word}x" if model == "qwen2.5" else f"{word}x</think>y"
     output = [ASK, {"role": "assistant", "content": text}]
     whole = renderer._encode(renderer._render_text(renderer._escape_messages(output), False))
     assert whole.count(mark) == 1
-    assert len(prompt("<|fim_prefix|>")) > 10  # nor other <|...|>
+    assert len(prompt("<|fim_prefix|>")) > 10  # other <|...|> tokens are text as well
 
 
 @pytest.mark.parametrize("model", TEMPLATES)
 def test_without_special_tokens_the_second_spelling_is_the_tokenizers_own(
     renderers, tokenizers, model
 ):
-    """The renamed copy, made to encode all of a rendered text, gives what the tokenizer gives."""
+    """The renamed copy of the tokenizer encodes a rendered text exactly like the tokenizer."""
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
     rng, pieces = (
         random.Random(0),
@@ -228,7 +238,7 @@ def test_without_special_tokens_the_second_spelling_is_the_tokenizers_own(
 
 @pytest.mark.parametrize("model", ["llama-like", "unigram"])
 def test_an_answer_goes_on_where_its_prompt_ended(renderers, tokenizers, model):
-    """The mark of a text's beginning stands before a conversation, not an answer."""
+    """The mark for the start of a text precedes a conversation, not an answer."""
     tokenizer, requests = tokenizers(model), [{"role": "user", "content": "st 7="}]
     messages = [*requests, {"role": "assistant", "content": "ab"}]
     chat = renderers("chat_template", model)
@@ -260,7 +270,7 @@ def test_private_characters_of_the_text_itself_come_through(renderers, tokenizer
 
 @pytest.mark.parametrize("kind", ["plain", "role_colon", "chat_template"])
 def test_the_second_spelling_is_made_once_whatever_tools_there_are(monkeypatch, kind):
-    """Groups of episodes with tools have a renderer each."""
+    """Groups of episodes with tools use separate renderers."""
     from tokenizers import Tokenizer
 
     tokenizer = llama_like() if kind == "chat_template" else words()
@@ -282,7 +292,7 @@ def test_the_second_spelling_is_made_once_whatever_tools_there_are(monkeypatch, 
         get_renderer(kind, tokenizer).with_tools([offer]).build_generation_prompt(text).to_ints()
         for offer in tools
     ]
-    assert len(copies) == 2  # each for itself
+    assert len(copies) == 2  # a copy per renderer
     first = get_renderer(kind, tokenizer)
     assert [
         first.with_tools([offer]).build_generation_prompt(text).to_ints() for offer in tools
@@ -292,7 +302,7 @@ def test_the_second_spelling_is_made_once_whatever_tools_there_are(monkeypatch, 
 
 
 def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
-    """Named or flagged special, or <|...|>; other added tokens are markup."""
+    """Named, flagged as special, or <|...|>. Other added tokens are markup."""
     added = {
         "<s>": True, "<|tool|>": False, "<mask>": False, "<think>": False, "[CALL]": False,
         "  ": False, "<td>": False,
@@ -323,7 +333,7 @@ def test_a_tokenizer_that_has_no_other_spelling_says_so():
     from transformers import AddedToken
 
     class Slow:
-        """Without a fast backend: its special tokens are recognised whatever is asked."""
+        """A tokenizer without a fast backend that recognizes special tokens regardless of flags."""
 
         eos_token_id, bos_token_id, name_or_path = 0, None, ""
         all_special_tokens = ["</s>"]
@@ -353,7 +363,7 @@ def test_a_tokenizer_that_has_no_other_spelling_says_so():
         renderer.encode("a</s>b")
 
 
-# ---------------------------------------------------------------------------------- contents, roles
+# ------------------------------------------------------------------------------- contents and roles
 
 
 @pytest.mark.parametrize(("name", "model"), pairs())

@@ -1,4 +1,4 @@
-"""Renderers against `apply_chat_template`, and the text ones against tokens by hand."""
+"""Test renderers against `apply_chat_template`, and text renderers against tokens by hand."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,9 @@ def tokenizers(shared_data):
 
 @pytest.fixture(scope="module")
 def characters():
-    """A character tokenizer with EOS; `bos`: BOS before each text, as Llama's has."""
+    """Return a function that makes a character tokenizer with EOS. `bos` puts BOS before each text,
+    like Llama's.
+    """
 
     def make(bos=False):
         alphabet = sorted(set("0123456789+=:! \n?.abcdefghijklmnopqrstuvwxyzUAHIS"))
@@ -64,7 +66,7 @@ def test_prompts_and_examples_are_the_models_own_template(
     assert tokens == tokenizer.apply_chat_template(messages, return_dict=False, **settings)
     assert tokens[: len(prompt)] == prompt
     assert weights.dtype == np.float32 and len(weights) == len(tokens)
-    # by hand: the prompt, then what the model writes through <|im_end|>, then the template's line
+    # by hand: the prompt, then the model's answer through <|im_end|>, then the template's line
     # break
     end = len(tokens) - 1
     assert tokenizer.convert_ids_to_tokens(tokens[end - 1]) == "<|im_end|>"
@@ -91,7 +93,7 @@ def test_all_assistant_learns_every_answer_and_nothing_else(tokenizers, model, s
         if weight:
             runs[-1].append(token)
         before = weight
-    # the template leaves thoughts out of history, so the first answer has none
+    # the template drops thoughts from history, so the first answer has none
     assert [tokenizer.decode(run) for run in runs] == [
         "Hello!<|im_end|>",
         f"{thought}It is 4.<|im_end|>",
@@ -99,14 +101,14 @@ def test_all_assistant_learns_every_answer_and_nothing_else(tokenizers, model, s
 
 
 def test_a_prompt_stays_the_prompt_where_a_token_would_straddle_its_end(tokenizers):
-    # Qwen has one token for two line breaks: the template ends the prompt in one, the answer begins
-    # with another
+    # Qwen has a token for two line breaks: the template ends the prompt in one line break, and the
+    # answer begins with another
     renderer, tokenizer = get_renderer("qwen2_5", tokenizers["qwen2.5"]), tokenizers["qwen2.5"]
     messages = [ASK, {"role": "assistant", "content": "\nFour"}]
     prompt = renderer.build_generation_prompt(messages[:-1]).to_ints()
     example, weights = renderer.build_supervised_example(messages)
     tokens = example.to_ints()
-    # which no sampler would produce
+    # no sampler would produce the tokens of the whole text
     assert tokens != tokenizer.apply_chat_template(messages, return_dict=False)
     assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
     assert tokens[: len(prompt)] == prompt
@@ -155,10 +157,10 @@ def test_thoughts_are_split_off_and_rendered_back(tokenizers):
     }  # fmt: skip
     example, weights = renderer.build_supervised_example([ASK, message])
     learnt = [token for token, weight in zip(example.to_ints(), weights, strict=True) if weight]
-    assert learnt == tokens  # the message goes back to the tokens that it came from
+    assert learnt == tokens  # the message encodes back to the tokens that it came from
     cut_off, stopped = renderer.parse_response(tokenizer.encode("<think>\ntwo and"))
     assert cut_off == {"role": "assistant", "content": "<think>\ntwo and"} and not stopped
-    # a tokenizer whose template knows no thoughts leaves the text alone
+    # a tokenizer with a template without thoughts keeps the text unchanged
     text = "a </think> b"
     plain, _ = get_renderer("qwen2_5", tokenizers["qwen2.5"]).parse_response(
         tokenizers["qwen2.5"].encode(text)
@@ -203,14 +205,16 @@ LLAMA_MARKS = [
 
 
 def llama3_base():
-    """A character tokenizer with Llama 3's special tokens and, as its base models', no template."""
+    """Return a character tokenizer with Llama 3's special tokens and no template, like its base
+    models.
+    """
     characters, (bos, eos, *others) = [chr(i) for i in range(32, 127)] + ["\n"], LLAMA_MARKS
     special = {"bos_token": bos, "eos_token": eos, "additional_special_tokens": others}
     return character_tokenizer([*LLAMA_MARKS, *characters], unknown="?", begin=bos, **special)
 
 
 def llama3_text(messages):
-    """The published format by hand, as tokens."""
+    """Return the tokens of the published format, built by hand."""
     tokens = ["<|begin_of_text|>"]
     for message in messages:
         tokens += [
@@ -237,7 +241,7 @@ def test_llama3_of_a_tokenizer_without_a_template_by_hand(conversation):
     assert renderer.parse_response(answer) == (messages[-1], True)
     following = renderer.extend_prompt(messages[:-1], prompt, answer, [ASK])
     assert following.to_ints() == ids([*llama3_text([*messages, ASK]), *opening])
-    assert tokenizer.chat_template is None  # the script's own tokenizer is as it was
+    assert tokenizer.chat_template is None  # the caller's tokenizer is unchanged
 
 
 def test_llama3_without_a_template_writes_marks_in_messages_as_text_and_refuses_calls():
@@ -391,7 +395,7 @@ CHAT = [
 
 
 def test_a_base_model_of_the_hub_is_told_by_its_name(tmp_path, monkeypatch):
-    """As on Tinker: a base model has no template, or one that it was never trained with."""
+    """Follow Tinker: a base model has no template, or a template that it was never trained with."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     wrong = {
         name: get_recommended_renderer_name(name)
@@ -412,7 +416,7 @@ def test_a_base_model_of_the_hub_is_told_by_its_name(tmp_path, monkeypatch):
         ({"tokenizer_config.json": "{}"}, "role_colon"),
         ({"tokenizer_config.json": '{"chat_template": "x"}'}, "chat_template"),
         ({"tokenizer_config.json": "{}", "chat_template.jinja": "x"}, "chat_template"),
-        ({"config.json": "{}"}, "chat_template"),  # its tokenizer's files have not come yet
+        ({"config.json": "{}"}, "chat_template"),  # the tokenizer's files are not downloaded yet
     ],
 )
 def test_of_another_name_the_hubs_cache_says_whether_there_is_a_template(
@@ -439,7 +443,8 @@ def test_recommendations(shared_data, tmp_path):
     }.items():
         assert get_recommended_renderer_name(str(shared_data / "tokenizers" / name)) == renderer
     assert get_recommended_renderer_name(str(tmp_path)) == "plain"
-    # by hand: at width 2000 every family has 5e-4; 896 wide: 5e-4 * (2000 / 896)^0.0775, and so on
+    # by hand: every family has 5e-4 at width 2000; at width 896 it is 5e-4 * (2000 / 896)^0.0775,
+    # and so on
     assert get_recommended_lora_lr(2000, "llama") == pytest.approx(5e-4)
     assert get_recommended_lora_lr(896, "qwen") == pytest.approx(5.3209e-4, rel=1e-3)
     assert get_recommended_lora_lr(8000, "llama") == pytest.approx(5e-4 * 2 ** (-2 * 0.781))

@@ -1,4 +1,4 @@
-"""Random conversations through each family's own template."""
+"""Test renderers on random conversations through the templates of each family."""
 
 import functools
 import importlib.util
@@ -25,7 +25,7 @@ FOLDER = {
     "qwen3, no thinking": {"enable_thinking": False},
     "minimind_6400": {},
 }
-# Of the package: what it says of its thoughts and calls, as far as they are read back.
+# Templates of the package trl, with the thoughts and calls that can be parsed back.
 PACKAGE = {
     "cohere": "", "cohere2": "", "gemma": "", "gemma3": "", "llama3": "", "phi3": "", "phi3_5": "",
     "lfm2": "", "lfm2_v2": "calls", "qwen2_5": "calls", "qwen2_5_vl": "", "qwen3": "thoughts calls",
@@ -39,8 +39,8 @@ PACKAGE = {
 _SPECIAL = re.compile(
     r"<\|[^|<>\s'\"]+\|>|<\|[a-z_]+>|<[a-z_]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|</s>|<s>|\[gMASK\]|<sop>|</?think>|</?tool_call>|</?tool_response>"
 )
-# Of a family that ends no answer by itself: what it is learnt to end in, the mark of who speaks
-# next (after words, after a call).
+# Families whose template does not end an answer: the trained end is the mark of the next speaker
+# (after text, after a call).
 NEXT = {"glm4moe": ("<|user|>", "<|observation|>")}
 _MARKUP = re.compile(r"</?(think|tool_call|tool_response)>")
 TOOL = {
@@ -97,7 +97,7 @@ def make_text(rng: random.Random) -> str:
 
 
 def conversation(rng: random.Random, can: set[str]):
-    """(messages, the last the assistant's; whether there are tools)."""
+    """Return (messages ending with the assistant's, whether tools are available)."""
 
     def text():
         return make_text(rng) + (" \0 " + make_text(rng) if rng.random() < 0.1 else "")
@@ -138,7 +138,7 @@ def filled(messages, word):
 
 
 def abilities(renderer, name) -> set[str]:
-    """What the template takes, tried out; and what the table says is read back."""
+    """Return what the template accepts when tried, plus what the table says can be parsed back."""
     template, result = str(renderer.tokenizer.chat_template), set()
     try:
         renderer.build_generation_prompt(
@@ -161,7 +161,7 @@ def whole(tokenizer, messages, settings, tools, generation):
 
 
 def thought_aloud(renderer, messages, thought, answer):
-    """Check an answer whose prompt opened its thought; return counts of bridges."""
+    """Check an answer to a prompt that opened its thought. Return counts of bridges."""
     seen = renderer.build_generation_prompt(messages[:-1]).to_ints()
     written = (
         renderer.tokenizer.encode(f"{thought}\n</think>\n\n{answer}", add_special_tokens=False)
@@ -181,7 +181,7 @@ def thought_aloud(renderer, messages, thought, answer):
 
 
 def check(renderer, name):
-    """How many prompts, answers and bridges were compared. Any that differs is an error."""
+    """Return the numbers of compared prompts, answers and bridges. Raise on any difference."""
     tokenizer, settings = renderer.tokenizer, FOLDER.get(name, {})
     rng, can = random.Random(name), abilities(renderer, name)
     with_tools = renderer.with_tools([TOOL]) if "tools" in can else renderer
@@ -263,7 +263,7 @@ def test_the_tokenizers_own_templates(name, shared_data):
 
 
 def test_calls_by_parts_are_read_by_their_types():
-    """By hand: Qwen3.5's form, which says of no value whether it is a text."""
+    """Check by hand Qwen3.5's format, which does not mark whether a value is text."""
     typed = {
         "function": {
             "name": "f",
@@ -299,7 +299,7 @@ def test_messages_with_channels_are_read_by_hand():
     )
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 2}}}
     assert split_channels(text) == ("I add.", "hm", [call], [])
-    # as models write it
+    # the form that models write
     written = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 2}'
     assert split_channels(written) == ("", None, [call], [])
     assert split_channels(written[:-1])[2:][1][0]["error"].startswith("no JSON")
@@ -340,7 +340,7 @@ def test_a_template_that_cannot_be_read_back_is_refused(name, why, shared_data):
 
 @pytest.mark.slow
 def test_an_answer_that_ends_otherwise_in_history_is_not_learnt_there(shared_data):
-    """gpt-oss ends the last answer with <|return|> and those before it with <|end|>."""
+    """gpt-oss ends the last answer with <|return|> and earlier answers with <|end|>."""
     renderer, ask = (
         of_package("gptoss", shared_data / "tokenizers"),
         {"role": "user", "content": "a"},

@@ -1,4 +1,4 @@
-"""Of conversations of several turns."""
+"""Test that conversations of several turns are trained on exactly the sampled tokens."""
 
 from functools import cache
 
@@ -82,7 +82,7 @@ def test_bridges_by_hand(qwen):
     both_end = get_renderer(
         "chat_template", qwen("qwen2.5"), eos_token_ids=qwen("qwen2.5").encode("<|endoftext|>")
     )
-    # another end
+    # another end token
     assert (
         bridged(both_end, [USER], "4<|endoftext|>", [MORE])
         == "\n" + chatml(("user", "sure?")) + begins
@@ -100,15 +100,15 @@ def test_bridges_by_hand(qwen):
 def test_a_template_that_drops_thoughts_says_that_it_cannot_go_on(qwen):
     thinking = get_renderer("chat_template", qwen("qwen3"))
     thought = "<think>\nhm\n</think>\n\n4<|im_end|>"
-    # a new question: Qwen3 leaves earlier thoughts out
+    # at a new question, Qwen3's template drops earlier thoughts
     assert bridged(thinking, [USER], thought, [MORE]) is None
-    answered = bridged(thinking, [USER], thought, [TOOL])  # within its tools' answers it keeps them
+    answered = bridged(thinking, [USER], thought, [TOOL])  # thoughts stay between tool responses
     assert answered is not None and "<tool_response>\n4\n</tool_response>" in answered
     again = [USER, {"role": "assistant", "content": "4"}, MORE]
-    # nothing was thought, nothing is left out
+    # without a thought, the template drops nothing
     assert bridged(thinking, again, "yes<|im_end|>", [MORE]) is not None
     without = get_renderer("qwen3_disable_thinking", qwen("qwen3"))
-    # the empty thought of its prompt is left out of what came before
+    # the template drops the empty thought of the prompt from history
     assert bridged(without, [USER], "4<|im_end|>", [MORE]) is None
 
 

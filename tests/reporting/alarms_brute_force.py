@@ -1,4 +1,4 @@
-"""The alarms' formulas over every row of a stage, as lists."""
+"""Compute the alarms' formulas from lists of all rows of a stage."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ GRAD_NORM, CRITIC_NORM, SKIPPED = (
     "optim/grad_norm", "optim/critic_grad_norm", "optim/skipped_nonfinite",
 )  # fmt: skip
 ENTROPY = "optim/entropy"
-# share of the sampled tokens that were trained on with an advantage other than 0
+# share of the sampled tokens that were trained with a nonzero advantage
 CREDITED = "optim/frac_credited"
-TEACHER = "teacher/kl_per_token"  # where advantages are a teacher's, and rewards only looked at
+TEACHER = "teacher/kl_per_token"  # set if a teacher gives advantages; rewards are only logged
 REWARD, STD, LOW, HIGH = (f"env/all/reward/{name}" for name in ("total", "std", "min", "max"))
 MIXED = "env/all/by_group/frac_mixed"
 TEMPERATURE = "sampler/temperature"
@@ -30,14 +30,14 @@ EPISODES, LENGTH, TRUNCATED = (
 CORRECT, FORMAT = "env/all/correct", "env/all/format"
 
 LARGE_NORM = 10.0
-CERTAIN = 0.1  # nats an answer: the likeliest has a probability of at least exp(-0.1), nine in ten
-# batches: until a fault is no accident; for a level; for a trend under noise
+CERTAIN = 0.1  # nats per answer: the likeliest has probability of at least exp(-0.1), nine in ten
+# batches needed: to rule out an accident; to measure a level; to see a trend under noise
 FEW, SOME, MANY = 3, 5, 20
-LOW_TEMPERATURE = 0.6  # the lower end of what is recommended for exploration, 0.6 to 1
+LOW_TEMPERATURE = 0.6  # the lower end of the range recommended for exploration, 0.6 to 1
 
 
 def number(row: Row, name: str) -> float:
-    """The metric; NaN where it is absent, or null because it was not finite."""
+    """Return the metric; NaN if it is absent, or null because it was not finite."""
     value = row.get(name)
     return math.nan if value is None else float(value)
 
@@ -47,36 +47,40 @@ def column(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def ends(rows: Sequence[Row], name: str, count: int) -> tuple[list[float], list[float]] | None:
-    """The metric's first and last `count` values, which do not overlap."""
+    """Return the metric's first and last `count` values, which do not overlap; None for fewer
+    values.
+    """
     values = [v for v in column(rows, name) if not math.isnan(v)]
     return (values[:count], values[-count:]) if len(values) >= 2 * count else None
 
 
 def rises(first: Sequence[float], last: Sequence[float]) -> bool:
-    """Whether the mean rises by more than two standard errors."""
+    """Return whether the mean rises by more than two standard errors."""
     error = math.sqrt(pvariance(first) / len(first) + pvariance(last) / len(last))
     return fmean(last) - fmean(first) > 2 * error
 
 
 def solved(rows: Sequence[Row]) -> bool:
-    """Whether all earned the highest reward ever, and others once earned less."""
+    """Return whether every answer earned the highest reward ever seen, and earlier answers earned
+    less.
+    """
     best = max(column(rows, HIGH))
     return number(rows[-1], LOW) >= best and min(column(rows, LOW)) < best
 
 
 def mastered(rows: Sequence[Row]) -> bool:
-    """Whether the last five batches earned nine tenths of the range of rewards."""
+    """Return whether the last five batches earned at least nine tenths of the range of rewards."""
     low, high = min(column(rows, LOW)), max(column(rows, HIGH))
     return high > low and fmean(column(rows[-SOME:], REWARD)) >= low + 0.9 * (high - low)
 
 
-# --------------------------------------------------------------------------------------- the checks
+# ------------------------------------------------------------------------------------------- checks
 
 
 def kl_above(level: float) -> Check:
     def check(rows: Sequence[Row]) -> str | None:
         value = max_or_nan([abs(number(rows[-1], KL[0])), number(rows[-1], KL[1])])
-        # nan is not below
+        # NaN must count as above
         return (
             None
             if value <= level
@@ -87,11 +91,11 @@ def kl_above(level: float) -> Check:
 
 
 def large_gradient(rows: Sequence[Row]) -> str | None:
-    """The policy's or the critic's norm above 10 for three batches; or a gradient that is not
-    finite, whether it was skipped or not.
+    """Report a norm of the policy or the critic above 10 for three batches, or a gradient that is
+    not finite, whether the step was skipped or not.
 
-    What is left of a task that is mastered are a few answers in hundreds, and the gradient is a
-    mean over their tokens alone: noise of a norm of 10 to 30 in a run that is well. There the
+    In a mastered task, only a few answers in hundreds have a gradient, and the gradient is a mean
+    over only their tokens: noise with a norm of 10 to 30 in a healthy run. In that case the
     policy's norm is taken as a mean over all sampled tokens.
     """
     if number(rows[-1], SKIPPED) > 0:
@@ -113,11 +117,12 @@ def large_gradient(rows: Sequence[Row]) -> str | None:
 
 
 def zero_advantages(rows: Sequence[Row]) -> str | None:
-    """Three batches in a row that tell no answer from another, though not all were as good as can
-    be.
+    """Report three batches in a row that do not distinguish answers, unless the rewards are as high
+    as possible.
 
-    No advantage other than 0; or, where a price on KL or a learned value gives every token one all
-    the same, rewards that are equal within each group (of single answers: in all three batches).
+    Either every advantage is 0; or, if a KL penalty or a learned value gives every token a nonzero
+    advantage, the rewards are equal within each group (for single answers: across all three
+    batches).
     """
     last = rows[-FEW:]
     if len(last) < FEW or solved(rows) or mastered(rows):
@@ -140,7 +145,7 @@ def zero_advantages(rows: Sequence[Row]) -> str | None:
 
 
 def reward_flat(rows: Sequence[Row]) -> str | None:
-    """The last 20 batches earn no more than the first 20, and there is more to earn."""
+    """Report that the last 20 batches earn no more than the first 20 while more can be earned."""
     result = ends(rows, REWARD, MANY)
     if result is None or rises(*result) or mastered(rows):
         return None
@@ -156,11 +161,11 @@ def reward_flat(rows: Sequence[Row]) -> str | None:
 
 
 def entropy_collapse(rows: Sequence[Row]) -> str | None:
-    """Entropy below a tenth of what it was at first, or answers that are certain, with much still
-    to learn.
+    """Report entropy below a tenth of its initial value, or certain answers, while much can still
+    be learned.
 
-    A task mastered may leave no doubt. Certain: below 0.1 nats an answer, which a run may be from
-    its beginning on.
+    A mastered task may have no entropy. Certain means below 0.1 nats per answer, which a run may
+    have from its first batch.
     """
     if mastered(rows):
         return None
@@ -177,7 +182,7 @@ def entropy_collapse(rows: Sequence[Row]) -> str | None:
 
 
 def low_temperature(rows: Sequence[Row]) -> str | None:
-    """A temperature below 0.6, and most groups all alike from the beginning on."""
+    """Report a temperature below 0.6 if most groups had equal rewards from the first batches on."""
     temperature, mixed = number(rows[-1], TEMPERATURE), column(rows[:SOME], MIXED)
     if (
         len(mixed) < SOME
@@ -194,7 +199,9 @@ def low_temperature(rows: Sequence[Row]) -> str | None:
 
 
 def mode_collapse(rows: Sequence[Row]) -> str | None:
-    """Fewer beginnings than half the problems, and a quarter of those at first."""
+    """Report fewer distinct beginnings than half the problems and than a quarter of the initial
+    share.
+    """
     result = ends(rows, BEGINNINGS, SOME)
     if result is None:
         return None
@@ -206,7 +213,9 @@ def mode_collapse(rows: Sequence[Row]) -> str | None:
 
 
 def length_running_away(rows: Sequence[Row]) -> str | None:
-    """Answers three times as long as at first, or half as long again and cut off much more often."""
+    """Report answers three times as long as at first, or 1.5 times as long and truncated far more
+    often.
+    """
     result, cut = ends(rows, LENGTH, SOME), ends(rows, TRUNCATED, SOME)
     if result is None or cut is None:
         return None
@@ -222,7 +231,7 @@ def length_running_away(rows: Sequence[Row]) -> str | None:
 
 
 def format_alone(rows: Sequence[Row]) -> str | None:
-    """Over 20 batches and more the format got better and correctness did not."""
+    """Report that over at least 20 batches the format improved and correctness did not."""
     form, right = ends(rows, FORMAT, MANY // 2), ends(rows, CORRECT, MANY // 2)
     if (
         form is None
@@ -239,7 +248,7 @@ def format_alone(rows: Sequence[Row]) -> str | None:
 
 
 def rewards_failing(rows: Sequence[Row]) -> str | None:
-    """Half of a batch's samples, or a tenth over three batches, were not scored."""
+    """Report that half of a batch's samples, or a tenth over three batches, were not scored."""
     shares = []
     for few in (1, 3):
         failed, scored = (
@@ -260,11 +269,11 @@ def rewards_failing(rows: Sequence[Row]) -> str | None:
 
 
 def _in_groups(row: Row) -> bool:
-    """Whether problems have several answers: with one each, no group can be mixed."""
+    """Return whether problems have several answers: with a single answer, no group can be mixed."""
     return number(row, EPISODES) > number(row, GROUPS)
 
 
-# -------------------------------------------------------------------------------------- all of them
+# --------------------------------------------------------------------------------------- all checks
 
 CHECKS: dict[str, Check] = {
     "kl_0.01": kl_above(0.01), "kl_0.1": kl_above(0.1), "kl_1": kl_above(1.0),
@@ -279,7 +288,9 @@ QUIET = 20
 def brute_force(
     rows: Sequence[Row], needs: Mapping[str, Sequence[str]]
 ) -> list[tuple[dict[str, float], list[str]]]:
-    """Of each row: (alarm/<name> 0 or 1 for each that can be judged, what is to be said)."""
+    """Return for each row: (alarm/<name> 0 or 1 for each alarm that can be evaluated, new
+    messages).
+    """
     messages: list[tuple[dict[str, float], list[str]]] = []
     for i, row in enumerate(rows):
         results = {

@@ -1,4 +1,4 @@
-"""A console that keeps what it is told."""
+"""Define a console that records its messages."""
 
 
 class Listener:

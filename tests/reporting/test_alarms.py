@@ -1,4 +1,4 @@
-"""Alarms on planted faults, in streams of metrics and whole runs; silence otherwise."""
+"""Test alarms on injected faults, in metric streams and whole runs; healthy runs raise none."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ STEPS = 60
 
 
 def healthy(step: int, draw: random.Random) -> dict[str, float]:
-    """A batch of 32 problems x 8 answers of a run that learns."""
+    """Return the metrics of a batch of 32 problems x 8 answers from a run that learns."""
     done = step / STEPS
     noise = draw.gauss(0, 0.03)
     return {
@@ -71,7 +71,9 @@ def test_a_healthy_run_is_silent(seed):
 
 
 def fault(**values):
-    """Plants values (numbers, or functions of the step) into every row from step 10 on."""
+    """Return an edit that sets values (numbers, or functions of the step) in each row from step 10
+    on.
+    """
     names = {
         "v1": "optim/kl_sample_train_v1", "v2": "optim/kl_sample_train_v2",
         "norm": "optim/grad_norm", "entropy": "optim/entropy", "age": "async/age/mean",
@@ -106,20 +108,20 @@ def jitter(middle: float):
     (fault(norm=30.0), {"grad_norm"}, "Lower learning_rate"),
     (fault(v1=math.nan), {"kl_0.01", "kl_0.1", "kl_1"}, "is nan, above 1"),
     (fault(v2=math.nan), {"kl_0.01", "kl_0.1", "kl_1"}, "is nan, above 1"),
-    # a norm of few tokens is one, too
+    # a norm from few tokens counts as well
     (fault(norm=50.0, credited=0.1), {"grad_norm"}, "gradient norm 50, above 10"),
     (fault(norm=math.nan), {"grad_norm"}, "not finite"),
     (fault(skipped=1.0), {"grad_norm"}, "the optimizer step was skipped"),
     (fault(critic=30.0), {"grad_norm"}, "the critic's gradient norm 30"),
     (fault(critic=math.inf), {"grad_norm"}, "the critic's gradient norm is not finite"),
     (fault(credited=0.0), {"zero_advantages"}, "all advantages are zero"),
-    # while a price on KL credits every token
+    # while a KL penalty credits every token
     (fault(mixed=0.0), {"zero_advantages"}, "rewards are equal within every group"),
     (fault(low=0.4, high=0.4, groups=256), {"zero_advantages"}, "rewards are all equal"),
     (fault(reward=jitter(0.3)), {"reward_flat"}, "min 0, max 1, std 0.4"),
     (fault(reward=lambda step: 0.5 - 0.005 * step), {"reward_flat"}, "has not risen"),
     (fault(entropy=0.01), {"entropy_collapse"}, "from 0.8"),
-    # from the beginning on
+    # from the first step on
     (lambda row, step: row.update({"optim/entropy": 5e-4}), {"entropy_collapse"},
      "answers are certain: 0.0"),
     (fault(mixed=0.2, temperature=0.2), {"low_temperature"},
@@ -167,7 +169,7 @@ def test_metrics_of_samples_by_hand():
 
 
 def test_remedies_name_flags_that_the_method_has():
-    """A flag that not all methods with rewards have stands before "(grpo)"."""
+    """A flag that some methods with rewards do not have is followed by "(grpo)"."""
     flags = {name: set(get_fields(spec.Settings)) for name, spec in METHODS.items()}
     every = set.union(*flags.values())
     of_rl = flags["reinforce"] & flags["ppo"] & flags["rlhf"] & flags["grpo"]
@@ -177,9 +179,9 @@ def test_remedies_name_flags_that_the_method_has():
             for word in re.findall(r"[a-z_]+", alarm.remedy)
             if word in every and "_" in word or word == "normalise"
         }
-        for flag in named - of_rl | named & {"dynamic_sampling"}:  # which ppo refuses
+        for flag in named - of_rl | named & {"dynamic_sampling"}:  # ppo refuses dynamic_sampling
             assert f"{flag} (grpo)" in alarm.remedy, (alarm.name, flag)
-        if alarm.name == "grad_norm":  # which every method is judged by
+        if alarm.name == "grad_norm":  # every method has this alarm
             assert set.intersection(*flags.values()) >= named - {"reward_scale", "reward_clip"}
     assert sum("(grpo)" in alarm.remedy for alarm in ALARMS) >= 5
 
@@ -197,7 +199,7 @@ def test_the_largest_norm_is_not_a_number_where_one_is_not():
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("method", ["grpo", "ppo", "dpo", "distill", "reward_model"])
 def test_a_gradient_that_is_not_finite_is_said_by_every_method(method, bad, monkeypatch):
-    """Two optimizer steps, one of which was left out for a norm of nan."""
+    """Run two optimizer steps, the first or second of which is skipped for a norm of NaN."""
     norms = iter([math.nan if i == bad else 2.0 for i in range(2)])
 
     def noted(datums, *_, **__):
@@ -238,10 +240,10 @@ def test_a_gradient_that_is_not_finite_is_said_by_every_method(method, bad, monk
     assert AlarmMonitor()(metrics)[0]["alarm/grad_norm"] == 1, "either says so alone"
 
 
-# ---------------------------------------------------------------------------- through the real loop
+# ------------------------------------------------------------------- through the real training loop
 
 
-# Temperatures of sampler and learner, and what their KL sets off.
+# Temperatures of sampler and learner, and the alarms that their KL sets off.
 MISMATCHES = [
     (1.0, 0.8, {"kl_0.01"}),
     (1.0, 0.5, {"kl_0.01", "kl_0.1"}),
@@ -274,7 +276,9 @@ def form_and_substance(prompt, response, meta):
 
 
 def run(folder: Path, *words: str, method: str = "grpo") -> list[dict[str, float]]:
-    """Training rows of a short run of an untrained tiny model; `--reward :name` is one of REWARDS."""
+    """Return training rows of a short run of an untrained tiny model. `--reward :name` selects one
+    of REWARDS.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "planted.py").write_text(REWARDS)
     words = [f"{folder / 'planted.py'}{word}" if word.startswith(":") else word for word in words]
@@ -303,7 +307,7 @@ def test_a_reward_that_never_tells_answers_apart_is_said_by_a_real_run(tmp_path,
     assert [on(row) for row in rows] == [set(), set(), {"zero_advantages"}, {"zero_advantages"}]
     assert capsys.readouterr().out.count("all advantages are zero") == 1
 
-    # resumed after two steps, it comes on at the third all the same
+    # resumed after two steps, the alarm still starts at the third
     notes = tmp_path / "run" / "checkpoints.jsonl"
     notes.write_text(notes.read_text().splitlines()[0] + "\n")
     assert [row["alarm/zero_advantages"] for row in run(tmp_path, *words, "--resume")] == [
@@ -320,7 +324,7 @@ def test_a_reward_that_never_tells_answers_apart_is_said_by_a_real_run(tmp_path,
 def test_the_same_where_every_token_has_an_advantage_all_the_same(
     tmp_path, capsys, method, words, expected
 ):
-    """A price on KL, or what a learned value got wrong, is credited to every token."""
+    """A KL penalty, or the error of a learned value, gives every token an advantage."""
     rows = run(tmp_path, "--reward", "exact_match", "--steps", "4", *words.split(), method=method)
     if method != "reinforce":
         assert all(row["optim/frac_credited"] == 1 for row in rows[1:])
@@ -350,7 +354,7 @@ def test_a_learner_that_scores_at_another_temperature_is_said_by_a_real_run(
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_large_rewards_without_a_scale_are_said_by_a_real_run(tmp_path, capsys, method):
-    """Of ppo, whose advantages have a scale, it is the critic that they make diverge."""
+    """ppo normalizes advantages, so large rewards make the critic diverge instead."""
     words = "--reward :has_a_one --steps 5 --temperature 1".split()
     words += {"grpo": [], "ppo": "--critic-model policy --kl-coef 0 --epochs 1".split()}[method]
     rows = run(tmp_path / "large", *words, "--reward-scale", "1000", method=method)
@@ -384,8 +388,8 @@ def test_a_format_that_rises_alone_is_said_by_a_real_run_and_one_that_does_not_i
 
 @pytest.mark.slow
 def test_a_run_that_learns_nothing_is_said_by_a_real_run(tmp_path, capsys):
-    """Rewards by chance, and a learning rate that moves nothing: every batch is mixed, and none is
-    better than the others.
+    """Random rewards and a learning rate that changes nothing: every batch is mixed, and no batch
+    is better than the others.
     """
     rows = run(
         tmp_path, *"--reward :chance --steps 60 --temperature 1 --learning-rate 1e-12".split()
@@ -396,9 +400,7 @@ def test_a_run_that_learns_nothing_is_said_by_a_real_run(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_temperature_that_explores_too_little_is_said_by_a_real_run(tmp_path, capsys):
-    """Of a model that was taught a little: at 0.2 fewer groups are mixed than at 1, and fewer than
-    half.
-    """
+    """With a briefly trained model, fewer groups are mixed at 0.2 than at 1 and than half."""
     run(tmp_path / "sft", *"--steps 120 --batch-size 64 --learning-rate 3e-3".split(), method="sft")
     words = [
         "--base-model",

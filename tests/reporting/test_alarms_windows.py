@@ -1,4 +1,4 @@
-"""The alarms keep a bounded part of a stage's rows and say what the formulas over all of them say."""
+"""Test that alarms with bounded windows equal the formulas over all rows of a stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REMEDIES = {alarm.name: alarm.remedy for alarm in ALARMS}
 
 
 def series(seed: int, steps: int) -> list[dict[str, Any]]:
-    """Rows that drift, jump, leave metrics out, and write null and NaN."""
+    """Return rows that drift, jump, omit metrics, and contain null and NaN."""
     draw = random.Random(seed)
     spread = {
         name: 10 ** draw.uniform(-4, 2)
@@ -30,7 +30,7 @@ def series(seed: int, steps: int) -> list[dict[str, Any]]:
     level = {name: draw.choice([0.0, 0.2, 1.0, 5.0]) for name in spread}
     rows = []
     for step in range(steps):
-        if draw.random() < 0.05:  # the run changes its ways
+        if draw.random() < 0.05:  # the run changes its behavior
             level = {
                 name: value * draw.choice([0.05, 0.5, 1.0, 3.0]) for name, value in level.items()
             }
@@ -68,7 +68,7 @@ def series(seed: int, steps: int) -> list[dict[str, Any]]:
 def iter_warnings(
     alarms: AlarmMonitor, rows: list[dict[str, Any]]
 ) -> Iterator[tuple[Mapping[str, float], list[str]]]:
-    """What `alarms` says, without its remedies."""
+    """Yield the metrics and messages of `alarms`, without remedies."""
     for row in rows:
         metrics, output = alarms(row)
         yield (
@@ -100,7 +100,7 @@ def test_bounded_windows_say_what_the_formulas_over_all_rows_say(seed: int) -> N
 
 
 def test_the_random_series_set_off_every_alarm_and_leave_each_off_at_times() -> None:
-    """Else the equivalence above would say little."""
+    """Otherwise the equivalence above would show little."""
     on: dict[str, set[float]] = {}
     for seed in range(12):
         for metrics, _ in iter_warnings(AlarmMonitor(), series(seed, 90)):
@@ -110,7 +110,7 @@ def test_the_random_series_set_off_every_alarm_and_leave_each_off_at_times() -> 
 
 
 def _size(obj: Any, seen: set[int]) -> int:
-    """Bytes of `thing` and of all that it holds."""
+    """Return the bytes of `obj` and everything it refers to."""
     if id(obj) in seen:
         return 0
     seen.add(id(obj))

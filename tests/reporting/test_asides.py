@@ -1,4 +1,4 @@
-"""What stands beside a run never ends it, and others' words never steer a terminal."""
+"""Test that failed reports never end a run, and that foreign text never controls a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rl.sanitize import sanitize_message
 RECIPE = Path(__file__).parents[2] / "recipes" / "addition.yaml"
 
 
-# ------------------------------------------------------------------------------------- beside a run
+# --------------------------------------------------------------------------------- reports of a run
 
 
 def test_a_page_that_cannot_be_written_costs_the_page(
@@ -77,7 +77,7 @@ def test_a_metrics_name_that_cannot_be_encoded_is_written_all_the_same(tmp_path:
     assert row["optim/loss"] == 2.0
 
 
-# ------------------------------------------------------------------------------------ others' words
+# ------------------------------------------------------------------------------------- foreign text
 
 
 @pytest.mark.parametrize(("text", "shown"), [
@@ -208,7 +208,7 @@ def test_a_recipe_may_escape_what_lies_beyond_16_bits_as_json_does(tmp_path: Pat
 
 
 def test_a_recipe_that_is_no_file_keeps_nobody_waiting(tmp_path: Path) -> None:
-    """A named pipe that nobody writes to, as the recipe and among those that help lists."""
+    """Use a named pipe without a writer, as the recipe and among the recipes that --help lists."""
     recipes = tmp_path / "recipes"
     recipes.mkdir()
     os.mkfifo(recipes / "pipe.yaml")

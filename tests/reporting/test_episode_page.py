@@ -1,4 +1,6 @@
-"""Pages of rollouts: turns, calls folded, seats, filters, links; hostile texts; rows without turns."""
+"""Test rollout pages: turns, folded calls, seats, filters, links, hostile texts, and rows without
+turns.
+"""
 
 import json
 import re
@@ -67,10 +69,10 @@ def test_an_episode_is_shown_turn_by_turn():
         part in first for part in ("turn 1", "turn 2", "+1.5", "2 turns", "11 tokens", "reward 1")
     ] == [True] * 6
     assert 'calculator(expression="2*3") → 6 (0.25 s)' in first and first.count("calculator(") == 1
-    # it stands above the group, once
+    # the question is shown once, above the group
     assert "What is 2*3?" not in first and text.count("What is 2*3?") == 1
     assert text.index("system: Be careful.") < text.index("What is 2*3?") < text.index("<article")
-    # sampled tokens are coloured, what others said is not among them
+    # only sampled tokens are coloured
     assert (
         "".join(piece for kind, piece in page.spans if kind.startswith("p5")).count("It is 6") == 2
     )
@@ -153,7 +155,7 @@ def test_hostile_texts_are_text_wherever_they_stand(place):
         ),
         episode(group=1),
     ]
-    # which checks that every tag is closed where it belongs
+    # Page checks that every tag is closed in the right place
     page = Page(rollout_html.render_page(rows, title=EVIL, step=1))
     assert not {"script", "img"} & set(page.tags) and page.loads == []
 

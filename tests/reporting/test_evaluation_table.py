@@ -1,4 +1,4 @@
-"""Clustered standard errors, the table of an evaluation, paired evaluations."""
+"""Test clustered standard errors, evaluation tables and paired evaluations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def make_group(problem: int, answers: list[dict[str, float]], stop: str = "stop"):
-    """Return the answers to a problem: their metrics, with the reward under `reward`."""
+    """Return the group of answers to a problem from their metrics, which include `reward`."""
     members = []
     for metrics in answers:
         others = {name: value for name, value in metrics.items() if name != "reward"}
@@ -38,7 +38,7 @@ def make_group(problem: int, answers: list[dict[str, float]], stop: str = "stop"
 
 
 def miller_error(clusters: list[list[float]]) -> float:
-    """Return the clustered standard error as the paper has it."""
+    """Return the clustered standard error by the formula of Miller's paper."""
     scores = [score for cluster in clusters for score in cluster]
     n, mean = len(scores), sum(scores) / len(scores)
     independent = sum((score - mean) ** 2 for score in scores) / n**2
@@ -62,17 +62,17 @@ def test_the_clustered_error_is_millers_sum_over_pairs():
         assert clustered(clusters) == pytest.approx(
             miller_error(clusters) * math.sqrt(count / (count - 1))
         )
-    # clusters of equal sizes: the standard error of the mean of their means
+    # clusters of equal size: the standard error of the mean of their means
     clusters = [list(rng.random(4)) for _ in range(9)]
     means = [np.mean(cluster) for cluster in clusters]
     assert clustered(clusters) == pytest.approx(np.std(means, ddof=1) / 3)
-    # answers that repeat say nothing new
+    # repeated answers add no information
     once = [[0.0], [1.0], [1.0], [0.0], [1.0]]
     assert clustered([cluster * 8 for cluster in once]) == pytest.approx(clustered(once))
 
 
 def test_the_clustered_error_is_that_of_all_resampled_problems():
-    """All 5^5 ways to draw five problems with replacement."""
+    """Enumerate all 5^5 ways to draw five problems with replacement."""
     rng = np.random.default_rng(1)
     means = rng.random((5, 3)).mean(1)
     draws = [np.mean(draw) for draw in itertools.product(means, repeat=5)]
@@ -81,7 +81,7 @@ def test_the_clustered_error_is_that_of_all_resampled_problems():
 
 
 def test_the_error_of_a_ratio_is_that_of_a_simulation():
-    """Instructions: prompts of one to three of them, of which the followed ones are counted."""
+    """Prompts have one to three instructions; the ratio is the share of followed instructions."""
     rng = np.random.default_rng(2)
     counts = rng.integers(1, 4, (4000, 200))
     skill = rng.beta(1, 1, (4000, 200))
@@ -95,7 +95,7 @@ def test_the_error_of_a_ratio_is_that_of_a_simulation():
 
 
 def test_seeds_and_samples_share_problems():
-    correct = [[1, 0, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1]]  # two samples of two seeds
+    correct = [[1, 0, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1]]  # two samples from each of two seeds
     groups = [
         make_group(problem, [{"reward": value, "correct": value} for value in row[at : at + 2]])
         for at in (0, 2)
@@ -116,7 +116,7 @@ def test_seeds_and_samples_share_problems():
 
 def test_accuracies_of_instructions():
     answers = [
-        [(1, 1, 1, 1, 1)],  # correct, loose, instructions, of them followed strictly, loosely
+        [(1, 1, 1, 1, 1)],  # correct, loose, instructions, followed strictly, followed loosely
         [(0, 1, 3, 2, 3)],
         [(0, 0, 2, 0, 1)],
     ]
@@ -181,7 +181,7 @@ def test_two_evaluations_are_paired_by_problem_and_set():
 
 
 def test_a_data_set_is_paired_under_any_name_that_requests_it():
-    """`gsm8k`, `openai/gsm8k` and a run's held-out set are the same problems."""
+    """`gsm8k`, `openai/gsm8k` and a run's held-out set contain the same problems."""
     scores, later = [[0], [1]], [[1], [1]]
     parts = [
         {**make_evaluation(scores, name), "source": source}
@@ -196,7 +196,7 @@ def test_a_data_set_is_paired_under_any_name_that_requests_it():
         row["tag"] = "rows"
     ((_, paired),) = compare_evaluations(parts[1], make_evaluation(later, "aime"))
     assert paired.problems == 2
-    # the requested name decides between two files of the same name
+    # the requested name distinguishes two files of the same name
     files = [
         {**make_evaluation(rows, name), "source": "rows/test"}
         for name, rows in (("aime:a/rows.jsonl", [[0]]), ("aime:b/rows.jsonl", [[1]]))
@@ -221,7 +221,7 @@ def test_other_files_in_the_folder_are_no_evaluations(tmp_path: Path):
 
 @pytest.mark.slow
 def test_several_sets_samples_and_seeds_make_one_table(tmp_path: Path):
-    """An untrained model, whose answers the rewards must count as they are written."""
+    """Evaluate an untrained model. Its answers must be scored exactly as written."""
     aime = [{"problem": f"Find {i}.", "answer": str(i)} for i in range(3)]
     choice = [{"question": f"{i}?", "choices": ["yes", "no"], "answer": "A"} for i in range(2)]
     rule = {"instruction_id_list": ["punctuation:no_comma", "keywords:existence"]}
@@ -255,7 +255,7 @@ def test_several_sets_samples_and_seeds_make_one_table(tmp_path: Path):
     strict = next(row for row in table if row["metric"] == "inst_level_strict_acc")
     assert strict["mean"] == pytest.approx(sum(followed) / 16) and 0 < strict["mean"] <= 0.5
 
-    # the second seed alone draws what it drew among others; the weights may be the last word
+    # a run with only the second seed draws the same samples; the weights may be the last argument
     words = "--seed 4 --samples 2 --max-tokens 6 --baseline all.json --output b.json".split()
     words += ["--dataset", names[0], "tiny:ascii"]
     done = run_script("evaluate.py", *words, cwd=tmp_path)

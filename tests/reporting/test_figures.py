@@ -1,4 +1,4 @@
-"""What the console and the curves show of each kind of method, by the metrics that it logs."""
+"""Test what console and curves show for each kind of method, based on the metrics that it logs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A run's folder: resumed files equal undisturbed ones; pages and console output."""
+"""Test a run's folder: resumed files equal those of an unbroken run; pages and console output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl.reporting import Logbook, claim_folder, console, has_no_steps, rollout_h
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file but the picture (which carries no information of its own)."""
+    """Return the content of every file except the plot, which adds no information."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".png"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -29,7 +29,7 @@ def row(**more: Any) -> dict[str, Any]:
 
 
 def one_step(book: Logbook, step: int) -> None:
-    """What a loop writes at a step, as a function of the step alone."""
+    """Write what a training loop writes at a step. It depends only on the step."""
     norm = float("nan") if step == 3 else 0.1 * step
     book.log(step, {"stage": "grpo", "reward/total": math.sin(step) / 3, "optim/grad_norm": norm})
     if step % 2 == 0:
@@ -49,7 +49,7 @@ def test_a_killed_and_resumed_run_leaves_the_files_of_an_undisturbed_one(
             one_step(book, step)
     first = Logbook(broken)
     for step in range(6):
-        # killed here: never closed; the newest whole checkpoint is that of step 4
+        # killed here: never closed; the newest complete checkpoint is that of step 4
         one_step(first, step)
     first.add_checkpoint({"name": "lost", "batch": 5, "state_path": "s/5", "sampler_path": None})
     first.write_rollouts(5, [row(response="lost")])
@@ -70,7 +70,7 @@ def test_lines_are_strict_json_and_complete_at_once(tmp_path: Path) -> None:
         0,
         {"b": np.float32(0.5), "a": float("inf"), "n": np.int64(3), "z": float("nan"), "s": "sft"},
     )
-    # before close: the line is there for whoever watches
+    # the line is readable before close
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text == '{"step": 0, "b": 0.5, "a": null, "n": 3, "z": null, "s": "sft"}\n'
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -113,7 +113,7 @@ def test_an_interrupted_write_leaves_the_old_file(
     assert path.read_text() == "old"
 
 
-# --------------------------------------------------------------------------------------- the folder
+# --------------------------------------------------------------------------------------- run folder
 
 CONFIG: dict[str, Any] = {
     "name": "x",
@@ -128,7 +128,7 @@ def test_a_folder_is_claimed_once(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunFolderError, match="--resume continues it, --overwrite deletes it"):
         claim_folder(folder, CONFIG)
-    # the saved one, untouched
+    # returns the saved config, unchanged
     assert claim_folder(folder, CONFIG | {"name": "other"}, resume=True) == CONFIG
     assert json.loads((folder / "config.json").read_text()) == CONFIG
     assert claim_folder(folder, CONFIG | {"name": "new"}, overwrite=True) is None
@@ -138,7 +138,7 @@ def test_a_folder_is_claimed_once(tmp_path: Path) -> None:
 
 
 def test_held_out_answers_before_the_first_step_are_no_steps(tmp_path: Path) -> None:
-    """A run that ended before its first step may start again in its folder."""
+    """A run that ended before its first step may restart in its folder."""
     claim_folder(tmp_path, CONFIG)
     with Logbook(tmp_path) as book:
         book.log(0, {"stage": "grpo"})
@@ -152,7 +152,7 @@ def test_held_out_answers_before_the_first_step_are_no_steps(tmp_path: Path) -> 
 
 
 def test_overwrite_deletes_runs_only(tmp_path: Path) -> None:
-    """A model's folder has a config.json as well; a mistyped --output-dir must not cost it."""
+    """A model's folder has a config.json as well: a mistyped --output-dir must not delete it."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "model.safetensors").write_text("weights")
     for overwrite in (False, True):
@@ -167,11 +167,11 @@ def test_a_second_logbook_in_a_folder_is_refused(tmp_path: Path) -> None:
         Logbook(tmp_path)
 
 
-# ----------------------------------------------------------------------------------------- the page
+# ------------------------------------------------------------------------------------- rollout page
 
 
 class Page(HTMLParser):
-    """Tags, texts of articles, classes of token spans, and links of a page."""
+    """Parse a page into tags, texts of articles, classes of token spans, and links."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -211,17 +211,17 @@ def test_the_page_shows_each_answer_escaped_and_loads_nothing() -> None:
         row(**maths, response=evil, stop_reason="length", answer="<b>", error="reward <timed> out"),
         row(**maths, advantage=-0.5, tokens=["a", "<b>", " c"], logprobs=[-0.001, None, -5.0]),
         row(tag="maths", problem=4, reward=None, advantage=None, group=1),
-        row(tag="maths", problem=4, group=2),  # the same problem again, in a group of its own
+        row(tag="maths", problem=4, group=2),  # the same problem again, in a separate group
     ]
     page = Page(rollout_html.render_page(rows, title="run & step", step=7))
-    # two answers side by side, then single ones
+    # two answers side by side, then single answers
     assert page.tags.count("section") == 3 and len(page.articles) == 4
     assert all(text in page.articles[0] for text in (evil, "reward <timed> out", "length"))
     assert "script" not in page.tags and page.loads == []
     assert "url(" not in rollout_html.render_page(rows, title="", step=0)
     assert "reward n/a" in page.articles[2]
-    # p = 0.999 is the band of what was expected (5), p = 0.0067 that of surprises (0); None was not
-    # written by the model.
+    # p = 0.999 is in the band of expected tokens (5), p = 0.0067 in that of surprises (0). The
+    # model did not write the token without a logprob.
     assert page.spans == [("p5 adown", "a"), ("ob", "<b>"), ("p0 adown", " c")]
 
 
@@ -235,7 +235,7 @@ def test_the_page_says_what_it_leaves_out() -> None:
     )
 
 
-# -------------------------------------------------------------------------------------- the console
+# ------------------------------------------------------------------------------------------ console
 
 
 class Clock:
@@ -247,7 +247,7 @@ class Clock:
 
 
 def play(**options: Any) -> str:
-    """A run of one stage on a clock of our own, two seconds a step."""
+    """Return the output of a run of one stage with a fake clock, two seconds per step."""
     stream, clock = io.StringIO(), Clock()
     with console.Console(stream=stream, clock=clock, **options) as out:
         out.start("addition", {"model": "tiny", "writes to": "runs/[a]"})
@@ -276,7 +276,7 @@ def test_plain_output_has_round_steps_true_times_and_no_control_characters() -> 
     assert [int(re.split(r"[ /]+", line)[1]) for line in lines] == sorted(
         [1, 27, *range(10, 201, 10)]
     )
-    # After 10 of 200 steps at 2 s each: 20 s spent, 380 s left.
+    # After 10 of 200 steps at 2 s each: 20 s elapsed, 380 s remaining.
     assert "grpo  10/200 (step 60 of the run)  reward 0.060  12.3k tok/s  0:20, 6:20 left" in lines
     assert lines[-1] == "grpo 200/200 (step 250 of the run)  reward 0.250  12.3k tok/s  6:40"
     assert next(line for line in lines if " 27/" in line).endswith("held-out accuracy 0.900")
@@ -302,7 +302,7 @@ def test_a_resumed_stage_counts_from_where_it_was() -> None:
     for step in (81, 82):
         clock.now += 3
         out.update(step, {})
-    # 18 more at 3 s: not 6 s for 82
+    # 18 more steps at 3 s each, not 6 s for 82 steps
     assert stream.getvalue() == "grpo  81/100  0:03\ngrpo  82/100  0:06, 0:54 left\n"
 
 
@@ -333,7 +333,7 @@ def test_a_terminal_gets_a_bar_and_boxes() -> None:
 def test_unfinished_lines_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}')
-    assert read_jsonl(path) == [{"a": 1}, {"a": 2}]  # whole, only its newline is missing
+    assert read_jsonl(path) == [{"a": 1}, {"a": 2}]  # complete, only its newline is missing
     path.write_text('{"a": 1}\n{"a": ')
     assert read_jsonl(path) == [{"a": 1}]
     assert read_jsonl(tmp_path / "absent.jsonl") == []
