@@ -23,9 +23,7 @@ def simulate(seed: int, apart: bool):
     chance = random.Random(seed)
     size, bound, steps = chance.randint(1, 5), chance.randint(0, 4), chance.randint(1, 12)
     admission = StalenessController(size, bound, size * steps, resample=chance.random() < 0.5)
-    spread = chance.choice(
-        [0.0, 1.0, 3.0]
-    )  # from equal durations to a few that are a hundred times as long
+    spread = chance.choice([0.0, 1.0, 3.0])  # equal to very different durations
     now, events, attempt, batches, learning = 0.0, [], {}, [], False
     # arriving: weights are in transfer. An update waits for the transfer of the previous weights.
     arriving, ended = False, False

@@ -327,9 +327,7 @@ def test_it_is_known_after_a_resume(service, client, drawn_at):
     unknown = random_datums(2, seed=4)
     if len(drawn_at) == 1:
         assert resumed.forward(unknown, "ppo").result().metrics["temperature:mean"] == 0.7
-        fresh = service.create_training_client_from_state(
-            path
-        )  # a client from weights alone has no sample records
+        fresh = service.create_training_client_from_state(path)  # weights alone record no samples
         assert fresh.forward(unknown, "ppo").result().metrics["temperature:mean"] == 1.0
     else:
         with pytest.raises(ValueError, match=r"temperatures \[0.7, 1.0\]"):
