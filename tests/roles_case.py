@@ -1,5 +1,5 @@
-"""A script's plain loop, with whatever ranks it was started on; what it drew and what became of the
-weights goes to found.json.
+"""Run a plain training loop on any number of ranks and write samples, scores and versions to
+found.json.
 
     python tests/roles_case.py OUT SAMPLER_RANKS LORA_RANK SAMPLER_KIND DTYPE
 """
@@ -29,7 +29,7 @@ def drawn(client, seed: int) -> list:
 
 
 def datums(samples: list) -> list[Datum]:
-    """Each sample after its prompt, with an advantage that depends on its tokens."""
+    """Return a datum of each sample with its prompt; the advantage depends on the sampled tokens."""
     results = []
     for i, (tokens, logprobs, _) in enumerate(samples):
         prompt = PROMPTS[i // 3]
@@ -65,7 +65,7 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
                 datums(actual[f"drawn {step}"]), "importance_sampling", divisor=12.0
             )
             made.optim_step(AdamParams(learning_rate=1e-2))
-            sampler = made.save_weights_and_get_sampling_client()  # the first one stays as it was
+            sampler = made.save_weights_and_get_sampling_client()  # `first` keeps its version
         actual["drawn by the first weights"] = drawn(first, 9)
         actual["drawn by the last weights"] = drawn(sampler, 9)
         one_by_one = [
@@ -77,7 +77,7 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
         actual["one by one"] = [
             s.tokens for future in one_by_one for s in future.result().sequences
         ]
-        saved = made.save_weights_for_sampler("saved")  # not waited for
+        saved = made.save_weights_for_sampler("saved")  # the result is not awaited yet
         again = service.create_sampling_client(saved.result().path)
         actual["of the folder"] = drawn(again, 9)
         if lora:
@@ -91,7 +91,7 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
         )
         actual["learner"] = [output["logprobs"].tolist() for output in outputs]
         actual["versions"] = [first.version, sampler.version, again.version, made.version]
-        if lora:  # an adapter of another scale: samplers elsewhere take that over as well
+        if lora:  # an adapter of another scale, which ranks that sample must take over too
             other = service.create_lora_training_client(
                 "tiny:addition", rank=lora, seed=4, alpha=None
             )
@@ -111,7 +111,7 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
         fresh = made.save_weights_and_get_sampling_client()
         made.optim_step(AdamParams(learning_rate=0.0))
         fresh.sample(ModelInput.from_ints([3]), 1, top).result()
-        # nobody waits for it: on its way as the service closes
+        # not awaited: the transfer is in progress when the service closes
         made.save_weights_and_get_sampling_client()
     with ServiceClient(output_dir=out / "later", seed=3, settings=settings) as later:
         other = later.create_full_training_client("tiny:addition-small", seed=1)

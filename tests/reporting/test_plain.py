@@ -1,4 +1,4 @@
-"""Text of others, made fit to print."""
+"""Test that untrusted text is made safe to print."""
 
 import random
 import unicodedata

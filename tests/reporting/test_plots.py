@@ -1,4 +1,4 @@
-"""Curves: what is drawn is what was logged; odd inputs draw too."""
+"""Test the plots: curves equal the logged metrics, and malformed values do not break a plot."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ def drawn(axis: Any) -> list[tuple[list[float], list[float]]]:
 def test_what_is_drawn_is_what_was_logged(tmp_path: Path) -> None:
     curve = metric_plots.read_curve(write(tmp_path / "a", two_stages()))
     axes = axes_by_title([curve])
-    # across the stages, unsmoothed
+    # the curve spans both stages and is not smoothed
     assert drawn(axes["held-out accuracy"]) == [([60, 100], [0.3, 0.5])]
     assert [
         text.get_text() for text in axes["held-out accuracy"].texts if "." in text.get_text()
     ] == ["0.30", "0.50"]
     raw, mean = drawn(axes["reward"])
     assert raw == (list(range(61, 101)), [i / 100 for i in range(61, 101)])
-    # the middle of a straight line is its own running mean
+    # the running mean of a straight line equals the line in its middle
     assert mean[1][20] == pytest.approx(0.81)
-    # The loss of the RL stage (5.0 throughout) is no supervised loss and is not drawn.
+    # The loss of the RL stage (5.0 throughout) is not a supervised loss and is not drawn.
     assert all(
         max(ys) <= 1 and max(xs) == 60
         for xs, ys in drawn(axes["loss, supervised (nats a token or pair)"])
@@ -85,7 +85,7 @@ def test_the_axis_of_a_reward_between_0_and_1_begins_at_0_and_every_panel_names_
     axes = axes_by_title([metric_plots.read_curve(write(tmp_path / "a", rows))])
     low, high = axes["held-out reward"].get_ylim()
     assert -0.01 < low <= 0 and high == 0.1
-    assert axes["reward"].get_ylim()[0] > 4  # other scales are fitted
+    assert axes["reward"].get_ylim()[0] > 4  # the y axis of other metrics is fitted to the data
     assert {axis.get_xlabel() for axis in axes.values()} == {"step of the run"}
 
 
@@ -93,7 +93,7 @@ def test_no_line_and_no_mean_runs_over_the_end_of_a_stage(tmp_path: Path) -> Non
     axes = axes_by_title([metric_plots.read_curve(write(tmp_path / "a", two_stages()))])
     lines = drawn(axes["gradient norm, before clipping"])
     assert sorted({(min(xs), max(xs)) for xs, _ in lines}) == [(1, 60), (61, 100)]
-    # a mean over both would show values between
+    # a mean across both stages would have intermediate values
     assert {value for _, ys in lines for value in ys} == {10.0, 1.0}
     assert {text.get_text() for text in axes["gradient norm, before clipping"].texts} == {
         "sft",
@@ -149,7 +149,7 @@ def test_a_run_ends_with_its_curves_and_never_fails_for_want_of_them(tmp_path: P
     assert len(ear.warnings) == 1 and ear.warnings[0].startswith("no curves.png")
     with Logbook(tmp_path / "empty", console=ear):
         pass
-    assert len(ear.warnings) == 1  # a run that logged nothing has no curves to miss
+    assert len(ear.warnings) == 1  # no warning for a run that logged nothing
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_where_the_picture_goes(tmp_path: Path) -> None:
             [sys.executable, str(REPO / "plot.py"), *words], capture_output=True, text=True
         )
 
-    done = plot(str(folder), str(tmp_path / "named.png"))  # as one types a file to write
+    done = plot(str(folder), str(tmp_path / "named.png"))  # the output file, positional
     assert done.stdout.strip() == str(tmp_path / "named.png") and is_png(tmp_path / "named.png"), (
         done.stderr
     )
@@ -200,7 +200,7 @@ def test_where_the_picture_goes(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_means_nothing_is_not_asked_for(tmp_path: Path) -> None:
-    """MPLBACKEND of another machine, or mistyped: matplotlib itself would not even be imported."""
+    """MPLBACKEND may be mistyped or set for another machine; matplotlib could not be imported then."""
     folder = write(tmp_path / "a", two_stages())
     done = subprocess.run(
         [sys.executable, str(REPO / "plot.py"), str(folder)],
@@ -233,12 +233,12 @@ def test_curves_over_tokens_and_hours_and_named_metrics(tmp_path, monkeypatch):
 
 
 def write_seeds(folder: Path) -> list[Path]:
-    """Write runs of three seeds, whose rewards at a step are 1 apart, and a run of other settings."""
+    """Write three runs whose rewards differ by 1 between seeds, and a run of other settings."""
     folders = []
     for i, (seed, rate) in enumerate([(0, 1e-3), (1, 1e-3), (2, 1e-3), (0, 1e-2)]):
         rows = [
             {"step": step, "stage": "grpo", "reward/total": float(step + i), "time/step": 36.0 + i}
-            for step in range(1, 21 + i)  # a later run has more steps
+            for step in range(1, 21 + i)  # later runs have more steps
         ]
         path = write(folder / f"run{i}", rows)
         settings = {"learning_rate": rate, "seed": seed}
@@ -267,7 +267,7 @@ def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path, monkeypatch):
 
     panel, figure = draw(folders)
     mean, other = drawn(panel)
-    assert mean == (list(range(1, 21)), [step + 1 for step in range(1, 21)])  # steps of all seeds
+    assert mean == (list(range(1, 21)), [step + 1 for step in range(1, 21)])  # the common steps
     assert other[0] == list(range(1, 24)) and other[1][0] == 4.0
     (band,) = panel.collections
     edges = band.get_paths()[0].vertices
@@ -285,7 +285,7 @@ def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path, monkeypatch):
     assert len(drawn(panel)) == 4 and not panel.collections
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["run0", "run1", "run2", "run3"]
-    for path in folders:  # without their configuration, nobody knows that the seed alone differs
+    for path in folders:  # without them it is unknown that only the seed differs
         (path / "config.json").unlink()
     assert len(drawn(draw(folders)[0])) == 4
 

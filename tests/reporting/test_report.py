@@ -1,4 +1,4 @@
-"""Check the page of `whetstone report`: numbers, hostile text, its size, and pairs of runs."""
+"""Test the page of `whetstone report`: numbers, hostile text, page size and pairs of runs."""
 
 import html
 import json
@@ -30,7 +30,7 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202e
 
 @pytest.fixture
 def small_plotly(monkeypatch):
-    """Replace the library by a comment, so that the tests run without it."""
+    """Replace the plotly library by a comment, so that the tests run without it."""
     package, offline = ModuleType("plotly"), ModuleType("plotly.offline")
     offline.get_plotlyjs = lambda: "// plotly"
     monkeypatch.setitem(sys.modules, "plotly", package)
@@ -46,7 +46,7 @@ GRPO = ("grpo", "--dataset", "addition", "--reward", "exact_match", "--steps", "
 
 
 def write_run(folder: Path, metrics, rollouts=None, words=GRPO) -> Path:
-    """Write the folder of a run: its configuration, metrics and files of rollouts."""
+    """Write a run folder with its configuration, metrics and rollout files."""
     (folder / "rollouts").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(resolve(*words)))
     lines = [json.dumps(row) + "\n" for row in metrics]
@@ -64,7 +64,7 @@ def make_row(problem: int, correct: float, response: str = "4", **more) -> dict:
 
 
 def write_record(path: Path, num_answers: int, num_tokens: int) -> None:
-    """Write the record of an update of groups of eight answers with the tokens 0, 1, 2 ..."""
+    """Write an update record of groups of eight answers with the tokens 0, 1, 2 ..."""
     rng, count = np.random.default_rng(0), num_answers * num_tokens
     sampled = -rng.exponential(size=count).astype(np.float32)
     arrays = {
@@ -81,7 +81,7 @@ def write_record(path: Path, num_answers: int, num_tokens: int) -> None:
 
 
 def read_page(path: Path) -> tuple[str, dict]:
-    """Return the page and the data of its script."""
+    """Return the page and the data in its script."""
     page = path.read_text(encoding="utf-8")
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
     return page, json.loads(text)
@@ -99,7 +99,7 @@ def test_curves_equal_the_metrics(tmp_path, small_plotly):
         for i in range(1, 60)
     ]
     metrics[9] |= {"test/env/all/correct": 0.25, "time/step": 3.0, "time/tokens_per_second": 10.0}
-    metrics[20]["reward/total"] = None  # it was not finite
+    metrics[20]["reward/total"] = None  # logged as null because it was not finite
     path = write_report([write_run(tmp_path / "run", metrics)])
     assert path == tmp_path / "run" / "report.html"
     (run,) = read_page(path)[1]["runs"]
@@ -123,7 +123,7 @@ def test_long_curves_are_thinned_and_keep_their_values(tmp_path, small_plotly):
     series = run["series"]["m/3"]
     assert 10_000 < len(series["rows"]) < 15_001 and series["rows"][-1] == 29_999
     assert series["values"] == [float(i + 3) for i in series["rows"]]
-    assert len(run["series"]["reward/total"]["rows"]) == 30_000  # a panel shows it
+    assert len(run["series"]["reward/total"]["rows"]) == 30_000  # as many as a panel shows
 
 
 def test_alarms_are_periods_and_the_parts_of_a_step_add_up(tmp_path, small_plotly):
@@ -217,7 +217,7 @@ def test_hostile_text_stays_text(tmp_path, small_plotly):
     parser.feed(page)
     assert parser.tags.count("script") == 3 and "img" not in parser.tags
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028\u2066-\u2069]", page)
-    assert len(page) < 500_000  # four megabyte answers are shortened
+    assert len(page) < 500_000  # answers of four megabytes are shortened
     rollouts = data["runs"][0]["rollouts"]
     answers = [answer for group in rollouts["batches"][0]["groups"] for answer in group["answers"]]
     assert len(answers) == 5
@@ -269,7 +269,7 @@ def test_the_turns_of_an_episode_have_their_entropies_and_ratios(tmp_path, small
     rows = [make_row(0, 1.0, index=i, advantage=1.0, turns=turns) for i in range(2)]
     metrics = [{"step": 1, "stage": "grpo", "reward/total": 0.5}]
     folder = write_run(tmp_path / "run", metrics, {"step_000001.jsonl": rows})
-    arrays = {  # the second answer was trained on: both turns in a datum, in two passes
+    arrays = {  # the second answer is trained on: both turns in one datum, in two passes
         "target_tokens": np.array([5, 6, 7]),
         "sampled": np.full(3, -1.0, np.float32),
         "datums": np.array([[0, 1, 0, 3]]),
@@ -314,7 +314,9 @@ def test_best_and_worst_and_the_same_problem_over_training(tmp_path, small_plotl
 
 
 def write_pair(tmp_path: Path, differences: list[int]) -> list[Path]:
-    """Write two runs whose scores differ by `differences`, in another order of problems."""
+    """Write two runs whose scores differ by `differences`; the second lists the problems in another
+    order.
+    """
     first = [make_row(i, float(d < 0)) for i, d in enumerate(differences)]
     second = [make_row(i, float(d > 0)) for i, d in enumerate(differences)]
     names = ("base", "seed", "rate")
@@ -328,11 +330,11 @@ def write_pair(tmp_path: Path, differences: list[int]) -> list[Path]:
 
 
 @pytest.mark.parametrize(("differences", "mean", "error", "verdict"), [
-    # deviations +-0.5 from the mean of 0.5: sqrt(4 * 0.25 / 3 / 4)
+    # deviations of +-0.5 from the mean of 0.5: sqrt(4 * 0.25 / 3 / 4)
     ([1, 1, 0, 0], 0.5, 0.288675, "is within the noise"),
     # 20 of 40: sqrt(40 * 0.25 / 39 / 40)
     ([1] * 20 + [0] * 20, 0.5, 0.080064, "is larger than the noise"),
-    # squares around the mean of 0: 10 ones of 40
+    # squared deviations from the mean of 0: 10 of 40 are 1
     ([1] * 5 + [-1] * 5 + [0] * 30, 0.0, math.sqrt(10 / 39 / 40), "is within the noise"),
 ])  # fmt: skip
 def test_runs_are_paired_by_problem(tmp_path, small_plotly, differences, mean, error, verdict):
@@ -393,9 +395,9 @@ def make_writer(folder: Path, **more) -> tuple[ReportWriter, Listener]:
 
 def test_a_run_writes_its_page_and_its_launches(tmp_path, small_plotly):
     folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo", "reward/total": 0.5}])
-    for _ in range(2):  # the second one resumes
+    for _ in range(2):  # the second launch resumes
         writer, listener = make_writer(folder)
-        writer.update()  # too early: a page would take more than 1% of the time
+        writer.update()  # too early: the page would take more than 1% of the time
         assert writer._thread is None
         writer.close()
         assert not listener.notes and not listener.warnings
@@ -410,7 +412,7 @@ def test_a_run_writes_its_page_and_its_launches(tmp_path, small_plotly):
 def test_an_evaluation_writes_the_page_in_a_thread(tmp_path, small_plotly):
     folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo", "reward/total": 0.5}])
     writer, listener = make_writer(folder)
-    writer._last_end -= 60  # as after a minute
+    writer._last_end -= 60  # as if a minute had passed
     generator, states = torch.get_rng_state(), (random.getstate(), np.random.get_state()[1].copy())
     writer.update()
     writer._thread.join()
@@ -418,7 +420,7 @@ def test_an_evaluation_writes_the_page_in_a_thread(tmp_path, small_plotly):
     assert torch.equal(torch.get_rng_state(), generator) and random.getstate() == states[0]
     assert (np.random.get_state()[1] == states[1]).all()
     pages = writer._thread
-    writer.update()  # the next one waits for a hundred times the cost of this one
+    writer.update()  # the next update waits for a hundred times the cost of the first
     assert writer._thread is pages
 
 
@@ -490,7 +492,7 @@ def test_steps_with_alarms_are_shown(tmp_path, small_plotly):
 
 @pytest.fixture
 def open_page(browser):
-    """Open a page from disk in Chromium. No script error is tolerated, and no request."""
+    """Open a page from disk in Chromium. Any script error or network request fails the test."""
     pytest.importorskip("plotly")
     tab, problems = browser.new_page(viewport={"width": 1300, "height": 900}), []
     tab.on("pageerror", lambda error: problems.append(str(error)))

@@ -1,4 +1,6 @@
-"""Trackers: read back by their own libraries, resumed, and never the end of a run."""
+"""Test the trackers: logged values are read back by each library, runs resume, and tracker failures
+do not end a run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ HOSTILE = "<script>x</script>\x1b[2J | a\nb\ud800"
 
 @pytest.fixture(autouse=True)
 def no_remote_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Unset the user's stores, and make writes outside of the run's folder visible."""
+    """Unset the user's stores, and redirect HOME and TMPDIR to detect writes outside the run
+    folder.
+    """
     for name in ("MLFLOW_TRACKING_URI", "TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "home").mkdir()
@@ -41,7 +45,7 @@ def no_remote_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
-# ------------------------------------------------------------------------------------ the libraries
+# ------------------------------------------------------------------- reading back with each library
 
 
 READERS = {
@@ -104,7 +108,7 @@ READERS = {
 
 
 def read_back(name: str, folder: Path) -> dict[str, Any]:
-    """Return `ids`, `rows` (step to reward) and `tables` of a tracker, in a process of its own."""
+    """Return `ids`, `rows` (step to reward) and `tables` of a tracker, read in a subprocess."""
     lines = READERS[name].replace("\n        ", "\n")
     code = f"import json, pathlib\nfolder = pathlib.Path({str(folder)!r})\n{lines}\n"
     result = subprocess.run(
@@ -129,7 +133,7 @@ def test_a_resumed_run_is_read_back_under_a_single_id(
         check_trackers([name])
     except RunFolderError as error:
         pytest.skip(str(error))
-    monkeypatch.setenv("RANK", "0")  # a launch of several ranks, which the tracker must not join
+    monkeypatch.setenv("RANK", "0")  # a multi-rank launch, which the tracker must not join
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.chdir(tmp_path)
@@ -159,7 +163,7 @@ def test_a_resumed_run_is_read_back_under_a_single_id(
     if name != "tensorboard":
         recorded = (folder / f"{name}_id.txt").read_text().strip()
         assert set(stored["ids"]) == {recorded}
-    # a run writes only into its folder
+    # nothing is written outside the run folder
     outside = [path for path in tmp_path.rglob("*") if path.is_file()]
     outside = [path for path in outside if folder not in path.parents]
     assert [path for path in outside if "matplotlib" not in str(path)] == []
@@ -179,8 +183,8 @@ def reward(prompt, response, meta):
 @pytest.mark.extras
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_run_resumes_in_every_tracker(stop: signal.Signals, tmp_path: Path) -> None:
-    """`train.py` is stopped at an arbitrary step and resumed; each tracker then has the steps of
-    metrics.jsonl, each with its value there, in a single run.
+    """Stop `train.py` at an arbitrary step and resume it: each tracker has a single run with the
+    steps and values of metrics.jsonl.
     """
     names = [*READERS]
     try:
@@ -262,7 +266,7 @@ def init(**settings):
 
 
 def install_fake(mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a package wandb that fails at `mode` on the path; return the file of its calls."""
+    """Put a fake package wandb that fails at `mode` on the path; return the file of its calls."""
     packages = folder / "packages"
     packages.mkdir()
     log = folder / "calls.txt"

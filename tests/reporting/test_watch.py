@@ -1,4 +1,4 @@
-"""watch.py shows what the run's files hold, in any terminal, at any time of a run."""
+"""Test watch.py: it shows the contents of the run's files in any terminal and at any time of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_run(folder: Path, steps: int, total: int, *, running: bool = False) ->
     stage = {"name": "grpo", "method": "grpo", "settings": {"steps": total}}
     config = {"name": "x", "options": {}, "stages": [stage]}
     (folder / "config.json").write_text(json.dumps(config))
-    logbook = Logbook(folder)  # never closed: it would draw curves.png
+    logbook = Logbook(folder)  # not closed, because closing draws curves.png
     for step in range(steps + 1):
         row: dict[str, Any] = {"stage": "grpo", "alarm/length": float(3 <= step <= 5)}
         if step % 5 == 0:
@@ -116,7 +116,7 @@ def test_several_runs_and_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     text = render_text(tmp_path / "a", tmp_path / "b", tmp_path / "c")
     assert "a  finished" in text and "b  stopped" in text and "c  waiting" in text
-    assert "reward  0.4  0.2" in text  # the last value of each
+    assert "reward  0.4  0.2" in text  # the last value of each run
     assert "a: 8 answers of step 20" in text and "b: 8 answers of step 10" in text
     assert "c  waiting" in render_text(tmp_path / "c", height=24)
 
@@ -165,7 +165,7 @@ def test_foreign_text_stays_text(tmp_path: Path) -> None:
         text = SGR.sub("", file.getvalue())
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", text)
         text.encode()
-    assert "[red]" in text or page  # markup of a name is not markup
+    assert "[red]" in text or page  # markup in a name is shown as text
 
 
 # -------------------------------------------------------------------------------------- the curves
@@ -198,7 +198,7 @@ def test_a_curve_is_drawn_where_its_values_are(steps: int) -> None:
     assert (0, 0) in dots and (columns - 1, rows - 1) in dots
     for x, y in dots:
         value = x / (columns - 1)
-        # straight lines between the points of a short curve
+        # a short curve has straight lines between its points
         segment = min(int(value * (steps - 1)), steps - 2) / (steps - 1)
         end = segment + 1 / (steps - 1)
         expected = segment**2 + (value - segment) * (end + segment)
@@ -276,7 +276,7 @@ def test_a_terminal_is_left_as_it_was(end: str, tmp_path: Path) -> None:
         stdout=terminal,
         stderr=terminal,
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"},
-        # a shell that runs the tests in the background has set SIGINT to be ignored
+        # SIGINT is ignored if a shell runs the tests in the background
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     output = b""
@@ -299,8 +299,8 @@ def test_a_terminal_is_left_as_it_was(end: str, tmp_path: Path) -> None:
         os.write(main_end, b"q")
     else:
         process.send_signal(signal.SIGINT)
-    read_until(b"\x1b[?1049l")  # the main screen is back
-    read_until(b"best to worst")  # and has the last state
+    read_until(b"\x1b[?1049l")  # back on the main screen
+    read_until(b"best to worst")  # it shows the final state
     assert process.wait(60) == 0 and b"Traceback" not in output
     assert termios.tcgetattr(terminal) == before
     os.close(main_end)

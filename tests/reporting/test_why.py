@@ -1,4 +1,4 @@
-"""`why` explains an update token by token."""
+"""Test `why`, which explains an update token by token."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def compute_logprobs(model, row: dict) -> list[float]:
 
 def test_grpo_equals_a_float64_computation_by_hand(tmp_path):
     run = train(tmp_path, "grpo", steps=2, save_every=1, learning_rate=1e-3)
-    folder = run / "checkpoints" / "grpo-000001" / "model"  # the weights of the second update
+    folder = run / "checkpoints" / "grpo-000001" / "model"  # the weights before step 2
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     rows = read_samples(run, 2)
     groups = {}
@@ -80,7 +80,7 @@ def test_grpo_equals_a_float64_computation_by_hand(tmp_path):
                     advantage = row["reward"] - mean
                     expected[g, row["index"], j] = (logprob, row["logprobs"][j], advantage)
     assert len({g for g, _, _ in expected}) > 1, "several groups have a signal"
-    # ratios of 1 up to rounding, so that nothing is clipped: loss = -sum r A / tokens
+    # The ratios are 1 up to rounding, so nothing is clipped: loss = -sum r A / tokens
     gradients = {
         key: -advantage * math.exp(logprob - sampled) / len(expected)
         for key, (logprob, sampled, advantage) in expected.items()
@@ -121,7 +121,7 @@ def test_recorded_entropies_and_ratios_equal_those_of_the_saved_weights(tmp_path
         assert row["ratios"] == pytest.approx(expected.tolist(), rel=1e-4)
         compared += len(expected)
     assert compared > 20
-    # rows of another run keep what they have
+    # rows of another run are unchanged
     other = [
         {**row, "response_tokens": [0, *row["response_tokens"]]} for row in read_samples(run, 2)
     ]
@@ -256,7 +256,7 @@ def test_gradients_of_the_losses_equal_their_formulas():
         assert result.ratio_T[:5].tolist() == pytest.approx(shown, abs=1e-6)
         assert math.isnan(result.ratio_T[5])
         assert (result.low_T is None) == (loss in ("importance_sampling", "dro"))
-    # a KL in the loss: c * mask * r * (lp - ref)
+    # with a KL term in the loss: c * mask * r * (lp - ref)
     with_kl = compute("importance_sampling", kl_coef=0.3, kl_kind="k2", entropy_coef=1.0)
     for j, (ratio, advantage) in enumerate(pairs):
         kl = 0.3 * FIELDS["mask"][j] * ratio * (LEARNER[j] + 1.2)
@@ -265,7 +265,7 @@ def test_gradients_of_the_losses_equal_their_formulas():
 
 @pytest.fixture(scope="module")
 def two_stages(tmp_path_factory):
-    """A run of sft and grpo that keeps the samples of some steps."""
+    """Return the folder of a run of sft and grpo that keeps the samples of some steps."""
     folder = tmp_path_factory.mktemp("stages")
     (folder / "tests_why_reward.py").write_text(REWARD)
     (folder / "recipe.yaml").write_text(
@@ -287,7 +287,7 @@ def two_stages(tmp_path_factory):
 
 
 def test_errors_name_the_steps_and_the_problems(two_stages):
-    # the evaluation before the second stage takes a number: its first update is step 3
+    # the evaluation before the second stage counts as a step: the first update of grpo is step 3
     (*_, last) = sorted(list_update_files(two_stages / "rollouts"))
     recorded = "the recorded steps are 3, 5, 6"
     with pytest.raises(UserError, match=f"kept no samples.*{recorded}.*--rollouts-every 1"):

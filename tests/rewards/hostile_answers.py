@@ -1,8 +1,8 @@
-"""Answers that a grader may hang at, die of or raise for: the family "ungraded answers" of the
-hostile set.
+"""Answers that may make a grader hang, crash or raise: the family "ungraded answers" of the hostile
+set.
 
-Every built-in reward gives a number for each of them (tests/rewards/test_ungraded_answers.py). None of them
-is the right answer of GOLD.
+Every built-in reward returns a number for each of them (tests/rewards/test_ungraded_answers.py).
+None of them is the right answer to an entry of GOLD.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Pairs of an expected answer and an answer, judged by hand: right (True) or wrong (False). The
-rules are in docs/rewards.md.
+"""Pairs of an expected answer and an answer, judged by hand as right (True) or wrong (False).
+docs/rewards.md has the rules.
 """
 
 from __future__ import annotations

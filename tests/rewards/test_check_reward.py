@@ -1,5 +1,5 @@
-"""A check of a reward names the trick that a bad reward pays for, and accuses no built-in reward on
-the data that it is made for.
+"""Test the check of a reward: it names the trick that a bad reward pays for, and reports nothing
+for the built-in rewards on matching data.
 """
 
 import json
@@ -17,7 +17,7 @@ from rl.trainer import probe_reward, resolve_stage_reward
 from rl.types import Problem
 
 REPO = Path(__file__).resolve().parents[2]
-# Each function is named by the trick that it pays for.
+# Each function is named after the trick that it pays for.
 BAD_REWARDS = {
     "all candidates listed": "return float(str(meta['answer']) in response)",
     "one number changed": "return float(re.search(r'\\d', response) is not None)",
@@ -48,7 +48,7 @@ def name_function(trick: str) -> str:
 
 @pytest.fixture(scope="module")
 def reward_file(tmp_path_factory):
-    """A file with the bad rewards, a good one, and a slow one."""
+    """Return a file with the bad rewards, a good reward and a slow reward."""
     lines = ["import re, time\n\n\ndef numbers(text):"]
     lines.append("    return [int(number) for number in re.findall(r'\\d+', text)]\n\n")
     bodies = {**BAD_REWARDS, "good": GOOD_REWARD, "slow": "time.sleep(0.3)\n    return 0.0"}
@@ -60,7 +60,7 @@ def reward_file(tmp_path_factory):
 
 
 def make_rows(count: int = 12, *, signed: bool = False, **columns) -> list[Problem]:
-    """Return sums with answers of two digits; every second is negative if `signed`."""
+    """Return sums with two-digit answers; every second answer is negative if `signed`."""
     rows = []
     for index in range(count):
         answer = (-1 if signed and index % 2 else 1) * (20 + 5 * index)
@@ -97,7 +97,7 @@ def test_a_reward_that_compares_the_answer_is_not_accused(reward_file):
     assert result.warnings == () and result.notes == ()
     table = {row.name: row for row in result.results}
     assert table["the right answer"].mean == 1.0 and table["one number changed"].mean == 0.0
-    # another spelling of a right answer is paid by design, and no trick
+    # another spelling of a right answer is paid by design and is not a trick
     assert table["the answer without format"].paid == 12
 
 
@@ -112,7 +112,7 @@ def test_a_program_that_exits_is_paid_by_a_reward_that_trusts_the_exit_code(bloc
             return 0.0
         return 0.0
 
-    def forged(prompt, response, meta):  # what would end this process is not run
+    def forged(prompt, response, meta):  # does not run code that would end this process
         return 1.0 if "os._exit(0)" in response else exit_code(prompt, response, meta)
 
     programs = [f"import sys\nprint({index})\nsys.exit()" for index in range(12)]
@@ -255,7 +255,7 @@ def test_the_reward_of_programs_is_not_accused_on_published_rows(
     assert result.warnings == () and result.notes == ()
     by_name = {item.name: item for item in result.results}
     assert by_name["the right answer"].mean == 1.0
-    # neither an exit code nor the candidates of several tasks pass the tests
+    # Neither an exit code nor the candidates of several tasks pass the tests.
     for trick in ("a program that exits 0", "another row's answer", "all candidates listed"):
         assert by_name[trick].paid == 0 and by_name[trick].compared == 50
 

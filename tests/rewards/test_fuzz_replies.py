@@ -1,5 +1,5 @@
-"""Hostile replies, seeds fixed: against the reader of messages by themselves, and from a live
-worker against the whole pool.
+"""Test hostile replies with fixed seeds: first the message decoder, then a live worker against the
+whole pool.
 """
 
 import json
@@ -42,7 +42,7 @@ def header(payload: bytes, **change) -> bytes:
 
 
 def hostile_value(rng: random.Random):
-    """What no field should be: of the wrong kind, huge, odd, deep."""
+    """Return a value that no field should have: wrong type, huge, odd or deeply nested."""
     return rng.choice(
         [
             None,
@@ -78,8 +78,8 @@ def hostile_value(rng: random.Random):
 
 
 def hostile_message(rng: random.Random) -> bytes:
-    """A message that is wrong in one of eleven ways. (Some changes of a field make a right one: the
-    test judges by its content.)
+    """Return a message that is wrong in one of eleven ways. Some changes of a field leave the
+    message valid, so the test judges by content.
     """
     good = json.dumps(GOOD).encode()
     way = rng.randrange(11)
@@ -158,17 +158,17 @@ def in_pieces(rng: random.Random, data: bytes):
 
 
 def inputs(seed: int, count: int):
-    """Hostile messages, and the seed of the pieces in which each comes."""
+    """Yield hostile messages, each with the seed of its split into pieces."""
     rng = random.Random(f"replies {seed}")
     for _ in range(count):
         yield hostile_message(rng), rng.randrange(2**32)
 
 
-NOT_ALL_THERE = "waited for"  # it is read on, for as long as the item has time
+NOT_ALL_THERE = "waited for"  # incomplete: reading continues until the item's time is over
 
 
 def check(item) -> str:
-    """Whatever is taken has the right nonce, process and item, and plain, finite content."""
+    """Check that an accepted message has the right nonce, pid and item, and plain, finite content."""
     data, pieces = item
     frames, payload = FrameReader(MAX_REPLY_BYTES), None
     try:
@@ -211,7 +211,7 @@ def check(item) -> str:
 def test_the_reader_takes_what_is_right_and_names_what_is_not(seed):
     report = run_family(inputs, check, seed=seed, count=50)
     assert not report.faults
-    # most are hostile
+    # most messages are hostile
     assert (
         report.outcomes[ACCEPTED] < 25 < report.outcomes[REFUSED] + report.outcomes[NOT_ALL_THERE]
     )
@@ -240,7 +240,7 @@ def test_replies_come_back_as_they_were_sent():
         frames.feed(piece)
         while (payload := frames.next()) is not None:
             got.append(decode_reply(payload, len(got), PID, NONCE)[0])
-    assert got == sent  # bit for bit: JSON's floats are Python's
+    assert got == sent  # bit-exact: JSON keeps Python's floats
 
 
 def test_a_reward_that_is_no_number_has_a_name():
@@ -251,7 +251,7 @@ def test_a_reward_that_is_no_number_has_a_name():
         )
 
 
-# ------------------------------------------------------------------------------- from a live worker
+# ------------------------------------------------------------------------------------ a live worker
 
 MODULE = """
 import os
@@ -301,7 +301,7 @@ def test_the_pool_fails_an_item_by_name_and_its_neighbours_are_right(
         else:
             assert score.reward == float(i), (i, score)
     failed = {i for i, score in enumerate(scores) if score.reward is None}
-    # what was sent is never a right reply: it does not hold the worker's nonce
+    # A sent message is never a valid reply, because it lacks the worker's nonce.
     assert failed == hostile
     assert "Traceback" not in caplog.text
     sys.modules.pop("sender", None)

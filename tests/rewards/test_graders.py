@@ -1,4 +1,4 @@
-"""The math graders on real text: answers as MATH and its models write them, beside the published
+"""Test the math graders on real text, with answers from MATH and from models, against published
 grades (all of them: bench/graders.py).
 """
 
@@ -50,7 +50,7 @@ def test_every_box_of_maths_solutions_is_read(shared_data: Path):
 
 
 def test_a_sample_of_published_grades(shared_data: Path):
-    """Every twentieth solution, and all those of the two problems where grades differ."""
+    """Grade every twentieth solution, and all solutions of the two problems with different grades."""
     chosen = [
         first
         for i, first in enumerate(qwen(shared_data, "answer"))
@@ -61,13 +61,13 @@ def test_a_sample_of_published_grades(shared_data: Path):
         *(f"3 sample {i}" for i in range(8)),
         "72 sample 7",
     ]
-    # ours is right: theirs misread a unit, and a thousands separator
+    # Our grades are right: the published ones misread a unit and a thousands separator.
     assert all(result and reason(first, result) for first, result in differ)
 
 
 @pytest.mark.slow
 def test_graders_agree_with_published_grades(shared_data: Path):
-    # against MATH's own answer the eight of problem 3 are mistaken grades
+    # with MATH's answer as reference, the eight published grades of problem 3 are wrong
     for column, least in (("gt", 0.99), ("answer", 0.985)):
         graded, differ = compare("math_correctness", qwen(shared_data, column))
         assert graded == 800 and len(differ) <= (1 - least) * graded

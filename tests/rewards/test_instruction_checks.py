@@ -1,5 +1,5 @@
-"""Each instruction of IFEval by answers made by hand: some that follow it and some that do not,
-among them answers that a careless check would take for the other kind.
+"""Test each IFEval instruction on handwritten answers: some follow it and some do not, including
+answers that a careless check would misjudge.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CASES: dict[str, list[Case]] = {
             ["Lava meets the Deep Sea.", "deep sea\nlava"],
             ["Lava alone.", "deep\nsea and lava", "Lav a, deep sea"],
         ),
-        # a keyword is text, not a regular expression
+        # a keyword is plain text, not a regular expression
         ({"keywords": ["c++", "a.b"]}, ["I like C++ and a.b"], ["ccc a.b", "c++ axb"]),
     ],
     "keywords:frequency": [
@@ -165,7 +165,7 @@ CASES: dict[str, list[Case]] = {
                 "SubSection 1 Section 2",
             ],
         ),
-        # punctuation of a splitter is text
+        # punctuation in a splitter is plain text
         ({"section_spliter": "Part (", "num_sections": 1}, ["Part (1)"], ["Part 1"]),
     ],
     "detectable_format:json_format": [
@@ -254,7 +254,7 @@ CASES: dict[str, list[Case]] = {
 
 @pytest.fixture(autouse=True)
 def few_languages(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Recognize German by a word, and everything else as English."""
+    """Detect German by a phrase, and everything else as English."""
     if "library" not in request.fixturenames:
         monkeypatch.setattr(
             "rl.rewards.instruction_checks.rank_languages",
@@ -288,11 +288,11 @@ def test_every_instruction_has_answers_of_both_kinds():
 def test_an_instruction_by_hand(name: str, parameters: dict[str, Any], good: Any, bad: Any):
     for text in good:
         assert follows(name, parameters, text), (name, text)
-        # a strictly right answer is loosely right
+        # an answer that passes the strict check passes the loose check
         assert follows(name, parameters, text, loose=True), (name, text)
     for text in bad:
         assert not follows(name, parameters, text), (name, text)
-    # an empty response follows nothing, not even "less than" and "no comma"
+    # an empty response follows no instruction, not even "less than" and "no comma"
     assert not follows(name, parameters, " \n") and not follows(name, parameters, "", loose=True)
 
 
@@ -375,7 +375,7 @@ def test_a_faulty_instruction_is_named(ids: Any, kwargs: Any, message: str):
 
 
 def test_the_reward_counts_instructions_strictly_and_loosely():
-    # tables have every parameter in every row, and whole numbers as floats
+    # Rows of a table have every parameter, and integers as floats.
     nothing = {"keywords": None, "num_words": None, "relation": None}
     meta = {
         "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],

@@ -1,4 +1,4 @@
-"""The rules of the math graders (docs/rewards.md) against pairs judged by hand."""
+"""Test the rules of the math graders (docs/rewards.md) on pairs judged by hand."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _answers(shared_data: Path) -> list[str]:
 
 
 def _other_spelling(answer: str) -> str:
-    """The same answer in other LaTeX, so that more than the text is compared."""
+    """Return the same answer in other LaTeX, so that the test needs more than a text comparison."""
     return (
         answer.replace("\\frac", "\\dfrac")
         .replace("(", "\\left(")
@@ -71,7 +71,7 @@ def _other_spelling(answer: str) -> str:
     )
 
 
-# neighbours with one answer
+# adjacent rows with equal answers
 ALIKE = {("50", "50^{\\circ}"), ("\\frac12", "\\frac{1}{2}"), ("80 \\%", "80"), (" \\$ 5", "5")}
 
 

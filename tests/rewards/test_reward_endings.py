@@ -1,5 +1,5 @@
-"""What rewards started does not outlive its run: ten ways to end one, and the ways in which a
-process hides from its parent.
+"""Test that processes started by rewards do not outlive the run: ten ways to end a run, and several
+ways in which a process hides from its parent.
 """
 
 import os
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="looks into /proc; elsewhere a process group is all there is"
 )
 
-# Each reward starts what hides in another way, then does as its response says. `MARK` stands in the
-# words of each process.
+# Each reward starts processes that hide in different ways, then does what its response says. `MARK`
+# is in the command line of each process.
 MODULE = """
 import os, signal, subprocess, sys, time
 SLEEP = "import signal, sys, time; [signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; time.sleep(1000)"
@@ -71,8 +71,8 @@ if way in ("signal", "launcher"):
     time.sleep(1000)
 """
 
-# way to end -> (what the script is told, the signal it gets, whether it is still running when
-# nothing may be left)
+# way to end -> (argument of the script, signal sent to it, whether the script still runs when the
+# processes must be gone)
 WAYS = {
     "finish": ("finish", None, False),
     "error of the reward": ("error", None, False),
@@ -85,18 +85,18 @@ WAYS = {
     "pool close": ("pool close", None, True),
     "exception in the script": ("exception", None, False),
     "launcher killed": ("launcher", signal.SIGKILL, False),
-    "the reward kills its guard": ("kill the guard", None, True),  # and then OUT_OF_REACH
+    "the reward kills its guard": ("kill the guard", None, True),  # see OUT_OF_REACH
     "the reward stops its guard": ("stop the guard", None, True),
 }
-# A reward that kills its guard, and takes the mark out of the environment of what it started:
-# nobody knows whose those are.
+# This reward kills its guard and removes the mark from the environment of its processes, so they
+# cannot be attributed to it.
 OUT_OF_REACH = {"the reward kills its guard": {"nameless", "daemon"}}
 QUICK = ("SIGKILL of the trainer", "reward timeout", "pool close")
 LAUNCHER = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 
 
 def list_processes(mark: str) -> dict[int, str]:
-    """Processes that have the mark among their words, with the kind of each."""
+    """Return the pid and kind of each process with the mark in its command line."""
     results = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -174,7 +174,7 @@ def test_nothing_that_a_reward_started_is_left(tmp_path, way):
         if runs_on:
             assert trainer.poll() is None
             trainer.kill()
-        # nor a worker, nor its guard
+        # neither a worker nor its guard remains
         assert wait_until(lambda: not workers_of(mark), 10), workers_of(mark)
     finally:
         for pid in {*list_processes(mark), *workers_of(mark)}:

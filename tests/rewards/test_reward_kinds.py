@@ -1,5 +1,5 @@
-"""Rewards of many answers at once, coroutines, and whole episodes: values by hand, and what one bad
-answer costs.
+"""Test rewards of batches, coroutines and whole episodes: values computed by hand, and the effect
+of a single bad answer.
 """
 
 import asyncio
@@ -122,7 +122,7 @@ def test_coroutines_wait_side_by_side_each_within_its_limit(mine):
     with Scorer(f"{mine}:waits", timeout=5.0) as scorer:
         begin = time.monotonic()
         result = scorer.score_many(items)
-        # one after the other they would take 57 * 0.3 s = 17 s and more
+        # sequentially they would take 57 * 0.3 s = 17 s and more
         assert time.monotonic() - begin < 12
     failures = {i: score.failure for i, score in enumerate(result) if score.failure}
     assert failures == {3: "error", 7: "timeout", 11: "error", 12: "error"}
@@ -230,12 +230,12 @@ def test_each_of_several_rewards_has_its_time_wherever_it_runs():
             assert seconds >= (0.15 if spec is slow else 0.0)
 
 
-# ------------------------------------------------------------------------- how an answer is written
+# --------------------------------------------------------------------- rewards for style and length
 
 
 def test_repetition_by_hand_and_against_brute_force():
     words = resolve_reward("repetition", n=2)
-    assert words("", "a b a b a") == -0.5  # ab ba ab ba: two of four are new
+    assert words("", "a b a b a") == -0.5  # ab ba ab ba: two of four are repeats
     assert words("", "The the THE") == -0.5
     assert words("", "one") == 0.0 and words("", "") == 0.0
     assert resolve_reward("repetition", n=3, unit="characters", scale=2.0)("", "aaaa") == -1.0
@@ -252,7 +252,7 @@ def test_repetition_by_hand_and_against_brute_force():
 
 
 def test_length_by_correctness_is_the_papers_curve():
-    """CosFn(t, T, a, b) = a + (b - a) (1 + cos(t pi / T)) / 2, from b at no length to a at T."""
+    """CosFn(t, T, a, b) = a + (b - a) (1 + cos(t pi / T)) / 2, from b at length 0 to a at length T."""
     reward = resolve_reward("cosine_length", max_length=8)
     for words in range(8):
         text, cosine = " ".join(["46"] * words), (1 + math.cos(words * math.pi / 8)) / 2
@@ -268,7 +268,7 @@ def test_length_by_correctness_is_the_papers_curve():
 
 
 def test_the_share_of_a_script():
-    text = "Привет, мир! ok 42"  # 9 Cyrillic letters, 2 Latin ones
+    text = "Привет, мир! ok 42"  # 9 Cyrillic letters and 2 Latin letters
     assert resolve_reward("script", script="cyrillic")("", text) == pytest.approx(9 / 11)
     assert resolve_reward("script", script=["Latin", "cyrillic"])("", text) == 1.0
     assert resolve_reward("script", script="han")("", "答案 is 7") == pytest.approx(2 / 4)
@@ -321,11 +321,11 @@ def test_a_result_is_equal_whatever_it_took():
     assert RewardResult(1.0, {"a": 1.0}, {"x": 3.0}) == RewardResult(1.0, {"a": 1.0})
 
 
-# ---------------------------------------------------------------------- beside an environment's own
+# --------------------------------------------------------------------- with an environment's reward
 
 
 def trajectory(*turns):
-    """Of (what was told, the answer, its reward)."""
+    """Return a trajectory of turns (messages, answer, reward)."""
     made = []
     for messages, answer, reward in turns:
         logs = {

@@ -1,5 +1,5 @@
-"""A run checks its reward before the first step, says what a bad reward pays for, and changes
-nothing by it.
+"""Test the reward check at startup: it reports what a bad reward pays for before the first step,
+and does not change the run.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ SMALL = {
     "save_every": 0,
     "self_test": False,
 }
-# The reward of an answer depends on the number of calls before it.
+# The reward of an answer depends on the number of previous calls.
 COUNTING = """
 calls = 0
 
@@ -48,7 +48,7 @@ def slow(prompt, response, meta):
 
 
 def check(tmp_path, **settings) -> tuple[str, dict]:
-    """Return what is printed about the reward of a run with these settings, and the saved file."""
+    """Return the printed text about the reward of a run with these settings, and the saved entry."""
     run = rl.config.read_run(
         ["grpo", "--dataset", "addition", *(w for k, v in settings.items() for w in (k, v))],
         rl.algorithms.METHODS,
@@ -82,7 +82,7 @@ def test_a_good_reward_takes_one_line(tmp_path):
 
 
 def test_a_bad_reward_is_shown_as_a_table_with_warnings(tmp_path, monkeypatch):
-    # a loaded machine may need longer than two seconds to start the worker
+    # on a loaded machine the worker may need more than two seconds to start
     monkeypatch.setattr(reward_startup_check, "STARTUP_SECONDS", 120.0)
     monkeypatch.setattr(reward_startup_check, "_SLOW_TRIAL_SECONDS", 120.0)
     path = tmp_path / "bad.py"

@@ -1,5 +1,5 @@
-"""Reward functions in the ways that people write them, and what is known of one before anything is
-sampled.
+"""Test the common signatures of reward functions, and the checks of a reward before sampling
+starts.
 """
 
 import json
@@ -111,7 +111,7 @@ def test_functions_of_lists_get_columns_and_settings_and_batches(file):
         1.0,
     ], "asked again one by one"
     two = resolve_reward(lambda completions, **kwargs: [1.0] * 2)
-    failed, *scored = two.evaluate_many(items[:3])  # halves of one and of two
+    failed, *scored = two.evaluate_many(items[:3])  # split into halves of 1 and 2 items
     assert "returned 2 rewards for 1 answers" in str(failed) and [r.reward for r in scored] == [
         1.0,
         1.0,
@@ -197,7 +197,7 @@ def test_coroutines_wait_together_in_one_worker(file):
     import time
 
     with Scorer(f"{file}:waits", workers=1, timeout=5.0) as scorer:
-        scorer.score_many([("", "0", {})])  # starts it
+        scorer.score_many([("", "0", {})])  # starts the worker
         begin = time.monotonic()
         scores = scorer.score_many([("", str(i), {}) for i in range(16)])
         spent = time.monotonic() - begin
@@ -232,7 +232,7 @@ def test_a_reward_is_tried_on_rows_with_their_own_answers(file):
     bare = [Problem(({"role": "user", "content": "a"},), {}, tag="bare")]
     with pytest.raises(UserError, match="no expected answer"):
         tried("exact_match", bare)
-    (text,) = tried(f"{file}:picky", bare)  # an empty answer it may refuse
+    (text,) = tried(f"{file}:picky", bare)  # a reward may refuse an empty answer
     assert "ValueError" in text and "left out of training" in text
     wrong = [Problem(row.messages, row.meta, response="the sum is 7", tag="sums") for row in ROWS]
     (text,) = tried("exact_match", wrong)

@@ -1,5 +1,5 @@
-"""Rewards that fork, forge, flood and starve: each fails its own item by name or is right, and the
-trainer runs no code of theirs.
+"""Test rewards that fork, forge replies, flood output and exhaust resources: each fails its item by
+name or gets the right score, and the trainer runs none of their code.
 """
 
 import io
@@ -109,7 +109,7 @@ if os.path.exists(os.environ.get("PYTHON_BOMB", "/nowhere")) and open(os.environ
 
 @pytest.fixture
 def bomb(tmp_path, monkeypatch) -> Path:
-    """The module on the path; a file that must not come into being in the trainer."""
+    """Put the module on the path; yield the path of a file that the trainer must never create."""
     (tmp_path / "hostile.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHON_BOMB", str(tmp_path / "bomb"))
@@ -125,7 +125,7 @@ def items(words) -> list:
 def test_a_reward_that_forks_gets_its_own_reward(bomb, name):
     with Scorer(f"hostile:{name}", timeout=20, workers=2) as scorer:
         scores = scorer.score_many(items(["n"] * 64))
-        again = scorer.score_many(items(["n"] * 64))  # what came back late
+        again = scorer.score_many(items(["n"] * 64))  # would show late replies
     assert [score.reward for score in scores + again] == [float(i) for i in range(64)] * 2
 
 
@@ -217,14 +217,14 @@ def test_what_a_reward_prints_is_bounded_and_plain(bomb, capfd):
         )
     assert [score.reward for score in scores] == [0, 1, 2, 3]
     out, err = capfd.readouterr()
-    assert len(out) + len(err) < 200_000  # of 40 MB
+    assert len(out) + len(err) < 200_000  # of 40 MB of output
     assert "[hostile:prints] red" in err and "also  here" in err
     assert "\x1b" not in out + err and "\x07" not in out + err
 
 
 def test_what_a_closure_prints_is_bounded_and_plain_and_what_others_print_is_theirs(capfd):
-    """A closure runs in a thread of this process: its prints, to either stream, are told from those
-    of other threads by who prints.
+    """A closure runs in a thread of this process. Its prints to either stream are distinguished
+    from those of other threads by the printing thread.
     """
     begun, go_on = threading.Event(), threading.Event()
 
@@ -313,7 +313,7 @@ def test_names_that_begin_like_those_handed_over_are_not(monkeypatch):
 
 
 def test_a_reply_is_of_its_worker_to_its_item_and_bounded():
-    """Whatever a reward that knows the form of replies writes by itself."""
+    """A reward may write any message in the format of replies."""
     fields = {
         "item": 3,
         "pid": 77,
@@ -340,7 +340,7 @@ def test_a_reply_is_of_its_worker_to_its_item_and_bounded():
     ):
         with pytest.raises(InvalidReply):
             read(**change)
-    # and how much was left out
+    # plus the note on the number of omitted characters
     assert len(read(failure="error", error="x" * 50_000).error) < MAX_ERROR_CHARACTERS + 100
     (name,) = read(metrics={"m" * 5_000: 1.0}).result.metrics
     assert len(name) < 300
@@ -355,7 +355,7 @@ def test_a_named_variable_wins_over_the_defaults(monkeypatch):
 @pytest.mark.parametrize("name, word", [("stops", "stop"), ("closes", "close")])
 def test_a_worker_that_stops_itself_or_closes_its_socket_costs_its_item(bomb, name, word):
     words = ["n", word, "n", "n", "n"]
-    big = "x" * 200_000  # more than a socket holds: a send to it would block
+    big = "x" * 200_000  # exceeds the socket's buffer, so a send would block
     with Scorer(f"hostile:{name}", timeout=2.0, workers=1) as scorer:
         scores = scorer.score_many(
             [(f"ask {i} {big}", f"{each} {i}", None) for i, each in enumerate(words)]
@@ -454,7 +454,7 @@ scorer.close()
 
 @pytest.mark.slow
 def test_without_descriptors_the_run_ends_with_the_cause(bomb, tmp_path):
-    """The real thing: the limit is reached, not pretended."""
+    """The limit is really reached, not simulated."""
     code = LIMITED.format(repo=str(REPO), here=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,5 @@
-"""Rewards by name, and the built-in ones against values by hand and against graders that others
-wrote.
+"""Test the reward registry, and the built-in rewards against values computed by hand and published
+grades.
 """
 
 import json
@@ -15,7 +15,7 @@ from rl.rewards.reward_registry import _REGISTRY
 
 @pytest.fixture
 def registry():
-    """The registry, put back as it was after the test."""
+    """Yield the registry, and restore it after the test."""
     before = dict(_REGISTRY)
     yield _REGISTRY
     _REGISTRY.clear()
@@ -93,7 +93,7 @@ def test_a_taken_name_needs_replace_and_a_built_in_gives_way_with_a_warning(regi
         return 2.0
 
     register_reward("mine")(first)
-    register_reward("mine")(first)  # the same function again, as a reloaded module does
+    register_reward("mine")(first)  # the same function again, as after a module reload
     with pytest.raises(ValueError, match="already registered by .*one"):
         register_reward("mine")(second)
     register_reward("mine", replace=True)(second)
@@ -119,7 +119,7 @@ def test_exact_match_by_hand():
 
 
 def test_text_rewards_by_hand():
-    # the calls of the guide
+    # the examples of the guide
     keywords = resolve_reward("keyword_contains", keywords=["solution", "answer"])
     assert [keywords("", text) for text in ("The Answer", "answer and solution", "none")] == [
         0.5,
@@ -143,7 +143,7 @@ def test_text_rewards_by_hand():
         ('```json\n{"a": 1}\n```', 1, 0),
         ("{'a': 1}", 0, 0),
         ('{"a": 1} and more', 0, 0),
-        ("7", 0, 0),  # a number is JSON, but no structured answer
+        ("7", 0, 0),  # a number is JSON, but not a structured answer
         ("[" * 100_000, 0, 0),
         ("1. one\n2. two", 0, 1),
         ("Steps:\n 1) one\n 2) two\n", 0, 1),
@@ -179,7 +179,7 @@ def test_composite_is_the_weighted_sum_and_logs_each_part():
     [
         (r"so \boxed{72}.", "72"),
         (r"\boxed{1} or rather \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{1} then \boxed{2", "1"),  # cut off: the last whole one
+        (r"\boxed{1} then \boxed{2", "1"),  # truncated: use the last complete box
         ("#### 5\n\nbye", "5"),
         (r"\boxed{1}" + "\n#### 2", "2"),
         ("#### 2\n" + r"\boxed{1}", "1"),
@@ -198,7 +198,7 @@ def test_finding_an_answer_takes_linear_time():
 
     begin = time.perf_counter()
     extract_marked_answer(r"\boxed{" * 100_000)
-    # a search from each brace to the end would take an hour
+    # searching from each brace to the end would take an hour
     assert time.perf_counter() - begin < 30
 
 
@@ -251,7 +251,7 @@ def test_gsm8k_agrees_with_the_published_grades_of_5276_solutions(shared_data: P
         answer = row["ground_truth"].rpartition("A:")[2].strip()
         for model, judged in row.items():
             if isinstance(judged, dict):
-                # their mark of the answer
+                # the data set marks answers with "A:"
                 response = "####".join(judged["solution"].rsplit("A:", 1))
                 correct = reward.evaluate("", response, {"answer": answer}).metrics["correct"]
                 graded += 1
@@ -299,7 +299,7 @@ def test_math_correctness_agrees_with_published_grades_of_800_solutions(shared_d
     assert scorer.counts == {"calls": 800, "errors": 0, "timeouts": 0, "nan": 0, "deaths": 0}
     pairs = zip(items, scores, grades, strict=True)
     disagree = [item[2]["answer"] for item, score, grade in pairs if (score.reward == 1) != grade]
-    # Their grader refuses "4:30 p.m." against "\text{4:30 p.m.}" and "10000" against "10{,}000" (9
+    # The published grader rejects "4:30 p.m." for "\text{4:30 p.m.}" and "10000" for "10{,}000" (9
     # rows).
     assert len(disagree) <= 9 and all(
         answer in (r"\text{4:30 p.m.}", "10{,}000") for answer in disagree

@@ -1,5 +1,5 @@
-"""The scorer against rewards that raise, hang, crash and lie: each costs its own sample, in time,
-by name, and nothing else.
+"""Test the scorer with rewards that raise, hang, crash and lie: each fails only its sample, within
+the time limit, and is named.
 """
 
 import os
@@ -49,7 +49,7 @@ def module(tmp_path, monkeypatch):
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Return whether a process runs (a zombie does not)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -78,7 +78,7 @@ def test_bad_items_cost_only_themselves_and_are_named_and_counted(module, as_fil
                 strict=True,
             )
         )
-    assert time.monotonic() - begin < 15  # four restarts and two limits of half a second
+    assert time.monotonic() - begin < 15  # four restarts and two time limits of half a second
     assert [scores[str(i)].reward for i in range(10)] == list(range(10))
     assert [scores[word].failure for word in bad] == [
         "error", "nan", "error", "error", "error", "death", "death", "timeout", "timeout",
@@ -104,7 +104,7 @@ def test_a_reward_that_loses_its_worker_at_every_answer_does_not_flood_the_log(m
 
 
 def test_the_limit_runs_from_an_items_start_not_from_its_submission(module):
-    # 8 items of 0.3 s on one worker take 2.4 s in all, twice the limit of each
+    # 8 items of 0.3 s on a single worker take 2.4 s in total, twice the limit of each item
     with Scorer(resolve_reward("misbehaving:Deaf", seconds=0.3), timeout=1.2, workers=1) as scorer:
         scores = scorer.score_many([("", "", None)] * 8)
     assert [score.reward for score in scores] == [1.0] * 8
@@ -115,11 +115,11 @@ def test_workers_run_at_the_same_time(module):
         scorer.score_many([("", "", None)] * 8)  # starts the workers
         begin = time.monotonic()
         scorer.score_many([("", "", None)] * 8)
-        assert time.monotonic() - begin < 6.0  # one after the other: 8 s
+        assert time.monotonic() - begin < 6.0  # sequentially: 8 s
 
 
 def test_signals_that_stop_a_run_do_not_cost_it_its_rewards(module):
-    """A scheduler's signals reach every process of a run, which then finishes its step and needs
+    """A scheduler's signals reach every process of a run. The run then finishes its step and needs
     these scores.
     """
     with Scorer("misbehaving:misbehave", timeout=30, workers=1) as scorer:
@@ -190,7 +190,7 @@ def test_no_worker_outlives_its_owner_and_the_script_is_not_run_again(
 def test_what_cannot_be_loaded_is_an_error_before_training(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="importing 'nowhere_to_be_found' failed"):
         Scorer("nowhere_to_be_found:f")
-    # imports here, but not in a worker
+    # imports in this process, but not in a worker
     (tmp_path / "only_here.py").write_text(
         f"import os\nassert os.getpid() == {os.getpid()}\ndef f(p, r, m): return 1.0\n"
     )
@@ -222,7 +222,7 @@ def test_a_closure_runs_in_a_thread_sees_its_variables_and_may_hang():
         )
     assert [score.reward for score in scores] == [1.0, None, 2.0, 3.0]
     assert scores[1].failure == "timeout" and scorer.counts["timeouts"] == 1
-    assert seen == ["a", "hang", "bb", "ccc"]  # nothing run twice
+    assert seen == ["a", "hang", "bb", "ccc"]  # nothing runs twice
 
 
 def test_rewards_that_cannot_hang_run_inline_and_others_elsewhere():

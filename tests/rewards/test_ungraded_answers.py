@@ -1,5 +1,5 @@
-"""Every built-in reward gives a number for every text: 0 and the metric `gave_up` where it cannot
-work an answer out.
+"""Test that every built-in reward returns a number for every text: 0 and the metric `gave_up` if it
+cannot grade the answer.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_no_ungraded_answer_is_right_for_any_expected_answer():
             assert time.process_time() - begin < 8, (expected, ascii(answer[:80]))
 
 
-ENDLESS = {"patterns": ["^(a+)+$"]}  # of this expression Python's matcher tries 2^40 ways, in C
+ENDLESS = {"patterns": ["^(a+)+$"]}  # Python's matcher, in C, tries 2^40 ways for this pattern
 
 
 def test_a_built_in_grader_that_hangs_scores_0_and_the_next_answer_is_graded():
@@ -119,7 +119,7 @@ def test_a_built_in_grader_whose_worker_is_killed_scores_0():
 
 @pytest.fixture
 def breaks():
-    """The name of a built-in reward that raises or overflows."""
+    """Yield the name of a built-in reward that raises or overflows."""
 
     def breaks(prompt, response, meta=None):
         return math_reward.RewardResult(10**400 if response == "large" else {}[response], {})

@@ -1,4 +1,6 @@
-"""Which groups make up a batch: the bound on age over random latencies, by a simulated clock."""
+"""Test which groups make up a batch: the bound on staleness for random latencies, with a simulated
+clock.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,19 @@ from rl.rollout import StalenessController
 
 
 def simulate(seed: int, apart: bool):
-    """Groups that take random times, an update too; (admission, batches: [(version, [(number,
-    began)])], resumed from JSON on the way).
+    """Simulate groups and updates with random durations; the run is saved to JSON and resumed
+    midway.
 
-    `apart`: an update's weights take a time of their own to who draws, while the learner goes on;
-    one update's after the other's.
+    Returns (admission, batches, batch size, bound, steps), where a batch is (version, [(group
+    number, version at its start)]). If `apart`, the transfer of an update's weights to the samplers
+    takes its own time while the learner continues, one transfer at a time.
     """
     chance = random.Random(seed)
     size, bound, steps = chance.randint(1, 5), chance.randint(0, 4), chance.randint(1, 12)
     admission = StalenessController(size, bound, size * steps, resample=chance.random() < 0.5)
-    spread = chance.choice([0.0, 1.0, 3.0])  # all alike, to a few that take a hundred times as long
+    spread = chance.choice([0.0, 1.0, 3.0])  # equal to very different durations
     now, events, attempt, batches, learning = 0.0, [], {}, [], False
-    # weights are on their way; an update waits for those before its own to be there
+    # arriving: weights are in transfer. An update waits for the transfer of the previous weights.
     arriving, ended = False, False
     began: dict[int, int] = {}
 
@@ -48,7 +51,7 @@ def simulate(seed: int, apart: bool):
                 )
         if len(batches) == steps and not (learning or arriving):
             break
-        # IndexError: everybody waits for everybody
+        # raises IndexError at a deadlock
         now, kind, number, which = heapq.heappop(events)
         if kind == "landed":
             admission.advance_version()
@@ -63,7 +66,7 @@ def simulate(seed: int, apart: bool):
                 heapq.heappush(events, (now + chance.lognormvariate(0, spread), "landed", -1, 0))
                 continue
             admission.advance_version()
-            if chance.random() < 0.3:  # a run that goes on from a checkpoint
+            if chance.random() < 0.3:  # the run resumes from a checkpoint
                 state = admission.state()
                 counts = admission.num_awaited, admission.num_rescheduled
                 admission = StalenessController(
@@ -92,10 +95,10 @@ def test_no_token_is_ever_older_than_the_bound_and_every_group_is_trained_once(f
                 assert 0 <= version - began <= bound
                 ages.add(version - began)
         waited, redrawn = waited + admission.num_awaited, redrawn + admission.num_rescheduled
-        if bound == 0:  # in step: each batch is the problems of its own step, in order
+        if bound == 0:  # synchronous: each batch has the problems of its step, in order
             in_order = [list(range(i * size, i * size + size)) for i in range(steps)]
             assert [[number for number, _ in batch] for _, batch in batches] == in_order
-    assert ages == {0, 1, 2, 3, 4} and waited > 50 and redrawn > 50  # each rule had something to do
+    assert ages == {0, 1, 2, 3, 4} and waited > 50 and redrawn > 50  # every rule was exercised
 
 
 def test_a_batch_is_of_those_that_are_there_until_one_may_wait_no_longer():
@@ -103,13 +106,13 @@ def test_a_batch_is_of_those_that_are_there_until_one_may_wait_no_longer():
     assert admission.start_groups() == [0, 1, 2, 3] and admission.start_groups() == []
     for number in (1, 2):
         admission.mark_ended(number)
-    assert admission.take_batch() == ([1, 2], [])  # 0 and 3 are late, and may be
-    assert admission.start_groups() == []  # which would be trained two updates after this one
+    assert admission.take_batch() == ([1, 2], [])  # 0 and 3 are late but within the bound
+    assert admission.start_groups() == []  # they would be trained two updates after this version
     admission.advance_version()
     assert admission.start_groups() == [4, 5]
     for number in (4, 5):
         admission.mark_ended(number)
-    # trained after this update they would be two versions old
+    # trained after this update, 0 and 3 would be two versions old
     assert admission.take_batch() == ([], []) and admission.num_awaited == 2
     admission.mark_ended(0)
     admission.mark_ended(3)

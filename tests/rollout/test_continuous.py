@@ -1,5 +1,5 @@
-"""Episodes that wait for nobody: the samples of the turn-by-turn loop, whoever is slow, blocks,
-fails or never answers.
+"""Test continuous rollouts: the samples equal those of the turn-by-turn loop if environments are
+slow, block, fail or never answer.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def continuous(builders, sampler, *, params=PARAMS, seed, event_log=None, **more
 
 
 def facts(rollouts):
-    """All that happened but logprobs."""
+    """Return all results except logprobs."""
     return [
         [
             [
@@ -94,7 +94,7 @@ def logprobs(rollouts):
 
 
 class Slow(Countdown):
-    """Takes a while, another one at every turn."""
+    """Each step takes a random time."""
 
     chance = random.Random(0)
 
@@ -153,7 +153,7 @@ def test_answers_to_problems_are_scored_as_they_come(sampler, place):
         expected = rollout(builders, sampler, PARAMS, seed=2)
         result = continuous(builders, sampler, seed=2)
     assert facts(result) == facts(expected) and scorer.counts["calls"] == 32
-    # a group's prompt is read once, all of them together
+    # the prompt of a group is prefilled once for all members
     assert result.counters["prefill_tokens"] == expected.counters["prefill_tokens"]
 
 
@@ -175,7 +175,7 @@ def test_a_built_in_game_and_tools_play_alike(sampler):
 
 
 class Hangs(Countdown):
-    """Its second member never answers, its third breaks."""
+    """The second member never answers, the third fails."""
 
     count = 0
 
@@ -205,7 +205,7 @@ def test_an_environment_that_never_answers_costs_its_episode_within_its_limit(sa
 
 
 class Counted(Countdown):
-    """Counts how many of its kind work at the same time."""
+    """Counts how many environments of this class work at the same time."""
 
     lock, working, most = threading.Lock(), 0, 0
 
@@ -231,8 +231,8 @@ class Tenths(Countdown):
 
 
 def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
-    """Logprobs too, though who is slow is another one each time, and one who failed then would
-    answer now.
+    """The replay includes logprobs. Step times differ between the two runs, and the environment
+    that failed in the first run would answer in the second.
     """
     turns, log = [[3, 1, 4], [2, 5], [1, 2, 3]], []
 
@@ -317,7 +317,7 @@ def test_a_seat_of_nobody_costs_its_episode_and_a_group_that_is_not_made_itself(
 
 
 class Leaves(Countdown):
-    """Counts how often it is closed. `how`: where it fails, if it does."""
+    """Counts its close calls. `options`: the call that fails, if any."""
 
     options, closed = "", 0
 
@@ -356,7 +356,9 @@ class Promised:
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("play", [rollout, continuous])
 def test_every_environment_is_closed_once_however_its_episode_ends(sampler, play, blocks):
-    """By itself, failed at its first observation, at a step, and in a promise of either."""
+    """Episodes end normally, or fail at the first observation or at a step, directly or in a
+    promise.
+    """
     hows = ["", "start", "step"] if blocks else ["", "promised start", "promised step"]
     group = Countdowns(0, [2] * len(hows))
     envs = [Leaves(group.first, 2, False) for _ in hows]
@@ -390,7 +392,7 @@ def test_steps_in_the_callers_thread_count_as_scoring(sampler):
 
 
 class Stored(Countdown):
-    """Its connection may only be used by the thread that made it; `order` is of all episodes."""
+    """Has a connection that only the thread that created it may use. `order` covers all episodes."""
 
     order: list = []
 
@@ -413,7 +415,7 @@ def test_lockstep_calls_environments_in_its_thread_in_their_order(sampler):
 
 
 class Scored(Countdown):
-    """Rewards that are computed in batches: those that wait when the first is asked for."""
+    """Has rewards computed in batches: requesting a reward computes all pending rewards."""
 
     batches: list = []
     waiting: list = []
@@ -438,7 +440,7 @@ def test_lockstep_scores_a_turn_in_a_single_batch(sampler):
 
 
 class Promises(Countdown):
-    """Returns what `promise` makes of its result, and does not block."""
+    """Returns what `promise` makes of the result, and does not block."""
 
     blocks = False
 
@@ -482,7 +484,7 @@ def test_a_call_that_is_cancelled_fails_and_calls_in_a_queue_have_their_whole_ti
     with pytest.raises(EpisodeFailed, match="a loop raised CancelledError"):
         loop.submit(cancelled).result()
     executor = EnvExecutor(9)
-    for i in range(5):  # one second together
+    for i in range(5):  # one second in total
         executor.watch((0, i), loop.submit(works))
     executor.wait({(0, i) for i in range(5)})
     assert [executor.take_result((0, i)) for i in range(5)] == [1] * 5

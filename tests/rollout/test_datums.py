@@ -1,4 +1,6 @@
-"""Trajectories to datums by hand, the prefix-merge rule, and the errors of malformed datums."""
+"""Test trajectories to datums on examples computed by hand, the prefix-merge rule, and the errors
+for malformed datums.
+"""
 
 import numpy as np
 import pytest
@@ -75,8 +77,8 @@ def test_a_turn_that_does_not_continue_starts_a_new_datum():
 @pytest.mark.parametrize("more", [0, 1, 3])
 @pytest.mark.parametrize("at", range(5))
 def test_one_differing_token_anywhere_starts_a_new_datum(at, more):
-    """In what was read or in what was drawn, the first or the last of it, and however long the next
-    observation is.
+    """The token may be in the observation or the action, at any position, for any length of the
+    next observation.
     """
     so_far = [1, 2, 3, 4, 5]
     changed = [*so_far[:at], 9, *so_far[at + 1 :], *[7] * more]
@@ -106,7 +108,9 @@ def test_one_differing_token_anywhere_starts_a_new_datum(at, more):
 
 @pytest.mark.parametrize("next_", [[], [1], [1, 2, 3, 4]])
 def test_an_observation_that_is_shorter_than_what_came_before_starts_a_new_datum(next_):
-    """Also where it is the beginning of it: an episode that was taken back."""
+    """The shorter observation may be a prefix of the previous tokens, as in an episode that was
+    rolled back.
+    """
     episode = Trajectory(
         [turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([*next_, 6], [8, 9], [-3.0, -4.0])],
         advantage=1.0,
@@ -127,7 +131,7 @@ def test_an_observation_that_is_shorter_than_what_came_before_starts_a_new_datum
 
 
 def test_inputs_keep_tokens_of_their_own():
-    """What a caller does to his list afterwards changes no input, whichever way it was made."""
+    """Changing the caller's lists later changes no input, for every way to build an input."""
     tokens, chunks = [1, 2, 3], [EncodedTextChunk([7])]
     made = [
         ModelInput.from_ints(tokens),
@@ -149,8 +153,8 @@ def test_inputs_keep_tokens_of_their_own():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_property_every_action_token_is_trained_once_in_its_place(seed):
-    """Whatever the turns, reading the masked targets of all datums gives the actions in order, with
-    their logprobs.
+    """Reading the masked targets of all datums returns the actions in order with their logprobs,
+    for any turns.
     """
     rng = np.random.default_rng(seed)
     turns, context = [], [0]
@@ -165,7 +169,7 @@ def test_property_every_action_token_is_trained_once_in_its_place(seed):
     tokens, logprobs = [], []
     for datum in datums:
         mask = datum.loss_fn_inputs["mask"].array != 0
-        # shifted exactly once
+        # targets are shifted exactly once
         assert datum.model_input.to_ints()[1:] == fields(datum)["target_tokens"][:-1]
         tokens += datum.loss_fn_inputs["target_tokens"].array[mask].tolist()
         logprobs += datum.loss_fn_inputs["logprobs"].array[mask].tolist()

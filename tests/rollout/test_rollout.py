@@ -1,5 +1,5 @@
-"""Episodes of several turns, played by a real sampler: what is read and said, rewards of steps and
-groups, ends, streams.
+"""Test multi-turn episodes with a real sampler: observations and actions, step and group rewards,
+ends, random streams.
 """
 
 import numpy as np
@@ -18,12 +18,12 @@ from rl.rollout import (
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=3, temperature=1.0, stop=[])
-MARK = 13  # what the environment says between two answers
+MARK = 13  # the environment's text between two answers
 
 
 class Countdown(Env):
-    """Answers each action with a mark. Ends after `turns`: by itself, or (`limit`) cut off. Each
-    step's reward is its number.
+    """Answers each action with a mark and ends after `turns` turns, truncated if `limit`. The
+    reward of a step is its number.
     """
 
     def __init__(self, first: ModelInput, turns: int, limit: bool):
@@ -83,7 +83,7 @@ def test_turns_follow_each_other_and_rewards_add_up(sampler):
         [1, 3],
         [2, 2],
     ]
-    # 1, and 1 + 2 + 3, of the steps; ten a turn of the group
+    # step rewards: 1, and 1 + 2 + 3; group rewards: 10 per turn
     assert ended.get_total_rewards() == [1 + 10, 6 + 30] and cut.get_total_rewards() == [
         3 + 20,
         3 + 20,
@@ -105,15 +105,14 @@ def test_turns_follow_each_other_and_rewards_add_up(sampler):
                 assert (turn.episode_done, turn.truncated) == (last, last and group is cut)
                 read = [*read, *turn.ac.tokens, MARK]
             assert episode.final_ob.to_ints() == read
-            # each turn goes on where the one before stopped: one datum, whose mask has a hole at
-            # every mark
+            # Each turn extends the previous one: a single datum, masked at every mark.
             episode.advantage = 1.0
             (datum,) = trajectory_to_datums(episode)
             assert datum.loss_fn_inputs["mask"].array.sum() == 3 * len(episode.transitions)
 
 
 def test_an_answer_carries_its_logprobs_at_every_turn(sampler):
-    """As the sampler scores the whole conversation afterwards."""
+    """They equal the sampler's scores of the whole conversation afterwards."""
     (group,) = rollout([Countdowns(2, [3])], sampler, PARAMS, seed=1).groups
     (episode,) = group.trajectories_G
     whole = [*episode.transitions[-1].ob.to_ints(), *episode.transitions[-1].ac.tokens]
@@ -134,8 +133,8 @@ def test_samples_depend_on_the_seed_and_not_on_the_batch(sampler):
         != get_tokens(other.groups[0])
     )
     first, second = get_tokens(single.groups[0])
-    assert first != second[:2]  # members of a group draw from streams of their own
-    # one problem twice in a batch: two streams
+    assert first != second[:2]  # each member of a group has its random stream
+    # the same problem twice in a batch has two streams
     twice = rollout([builders[1], builders[1]], sampler, PARAMS, seed=9)
     assert (
         get_tokens(twice.groups[0]) == get_tokens(single.groups[0]) != get_tokens(twice.groups[1])
@@ -157,9 +156,7 @@ class Forgetfuls(Countdowns):
 
 
 def test_each_turn_draws_from_a_stream_of_its_own(sampler):
-    """What is asked is the same at every turn, so that only the streams can make the answers
-    differ.
-    """
+    """The prompt is the same at every turn, so only the random streams can make the answers differ."""
     (group,) = rollout([Forgetfuls(3, [4, 4])], sampler, PARAMS, seed=6).groups
     answers = [tuple(tokens) for episode in get_tokens(group) for tokens in episode]
     assert len(set(answers)) == len(answers) == 8
@@ -167,7 +164,7 @@ def test_each_turn_draws_from_a_stream_of_its_own(sampler):
 
 def test_a_group_reads_its_prompt_once_and_later_turns_one_by_one(sampler):
     counters = rollout([Countdowns(0, [2, 2, 2])], sampler, PARAMS, seed=0).counters
-    # three tokens once, then three conversations of 3 + 3 + 1 tokens; every answer has three tokens
+    # 3 tokens once, then three conversations of 3 + 3 + 1 tokens; every answer has 3 tokens
     assert counters["prefill_tokens"] == 3 + 3 * 7 and counters["emitted_tokens"] == 6 * 3
 
 
@@ -182,13 +179,13 @@ def test_a_group_without_members_is_named(sampler):
 
 
 def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
-    """At every length of context in turn: what came before stays, the others play on, and sample
-    the same.
+    """For several context lengths: completed turns are kept, and the other episodes continue with
+    the same samples.
     """
     limit = sampler.info["max_context"]
     for room in (0, 1, 2, 3):
-        # first observations of such a length that after one turn (3 tokens and a mark) `room` less
-        # than is needed is left
+        # After one turn (3 tokens and a mark) these first observations lack `room` tokens of
+        # context.
         long = Countdowns(0, [3, 3])
         long.first = ModelInput.from_ints([3] * (limit + 1 - 3 - 4 + room))
         result = rollout([long, Countdowns(1, [3, 2])], sampler, PARAMS, seed=2)
@@ -196,7 +193,7 @@ def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
         assert [len(e.transitions) for e in other.trajectories_G] == [3, 2] and not result.errors
         for episode in grown.trajectories_G:
             last = episode.transitions[-1]
-            # with no token too many the second turn still fits, and the third does not
+            # if no token is missing, the second turn still fits and the third does not
             assert len(episode.transitions) == (2 if room == 0 else 1)
             assert (
                 last.episode_done
@@ -205,7 +202,7 @@ def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
             )
             assert episode.final_ob.length + 3 > limit + 1
         assert compute_group_metrics(result.groups)["env/all/context_overflow"] == 2 / 4
-        # the steps' rewards so far and the group's
+        # step rewards so far plus the group reward
         assert grown.get_total_rewards() == ([1 + 2 + 20] * 2 if room == 0 else [1 + 10] * 2)
         assert get_tokens(other) == get_tokens(
             rollout([Countdowns(1, [3, 2])], sampler, PARAMS, seed=2).groups[0]
@@ -222,13 +219,13 @@ def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
         f"problem 5 has {limit - 1} tokens, which with max_tokens=3 exceed the model's context of "
         f"{limit}" in result.errors[0]
     )
-    long.first = ModelInput.from_ints([3] * (limit - 2))  # the last drawn token is never read
+    long.first = ModelInput.from_ints([3] * (limit - 2))  # the last sampled token is never fed
     assert len(rollout([long], sampler, PARAMS, seed=0).groups) == 1
 
 
 class Owing(Countdown):
-    """Says what it still owes when there is no room left: a result, a promise of one, nothing, or
-    that it failed.
+    """Returns what is due when the context is full: a result, a promise of a result, nothing, or a
+    failure.
     """
 
     owes: object = None
@@ -252,7 +249,7 @@ class Promise:
 
 
 def owing_group(limit: int, kinds) -> Countdowns:
-    """A group whose episodes have room for one turn and none for a second."""
+    """Return a group of episodes with room for a single turn."""
     group = Countdowns(0, [3] * len(kinds))
     group.first = ModelInput.from_ints([3] * (limit + 1 - 3 - 4 + 1))
     group.envs = [Owing(group.first, 3, False) for _ in kinds]
@@ -297,8 +294,8 @@ def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler)
 
 @pytest.mark.parametrize("place", ["initial_observation", "make_envs", "step"])
 def test_environments_are_closed_when_one_of_them_raises(sampler, place):
-    """What an environment raises ends the rollout; all that were made are closed, those of the
-    groups before it too.
+    """An environment's error ends the rollout. All environments are closed, including those of
+    earlier groups.
     """
     groups = [owing_group(sampler.info["max_context"], [None, None]) for _ in range(2)]
 

@@ -1,9 +1,8 @@
-"""No token is trained on that is older than the bound, by the loop of asynchronous runs itself,
-under random schedules.
+"""Test that asynchronous runs train on no token older than the bound, under random schedules.
 
-The loop, its counting of groups, its episodes and its checkpoints are the real ones. The sampler is
-a stand-in whose tokens say which weights and which random numbers drew them, so labels are compared
-with what they label. Updates and arriving weights take as long as a random number of slices.
+The training loop, its group admission, episodes and checkpoints are real. The sampler is a
+stand-in: its tokens encode the weights and random numbers that sampled them, so labels are compared
+with the truth. Updates and weight transfers take a random number of slices.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ STAGE_SEED, CODES = 11, 1 << 20
 
 
 class Killed(Exception):
-    """The process ends after a checkpoint."""
+    """Ends the process after a checkpoint."""
 
 
 def token(version: int, seed: int, problem: int, index: int, position: int) -> int:
-    """A token that tells the version and the random number that drew it."""
+    """Return a token that encodes the weight version and the random number."""
     return version * CODES + derive_seed("token", seed, problem, index, position) % CODES
 
 
 class Talk(Env):
-    """Answers every action with a mark, until its turns are over."""
+    """Answers every action with a mark until its turns are over."""
 
     blocks = False
 
@@ -71,7 +70,7 @@ class Talks(EnvGroupBuilder):
 
 
 class Client:
-    """Weights of one version. `wait`: blocks until they are there."""
+    """Weights of a version. `wait` blocks until they have arrived."""
 
     def __init__(self, version: int, wait=None):
         self._version, self.ready, self._wait = version, wait is None, wait
@@ -96,7 +95,7 @@ class Client:
 
 
 class FakeStream:
-    """Draws a few tokens of every request in each slice; a request's length is a function of its
+    """Samples a few tokens of every request in each slice. A request's length is a function of its
     random stream.
     """
 
@@ -104,7 +103,7 @@ class FakeStream:
         self.version, self.plan = client.version, plan
         self.running: dict[int, tuple[SamplingRequest, SampledSequence, int]] = {}
         self.tickets = self.slices = 0
-        self.first_seeds: dict[str, list[int]] = {}  # of each conversation's first turn
+        self.first_seeds: dict[str, list[int]] = {}  # of the first turn of each conversation
 
     @property
     def busy(self) -> bool:
@@ -184,8 +183,8 @@ class FakeStream:
 
 
 class Plan:
-    """A random schedule: sizes, bounds, lengths, how long updates and transfers take, and where the
-    process is killed.
+    """A random schedule: sizes, bounds, lengths, durations of updates and transfers, and the kills
+    of the process.
     """
 
     def __init__(self, seed: int):
@@ -211,14 +210,14 @@ class Plan:
         return done == self.steps or bool(self.save_every and done % self.save_every == 0)
 
     def length(self, seed: int, problem: int, index: int) -> int:
-        """Mostly short, now and then as long as can be."""
+        """Return a mostly short length, and sometimes the maximum."""
         drawn = random.Random(derive_seed("length", seed, problem, index)).random()
         return 1 + int(self.longest * drawn**2)
 
 
 class Loop:
-    """A run of a plan: the trainer that the loop uses. `batches`: of each, the versions of its tokens
-    and its problems.
+    """Replaces the trainer in a run of a plan. `batches_seen` has the number, token versions and
+    problems of each batch.
     """
 
     def __init__(self, plan: Plan, done: int = 0, state=None):
@@ -266,7 +265,7 @@ class Loop:
         self.batches_seen: list[tuple[int, list[int], list[int]]] = []
         self.redrawn = 0
 
-    # what the loop calls, in its order
+    # methods in the order in which the loop calls them
     def start(self) -> Client:
         return Client(self.done)
 
@@ -295,7 +294,7 @@ class Loop:
         return batch
 
     def _slices(self, most: int) -> None:
-        """Wait for a random number of slices, or until nothing is drawn."""
+        """Wait for a random number of slices, or until the stream is idle."""
         until = self.stream.slices + self.plan.chance.randint(0, most)
         while self.stream.slices < until and self.stream.busy:
             time.sleep(0)
@@ -343,7 +342,7 @@ class Loop:
 
 
 def play(seed: int) -> tuple[Plan, list[tuple[int, list[int], list[int]]], int]:
-    """The plan, its batches from first to last, and how many groups were drawn again."""
+    """Return the plan, its batches in order, and the number of resampled groups."""
     plan, batches, redrawn = Plan(seed), [], 0
     loop = Loop(plan)
     while True:

@@ -1,5 +1,5 @@
-"""Each datum is scored at the temperature its sample was drawn at: several at one version, mixed
-batches, after a resume.
+"""Test that each datum is scored at the temperature of its sample: several temperatures in a
+version, mixed batches, and after a resume.
 """
 
 import json
@@ -38,7 +38,7 @@ def service(tmp_path_factory):
 def client(service):
     client = service.create_full_training_client("tiny:addition", seed=2)
     client.forward_backward(random_datums(8, seed=1), "importance_sampling", divisor=10.0)
-    # not at its flat beginning
+    # away from the flat start
     client.optim_step(AdamParams(learning_rate=1e-2, eps=1e-8)).result()
     yield client
     client.release()
@@ -50,7 +50,7 @@ def draw(sampler, temperature, count=3):
 
 
 def plain_datum(sequence, advantage=1.0):
-    """As a script builds it, knowing of no temperature."""
+    """Return a datum as a script builds it, without a temperature."""
     tokens, zeros = PROMPT.to_ints() + sequence.tokens, [0.0] * (PROMPT.length - 1)
     fields = {
         "target_tokens": tokens[1:],
@@ -70,13 +70,13 @@ def worst(output, datums):
 
 
 def test_evaluating_at_one_temperature_and_training_at_another_needs_no_word(client):
-    """The script of everybody who does both; it was an error."""
+    """Many scripts do both; this was an error before."""
     sampler = client.save_weights_and_get_sampling_client()
     training = [plain_datum(s) for s in draw(sampler, 0.7)]
-    draw(sampler, 1.0)  # an evaluation beside it
+    draw(sampler, 1.0)  # an evaluation in between
     output = client.forward(training, "importance_sampling").result()
     assert worst(output, training) < 1e-5 and output.metrics["temperature:mean"] == 0.7
-    # an override
+    # an explicit override
     assert (
         worst(
             client.forward(training, "importance_sampling", {"temperature": 1.0}).result(), training
@@ -86,7 +86,9 @@ def test_evaluating_at_one_temperature_and_training_at_another_needs_no_word(cli
 
 
 def test_greedy_samples_are_scored_as_their_logprobs_are(client):
-    """At 1: there is no distribution at 0. Beside samples that were drawn, and remembered or said."""
+    """At temperature 1, since there is no distribution at 0. The batch also has sampled datums, and
+    a greedy datum with an explicit temperature.
+    """
     sampler = client.save_weights_and_get_sampling_client()
     greedy, sampled = draw(sampler, 0.0, 1), draw(sampler, 0.7, 2)
     datums = [plain_datum(s) for s in (*sampled, *greedy)]
@@ -102,7 +104,7 @@ def test_greedy_samples_are_scored_as_their_logprobs_are(client):
     [n for n, spec in LOSSES.items() if spec.at_sampling_temperature and not spec.needs_mask],
 )
 def test_a_batch_may_mix_them(client, name):
-    """Scores and gradients are those of each part alone at its own temperature."""
+    """Scores and gradients equal those of each part alone at its temperature."""
     sampler = client.save_weights_and_get_sampling_client()
     parts = {
         t: [plain_datum(s, (-1.0) ** i) for i, s in enumerate(draw(sampler, t))]
@@ -189,8 +191,8 @@ def test_trajectories_carry_it_and_a_change_begins_a_new_datum():
 
 
 def test_samples_are_told_apart_by_all_of_their_logprobs():
-    """The same tokens with the same sure ending, drawn at two temperatures: the part that differs
-    may be far from the end.
+    """The tokens have the same certain ending at two temperatures; the part that differs may be far
+    from the end.
     """
     rng, temperatures = np.random.default_rng(0), SampleTemperatures(limit=200)
     ending, sequences = [0.0] * 9, []
@@ -222,7 +224,7 @@ def test_samples_are_told_apart_by_all_of_their_logprobs():
             spans, spans
         )
         assert temperatures.find_temperature(bare) == first.temperature
-    for i in range(300):  # the oldest are forgotten, and nothing of them is kept
+    for i in range(300):  # the oldest samples are evicted entirely
         temperatures.record(
             SampledSequence([3], [-float(i)], sequence_id=f"new{i}", temperature=1.0)
         )
@@ -234,7 +236,7 @@ def test_samples_are_told_apart_by_all_of_their_logprobs():
 
 
 def test_many_samples_with_one_sure_end_do_not_slow_the_search(monkeypatch):
-    """The last token of all of them was drawn with the logprob 0, and each has a length of its own."""
+    """The last token of every sample has logprob 0, and all lengths differ."""
     rng, note = np.random.default_rng(0), SampleTemperatures()
     sequences = []
     for i in range(300):
@@ -288,13 +290,13 @@ def test_a_datum_cannot_say_a_temperature_that_no_sample_has(client, temperature
 @pytest.mark.parametrize("lengths", [(3, 2, 1), (20, 18, 16)])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_a_sample_is_told_from_shorter_ones_that_are_its_end(order, lengths):
-    """An EOS that was certain is a whole sample of another request's; a datum is of the longest
-    sample that it ends in, also where samples agree in more tokens than a digest covers.
+    """A certain EOS is also a whole sample of another request. A datum matches the longest sample
+    at its end, even if samples agree in more tokens than a digest covers.
     """
     longest = lengths[0]
     tokens = [4, 5, *range(6, 4 + longest), 2][-longest:]
     logprobs = [-1.5, *[-0.25] * (longest - 2), 0.0]
-    of = dict(zip(lengths, (0.5, 0.7, 1.0), strict=True))  # temperature by length
+    of = dict(zip(lengths, (0.5, 0.7, 1.0), strict=True))  # length -> temperature
     samples = [
         SampledSequence(tokens[-n:], logprobs[-n:], sequence_id=str(n), temperature=t)
         for n, t in of.items()
@@ -312,8 +314,8 @@ def test_a_sample_is_told_from_shorter_ones_that_are_its_end(order, lengths):
 
 @pytest.mark.parametrize("drawn_at", [(0.7,), (0.7, 1.0)])
 def test_it_is_known_after_a_resume(service, client, drawn_at):
-    """Nothing is sampled between: what is scored by default, and what has to ask, is as it was
-    before.
+    """Without sampling after the resume, the default temperature and the error for an ambiguous one
+    are as before.
     """
     sampler = client.save_weights_and_get_sampling_client()
     for temperature in drawn_at:
@@ -325,12 +327,12 @@ def test_it_is_known_after_a_resume(service, client, drawn_at):
     unknown = random_datums(2, seed=4)
     if len(drawn_at) == 1:
         assert resumed.forward(unknown, "ppo").result().metrics["temperature:mean"] == 0.7
-        fresh = service.create_training_client_from_state(path)  # weights alone know of no samples
+        fresh = service.create_training_client_from_state(path)  # weights alone record no samples
         assert fresh.forward(unknown, "ppo").result().metrics["temperature:mean"] == 1.0
     else:
         with pytest.raises(ValueError, match=r"temperatures \[0.7, 1.0\]"):
             resumed.forward(unknown, "ppo").result()
-    # the same version: one more temperature beside those known
+    # the same version gets one more temperature
     again = resumed.save_weights_and_get_sampling_client()
     draw(again, 0.4)
     with pytest.raises(ValueError, match=rf"temperatures \[{', '.join(map(str, drawn_at))}, 0.4\]"):

@@ -1,5 +1,5 @@
-"""Episodes of many turns: one datum, packed, padded or with shared prompts, has the gradient of
-each turn read alone in float64.
+"""Test many-turn episodes: a datum, packed, padded or with shared prompts, has the gradient of each
+turn computed alone in float64.
 """
 
 import numpy as np
@@ -16,9 +16,9 @@ from rl.rollout import rollout, trajectory_to_datums
 TOKENIZER = tokenizer()
 GAMES = [
     ("guess_number", "plain", {"high": 16}),
-    # two seats, each with observations of its own
+    # two seats with separate observations
     ("tic_tac_toe", "plain", {"opponent": "policy"}),
-    # prompts that do not always go on from the answer before them: several datums
+    # prompts that do not always extend the previous answer, which gives several datums
     ("talk", "role_colon, characters", {}),
 ]
 
@@ -41,8 +41,8 @@ def episodes(name: str, renderer: str, settings: dict) -> list:
 
 
 def turns_alone(weights: dict, names: list[str], played: list) -> tuple[torch.Tensor, dict]:
-    """Gradient of -sum exp(logp - logprob when sampled) advantage, each turn a sequence by itself;
-    logp by (episode, turn).
+    """Return the gradient of -sum exp(logp - logprob when sampled) advantage, each turn as a
+    separate sequence, and logp by (episode, turn).
     """
     twin = load_model("tiny:ascii", seed=1).model.double()
     twin.load_state_dict({name: value.double() for name, value in weights.items()})
@@ -90,9 +90,7 @@ def test_turns_together_have_the_gradient_of_each_alone(name, renderer, settings
 
 
 def test_a_wrong_turn_would_be_seen():
-    """The bound tells one token that is masked or moved to its neighbour's advantage from a right
-    batch.
-    """
+    """Masking a single token of a correct batch exceeds the bound."""
     played = episodes(*GAMES[0])
     worker = make_worker("tiny:ascii", layout="packed", token_budget=4096)
     learner = worker.learners[0]

@@ -1,5 +1,5 @@
-"""Ranks that sample beside ranks that learn: the same samples, weights and replays as where one
-process does both, and how they part.
+"""Test ranks that only sample next to ranks that learn: samples, weights and replays equal those of
+a single process that does both, and the plan counts both sides.
 """
 
 import json
@@ -48,11 +48,11 @@ LINE = (
 LATE = "--max-steps-off-policy 2 --slice-steps 2"
 
 
-# ------------------------------------------------------------------------------------------- pieces
+# ------------------------------------------------------------------------------------------- chunks
 
 
 class Shelf:
-    """A decoder as far as weights land in it."""
+    """Stands in for a decoder: it keeps the weights it loads."""
 
     def __init__(self):
         self.loaded = {}
@@ -98,8 +98,8 @@ def test_weights_in_pieces_of_any_size_are_the_weights(size):
 
 @pytest.mark.parametrize("size", [1, 64, 10**6])
 def test_weights_cross_in_the_dtype_that_they_are_kept_in(size):
-    """Half the bytes of float32 in bfloat16, the same numbers; what samplers do not round is not
-    rounded on the way.
+    """Float32 weights cross in half the bytes if the sampler keeps bfloat16. Weights that samplers
+    do not round are not rounded in transfer.
     """
     sent = staged()
     kept = {
@@ -153,12 +153,12 @@ def test_bytes_of_a_tensor_are_its_own():
     assert tensor.tolist() == [0.0, 1.0, 0.0]
 
 
-# ------------------------------------------------------------------------- who goes where, and when
+# ------------------------------------------------------------------------------- routing and timing
 
 
 class Counter(queue.Queue):
-    """The queue of the samplers' crew, each of whose verbs is done when the test says so (but that
-    the service opens).
+    """The queue of the samplers' group. The test completes each verb; open_service completes at
+    once.
     """
 
     def put(self, item):
@@ -175,7 +175,7 @@ class Counter(queue.Queue):
 
 @pytest.fixture
 def between(monkeypatch):
-    """(the router, the samplers' queue, what the learners are asked, in order)"""
+    """Return (the router, the samplers' queue, the learners' verbs in order)."""
     counter, near = Counter(), []
     crew = SimpleNamespace(queue=counter, thread=SimpleNamespace(is_alive=lambda: True))
     crew.close_service = lambda number, timeout: counter.put((number, VerbCall("close", (number,))))
@@ -213,7 +213,7 @@ def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(
     assert counter.next({"version": 7}) == "end_transfer 5" and fresh.result() == {"version": 7}
     assert [counter.next(), counter.next()] == ["compute_logprobs 5", "free_version 5"]
     put(far, "snapshot", 0, 6)
-    assert near.pop()[:2] == ("take_snapshot", (0, False))  # what is frozen they have
+    assert near.pop()[:2] == ("take_snapshot", (0, False))  # the samplers have frozen weights
 
 
 class SmallChunks(WeightSnapshot):
@@ -230,8 +230,8 @@ class SmallChunks(WeightSnapshot):
 def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
     between, monkeypatch, step_seconds, chunk_seconds, share
 ):
-    """A stream asks for its next steps while chunks arrive. At least two chunks are sent between
-    two requests, at most 32, and all of them at once if nothing samples.
+    """A stream requests its next steps while chunks arrive. At least two and at most 32 chunks are
+    sent between two requests; without sampling all are sent at once.
     """
     far, counter, near = between
     clock, steps, chunks, longest = 0.0, 0, 0, 0
@@ -246,7 +246,7 @@ def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
     between_steps = 0
     while not fresh.done():
         while not any(call.verb != "run_steps" for _, call in list(counter.queue)):
-            time.sleep(1e-5)  # the next round is queued while the steps before it run
+            time.sleep(1e-5)  # the next round is queued during the previous steps
         _, call = counter.get_nowait()
         verb = call.verb
         if verb == "run_steps":
@@ -254,7 +254,7 @@ def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
         elif verb == "receive_chunk":
             clock, chunks, between_steps = clock + chunk_seconds, chunks + 1, between_steps + 1
             longest = max(longest, between_steps)
-        if verb == "run_steps":  # while the chunks arrive that are queued already
+        if verb == "run_steps":  # while queued chunks arrive
             put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
         call.future.set_result({"version": 7})
     assert chunks == 2000
@@ -286,7 +286,7 @@ def test_what_is_on_its_way_arrives_before_the_service_is_left(between):
     assert counter.next() == "close 0"
     put(far, "snapshot", 0, 6)
     begin = time.monotonic()
-    far.close(0.2)  # what never comes is not waited for longer than asked
+    far.close(0.2)  # waits no longer than the limit for weights that never arrive
     assert 0.2 <= time.monotonic() - begin < 5 and counter.next() == "close 0"
 
 
@@ -369,7 +369,7 @@ def test_roles_hold_for_the_whole_run():
         collect_worker_settings([stage(2), stage(0)])
 
 
-# -------------------------------------------------------------------------------- worked out before
+# ---------------------------------------------------------------------------- worked out in advance
 
 SHAPE = ModelShape(
     name="m",
@@ -392,8 +392,8 @@ SHAPE = ModelShape(
 
 
 def test_what_a_sampler_holds_by_hand():
-    """All of it trained in bf16: two bytes a number, three times; LoRA: further versions are its
-    adapters in fp32 alone.
+    """All weights trained in bf16: two bytes per number, three times. With LoRA, further versions
+    are only the adapters in fp32.
     """
     work = StepWork(batch=MicroBatch(1, 8, 8), samples=True, prompts=2, prompt=10, rows=6, answer=5)
     launch = LaunchShape(cuda=True, bf16=True)
@@ -485,7 +485,9 @@ def test_a_plain_loop_draws_and_learns_the_same_bits(ranks, tmp_path, lora, kind
 
 @pytest.fixture(scope="module")
 def trained(ranks, tmp_path_factory):
-    """Trains on so many processes with the words of a line; the run's folder."""
+    """Return a function that trains with an argument line on a number of processes and returns the
+    run folder.
+    """
     home = tmp_path_factory.mktemp("roles")
     (home / "uneven.py").write_text(ENVIRONMENT)
 
@@ -560,8 +562,8 @@ def test_a_run_on_two_sides_repeats_bit_for_bit_on_two_and_on_one_and_goes_on_wh
     ids=["two samplers", "two learners", "fsdp2", "zero2", "zero3"],
 )
 def test_each_side_is_a_world_of_its_own(trained, world, samplers, env, request):
-    """With its self-test, which brings moved weights to the samplers and reads gradients of every
-    shard.
+    """The run includes the self-test, which sends changed weights to the samplers and reads
+    gradients of every shard.
     """
     name = request.node.callspec.id.replace(" ", "_")
     rows = metrics(
@@ -571,7 +573,7 @@ def test_each_side_is_a_world_of_its_own(trained, world, samplers, env, request)
         row["async/age/max"] for row in rows
     ) <= 2
     fresh = [row for row in rows if row["async/age/max"] == 0]
-    # who learns has the weights of who sampled
+    # the learner has the weights that sampled
     assert fresh and all(abs(row["optim/kl_sample_train_v1"]) < 1e-5 for row in fresh)
 
 

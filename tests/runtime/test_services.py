@@ -1,4 +1,4 @@
-"""Several services in one script, on one process as on two ranks."""
+"""Test several services in a single script, on a single process and on two ranks."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_a_closed_service_says_so_and_closing_twice_does_nothing(tmp_path):
         service.close()
         with pytest.raises(RuntimeError, match="the service is closed"):
             client.forward_backward([], "ppo")
-        # the other one does not mind
+        # the other service still works
         open_one.create_full_training_client("tiny:addition").result()
         with pytest.raises(UserError, match="'success', 'errored' or 'interrupted', got 'fine'"):
             open_one.close("fine")
@@ -44,8 +44,8 @@ def test_a_closed_service_says_so_and_closing_twice_does_nothing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["ddp", "zero3"])
 def test_two_ranks_serve_every_service_of_a_script(config, tmp_path):
-    """The second ServiceClient waited for ever for ranks that served the first; under DeepSpeed
-    accelerate takes no second plugin.
+    """Before, the second ServiceClient waited forever for ranks that served the first. Under
+    DeepSpeed, accelerate takes no second plugin.
     """
     (tmp_path / "two").mkdir()
     run_launch(config, tmp_path, tmp_path / "two", script="tests/two_services.py")
@@ -64,7 +64,9 @@ def test_two_ranks_serve_every_service_of_a_script(config, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["raises"]])
 def test_a_rank_that_has_served_does_what_it_has_to_and_leaves(words, tmp_path):
-    """Its process is not taken apart beside torch's threads; an error of its script is one still."""
+    """The process skips interpreter teardown because torch's threads still run. An error in its
+    script is still raised.
+    """
     launch = [
         sys.executable,
         "-m",
@@ -103,8 +105,8 @@ def test_a_rank_that_has_served_does_what_it_has_to_and_leaves(words, tmp_path):
 
 
 def test_a_service_made_while_the_last_one_closes_works(monkeypatch):
-    """From another thread, in the moment between the last service's leaving and the end of the
-    thread that both would share.
+    """Another thread creates it after the last service has left and before their shared thread
+    ends.
     """
     made: list[Driver] = []
     newcomer = threading.Thread(target=lambda: made.append(Driver(WorkerSettings())))
@@ -113,7 +115,7 @@ def test_a_service_made_while_the_last_one_closes_works(monkeypatch):
     def interrupted(self, timeout=60.0):
         if newcomer.ident is None:
             newcomer.start()
-            newcomer.join(1.0)  # as far as it gets
+            newcomer.join(1.0)  # runs until it blocks
         end(self, timeout)
 
     monkeypatch.setattr(WorkerGroup, "_running", {})
@@ -150,7 +152,7 @@ print("the script's last line")
 
 @pytest.mark.parametrize(("seconds", "code"), [(0.1, 0), (60.0, 1)])
 def test_a_script_that_ends_before_its_work_is_no_abort(seconds, code, tmp_path):
-    """The interpreter's end unwound the thread inside torch: "terminate called without an active
+    """Before, interpreter exit unwound the thread inside torch: "terminate called without an active
     exception", signal 6, every time.
     """
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}

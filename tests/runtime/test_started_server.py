@@ -1,4 +1,4 @@
-"""vLLM servers that a run starts: restarts, and what remains after the run."""
+"""Test vLLM servers that a run starts: restarts, and what remains after the run."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def make_command(state, url, fault="none", first=1, last=99):
 
 
 def list_processes(text):
-    """Return the pids of living processes whose command line holds a text."""
+    """Return the pids of live processes with `text` in their command line."""
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -68,7 +68,7 @@ def wait_until(condition, seconds=60.0):
 
 @pytest.fixture
 def state(tmp_path, monkeypatch):
-    """Yield the file of the stub's starts. No process of the stub is left afterwards."""
+    """Yield the file of the stub's starts, and check that no process of the stub remains."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     yield tmp_path / "starts"
@@ -77,14 +77,14 @@ def state(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def url():
-    """Yield the address of the stub that answers in place of every started server."""
+    """Yield the address of the stub that answers for every started server."""
     with vllm_server(StubServer(), lambda fault, reply: (200, reply)) as address:
         yield address
 
 
 @pytest.fixture
 def connect(tmp_path, state, url):
-    """Yield a function that makes a service whose server has a fault."""
+    """Yield a function that creates a service with a faulty server."""
     with ExitStack() as stack:
 
         def make(*fault, seconds=60.0):
@@ -99,7 +99,7 @@ def connect(tmp_path, state, url):
 
 
 def check_samples(policy, num_prompts=6, num_samples=4):
-    """Every requested sample is there, and has the logprobs of the learner's weights."""
+    """Check that every requested sample arrives, with the logprobs of the learner's weights."""
     samples = sample(policy.save_weights_and_get_sampling_client(), num_prompts, num_samples)
     assert len(samples) == num_prompts * num_samples
     for prompt, sequence in samples:
@@ -123,7 +123,7 @@ def test_a_server_starts_with_the_weights_and_ends_with_the_service(connect, sta
 
 
 def test_a_server_that_dies_costs_its_own_samples(connect, state):
-    """It dies at its eighth sample, and again after the first restart."""
+    """The server dies at its eighth sample, and again after the first restart."""
     policy = make_policy(connect("dies", 1, 2))
     with pytest.warns(UserWarning, match="killed by SIGKILL.*is restarted") as warned:
         check_samples(policy)
@@ -136,7 +136,7 @@ def test_a_server_that_dies_costs_its_own_samples(connect, state):
 
 @pytest.mark.parametrize("by", ["health", "sample"])
 def test_a_server_that_hangs_is_restarted(by, connect, state, monkeypatch):
-    """A request for its state shows it, or a sample that takes too long."""
+    """The hang is detected by a health request, or by a sample that exceeds its time limit."""
     monkeypatch.setattr(started_server, "_HEALTH_LIMIT", 0.5 if by == "health" else 60.0)
     monkeypatch.setattr(started_server, "_HEALTH_SECONDS", 0.5 if by == "health" else 60.0)
     policy = make_policy(connect("hangs", 1, 1, seconds=60.0 if by == "health" else 5.0))
@@ -146,7 +146,7 @@ def test_a_server_that_hangs_is_restarted(by, connect, state, monkeypatch):
 
 
 def test_a_server_that_dies_while_nobody_samples_is_restarted(connect, state):
-    """With the weights that it had, although no client needs them any more."""
+    """It restarts with its previous weights, although no client needs them any more."""
     policy = make_policy(connect())
     check_samples(policy)
     update(policy)
@@ -177,7 +177,7 @@ def test_a_server_that_never_answers_ends_the_run_after_the_time_limit(connect):
 
 
 def test_the_number_of_restarts_is_bounded(connect, state):
-    """After the first start it dies, and then it does not start again."""
+    """The server dies after the first start, and then does not start again."""
     service = connect("ends", 2, 99)
     policy = make_policy(service)
     check_samples(policy)
@@ -321,7 +321,9 @@ def read_command(pid):
 
 
 def list_server_processes(pid, weights):
-    """Return the reaper, the API server, the engine and its worker, which change their titles."""
+    """Return the reaper, the API server, the engine and its worker, which change their process
+    titles.
+    """
     commands = {child: read_command(child) for child in find_descendants(pid)}
     return [
         child
@@ -335,14 +337,14 @@ def list_server_processes(pid, weights):
 @pytest.mark.skipif(VLLM not in os.environ, reason=f"{VLLM} names no command of a real vLLM")
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_kills_of_a_real_engine_cost_its_own_samples(kind, tmp_path):
-    """SFT, then GRPO, while the server is killed, each time a random while after a step."""
+    """Train with SFT, then GRPO, and kill the server at a random time after each step."""
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     words = ["recipes/addition.yaml", "--sft.steps", "60", "--grpo.steps", "100", "--eval-limit"]
     words += ["64", "--grpo.eval-every", "10", "--grpo.save-every", "10", "--sampler", "vllm"]
     words += ["--sampler-command", os.environ[VLLM], "--sampler-folder", str(tmp_path)]
     words += ["--grpo.lora-rank", "8"] if kind == "lora" else []
     run, generator = start_run(words, tmp_path / "run", environment), random.Random(kind)
-    weights, rows = str(tmp_path / "whetstone-vllm-"), 61  # of SFT, and before the first step
+    weights, rows = str(tmp_path / "whetstone-vllm-"), 61  # of SFT and the evaluation before step 1
     seen: set[int] = set()
     try:
         for _ in range(KILLS):

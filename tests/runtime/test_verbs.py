@@ -1,5 +1,5 @@
-"""A verb is one row beside its method: where it runs, what of its ranks' results comes back, and
-which weights it waits for.
+"""Test the verb table: each row says where a verb runs, which results are returned, and which
+weights the verb waits for.
 """
 
 from concurrent.futures import Future
@@ -17,7 +17,7 @@ from rl.runtime.weight_sync import SamplerWorker
 
 @pytest.fixture
 def rows(monkeypatch):
-    """Rows that a test adds are gone after it."""
+    """Yield the table, and remove the rows of the test afterwards."""
     before = set(VERBS)
     yield VERBS
     for name in set(VERBS) - before:
@@ -56,8 +56,8 @@ def test_a_verb_is_a_row_and_a_method(rows, monkeypatch, tmp_path):
 
 
 def test_its_row_says_which_ranks_run_it_and_what_it_waits_for(rows, monkeypatch):
-    """Where some ranks only sample: a verb of the learners goes to them, and one of the samplers
-    waits until the weights that it names have arrived.
+    """With ranks that only sample, a verb of the learners goes to the learners, and a verb of the
+    samplers waits until its weights have arrived.
     """
 
     @verb(SAMPLER, version_arg=1)

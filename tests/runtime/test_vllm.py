@@ -1,4 +1,4 @@
-"""vLLM servers as the sampler, on a stub that answers exactly and misbehaves in each known way."""
+"""Test vLLM servers as the sampler, on a stub that answers exactly and has each known fault."""
 
 import copy
 import hashlib
@@ -108,7 +108,7 @@ def starting():
 
 @contextmanager
 def connecting(folder):
-    """Yield a function that makes a service which samples from these addresses."""
+    """Yield a function that creates a service which samples from these addresses."""
     with ExitStack() as stack:
 
         def make(urls, seconds=60.0, rows=1024):
@@ -141,7 +141,7 @@ def connect(tmp_path):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Yield two stubs, their addresses and a policy that is sampled from with them."""
+    """Yield two stubs, their addresses and a policy that samples from them."""
     folder = tmp_path_factory.mktemp("pair")
     with starting() as start, connecting(folder) as make:
         stubs, urls = start(2)
@@ -187,8 +187,8 @@ def read(samples):
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_samples_have_the_learners_logprobs_after_every_update(kind, servers, connect):
-    """Full weights and merged adapters; the sampled tokens differ within a group and between
-    versions, and each has its version.
+    """With full weights and merged adapters. The sampled tokens differ within a group and between
+    versions, and each sample has its version.
     """
     (stub,), urls = servers()
     policy = make_policy(connect(urls), kind)
@@ -229,7 +229,7 @@ def test_a_merged_model_is_copied_in_host_memory_alone(servers, connect, monkeyp
 
 
 def test_an_older_version_is_loaded_again_and_samples_the_same(servers, connect):
-    """vLLM holds one version: a client of another one makes the servers load it."""
+    """vLLM holds a single version: a client of another version makes the servers load it."""
     (stub,), urls = servers()
     policy = make_policy(connect(urls))
     old = policy.save_weights_and_get_sampling_client()
@@ -245,7 +245,7 @@ def test_the_base_below_an_adapter_and_a_saved_folder(servers, connect):
     (stub,), urls = servers()
     service = connect(urls)
     policy = make_policy(service, "lora")
-    fresh = make_policy(service, "lora")  # a fresh adapter changes nothing
+    fresh = make_policy(service, "lora")  # a fresh adapter does not change the model
     sample(policy.save_weights_and_get_sampling_client())
     update(policy)
     for prompt, sequence in sample(policy.get_base_sampling_client()):
@@ -256,11 +256,11 @@ def test_the_base_below_an_adapter_and_a_saved_folder(servers, connect):
     for prompt, sequence in saved:
         new = learner_logprobs(policy, prompt, sequence, 0.7)
         np.testing.assert_allclose(sequence.logprobs, new, atol=1e-5)
-    assert len(stub.folders) == 1  # of the policy alone
+    assert len(stub.folders) == 1  # the policy's only
 
 
 def test_a_model_of_another_shape_is_scored_in_this_process(servers, connect):
-    """At any temperature, while the policy's samples are made on the server."""
+    """At any temperature, while the server samples for the policy."""
     (stub,), urls = servers()
     service = connect(urls)
     policy = make_policy(service)
@@ -303,7 +303,9 @@ def test_every_number_reaches_the_server(servers, connect):
 
 
 def test_prompt_logprobs_come_with_samples(servers, connect):
-    """Untempered, with the first sample alone, and equal to those of the sampler in the process."""
+    """They are untempered, come with the first sample only, and equal those of the in-process
+    sampler.
+    """
     (stub,), urls = servers()
     service = connect(urls)
     policy = make_policy(service)
@@ -374,11 +376,11 @@ def test_the_self_test_passes_and_shows_the_agreement(kind, temperature, servers
     text = self_test(policy, sampler, questions, renderer, params, seed=7)
     assert "vLLM against the learner: KL" in text and "above 0.01 in 0%" in text
     first = sample(sampler, 1, 1)[0]
-    expected = learner_logprobs(policy, *first, 0.7)  # the weights are back
+    expected = learner_logprobs(policy, *first, 0.7)  # the policy's weights are restored
     np.testing.assert_allclose(first[1].logprobs, expected, atol=1e-5)
 
 
-# --------------------------------------------------------------------------------- misbehaviour
+# --------------------------------------------------------------------------------------- faults
 
 
 @pytest.mark.parametrize("advises", [False, True])
@@ -396,12 +398,12 @@ def test_the_self_test_advises_a_correction_where_none_is_set(advises, servers, 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "hangs"])
 def test_servers_that_misbehave_are_named_and_their_samples_are_made_by_others(fault, pair):
-    """One server misbehaves, then both; afterwards both sample again."""
+    """First a single server has the fault, then both; afterwards both sample again."""
     (bad, good), urls, policy = pair
     bad.fault = good.fault = None
     update(policy)
     sampler = policy.save_weights_and_get_sampling_client()
-    sample(sampler, 1, 1)  # the servers have loaded the weights
+    sample(sampler, 1, 1)  # makes the servers load the weights
     bad.fault = fault
     with pytest.warns(UserWarning, match=f"{urls[0]}.*{FAULTS[fault]}.*requested again"):
         samples = sample(sampler)
@@ -459,7 +461,7 @@ def test_a_server_that_kept_old_weights_ends_the_run(count, servers, connect):
 
 @pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/weight_checker"])
 def test_a_load_that_fails_resumes_the_server_and_its_samples_are_refused(path, servers, connect):
-    """Its running sample is made again by the other server, with the new weights alone."""
+    """The other server repeats the running sample with only the new weights."""
     (bad, good), urls = servers(2)
     policy = make_policy(connect(urls))
     bad.token_seconds = 0.05
@@ -477,7 +479,7 @@ def test_a_load_that_fails_resumes_the_server_and_its_samples_are_refused(path, 
     stream.close()
     assert bad.running.is_set()
     ((sequence,),) = [response.sequences for response in finished.values()]
-    if path == "/pause":  # the server still has the old weights, and says so
+    if path == "/pause":  # the server still has and reports the old weights
         assert bad.version.endswith("-1")
         return
     assert bad.version.endswith("-incomplete") and sequence.version == 1
@@ -537,7 +539,7 @@ def test_a_sample_that_was_requested_after_a_load_has_no_older_weights(servers, 
 def test_which_servers_have_the_weights_is_known_on_every_rank(servers):
     """A failure of a request from before a load does not count against the loaded server."""
     _, urls = servers(2)
-    pool = ServerPool(urls, "nonce")  # of a rank that loads nothing
+    pool = ServerPool(urls, "nonce")  # the pool of a rank that loads no weights
     first, second = (pool.add_weights(0, version) for version in (0, 1))
     pool.set_weights(first, [True, True])
     pool.set_weights(second, [False, True])
@@ -610,7 +612,7 @@ def test_scores_do_not_wait_for_queued_samples(servers, connect):
 
 
 def test_a_server_that_was_restarted_has_other_weights(servers, connect):
-    """Its samples carry the label of the weights that it started with."""
+    """Its samples are labelled with the weights that the server started with."""
     (stub,), urls = servers()
     sampler = make_policy(connect(urls)).save_weights_and_get_sampling_client()
     sample(sampler)
@@ -645,7 +647,9 @@ def test_no_server_at_the_start(servers, connect):
 
 
 def test_new_weights_during_a_stream_show_in_the_versions_of_the_tokens(servers, connect):
-    """The server continues with the new weights, and each token is labelled by what made it."""
+    """The server continues with the new weights, and each token is labelled with the weights that
+    sampled it.
+    """
     (stub,), urls = servers()
     policy = make_policy(connect(urls))
     stub.token_seconds = 0.03
@@ -660,7 +664,7 @@ def test_new_weights_during_a_stream_show_in_the_versions_of_the_tokens(servers,
     assert not finished
     update(policy)
     new_client = policy.save_weights_and_get_sampling_client()
-    sample(new_client, 1, 1)  # as of an evaluation, before the stream goes over to them
+    sample(new_client, 1, 1)  # like an evaluation, before the stream switches weights
     stream.switch_weights(new_client)
     while stream.busy:
         finished |= stream.run_steps().finished
@@ -677,7 +681,7 @@ def test_new_weights_during_a_stream_show_in_the_versions_of_the_tokens(servers,
 
 
 def test_runs_learn_from_servers(servers, tmp_path):
-    """Off-policy sampling goes on while the learner updates; each trained group has its age."""
+    """Off-policy sampling continues during updates; each trained group has its age."""
     (stub, _), urls = servers(2)
     words = (
         f"grpo --base-model {BASE} --dataset addition --reward exact_match --steps 5 "
@@ -685,7 +689,7 @@ def test_runs_learn_from_servers(servers, tmp_path):
         f"--sampler vllm --sampler-url {' '.join(urls)} --sampler-folder {tmp_path}"
     )
     lockstep = train(words, tmp_path / "lockstep")
-    assert len(lockstep) == 6 and len(stub.folders) >= 7  # the self-test's too
+    assert len(lockstep) == 6 and len(stub.folders) >= 7  # includes the self-test
     folders = len(stub.folders)
     rows = train(f"{words} --max-steps-off-policy 2", tmp_path / "off policy")
     assert len(rows) == 6 and len(stub.folders) > folders + 5
@@ -710,7 +714,7 @@ def test_runs_learn_from_servers(servers, tmp_path):
 def test_settings_that_do_not_combine_are_refused_before_the_start(
     words, message, tmp_path, capsys
 ):
-    """No server is there, and none is called."""
+    """No server is running, and none is called."""
     words = words.format(vllm="--sampler vllm --sampler-url http://127.0.0.1:9", tmp=tmp_path)
     with pytest.raises((UserError, SystemExit)) as caught:
         train(f"grpo --base-model {BASE} --dataset addition {words}", tmp_path / "run")
@@ -722,7 +726,9 @@ def test_settings_that_do_not_combine_are_refused_before_the_start(
 
 
 def digests_of(folder, seed, dtype, changed=()):
-    """A folder with two layers, of which the second has other weights if its name is `changed`."""
+    """Write a folder of two layers, with other weights for the tensors named in `changed`; return
+    the weights and their manifest.
+    """
     folder.mkdir()
     weights = {}
     for i, name in enumerate(["a.q_proj", "a.k_proj", "a.v_proj", "a.norm", "b.o_proj"]):
@@ -734,7 +740,7 @@ def digests_of(folder, seed, dtype, changed=()):
 
 
 def hold(weights, ranks, dtype=torch.float32):
-    """What a server shows of these weights, cut over so many processes."""
+    """Return the checksums that a server reports for these weights, sharded over `ranks` processes."""
     weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
     fused = {
         "a.qkv_proj.weight": [weights.pop(f"a.{part}_proj.weight") for part in "qkv"],
@@ -752,7 +758,9 @@ def hold(weights, ranks, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_tensor_that_was_not_taken_over_shows_in_every_form(ranks, dtype, tmp_path):
-    """Fused, in the server's dtype and cut over two processes; each tensor in turn."""
+    """Weights are fused, in the server's dtype and sharded over two processes; each tensor is
+    tested in turn.
+    """
     old, old_digests = digests_of(tmp_path / "old", 1, str(dtype))
     previous = (old_digests, hold(old, ranks, dtype))
     assert find_transfer_error(*previous, None, ranks) is None
@@ -761,12 +769,12 @@ def test_a_tensor_that_was_not_taken_over_shows_in_every_form(ranks, dtype, tmp_
         assert find_transfer_error(digests, hold(new, ranks, dtype), previous, ranks) is None
         error = find_transfer_error(digests, previous[1], previous, ranks)
         assert "a.qkv_proj" in error if "proj" in name and "a." in name else name in error
-        # a tensor that changed though the learner's did not
+        # a tensor that changed although the learner's did not
         assert find_transfer_error(old_digests, hold(new, ranks, dtype), previous, ranks)
 
 
 def test_a_change_in_the_rows_of_one_part_changes_no_other(tmp_path):
-    """Each of two servers (data-parallel replicas) has to take it over."""
+    """Both servers (data-parallel replicas) must load the change."""
     old, old_digests = digests_of(tmp_path / "old", 1, "torch.float32")
     new = {name: tensor.clone() for name, tensor in old.items()}
     new["b.o_proj.weight"][-1] += 1
@@ -799,7 +807,7 @@ def test_a_plan_counts_no_sampler_on_the_learners(tmp_path):
 
 
 def test_a_run_resumes_with_another_server(servers, tmp_path):
-    """The address is no part of the run's identity: the first server may be gone."""
+    """The address is not part of the run's identity, because the first server may no longer exist."""
     stubs, urls = servers(2)
     words = (
         f"grpo --base-model {BASE} --dataset addition --reward exact_match --batch-size 4 "

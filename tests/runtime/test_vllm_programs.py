@@ -1,4 +1,4 @@
-"""sample.py and evaluate.py with --sampler vllm, against the sampler in the process, on a stub."""
+"""Test sample.py and evaluate.py with --sampler vllm, on a stub, against the in-process sampler."""
 
 import json
 import subprocess
@@ -63,7 +63,7 @@ def evaluate_rows(words, output, monkeypatch):
 def test_an_evaluation_is_that_of_the_sampler_in_the_process(
     place, run, server, tmp_path, monkeypatch
 ):
-    """Greedy answers are equal token by token. A folder of the weights of the run is sent."""
+    """Greedy answers are equal token by token. A single folder with the run's weights is sent."""
     stub, url = server
     words = [run, "--limit", 40, "--temperature", 0]
     expected = evaluate_rows(words, tmp_path / "here.json", monkeypatch)
@@ -114,14 +114,14 @@ def test_logprobs_stop_reasons_and_scores_are_those_of_the_weights(run, server):
         np.testing.assert_allclose(
             sampler.compute_logprobs(text).result()[1:], right[1:], atol=1e-5
         )
-        opponent = saved.create_sampler(service)  # in the process
+        opponent = saved.create_sampler(service)  # the in-process sampler
         assert opponent.info["sampler"] != "vllm"
         assert opponent.sample(prompt, 1, params).result().sequences
         assert len(stub.folders) == 1
 
 
 def test_the_servers_of_a_run_are_not_of_its_later_programs(server, tmp_path, monkeypatch):
-    """They may be gone. The flags name others."""
+    """The run's servers may no longer exist; the flags name others."""
     stub, url = server
     words = (
         "grpo --base-model tiny:addition-small --dataset addition --reward exact_match --steps 1 "
@@ -138,7 +138,7 @@ def test_the_servers_of_a_run_are_not_of_its_later_programs(server, tmp_path, mo
 
 
 def test_a_server_that_computes_with_other_weights_is_refused(run, server, monkeypatch):
-    """As a tied head on a CPU, which its checksums do not show."""
+    """For example a tied head on a CPU, which the checksums do not cover."""
     stub, url = server
     load = stub.load
 

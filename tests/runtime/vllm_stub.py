@@ -1,5 +1,5 @@
-"""A server with the part of vLLM's API that rl.vllm calls. It runs a tiny model, and misbehaves as a
-test says.
+"""A stub server with the part of vLLM's API that rl.vllm calls. It runs a tiny model and can
+simulate faults.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ def digest(tensor):
 
 
 class StubServer:
-    """Hold the model, and how the server misbehaves.
+    """Holds the model and the fault of the server.
 
-    `fault`: a name of FAULTS in test_vllm.py, None: it behaves. `max_faults`: number of samples
-    that it applies to. `token_seconds`: time of a token.
+    `fault`: a name of FAULTS in test_vllm.py, or None. `max_faults`: number of samples with the
+    fault. `token_seconds`: seconds per token.
     """
 
     def __init__(self):
@@ -34,8 +34,8 @@ class StubServer:
         self.release, self.logprobs_mode, self.quantization = "0.32.1", "processed_logprobs", None
         self.token_seconds, self.scale_out = 0.0, True
         self.logprob_error = 0.0  # of each sampled token
-        self.checksum_reply = None  # another reply than vLLM's
-        self.failing_path = None  # of a call that is executed, and answered with an error
+        self.checksum_reply = None  # a reply that differs from vLLM's
+        self.failing_path = None  # of a call that is executed, then answered with an error
         self.bodies, self.folders, self.calls = [], [], []
         self.running, self.lock = threading.Event(), threading.Lock()
         self.running.set()
@@ -64,11 +64,11 @@ class StubServer:
         self.calls.append(path)
         if path == "/pause":
             self.running.clear()
-            with self.lock:  # the token that is being made
+            with self.lock:  # wait for the current token
                 pass
         elif path == "/resume":
             self.running.set()
-        elif path == "/start":  # of vllm_stub_program.py
+        elif path == "/start":  # called by vllm_stub_program.py
             self.load(body["model"])
             self.version = "default"
             self.running.set()
@@ -97,7 +97,9 @@ class StubServer:
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def checksums(self):
-        """As vLLM's: fused matrices, and a vocabulary padded to a multiple of 64."""
+        """Return checksums in vLLM's form: fused matrices, and a vocabulary padded to a multiple of
+        64.
+        """
         weights = {name: tensor.detach() for name, tensor in self.model.named_parameters()}
         held = {}
         for name, tensor in weights.items():
@@ -119,7 +121,7 @@ class StubServer:
             return self.model(torch.tensor([tokens])).logits[0].float()
 
     def generate(self, prompt, params):
-        """Sample one token after the other; each is labelled with the weights that made it."""
+        """Sample token by token; each token is labelled with the weights that sampled it."""
         if self.model is None:  # the check at the start
             time.sleep(self.token_seconds)
             entry = {"token_id": 0, "logprob": 0.0}
@@ -169,7 +171,7 @@ class StubServer:
 
 @contextmanager
 def vllm_server(stub, spoil):
-    """Serve a stub and yield its address. `spoil(fault, reply)` applies a fault to a sample; it
+    """Serve a stub and yield its address. `spoil(fault, reply)` applies a fault to a sample and
     returns (status, JSON), or None to close the connection without a reply.
     """
 

@@ -1,8 +1,9 @@
-"""A stub of `vllm serve` with faults: vllm_stub_program.py STATE FAULT FIRST LAST URL MODEL --port N
+"""A stub of `vllm serve` with faults: vllm_stub_program.py STATE FAULT FIRST LAST URL MODEL --port
+N
 
-It passes requests on to the stub at URL, since it starts in no time without torch. The fault shows
-in starts FIRST to LAST, which are counted in the file STATE. "ends": it ends before it answers.
-"silent": it never answers. "dies", "hangs": it is killed or stopped at its eighth sample.
+It forwards requests to the stub at URL, so it needs no torch and starts quickly. The fault applies
+to starts FIRST to LAST, which the file STATE counts. "ends": it exits before it answers. "silent":
+it never answers. "dies", "hangs": it is killed or stopped at its eighth sample.
 """
 
 import json

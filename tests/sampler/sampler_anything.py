@@ -1,8 +1,8 @@
-"""Everything that may happen to an engine, in any order: what each request is to give is known from
-an engine that had it alone.
+"""Random workloads for an engine. The expected result of each request comes from an engine that
+runs only this request.
 
-Requests of all kinds come in, steps are made, requests are dropped, new weights come, engines are
-left for others midway.
+Requests of all kinds arrive, the engine steps, requests are cancelled, weights change, and
+unfinished requests move to a new engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAGES = (2, 4, 8)
 
 
 class Letters:
-    """A tokenizer, as far as stop strings need one."""
+    """A tokenizer with the methods that stop strings need."""
 
     @staticmethod
     def decode(tokens: Any, **_: Any) -> str:
@@ -41,7 +41,7 @@ class Letters:
 
 
 def two_models() -> tuple[Any, Any]:
-    """A model and one with other weights."""
+    """Return a model and a copy with other weights."""
     models = tiny_model("qwen3"), tiny_model("qwen3")
     with torch.no_grad():
         for parameter in models[1].parameters():
@@ -50,7 +50,7 @@ def two_models() -> tuple[Any, Any]:
 
 
 def two_weights(models: tuple[Any, Any] | None = None, team: Any = None) -> tuple[Any, Any]:
-    """The decoders of `two_models`. `team`: the ranks that hold them together."""
+    """Return the decoders of `two_models`. `team`: the process group that shards them."""
     first, other = (
         make_decoder(copy.deepcopy(model), kind="fast", tp_group=team)
         for model in models or two_models()
@@ -59,11 +59,11 @@ def two_weights(models: tuple[Any, Any] | None = None, team: Any = None) -> tupl
 
 
 class Alone:
-    """What a request gives by itself, of these weights."""
+    """Computes the result of a request by itself, with these weights."""
 
     def __init__(self, decoder: Any):
         self.decoder = decoder
-        # the request, lest another is given its id
+        # keeps the request, so that its id is not reused
         self.known = dict[int, tuple[SamplingRequest, list[SampledSequence]]]()
 
     def __call__(self, request: SamplingRequest) -> list[SampledSequence]:
@@ -75,18 +75,18 @@ class Alone:
 
 
 class Asked:
-    """Random requests. `alone`: so that a conversation's next turn, and what goes on, can be asked
-    before it has been answered.
+    """Generates random requests. `single` gives the expected samples, so the next turn of a
+    conversation or a resumed request can be made before the engine has answered.
     """
 
     def __init__(self, rng: np.random.Generator, single: Alone, most: int):
-        # most: positions that one request may take
+        # most: maximum number of positions of a request
         self.rng, self.single, self.most = rng, single, most
         self.vocab = single.decoder.vocab_size
         self.prompts = [
             rng.integers(0, self.vocab, int(rng.integers(1, most // 3))).tolist() for _ in range(3)
         ]
-        self.talks: dict[str, list[int]] = {}  # what has been said in them
+        self.talks: dict[str, list[int]] = {}  # the text so far
         self.made: list[SamplingRequest] = []
 
     def first(self) -> SamplingRequest:
@@ -138,8 +138,8 @@ class Asked:
         )
 
     def _begun(self, request: SamplingRequest, more: dict[str, Any]) -> SamplingRequest:
-        """The same with some of its first sample drawn before it was asked; it ends as it would
-        have ended.
+        """Return the request with some tokens of its first sample already sampled; the result stays
+        the same.
         """
         single = SamplingRequest(prompt=request.prompt, params=request.params, **more)
         whole = self.single(single)[0]
@@ -177,7 +177,7 @@ def engine_of(
     version: int = 0,
     kept: IdleKVCachePool | None = None,
 ) -> Engine:
-    """An engine with room for little more than one request."""
+    """Return an engine with room for little more than a single request."""
     pages, max_rows, look = (
         int(rng.integers(1, 24)),
         int(rng.integers(1, 12)),
@@ -209,25 +209,27 @@ def engine_of(
 
 
 class Play:
-    """One workload through one engine. `finished`: by the request's place in `asked.made`."""
+    """Runs a workload through an engine. `finished` is keyed by the index of the request in
+    `requests_seen.made`.
+    """
 
     def __init__(self, kind: str, seed: int, decoders: tuple[Any, Any], single: Alone, change: str):
-        """`change`: new weights with other numbers ("other"), with the same ("same"), or none
-        ("none").
+        """Set up the workload. `change`: new weights have other numbers ("other"), the same numbers
+        ("same"), or never come ("none").
         """
         self.kind, self.change, self.decoders = kind, change, decoders
-        # How requests look must not depend on how long the engine takes: streams of their own.
+        # Requests must not depend on the engine's speed, so they have a separate random stream.
         self.rng, asking = np.random.default_rng(seed), np.random.default_rng(seed + 1_000_000)
         self.page, self.most = int(self.rng.choice(PAGES)), int(self.rng.integers(20, 60))
         self.requests_seen = Asked(asking, single, self.most)
         self.version, self.decoder = 0, decoders[0]
-        self.between = IdleKVCachePool()  # what an engine that is left leaves to the next
+        self.between = IdleKVCachePool()  # the KV cache pool that the next engine takes over
         self.engine = engine_of(
             kind, decoders[0], self.rng, self.most, self.page, kept=self.between
         )
-        self.place: dict[int, int] = {}  # of an engine's request among those made
+        self.place: dict[int, int] = {}  # engine's request id -> index in `made`
         self.finished: dict[int, list[SampledSequence]] = {}
-        self.first_seen: dict[int, int] = {}  # the version when it was asked
+        self.first_seen: dict[int, int] = {}  # the weight version at the first submission
         self.dropped: set[int] = set()
         self.happened: dict[str, int] = dict.fromkeys(
             ("waited", "looks", "dropped", "changed", "moved", "kept", "begun"), 0
@@ -295,7 +297,9 @@ class Play:
             check(self.engine._state.block_manager)
 
     def _move(self) -> None:
-        """To another engine, as far as it has come; what several samples have drawn is drawn again."""
+        """Move to another engine with the current progress. Requests with several samples start
+        over.
+        """
         unfinished = self.engine.unfinished_requests()
         assert [self.place.get(number) for number, _ in unfinished] == list(self.place.values())
         self._count()
@@ -310,8 +314,8 @@ class Play:
         self.happened["moved"] += 1
 
     def _look(self) -> None:
-        """What is drawn so far is the beginning of what it gives in the end; nothing moves by
-        asking.
+        """Check that partial samples are prefixes of the final samples, and that reading them
+        changes nothing.
         """
         once, again = self.engine.partial_samples(), self.engine.partial_samples()
         assert {
@@ -333,9 +337,9 @@ class Play:
 
 
 def on_a_border(decoder: Any, request: SamplingRequest, index: int, drawn: list[int]) -> bool:
-    """Whether the random number of the token after these lies within 1e-6 of where one token ends
-    and the next begins: rounding, which differs with what is computed beside it, decides then. Seen
-    once in some 200,000 tokens, 9e-8 from the border.
+    """Return whether the random number of the next token is within 1e-6 of the border between two
+    tokens. Rounding, which depends on the rest of the batch, then decides the token. Seen once
+    in some 200,000 tokens, 9e-8 from the border.
     """
     params, logits = request.params, list[torch.Tensor]()
     if params.temperature == 0 or params.changes_distribution:
@@ -356,8 +360,8 @@ def same(
     upto: int | None = None,
     border: Callable[[list[int]], bool] | None = None,
 ) -> None:
-    """The first `upto` tokens (None: all, and why it ended). `border`: whether the token after
-    these may be another, and what follows.
+    """Check the first `upto` tokens (None: all tokens, and the stop reason). `border`: returns
+    whether the next token, and all after it, may differ.
     """
     count = len(single.tokens) if upto is None else upto
     other = next(
@@ -381,8 +385,8 @@ def same(
 def play(
     kind: str, seed: int, decoders: tuple[Any, Any], change: str, split: Any = None
 ) -> dict[str, int]:
-    """A workload; AssertionError where a sample, a version or a page is not what it must be. What
-    happened, counted. `split`: the engine's decoders, if several ranks hold them together.
+    """Run a workload and return the counts of events. Raises AssertionError if a sample, a version
+    or a page is wrong. `split`: the engine's decoders if several ranks shard them.
     """
     single = Alone(decoders[0])
     item = Play(kind, seed, split or decoders, single, change)
@@ -407,7 +411,7 @@ def play(
                 and max(versions) - min(versions) < 2
             ):
                 border = partial(on_a_border, decoders[versions[0] % 2], request, i)
-                # of one kind of weights from its prompt on
+                # with weights of a single kind from the prompt on
                 same(mine, (single, others)[versions[0] % 2](request)[i], None, border)
                 compared += len(mine.tokens)
             elif request.resume_from is None:

@@ -1,9 +1,8 @@
-"""Block tables under random operations, with contents: whatever is shared, copied, kept, extended
-or given back, each row and each prompt reads what was written for it, and every page is counted by
-who holds it.
+"""Test block tables under random operations, with page contents: each row and each prompt reads
+what was written for it, and reference counts match the holders.
 
-The model beside them is a list of written numbers for each row and prompt; a page's contents are
-what was last written to its places.
+The reference model is a list of written numbers for each row and prompt. The contents of a page are
+the last numbers written to its positions.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from rl.sampler.block_manager import BlockManager, OutOfBlocks, PromptBlockTable
 
 
 class Memory:
-    """Pages with contents, and what every row and prompt of the tables is to read."""
+    """Pages with contents, and the expected contents of every row and prompt."""
 
     def __init__(self, rng: np.random.Generator):
         self.rng, self.size = rng, int(rng.choice([1, 2, 3, 5, 8]))
@@ -66,7 +65,7 @@ class Memory:
         return True
 
     def come_back(self) -> bool:
-        """A row that waited: its tokens are read again, into pages of its own."""
+        """Resume a preempted row: prefill its tokens again into fresh pages."""
         slot = self.pick(list(range(len(self.prompts))))
         if slot is None:
             return False
@@ -79,7 +78,7 @@ class Memory:
         return True
 
     def draw(self) -> bool:
-        """Every row goes on, by one token or by several."""
+        """Append a single token or several tokens to every row."""
         tables = self.tables
         counts = self.rng.integers(
             1, 2 if self.rng.random() < 0.5 else 2 * self.size + 2, len(tables.rows)
@@ -124,9 +123,7 @@ class Memory:
         return True
 
     def keep(self) -> bool:
-        """A conversation: what a row has read and drawn becomes a prompt, all of it or but for the
-        end.
-        """
+        """Keep a conversation: a prefix of a row's tokens, or all of them, becomes a prompt."""
         index = self.pick([i for i, row in enumerate(self.tables.rows) if row.length])
         if index is None:
             return False
@@ -136,7 +133,7 @@ class Memory:
         return True
 
     def extend(self) -> bool:
-        """The next turn of a conversation is read behind what is there."""
+        """Prefill the next turn of a conversation after the cached prompt."""
         tables, count = self.tables, int(self.rng.integers(1, 2 * self.size + 2))
         slot = self.pick([i for i, p in enumerate(tables.prompts) if p.rows == 0 and p.block_table])
         if (
@@ -225,7 +222,7 @@ def test_random_operations_leave_every_reader_its_contents_in_many_runs():
 
 
 def test_room_for_the_next_tokens_is_the_blocks_they_need():
-    """The bound that spares a look at every row never differs from the count."""
+    """The bound that avoids a loop over all rows never differs from the exact count."""
     outcomes = Counter()
     for seed in range(60):
         rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""A rollout engine that is saved and restored with samples of several players in progress."""
+"""Test saving and restoring a rollout engine with samples of several players in progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TURNS, LENGTH = 4, 5
 
 
 class Duel(Env):
-    """The policy and a rival act in turn, the rival first in every second member."""
+    """The policy and a rival act in turn; the rival is first in every second member."""
 
     blocks, several_turns = False, True
     players = (None, "rival")
@@ -52,7 +52,7 @@ class Duels(EnvGroupBuilder):
 
 
 class SlowStream:
-    """A sampler that takes several slices for a sample; a token depends on player, random stream
+    """A sampler that takes several slices for a sample. A token depends on player, random stream
     and position.
     """
 
@@ -121,7 +121,7 @@ def test_samples_of_two_players_with_the_same_tickets_are_restored():
     engine, streams = make_engine()
     for problem in range(2):
         engine.start_group(problem, Duels(problem), seed=3, problem=problem)
-    for _ in range(LENGTH + 2):  # every episode is in its second turn
+    for _ in range(LENGTH + 2):  # every episode reaches its second turn
         engine.tick()
     assert streams[None].running.keys() & streams["rival"].running.keys()
     before = {player: stream.sampled for player, stream in streams.items()}

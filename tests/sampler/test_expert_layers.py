@@ -1,4 +1,4 @@
-"""The products of experts, sorted and not, against a loop over tokens."""
+"""Test the grouped and ungrouped products of experts against a loop over tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_layer(dtype: torch.dtype = torch.float32, per_token: int = 2) -> Expert
 
 
 def loop_over_tokens(layer: ExpertLayer, x: torch.Tensor) -> torch.Tensor:
-    """In float64, one token and one expert at a time."""
+    """Return the products in float64, computed for a single token and expert at a time."""
     rows = []
     for token in x.double():
         scores = (layer.router_XE.double() @ token).softmax(-1)

@@ -1,5 +1,5 @@
-"""Models that carry a state from token to token: learner, sampler and adapters are exact; a run
-that is killed ends with the same bits.
+"""Test models with a recurrent state: learner, sampler and adapters are exact, and a killed run
+resumes bit for bit.
 """
 
 import copy
@@ -39,7 +39,9 @@ def model_of(name: str, **changes):
 
 
 def in_float64(name: str):
-    """Experts one by one, as their products in one go have no float64."""
+    """Return the model in float64. Experts run in a loop, because the grouped products have no
+    float64.
+    """
     model = model_of(name)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
@@ -47,8 +49,8 @@ def in_float64(name: str):
 
 
 def check_samples(model, engine: Engine, temperature: float = 1.0) -> None:
-    """Prompts of 1, 2 and more tokens (shorter than a convolution reaches), few rows at once:
-    against one plain forward each.
+    """Compare samples with a plain forward for each: prompts of 1, 2 and more tokens (shorter than
+    a convolution's width), and few rows at once.
     """
     prompts = random_prompts([1, 2, 9, 21, 9], VOCAB)
     for problem, (prompt, samples) in enumerate(zip(prompts, (2, 1, 3, 2, 1), strict=True)):
@@ -79,7 +81,7 @@ def test_what_is_sampled_is_scored_alike(name):
     for temperature in (1.0, 0.7):
         engine = Engine(decoder, eos_token_ids=(3,), max_rows=4)
         check_samples(model, engine, temperature)
-        # each once, for its group
+        # each prompt is prefilled once for its group
         assert engine.counters.peak_rows == 4 and engine.counters.prefill_prompts == 5
 
 
@@ -92,8 +94,8 @@ def test_what_is_sampled_is_scored_alike(name):
     ],
 )
 def test_limits_of_time_steps_hold_for_single_steps_too(name, limit):
-    """Limits that many steps meet, through the decoder's own copy of the model: in float64, against
-    one plain forward.
+    """Many steps reach the limits. The decoder's copy of the model is compared with a plain forward
+    in float64.
     """
     model = in_float64(name)
     for module in model.modules():
@@ -137,7 +139,7 @@ def test_a_state_in_the_wrong_slot_is_seen_by_the_trial(fault, monkeypatch):
 
 @pytest.mark.parametrize("name", EACH)
 def test_the_gradient_of_padded_rows_is_that_of_sequences_alone(name):
-    """In float64, so that what is left is no rounding; packed rows are refused."""
+    """In float64, so that any difference is not rounding; packed rows are refused."""
     model, data = in_float64(name), datums(((9, (7, 5)), (4, (3, 12))))
     logprobs, gradient = compute_plain_logprobs(model, data)
     learner = make_learner(model, layout="padded", fused=False)
@@ -149,8 +151,8 @@ def test_the_gradient_of_padded_rows_is_that_of_sequences_alone(name):
 
 @pytest.mark.parametrize("name", EACH)
 def test_every_adapter_of_a_lora_learns_and_is_sampled_with(name, tmp_path):
-    """And it is read back by PEFT alone. An adapter around a layer whose weight a kernel reads for
-    itself would stay at zero.
+    """PEFT reads the saved adapter. An adapter on a layer would stay at zero if a kernel reads the
+    layer's weight directly.
     """
     from peft import PeftModel
 
@@ -187,7 +189,7 @@ def test_every_adapter_of_a_lora_learns_and_is_sampled_with(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
 def test_a_run_that_is_killed_ends_with_the_same_bits(name, tmp_path):
-    """kill -9 in the third step of four; resumed from the second."""
+    """kill -9 in the third of four steps; the run resumes from the second."""
     from rl import get_tokenizer
 
     tokenizer = get_tokenizer("tiny:addition")

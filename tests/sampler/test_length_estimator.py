@@ -1,4 +1,4 @@
-"""The forecast of what rows will take, and an engine that admits rows by it."""
+"""Test the forecast of the blocks that rows will need, and engines that admit rows by it."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from rl.types import SamplingParams
 
 
 def forecast(lengths: LengthEstimator, sampled: np.ndarray, limit: int, written: int = 0):
-    """Of rows that have sampled so much, in pages of 16, with the same limit."""
+    """Return the forecast for rows with these sampled lengths and the same limit, in pages of 16."""
     none = np.zeros_like(sampled)
     rows = RowTable(written + sampled, sampled, limit - sampled, none)
     return lengths.blocks(rows, 16, sampled, int(limit - sampled.min()))
@@ -21,12 +21,12 @@ def test_until_a_sample_has_stopped_every_row_takes_what_its_limit_allows():
     lengths.record(np.array([300, 300]), np.array([False, False]))
     result = forecast(lengths, sampled, 300, written=10)
     assert np.array_equal(result.mean, result.most) and not result.variance.any()
-    assert result.mean[0] == 1 + 1 + 7 and result.most[-1] == 2 * 20  # the last has ended before
+    assert result.mean[0] == 1 + 1 + 7 and result.most[-1] == 2 * 20  # the last row ends earlier
 
 
 @pytest.mark.parametrize("law", ["geometric", "uniform", "nearly equal"])
 def test_the_mean_is_that_of_rows_that_go_on_by_the_same_law(law):
-    """Against 4,000 rows that are followed to their ends; the forecast stays on the safe side."""
+    """The reference is 4,000 simulated rows; the forecast must stay on the safe side."""
     rng = np.random.default_rng(0)
 
     def draw(count: int) -> np.ndarray:
@@ -40,7 +40,7 @@ def test_the_mean_is_that_of_rows_that_go_on_by_the_same_law(law):
     lengths, done = LengthEstimator(), draw(20_000)
     lengths.record(done, done < 1024)
     sampled, ends = rng.integers(0, 300, 4000), draw(400_000)
-    # the end of a row that has sampled n tokens: the next drawn one that is longer than n
+    # The final length of a row with n sampled tokens is the next random length above n.
     place, final = 0, np.zeros(4000, np.int64)
     for i, n in enumerate(sampled):
         while ends[place % len(ends)] <= n:
@@ -50,7 +50,7 @@ def test_the_mean_is_that_of_rows_that_go_on_by_the_same_law(law):
     for j in range(len(result.mean)):
         time = j * SPAN
         truth = np.where(final >= sampled + time, -(-(sampled + time) // 16), 0).sum()
-        # a span is the resolution in time; at the beginning its rows have not been told apart
+        # A span is the resolution in time. The forecast does not resolve row ends within it.
         before = max(time - SPAN, 0)
         most = np.where(final >= sampled + before, -(-(sampled + time) // 16), 0).sum()
         slack = 0.05 * result.mean[0] + 100
@@ -68,8 +68,8 @@ def requests(seed: int) -> list[SamplingRequest]:
 
 @pytest.mark.parametrize("kind", [PagedEngine, MultiStepEngine])
 def test_rows_that_are_admitted_by_expected_length_are_not_preempted(kind):
-    """The same samples as the plain engine's; without the forecast rows are preempted, and all rows
-    run one after the other where every sample reaches its limit.
+    """The samples equal the plain engine's. Without the forecast, rows are preempted, and all rows
+    run sequentially if every sample reaches its limit.
     """
     decoder, preempted = make_decoder(tiny_model("qwen3"), kind="fast"), {}
     for expects in (True, False):

@@ -1,5 +1,5 @@
-"""Router replay: what the sampler notes of its experts, and that a learner given them routes,
-learns and scores by them.
+"""Test router replay: the sampler records its experts, and a learner with the record routes, trains
+and scores with the same experts.
 """
 
 import copy
@@ -62,15 +62,15 @@ def model_of(name: str = "qwen3_moe", **changes):
 
 
 def own_choices(model, tokens) -> np.ndarray:
-    """[tokens, blocks * experts a token] of a plain forward."""
+    """Return the experts of a plain forward: [tokens, blocks * experts per token]."""
     with torch.no_grad(), record_experts(model, describe_layers(model).experts) as chosen:
         model(input_ids=torch.tensor([tokens]), use_cache=False)
     return chosen().flatten(1).numpy()
 
 
 def sampled(model, dtype=None, samples: int = 3, kind=Engine, decoder=None, **settings):
-    """Prompts of three lengths, few rows at once, so that rows enter late and leave early: (prompt,
-    sequence) of each sample.
+    """Return (prompt, sequence) of samples for prompts of three lengths, with few rows at once, so
+    that rows start late and end early.
     """
     decoder = decoder or make_decoder(model, dtype=dtype)
     settings = {"max_rows": 4, **settings}
@@ -125,7 +125,7 @@ def test_what_is_noted_of_a_sample_is_what_its_finished_sequence_chooses(name):
 
 
 def check_record(model, prompt, sequence) -> None:
-    """The record is what the finished sequence chooses in a plain forward."""
+    """Check that the record equals the experts of a plain forward of the finished sequence."""
     expected = own_choices(model, [*prompt, *sequence.tokens[:-1]]).reshape(-1, 2)
     assert np.array_equal(np.sort(sequence.experts.reshape(-1, 2)), np.sort(expected))
 
@@ -192,13 +192,13 @@ def test_rows_of_several_adapters_record_the_experts_of_their_own_model(kind):
 def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(
     layout, checkpointing
 ):
-    """Others than the routers would choose, in rows of all lengths: logprobs and gradients against
-    each sequence alone, given the same.
+    """The experts differ from the routers' choice, in rows of all lengths. Logprobs and gradients
+    equal those of each sequence alone with the same experts.
     """
     model, data, rng = model_of(), datums(((9, (7, 5)), (4, (3, 12)))), np.random.default_rng(3)
     experts = describe_layers(model).experts
     prompts: dict[tuple, np.ndarray] = {}
-    for datum in data:  # a prompt has one choice, whoever answers it
+    for datum in data:  # all samples of a prompt share its record
         tokens = datum.model_input.to_ints()
         shared = 9 if data.index(datum) < 2 else 4
         reference = (
@@ -238,12 +238,14 @@ def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(
     routers = [p.grad for n, p in learner.trainable.items() if n.endswith("mlp.gate.weight")]
     assert len(routers) == 4 and all(grad.abs().max() > 1e-3 for grad in routers)
     plain = make_learner(model, layout=layout)
-    # without replay they go elsewhere
+    # without replay the routing differs
     assert np.abs(learnt(plain, data) - np.concatenate(expected)).max() > 0.1
 
 
 def test_datums_with_and_without_a_record_of_experts_share_no_micro_batch():
-    """Of the same lengths and side by side, in every layout: each is routed as it would be alone."""
+    """Datums of the same lengths, interleaved, in every layout: each is routed as in a separate
+    batch.
+    """
     model, rng = model_of(), np.random.default_rng(5)
     data = datums(((6, (5, 5, 5, 5)),))
     for datum in data[1::2]:
@@ -253,7 +255,7 @@ def test_datums_with_and_without_a_record_of_experts_share_no_micro_batch():
             .reshape(tokens, 8)
             .astype(np.int16)
         )
-    data[3].experts[:6] = data[1].experts[:6]  # a prompt has one choice, whoever answers it
+    data[3].experts[:6] = data[1].experts[:6]  # all samples of a prompt share its record
     for layout in ("padded", "packed", "shared"):
         learner = make_learner(model, layout=layout, router_replay=True)
         single = np.concatenate([learnt(learner, [datum]) for datum in data])
@@ -266,7 +268,7 @@ def test_datums_with_and_without_a_record_of_experts_share_no_micro_batch():
 
 
 def test_in_bf16_sampler_and_learner_route_alike_under_replay_and_the_metric_says_how_many_would_not_have():
-    """A toy whose routers are nearly undecided, so that rounding turns some of them."""
+    """A toy model with nearly tied router scores, so that rounding changes some choices."""
     model = model_of(num_hidden_layers=4)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -305,8 +307,8 @@ def test_turns_keep_the_experts_of_the_turn_that_read_them_first():
         turn([1, 2, 3, 4, 5, 6, 7, 8], [9], 30),
     ]
     (result,) = trajectory_to_datums(Trajectory(turns, advantage=1.0))
-    # by hand: 1 2 3 in the first turn; its last token, 4, was fed in the second, with 5 and 6; 7
-    # and 8 in the third
+    # by hand: tokens 1 2 3 come from the first turn. Its last token, 4, was fed in the second turn
+    # with 5 and 6; 7 and 8 in the third.
     assert (
         result.experts[:, 0].tolist() == [10, 10, 10, 20, 20, 20, 30, 30]
         and result.model_input.length == 8
@@ -347,10 +349,10 @@ def test_the_model_is_as_it_was_afterwards():
 
 
 def mixture_that_adds(folder):
-    """A mixture of experts with the tokens of tiny:addition.
+    """Save a mixture of experts with the tokens of tiny:addition.
 
-    Its rows are whole multiples of 64 bytes: MKL rounds others by their address, which is another
-    one in another process or run.
+    Its rows are multiples of 64 bytes: MKL rounds other rows by their address, which differs
+    between processes and runs.
     """
     from rl import get_tokenizer
 
@@ -371,7 +373,7 @@ def test_a_run_with_replay_is_resumed_to_the_bit_and_says_what_it_rerouted(tmp_p
     assert len(shares) == 4 and shares[0] <= 0.02  # in float32
     plain = train(f"{words} --steps 1 --router-aux-loss-coef 0.01", tmp_path / "plain")
     assert "optim/rerouted" not in plain[-1]
-    # even routing: 2 of 4
+    # even routing gives 2 of 4
     assert (
         1.5
         < next(row["optim/router_aux_loss"] for row in plain if "optim/router_aux_loss" in row)
@@ -396,8 +398,8 @@ def test_a_record_as_text_comes_back_and_what_is_none_is_named():
 
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as_well(name):
-    """Half of an answer by one model, the rest by another (in the same engine, and in one that goes
-    on from a checkpoint).
+    """The first half of an answer comes from a model, the rest from another model: in the same
+    engine, and in an engine that resumes from a checkpoint.
     """
     item, other = model_of(name), model_of(name)
     with torch.no_grad():
@@ -424,7 +426,7 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
         np.sort(own_choices(item, [*prompt, *whole.tokens[:-1]]).reshape(-1, 2)),
     )
     changed = half(engine_of(item))
-    # a version of the weights that nobody has asked for experts yet
+    # a weight version without recorded experts so far
     changed.change_weights(make_decoder(other), 1)
     ((_, remaining),) = half(engine_of(item)).unfinished_requests()
     remaining = replace(
@@ -442,8 +444,8 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
         assert len(sequence.experts) == len(prompt) + 14 - 1
         assert np.array_equal(sequence.experts[:first], whole.experts[:first])
         assert not np.array_equal(sequence.experts[first:], whole.experts[first:])
-    # what goes on from there is read anew by the same forwards: the experts of the rest are those
-    # of the whole text
+    # The resumed text is prefilled again by the same forwards, so the remaining experts equal those
+    # of the whole text.
     text = [*prompt, *sequence.tokens[:-1]]
     assert np.array_equal(
         np.sort(sequence.experts[first:].reshape(-1, 2)),
@@ -462,8 +464,8 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
 def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_that_is_repeated(
     options, tmp_path
 ):
-    """Sampled while the learner updates: repeated, and gone on with from the middle, it is the same
-    run bit for bit, experts included.
+    """Samples are drawn while the learner updates. A replayed run, and a run resumed midway, equal
+    the first bit for bit, including experts.
     """
     mixture_that_adds(tmp_path / "base")
     (tmp_path / "uneven.py").write_text(ENVIRONMENT)
@@ -477,8 +479,8 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
         all(len(experts_from_text(turn["experts"])[0]) == 8 for turn in messages)
         and len(messages) > 4 * 4 * 2
     )
-    assert any("versions" in turn for turn in messages)  # new weights came while it was drawn
-    # every datum had its record
+    assert any("versions" in turn for turn in messages)  # new weights arrived during an answer
+    # every datum had a record
     assert all(0 <= row["optim/rerouted"] for row in rows if "optim/policy_loss" in row)
     assert sum("optim/rerouted" in row for row in rows) == 4
     again = train(f"{words} --replay {tmp_path / 'first'}", tmp_path / "again")
@@ -492,7 +494,7 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
         if path.name != "grpo-000002":
             shutil.rmtree(path)
     state = (tmp_path / "cut" / "checkpoints" / "grpo-000002" / "state.json").read_text()
-    assert '"experts": "' in state or '"experts":"' in state  # of answers under way
+    assert '"experts": "' in state or '"experts":"' in state  # of unfinished answers
     on = train(f"{words} --resume --replay {tmp_path / 'first'}", tmp_path / "cut")
     assert (
         on == rows
@@ -502,7 +504,7 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
 
 
 def rollouts(folder) -> list[dict]:
-    """Every answer of a run's rollout files, with its experts."""
+    """Return every answer in a run's rollout files, with its experts."""
     rows = [
         json.loads(line)
         for path in sorted((folder / "rollouts").glob("step_*.jsonl"))
@@ -519,7 +521,7 @@ def test_stored_answers_are_learnt_with_the_experts_that_they_were_drawn_with(tm
           tmp_path / "run")  # fmt: skip
     stored = load_rollouts(tmp_path / "run")
     assert all(answer.experts for problem in stored for answer in problem.answers)
-    # the other half of the experts, by hand: what is told is what is taken
+    # handwritten: the complementary experts, to check that the learner uses the record
     file = tmp_path / "other.jsonl"
     rows = [
         json.loads(line)
@@ -552,7 +554,7 @@ def test_stored_answers_are_learnt_with_the_experts_that_they_were_drawn_with(tm
     assert abs(results["told"]["optim/kl_behaviour_v1"]) < abs(
         results["other"]["optim/kl_behaviour_v1"]
     )
-    # an answer that does not say its experts, and one that says a few
+    # an answer without experts, and answers with a wrong record
     fine = {key: value for key, value in rows[0].items() if key != "experts"}
     for wrong, says in (
         ("12", "no record of experts"),

@@ -1,5 +1,5 @@
-"""A sampler that lives on between slices: who joins, who leaves, what other verbs do in between,
-and whose tokens are whose.
+"""Test a sample stream across slices: requests that join and leave, other verbs in between, and the
+owner of each token.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_what_was_dropped_or_refused_costs_no_other(policy):
             stream.add(make_request(2, prompt=[99])),
         )
         early = stream.add(make_request(3))
-        stream.drop(early)  # before it was ever let in
+        stream.drop(early)  # before it was admitted
         assert isinstance(stream.run_steps(2).finished[wrong], ValueError)
         stream.drop(gone)
         stream.drop(gone)
@@ -123,15 +123,15 @@ def test_new_weights_reach_running_samples_at_a_token_and_each_token_says_which_
         policy.optim_step(ADAM.__class__(learning_rate=0.05)).result()
         new = policy.save_weights_and_get_sampling_client()
         stream.switch_weights(new, recompute=restarted)
-        # the same prompt, which the new weights read for themselves
+        # the same prompt, which the new weights prefill again
         late = stream.add(make_request(0, problem=50))
         actual = to_the_end(stream)
     for ticket in tickets:
         (sequence,) = actual[ticket].sequences
         assert sequence.versions == [v] * 4 + [v + 1] * 5 and sequence.version == v
         whole = ModelInput.from_ints([*make_request(ticket).prompt, *sequence.tokens])
-        # each token's logprob is of the weights that its version names (where they read it all
-        # themselves)
+        # Each token's logprob is that of the weights of its version (if these weights computed the
+        # whole cache).
         before, after = (np.array(c.compute_logprobs(whole).result()[-9:]) for c in (old, new))
         np.testing.assert_allclose(sequence.logprobs[:4], before[:4], atol=1e-5)
         assert np.abs(before - after).max() > 1e-2
@@ -148,8 +148,8 @@ def test_new_weights_reach_running_samples_at_a_token_and_each_token_says_which_
 
 
 def test_a_stream_whose_weights_are_gone_says_so_instead_of_drawing_under_a_stale_label(policy):
-    """The learner loads its next weights into a sampler that nobody holds: slices of the old
-    version must not run on them.
+    """The learner loads its next weights into a released sampler. Slices of the old version must
+    not run on them.
     """
     client = policy.save_weights_and_get_sampling_client()
     with SampleStream(client) as stream:
@@ -184,7 +184,7 @@ def test_what_is_unfinished_goes_on_in_another_stream_as_it_would_have(policy):
         == get_tokens(present[t] for t in tickets)
         == get_tokens(expected)
     )
-    # bit for bit, since both read the same tokens again in the same batch
+    # bit for bit, because both prefill the same tokens again in the same batch
     assert [here[t].sequences[0].logprobs for t in tickets] == [
         present[t].sequences[0].logprobs for t in tickets
     ]
@@ -192,7 +192,7 @@ def test_what_is_unfinished_goes_on_in_another_stream_as_it_would_have(policy):
 
 @pytest.mark.parametrize("kind", ["fast", "hf"])
 def test_every_decoder_goes_on_where_a_sample_was_cut(kind):
-    """Rows that have begun, beside others that have not: each logprob as a plain forward gives it."""
+    """Resumed rows run with new rows; each logprob equals that of a plain forward."""
     model = tiny_model("qwen3")
     prompts = random_prompts([5, 17, 9])
     params = SamplingParams(max_tokens=12, temperature=0.9)
@@ -218,8 +218,8 @@ def test_every_decoder_goes_on_where_a_sample_was_cut(kind):
 
 
 class Talk:
-    """Conversations of several turns on an engine: each prompt is what was read and drawn before,
-    and something new.
+    """Conversations of several turns on an engine: each prompt extends the previous text by new
+    tokens.
     """
 
     def __init__(self, engine, count, named=True):
@@ -249,8 +249,8 @@ class Talk:
 
 @pytest.mark.parametrize("path", ["kernels", "torch"])
 def test_a_conversation_is_read_once_whatever_its_turns(path):
-    """Counted; and every logprob as a plain forward gives it, the prompt's tokens having been read
-    a turn at a time.
+    """Token counts show it. Every logprob equals that of a plain forward, although the prompt was
+    prefilled turn by turn.
     """
     model = tiny_model("qwen3")
     decoder = make_decoder(model, kind="fast")
@@ -260,7 +260,7 @@ def test_a_conversation_is_read_once_whatever_its_turns(path):
     for turn in range(3):
         talk.turn(turn)
         plain.turn(turn)
-    # the last turn's answers and what came after them are not read
+    # the last turn's answers and the tokens after them are not prefilled
     lengths = [len(text) for text in talk.texts.values()]
     unread = sum(len(drawn[-1][1].tokens) + 2 for drawn in talk.drawn.values())
     assert talk.engine.counters.prefill_tokens + talk.engine.counters.fed_tokens == sum(
@@ -295,13 +295,13 @@ def test_conversations_make_room_end_and_are_not_taken_for_others():
     talk = Talk(Engine(make_decoder(model, kind="fast")), 3)
     talk.turn(0)
     talk.engine.evict_conversation("talk 0")
-    talk.texts[1] = [9, *talk.texts[1][1:]]  # written anew: nothing of it is in the cache
+    talk.texts[1] = [9, *talk.texts[1][1:]]  # changed: none of it is in the cache
     before = talk.engine.counters.kept_tokens
     talk.turn(1)
     kept = talk.engine.counters.kept_tokens - before
-    # its last token was never fed, and two came after it
+    # the last sampled token was never fed, and two tokens follow it
     assert kept == len(talk.drawn[2][1][0]) - 3
-    talk.turn(2)  # of the two that were called "talk 1" the later one goes on
+    talk.turn(2)  # the later of the two conversations called "talk 1" continues
     for prompt, sequence in (turn for turns in talk.drawn.values() for turn in turns[1:]):
         np.testing.assert_allclose(
             sequence.logprobs, reference_logprobs(model, prompt, sequence.tokens).numpy(), atol=1e-4
@@ -309,7 +309,9 @@ def test_conversations_make_room_end_and_are_not_taken_for_others():
 
 
 def test_an_episode_that_is_drawn_again_goes_on_by_its_own_cache():
-    """Its first turn came out as before, so that twice the same lay in the cache under one name."""
+    """The first turn is sampled twice with the same result, so the cache has two equal entries for
+    a name.
+    """
     model = tiny_model("qwen3")
     talk = Talk(Engine(make_decoder(model, kind="fast")), 3)
     begun = dict(talk.texts)

@@ -1,8 +1,7 @@
-"""What the host does while the device works: it chooses who comes in next and sends their tokens,
-and only then waits.
+"""Test what the host does while the device works: it selects the next requests and copies their
+tokens, and only then waits.
 
-The device is played: steps that were launched are made when somebody waits for them, and not
-before.
+The device is simulated: launched steps run only when the host waits for them.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from rl.types import SamplingParams
 
 @pytest.fixture
 def events(monkeypatch):
-    """What happened in order: "launched", ("brought", sequences), "waited" by a look, ("read", of
-    how many sequences, brought before).
+    """Return the events in order: "launched", ("brought", sequences), "waited" for a sync, ("read",
+    number of sequences, number of these copied ahead).
     """
     results, queue = [], []
     run, wait, bring, read = (
@@ -43,7 +42,7 @@ def events(monkeypatch):
         return wait(*inputs)
 
     def brought(self, sequences):
-        assert len(queue) == 1  # the device has its work
+        assert len(queue) == 1  # the device has work
         results.append(("brought", [tuple(item) for item in sequences]))
         bring(self, sequences)
 
@@ -67,8 +66,8 @@ def decoder():
 
 
 def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
-    """Each look: launched, brought, waited. Whoever comes in after the first batch is on the device
-    before there is room for it.
+    """The order is launched, brought, waited at each sync. Requests after the first batch are on
+    the device before a row is free.
     """
     prompts = random_prompts([6, 9, 4, 12, 7, 5])
     requests = [
@@ -95,7 +94,7 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
 
 
 def test_rows_that_wait_for_pages_are_prepared_first(decoder, events):
-    """They come back before anything new, by reading prompt and response again."""
+    """Preempted rows resume before new requests, by a prefill of prompt and response."""
     engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=40, max_rows=6, steps_per_sync=2)
     requests = [
         SamplingRequest(
@@ -115,8 +114,8 @@ def test_rows_that_wait_for_pages_are_prepared_first(decoder, events):
 
 
 def test_as_much_is_prepared_as_there_may_be_room_for(decoder, events):
-    """Four places, all of which may come free within a look: prompts of the next four samples in
-    line, if they are not there.
+    """All four rows may become free within a sync, so the prompts of the next four samples are
+    copied, unless cached.
     """
     engine = MultiStepEngine(decoder, page=4, max_rows=4, steps_per_sync=4)
     prompts = random_prompts([6] * 9)
@@ -132,7 +131,7 @@ def test_as_much_is_prepared_as_there_may_be_room_for(decoder, events):
     engine.step()
     engine.step()
     (brought,) = [event[1] for event in events if event[0] == "brought"]
-    # two samples of a prompt that is there, two of one that is not
+    # two samples of a cached prompt, two of a new prompt
     assert brought == [tuple(prompts[2])]
 
 
@@ -154,7 +153,7 @@ def test_what_is_prepared_has_a_bound_and_is_sent_once(decoder, monkeypatch):
         )
     for _ in range(3):
         engine.step()
-    # two places; 17 tokens are past the bound of 10
+    # two free rows; 17 tokens exceed the bound of 10
     assert list(engine._state._copied_tokens) == [tuple(prompts[2]), tuple(prompts[3])]
     engine.max_rows = 5
     monkeypatch.setattr(engine, "_may_admit", lambda: False)
@@ -165,8 +164,8 @@ def test_what_is_prepared_has_a_bound_and_is_sent_once(decoder, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_samples_are_the_same_however_late_the_device_is(decoder, events, seed):
-    """Groups, stops, temperatures, few pages, few places; a look too early would see the last one's
-    tokens.
+    """Groups, stops, temperatures, few pages and few rows. A sync that is too early would return
+    the tokens of the previous sync.
     """
     engine, requests = tight(np.random.default_rng(seed), decoder)
     same(answers(engine, requests), answers(Engine(decoder, (3,)), requests))
@@ -174,8 +173,8 @@ def test_the_samples_are_the_same_however_late_the_device_is(decoder, events, se
 
 
 def test_a_brought_prompt_is_read_as_any_other(decoder):
-    """Batches of brought ones, padded where their lengths differ, and batches of which some were
-    not brought.
+    """With batches of copied prompts, padded to equal lengths, and batches with only some prompts
+    copied.
     """
     prompts = [tuple(prompt) for prompt in random_prompts([5, 9, 9, 7])]
     expected = decoder.forward_prompts(prompts, [None] * 4, None)

@@ -1,4 +1,4 @@
-"""Random workloads of everything at once through each engine: see sampler_anything.py."""
+"""Test random workloads through each engine: see sampler_anything.py."""
 
 import collections
 
@@ -25,8 +25,8 @@ def many(kind, seeds, decoders):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind, decoders):
-    """Requests of all kinds, aborted or gone on elsewhere, with new weights midway: each gives what
-    it gives alone.
+    """Requests of all kinds, cancelled or moved to another engine, with new weights midway: each
+    result equals that of the request alone.
     """
     result = many(kind, range(9), decoders)
     assert result["compared"] > 200 and all(
@@ -52,7 +52,9 @@ def test_whatever_happens_to_an_engine_in_a_thousand_workloads(kind, decoders):
 
 @pytest.mark.parametrize("kind", ["plain", "paged"])
 def test_whatever_happens_to_an_engine_of_two_ranks_the_samples_are_the_same(kind):
-    """Each rank plays the same workload; each request gives what one rank gives alone."""
+    """Each rank runs the same workload; each result equals that of a single rank with only this
+    request.
+    """
     models = two_models()
 
     def run(team):
@@ -69,8 +71,8 @@ def test_whatever_happens_to_an_engine_of_two_ranks_the_samples_are_the_same(kin
 
 
 def test_a_prompt_of_a_row_that_waited_through_new_weights_is_read_anew(decoders):
-    """The row that waits comes back and goes on; what is asked of the same prompt then begins from
-    the new weights' logits.
+    """The preempted row resumes. A later request for the same prompt starts from the new weights'
+    logits.
     """
     old, new = decoders
     engine = PagedEngine(old, (3,), page=4, kv_cache_tokens=32)
@@ -95,8 +97,8 @@ def test_a_prompt_of_a_row_that_waited_through_new_weights_is_read_anew(decoders
 
 @pytest.mark.parametrize("kind", [Engine, PagedEngine, MultiStepEngine])
 def test_one_of_two_that_go_on_with_a_conversation_reads_it_anew(kind, decoders):
-    """Both come in at once, after the same turn and with other words: the cache is the first one's
-    to write to.
+    """Both requests arrive at once and extend the same turn with different tokens; the first takes
+    over the cache.
     """
     single, engine = Alone(decoders[0]), kind(decoders[0], (3,))
     params = SamplingParams(max_tokens=6, stop=[])
@@ -115,7 +117,9 @@ def test_one_of_two_that_go_on_with_a_conversation_reads_it_anew(kind, decoders)
 
 
 def test_what_was_read_with_other_weights_is_no_conversations_beginning(decoders):
-    """New weights come midway; the next turn is drawn by them, so it is read with them."""
+    """New weights arrive midway; the next turn is sampled with them, so its prompt is prefilled
+    with them.
+    """
     engine = Engine(decoders[0], (3,))
     params = SamplingParams(max_tokens=6, stop=[])
     first = SamplingRequest(prompt=random_prompts([7])[0], params=params, conversation="one")
