@@ -195,7 +195,7 @@ def small_decoder(dtype=torch.bfloat16):
 
 
 def test_this_device_samples_over_pages_with_graphs():
-    """The trial that selects the engine of a run. Equivalent test on a CPU:
+    """The trial that selects the engine finds no failure. CPU equivalent:
     test_sampler_choice.py."""
     from rl.sampler.engine_selection import compare_engines
 

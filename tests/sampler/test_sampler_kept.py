@@ -328,8 +328,7 @@ def test_room_is_what_this_process_may_have_less_the_most_it_took(monkeypatch):
 
 
 def sums(seed: int = 0) -> list[SamplingRequest]:
-    """Return requests like `requests`, with token ids and lengths that the smallest model
-    supports."""
+    """Return requests like `requests`, with tokens and lengths that the smallest model supports."""
     return [
         SamplingRequest(
             prompt=[3 + i, 4, 12],

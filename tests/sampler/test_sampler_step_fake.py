@@ -269,8 +269,7 @@ def test_a_step_of_experts_waits_for_nothing_either(recorder, monkeypatch, kind,
 
 
 def test_the_count_sees_what_a_graph_cannot_have(recorder):
-    """Planted faults: a sync, a copy to the host, a factory call, and a tensor that is not
-    freed."""
+    """Planted faults: a sync, a copy to the host, a factory call, a tensor that is not freed."""
     with FakeTensorMode(), recorder:
         x = torch.empty(3, device="cuda")
         x.cpu()

@@ -100,8 +100,7 @@ def test_two_that_hold_it_together_draw_what_each_would_alone(launched, launch, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launch", "case"), EACH)
 def test_the_sampler_agrees_with_the_learner(launched, launch, case):
-    """Covers the weights of the last update, and weights that were changed and handed over
-    again."""
+    """Covers the weights of the last update, and weights that were moved and handed over again."""
     result = launched(launch)
     together = result["together"][case]
     assert max(together["off"]) < 2e-5 < 1e-2 < together["moved"]

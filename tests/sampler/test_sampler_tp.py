@@ -449,8 +449,8 @@ def test_a_run_draws_and_learns_the_same(config, one_process, tmp_path):
 
 
 def _asked_again(folder: Path) -> None:
-    """Check that evaluating a run uses the sampler_tp of its launch: a single process and a team of
-    two get the same results.
+    """Check that sampler_tp belongs to the launch, not to the run: a single process and a team of
+    two evaluate the run's weights with the same results.
     """
     assert open_weights(str(folder / "run")).stage.settings.sampling.sampler_tp == 2
     words = [str(folder / "run"), "--limit", "6", "--samples", "2", "--trust-run", "--output"]
