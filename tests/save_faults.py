@@ -121,8 +121,7 @@ def in_child(worker, folder: Path, k: int, mode: int) -> int:
 
 
 def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
-    """Continue like a restarted run and check every guarantee. Return the step of the
-    checkpoint."""
+    """Continue like a restarted run and check every guarantee. Return the resumed step."""
     rows, _ = complete_checkpoint_list(folder, [StageSteps("grpo", 0, 9)])
     result = CheckpointManager.find_newest_intact(folder, rows, Console())
     assert result is not None, "nothing to go on from"

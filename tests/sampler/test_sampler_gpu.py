@@ -195,8 +195,7 @@ def small_decoder(dtype=torch.bfloat16):
 
 
 def test_this_device_samples_over_pages_with_graphs():
-    """The trial that selects the engine finds no failure. CPU equivalent:
-    test_sampler_choice.py."""
+    """The trial finds no failure on this device. CPU equivalent: test_sampler_choice.py."""
     from rl.sampler.engine_selection import compare_engines
 
     assert compare_engines(small_decoder()) is None

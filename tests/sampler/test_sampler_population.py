@@ -298,7 +298,7 @@ CASES = [(name, "hf", adapter) for name in LONG for adapter in (False, True)] + 
     [c if c == ("llama", "hf", False) else pytest.param(*c, marks=pytest.mark.slow) for c in CASES],
 )
 def test_bfloat16_at_positions_beyond_five_hundred(name, kind, adapter):
-    """The rounding error of the sampler is at most that of the learner (its autocast against
+    """The rounding error of the sampler is bounded by that of the learner (autocast against
     float32).
 
     Two rounding errors of the same size differ by at most their sum, and the largest of some

@@ -122,7 +122,7 @@ def test_each_holds_about_half(launched, launch, case):
 )
 def test_a_sum_left_out_is_seen(launched, launch):
     """Under DDP the sampler's trial detects it. Under ZeRO-3 and FSDP2 no rank has the whole model
-    for a comparison, so the samples differ.
+    for a comparison, so it shows in the samples.
     """
     result = launched(launch)
     if launch == "ddp":
