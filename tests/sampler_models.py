@@ -51,7 +51,7 @@ _MULTIPLIERS = {
     "logits_scaling": 1.5,
 }
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-# sequences of the tests cross the window
+# sequences of the tests are longer than the window
 _SLIDING = {
     "head_dim": 8,
     "sliding_window": 7,
@@ -66,7 +66,7 @@ _TWO_ROPES = {
         "original_max_position_embeddings": 32,
     },
 }
-# families by transformers' model_type, with the settings that make their differences show
+# families by transformers' model_type, with settings that make their differences show
 FAMILIES: dict[str, dict[str, Any]] = {
     "granite": _MULTIPLIERS,
     "gemma": {"head_dim": 8},
@@ -97,7 +97,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny tensors gain nothing from threads, and wait for them when the machine is busy."""
+    """Use a single thread: tiny tensors gain nothing from threads, which wait on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -106,13 +106,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paged engines admit rows while pages are free, so that small ones preempt."""
+    """Make paged engines admit rows while pages are free, so that small pools preempt."""
     monkeypatch.setattr(PagedEngine, "expects_lengths", False)
 
 
 def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
-    """A random model in eval mode: "qwen3", "qwen2", "llama", "mistral", "gpt2" or one of
-    `FAMILIES`; `changes` go to its config.
+    """Return a random model in eval mode: "qwen3", "qwen2", "llama", "mistral", "gpt2" or a family
+    of `FAMILIES`. `changes` update its config.
     """
     torch.manual_seed(3)
     settings = {**SMALL, **changes}
@@ -149,7 +149,7 @@ def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
             elif parameter.dim() >= 2:
                 parameter.normal_(0, 0.15)
             else:
-                parameter.add_(torch.randn_like(parameter) * 0.2)  # norms: not all one
+                parameter.add_(torch.randn_like(parameter) * 0.2)  # norms: not all equal to 1
     return model.eval()
 
 
@@ -161,7 +161,7 @@ def random_prompts(lengths: list[int], vocab: int = VOCAB, seed: int = 0) -> lis
 def row_settings(
     params: Sequence[SamplingParams], vocab: int, device: torch.device | str = "cpu"
 ) -> RowSamplingSettings:
-    """The settings of a batch with a row for each of `params`."""
+    """Return the settings of a batch with a row for each of `params`."""
     return make_row_settings(make_param_columns(params), vocab=vocab, device=torch.device(device))
 
 
@@ -169,8 +169,8 @@ def row_settings(
 def reference_logprobs(
     model: Any, prompt: list[int], response: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
-    """Logprob of each response token by one plain forward over prompt and response: no cache, no
-    batch, no padding.
+    """Return the logprob of each response token by a plain forward over prompt and response,
+    without cache, batch or padding.
     """
     logits = (
         model(input_ids=torch.tensor([prompt + response]), use_cache=False)
@@ -183,7 +183,7 @@ def reference_logprobs(
 
 
 def add_lora(model: torch.nn.Module, targets: list[str], **changes: Any) -> torch.nn.Module:
-    """The model with random (not zero) adapters on these modules."""
+    """Return the model with random (not zero) adapters on these modules."""
     from peft import LoraConfig, get_peft_model
 
     settings = {

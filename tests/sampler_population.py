@@ -1,5 +1,5 @@
-"""Tiny random models of many architectures of transformers, by model type: what the generic decoder
-is proved on.
+"""Tiny random models of many architectures of transformers, by model type, for tests of the generic
+decoder.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 41
-# Whichever of these a configuration has.
+# Applied where a configuration has the field.
 _SMALL: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -79,8 +79,8 @@ _LONGROPE = dict(
     partial_rotary_factor=1.0,
 )
 
-# Model type (what follows a space only tells two of a type apart) to (how its rows are to be
-# decoded, settings).
+# Maps a model type (a suffix after a space distinguishes two of a type) to (decoding plan of its
+# rows, settings).
 POPULATION: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("padded", {}),
     "llama": ("padded", {}),
@@ -153,7 +153,7 @@ POPULATION: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(kind: str, **changes: Any) -> Any:
-    """A random model in eval mode; its matrices are large enough for errors to show."""
+    """Return a random model in eval mode. Its matrices are large enough for errors to show."""
     model_type = kind.split()[0]
     defaults = AutoConfig.for_model(model_type).to_dict()
     settings = {name: value for name, value in _SMALL.items() if name in defaults}

@@ -1,9 +1,9 @@
-"""Run by test_crash_safety.py under LD_PRELOAD of faulty_disk.c: a save that goes wrong at its k-th
-disk operation, for every k.
+"""Save checkpoints with a fault at the k-th disk operation, for every k. Run by
+test_crash_safety.py under LD_PRELOAD of faulty_disk.c.
 
-Usage: save_faults.py MODE FOLDER, MODE "kill" or "full". Each save is done by a forked child on a
-copy of a run's folder that holds the checkpoint of step 1; the parent then goes on as a resumed run
-would. Prints counts as JSON; a broken promise is an AssertionError.
+Usage: save_faults.py MODE FOLDER, MODE "kill" or "full". Each save runs in a forked child on a copy
+of a run's folder that contains the checkpoint of step 1. The parent then continues like a resumed
+run. Prints counts as JSON; a violated guarantee is an AssertionError.
 """
 
 import ctypes
@@ -37,8 +37,8 @@ KINDS = ("writes", "fsyncs", "renames", "removals")
 
 
 class Policy:
-    """What a Keeper asks of a TrainingClient, in this thread: a process that forks must have no
-    others.
+    """The part of a TrainingClient that a CheckpointManager calls, in this thread: a process that
+    forks must have no other threads.
     """
 
     def __init__(self, worker, folder: Path):
@@ -60,8 +60,8 @@ class Console:
 
 
 def save(worker, folder: Path, step: int) -> None:
-    """What a run does at the end of a step: a row of metrics, a checkpoint, its row, the older one
-    removed.
+    """Do the work of a run at the end of a step: write a row of metrics and a checkpoint, list it,
+    remove the older checkpoint.
     """
     with open(os.devnull, "w"):
         logbook = Logbook(folder, resume_step=step - 1)
@@ -78,8 +78,8 @@ def update(worker, seed: int) -> None:
 
 
 def digest(folder: Path, step: int) -> dict[str, str]:
-    """A checksum of each file of a whole checkpoint: of the tensors, where the order in which a
-    header names them is left open.
+    """Return a checksum of each file of a complete checkpoint. Tensors are hashed by sorted name,
+    since their order in the header is not fixed.
     """
     place = folder / "checkpoints" / f"grpo-{step:06d}"
     checkpoint_folder.verify_checkpoint(place)
@@ -99,8 +99,8 @@ def digest(folder: Path, step: int) -> dict[str, str]:
 
 
 def in_child(worker, folder: Path, k: int, mode: int) -> int:
-    """The exit code of a save with a fault at operation k: -9 killed, 0 saved, 3 refused for want
-    of room, 4 wrong.
+    """Return the exit code of a save with a fault at operation k: -9 killed, 0 saved, 3 refused
+    because the disk is full, 4 other error.
     """
     child = os.fork()
     if child:
@@ -109,7 +109,7 @@ def in_child(worker, folder: Path, k: int, mode: int) -> int:
         DISK.arm(k, mode)
         save(worker, folder, 2)
         DISK.disarm()
-    except Exception as error:  # every kind is judged here
+    except Exception as error:  # every exception is judged here
         DISK.disarm()
         if checkpoint_folder.is_disk_full(error) or isinstance(error, checkpoint_folder.DiskFull):
             os._exit(3)
@@ -121,9 +121,7 @@ def in_child(worker, folder: Path, k: int, mode: int) -> int:
 
 
 def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
-    """Goes on as a run does that is started again. Returns the step it went on from; every promise
-    is checked on the way.
-    """
+    """Continue like a restarted run and check every guarantee. Return the resumed step."""
     rows, _ = complete_checkpoint_list(folder, [StageSteps("grpo", 0, 9)])
     result = CheckpointManager.find_newest_intact(folder, rows, Console())
     assert result is not None, "nothing to go on from"
@@ -139,8 +137,8 @@ def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
         save(worker, folder, 2)
     present = sorted(p.name for p in (folder / "checkpoints").iterdir())
     noted = [row["name"] for row in read_jsonl(folder / CHECKPOINTS)]
-    # killed between noting the new one and forgetting the old one, both are there: the next save
-    # removes the old one
+    # a run killed after listing the new checkpoint and before removing the old checkpoint has both;
+    # the next save removes the old one
     assert present == noted and noted in (
         ["grpo-000002"],
         ["grpo-000001", "grpo-000002"] * (step - 1),
@@ -174,7 +172,7 @@ def main(mode: str, place: Path) -> None:
         shutil.rmtree(folder)
         shutil.copytree(base, folder)
         code = in_child(worker, folder, k, 1 if mode == "kill" else 2)
-        # what is left to do at the end of a save, removals, needs no room
+        # the removals at the end of a save need no disk space
         assert code == expected or (
             mode == "full" and code == 0 and k > total - counts["removals"]
         ), f"operation {k}: exit code {code}"

@@ -1,4 +1,4 @@
-"""A sampler whose answers are written down: what a policy would have said, without one."""
+"""A sampler with scripted answers, instead of a policy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ EOS = "eos"
 
 
 class Scripted:
-    """`say(prompt text, turn, group's problem, member)` is an answer's text, ended by the
-    tokenizer's EOS (or `end`, a token), unless the text ends in "..." (cut off). Tokens of an
-    answer may be any that decode to it: `encode` makes them.
+    """Sample answers from `say(prompt text, turn, group's problem, member)`, the text of an answer.
+
+    An answer ends with the tokenizer's EOS (or the token `end`), unless the text ends in "..." (cut
+    off). `encode` returns the tokens of an answer, which may be any that decode to it.
     """
 
     def __init__(

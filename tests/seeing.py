@@ -1,4 +1,4 @@
-"""Pictures and tiny vision-language models for tests, made on the spot: no hub, no files."""
+"""Images and tiny vision-language models for tests, generated locally: no hub, no files."""
 
 import io
 
@@ -16,7 +16,7 @@ LETTERS = "\n " + "".join(chr(c) for c in range(33, 127))
 
 
 def picture(seed, width=32, height=32):
-    """A PIL image of coloured blocks."""
+    """Return a PIL image of coloured blocks."""
     blocks = np.random.default_rng(seed).integers(
         0, 255, (height // 8, width // 8, 3), dtype=np.uint8
     )
@@ -34,7 +34,7 @@ def chunk(seed, width=32, height=32):
 
 
 def permuted(inputs, seed=0):
-    """The same image with its pixels in another order."""
+    """Return the same image with its pixels permuted."""
     pixels = np.asarray(Image.open(io.BytesIO(inputs.data)).convert("RGB"))
     flat = pixels.reshape(-1, 3)[
         np.random.default_rng(seed).permutation(pixels.shape[0] * pixels.shape[1])
@@ -43,7 +43,7 @@ def permuted(inputs, seed=0):
 
 
 def spelt(tokenizer, *parts):
-    """Text and images as an input, the way Tinker spells one: `expected_tokens` unsaid."""
+    """Return text and images as an input in Tinker's format, without `expected_tokens`."""
     return ModelInput(
         [
             EncodedTextChunk(tokenizer.encode(p, add_special_tokens=False))
@@ -55,8 +55,8 @@ def spelt(tokenizer, *parts):
 
 
 def compute_plain_logits(model, reader, arguments):
-    """Logits [T, V] of one sequence by the transformers model itself, its images through one call
-    of its own image processor.
+    """Return logits [T, V] of a sequence by the transformers model, with its images through a
+    single call of its image processor.
     """
     ids = torch.tensor([arguments.flat()])
     images = [Image.open(io.BytesIO(image.data)).convert("RGB") for _, image in arguments.placed()]
@@ -306,15 +306,15 @@ FAMILIES = {
 
 
 def tiny(family, seed=0):
-    """(a tiny model of the family with its reader, the marks that stand around an image)."""
+    """Return (a tiny model of the family with its reader, the marks around an image)."""
     model_class, config, tokenizer, processor, marks = FAMILIES[family]()
     torch.manual_seed(seed)
     model = _disable_randomness(model_class(config))
-    with torch.no_grad():  # fresh weights say nearly the same whatever they see
+    with torch.no_grad():  # fresh weights give nearly the same logits for any image
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(4.0)
-                # Gemma 3's projection is all zeros: a fresh one sees nothing
+                # Gemma 3's projection is all zeros: a fresh projection ignores the image
                 if not parameter.any():
                     parameter.normal_(std=0.1)
     reader = ImageReader(config, tokenizer, processor)

@@ -1,5 +1,5 @@
-"""min_p, logit_bias, penalties, min_tokens and ignore_eos: against a plain forward, in every engine, and
-refused in training.
+"""Test min_p, logit_bias, penalties, min_tokens and ignore_eos: every engine against a plain
+forward, and the refusal in training.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ KINDS = {"fast": Engine, "hf": Engine, "stepped": MultiStepEngine}
 
 
 def sampled(kind, params, samples=12, others=(), decoder=None):
-    """The sequences of each of three prompts; `others`: params of requests that run in the same
-    batch.
+    """Return the sequences of each of three prompts. `others`: params of further requests in the
+    same batch.
     """
     decoder = decoder or make_decoder(tiny_model("qwen3"), kind="hf" if kind == "hf" else "fast")
     engine = KINDS[kind](decoder, eos_token_ids=EOS, max_rows=64)
@@ -50,8 +50,8 @@ def sampled(kind, params, samples=12, others=(), decoder=None):
 
 
 def expected_logprobs(model, prompt, tokens, params):
-    """Of each token: (in what it is drawn from, in the model's own distribution), both at the
-    temperature, in float64.
+    """Return (logprob under the sampling distribution, logprob under the model) of each token, both
+    at the temperature, in float64.
     """
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0].double()[len(prompt) - 1 : -1]
@@ -98,7 +98,7 @@ def expected_logprobs(model, prompt, tokens, params):
     ids=lambda options: "+".join(options),
 )
 def test_logprobs_are_of_what_was_drawn_from(kind, options, temperature):
-    """And with `untruncated_logprobs` the same tokens have those of the model's own distribution."""
+    """With `untruncated_logprobs` the tokens are equal and the logprobs are the model's."""
     model, params = (
         tiny_model("qwen3"),
         SamplingParams(max_tokens=10, temperature=temperature, **options),
@@ -155,7 +155,7 @@ def test_stops_before_min_tokens_and_eos_that_ends_nothing(kind):
     assert all(len(s.tokens) == 12 and s.stop_reason == "length" for s in on) and any(
         set(EOS) & set(s.tokens[:-1]) for s in on
     )
-    for whole, cut in zip(on, usual, strict=True):  # the same stream, gone on with
+    for whole, cut in zip(on, usual, strict=True):  # the same stream, continued past EOS
         assert whole.tokens[: len(cut.tokens)] == cut.tokens
     reference = [
         s
@@ -166,8 +166,8 @@ def test_stops_before_min_tokens_and_eos_that_ends_nothing(kind):
 
 
 def test_a_request_that_has_begun_counts_what_it_drew():
-    """min_tokens is of the whole answer, and biases and penalties go on: the same tokens whether an
-    engine was interrupted or not.
+    """min_tokens counts the tokens before an interruption, and biases and penalties still apply: an
+    interrupted request gets the same tokens.
     """
     params = SamplingParams(max_tokens=12, min_tokens=7, logit_bias=BIAS, **PENALTIES)
     decoder, prompt = make_decoder(tiny_model("qwen3")), random_prompts([6])[0]
@@ -224,7 +224,9 @@ def test_min_p_against_plain_python(min_p, top_k, top_p):
     ids=str,
 )
 def test_training_on_such_samples_is_refused(options, tmp_path):
-    """As on those of top_k and top_p. `ignore_eos` changes no probability, and is trained on."""
+    """Samples with these parameters are refused, like those with top_k and top_p. `ignore_eos`
+    changes no probability, so its samples are accepted.
+    """
     with ServiceClient(output_dir=tmp_path) as service:
         client = service.create_full_training_client("tiny:addition")
         for params, refused in (

@@ -1,5 +1,5 @@
-"""Which engine samples: asked for, or found out by a trial; a trial that fails says so and nothing
-changes but the speed.
+"""Test the selection of the engine: an explicit request, or a trial. A failed trial warns and only
+changes the speed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_who_says_gets_it_and_a_cpu_is_plain_by_default():
     assert type(engine) is MultiStepEngine and engine.eos_token_ids == (3,)
     with pytest.raises(UserError, match="fast decoder.*leave sampler_cache at auto"):
         make_engine(make_decoder(tiny_model("gpt2")), "paged")
-    decoder.tp_group = SimpleNamespace(size=2)  # of two ranks, whose sums no step by itself makes
+    decoder.tp_group = SimpleNamespace(size=2)  # MultiStepEngine makes no all-reduces
     assert type(make_engine(decoder, "paged", kv_cache_tokens=512)) is PagedEngine
     with pytest.raises(ValueError, match="use the plain Engine"):
         MultiStepEngine(decoder)
@@ -76,7 +76,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", [*FAULTS, "the shared pages", "a page's end"])
 def test_a_trial_sees_what_is_wrong(monkeypatch, fault):
-    """Planted, one at a time, as a kernel that a device runs wrongly would show."""
+    """Each planted fault imitates a kernel that a device runs incorrectly."""
     decoder = decoder_of(max_position_embeddings=1024)
     if fault in FAULTS:
         monkeypatch.setattr(decode_inputs, "_sample", FAULTS[fault](decode_inputs._sample))
@@ -105,7 +105,7 @@ def test_a_trial_sees_what_is_wrong(monkeypatch, fault):
 
 def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch):
     decoder = decoder_of()
-    # which this machine may not have: the trial meets what it meets
+    # this machine may not have a GPU; `compare_engines` is replaced
     decoder.device = torch.device("cuda")
     engine_selection._paged_engine_failure.cache_clear()
     requests = []
@@ -146,7 +146,7 @@ CHOICES = {
 
 
 def build(features: set[str], team):
-    """The engine of these features; None if no decoder has them."""
+    """Return the engine with these features, or None if no decoder has them."""
     generic = "generic decoder" in features
     model = model_of("qwen3_moe")
     if "tensor parallelism" not in features:
@@ -157,7 +157,7 @@ def build(features: set[str], team):
         check_features(features)
     decoder = make_decoder(model, kind="hf" if generic else "fast", tp_group=team)
     if not generic:
-        decoder.base = decoder  # as of a model without adapters that others are on
+        decoder.base = decoder  # as for a model without adapters that shares its base
     engine = make_engine(
         decoder,
         "paged" if "paged cache" in features else "plain",
@@ -175,7 +175,7 @@ def build(features: set[str], team):
     ids=lambda features: ", ".join(sorted(features)),
 )
 def test_features_combine_unless_the_table_says_why_not(features):
-    """Each combination that is not in it draws what the plain engine draws of the same model."""
+    """Every allowed combination samples the same as the plain engine with the same model."""
     reason = find_conflict(features)
     if reason is not None:
         with pytest.raises(UserError) as caught:

@@ -1,5 +1,6 @@
-"""The compiled CPU kernels against float64; what happens where they cannot be compiled. Whole
-models: test_sampler_decoders.py.
+"""Test the compiled CPU kernels against float64, and the fallback if they cannot be compiled.
+
+Tests of whole models: test_sampler_decoders.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def kernels() -> cpu_kernels.CpuKernels:
 
 @pytest.fixture
 def fresh():
-    """Nothing loaded before, and what is loaded here forgotten afterwards."""
+    """Clear the cache of loaded kernels before and after the test."""
     cpu_kernels.load_cpu_kernels.cache_clear()
     yield
     cpu_kernels.load_cpu_kernels.cache_clear()
@@ -56,7 +57,7 @@ def test_silu_mul_over_every_magnitude(kernels):
     up = torch.linspace(-3, 3, len(gate))
     got = kernels.silu_mul(torch.cat([gate, up])[None])[0]
     expected = torch.nn.functional.silu(gate.double()) * up.double()
-    # relative: the exponential is good to 2e-7
+    # relative error: the exponential is accurate to 2e-7
     assert ((got - expected).abs() <= 5e-7 * expected.abs() + 1e-35).all()
 
 
@@ -152,7 +153,7 @@ def _check_attend(kernels, repeat, width, normed, bounds):
 
 
 def test_threads_change_no_bit(kernels):
-    """Large enough for several threads."""
+    """The inputs are large enough for several threads."""
     torch.manual_seed(2)
     rows, width = 400, 64
     prompt_kv, row_kv = torch.randn(2, 2, 2, 300, width), torch.randn(2, rows, 2, 40, width)
@@ -270,8 +271,8 @@ def test_a_folder_that_cannot_be_written_is_gone_round(fresh, monkeypatch):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("vocab", [1, 2, 13, 511, 512, 513, 1024, 5000, 151_936])
 def test_the_draw_is_that_of_exact_sums(kernels, vocab, threads):
-    """In long double, with rows of every temperature, greedy ones, tokens of no weight, ties, and
-    the ends of [0, 1).
+    """The reference is long double. Rows cover several temperatures, greedy sampling, tokens of
+    weight zero, ties, and the ends of [0, 1).
     """
     generator = torch.Generator().manual_seed(vocab)
     rows = 12
@@ -280,7 +281,7 @@ def test_the_draw_is_that_of_exact_sums(kernels, vocab, threads):
     logits[:, vocab // 2] = 1.5
     logits[3, vocab // 3] = logits[3].max()  # a tie
     logits[4] = logits[4] - 500.0  # far from zero
-    logits[5, vocab // 2] = 120.0  # one token alone: all others are below what has weight
+    logits[5, vocab // 2] = 120.0  # a single token has weight: all others underflow
     uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
     uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
     temperature = torch.tensor([1.0, 1.0, 0.5, 1.0, 2.0, 1.0, 0.7, 1.0, 1.0, 1.0, 1.3, 1.0])
@@ -314,7 +315,7 @@ def test_the_draw_is_that_of_exact_sums(kernels, vocab, threads):
 
 @pytest.mark.parametrize("vocab", [13, 5000])
 def test_the_draw_follows_the_weights(kernels, vocab):
-    """Chi-square over the tokens, or a hundred bins of them."""
+    """Chi-square test over the tokens, or over 100 bins of them."""
     generator = torch.Generator().manual_seed(1)
     logits, draws = torch.randn(1, vocab, generator=generator), 40_000
     uniform = torch.rand(draws, dtype=torch.float64, generator=generator)
@@ -336,7 +337,7 @@ def test_the_draw_follows_the_weights(kernels, vocab):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_logits_that_are_no_numbers_give_a_logprob_that_is_none(kernels, bad):
-    """The engine refuses such a logprob; a row beside it is what it would be alone."""
+    """The engine refuses such a logprob. Other rows in the batch do not change."""
     logits = torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
     uniform = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
     fine, fine_logprob = kernels.sample(logits[2:].contiguous(), uniform[2:], None, None)
@@ -347,8 +348,8 @@ def test_logits_that_are_no_numbers_give_a_logprob_that_is_none(kernels, bad):
 
 
 def test_a_row_is_drawn_alike_whoever_is_beside_it():
-    """Cut, greedy, tempered and plain rows together and each alone: the same token and bits; and
-    torch's operations find the same.
+    """Truncated, greedy, tempered and plain rows give the same tokens and bits in a batch and
+    separately, and the same tokens as torch's operations.
     """
     generator = torch.Generator().manual_seed(3)
     vocab, kinds = (

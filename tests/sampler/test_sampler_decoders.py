@@ -1,5 +1,5 @@
-"""The fast decoder, the HF decoder and the model itself give the same logits; versions are apart;
-adapters stay unmerged.
+"""Test the decoders: the fast and the HF decoder give the logits of the model, versions are
+independent, and adapters stay unmerged.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ FAMILY = {
 def teacher_forced(
     decoder: Decoder, prompts: list[list[int]], responses: list[list[list[int]]]
 ) -> list[torch.Tensor]:
-    """Logits for every token of every response, through prefill and cached decoding; rows leave
-    when theirs are over.
+    """Return the logits of every token of every response, through prefill and cached decoding. A
+    row is removed when its response ends.
 
-    `responses` [prompt][sample]; the result is in that order, each [tokens, V].
+    `responses` is indexed [prompt][sample]. The result has the same order, each item [tokens, V].
     """
     state = decoder.new_state(10_000)
     flat = [response for group in responses for response in group]
@@ -178,7 +178,7 @@ def plain_logits(model, prompt: list[int], response: list[int]) -> torch.Tensor:
 
 
 def check_against_model(decoder: Decoder, model, tolerance: float = 1e-5) -> None:
-    """Ragged prompts, groups of unequal size, responses of unequal length."""
+    """Check ragged prompts, groups of unequal size and responses of unequal length."""
     prompts = random_prompts([9, 3, 30, 3])
     generator = torch.Generator().manual_seed(4)
     responses = [
@@ -189,7 +189,7 @@ def check_against_model(decoder: Decoder, model, tolerance: float = 1e-5) -> Non
     for prompt, group in zip(prompts, responses, strict=True):
         for response in group:
             expected = plain_logits(model, prompt, response)
-            assert expected.abs().max() > 0.5  # a model that says something
+            assert expected.abs().max() > 0.5  # the logits are not all small
             assert (next(got) - expected).abs().max() < tolerance * max(
                 1.0, expected.abs().max().item()
             )
@@ -197,7 +197,7 @@ def check_against_model(decoder: Decoder, model, tolerance: float = 1e-5) -> Non
 
 @pytest.fixture
 def torch_path(monkeypatch):
-    """The fast decoder as it is on a GPU, or on a CPU without a compiler."""
+    """Use the fast decoder as on a GPU, or on a CPU without a compiler."""
     monkeypatch.setattr(cpu_kernels, "load_cpu_kernels", lambda: None)
 
 
@@ -239,8 +239,8 @@ def test_hf_decoder_equals_the_model(kind):
 
 
 def test_one_sample_each_reads_prompt_and_response_in_one_go(torch_path):
-    """One row a prompt takes the joint layout; equal and unequal prompt lengths, before and after
-    rows have left.
+    """A single row per prompt uses the joint layout. Covers equal and unequal prompt lengths,
+    before and after rows are removed.
     """
     model = tiny_model("qwen3")
     for lengths in ([6, 6, 6], [4, 11, 7]):
@@ -254,7 +254,7 @@ def test_one_sample_each_reads_prompt_and_response_in_one_go(torch_path):
 
 @pytest.mark.parametrize("slack", [0, 40])
 def test_prompts_cut_into_bands_equal_the_model(torch_path, monkeypatch, slack):
-    """Very different lengths and group sizes: without slack the prompts fall into several bands."""
+    """Lengths and group sizes differ widely: without slack the prompts fall into several bands."""
     monkeypatch.setattr(prefix_attention, "_MAX_WASTED_PAIRS", slack)
     made = []
     monkeypatch.setattr(
@@ -330,7 +330,7 @@ def test_half_precision_may_change_the_choice_of_experts_but_not_the_router(kind
     assert isinstance(decoder, FastDecoder)
     real = expert_layers.ExpertLayer.route
 
-    def wrong(layer, x_NE):  # planted: the experts of another token
+    def wrong(layer, x_NE):  # planted fault: the experts of another token
         return real(layer, x_NE.roll(1, 0) * -1)
 
     monkeypatch.setattr(expert_layers.ExpertLayer, "route", wrong)
@@ -374,8 +374,8 @@ def test_hf_decoder_with_a_sliding_window_still_equals_the_model():
 
 
 def test_bfloat16_decoder_stays_close_to_float32():
-    """Attention scores, softmax and logprobs are in float32; what is left is the rounding of
-    weights and activations.
+    """Attention scores, softmax and logprobs are in float32, so only weights and activations are
+    rounded.
     """
     model = tiny_model("qwen3")
     prompts = random_prompts([20])
@@ -433,8 +433,8 @@ def test_every_parameter_has_its_place_in_the_fast_decoder():
 
 @pytest.mark.parametrize("kind", ["fast", "hf"])
 def test_a_shell_takes_its_weights_before_it_is_tried_out(kind):
-    """A model whose own parameters mean nothing (they are shared out over ranks) with all its
-    weights given beside it.
+    """The parameters of the model are placeholders (sharded over ranks); all weights come from the
+    `weights` argument.
     """
     model = tiny_model("qwen3")
     shell = copy.deepcopy(model)
@@ -473,8 +473,8 @@ def test_adapter_on_a_tied_head():
 
 
 def test_adapters_are_not_merged_into_low_precision_weights():
-    """A young adapter is far below bf16's resolution of the base weights; unmerged, its effect is
-    there all the same.
+    """The effect of an adapter early in training is far below bf16's resolution of the base
+    weights. Unmerged, it is preserved.
     """
     model = add_lora(tiny_model("qwen3"), LINEAR)
     with torch.no_grad():
@@ -501,7 +501,7 @@ def test_fork_shares_frozen_weights_and_copies_adapters(kind):
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, 0.3)
-    # frozen ones too, unchanged
+    # includes frozen weights, unchanged
     second.load_((name, parameter) for name, parameter in model.named_parameters())
     assert score_sequences(first, prompts) == before
     check_against_model(second, model, tolerance=2e-5)
@@ -600,7 +600,7 @@ def test_room_for_keys_and_values_is_zero_and_aligned():
 @pytest.mark.parametrize("pages", [False, True])
 def test_a_conversation_that_goes_on_equals_the_model(name, pages, monkeypatch):
     """Turns of several lengths are read after cached positions, with windows that begin in the
-    cached turns, in the new one, or in neither.
+    cached turns, in the new turn, or in neither.
     """
     attended, attend = [], prefix_attention.SuffixBatch.attend
     monkeypatch.setattr(

@@ -1,5 +1,5 @@
-"""The engine: what it counts, what it draws, when rows stop, and that a sample does not depend on
-the batch around it.
+"""Test the engine: counters, sampling distribution, stops, and that a sample does not depend on its
+batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rl.types import SampledSequence, SamplingParams
 def sample(
     decoder, prompts, samples=1, *, params=None, eos=(), seed=0, **settings
 ) -> list[list[SampledSequence]]:
-    """Sequences [prompt][sample] of one engine run."""
+    """Return the sequences [prompt][sample] of an engine run."""
     engine = Engine(decoder, eos_token_ids=eos, **settings)
     params = params or SamplingParams(max_tokens=8)
     for problem, prompt in enumerate(prompts):
@@ -54,7 +54,7 @@ def test_a_prompt_is_read_once_for_its_group_and_no_row_is_decoded_in_vain(kind)
             prompt=random_prompts([512])[0], num_samples=16, params=SamplingParams(max_tokens=24)
         )
     )
-    fed = []  # tokens that reach the model, counted where they enter it
+    fed = []  # tokens that reach the model, counted at its inputs
     state = engine._state
     prefill, decode = state.prefill, state.decode
     state.prefill = lambda prompts, readers: (
@@ -64,12 +64,12 @@ def test_a_prompt_is_read_once_for_its_group_and_no_row_is_decoded_in_vain(kind)
     sequences = engine.run()[0].sequences
     emitted = sum(len(sequence.tokens) for sequence in sequences)
     counters = engine.counters
-    # rows did leave at different times
+    # the rows did end at different times
     assert len({len(sequence.tokens) for sequence in sequences}) > 3
     assert counters.prefill_tokens == fed[0] == 512
     assert counters.decoded_rows == counters.emitted_tokens == emitted
-    # Every token but each sample's last is fed once, one a step: the cost of a token does not grow
-    # with the length.
+    # Every token but the last of each sample is fed once, a single token per step: the cost of a
+    # token does not grow with the length.
     assert counters.fed_tokens == sum(fed[1:]) == emitted - 16
     assert counters.steps == len(fed) == max(len(sequence.tokens) for sequence in sequences)
 
@@ -120,8 +120,8 @@ def test_identical_prompts_waiting_together_are_read_once():
 
 @pytest.mark.parametrize("kind", ["fast", "hf"])
 def test_samples_follow_the_enumerated_distribution(kind):
-    """Vocabulary 8, length 2, 20,000 draws at T = 0.7: chi-square over the 64 sequences, and every
-    logprob.
+    """Vocabulary 8, length 2, 20,000 samples at T = 0.7: chi-square test over the 64 sequences, and
+    every logprob is checked.
     """
     model = tiny_model("qwen3", vocab_size=8)
     draws, prompt, temperature = 20_000, [1, 5, 2], 0.7
@@ -144,14 +144,14 @@ def test_samples_follow_the_enumerated_distribution(kind):
         )
     expected = (first[:, None] + second).exp().numpy() * draws
     order = np.argsort(expected.ravel())
-    # cells too rare for chi-square, taken together
+    # merge cells too rare for chi-square
     rare = order[np.cumsum(expected.ravel()[order]) < 8]
     bins = [(counts.ravel()[i], expected.ravel()[i]) for i in order if i not in rare]
     bins.append((counts.ravel()[rare].sum(), expected.ravel()[rare].sum()))
     chi2 = sum((n - e) ** 2 / e for n, e in bins if e > 0)
     freedom = len(bins) - 1
     assert freedom > 20
-    # Wilson-Hilferty: (chi2 / k)^(1/3) is normal; four deviations.
+    # Wilson-Hilferty: (chi2 / k)^(1/3) is approximately normal; the bound is 4 standard deviations.
     z = ((chi2 / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
     assert abs(z) < 4, (chi2, freedom)
 
@@ -165,8 +165,8 @@ def test_every_logprob_equals_a_plain_forward(model_kind, kind, temperature):
     model = tiny_model(model_kind)
     prompts, eos = random_prompts([5, 17, 2, 30, 9]), range(3, 11)
     params = SamplingParams(max_tokens=20, temperature=temperature)
-    # Few rows and several EOS tokens: rows leave at different lengths and waiting ones take their
-    # place.
+    # Few rows and several EOS tokens: rows end at different lengths and waiting rows take their
+    # places.
     groups = sample(make_decoder(model, kind=kind), prompts, 3, params=params, eos=eos, max_rows=5)
     lengths = set()
     for prompt, group in zip(prompts, groups, strict=True):
@@ -214,7 +214,7 @@ def test_a_sample_does_not_depend_on_the_batch_around_it(kind):
         )
         single.append(engine.run()[0].sequences[0].tokens)
     assert together == few_rows == tight == [single[i : i + 4] for i in range(0, len(single), 4)]
-    # a seed does not make members equal
+    # a seed does not make the samples of a group equal
     assert all(len({tuple(tokens) for tokens in group}) > 1 for group in together)
     assert together != tokens_of(sample(decoder, prompts, 4, params=params, eos=(3,), seed=10))
 
@@ -227,7 +227,7 @@ def test_requests_may_arrive_while_others_run():
     engine, finished = Engine(decoder), {}
     for problem, prompt in enumerate(prompts):
         engine.add(SamplingRequest(prompt=prompt, num_samples=3, params=params, problem=problem))
-        for _ in range(3):  # longer prompts come in while shorter ones are half way
+        for _ in range(3):  # longer prompts arrive while shorter ones are half done
             finished.update({done.request_id: done.response for done in engine.step()})
     while len(finished) < len(prompts):
         finished.update({done.request_id: done.response for done in engine.step()})
@@ -351,7 +351,7 @@ def test_the_budget_holds_and_rows_wait_for_it(kind):
     per_token = 2 * 2 * 16  # layers, key heads, head width
     assert all(numbers <= 120 * per_token for numbers in allocated)
     assert engine.counters.peak_cache_tokens <= 120
-    assert engine.counters.peak_rows < 40  # they did wait
+    assert engine.counters.peak_rows < 40  # some rows did wait
     assert order == sorted(order)  # first come, first served
     assert engine.counters.emitted_tokens == 8 * sum(4 + problem for problem in range(5))
 
@@ -395,13 +395,13 @@ def test_logits_that_are_not_numbers_are_an_error(vocab):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_the_same_distribution_is_sampled(dtype):
-    """CPU twin: `test_every_logprob_equals_a_plain_forward`. In bf16 the mean difference to float32
-    is bounded, not each.
+    """Equivalent test on a CPU: `test_every_logprob_equals_a_plain_forward`. In bf16 only the mean
+    difference to float32 is bounded.
     """
     model = tiny_model("qwen3")
     decoder = make_decoder(model, device="cuda", dtype=dtype)
     prompts = random_prompts([5, 17, 2, 30, 9])
-    for samples in (1, 3):  # one row a prompt, and shared prompts
+    for samples in (1, 3):  # a single row per prompt, and shared prompts
         differences = []
         groups = sample(
             decoder,

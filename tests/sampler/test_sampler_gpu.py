@@ -1,6 +1,7 @@
-"""The sampler's kernels and its paged attention on a CUDA device.
+"""Test the sampler's kernels and its paged attention on a CUDA device.
 
-Twins without one: test_kernel_draw.py, test_kernel_step.py, test_kernel_paged.py."""
+Equivalent tests on a CPU: test_kernel_draw.py, test_kernel_step.py, test_kernel_paged.py.
+"""
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize(("N", "D", "V"), [(1, 896, 151_936), (64, 2048, 50_257), (257, 100, 1001)])
 def test_equal_tokens_to_the_path_from_logits(N, D, V):
-    """float32, the same numbers; where tokens differ the number lies on their border."""
+    """float32 with the same uniform numbers. Tokens differ only if the number lies on the boundary
+    between the two.
+    """
     g = torch.Generator("cuda").manual_seed(0)
     x, w = (
         torch.randn(N, D, generator=g, device="cuda"),
@@ -85,8 +88,8 @@ def test_step_kernels_are_torchs_path(dtype):
     [(14, 2, 64), (16, 8, 128), (32, 8, 128), (4, 4, 80), (6, 2, 96), (8, 4, 256), (32, 1, 64)],
 )
 def test_attention_over_pages_is_the_gathered_one(heads, dtype):
-    """By our kernels, and by torch's varlen attention where it knows pages; a row's bits do not
-    hang on its neighbours.
+    """Covers our kernels, and torch's varlen attention if it supports pages. The bits of a row do
+    not depend on its neighbours.
     """
     from kernels import paged_attention as module
 
@@ -111,7 +114,9 @@ def test_attention_over_pages_is_the_gathered_one(heads, dtype):
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 9000), (3, 1200), (64, 700), (600, 300)])
 def test_attention_over_pages_at_every_number_of_splits(rows, context):
-    """From 32 splits of each sequence to one, with a group over half of the rows and without."""
+    """Covers 32 splits of each sequence to a single split, with and without a group over half of
+    the rows.
+    """
     from kernels import paged_attention as module
     from rl.sampler.block_manager import make_block_tables
 
@@ -130,7 +135,7 @@ def test_attention_over_pages_at_every_number_of_splits(rows, context):
 
 
 def test_the_engine_over_pages_samples_what_the_plain_one_does():
-    """bf16: the same tokens until rounding parts them; logprobs of the tokens before that agree."""
+    """bf16: the tokens agree until rounding makes them differ; the logprobs before that agree."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from rl.sampler import Engine, PagedEngine, SamplingRequest, make_decoder
@@ -190,15 +195,15 @@ def small_decoder(dtype=torch.bfloat16):
 
 
 def test_this_device_samples_over_pages_with_graphs():
-    """What decides which engine a run gets; CPU twin: test_sampler_choice.py."""
+    """The trial finds no failure on this device. CPU equivalent: test_sampler_choice.py."""
     from rl.sampler.engine_selection import compare_engines
 
     assert compare_engines(small_decoder()) is None
 
 
 def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
-    """To the bit, for rows that leave one bucket after the other, also after new weights were
-    loaded in place.
+    """Results are equal to the bit, including rows that move through the buckets and weights that
+    were loaded in place.
     """
     from rl.sampler import MultiStepEngine, SamplingRequest
     from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
@@ -237,7 +242,7 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
 
 
 def test_steps_between_two_looks_wait_for_nothing():
-    """torch's own alarm for waits, on while a captured batch goes through its replays."""
+    """torch's sync debug mode is on while a captured batch is replayed."""
     from rl.sampler import MultiStepEngine, SamplingRequest
     from rl.types import SamplingParams
 
@@ -260,7 +265,7 @@ def test_steps_between_two_looks_wait_for_nothing():
 
 @pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
 def test_lora_ops_are_torchs(adapter):
-    """CPU twin: test_kernel_lora.py."""
+    """Equivalent test on a CPU: test_kernel_lora.py."""
     g = torch.Generator().manual_seed(0)
     for rows, inputs in ((1, 896), (64, 4864), (600, 896)):
         x = torch.randn(rows, inputs, generator=g).bfloat16()
@@ -280,7 +285,7 @@ def test_lora_ops_are_torchs(adapter):
 
 
 def test_keys_and_values_of_prompts_go_to_their_slots():
-    """CPU twin: test_kernel_step.py."""
+    """Equivalent test on a CPU: test_kernel_step.py."""
     g = torch.Generator().manual_seed(0)
     qkv = torch.randn(5, 300, 18, 64, generator=g).bfloat16()
     slots = torch.randperm(12 * 256, generator=g)[:1500].view(5, 300)
@@ -295,8 +300,10 @@ def test_keys_and_values_of_prompts_go_to_their_slots():
 
 
 def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
-    """CPU twin: test_sampler_kept.py. To the bit what an engine draws that captured its graphs for
-    these weights.
+    """Samples are equal to the bit to those of an engine that captured its graphs for these
+    weights.
+
+    Equivalent test on a CPU: test_sampler_kept.py.
     """
     from rl.sampler import IdleKVCachePool, MultiStepEngine, SamplingRequest
     from rl.sampler.cuda_graphs import CUDAGraphRunner

@@ -1,8 +1,7 @@
-"""What one engine over pages leaves to the next: pages, buffers and graphs, which are captured once
-and not once a call.
+"""Test the reuse of pages, buffers and CUDA graphs between paged engines: graphs are captured once,
+not at every call.
 
-A graph is played here: it remembers the very tensors it was captured with, as a real one remembers
-addresses.
+Graphs are fake: each keeps the tensors it was captured with, as a real graph keeps addresses.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class Played:
-    """A step over the tensors that were there when it was captured."""
+    """A fake graph: a step over the tensors that existed when it was captured."""
 
     def __init__(self, steps: CUDAGraphRunner, rows: int, shared: bool):
         self.inputs = (
@@ -58,12 +57,12 @@ class Played:
 
 @pytest.fixture
 def captured(monkeypatch):
-    """(decoder, rows, shared) of every capture, in order."""
+    """Return (decoder, rows, shared) of every capture, in order."""
     results = []
 
     def capture(steps, rows, shared):
         results.append((id(steps.model), rows, shared))
-        steps.buffers.remaining.zero_()  # a capture runs steps of its own
+        steps.buffers.remaining.zero_()  # a capture runs steps as well
         steps.buffers.at.fill_(3)
         return Played(steps, rows, shared)
 
@@ -73,8 +72,8 @@ def captured(monkeypatch):
 
 
 def requests(seed: int = 0, groups: tuple[int, ...] = (4, 1, 3)) -> list[SamplingRequest]:
-    """Groups and single rows that end one after the other, so that a batch goes down through the
-    buckets.
+    """Return groups and single rows that end at different times, so that a batch shrinks through
+    the buckets.
     """
     prompts = random_prompts([9, 6, 13][: len(groups)])
     return [
@@ -103,8 +102,8 @@ def same(result, expected):
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama with adapters"])
 def test_three_calls_with_new_weights_between_capture_once(captured, kind):
-    """The weights go into the buffers in place; each call's tokens are those of an engine made for
-    these weights alone.
+    """Weights are loaded into the buffers in place. Each call samples the tokens of a new engine
+    with these weights.
     """
     name, _, more = kind.partition(" with ")
     model = add_lora(tiny_model(name), LORA) if more else tiny_model(name)
@@ -125,8 +124,8 @@ def test_three_calls_with_new_weights_between_capture_once(captured, kind):
 
 
 def test_a_batchs_graphs_are_captured_the_largest_first(captured):
-    """All that it will shrink through at once, so that the smaller ones find their memory in the
-    largest one's pool.
+    """All smaller buckets are captured in the same call, so that they reuse the memory pool of the
+    largest graph.
     """
     engine = MultiStepEngine(
         make_decoder(tiny_model("qwen3"), kind="fast"), page=4, kv_cache_tokens=400, max_rows=16
@@ -139,7 +138,7 @@ def test_a_batchs_graphs_are_captured_the_largest_first(captured):
 
 
 def test_all_graphs_of_the_present_requests_are_captured_before_the_first_step(captured):
-    """The batch begins with few rows, for want of pages, and grows when samples have ended."""
+    """The batch begins with few rows because pages are scarce, and grows when samples end."""
     decoder = make_decoder(tiny_model("qwen3"), kind="fast")
     engine = MultiStepEngine(decoder, (3, 5), page=4, kv_cache_tokens=120, max_rows=32)
     query = requests(groups=(5, 5, 5)) + requests(seed=1, groups=(5, 5, 5))
@@ -154,7 +153,7 @@ def test_all_graphs_of_the_present_requests_are_captured_before_the_first_step(c
 
 
 def test_a_capture_lets_other_threads_use_the_device(monkeypatch):
-    """By stand-ins of torch's functions; the run on a device is test_sampler_gpu.py's."""
+    """torch's functions are replaced; the test on a device is in test_sampler_gpu.py."""
     modes, stream = [], SimpleNamespace(wait_stream=lambda other: None)
 
     def capture(graph, pool, capture_error_mode="global"):
@@ -190,7 +189,7 @@ def test_the_allocator_is_told_to_grow_its_segments_unless_it_is_told_otherwise(
 
 
 def test_engines_that_leave_nothing_capture_anew(captured):
-    """Planted: without a place between the calls each of them captures all of its graphs."""
+    """Control: without a pool between the calls, every call captures all of its graphs."""
     decoder = make_decoder(tiny_model("qwen3"), kind="fast")
     for _ in range(2):
         engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=400, max_rows=16)
@@ -200,7 +199,7 @@ def test_engines_that_leave_nothing_capture_anew(captured):
 
 
 def test_another_decoder_has_graphs_of_its_own_over_the_same_pages(captured):
-    """Two versions that are drawn from in turn, and one stream that goes from one to the other and
+    """Two versions are sampled in turn, and a stream switches from the first to the second and
     back.
     """
     first = make_decoder(tiny_model("qwen3"), kind="fast")
@@ -224,8 +223,8 @@ def test_another_decoder_has_graphs_of_its_own_over_the_same_pages(captured):
 
 
 def test_stops_of_another_engine_are_not_the_next_ones():
-    """The table of stops lies in the buffers that both use; one of more kinds than there is room
-    for needs others.
+    """Both engines use the same buffer for the table of stops. More kinds of stops than fit need a
+    new buffer.
     """
     decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), IdleKVCachePool()
     for stops in ([[5]], [[7, 9], [11]], [[k] for k in range(3, 25)]):
@@ -272,7 +271,7 @@ def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeyp
         engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=tokens, kept=between)
         drawn(engine, requests())
         engine.close()
-        engine.close()  # twice is once
+        engine.close()  # closing twice is a no-op
         del engine
     assert alive == [0, 0, 0]
     with_one, second = (
@@ -281,12 +280,12 @@ def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeyp
     assert with_one._state.kv[0] is not second._state.kv[0]
     with_one.close()
     with pytest.raises(IndexError):
-        drawn(with_one, requests())  # its pages may be another's by now
+        drawn(with_one, requests())  # its pages may belong to another engine by now
 
 
 def test_a_learner_gets_the_memory_until_it_has_left_room():
-    """`room` is asked for what lies there beyond the most that was ever taken: nothing once it lay
-    there through an update.
+    """`room` is called with the idle bytes that the measured peak does not include: 0 once the pool
+    was kept through an update.
     """
     decoder, queries, answer = make_decoder(tiny_model("qwen3"), kind="fast"), [], True
 
@@ -304,7 +303,7 @@ def test_a_learner_gets_the_memory_until_it_has_left_room():
 
     size = sample()
     between.free_for_learner()
-    assert between._idle is None and not queries  # what learning takes is not known yet
+    assert between._idle is None and not queries  # the memory that learning takes is not known yet
     between.record_update()
     sample()
     for _ in range(2):
@@ -317,7 +316,9 @@ def test_a_learner_gets_the_memory_until_it_has_left_room():
 
 
 def test_room_is_what_this_process_may_have_less_the_most_it_took(monkeypatch):
-    """Free 30 of 80, this process holds 40, others 10: 70 are its own, 85% of them may be taken."""
+    """30 of 80 are free, this process holds 40 and others 10: 70 are available to it, and 85% of
+    these may be used.
+    """
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 35)
@@ -327,7 +328,7 @@ def test_room_is_what_this_process_may_have_less_the_most_it_took(monkeypatch):
 
 
 def sums(seed: int = 0) -> list[SamplingRequest]:
-    """As `requests`, of words and lengths that the smallest model knows."""
+    """Return requests like `requests`, with tokens and lengths that the smallest model supports."""
     return [
         SamplingRequest(
             prompt=[3 + i, 4, 12],
@@ -356,8 +357,8 @@ def learn(worker):
 
 
 def test_a_rank_keeps_them_over_its_verbs(captured, worker):
-    """Sample, update, hand over, three times: with room for both the second and third time capture
-    nothing.
+    """Sample, update and hand over the weights repeatedly: if memory suffices for both, the third
+    and fourth call capture nothing.
     """
     worker.kv_cache_pool._has_room = lambda device, size: True
     counts, tokens = [], []
@@ -373,7 +374,7 @@ def test_a_rank_keeps_them_over_its_verbs(captured, worker):
         counts.append(len(captured))
         learn(worker)
         worker.free_version(version)
-    # the first update is made with nothing lying there
+    # the first update runs with no idle pool
     assert counts[0] > 0 and counts[1] == 2 * counts[0]
     assert counts[3] == counts[2] == counts[1]
 
@@ -390,7 +391,7 @@ def test_on_a_host_a_learner_finds_what_it_found_before(worker):
 
 
 def test_a_call_that_failed_leaves_nothing(worker):
-    """What lies in its pages may be no numbers, and they would be another's padding."""
+    """Its pages may contain NaN, which would become the padding of another engine."""
     worker.snapshot(0, 0)
     name = next(
         name for name in worker.versions[0].decoder.weights.slices if name.endswith("norm.weight")
@@ -414,9 +415,7 @@ def test_a_stream_that_is_closed_or_begun_anew_gives_its_pages_on(worker):
 
 @pytest.mark.parametrize("remaining", ["closed", "begun anew"])
 def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not(worker, remaining):
-    """Its pages hold what is no number; rows that come after end in pages of which they fill a
-    part.
-    """
+    """The pages of the stream contain NaN; later rows end in pages that they fill only partly."""
     worker.snapshot(0, 0)
     worker.snapshot(0, 1)
     name = next(
@@ -451,8 +450,8 @@ def test_what_lies_behind_a_rows_last_position_is_not_seen_whatever_it_is():
 
 
 def test_what_another_learner_takes_is_seen_anew(worker):
-    """Also of one that did not get the memory it asked for: that is not part of the most that was
-    ever taken.
+    """The measurement also restarts after a learner runs out of memory: the failed allocation is
+    not part of the measured peak.
     """
     worker.kv_cache_pool._has_room = lambda device, size: True
     learn(worker)

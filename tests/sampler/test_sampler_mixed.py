@@ -1,5 +1,5 @@
-"""Rows of several adapters in one batch: each sample is what its model draws alone, whoever is
-beside it, enters, leaves or fails.
+"""Test batches with several adapters: each sample equals that of its model in a separate engine,
+whichever other rows enter, leave or fail.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ ADAPTERS: list[dict[str, Any]] = [
 
 @functools.cache
 def family(kind: str, count: int = 4) -> tuple[FastDecoder, list[FastDecoder]]:
-    """A base, and decoders of random adapters that share its memory; to be forked before they are
-    changed.
+    """Return a base, and decoders of random adapters that share its memory. Callers fork them
+    before changing them.
     """
     base = make_decoder(tiny_model(kind), kind="fast")
     decoders = []
@@ -61,7 +61,9 @@ def family(kind: str, count: int = 4) -> tuple[FastDecoder, list[FastDecoder]]:
 def mixed(
     base: FastDecoder, decoders: list[FastDecoder], pages: bool = False, **settings: Any
 ) -> MultiAdapterEngine:
-    """Number 0 is the bare base, 1, 2, ... the adapters. `pages`: over pages of four positions."""
+    """Build an engine: number 0 is the base, 1, 2, ... the adapters. `pages`: use pages of four
+    positions.
+    """
     decoder = MultiAdapterDecoder(base)
     for number, first in enumerate([base, *decoders]):
         decoder.add_adapter(number, first, version=10 + number)
@@ -125,7 +127,7 @@ def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, pa
     engine = mixed(base, decoders, pages, max_rows=9)
     prompts = random_prompts([5, 17, 9, 5, 12, 3, 30, 8, 11, 2])
     requests = []
-    # the same prompt for several models is read by each
+    # a prompt shared by several models is prefilled by each
     for i, prompt in enumerate([*prompts, prompts[1], prompts[1]]):
         params = SamplingParams(
             max_tokens=4 + i, temperature=0.9 if i % 3 else 0.0, top_p=0.8 if i % 4 == 1 else 1.0
@@ -151,12 +153,12 @@ def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, pa
 @pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_workloads(seed, pages):
-    """Requests come at any step, some go, conversations go on from the cache, and models get other
-    weights while others are drawn from; over pages, rows also wait and are read again.
+    """Requests arrive at any step, some are cancelled, conversations continue from the cache, and
+    models get new weights while others are sampled. With pages, rows also wait and are recomputed.
     """
     rng = np.random.default_rng(seed)
     base, decoders = family(["qwen3", "llama"][seed % 2])
-    torch.manual_seed(seed + 20)  # of the changed weights
+    torch.manual_seed(seed + 20)  # for the changed weights
     engine = mixed(
         base,
         decoders,
@@ -165,7 +167,7 @@ def test_random_workloads(seed, pages):
         kv_cache_tokens=76 if pages else int(rng.integers(300, 1500)),
     )
     known = dict(enumerate([base, *decoders]))
-    newest = dict(enumerate(known))  # a model's newest number
+    newest = dict(enumerate(known))  # the newest number of a model
     query: dict[int, SamplingRequest] = {}
     answers, dropped, messages = {}, set(), {}
     talks: dict[tuple[str, int], list[int]] = {}
@@ -243,11 +245,11 @@ def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind
         if piece.trainable and "layers.0.self_attn.v_proj" in name:
             decoders[0].weights.view(name).fill_(float("nan"))
     engine = mixed(base, decoders, pages, max_rows=4, kv_cache_tokens=240 if pages else 10_000)
-    # the broken one's are long: what they leave is not overwritten
+    # the broken adapter has long prompts: their cache entries are not overwritten
     prompts = random_prompts([20, 5, 19, 7, 20, 5, 18, 9, 20, 6, 20, 8])
     params = SamplingParams(max_tokens=10)
     requests = {}
-    for i, prompt in enumerate(prompts):  # they enter again and again, and others take their places
+    for i, prompt in enumerate(prompts):  # they enter repeatedly, and others take their slots
         request = SamplingRequest(
             prompt=prompt,
             params=params,
@@ -275,7 +277,7 @@ def test_weights_that_nobody_knows_are_refused_and_forgotten_ones_given_back():
     engine.add(SamplingRequest(prompt=[5, 6], params=params, adapter_id=1, conversation="a"))
     engine.step()
     engine.keep_weights([2])
-    assert sorted(engine.decoder.decoders) == [1, 2]  # somebody still draws from 1
+    assert sorted(engine.decoder.decoders) == [1, 2]  # a request still uses 1
     engine.run()
     assert len(engine._prompts) == 1  # the conversation waits for its next turn
     engine.keep_weights([2])

@@ -1,5 +1,5 @@
-"""Every test of the engine, of conversations and of streams once more, with the cache in pages
-wherever the fast decoder decodes.
+"""Run every test of the engine, of conversations and of streams again, with a paged cache wherever
+the fast decoder is used.
 """
 
 import pytest
@@ -13,8 +13,8 @@ from rl.sampler import Engine, MultiStepEngine, PagedEngine, SamplingRequest, ma
 from rl.sampler.decoder_fast import FastDecoder
 from rl.types import SamplingParams
 
-# These look at rectangles, or at positions that are no whole pages; in pages the budget is
-# test_sampler_paged.py's.
+# These inspect contiguous blocks, or positions that do not fill whole pages. The budget of pages is
+# tested in test_sampler_paged.py.
 OTHER = {
     "test_the_budget_holds_and_rows_wait_for_it",
     "test_what_can_never_fit_is_an_error_with_numbers",
@@ -54,7 +54,7 @@ def pages(monkeypatch, request):
         ),
     )
     yield
-    for item in made:  # nothing stays behind but what conversations keep
+    for item in made:  # only conversations keep pages
         tables = item._state.block_manager
         assert not tables.rows or item.busy
         held = {page for part in (*tables.rows, *tables.prompts) for page in part.block_table}

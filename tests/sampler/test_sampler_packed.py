@@ -1,5 +1,5 @@
-"""Matrices in a second layout: the products are those of float64, and no layout outlives the
-numbers that it was made of.
+"""Test matrices in oneDNN's layout: products match float64, and no layout outlives the values it
+was made from.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ WIDE = dict(
 
 
 def wide(kind="qwen3"):
-    """Gate and up, and the head, are large enough."""
+    """Return a model with gate_up and head matrices large enough for the layout."""
     return tiny_model(kind, **WIDE)
 
 
@@ -77,8 +77,8 @@ def test_weights_that_are_loaded_in_place_are_the_next_products():
 
 
 def test_forks_share_the_layout_of_what_they_share():
-    """An adapter's versions stand on one base: each has its own adapters, and the base's matrices
-    are there once more, not once each.
+    """Versions of an adapter share a base: each has separate adapters, and the base's matrices are
+    copied to the layout once.
     """
     decoder = make_decoder(add_lora(wide(), ["q_proj", "down_proj"]), kind="fast")
     answer(decoder)
@@ -96,7 +96,7 @@ def test_small_low_and_large_matrices_stay_as_they_are(monkeypatch):
     with torch.inference_mode():
         assert (
             mkldnn_layout.get_layout(torch.zeros(512, 512)) is None
-        )  # its changes are not counted
+        )  # changes of inference tensors are not counted
     assert (
         mkldnn_layout.fits_budget([large, small])
         and not mkldnn_layout.fits_budget([small])
@@ -108,10 +108,10 @@ def test_small_low_and_large_matrices_stay_as_they_are(monkeypatch):
 
 
 def test_the_plan_counts_what_is_held_twice():
-    """The layouts that a decoder has made, in bytes; none on a GPU, in bfloat16, or past the most."""
+    """The bytes of the layouts that a decoder made; 0 on a GPU, in bfloat16, or above the limit."""
     plan = import_module(
         "rl.memory_plan.byte_counts"
-    )  # its room's door hands on a function of that name
+    )  # the module, for names that the package does not export
 
     model = wide()
     c = model.config

@@ -1,5 +1,5 @@
-"""The cache in pages: the tables by themselves, its attention against one softmax over everything,
-and the engine against the plain one.
+"""Test the paged cache: the block tables, its attention against a single softmax, and the engine
+against the plain engine.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rl.types import SamplingParams
 
 
 def check(tables: BlockManager) -> None:
-    """Every page is counted by who holds it, and no more than 1.1 times the tokens and a page a row
-    are held.
+    """Check that the reference counts match the tables, and that at most 1.1 times the tokens plus
+    a page per row are allocated.
 
-    A prompt that waits for rows counts as one.
+    A prompt that waits for rows counts as a row.
     """
     held = [0] * len(tables.pool.ref_counts)
     for page in itertools.chain(
@@ -49,16 +49,16 @@ def check(tables: BlockManager) -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 7, 256])
 def test_a_thousand_random_workloads_leak_no_page(size):
-    """Admission, sharing, copies at the first write, rows that end, wait and come back, in any
-    order. What each row would read is what was written for it. Rows grow by a token at a time, and
-    over large pages by as many as come between two looks and more.
+    """Prompts are admitted, shared and copied at the first write, and rows end, wait and return, in
+    any order. Each row reads what was written for it. Rows grow by a token at a time; with large
+    pages also by as many as fit between two syncs or more.
     """
     rng = np.random.default_rng(size)
     for _ in range(1000 // 4):
         tables = BlockManager(int(rng.integers(8, 40)), size)
         content = np.full(
             (len(tables.pool.ref_counts), size), -1
-        )  # of each page's places: who wrote
+        )  # the token at each position of each page
         expected: list[list[int]] = []  # of each row, in order
         prompts: list[list[int]] = []
         for step in range(25):
@@ -162,7 +162,7 @@ def answers(
 
 
 def same_samples(decoder, seeds: range) -> int:
-    """Random workloads through both engines; how often a row had to wait."""
+    """Run random workloads through both engines. Return the number of preemptions."""
     waited = 0
     for seed in seeds:
         rng = np.random.default_rng(seed)
@@ -186,7 +186,7 @@ def same_samples(decoder, seeds: range) -> int:
 
 
 def test_the_same_samples_as_the_plain_engine(decoder):
-    """However few pages there are; some rows of these workloads wait and come back."""
+    """Holds for any number of pages; some rows of these workloads are preempted and resumed."""
     assert same_samples(decoder, range(6)) > 0
 
 

@@ -1,5 +1,5 @@
-"""What every path to a sample keeps: all ends of sequence that a model names, and random streams
-that know who a sample is.
+"""Test properties of every sampling path: all EOS tokens of a model are used, and random streams
+depend on the identity of a sample.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ ENDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model whose three sources each name an end of sequence of their own."""
+    """Return the folder of a model with three sources (tokenizer, config, generation config) that
+    each name another EOS token.
+    """
     loaded = load_model("tiny:addition", seed=0)
     loaded.model.config.eos_token_id, loaded.model.generation_config.eos_token_id = 4, [6, 8]
     assert loaded.tokenizer.eos_token_id == 1
@@ -41,8 +43,8 @@ def folder(tmp_path_factory):
 
 
 def check_ends(client) -> None:
-    """Each of them ends samples, with the reason "stop", and none stands inside one; also where a
-    stop of the caller's is given.
+    """Check that each EOS token ends samples with the reason "stop" and none is inside a sample,
+    also if the caller passes a stop.
     """
     for stop in (None, [12]):
         response = client.sample(
@@ -74,7 +76,7 @@ def test_every_end_of_sequence_ends_a_sample_on_every_path(folder, tmp_path):
 
 
 class SameAgain(Env):
-    """Asks the same question at every turn, whatever is answered."""
+    """Return the same observation at every turn, whatever the action."""
 
     requests_seen = ModelInput.from_ints([3, 4, 12])
 
@@ -107,9 +109,9 @@ def test_each_turn_of_an_episode_has_a_random_stream_of_its_own(tmp_path):
         text = [
             [turn.ac.tokens for turn in episode.transitions] for episode in group.trajectories_G
         ]
-        # one prompt, twelve different answers
+        # a single prompt, twelve different answers
         assert len({tuple(tokens) for episode in text for tokens in episode}) == 12
-        for turn in range(3):  # and which: by name, not by what was drawn before
+        for turn in range(3):  # the answers depend on the identity, not on earlier samples
             for member in range(4):
                 plain = SamplingParams(max_tokens=6, stop=[])
                 request = SamplingRequest(
@@ -124,7 +126,7 @@ def test_each_turn_of_an_episode_has_a_random_stream_of_its_own(tmp_path):
 
 
 class Digits:
-    """The renderer that the teacher's prompts need."""
+    """The renderer for the teacher's prompts."""
 
     def get_stop_sequences(self):
         return []
@@ -157,15 +159,15 @@ def test_a_teachers_answers_do_not_depend_on_the_batch_around_them(tmp_path):
         together = answers(teacher, rows)
         assert [answers(teacher, [row])[0] for row in rows] == together
         assert answers(teacher, rows[::-1])[::-1] == together
-        assert together[0] != together[1]  # problem 0 of one data set is not problem 0 of another
+        assert together[0] != together[1]  # problem 0 of a data set is not problem 0 of another
         assert together != answers(teacher, rows, seed=8)
         first, second = answers(teacher, [rows[0], rows[0]])  # twice in a batch: two streams
         assert first == together[0] != second
 
 
 def test_samples_do_not_depend_on_the_number_of_ranks(monkeypatch):
-    """The sampling verb of each rank of two, one after the other in this process, against that of
-    one.
+    """Run the sampling verb of both ranks in sequence in this process, and compare with a single
+    rank.
     """
     worker = TrainingWorker(WorkerSettings())
     worker.load_sampler(1, None, "tiny:addition")

@@ -1,5 +1,5 @@
-"""The generic decoder over many architectures: every logprob is that of the finished sequence
-alone, or the model is refused by name.
+"""Test the generic decoder on many architectures: every logprob equals that of a separate forward
+over the finished sequence, or the model is refused by name.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def decoder_of(model, **options):
 
 
 def check_sampled(decoder, model, bound: float = 1e-4) -> None:
-    """Ragged prompts in groups, few rows at once (so that rows enter late and leave early): the
-    reference is one plain forward.
+    """Check ragged prompts in groups against a plain forward. Few rows run at once, so that rows
+    enter late and leave early.
     """
     engine = Engine(decoder, eos_token_ids=(1,), max_rows=5)
     prompts = random_prompts([9, 3, 21, 9], VOCAB)
@@ -78,9 +78,7 @@ def test_sampled_and_scored_logprobs_are_those_of_the_sequence_alone(kind):
 
 @pytest.mark.parametrize("kind", QUICK)
 def test_rows_that_leave_one_by_one_leave_the_others_as_they_were(kind):
-    """Many samples of one prompt, which end at random; the last rows take the places of those that
-    left.
-    """
+    """Many samples of a prompt end at random steps; the last rows move to the freed slots."""
     model = build(kind)
     engine, (prompt,) = (
         Engine(decoder_of(model), eos_token_ids=range(1, 8)),
@@ -94,7 +92,7 @@ def test_rows_that_leave_one_by_one_leave_the_others_as_they_were(kind):
         assert float((torch.tensor(sequence.logprobs) - expected).abs().max()) < 1e-4
 
 
-# ----------------------------------------------------------------------------- what cannot be exact
+# -------------------------------------------------------------------- models without exact decoding
 
 
 @pytest.mark.parametrize("kind", ["xlnet", "bert"])
@@ -112,9 +110,7 @@ def test_recomputing_is_said_and_a_cache_is_not():
 
 
 class Leaky(torch.nn.Module):
-    """Adds a trace of the batch's mean to every row: what a layer that forgets whose tokens it
-    reads does.
-    """
+    """Add a trace of the batch mean to every row, like a layer that mixes rows."""
 
     def __init__(self, inner: torch.nn.Module, size: float):
         super().__init__()
@@ -136,7 +132,7 @@ def test_rows_that_feel_each_other_are_run_one_at_a_time(size):
 
 
 def test_a_fast_decoder_that_is_not_the_model_is_not_used():
-    """A Llama whose code does something more than the Llama that the fast decoder knows."""
+    """The code of this Llama differs from the Llama that the fast decoder implements."""
     model = tiny_model("llama")
     model.model.layers[1].mlp.forward = lambda x, mlp=model.model.layers[1].mlp: (
         1.5 * type(mlp).forward(mlp, x)
@@ -169,8 +165,8 @@ def test_the_trial_leaves_model_and_generator_alone():
 
 
 def test_longrope_on_both_sides_of_the_original_length():
-    """A short and a long prompt in one batch, and sequences around the switch scored together: each
-    exactly as alone.
+    """A short and a long prompt in a batch, and sequences around the switch scored together, all
+    equal to separate forwards.
     """
     model = build("phi3 longrope")
     decoder = make_decoder(model)
@@ -185,7 +181,7 @@ def test_longrope_on_both_sides_of_the_original_length():
     for prompt, response in zip(prompts, engine.run(), strict=True):
         for sequence in response.sequences:
             tokens = torch.tensor([[*prompt, *sequence.tokens]])
-            with torch.no_grad():  # the last token is not fed, as a learner does not feed it
+            with torch.no_grad():  # the last token is not fed, as in the learner
                 logits = (
                     model(input_ids=tokens[:, :-1], use_cache=False)
                     .logits[0, len(prompt) - 1 :]
@@ -214,8 +210,8 @@ def test_a_sample_that_would_cross_the_switch_is_refused_by_name_and_none_means_
 
 
 def test_what_may_be_sampled_is_what_the_model_reads_with_one_set_of_frequencies():
-    """At every length of prompt and answer around the switch, against the frequencies that the
-    model itself takes.
+    """Covers every length of prompt and answer around the switch, against the frequencies that the
+    model uses.
     """
     model = build("phi3 longrope")
     engine = Engine(make_decoder(model))
@@ -254,8 +250,8 @@ def test_dynamic_frequencies_are_refused_beyond_the_original_length():
 
 
 def autocast_logprobs(model, tokens: list[int], low: bool) -> torch.Tensor:
-    """Of tokens 1, 2, ... by the model's plain forward: in float32, or under autocast as a learner
-    has it.
+    """Return the logprobs of tokens 1, 2, ... by the model's plain forward, in float32 or under
+    autocast as in the learner.
     """
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low):
         logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1].float()
@@ -263,7 +259,7 @@ def autocast_logprobs(model, tokens: list[int], low: bool) -> torch.Tensor:
 
 
 def decoded_logprobs(decoder, prompt: list[int], response: list[int]) -> torch.Tensor:
-    """Of a given response through prefill and the cache."""
+    """Return the logprobs of a response through prefill and the cache."""
     with torch.inference_mode():
         state = decoder.new_state(10_000)
         state.reserve(1, len(prompt), 1, len(response))
@@ -302,14 +298,14 @@ CASES = [(name, "hf", adapter) for name in LONG for adapter in (False, True)] + 
     [c if c == ("llama", "hf", False) else pytest.param(*c, marks=pytest.mark.slow) for c in CASES],
 )
 def test_bfloat16_at_positions_beyond_five_hundred(name, kind, adapter):
-    """What rounding costs the learner itself (its autocast against float32) is what it may cost the
-    sampler.
+    """The rounding error of the sampler is bounded by that of the learner (autocast against
+    float32).
 
-    Two roundings of the same size differ by at most their sum; the largest over some hundred tokens
-    of one run of errors may be twice that of another: four times the learner's own. Medians are
-    steadier: twice. Where a router chooses experts a rounding may turn its choice over, which moves
-    single tokens by as much as any number: there the median alone is compared. Frequencies rounded
-    to bfloat16 are wrong by more than a nat there.
+    Two rounding errors of the same size differ by at most their sum, and the largest of some
+    hundred tokens in a run may be twice that of another run: the bound is four times the learner's
+    error. Medians are steadier: the bound is twice. In models with a router, rounding may change
+    the choice of experts, which moves single tokens by any amount, so only the median is compared.
+    Frequencies rounded to bfloat16 are wrong by more than a nat at these positions.
     """
     model = build(name)
     if adapter:
@@ -351,8 +347,8 @@ def test_bfloat16_at_positions_beyond_five_hundred(name, kind, adapter):
 
 
 def test_only_matrices_are_cast():
-    """Frequencies, norms, biases, the parameters of a recurrence and adapters keep float32; linear
-    layers and experts do not.
+    """Frequencies, norms, biases, the parameters of a recurrence and adapters stay in float32;
+    linear layers and experts are cast.
     """
     model = add_lora(
         build("granitemoehybrid", num_local_experts=4, num_experts_per_tok=2), ["q_proj"]
@@ -376,7 +372,7 @@ def test_only_matrices_are_cast():
 
 
 def test_matrices_that_a_model_wants_in_float32_stay_so(tmp_path, monkeypatch):
-    """Those that transformers itself leaves in float32 when it loads the model in bfloat16."""
+    """The same matrices that transformers keeps in float32 when it loads the model in bfloat16."""
     model = build("llama")
     monkeypatch.setattr(type(model), "_keep_in_fp32_modules_strict", {"up_proj"})
     monkeypatch.setattr(model, "_keep_in_fp32_modules_strict", {"up_proj"}, raising=False)
@@ -395,7 +391,7 @@ def test_matrices_that_a_model_wants_in_float32_stay_so(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["fast", "padded", "equal", "recompute"])
 def test_logits_of_a_bfloat16_decoder_are_not_rounded_to_bfloat16(kind):
-    """The head's products of the same bfloat16 numbers, against float64."""
+    """Compare the head's products of the same bfloat16 numbers with float64."""
     model = tiny_model("llama", tie_word_embeddings=True)
     decoder = make_decoder(model, dtype=torch.bfloat16, kind="fast" if kind == "fast" else "hf")
     if kind != "fast":
@@ -422,8 +418,8 @@ def test_linear_fp32_is_the_float64_product_over_more_columns_than_one_block():
         torch.randn(5000),
     )
     expected = x.double() @ weight.double().t() + bias.double()
-    # products of bfloat16 are exact in float32; 64 sums and a bias round by 2^-24 of what has been
-    # added up
+    # products of bfloat16 are exact in float32; 64 sums and a bias round by 2^-24 of the
+    # accumulated magnitude
     magnitude = x.double().abs() @ weight.double().abs().t() + bias.double().abs()
     assert bool(
         (
@@ -433,7 +429,7 @@ def test_linear_fp32_is_the_float64_product_over_more_columns_than_one_block():
 
 
 def test_a_step_of_the_trial_feels_windows_that_are_longer_than_it():
-    """The trial makes windows short in its own copy, so that a few tokens cross them."""
+    """The trial shortens the windows in its copy of the model, so that a few tokens cross them."""
     trial = HFDecoder.sharing_weights_of(build("mistral", sliding_window=512))
     verify_decoder._shorten_windows(trial.model)
     rows = verify_decoder._probe_rows(trial)

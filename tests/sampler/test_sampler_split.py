@@ -1,7 +1,7 @@
-"""A decoder that several ranks hold together, each its part: samples are those of one rank that
-holds all of it.
+"""Test a decoder split over several ranks: samples equal those of a single rank with the whole
+model.
 
-The ranks are threads here; test_sampler_teams.py has processes.
+The ranks are threads; test_sampler_teams.py uses processes.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ ADAPTERS = {
 
 
 class Threads:
-    """A team of threads. `fault`: where the sums over the team are left out, from so many of them
-    on.
-    """
+    """A team of threads. `fault`: number of all-reduces after which the sums are left unreduced."""
 
     def __init__(
         self,
@@ -97,7 +95,7 @@ class Threads:
 
 
 def on_ranks(size: int, run: Callable[[Threads], Any], fault: int | None = None) -> list[Any]:
-    """What `run` gives on each rank of a team; a rank that fails keeps no other waiting."""
+    """Return the result of `run` on each rank of a team. A failed rank aborts the others."""
     meeting, table = threading.Barrier(size), [None] * size
 
     def first(rank: int) -> Any:
@@ -125,8 +123,8 @@ def split(model: torch.nn.Module, team: Threads, **settings: Any) -> FastDecoder
 
 
 def drawn(decoder: FastDecoder, kind: type[Engine] = Engine, **settings: Any) -> list[Any]:
-    """Groups on prompts of several lengths, more rows than fit at once, some with logprobs of their
-    prompt.
+    """Sample groups of prompts of several lengths, more rows than fit at once, some with prompt
+    logprobs.
     """
     engine = kind(decoder, eos_token_ids=(3,), max_rows=5, **settings)
     for i, prompt in enumerate(random_prompts([4, 11, 1, 7])):
@@ -174,8 +172,8 @@ def test_samples_are_those_of_one_rank_and_of_the_model_itself(family):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_without_the_kernels_of_a_cpu_and_from_pages(size):
-    """float64: the general forward, whose logprobs are float32. 41 words are no whole number a
-    rank.
+    """float64 uses the general forward, which returns float32 logprobs. The vocabulary of 41 does
+    not divide evenly.
     """
     model = tiny_model("qwen3", num_key_value_heads=4).double()
     decoder = make_decoder(model, kind="fast")
@@ -196,7 +194,7 @@ def test_adapters_unmerged(kind, targets):
     expected = drawn(make_decoder(model, kind="fast"))
     for rank in on_ranks(2, lambda team: drawn(split(model, team))):
         check(rank, expected)
-    model.disable_adapter_layers()  # the adapter counts: without it the samples are others
+    model.disable_adapter_layers()  # control: without the adapter the samples differ
     assert [s.tokens for r in expected for s in r.sequences] != [
         s.tokens for r in drawn(make_decoder(model.unload(), kind="fast")) for s in r.sequences
     ]
@@ -255,7 +253,7 @@ def test_logprobs_of_texts():
 
 
 def test_a_sum_that_is_left_out_is_seen():
-    """As the decoder is made, and in what it draws where it is not tried out."""
+    """A missing sum is detected when the decoder is made, or in the samples if no trial is made."""
     model = tiny_model("qwen3")
     with pytest.raises(
         UserError, match="sampler_tp 2 requires the fast decoder .* does not reproduce the logits"
@@ -270,7 +268,7 @@ def test_a_sum_that_is_left_out_is_seen():
         check(broken[0], expected)
 
 
-# -------------------------------------------------------------------------------- what a rank holds
+# --------------------------------------------------------------------------------- memory of a rank
 
 
 def test_new_weights_come_whole_one_at_a_time_and_each_rank_takes_its_part():
@@ -315,7 +313,7 @@ def test_a_part_in_the_place_of_the_whole_is_refused():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(tied):
-    """All but the norms, whose bytes are as many on every rank."""
+    """Norms are excluded: every rank has all of them."""
     model = tiny_model("qwen3", num_key_value_heads=4, tie_word_embeddings=tied)
 
     def held(decoder: FastDecoder) -> tuple[int, int, int]:
@@ -332,12 +330,12 @@ def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(tied):
     assert whole + norms == sum(p.numel() for p in model.parameters())
     ranks = on_ranks(4, lambda team: held(split(model, team)))
     assert sum(reference for reference, *_ in ranks) == whole
-    # one word more, where 41 are dealt out
+    # up to a whole row more, since 41 rows do not divide evenly
     assert max(reference for reference, *_ in ranks) <= whole / 4 + 32 * (1 if tied else 2)
     assert {(n, c * 4) for _, n, c in ranks} == {(norms, cache)}
 
 
-# ---------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------- errors
 
 
 def test_heads_and_columns_that_cannot_be_dealt_out():

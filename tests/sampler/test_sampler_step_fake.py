@@ -1,4 +1,6 @@
-"""A step over static buffers on fake CUDA tensors: what a graph needs of it, seen without a GPU."""
+"""Test a step over static buffers on fake CUDA tensors: the requirements of a CUDA graph, checked
+without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -61,15 +63,15 @@ FROM_NOTHING = {
 
 
 class Recorder(TorchDispatchMode):
-    """What was done in order, with its shapes; what waits for the device or leaves it; what was
-    made from nothing; Triton's launches.
+    """Record operations in order with their shapes, syncs with the device, copies between devices,
+    new tensors and Triton launches.
     """
 
     def __init__(self):
         super().__init__()
         self.done, self.waits, self.leaves, self.made, self.launched = [], [], [], [], Counter()
         self.launching, self.born, self.stayed = False, [], []
-        self.grids = {}  # by kernel: grid and options of the newest launch
+        self.grids = {}  # by kernel: grid and options of the latest launch
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, inside = (
@@ -95,7 +97,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Launched:
-    """A kernel that is not run, and counted."""
+    """A kernel that counts launches and does not run."""
 
     def __init__(self, wire, name):
         self.wire, self.name = wire, name
@@ -116,8 +118,8 @@ def recorder(monkeypatch):
 
 
 def record_launches(monkeypatch):
-    """Triton's kernels stand still; what is around their launches runs, and may make room for what
-    they give (`empty`) and no more.
+    """Replace Triton's kernels by counters. The code around the launches runs and may only allocate
+    outputs (`empty`).
     """
     import triton
 
@@ -176,7 +178,7 @@ def record_launches(monkeypatch):
 
 
 def fake_decoder(real: FastDecoder) -> FastDecoder:
-    """The same on fake CUDA tensors."""
+    """Return the same decoder on fake CUDA tensors."""
     weights = DecoderWeights()
     weights.slices = real.weights.slices
     weights.buffers = {
@@ -187,8 +189,8 @@ def fake_decoder(real: FastDecoder) -> FastDecoder:
 
 
 def two_steps(wire, model, rows, shared, choices=0) -> tuple[list, int, DecodeInputs]:
-    """The operations of a step, which must be those of the next one; the layers. `choices`: experts
-    of a token that are recorded.
+    """Return the operations of a step, which must equal those of the next step, the number of
+    layers and the buffers. `choices`: recorded experts of a token.
     """
     real = make_decoder(model, dtype=torch.bfloat16, kind="fast")
     with FakeTensorMode():
@@ -232,7 +234,7 @@ def test_a_step_waits_for_nothing_makes_nothing_and_is_the_same_every_time(recor
     adapters = ["lm_head"] if "head" in more else ["q_proj", "o_proj", "gate_proj", "down_proj"]
     two_steps(recorder, add_lora(model, adapters) if more else model, 24, shared)
     assert recorder.waits == [] and recorder.leaves == []
-    # no tensor out of nothing; what there was is gone
+    # no factory calls, and all temporaries were freed
     assert recorder.made == [] and recorder.born and recorder.stayed == []
     # two steps of two layers
     layers = {
@@ -243,7 +245,7 @@ def test_a_step_waits_for_nothing_makes_nothing_and_is_the_same_every_time(recor
         "merge": 2 * 2,
     }
     draws = {} if "head" in more else {"slices": 2, "pick": 2, "search": 2}
-    # all products of the adapters of a layer's projection, in a step
+    # all adapter products of the projections of a layer, per step
     products = {"": 0, "adapters": 2 * 2 * 4, "one on the head": 2}[more]
     adapted = {"lora_down": products, "lora_up": products} if more else {}
     assert recorder.launched == layers | draws | adapted | (
@@ -267,7 +269,7 @@ def test_a_step_of_experts_waits_for_nothing_either(recorder, monkeypatch, kind,
 
 
 def test_the_count_sees_what_a_graph_cannot_have(recorder):
-    """Planted: one wait, one copy to the host, a tensor out of nothing, and one that stays."""
+    """Planted faults: a sync, a copy to the host, a factory call, a tensor that is not freed."""
     with FakeTensorMode(), recorder:
         x = torch.empty(3, device="cuda")
         x.cpu()
@@ -289,8 +291,8 @@ def test_the_count_sees_what_a_graph_cannot_have(recorder):
     ("rows", "shared", "attention"), [(16, False, 2), (16, True, 3), (600, False, 1)]
 )
 def test_a_layer_is_nine_to_eleven_launches(recorder, rows, shared, attention):
-    """Without adapters: four products, attention (own pages; a group's, and putting parts
-    together), and four of our own.
+    """Without adapters: four matrix products, attention (private pages, or also shared pages and a
+    merge), and four of our kernels.
     """
     short = {}
     for layers in (1, 3):
@@ -303,7 +305,7 @@ def test_a_layer_is_nine_to_eleven_launches(recorder, rows, shared, attention):
             for name, *_ in done
             if not name.startswith("prim") and name.split(".")[1] not in VIEWS
         )
-        # two steps; the norm and the draw at the end
+        # two steps; the norm and sampling at the end
         assert sum(recorder.launched.values()) == 2 * ((4 + attention) * layers + 4)
     assert short[3] - short[1] == {"aten.mm.default": 2 * 4}
 
@@ -312,6 +314,6 @@ def test_there_are_no_logits(recorder):
     done, _, _ = two_steps(recorder, tiny_model("llama", vocab_size=5000), 24, True)
     assert not [name for name, *shapes in done if (24, 5000) in shapes]
     recorder.done.clear()
-    with FakeTensorMode(), recorder:  # planted: what a head by itself would have left
+    with FakeTensorMode(), recorder:  # planted: the output of a separate head
         torch.mm(torch.empty(24, 32, device="cuda"), torch.empty(32, 5000, device="cuda"))
     assert [name for name, *shapes in recorder.done if (24, 5000) in shapes]

@@ -1,5 +1,5 @@
-"""Steps over static buffers: the same samples as the plain engine, and what a CUDA graph needs of a
-step, counted on fake tensors.
+"""Test steps over static buffers: the samples equal those of the plain engine, and steps run
+without the host.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def same(result, expected):
 
 
 def workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]:
-    """Groups on prompts of any length, greedy rows, temperatures, stops of several kinds, now and
-    then top-k.
+    """Return groups on prompts of any length, with greedy rows, temperatures, several kinds of
+    stops, and sometimes top-k.
     """
     prompts = [rng.integers(0, vocab, int(rng.integers(1, 20))).tolist() for _ in range(3)]
     requests = []
@@ -69,7 +69,7 @@ def workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]:
 
 
 def tight(rng: np.random.Generator, decoder) -> tuple[MultiStepEngine, list[SamplingRequest]]:
-    """Requests, and an engine of few pages and few places for them."""
+    """Return an engine with few pages and few rows, and requests for it."""
     requests, page = workload(rng, decoder.vocab_size), int(rng.choice([2, 4, 8]))
     most = max(-(-(len(r.prompt) + r.params.max_tokens) // page) for r in requests)
     limits = dict(
@@ -81,8 +81,8 @@ def tight(rng: np.random.Generator, decoder) -> tuple[MultiStepEngine, list[Samp
 
 
 def random_workloads(decoder, seeds) -> tuple[int, int, int]:
-    """Through both engines; how often rows waited, how often the host looked, how many steps there
-    were.
+    """Run workloads through both engines. Return the number of preemptions, of host syncs and of
+    steps.
     """
     waited, looks, steps = 0, 0, 0
     for seed in seeds:
@@ -141,8 +141,8 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_family_and_adapters_by_every_look(kind):
-    """Biases, heads of their own, unmerged adapters, large vocabularies; groups that share pages,
-    prompts that end within one.
+    """Covers biases, untied heads, unmerged adapters and large vocabularies; groups that share
+    pages, and prompts that end within a page.
     """
     name, _, more = kind.partition(" with ")
     model = tiny_model(name.split(",")[0], **({"vocab_size": 1500} if "1500" in kind else {}))
@@ -170,8 +170,8 @@ def test_every_family_and_adapters_by_every_look(kind):
 
 
 def test_in_bfloat16_too():
-    """The same path in half precision: the residual, the norms and the head round where the plain
-    path's do.
+    """The same path in half precision: the residual, the norms and the head round as in the plain
+    path.
     """
     decoder = make_decoder(tiny_model("qwen3"), dtype=torch.bfloat16, kind="fast")
     params, prompts = SamplingParams(max_tokens=12), random_prompts([5, 17])
@@ -194,7 +194,9 @@ def test_in_bfloat16_too():
 
 
 def test_weights_that_are_loaded_in_place_are_the_next_steps(decoder):
-    """Nothing is made anew for them: what a captured graph would read has been written."""
+    """Nothing is reallocated for new weights: the buffers that a captured graph would read were
+    written.
+    """
     model = tiny_model("qwen3")
     decoder = make_decoder(model, kind="fast")
     engine = MultiStepEngine(decoder, page=4)
@@ -215,8 +217,8 @@ def test_weights_that_are_loaded_in_place_are_the_next_steps(decoder):
 
 
 def test_rows_that_ended_write_to_no_page_of_another(decoder):
-    """Half of the rows stop early, within a look; the pages of all others hold what a look after
-    every step leaves there.
+    """Half of the rows stop early, between two syncs. The pages of other rows hold the same as with
+    a sync after every step.
     """
     results = []
     for look in (1, 16):
@@ -268,9 +270,7 @@ def test_buckets_hold_every_number_of_rows():
 
 
 def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
-    """Read from the buffers before the host looks: a row that ended stands at its last token, and
-    was not carried on.
-    """
+    """The buffers are read before the host syncs: an ended row stays at its last token."""
     engine, ended = MultiStepEngine(decoder, tuple(range(3, 12)), page=4, steps_per_sync=12), 0
     for i, prompt in enumerate(random_prompts([6, 11])):
         engine.add(
@@ -310,7 +310,7 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
 def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_preempted(
     decoder, monkeypatch
 ):
-    """No step is made by `PagedState.decode`: new prompts give their first token and join."""
+    """No step uses `PagedState.decode`: new prompts get their first token and join."""
     waiting = preempted = 0
     for seed in range(6):
         engine, requests = tight(np.random.default_rng(seed), decoder)
@@ -327,7 +327,9 @@ def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_pree
 
 
 def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monkeypatch):
-    """By `run`, once no request waits: the samples are the plain engine's, and pages go back."""
+    """With `run`, once no request waits: the samples equal those of the plain engine, and pages are
+    freed.
+    """
     launched = ahead = 0
     launch = MultiStepEngine._launch_next
 
@@ -341,7 +343,7 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
     for seed in range(12):
         engine, requests = tight(np.random.default_rng(seed), decoder)
         engine.runs_ahead = True
-        if seed % 2:  # rows for all, so that nobody waits
+        if seed % 2:  # rows for all requests, so that none wait
             engine = MultiStepEngine(decoder, (3,), page=4, steps_per_sync=1 + seed % 5)
             engine.runs_ahead = True
         same(answers(engine, requests), answers(Engine(decoder, (3,)), requests))

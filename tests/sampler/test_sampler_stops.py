@@ -1,5 +1,5 @@
-"""When a response ends: the meaning of `stop`, and stop strings against decoding the whole text at
-every token.
+"""Test the end of a response: the meaning of `stop`, and stop strings against decoding the whole
+text at every token.
 """
 
 import numpy as np
@@ -50,8 +50,8 @@ def test_table_looks_up_rows_of_tokens_and_shares_equal_conditions():
 
 
 def test_every_id_of_the_vocabulary_can_stop():
-    """The first and the last too, of the model's and of the caller's; what is no id of the
-    vocabulary stops nothing.
+    """Includes the first and the last id, as a stop of the model and of the caller. Ids outside the
+    vocabulary stop nothing.
     """
     table = StopTable(6)
     for token in range(6):
@@ -63,7 +63,7 @@ def test_every_id_of_the_vocabulary_can_stop():
 
 
 def first_hit_by_full_decoding(tokenizer, strings, tokens) -> int | None:
-    """Number of tokens after which the whole decoded text holds a stop string."""
+    """Return the number of tokens after which the decoded text contains a stop string."""
     for n in range(1, len(tokens) + 1):
         text = tokenizer.decode(
             tokens[:n], skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -109,7 +109,7 @@ def test_stop_strings_equal_full_decoding(shared_data, name):
             expected = first_hit_by_full_decoding(tokenizer, strings, tokens)
             assert result == expected, (strings, tokens)
             hits += expected is not None
-    assert hits > 15  # the comparison is not of nothing with nothing
+    assert hits > 15  # the comparison is not vacuous
 
 
 def test_the_cost_does_not_grow_with_the_response(shared_data):

@@ -1,6 +1,4 @@
-"""Counter-based uniforms: the published Philox answers, and independence of who else is in the
-batch.
-"""
+"""Test counter-based uniforms: the published Philox outputs, and independence of the batch."""
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from rl.types import SamplingParams
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
-        # Known answers that the authors of Philox publish with Random123 (philox4x32, 10 rounds).
+        # Known outputs published by the authors of Philox with Random123 (philox4x32, 10 rounds).
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
         (
@@ -49,7 +47,7 @@ def test_every_coordinate_changes_the_number_and_batches_do_not():
 
 
 def test_every_bit_of_seed_and_problem_counts():
-    """Seeds and streams of a repeated problem are numbers of 63 bits."""
+    """Seeds and streams of a repeated problem are 63-bit numbers."""
     bits = np.uint64(1) << np.arange(64, dtype=np.uint64)
     by_seed = philox_uniforms(bits, np.uint64(7), np.uint64(2), np.uint64(11))
     by_problem = philox_uniforms(np.uint64(5), bits, np.uint64(2), np.uint64(11))
@@ -78,8 +76,8 @@ def test_negative_and_huge_seeds_are_taken_modulo_two_to_64():
 
 
 def test_rows_know_their_next_uniform_however_far_they_went_without_asking():
-    """Steps that run by themselves are recorded with no question before them; whoever asks then
-    gets the token's own number.
+    """Steps without the host are recorded without a call of `next_uniforms`; later calls return the
+    number of the current token.
     """
     rng = np.random.default_rng(3)
     for _ in range(50):

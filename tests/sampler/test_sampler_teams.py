@@ -1,7 +1,7 @@
-"""Processes that hold the sampler's weights together (`sampler_tp`): two on gloo draw what each
-would by itself.
+"""Test processes that share the sampler's weights (`sampler_tp`): two ranks on gloo sample the same
+as a single process.
 
-Learners are under DDP, ZeRO-3 and FSDP2.
+Learners run under DDP, ZeRO-3 and FSDP2.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SAME = (
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """A tiny model of each family, with the tokenizer of a preset: GQA, biases, norms of queries
-    and keys, tied heads or not.
+    """Save a tiny model of each family with the tokenizer of a preset: GQA, biases, norms of
+    queries and keys, tied and untied heads.
     """
     folder = tmp_path_factory.mktemp("models")
     tokenizer = load_model("tiny:addition").tokenizer
@@ -47,8 +47,8 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-# Each family runs under one of the slow launches, and each launch trains adapters and all weights: a
-# launch hands over whole tensors, and a family is how they are cut up.
+# Each family runs under a slow launch, and each launch trains adapters and all weights: a launch
+# hands over whole tensors, and the family decides how they are split.
 LAUNCHES = {
     "ddp": list(CASES),
     "zero3": ["gemma", "olmo2", "llama"],
@@ -63,7 +63,7 @@ EACH = [
 
 @pytest.fixture(scope="module")
 def launched(models, tmp_path_factory) -> Callable[[str], dict[str, Any]]:
-    """What a launch found; each runs once."""
+    """Return the results of a launch; each launch runs once."""
 
     @cache
     def launched(launch: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def launched(models, tmp_path_factory) -> Callable[[str], dict[str, Any]]:
 
 
 def same(first: list, other: list) -> None:
-    """Samples [tokens, logprobs, version]: equal tokens, logprobs to 1e-5."""
+    """Compare samples [tokens, logprobs, version]: equal tokens, logprobs to 1e-5."""
     assert [tokens for tokens, *_ in first] == [tokens for tokens, *_ in other]
     for (_, mine, version), (_, its, other_version) in zip(first, other, strict=True):
         np.testing.assert_allclose(mine, its, atol=1e-5)
@@ -100,7 +100,7 @@ def test_two_that_hold_it_together_draw_what_each_would_alone(launched, launch, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launch", "case"), EACH)
 def test_the_sampler_agrees_with_the_learner(launched, launch, case):
-    """By the weights of the last update, and after weights were moved and handed over once more."""
+    """Covers the weights of the last update, and weights that were moved and handed over again."""
     result = launched(launch)
     together = result["together"][case]
     assert max(together["off"]) < 2e-5 < 1e-2 < together["moved"]
@@ -121,8 +121,8 @@ def test_each_holds_about_half(launched, launch, case):
     "launch", [pytest.param("ddp", marks=pytest.mark.campaign), "zero3", "fsdp2"]
 )
 def test_a_sum_left_out_is_seen(launched, launch):
-    """Under DDP as the sampler is made; under ZeRO-3 and FSDP2, where nobody has the whole model to
-    compare with, in the samples.
+    """Under DDP the sampler's trial detects it. Under ZeRO-3 and FSDP2 no rank has the whole model
+    for a comparison, so it shows in the samples.
     """
     result = launched(launch)
     if launch == "ddp":
@@ -133,7 +133,7 @@ def test_a_sum_left_out_is_seen(launched, launch):
         ]
 
 
-# ---------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(

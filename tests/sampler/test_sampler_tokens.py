@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and the draw itself, against plain Python over one row at a time."""
+"""Test temperature, top-k, top-p and the sampling step against plain Python over single rows."""
 
 import math
 
@@ -17,9 +17,7 @@ from rl.types import SamplingParams
 
 
 def settings_of(rows: list[tuple], vocab: int) -> RowSamplingSettings:
-    """Of (temperature, top_k, top_p), and where it is given whether logprobs are of the whole
-    distribution.
-    """
+    """Return settings for rows (temperature, top_k, top_p[, untruncated_logprobs])."""
     names = ("temperature", "top_k", "top_p", "untruncated_logprobs")
     return row_settings(
         [SamplingParams(**dict(zip(names, row, strict=False))) for row in rows], vocab
@@ -29,8 +27,8 @@ def settings_of(rows: list[tuple], vocab: int) -> RowSamplingSettings:
 def brute_distribution(
     logits: list[float], temperature: float, top_k: int, top_p: float
 ) -> list[float]:
-    """Probabilities after the cuts: rank by (-logit, id), keep k, keep until the mass before a
-    token reaches p.
+    """Return the probabilities after truncation: rank by (-logit, id), keep k, keep until the mass
+    before a token reaches p.
     """
     weights = [math.exp((x - max(logits)) / temperature) for x in logits]
     ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
@@ -68,8 +66,8 @@ def test_cuts_and_logprobs_against_brute_force(temperature, top_k, top_p):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
 def test_logprobs_of_the_whole_distribution_beside_cuts(temperature):
-    """The same tokens as with the logprobs of what was drawn from, and each row's own kind of
-    logprob, side by side.
+    """The tokens equal those with truncated logprobs, and rows with both kinds of logprobs share a
+    batch.
     """
     torch.manual_seed(2)
     cuts = [(3, 1.0), (-1, 0.7), (5, 0.6), (1, 1.0), (-1, 1.0)]
@@ -127,7 +125,7 @@ def test_inverse_cdf_equals_exact_sums_and_never_takes_weight_zero(vocab):
     weights[:, torch.rand(vocab, generator=generator) < 0.5] = 0
     weights[:, vocab // 2] = 0.25
     weights[5] = 0
-    weights[5, vocab - 2] = 1e-30  # alone, tiny, near the end
+    weights[5, vocab - 2] = 1e-30  # a single tiny weight, near the end
     uniform = torch.tensor([0.0, 1 - 2**-53, 0.5, 0.123456, 0.999999, 0.7], dtype=torch.float64)
     tokens, totals = sample_inverse_cdf(weights, uniform)
     for row in range(6):
@@ -136,7 +134,7 @@ def test_inverse_cdf_equals_exact_sums_and_never_takes_weight_zero(vocab):
         expected = int(
             np.searchsorted(exact, np.longdouble(uniform[row].item()) * exact[-1], side="right")
         )
-        # at 1 - 2^-53 the last few tokens lie within rounding; weight above zero is what must hold
+        # at 1 - 2^-53 the last few tokens lie within rounding; only a weight above zero is required
         if row != 1:
             assert tokens[row] == expected
         assert math.isclose(totals[row], float(exact[-1]), rel_tol=1e-12)
@@ -148,10 +146,10 @@ def test_large_vocabulary_draws_follow_the_weights():
     weights = torch.rand(vocab, generator=generator)
     uniform = torch.rand(draws, dtype=torch.float64, generator=generator)
     tokens, _ = sample_inverse_cdf(weights.expand(draws, -1), uniform)
-    counts = np.bincount(tokens.numpy() // 20, minlength=100)  # a hundred bins of twenty tokens
+    counts = np.bincount(tokens.numpy() // 20, minlength=100)  # 100 bins of 20 tokens
     expected = weights.double().view(100, 20).sum(1).numpy() / weights.double().sum().item() * draws
     chi2 = ((counts - expected) ** 2 / expected).sum()
-    assert 55 < chi2 < 155  # 99 degrees of freedom: mean 99, four deviations either side
+    assert 55 < chi2 < 155  # 99 degrees of freedom: mean 99, 3 to 4 standard deviations
 
 
 def test_half_precision_logits_are_normalised_in_float32():

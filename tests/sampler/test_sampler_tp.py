@@ -1,7 +1,8 @@
-"""`--sampler-tp`: what a run, its plan and the scripts beside it make of processes that hold the
-sampler together.
+"""Test `--sampler-tp`: runs, memory plans and scripts with processes that share the sampler's
+weights.
 
-The same samples: test_sampler_split.py, test_sampler_teams.py; here, of whole runs.
+Equality of samples is tested in test_sampler_split.py and test_sampler_teams.py; here for whole
+runs.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def read_config(words: str):
     return parse_run(words.split(), METHODS, ADDITION, options=RunSettings)
 
 
-# ---------------------------------------------------------------------- what a plan counts, by hand
+# -------------------------------------------------------------------- the counts of a plan, by hand
 
 SHAPE = ModelShape(
     name="x",
@@ -86,7 +87,7 @@ def test_a_ranks_part_by_hand():
         10_000 + 990_000 / 2
     )
     adapted = replace(SHAPE, parameters=1_100_000, adapters=100_000, unsplit_adapters=40_000)
-    # adapters in fp32
+    # adapters are in fp32
     assert sampler_copy_bytes(adapted, second) == 2 * (10_000 + 990_000 / 2) + 4 * (
         40_000 + 60_000 / 2
     )
@@ -95,7 +96,7 @@ def test_a_ranks_part_by_hand():
         == 2 * kv_cache_bytes(SHAPE, second, WORK)
         == 16 * 2 * (3 * 10 + 6 * 4)
     )
-    # logits are whole on all of them
+    # every rank has whole logits
     assert sampler_working_bytes(SHAPE, second, WORK) == 4 * 1000 * (4 * 6 + 3)
     reading = replace(WORK, prompts=1, prompt=8192, rows=1, answer=1)
     wide = replace(SHAPE, vocab=1)
@@ -107,11 +108,11 @@ def test_a_ranks_part_by_hand():
     )
     sizes = [{item.name: item.train for item in result.items} for result in (one_process, joined)]
     changed = {name for name in sizes[0] if sizes[0][name] != sizes[1][name]}
-    # those are sampled from as well
+    # models that only score are sampled from as well
     assert changed == {"sampler's copy of the weights", "models that only score"}
 
 
-# ------------------------------------------------------------- what it counts, against real tensors
+# ---------------------------------------------------------------------- counts against real tensors
 
 REAL = {
     "qwen3": ({}, ()),
@@ -145,7 +146,7 @@ def test_the_plan_counts_what_ranks_really_hold(case, size, tmp_path):
 
     launch = LaunchShape(cuda=False, bf16=False, world=size, sampler_tp=size)
     result = on_ranks(size, held)
-    # 41 words do not come out even
+    # the vocabulary of 41 does not divide evenly
     word = 4 * shape.hidden * (1 if model.config.tie_word_embeddings else 2)
     word += 4 * 3 if adapted else 0  # nor do the rows of the head's adapter
     assert VOCAB % size
@@ -158,12 +159,12 @@ def test_the_plan_counts_what_ranks_really_hold(case, size, tmp_path):
     assert {cache for _, cache in result} == {kv_cache_bytes(shape, launch, work)}
 
 
-# ------------------------------------------------------------------- a policy that fits by it alone
+# ----------------------------------------------------- a policy that fits only with a split sampler
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> str:
-    """A folder with the config of a policy of 32.8e9 numbers."""
+    """Return a folder with the config of a policy of 32.8e9 parameters."""
     folder = tmp_path_factory.mktemp("32B")
     config_of("32B").save_pretrained(folder)
     return str(folder)
@@ -178,7 +179,7 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
         UserError, match=r"(?s)needs 9\d\.\d GiB .*--sampler-tp 2: \d\d\.\d GiB, fits"
     ) as refused:
         report_memory(read_config(words))
-    # the least that is enough
+    # the smallest sufficient size
     assert "does not fit" in capsys.readouterr().out and "--sampler-tp 4" not in str(refused.value)
     report_memory(read_config(words + " --sampler-tp 2"))
     text = " ".join(capsys.readouterr().out.split())
@@ -206,7 +207,7 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
         < plans[1].plan.peak
     )
     rows = {k: p.work.rows for k, p in plans.items()}
-    # a team draws what its ranks would one by one, as far as the cache has room
+    # a team samples the rows of all its ranks together, as far as the cache has room
     assert rows[1] == 64 < rows[2] == 128 and rows[8] <= 512
 
 
@@ -216,7 +217,7 @@ def test_all_weights_of_it_fit_with_the_optimizer_in_host_memory(large):
     room = 0.92 * 80 * GIB
     changes = find_savings(run, launch, 512)
     (team,) = [change for change in select_listed(changes, room) if change.kind == "sampler_tp"]
-    # not enough alone: the one that helps most is told
+    # not sufficient without offloading: the most effective size is listed
     assert team.command == "--sampler-tp 8" and team.peak > room
     offload = next(change for change in changes if "zero3_offload" in change.command)
     both = [offload.settings(team.settings(stage.settings)) for stage in run.stages]
@@ -264,8 +265,8 @@ def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_canno
 
 
 def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
-    """Three processes of a machine that hold the sampler together: 8 GPUs are no whole number of
-    threes, and nothing ends over that.
+    """Three processes of a machine share the sampler. 8 GPUs are not a multiple of 3, which is not
+    an error.
     """
     sizes = dict(
         hidden_size=576,
@@ -287,7 +288,7 @@ def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
         assert any("accelerate_configs" in change.command for change in tried) is present
 
 
-# ---------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -373,7 +374,7 @@ def test_it_holds_for_the_whole_run():
 def test_a_model_or_launch_that_cannot_be_split_is_refused_before_weights_are_read(
     kind, words, world, says, tmp_path, monkeypatch
 ):
-    """By the run as it begins, and by its plan. There are no weights in the folder."""
+    """Both the start of a run and its plan refuse it. The folder contains no weights."""
     changes = {"intermediate_size": 50} if kind == "llama50" else {}
     tiny_model(
         kind.rstrip("0123456789") if kind == "llama50" else kind, **changes
@@ -409,7 +410,7 @@ def rollouts(folder: Path, step: int) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory) -> Path:
-    """A run of two processes that hold a whole sampler each."""
+    """Run two processes that each have a whole sampler."""
     return trained("ddp", tmp_path_factory.mktemp("alone"), 1)
 
 
@@ -433,7 +434,7 @@ def trained(config: str, folder: Path, tp: int) -> Path:
     "config", ["ddp", "zero3", pytest.param("fsdp2", marks=pytest.mark.campaign)]
 )
 def test_a_run_draws_and_learns_the_same(config, one_process, tmp_path):
-    """The second step is drawn by weights that were handed over in parts."""
+    """The second step samples from weights that were handed over in parts."""
     folder = trained(config, tmp_path, 2)
     for step in (1, 2):
         first, second = rollouts(one_process, step), rollouts(folder, step)
@@ -448,8 +449,8 @@ def test_a_run_draws_and_learns_the_same(config, one_process, tmp_path):
 
 
 def _asked_again(folder: Path) -> None:
-    """A run's sampler_tp is of its launch: one process evaluates its weights, and two that hold
-    them together find the same.
+    """Check that sampler_tp belongs to the launch, not to the run: a single process and a team of
+    two evaluate the run's weights with the same results.
     """
     assert open_weights(str(folder / "run")).stage.settings.sampling.sampler_tp == 2
     words = [str(folder / "run"), "--limit", "6", "--samples", "2", "--trust-run", "--output"]

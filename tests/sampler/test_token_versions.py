@@ -1,10 +1,10 @@
-"""Every sampled token names the weights that drew it: its logprob is computed again under those,
-whatever happened on the way.
+"""Test that every sampled token names the weights that sampled it: its logprob is recomputed with
+those weights after any sequence of events.
 
 Weights change between two steps, rows are preempted, dropped and moved to another engine, and
-buffers are used again. The versions differ only in what follows the keys and values of the last
-layer, so the logprob of a token depends on the version that drew it alone, not on the versions that
-read the tokens before it.
+buffers are reused. The versions differ only in modules after the keys and values of the last layer,
+so the logprob of a token depends only on the version that sampled it, not on the versions that read
+the tokens before it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VERSIONS = 5
 
 @pytest.fixture(scope="module")
 def models() -> list[torch.nn.Module]:
-    """One model and four others that read alike and draw otherwise."""
+    """Return a model and four others with the same keys and values but different logits."""
     first = tiny_model("llama")
     made = [first]
     for version in range(1, VERSIONS):
@@ -63,7 +63,7 @@ def decoders(models):
 
 @dataclass
 class Events:
-    """How often each kind of event happened in a population."""
+    """Number of events of each kind in a population."""
 
     preempted: int = 0  # rows that waited while the weights changed
     moved: int = 0
@@ -88,7 +88,7 @@ def requests_of(rng: np.random.Generator) -> list[SamplingRequest]:
 
 
 def play(decoders, seed: int, events: Events) -> list[tuple[SamplingRequest, SampledSequence]]:
-    """A random schedule over one stream of requests; every sequence that finished, with its
+    """Run a random schedule over a stream of requests. Return each finished sequence with its
     request.
     """
     rng = np.random.default_rng(seed)
@@ -144,7 +144,7 @@ def play(decoders, seed: int, events: Events) -> list[tuple[SamplingRequest, Sam
 
 
 def check(models, request: SamplingRequest, sequence: SampledSequence) -> int:
-    """Compare every logprob with one plain forward of the model of its version; the number of
+    """Compare every logprob with a plain forward of the model of its version. Return the number of
     versions of the sequence.
     """
     count = len(sequence.tokens)
@@ -171,7 +171,7 @@ def population(models, decoders, seeds: range) -> Events:
 
 
 def test_versions_tell_themselves_apart(models):
-    """The comparison below can fail: a token's logprob differs between any two versions."""
+    """Control for the comparison below: the logprob of a token differs between any two versions."""
     (prompt,), (response,) = random_prompts([5]), random_prompts([12], seed=1)
     each = torch.stack([reference_logprobs(model, prompt, response) for model in models])
     for item in range(VERSIONS):
@@ -193,8 +193,8 @@ def test_every_logprob_is_that_of_the_version_it_names_in_many_schedules(models,
 
 
 def test_weights_never_land_in_a_decoder_that_a_stream_draws_from():
-    """The client of the stream's weights may be released before the slice that switches the stream
-    to newer ones.
+    """The weights of a stream may be released before the slice that switches the stream to newer
+    weights.
     """
     learner, hangar = make_worker(), SamplerWorker(WorkerSettings(sampler=SamplerSettings()))
     request = SamplingRequest(

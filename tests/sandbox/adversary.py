@@ -1,10 +1,8 @@
-"""A program that takes the place of the candidate's server: it answers each request with bytes of
-its own choice.
-"""
+"""A program that replaces the candidate's server and answers each request with arbitrary bytes."""
 
 import json
 
-# `answer(request)` gives the bytes that go back; `send(message)` and `raw(bytes)` write at once.
+# `answer(request)` returns the bytes of the reply; `send(message)` and `raw(bytes)` write at once.
 TAKE_OVER = """
 import json, os
 def raw(data):
@@ -28,8 +26,8 @@ def serve(answer):
     while True:
         raw(answer(json.loads(take(int.from_bytes(take(8), "big")))))
 """
-# A name is found as object 0; a call is answered by `choose`, whose "id" is put right where it is
-# 0.
+# A name resolves to object 0. A call is answered by `choose`; an "id" of 0 is replaced by the
+# request's id.
 CALLS_ANSWERED = """
 def answer(request):
     if request["do"] == "find":
@@ -44,10 +42,10 @@ def answer(request):
 
 
 def adversary(messages: list[object], bare: bool = False) -> str:
-    """A program whose f(i) is answered by `messages[i]`, from the first again after the last.
+    """Return a program whose f(i) is answered by `messages[i]`, cyclically.
 
-    A message is an object (an "id" of 0 is made the request's own), or the bytes of one. `bare`:
-    bytes go out with no length before them.
+    A message is an object (an "id" of 0 is replaced by the request's id), or the bytes of an
+    object. `bare`: bytes are sent without a length prefix.
     """
     texts = [
         message.hex() if isinstance(message, bytes) else json.dumps(message) for message in messages
@@ -62,7 +60,7 @@ def adversary(messages: list[object], bare: bool = False) -> str:
 
 
 def value(encoded: object) -> dict[str, object]:
-    """The reply to a call that returns `encoded`."""
+    """Return the reply to a call that returns `encoded`."""
     return {"id": 0, "value": encoded}
 
 
@@ -73,8 +71,8 @@ def nested(depth: int) -> object:
     return made
 
 
-# What decodes at no small cost, or with another exception than the reader's own, where a
-# constructor is called on what came.
+# Values that are expensive to decode, or raise another exception than the decoder's, if a
+# constructor is called on the received value.
 COMPUTING = {
     "a fraction with an exponent": ["R", "1e9999999999"],
     "a fraction of a text": ["R", "1/0"],
@@ -129,7 +127,7 @@ COMPUTING = {
     "a reference whose family is a text": ["ref", 1, "class", "A", "Exception", False],
 }
 
-# Replies that no server sends, to a call of f with one argument.
+# Replies to a call of f with a single argument that no server sends.
 MALFORMED = {
     "no id": {"value": 5},
     "an id of a text": {"id": "2", "value": 5},
@@ -171,5 +169,5 @@ MALFORMED = {
 
 
 def forged() -> dict[str, object]:
-    """Every one of the two, as a reply."""
+    """Return every item of `COMPUTING` and `MALFORMED` as a reply."""
     return {**{name: value(encoded) for name, encoded in COMPUTING.items()}, **MALFORMED}

@@ -1,7 +1,7 @@
-"""Honest programs for the task of hostile_programs.py, f(n) = n * n + 1: each gets its reward. With
-BENIGN there, more than a hundred.
+"""Honest programs for the task of hostile_programs.py, f(n) = n * n + 1. Each gets its reward. With
+BENIGN of hostile_programs.py they are more than a hundred.
 
-A text may hold {f}, which stands for `def f(n): return n * n + 1`.
+A text may contain {f}, which stands for `def f(n): return n * n + 1`.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ class Honest(NamedTuple):
     text: str
     style: str  # asserts, calls, dialogue, pytest
     language: str = "python"
-    package: str = ""  # that has to be installed
+    package: str = ""  # has to be installed
 
 
 _F = "def f(n): return n * n + 1"

@@ -1,8 +1,8 @@
-"""Programs that want more of a grade than they have earned: by dying midway, by replacing helpers
-of the tests, by almost equal values.
+"""Programs that try to get a higher grade than they earn: by dying midway, by replacing helpers of
+the tests, or by almost equal values.
 
-The task is f(n) = n * n + 1 again. Each program has tests of its own and a share of them that it
-earns honestly: `earns`.
+The task is f(n) = n * n + 1. Each program has separate tests, of which it honestly passes the share
+`earns`.
 """
 
 from typing import NamedTuple
@@ -39,7 +39,7 @@ STYLES: dict[str, Tests] = {
     "asserts": Asserts("", [f"assert f({n}) == {n * n + 1}" for n in TEN]),
     "calls": Calls("f", [([n], n * n + 1) for n in TEN]),
 }  # fmt: skip
-# What a program does in its second test, when the first has passed.
+# The statement that a program runs in its second test, after the first has passed.
 DEATHS = {
     "os._exit(0)": "import os; os._exit(0)",
     "os._exit(1)": "import os; os._exit(1)",
@@ -112,15 +112,14 @@ REPLACED = {
     "50": ["def decode_shift(s): return s\ndef encode_shift(s): return s", "class Shift: by = 0\nSHIFT = 0\ndef decode_shift(s): return s",
            "import builtins\nbuiltins.chr = builtins.ord = lambda x: x\ndef decode_shift(s): return s"],
 }  # fmt: skip
-# With `from solution import *`: names of Python's, of modules, of pytest and of the test file
-# itself.
+# With `from solution import *`: names of builtins, of modules, of pytest and of the test file.
 _STAR = (
     "import math, pytest\nfrom solution import *\ndef near(a, b): return abs(a - b) < 0.5\n"
     "def test_sorted(): assert sorted([f(1), f(4)]) == [2, 17]\ndef test_near(): assert near(f(2), 5)\n"
     "def test_math(): assert math.isclose(f(6), 37)\ndef test_raises():\n    with pytest.raises(TypeError): f('x')\n"
     "def test_all(): assert all(f(n) == n * n + 1 for n in (2, 3))\n"
 )
-_FIRST = ("sorted, abs and all", "modules")  # with the star import before the others as well
+_FIRST = ("sorted, abs and all", "modules")  # with the star import before the other imports as well
 STARS = {
     "sorted, abs and all": "def f(n): return 0\ndef sorted(x): return [2, 17]\ndef abs(x): return 0\ndef all(x): return True",
     "modules": "def f(n): return 0\nclass math:\n    isclose = staticmethod(lambda *a: True)\nclass pytest:\n    raises = None",
@@ -163,7 +162,7 @@ def _replacing() -> list[Cheat]:
 
 # ---------------------------------------------------------------------------------- 17: comparators
 
-# (compare, what the program returns as Python, expected)
+# (compare, the program's return value as Python, expected)
 ALMOST: list[tuple[str, str, object]] = [
     ("floats", "1000000005", 1000000006),
     ("floats", "1000000005.0", 1000000006),

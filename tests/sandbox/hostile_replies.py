@@ -1,9 +1,9 @@
-"""Programs of the hostile set that speak for their own server: malformed replies, constructors that
-compute, forged arguments.
+"""Programs of the hostile set that reply in place of their server: malformed replies, constructors
+that compute, forged arguments.
 
-(family, name, text, style) as in hostile_programs.py, which takes them in. Style "sorting" is of
-SORTS: f sorts a list, and the test compares with what Python makes of the same list; style "in
-place" is of IN_PLACE.
+Items are (family, name, text, style) as in hostile_programs.py, which includes them. Style
+"sorting" uses SORTS: f sorts a list, and the test compares with Python's result for the same list.
+Style "in place" uses IN_PLACE.
 """
 
 from adversary import COMPUTING, MALFORMED, TAKE_OVER, adversary, value
@@ -27,7 +27,7 @@ def answer(request):
 
 
 def _answering(message: str) -> str:
-    """A program that finds f, and answers every call with `message`."""
+    """Return a program that resolves f and answers every call with `message`."""
     return f"{TAKE_OVER}{_FOUND}    return packed({message})\nserve(answer)\n"
 
 
@@ -58,8 +58,8 @@ ARGUMENTS = {
 
 
 def programs() -> list[tuple[int, str, str, str]]:
-    """Each malformed reply once, in asserts and calls by turns; forged arguments against a test
-    that they would make pass.
+    """Return each malformed reply once, alternating between asserts and calls, and forged arguments
+    against a test that they would make pass.
     """
     messages = [(12, name, message) for name, message in MALFORMED.items()]
     messages += [(13, name, value(encoded)) for name, encoded in COMPUTING.items()]
@@ -70,7 +70,7 @@ def programs() -> list[tuple[int, str, str, str]]:
     return chosen + [(14, name, text, "sorting") for name, text in ARGUMENTS.items()]
 
 
-# Honest ones at the edges of what travels, and those that change what they were given.
+# Honest programs at the limits of the codec, and programs that change their arguments.
 HONEST = [
     ("sorts in place", "def f(xs): xs.sort()", "in place"),
     ("sorts by exchanging", "def f(xs):\n    for i in range(len(xs)):\n        for j in range(len(xs) - 1):\n"

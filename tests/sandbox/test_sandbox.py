@@ -1,5 +1,5 @@
-"""The sandbox's verbs: runs, grades in each style and language, sessions, limits, what a caller
-gets wrong.
+"""Test the sandbox's verbs: runs, grades in each style and language, sessions, limits, and errors
+of callers.
 """
 
 import base64
@@ -177,10 +177,10 @@ def test_tests_reach_the_programs_objects_and_functions_go_both_ways(sandbox):
         "xs = [3, 1]\norder(xs)\nassert xs == [1, 3]",
         "assert list(lazy()) == [1, (2, {3})]",
         "try: fail()\nexcept ValueError as e: assert type(e).__name__ == 'Odd'\nelse: assert False",
-        "assert sum([1, 2]) == 3",  # Python's own: the entry point is another
+        "assert sum([1, 2]) == 3",  # Python's `sum`: the entry point is another name
     ]
     assert sandbox.grade(program, Asserts(setup, asserts, "total")).reasons == ["ok"] * 6
-    # its own, since no other name is called
+    # the program's `sum`, since it is the only name called
     assert sandbox.grade(program, Asserts("", ["assert sum(1, 2) == 103"])).all
 
 
@@ -297,9 +297,7 @@ def test_grades_are_kept_by_program_tests_and_limits(sandbox):
 
 
 def test_a_program_that_many_ask_about_at_once_is_graded_once(sandbox, monkeypatch):
-    """One that takes too long is so for those who waited as long, and graded anew for who asks
-    later.
-    """
+    """A timeout is shared with callers that waited as long; a later caller is graded again."""
     ran, grade_of = [], type(sandbox)._grade
     monkeypatch.setattr(
         type(sandbox),
@@ -337,9 +335,7 @@ def test_many_threads(sandbox):
 
 
 def test_a_candidate_sees_inputs_alone(sandbox):
-    """Its own input is among its objects; what is expected of it is not, neither of this test nor
-    of the others.
-    """
+    """Its inputs are among its objects; the expected values of this and other tests are not."""
     program = (
         "import gc\ndef sees(word):\n    held = [o for o in gc.get_objects() if isinstance(o, (list, dict, tuple)) and len(o) < 1000]\n"
         "    return any(word in str(o) for o in held)\n"
@@ -372,7 +368,7 @@ def test_a_session_keeps_its_state(sandbox):
         assert python.run("2 + 2").value == "4"
 
 
-# ----------------------------------------------------------------------- what a host does not allow
+# -------------------------------------------------------------------------------- host restrictions
 
 
 def test_without_bubblewrap_the_default_refuses_and_says_the_remedy(monkeypatch):
@@ -467,7 +463,7 @@ def test_a_service_by_its_url(tmp_path):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            for name, coded in request["files"].items():  # as SandboxFusion has them
+            for name, coded in request["files"].items():  # the format of SandboxFusion
                 (tmp_path / name).write_bytes(base64.b64decode(coded, validate=True))
             command = [sys.executable, "-c", request["code"]]
             ran = subprocess.run(

@@ -1,8 +1,8 @@
-"""Whatever bytes come in the place of the candidate's replies, a grade comes of them: `forged`, in
-bounded time, and nobody's list is lost.
+"""Test arbitrary bytes in place of the candidate's replies: the grade is `forged` in bounded time,
+and the other programs of the list are graded.
 
-The adversary of these tests holds the candidate's end of both pipes and answers as it likes
-(tests/sandbox/adversary.py).
+The adversary of these tests holds the candidate's end of both pipes and answers with arbitrary
+bytes (tests/sandbox/adversary.py).
 """
 
 import json
@@ -34,8 +34,8 @@ def take_over(text: str) -> str:
 
 # --------------------------------------------------------------------------------- forged arguments
 
-# f is found as object 0, and every call answers with an empty list, and says that its argument is
-# one too.
+# f resolves to object 0. Every call answers with an empty list, and claims that its argument is now
+# empty as well.
 REWRITES = take_over("""
 def answer(request):
     if request["do"] == "find":
@@ -43,7 +43,7 @@ def answer(request):
     return packed({"id": request["id"], "value": ["l"], "arguments": [["l"]]})
 serve(answer)
 """)
-# The same beside the real server: what it sends gets arguments beside the value.
+# The same through the real server: its replies get arguments in addition to the value.
 THROUGH_FRAMES = """
 import sys
 frame = sys._getframe()
@@ -101,7 +101,7 @@ def test_a_function_that_returns_nothing_changes_what_it_was_given_and_no_other_
 
 
 def test_what_is_no_call_changes_no_argument(sandbox):
-    """An item's key, an attribute's value: only a call may tell what became of what it was given."""
+    """An item's key, an attribute's value: only the reply to a call may change its arguments."""
     program = take_over("""
 def answer(request):
     if request["do"] in ("find", "call"):
@@ -117,7 +117,7 @@ serve(answer)
 
 
 def test_every_malformed_reply_is_forged_whatever_asks(sandbox):
-    """In calls, and in asserts that catch all that a program can raise."""
+    """Covers calls, and asserts that catch all that a program can raise."""
     replies = forged()
     program = adversary(list(replies.values()))
     grade = sandbox.grade(program, Calls("f", [([i], None) for i in range(len(replies))]))
@@ -135,7 +135,7 @@ def test_every_malformed_reply_is_forged_whatever_asks(sandbox):
 
 
 def test_a_call_of_a_function_that_no_test_gave_is_forged(sandbox):
-    """Even where the right value follows."""
+    """It is forged even if the right value follows."""
     program = take_over("""
 def answer(request):
     if request["do"] == "find":
@@ -250,7 +250,7 @@ def test_requests_that_nobody_reads_take_no_longer_than_their_limit(sandbox):
 
 
 def test_keys_that_fall_into_one_place_are_given_up():
-    """A set of ints whose hashes are all 0: as many as fit into a reply would take minutes."""
+    """A set of ints with equal hashes (0): as many as fit into a reply would take minutes."""
     from rl.sandbox.inside import value_codec
 
     colliding = [["i", hex(i * (2**61 - 1))] for i in range(1, 40_000)]
@@ -292,7 +292,7 @@ def test_an_honest_number_of_any_size_is_compared_and_told(sandbox):
 
 
 def test_honest_values_at_the_bounds_are_never_called_forged(sandbox):
-    """What cannot travel is the program's error, told by its own process."""
+    """A value that cannot be encoded is an error of the program, reported by its process."""
     results = [
         "Decimal('1E+1000000')",
         "Decimal('sNaN')",
@@ -366,7 +366,7 @@ def test_an_exception_with_a_constructor_of_its_own_is_still_what_it_is(sandbox)
 # ---------------------------------------------------------------- episodes that talk to a candidate
 
 
-# In the middle of a turn: the interpreter's own answer is preceded by another.
+# In the middle of a turn: a forged reply precedes the interpreter's answer.
 TURNS = {
     "a fraction that computes": {"id": 1, "value": ["R", "1e9999999999"]},
     "a list": {"id": 1, "value": ["l", 1]},

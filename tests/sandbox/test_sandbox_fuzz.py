@@ -1,5 +1,5 @@
-"""Random frames in the place of a candidate's replies: each gets a verdict, soon, and none gets
-what it has not earned.
+"""Test random frames in place of a candidate's replies: each gets a verdict quickly, and none gets
+an unearned reward.
 """
 
 import datetime
@@ -107,7 +107,7 @@ def any_json(draw: random.Random, deep: int = 0):
 
 
 def plain(draw: random.Random, deep: int = 0, hashed: bool = False):
-    """A value of any of the types that travel."""
+    """Return a value of any type that the codec supports."""
     zone = datetime.timezone(datetime.timedelta(minutes=draw.randrange(-700, 700)))
     scalars = [
         lambda: None,
@@ -152,7 +152,7 @@ def plain(draw: random.Random, deep: int = 0, hashed: bool = False):
 
 
 def mutated(draw: random.Random, value):
-    """Something else in one place of it."""
+    """Return `value` with a single random change."""
     if isinstance(value, dict) and value and draw.random() < 0.8:
         key = draw.choice(list(value))
         return {**value, key: mutated(draw, value[key])}
@@ -166,7 +166,9 @@ def mutated(draw: random.Random, value):
 
 
 def frame(draw: random.Random, number: int) -> bytes:
-    """What a candidate could send in reply to request `number`, a call with one argument."""
+    """Return bytes that a candidate could send in reply to request `number`, a call with a single
+    argument.
+    """
     kind = draw.random()
     if kind < 0.1:
         return draw.randbytes(draw.randrange(40))
@@ -198,8 +200,8 @@ def frame(draw: random.Random, number: int) -> bytes:
 
 
 class Claims:
-    """In the place of a job: a candidate's server that answers with the frames of a list, the
-    monitor's part done.
+    """Stand-in for a job: a candidate's server that answers with the frames of a list, after the
+    monitor's checks.
     """
 
     def __init__(self, frames: list[str]):
@@ -217,7 +219,7 @@ def check_calls(count: int, seed: int) -> Counter:
     bodies = []
     while len(bodies) < count:
         try:
-            # where it is none, the monitor has said so before
+            # the monitor rejects invalid UTF-8 earlier
             bodies.append(frame(draw, 1).decode("utf-8"))
         except UnicodeDecodeError:
             continue
@@ -245,7 +247,7 @@ def check_calls(count: int, seed: int) -> Counter:
 
 
 class Ended(BaseException):
-    """The tester's process is over."""
+    """The tester's process has ended."""
 
 
 def end(by: str, why: str):
@@ -253,8 +255,8 @@ def end(by: str, why: str):
 
 
 def check_link(count: int, seed: int) -> Counter:
-    """The tester's end: the argument changes where the frame is what a call that returns None may
-    send, and nowhere else.
+    """Check the tester's end: the argument changes only if the frame is a valid reply of a call
+    that returns None.
     """
     draw, words = random.Random(seed), Counter()
     sink = os.open(os.devnull, os.O_WRONLY)
@@ -308,7 +310,9 @@ def check_values(count: int, seed: int) -> None:
 
 
 def test_a_hundred_thousand_random_frames():
-    """Half of them read where calls are graded, half where a test's argument could change."""
+    """Half of the frames go to the grading of calls, half to the tester, which could change a
+    test's argument.
+    """
     words = check_calls(50_000, 1)
     assert min(words[word] for word in ("forged", "wrong", "error")) > 500, words
     words = check_link(50_000, 2)
@@ -321,9 +325,7 @@ def test_random_values_arrive_as_they_are():
 
 @pytest.mark.usefixtures("bubblewrap")
 def test_random_bytes_from_the_candidates_process():
-    """The same, sent by an adversary behind the walls: half with their right length before them,
-    half as they are.
-    """
+    """A sandboxed adversary sends them: half with the right length prefix, half without."""
     draw = random.Random(4)
     with Sandbox(workers=1, limits=SandboxLimits(wall_s=2, cpu_s=5, total_s=120)) as sandbox:
         for bare in (False, True):

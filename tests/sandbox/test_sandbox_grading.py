@@ -1,5 +1,5 @@
-"""A grade is what a program earned: also if it dies midway, replaces helpers of the tests, or
-returns almost the right value.
+"""Test that a program gets the grade it earned, also if it dies midway, replaces helpers of the
+tests, or returns almost the right value.
 """
 
 import collections
@@ -113,7 +113,7 @@ def test_honest_programs_pass_where_helpers_are_the_tests_own(sandbox, number):
 
 
 def test_helpers_of_a_head():
-    # nothing that a test could call
+    # no helper that a test could call
     assert extract_helpers('import math\n\ndef f(x):\n    """Doc."""\n', "f") == ""
     head = (
         "import math\nN = 3\n\n@staticmethod\ndef g():\n    return 'é'  # kept\n\nasync def "
@@ -217,7 +217,7 @@ def test_published_problems_with_a_replaced_helper(shared_data):
             "try:\n    from nowhere import *\nexcept ImportError:\n    from solution import *",
             "def test(): assert f(2) == 5",
         ),
-        # which another file has from outside
+        # a helper from another file
         ("from helper import check\nfrom solution import *", "def test(): assert check(f(2), 5)"),
     ],
 )
@@ -272,7 +272,9 @@ def test_comparers_take_what_is_right(compare, value, expected):
 
 
 def test_an_integer_is_expected_exactly_whatever_its_size(sandbox):
-    """Of random integers and distances, against Python's own whole numbers; printed ones as well."""
+    """Random integers and distances are compared with Python's exact integers, also as printed
+    text.
+    """
     import random
 
     chance = random.Random(5)
@@ -289,10 +291,10 @@ def test_an_integer_is_expected_exactly_whatever_its_size(sandbox):
 @pytest.mark.parametrize(
     ("outputs", "expected"),
     [
-        ([[12], [3]], [12, 3]),  # a result in a list of its own
+        ([[12], [3]], [12, 3]),  # each result is wrapped in a list
         ([12, 3], [12, 3]),
         ([[[1, 2]], [["a"]]], [[1, 2], ["a"]]),
-        ([["a", "b"], ["c"]], [["a", "b"], ["c"]]),  # lists as they are: one of them has two items
+        ([["a", "b"], ["c"]], [["a", "b"], ["c"]]),  # kept as lists: the first has two items
         ([["c"], []], [["c"], []]),
         ([["c"], "d"], [["c"], "d"]),
     ],

@@ -1,5 +1,5 @@
-"""Honest programs get their reward, whatever they use: input of any kind, threads, recursion,
-packages, four languages.
+"""Test that honest programs get their reward with any kind of input, threads, recursion, packages,
+and in four languages.
 """
 
 import importlib.util
@@ -62,9 +62,7 @@ def test_an_honest_program_gets_its_reward(sandbox: Sandbox, program: Honest):
 
 @pytest.mark.parametrize("memory_mb", [192, 512])
 def test_as_many_threads_as_memory_has_room_for(sandbox: Sandbox, memory_mb: int):
-    """A stack of 8 MB each is what counts against the limit on addresses, and no arena of malloc's
-    besides.
-    """
+    """Each thread counts 8 MB of stack against the address space limit, and no malloc arena."""
     threads = (memory_mb - 64) // 8
     text = (
         f"import threading\nbarrier, r = threading.Barrier({threads}), []\ndef work():\n    "
@@ -103,8 +101,8 @@ def test_a_program_sees_its_own_processes_alone(sandbox: Sandbox):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Two packages of which the first requires the second, and a third that an extra of the first
-    would bring.
+    """Install two packages, the first requiring the second, and a third that only an extra of the
+    first requires.
     """
     places = tmp_path / "installed"
     requires = {
@@ -156,7 +154,7 @@ def test_packages_may_be_imported_with_what_they_require(installed, name):
             f"text=True, capture_output=True).stdout)"
         )
         assert sandbox.run(child).stdout == "3\n4\nthird\n\n"
-        # the tests' own setup may import them too
+        # the setup of the tests may import them too
         tests = Asserts("import second", ["assert f() == second.VALUE == 4"])
         assert sandbox.grade("from second import VALUE\ndef f(): return VALUE", tests).all
         writing = sandbox.run(

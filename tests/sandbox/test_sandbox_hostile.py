@@ -1,5 +1,5 @@
-"""No program of the hostile set gets a reward, a secret, time or room that is not its own; every
-benign one gets its reward.
+"""Test that no hostile program gets a reward, a secret, or more time or memory than its limits, and
+that every benign program gets its reward.
 """
 
 import collections
@@ -53,8 +53,8 @@ def sandbox():
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """A secret in a file, in the environment, behind a port, behind an abstract socket, in this
-    process's memory.
+    """Plant a secret in a file, in the environment, on a port, on an abstract socket, and in the
+    memory of this process.
     """
     folder = tmp_path_factory.mktemp("home")
     (folder / "secret.txt").write_text(SECRET)
@@ -81,7 +81,7 @@ def planted(tmp_path_factory):
 
 
 def left_behind() -> dict[str, list[str]]:
-    """What a program could leave on the host."""
+    """Return files, shared memory segments and mounts that a program could leave on the host."""
     names = [str(p) for place in ("/tmp", "/dev/shm", "/var/tmp") for p in Path(place).glob("wsx*")]
     segments = (
         Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
@@ -166,12 +166,12 @@ def test_no_hostile_program_gets_anything(sandbox, planted):
         for slot in sandbox._worker_pool._workers
         if slot.zygote is not None
     ]
-    assert all(count <= 3 for count in remaining), remaining  # bubblewrap's two and the zygote
+    assert all(count <= 3 for count in remaining), remaining  # 2 of bubblewrap and the zygote
 
 
 def test_the_set_fools_a_grader_that_trusts_the_program(sandbox):
-    """The same texts, with their asserts at the end of one file and the exit code as the verdict:
-    many a one is rewarded there.
+    """Control: with the asserts at the end of a single file and the exit code as the verdict, many
+    of these programs get a reward.
     """
     programs = [p for p in hostile() if p.style in ("asserts", "calls") and p.family in (2, 4)]
     runs = [sandbox.run("\n".join([p.text, *ASSERTS[:2]]), limits=LIMITS) for p in programs]

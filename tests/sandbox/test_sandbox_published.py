@@ -1,6 +1,4 @@
-"""Published problems: their own solutions pass their own tests, a body that does nothing passes
-none.
-"""
+"""Test published problems: reference solutions pass the tests, and an empty body passes none."""
 
 import gzip
 import json
@@ -11,7 +9,7 @@ from rl.sandbox import Asserts, Sandbox, SandboxLimits
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 
-LIMITS = SandboxLimits(wall_s=40, cpu_s=30, total_s=120)  # one of them works for seconds
+LIMITS = SandboxLimits(wall_s=40, cpu_s=30, total_s=120)  # a problem runs for seconds
 
 
 @pytest.mark.timeout(400)
@@ -57,8 +55,8 @@ def test_mbpp_sanitized(shared_data):
 
 
 def test_mbpp_solutions_whose_setup_builds_on_their_class(shared_data):
-    """Two fail where the setup runs before the solution, since `Node` is the solution's; here a
-    setup may name what is the program's.
+    """Two solutions fail if the setup runs before the solution, since the solution defines `Node`.
+    Here a setup may use names of the program.
     """
     with open(shared_data / "mbpp" / "mbpp.jsonl") as file:
         rows = [row for row in map(json.loads, file) if row["task_id"] in (367, 927, 533)]

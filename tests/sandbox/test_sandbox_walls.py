@@ -1,5 +1,5 @@
-"""Each wall taken down lets something through that it held back: a program that gets past shows it,
-with the wall it does not.
+"""Test each isolation mechanism: an escape succeeds when the mechanism is disabled, and fails when
+it is enabled.
 """
 
 import os
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 
 
 class Escape(NamedTuple):
-    """`program` prints "through" where the wall is down. `first`: runs before it in the same
-    sandbox. `covers`: walls that hold the same thing back, taken down for both halves.
+    """`program` prints "through" if the mechanism is disabled. `first`: program that runs before it
+    in the same sandbox. `covers`: mechanisms that block the same escape, disabled in both halves.
     """
 
     program: str

@@ -1,4 +1,4 @@
-"""A small OpenAI-style endpoint for tests: a tiny model behind the routes, on loopback."""
+"""A small OpenAI-style endpoint for tests: a tiny model served on loopback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl.types import ModelInput, SampledSequence, SampleResponse
 
 
 class TinyDesk:
-    """One sampling client, asked as the server's desk is."""
+    """A sampling client with the interface of the server's desk."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class TinyDesk:
         return await asyncio.to_thread(self.client.sample(*arguments, **what).result)
 
     def _shown(self, request, show):
-        """The same a step at a time; after each, what there is so far is shown."""
+        """Sample a step at a time, and pass the partial output to `show` after each step."""
         with SampleStream(self.client) as stream:
             ticket = stream.add(request)
             while ticket not in (part := stream.run_steps(1, partial_tickets=True)).finished:
@@ -65,7 +65,7 @@ class TinyDesk:
 
 
 class ScriptedDesk:
-    """Answers that are written down: `say(prompt's text, turn)`."""
+    """Sample scripted answers: `say(prompt text, turn)`."""
 
     def __init__(self, say, renderer, tokenizer):
         self._tokenizer = load_tokenizer(tokenizer or "tiny:ascii")
@@ -101,7 +101,7 @@ class ScriptedDesk:
         return SampleResponse(sequences)
 
     async def pace(self, drawn):
-        """Called where tokens are shown one by one."""
+        """Called between tokens that are shown separately."""
 
     def _end(self):
         stop = self._renderer.get_stop_sequences()[0]
@@ -119,7 +119,7 @@ class ScriptedDesk:
 
 
 class Endpoint:
-    """The desk, its sessions and where they are served."""
+    """The desk, its sessions and the server."""
 
     def __init__(self, desk):
         self.engine, self.sessions = desk, AgentSessions()

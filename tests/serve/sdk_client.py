@@ -1,4 +1,4 @@
-"""What the real SDK does against a server, as JSON."""
+"""Run the real SDK against a server, and print the results as JSON."""
 
 import asyncio
 import json
@@ -99,7 +99,7 @@ def steps(service):
 
 
 def refusals(service, client, sampler):
-    """The kind of error and what it says."""
+    """Return the kind and message of each error."""
     results = {}
     wrong = types.Datum(
         model_input=types.ModelInput.from_ints([4, 5]), loss_fn_inputs={"target_tokens": [5, 500]}

@@ -1,5 +1,5 @@
-"""What the real SDK makes of a server that fails now and then, and of one that trains another
-meanwhile, as JSON (see sdk_client.py).
+"""Run the real SDK against a server with intermittent faults, and against a server that trains
+another model at the same time. Prints the results as JSON (see sdk_client.py).
 """
 
 import asyncio
@@ -15,7 +15,7 @@ ADAM = types.AdamParams(learning_rate=1e-2)
 
 
 def refusal(ask):
-    """The kind of error, what it says, and whose fault it is called."""
+    """Return the kind of error, its message, and its category (user or server)."""
     try:
         return ["nothing", str(ask())[:80], ""]
     except Exception as error:
@@ -27,7 +27,7 @@ def refusal(ask):
 
 
 def through_faults(service):
-    """Every step of this meets faults; which is the server's to say."""
+    """Train and sample while the server injects faults at every step."""
     results = {}
     client = service.create_lora_training_client(BASE, rank=4, seed=7).result()
     for step in range(2):
@@ -44,7 +44,7 @@ def through_faults(service):
     wrong = types.Datum(
         model_input=types.ModelInput.from_ints([4, 5]), loss_fn_inputs={"target_tokens": [5, 500]}
     )
-    # the first breaks in the server
+    # the first call fails in the server
     results["server's"] = refusal(lambda: client.forward(texts(2, 0), "cross_entropy").result())
     results["goes on"] = outputs(client.forward(texts(2, 0), "cross_entropy").result())
     results["user's"] = refusal(lambda: client.forward(([wrong]), "cross_entropy").result())

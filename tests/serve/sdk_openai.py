@@ -1,4 +1,6 @@
-"""Run by the Python of WHETSTONE_TEST_SDK, with an endpoint's address."""
+"""Run OpenAI's SDK against the endpoint at an address. Started with the Python of
+WHETSTONE_TEST_SDK.
+"""
 
 import asyncio
 import json
@@ -34,7 +36,7 @@ seen["stream_final"] = None
 with client.chat.completions.stream(model=model, messages=ASK, max_tokens=6, seed=4) as stream:
     for _ in stream:
         pass
-    # (of a cut answer the final one raises)
+    # (for a cut answer, the final completion raises)
     seen["stream_final"] = stream.current_completion_snapshot.choices[0].message.content
 
 done = client.completions.create(
@@ -65,7 +67,7 @@ tools = [
      "function": {"name": "add", "description": "Adds.",
                   "parameters": {"type": "object", "properties": {}}}},
 ]  # fmt: skip
-if len(sys.argv) > 3:  # a second endpoint, whose model calls a tool
+if len(sys.argv) > 3:  # a second endpoint with a model that calls a tool
     called = openai.OpenAI(base_url=f"{sys.argv[3]}/session/tools/v1", api_key="none")
     first = called.chat.completions.create(model="scripted", messages=ASK, tools=tools)
     (call,) = first.choices[0].message.tool_calls

@@ -1,4 +1,4 @@
-"""Run by the Python of WHETSTONE_TEST_SDK."""
+"""Run the checks of OpenEnv against a server. Started with the Python of WHETSTONE_TEST_SDK."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def post(path: str, body: dict) -> dict:
     )
 
 
-# 1. What it is, asked in each of the ways that the checker knows, on the routes under /v1.
+# 1. The kind of endpoint, in each of the ways that the checker supports, on the routes under /v1.
 asks: dict[str, tuple[str, str, dict]] = {
     "root": (url, base, {}),
     "v1": (f"{url}/v1", base, {}),
@@ -58,7 +58,7 @@ seen["required"] = report(require_llm(url, trained, api_key=key, require_tokens=
 seen["refused"]["key"] = report(validate_llm(url, base, api_key="tml-none-that-is-known"))
 seen["refused"]["model"] = report(validate_llm(url, "gpt-9", api_key=key))
 
-# 2. A rollout of several turns through its capture server, and what a trainer gets of it.
+# 2. A rollout of several turns through its capture server, and the data a trainer gets from it.
 capture = CaptureServer(llm_url=url, model=trained, port=port(), api_key=key)
 capture.start()
 session = capture.registry.create(purpose="train", sampling={"temperature": 1.0})
@@ -89,8 +89,7 @@ seen["rollout"] = {
 }
 capture.stop()
 
-# 3. The same checks of turns that came by ids (/inference/v1/generate), each continuing the one
-# before it.
+# 3. The same checks for turns by ids (/inference/v1/generate), each continuing the previous turn.
 graph, prompt, fatal = RolloutGraph(), [5, 6, 7], []
 for turn in range(3):
     requests = {

@@ -1,4 +1,6 @@
-"""Run by test_serve_durable.py under LD_PRELOAD of faulty_disk.c."""
+"""Update a durable server with disk faults. Run by test_serve_durable.py under LD_PRELOAD of
+faulty_disk.c.
+"""
 
 import ctypes
 import json
@@ -22,7 +24,7 @@ DISK = ctypes.CDLL(None)
 
 
 def score(wires: Wire, model: str, seq: int) -> list[float]:
-    """Logprobs of some texts, which tell one version of the weights from another."""
+    """Return logprobs of some texts, which distinguish versions of the weights."""
     return [
         float(x)
         for row in wires.output(wires.ask(model, seq, texts(3, 99), forward_only=True))[0]
@@ -37,7 +39,7 @@ def opened(first: ModelServer, session: str | None = None) -> tuple[Wire, str]:
 
 
 def plain_scores(folder: Path, updates: int) -> list[list[float]]:
-    """The scores before the first update and after each one, of a server that no fault meets."""
+    """Return the scores before the first update and after each update, without faults."""
     with server(folder) as first:
         wires, model = opened(first)
         scores = [score(wires, model, 1)]
@@ -49,7 +51,7 @@ def plain_scores(folder: Path, updates: int) -> list[list[float]]:
 
 
 def full(folder: Path, stride: int) -> dict[str, int]:
-    """An update that fails has not happened, and done once more it has happened once."""
+    """Check that a failed update has no effect, and that repeating it applies it once."""
     seq, counts = iter(range(1, 10**6)), {"undone": 0, "done": 0}
     with server(folder / "durable", durable=True) as first:
         wires, model = opened(first)
@@ -87,7 +89,7 @@ def full(folder: Path, stride: int) -> dict[str, int]:
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a process of its own. Return the exit code; -9 if it was killed."""
+    """Run `work` in a child process. Return the exit code; -9 if it was killed."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -100,8 +102,8 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def kill(folder: Path, stride: int) -> dict[str, int]:
-    """An update that a server was killed in has happened, and is answered as it was, or has not,
-    and is to be repeated.
+    """Check an update during which the server was killed: either it was applied and gets its
+    original answer, or it was not applied and must be repeated.
     """
     base, place, seen = folder / "base", folder / "place", folder / "seen"
     folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +143,7 @@ def kill(folder: Path, stride: int) -> dict[str, int]:
                 json.dumps({"happened": happened, "scores": [*results, score(wires, model, 8)]})
             )
 
-    # so that no child has to import what this one imports, which starts no threads
+    # so that no child has to import what this call imports; the call starts no threads
     load_model(BASE)
     assert in_child(begin) == 0
     assert (

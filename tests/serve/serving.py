@@ -1,4 +1,4 @@
-"""What tests of the server share."""
+"""Helpers shared by the server's tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROTOBUF = "application/x-protobuf"
 
 @contextmanager
 def held(served: ModelServer) -> Iterator[None]:
-    """Requests made within wait, and are there together when the engine goes on."""
+    """Hold the engine: requests made within wait, and are queued together when it continues."""
     begun, gate = threading.Event(), threading.Event()
 
     def hold() -> Iterator[None]:
@@ -62,7 +62,7 @@ def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384,
 
 @contextmanager
 def opened(folder: Path, **settings: Any) -> Iterator[tuple[ModelServer, Wire]]:
-    """A server, and a client with a session."""
+    """Open a server, and a client with a session."""
     with server(folder, **settings) as served:
         wires = Wire(served)
         wires.open()
@@ -91,7 +91,7 @@ def datum_message(datum: Datum) -> Any:
 
 
 class Wire:
-    """One client of a server: a session, and what the SDK would send."""
+    """A client of a server: a session, and the requests that the SDK would send."""
 
     def __init__(self, served: ModelServer, key: str = "tml-nobody"):
         self.http: Any = TestClient(
@@ -100,7 +100,7 @@ class Wire:
 
     @classmethod
     def over(cls, http: Any) -> Wire:
-        """Of a server in another process; `http`: an httpx.Client of its address."""
+        """Return a client of a server in another process. `http`: httpx.Client with its address."""
         result = cls.__new__(cls)
         result.http = http
         return result
@@ -125,12 +125,12 @@ class Wire:
         return self.wait(self.post("create_model", **body))["model_id"]
 
     def save(self, model: str, seq: int, name: str, kind: str = "", **more: Any) -> str:
-        """The path of saved weights. `kind`: "", "_for_sampler" or "_external"."""
+        """Save weights, and return their path. `kind`: "", "_for_sampler" or "_external"."""
         request = self.post(f"save_weights{kind}", model_id=model, seq_id=seq, path=name, **more)
         return self.wait(request)["path"]
 
     def load(self, seq: int, path: str) -> dict[str, Any]:
-        """The answer to a new model of saved weights and optimizer state."""
+        """Load saved weights and optimizer state into a new model, and return the answer."""
         fields = {"session_id": self.session, "model_seq_id": seq, "path": path}
         return self.wait(self.post("load_weights", **fields, optimizer=True))
 
@@ -156,7 +156,7 @@ class Wire:
         )
 
     def wait(self, request: Mapping[str, Any], kind: str | None = None) -> Any:
-        """The answer: a message of that kind, or JSON."""
+        """Wait for the answer: a message of type `kind`, or JSON."""
         headers, end = {"accept": PROTOBUF} if kind else {}, time.monotonic() + 240
         while True:
             answer = self.http.post(
@@ -172,7 +172,7 @@ class Wire:
         return answer.json()
 
     def output(self, request: Mapping[str, Any]) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Logprobs by datum, and metrics."""
+        """Return logprobs by datum, and metrics."""
         message = self.wait(request, "ForwardBackwardOutput")
         assert not isinstance(message, dict), message
         rows = []
@@ -210,7 +210,7 @@ class Wire:
 
 
 def until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """What `holds` returns once it is true, or at the end of the time."""
+    """Poll `holds` until its result is true or the time is over, and return the result."""
     end = time.monotonic() + seconds
     while not (result := holds()) and time.monotonic() < end:
         time.sleep(0.005)
