@@ -30,7 +30,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from seeing import FAMILIES, sample_single, tiny  # noqa: E402
+from seeing import FAMILIES, compute_plain_logits, tiny  # noqa: E402
 from test_images import datum, learnt, of_logits, rows  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES  # noqa: E402
 
@@ -54,7 +54,9 @@ def measured(name: str) -> str:
     assert reader is not None
     prompts = rows(loaded.tokenizer, reader, get_renderer("chat_template", loaded.tokenizer))
     learner = Learner(loaded, make_accelerator(bf16=False), LearnerSettings())
-    expected = [of_logits(sample_single(loaded.model, reader, item), item) for item in prompts]
+    expected = [
+        of_logits(compute_plain_logits(loaded.model, reader, item), item) for item in prompts
+    ]
     pairs = zip(learnt(learner, [datum(item) for item in prompts]), expected, strict=True)
     off = {"learner": max(float(np.abs(mine - right).max()) for mine, right in pairs)}
     engine = Engine(make_decoder(loaded.model), loaded.eos_token_ids, max_context=1024)
@@ -70,7 +72,7 @@ def measured(name: str) -> str:
         for sequence in response.sequences:
             if reader.image_token_id not in sequence.tokens:  # plain model: no image for it
                 whole = ModelInput.of([*item.flat(), *sequence.tokens], item.placed())
-                right = of_logits(sample_single(loaded.model, reader, whole), whole)[
+                right = of_logits(compute_plain_logits(loaded.model, reader, whole), whole)[
                     -len(sequence.tokens) :
                 ]
                 drawn.append(float(np.abs(np.array(sequence.logprobs) - right).max()))
