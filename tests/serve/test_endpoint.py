@@ -654,9 +654,7 @@ def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice
         for message in messages
     ]
     chat(endpoint, rewritten, headers=headers)  # a harness that shortens its history
-    chat(
-        endpoint, messages[:4], headers=headers
-    )  # a harness that returns to an earlier turn and retries
+    chat(endpoint, messages[:4], headers=headers)  # and a harness that retries an earlier turn
     assert [turn["parent"] for turn in endpoint.http.get("/session/b").json()["turns"]] == [
         None, 0, 1, None, 0,
     ]  # fmt: skip

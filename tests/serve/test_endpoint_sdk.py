@@ -19,7 +19,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def seen(shared_data):
-    """Return the results of sdk_openai.py for a tiny and a scripted model, and the tiny endpoint."""
+    """Return the results of sdk_openai.py for a tiny and a scripted model, and the tiny model."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with openai and openenv (the extra sdk)")

@@ -90,7 +90,7 @@ def test_an_error_in_the_server_keeps_nothing_of_its_frames(caplog):
 
 
 def test_a_stored_answer_takes_eight_bytes_a_token():
-    """Answers are stored as int32 and float32, as on the wire; an object per number takes 67 bytes."""
+    """Answers are stored in int32 and float32, as on the wire; objects take 67 bytes per number."""
     promises, tokens = RequestStore(3600.0), 20_000
 
     def drawn(seed):

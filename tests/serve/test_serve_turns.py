@@ -77,7 +77,7 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
 
 
 def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, monkeypatch):
-    """No other job begins in between, however long the slice, though two models have work queued."""
+    """However long the slice, no other job begins in between, though two models have work."""
     with opened(tmp_path, token_budget=32) as (first, wires):
         models = [wires.model(i, seed=i) for i in range(2)]
         sampler = wires.sampler(models[0], 1)
@@ -160,7 +160,7 @@ def test_tenants_take_turns_and_not_models():
 
 
 def test_one_key_that_floods_refuses_itself_alone(tmp_path):
-    """Samples, training and early sequence numbers are counted together, over all models of a key."""
+    """Samples, training and early sequence numbers count together, over all models of a key."""
     with server(tmp_path, keys=KEYS, queued=12) as item:
         flood, calm = (Wire(item, key) for key in KEYS)
         flood.open(), calm.open()

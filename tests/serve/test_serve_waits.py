@@ -159,7 +159,7 @@ def test_half_sent_requests_are_closed_and_slow_answers_are_not(tmp_path):
     }
 
     async def until_closed(port, first, trickle):
-        """Return the seconds until the server closes. `trickle`: sent afterwards, a byte at a time."""
+        """Return the seconds until the server closes. `trickle`: sent next, a byte at a time."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         begin, received = time.perf_counter(), b""
         writer.write(first)
