@@ -196,7 +196,7 @@ WRONG = {  # failing programs: (text, message about the episode)
 
 @pytest.mark.slow
 def test_what_goes_wrong_costs_its_own_episode_and_is_named(play):
-    """All failing programs run in a batch with two good programs; the second prints 100 MB first."""
+    """All failing programs run in a batch with two good programs; one prints 100 MB first."""
     loud = "answer([user('a')])\nfor _ in range(100): sys.stdout.write('x' * 1000000)\nscore(3.0)"
     start = time.monotonic()
     result = play(
@@ -214,7 +214,7 @@ def test_what_goes_wrong_costs_its_own_episode_and_is_named(play):
 
 @pytest.mark.slow
 def test_what_a_program_starts_ends_with_it(play, tmp_path):
-    """A daemon in a separate session is killed when its program ends, and when its program hangs."""
+    """A daemon in a separate session is killed, both if its program ends and if it hangs."""
     pids = tmp_path / "pids"
     daemon = f"""
         if os.fork() == 0:

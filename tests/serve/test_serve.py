@@ -57,7 +57,7 @@ def wires(served):
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """Return a client in this process, with the settings of the model that `Wire.model` creates."""
+    """Yield a service in this process, the reference for the models of `Wire.model`."""
     with ServiceClient(output_dir=tmp_path_factory.mktemp("here")) as service:
         yield service
 

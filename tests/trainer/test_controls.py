@@ -422,7 +422,7 @@ def test_settings_that_were_saved_before_they_were_errors_still_open():
 
 
 def test_what_is_given_for_all_stages_is_for_those_that_use_it(tmp_path):
-    """A flag on the default recipe (sft, grpo) applies to its second stage, which can use it."""
+    """A flag on the default recipe (sft, grpo) that only its second stage can use."""
     sft, grpo = (
         stage.settings
         for stage in stages_of(

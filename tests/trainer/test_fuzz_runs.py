@@ -292,7 +292,7 @@ def test_four_hundred_damaged_folders_are_refused_by_name_or_read_as_they_were(d
     ), seen
 
 
-# ---------------------------------------------------------------------- as a family (test_fuzzing.py)
+# ------------------------------------------------------------------- as a family (test_fuzzing.py)
 
 
 def inputs(seed: int, count: int):

@@ -64,7 +64,7 @@ class Book:
 
 
 def test_each_stage_keeps_the_best_weights_of_its_own(tmp_path):
-    """Superseded best weights are removed at the next checkpoint, those of earlier stages kept."""
+    """Superseded best weights go at the next checkpoint; those of earlier stages stay."""
 
     def written(kind):
         def write(name, **_):
