@@ -69,7 +69,7 @@ def accuracy_by_generate(model: Path, answers: Mapping[str, str], *, sample: boo
 
 
 def sorted_rows() -> dict[str, str]:
-    """Return rows of five digits, sorted by Python; no row's sorted digits occur in training."""
+    """Return {row of five digits: the digits sorted by Python}; no answer occurs in training."""
     from rl.data import load_problems
 
     trained = {"".join(sorted(problem.meta["answer"])) for problem in load_problems("sorting")}
