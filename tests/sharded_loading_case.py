@@ -1,12 +1,12 @@
-"""What a rank holds of a model as it is made, and what it computes; test_sharded_loading.py
-compares it. Not a test by itself.
+"""Measure the memory of a rank that loads a model, and its results, for test_sharded_loading.py.
+Not a test itself.
 
     accelerate launch --config_file ... tests/sharded_loading_case.py MODEL OUT KIND
 
-KIND: lora or full; made: lora, and nothing but the model is made.
+KIND: lora or full; made: lora, without any training step.
 
-OUT/rank-N.json: bytes that the process had at most while the model was made, above what it had
-before; on rank 0 the step's gradient norm, and logprobs after it and after a resume.
+OUT/rank-N.json: peak bytes of the process while the model was loaded, above the bytes before; on
+rank 0 also the step's gradient norm, and logprobs after it and after a resume.
 """
 
 import json
@@ -28,7 +28,7 @@ UPDATE = AdamParams(1e-3, eps=1e-3)
 
 
 def status(name: str) -> int:
-    """Bytes, of /proc: VmRSS (now) or VmHWM (at most since it was cleared)."""
+    """Return bytes from /proc: VmRSS (now) or VmHWM (the peak since it was cleared)."""
     return 1024 * int(re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
 
 
@@ -58,8 +58,8 @@ def main() -> None:
         if kind != "full"
         else service.create_full_training_client(base)
     )
-    wrapped = client.info["wrapped"]  # waits until the model is made
-    # of this model: the resumed one below is measured as well
+    wrapped = client.info["wrapped"]  # waits until the model is loaded
+    # Read it now: the model resumed below is measured as well.
     measured = json.loads((Path(out) / "rank-0.json").read_text())
     if kind == "made":
         (Path(out) / "found.json").write_text(json.dumps(measured))

@@ -1,7 +1,7 @@
-"""Makes the runs of documented commands small. tests/rank_server.py imports it before it forks.
+"""Shrink the runs of documented commands. tests/rank_server.py imports this module before it forks.
 
-A run is parsed as it was typed, then with small sizes. With the variable `ONLY_PARSED` nothing more
-than the parsing happens, in train.py and in scripts that use argparse.
+A run is parsed as it was typed, then with small sizes. With the variable `ONLY_PARSED` set,
+commands are parsed and not run, in train.py and in scripts that use argparse.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def parse_small_run(argv, *arguments, **options):
 
 
 def check_environments(run):
-    """Parse the settings of environments, whose packages need not be installed."""
+    """Parse the settings of environments; their packages need not be installed."""
     for stage in run.stages:
         env = getattr(stage.settings, "env", None)
         if env is not None and env.environment is not None:
@@ -76,7 +76,7 @@ def parse_arguments(parser, *arguments, **options):
 
 
 def parse_some_arguments(parser, *arguments, **options):
-    """The words that the parser does not know are settings: of a method, or of an environment."""
+    """Parse with argparse; the remaining words must be settings of a method or an environment."""
     with use_original_parser():
         parsed, rest = parse_known_arguments(parser, *arguments, **options)
     if ONLY_PARSED in os.environ:
@@ -96,7 +96,7 @@ def parse_some_arguments(parser, *arguments, **options):
 
 @contextmanager
 def use_original_parser():
-    """argparse calls parse_known_args for parse_args and for each subcommand."""
+    """Restore `parse_known_args`, which argparse calls for parse_args and for each subcommand."""
     argparse.ArgumentParser.parse_known_args = parse_known_arguments
     try:
         yield
@@ -105,7 +105,7 @@ def use_original_parser():
 
 
 def report(parser, message):
-    """A part of a command may lack what its parser requires."""
+    """Report an error, unless a part of a command lacks words that its parser requires."""
     if os.environ.get(ONLY_PARSED) == "part" and re.search("are required|expected", message):
         raise SystemExit(0)
     report_error(parser, message)

@@ -1,11 +1,11 @@
-"""What two processes draw, learn and hand over where they hold the sampler together, beside two
-that hold all of it each.
+"""Compare two processes that share a sampler with two that each hold a whole sampler: their
+samples, training and weight transfer.
 
     accelerate launch --config_file ... tests/teams_case.py MODELS OUT CASE ...
 
-One model after the other in the same processes, with the same seeds: what the first learns the
-second learns as well. MODELS: folders to begin from, of which CASE names some. OUT/found.json: by
-"alone", "together" and "together, in pages", and "a sum left out" of the first case.
+Models run one after another in the same processes, with the same seeds, so each learns the same.
+MODELS: folders of base models, of which CASE names some. OUT/found.json: results by "alone",
+"together" and "together, in pages", and "a sum left out" of the first case.
 """
 
 import json
@@ -34,11 +34,11 @@ CASES = {"qwen3": 0, "qwen2": 4, "llama": 4, "granite": 4, "gemma": 0, "olmo2": 
 
 
 class CaseWorker(TrainingWorker):
-    """With verbs that look inside, and one that breaks what is between the ranks."""
+    """A worker with verbs that inspect samplers, and a verb that breaks the sums between ranks."""
 
     @verb(reduce=lambda parts: [part["numbers"] for part in parts])
     def held(self, model_id: int) -> dict:
-        """Numbers that this rank's sampler holds."""
+        """Return the number of elements that this rank's sampler holds."""
         sizes = [
             buffer.numel() for buffer in self.latest_decoders[model_id].weights.buffers.values()
         ]  # type: ignore[attr-defined]
@@ -46,7 +46,7 @@ class CaseWorker(TrainingWorker):
 
     @verb()
     def hold(self, tp: int, cache: str) -> None:
-        """From now on so many ranks hold a sampler together, as if launched with that."""
+        """Share each later sampler between `tp` ranks, as if launched with that setting."""
         sampler = SamplerSettings(tp=tp, cache=cache, kv_cache_tokens=4096)
         self.settings = replace(self.settings, sampler=sampler)
         self.tp_group = collectives.get_rank_group(tp, 60)
@@ -58,7 +58,7 @@ class CaseWorker(TrainingWorker):
 
 
 def streamed(client) -> list:
-    """A stream that others join, one of a conversation: what each ticket draws."""
+    """Sample from a stream while requests join it; return the samples of each ticket."""
     params = SamplingParams(max_tokens=6, temperature=0.8, stop=[])
     with SampleStream(client) as stream:
         result: dict = {}
@@ -82,7 +82,7 @@ def streamed(client) -> list:
 
 
 def flow(service: ServiceClient, folder: Path, lora: int) -> dict:
-    """Two steps from that model, and every way in which weights come to a sampler."""
+    """Run two steps from that model, and every way in which weights reach a sampler."""
     actual: dict = {}
     made = (
         service.create_lora_training_client(str(folder), rank=lora, seed=2)
@@ -95,7 +95,7 @@ def flow(service: ServiceClient, folder: Path, lora: int) -> dict:
         made.forward_backward(datums(actual[f"drawn {step}"]), "importance_sampling", divisor=12.0)
         # a larger rate would carry rounding into the second update: 1e-5 in the logprobs of OLMo-2
         made.optim_step(AdamParams(learning_rate=1e-2))
-        sampler = made.save_weights_and_get_sampling_client()  # the first one stays as it was
+        sampler = made.save_weights_and_get_sampling_client()  # the first sampler keeps its weights
     actual["by the last weights"] = drawn(sampler, 9)
     actual["by the first weights"] = drawn(first, 9)
     actual["of a stream"] = streamed(sampler)
@@ -133,12 +133,12 @@ def main(models: Path, out: Path, cases: list[str]) -> None:
         service.output_dir = str(out / name)
         service._driver.submit("hold", *way).result()
         result[name] = {case: flow(service, models / case, CASES[case]) for case in cases}
-        print(name, flush=True)  # where a launch that hangs was
+        print(name, flush=True)  # shows where a launch hangs
     service._driver.submit("leave_sums_out").result()
     made = service.create_full_training_client(str(models / cases[0]))
     try:
         broken = made.save_weights_and_get_sampling_client()
-        assert broken.version == 0  # waits for it, and raises what became of it
+        assert broken.version == 0  # waits for it, and raises its error
         result["a sum left out"] = drawn(broken, 0)
     except UserError as error:
         result["a sum left out"] = str(error)

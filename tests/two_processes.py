@@ -1,5 +1,6 @@
-"""A plain script on the clients, run by test_two_processes.py under several launches. Usage:
-two_processes.py OUT.
+"""A plain script that uses the clients, run by test_two_processes.py under several launches.
+
+Usage: two_processes.py OUT
 """
 
 import json

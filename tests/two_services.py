@@ -1,5 +1,6 @@
-"""A script with several services, one after another and side by side, run by test_services.py.
-Usage: two_services.py OUT.
+"""A script with several services, in sequence and concurrently, run by test_services.py.
+
+Usage: two_services.py OUT
 """
 
 import json
@@ -36,7 +37,9 @@ def use(service: ServiceClient, seed: int) -> list:
 
 
 def refused(out: Path) -> str:
-    """What is said of a service whose learners DeepSpeed would train in the first one's precision."""
+    """Return the error of a service whose learners DeepSpeed would train in the first service's
+    precision.
+    """
     try:
         ServiceClient(
             output_dir=out, settings=WorkerSettings(dtype="bf16")
@@ -59,7 +62,7 @@ def main(out: Path) -> None:
     results["beside, alone"] = use(neighbor, 2)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         results["of another precision"] = refused(out / "d")
-    # the last one is left open: the end of the script closes it
+    # The last service is not closed: the end of the script closes it.
     (out / "result.json").write_text(json.dumps(results))
 
 

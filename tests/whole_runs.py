@@ -1,4 +1,4 @@
-"""Whole runs in this process, for tests of methods."""
+"""Run whole runs in this process, for tests of methods."""
 
 import json
 import time
@@ -21,7 +21,7 @@ RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
 
 
 def train(words: str, folder: Path) -> list[dict]:
-    """What `train.py WORDS` does; its metrics, without what depends on the clock."""
+    """Run `train.py WORDS`; return its metrics without fields that depend on the clock."""
     others = ["--seed", str(learning.seed())] if learning.seed() and "--seed" not in words else []
     execute(
         parse_run(
@@ -46,9 +46,9 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def updates_end_while_answers_are_drawn() -> Iterator[None]:
-    """However fast this machine samples or learns: sampling waits for the update where an answer is
-    half drawn, and an update has ended for the one who ticks only once an answer is half drawn, or
-    where none will be.
+    """Order updates and sampling independently of the machine's speed. While an answer is half
+    sampled, sampling waits for the update. An update counts as ended only once an answer is half
+    sampled, or when no sampling remains.
     """
 
     def tick(flow: RolloutEngine):
@@ -85,10 +85,10 @@ class _Cut(Exception):
 
 
 def two_and_two(words: str, folder: Path) -> list[dict]:
-    """Four steps at once, and four that are broken off in the third and resumed from the second:
-    asserts the same metrics and weights.
+    """Check that four steps at once, and four steps that are interrupted in the third and resumed
+    from the second, give the same metrics and weights.
 
-    `words`: of a run of one stage, without steps and saving. Returns the metrics.
+    `words`: of a run with a single stage, without steps and saving. Returns the metrics.
     """
     words += " --steps 4 --save-every 2"
     whole = train(words, folder / "whole")

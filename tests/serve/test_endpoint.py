@@ -1,4 +1,4 @@
-"""The OpenAI-style routes by plain HTTP."""
+"""Test the OpenAI-style routes over plain HTTP."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def tiny():
 
 @pytest.fixture
 def scripted(shared_data):
-    """`make(say, renderer, tokenizer)`: an endpoint whose answers are written down."""
+    """Return `make(say, renderer, tokenizer)`, which builds an endpoint with scripted answers."""
     made = []
 
     def make(say, renderer="chat_template", tokenizer="qwen3"):
@@ -103,7 +103,7 @@ def test_answers_are_the_clients_own_to_the_bit(tiny):
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.3}, {"top_k": 3}, {"top_k": 8, "top_p": 0.5}])
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
 def test_logprobs_are_of_the_untruncated_distribution_at_the_temperature(tiny, temperature, cut):
-    """Against the model's own scores (of greedy answers: at temperature 1)."""
+    """The logprobs match the model's scores (of greedy answers: at temperature 1)."""
     text = chat(
         tiny, seed=3, temperature=temperature, max_tokens=4, logprobs=True, top_logprobs=4,
         return_token_ids=True, **cut,
@@ -168,7 +168,7 @@ def test_tools_are_called_and_answered(scripted):
     assert second["choices"][0]["message"]["content"] == "It is 3."
     assert second["choices"][0]["finish_reason"] == "stop"
     (item, one_answer), (two, _) = endpoint.engine.drawn
-    # as it was drawn, not as it would be written
+    # the prompt holds the sampled tokens, not a re-tokenized text
     assert two[: len(item) + len(one_answer)] == [*item, *one_answer]
     assert "<tool_response>\n3\n</tool_response>" in endpoint.engine.tokenizer(None, "").decode(two)
     third = chat(endpoint, tools=TOOLS, tool_choice="none")
@@ -178,7 +178,7 @@ def test_tools_are_called_and_answered(scripted):
 
 @pytest.mark.parametrize("wish", [{"stop": "lo"}, {"stop": ["zz", "lo"]}])
 def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(scripted, wish):
-    # the script plays the sampler, which ends with the text that stopped it
+    # The script plays the sampler: its answer ends with the stop text.
     endpoint = scripted(lambda *_: "Hello...")
     endpoint.engine.reason = "stop"
     choice = chat(endpoint, **wish)["choices"][0]
@@ -192,7 +192,7 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(scripted, wish):
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
-    """The request and the reading of lm-evaluation-harness's local-completions."""
+    """Send requests and read scores as lm-evaluation-harness's local-completions does."""
     greedy = tiny.engine.client.sample(
         ModelInput.from_ints([20, 30]), 1, SamplingParams(max_tokens=3, temperature=0.0, stop=[])
     ).result()
@@ -213,7 +213,7 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         assert [len(actual[name]) for name in names] == [end + most] * 4
         assert actual["token_logprobs"][0] is None and actual["top_logprobs"][0] is None
-        # to float32's rounding: which requests share a forward is up to who comes when
+        # Equal to float32 rounding: arrival times decide which requests share a forward pass.
         assert scores[0] is None and actual["token_logprobs"][1:end] == pytest.approx(
             scores[1:], abs=1e-5
         )
@@ -237,7 +237,8 @@ def test_several_texts_are_continued(tiny):
         ).result()
         for choice, sequence in zip(choices[2 * p : 2 * p + 2], reference.sequences, strict=True):
             assert choice["token_ids"] == sequence.tokens and choice["prompt_token_ids"] == prompt
-            # to float32's rounding: here both prompts are one batch, there each is its own
+            # Equal to float32 rounding: here both prompts share a batch, in the reference each has
+            # a batch.
             assert choice["logprobs"]["token_logprobs"] == pytest.approx(
                 sequence.logprobs, abs=1e-5
             )
@@ -363,7 +364,7 @@ HOW = {
 
 @pytest.mark.parametrize("mode", HOW)
 def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, mode):
-    """On every route that takes it; logprobs are of the whole distribution, before biases and cuts."""
+    """Every route samples the same tokens as the client; logprobs ignore biases and truncation."""
     body, prompt = HOW[mode], [5, 9, 6]
     same = {"n": 4, "seed": 3, "max_tokens": 8, "temperature": 0.8, **body}
     params = {name: value for name, value in body.items() if name != "logit_bias"}
@@ -420,7 +421,7 @@ def test_a_chat_takes_them_too(tiny):
 
 
 def test_chat_template_kwargs_reach_the_template(scripted):
-    """What is read is what transformers' own template makes of them."""
+    """The prompt equals that of transformers' chat template."""
     endpoint = scripted(lambda *_: "hm")
     tokenizer = endpoint.engine._renderer.tokenizer
     for settings in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
@@ -457,8 +458,8 @@ def test_what_asks_for_nothing_is_taken(tiny):
 
 @pytest.mark.slow
 def test_no_body_makes_the_server_stumble(tiny):
-    """Every field of every route with every kind of value: an answer or a refusal that says why,
-    never a traceback.
+    """Send every field of every route with every kind of value. The server answers or refuses with
+    a reason, never with a traceback.
     """
     values = [
         None,
@@ -562,7 +563,9 @@ def test_a_server_that_ends_or_is_full_says_try_again():
 
 
 def conversation(endpoint, turns, headers):
-    """Goes through a conversation, sending back what was answered as clients do: no thoughts."""
+    """Run a conversation that sends answers back as clients do, without thoughts; return its
+    messages.
+    """
     messages = [*ASK]
     for i in range(turns):
         text = chat(endpoint, messages, headers=headers)["choices"][0]["message"]
@@ -579,8 +582,8 @@ def trained_tokens(datums):
     return sorted(token for targets, mask in pairs for token in targets[mask].tolist())
 
 
-# Every renderer, and which turn each turn continues: all of them, but for a template that writes
-# answers otherwise than it asks for them.
+# Every renderer, and the turn that each turn continues. Each continues the previous turn, except
+# for a template that renders answers differently in a prompt than in generation.
 RENDERERS = [
     ("plain", None, [None, 0, 1]),
     ("role_colon", None, [None, 0, 1]),
@@ -595,7 +598,7 @@ RENDERERS = [
 
 @pytest.mark.parametrize("renderer, tokenizer, parents", RENDERERS)
 def test_turns_of_a_session_are_trained_as_they_were_drawn(scripted, renderer, tokenizer, parents):
-    """Answers are drawn in tokens that no tokenizer would choose, one a character."""
+    """Answers consist of one token per character, which no tokenizer would choose."""
     endpoint = scripted(lambda *_: "It is so.", renderer, tokenizer)
     endpoint.engine.by_character = True
     conversation(endpoint, 3, {"X-Session-ID": "s"})
@@ -618,7 +621,7 @@ def test_turns_of_a_session_are_trained_as_they_were_drawn(scripted, renderer, t
 
 
 def test_thoughts_that_clients_drop_are_read_as_the_template_says(scripted):
-    """Qwen3's template drops thoughts once a user speaks, and keeps them for tools."""
+    """Qwen3's template drops thoughts after a user message and keeps them after a tool message."""
     call = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
     text = iter([call, "<think>\nso\n</think>\n\nIt is 3.", "<think>\nyes\n</think>\n\nBye."])
     endpoint = scripted(lambda *_: next(text))
@@ -650,8 +653,8 @@ def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice
         {**message, "content": "Summary."} if message["role"] == "assistant" else message
         for message in messages
     ]
-    chat(endpoint, rewritten, headers=headers)  # a harness that shortens what it has
-    chat(endpoint, messages[:4], headers=headers)  # and one that goes back and asks again
+    chat(endpoint, rewritten, headers=headers)  # a harness that shortens its history
+    chat(endpoint, messages[:4], headers=headers)  # and a harness that retries an earlier turn
     assert [turn["parent"] for turn in endpoint.http.get("/session/b").json()["turns"]] == [
         None, 0, 1, None, 0,
     ]  # fmt: skip
@@ -708,7 +711,7 @@ def test_nobody_sees_anothers_session():
         sessions.find("they", "s")
     for name in "abc":
         sessions.get_or_create("me", name)
-    # the oldest of whoever has most are forgotten
+    # the session store evicts the oldest session of the key with the most sessions
     assert sessions.list_names("me") == ["b", "c"] and sessions.list_names("you") == ["s"]
     for bad in ("", "a/b", "x" * 201, "a\nb"):
         with pytest.raises(HttpError):

@@ -1,4 +1,4 @@
-"""--environment endpoint: how programs are played and end, and what is trained."""
+"""Test `--environment endpoint`: the run and end of programs, and the tokens that are trained."""
 
 import json
 import os
@@ -27,8 +27,8 @@ from rl.types import Problem, SamplingParams  # noqa: E402
 
 REPO = Path(__file__).resolve().parents[2]
 
-# What the programs below share: no library but the standard one, and little of that (each is an
-# interpreter's start).
+# Shared by the programs below. It imports only the standard library, and little of it: every
+# program starts an interpreter.
 HEAD = """
 import http.client, json, os, sys, time
 host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
@@ -57,7 +57,7 @@ def tokenizer():
 
 @pytest.fixture
 def play(tmp_path, tokenizer):
-    """Plays programs, one a row, with a sampler that says what `say` says."""
+    """Return a function that runs a program per row, with `say` as the sampler."""
 
     def play(
         programs,
@@ -160,7 +160,7 @@ def test_a_program_is_an_episode(play, tokenizer):
         ]  # fmt: skip
         assert last.logs["response"] == tokenizer.decode(last.ac.tokens[:-1])
         trajectory.advantage = 1.0
-        # tokens trained = tokens sampled, in one sequence
+        # trained tokens = sampled tokens, in one sequence
         (datum,) = trajectory_to_datums(trajectory)
         mask = datum.loss_fn_inputs["mask"].array.astype(bool)
         drawn = [token for t in trajectory.transitions for token in t.ac.tokens]
@@ -169,7 +169,7 @@ def test_a_program_is_an_episode(play, tokenizer):
         assert datum.loss_fn_inputs["logprobs"].array[mask].tolist() == pytest.approx(logprobs)
 
 
-WRONG = {  # what a program does: (its text, what is said of its episode)
+WRONG = {  # failing programs: (text, message about the episode)
     "crashes": (
         "answer([user('a')]); raise ValueError('no idea')",
         "exit code 1.*ValueError: no idea",
@@ -196,7 +196,7 @@ WRONG = {  # what a program does: (its text, what is said of its episode)
 
 @pytest.mark.slow
 def test_what_goes_wrong_costs_its_own_episode_and_is_named(play):
-    """All of them in one batch, with two that are fine, one of which prints 100 MB first."""
+    """All failing programs run in a batch with two good programs; one prints 100 MB first."""
     loud = "answer([user('a')])\nfor _ in range(100): sys.stdout.write('x' * 1000000)\nscore(3.0)"
     start = time.monotonic()
     result = play(
@@ -214,7 +214,7 @@ def test_what_goes_wrong_costs_its_own_episode_and_is_named(play):
 
 @pytest.mark.slow
 def test_what_a_program_starts_ends_with_it(play, tmp_path):
-    """A daemon in a session of its own, of a program that ends, and of one that hangs."""
+    """A daemon in a separate session is killed, both if its program ends and if it hangs."""
     pids = tmp_path / "pids"
     daemon = f"""
         if os.fork() == 0:
@@ -253,7 +253,7 @@ def test_turns_are_limited_and_the_program_may_come_to_its_end(play):
         assert reply["error"]["code"] == "episode_over", reply
         score(given)
     """
-    # falls over the refusal: cut short, and earns nothing
+    # The refusal crashes it: the episode is truncated and gets no reward.
     stubborn = "while True: answer([user('more')])"
     result = play([counting, stubborn], limits=EpisodeLimits(turns=3, seconds=20.0))
     assert not result.errors
@@ -282,8 +282,8 @@ def test_where_there_is_no_room_the_program_is_told_and_scored(play, tokenizer, 
     result = play([growing], limits=EpisodeLimits(tokens=tokens, seconds=20.0), sampler=sampler)
     (group,) = result.groups
     (trajectory,) = group.trajectories_G
-    # 10 are asked and 3 answered (with the end mark), again and again: the fourth answer of 16
-    # would end at 65, beyond 60
+    # Each prompt has 10 tokens and each answer 3 (with the end mark): the fourth answer of up to 16
+    # tokens would end at 65, beyond 60.
     assert len(trajectory.transitions) == 3
     assert trajectory.transitions[-1].truncated
     assert trajectory.transitions[-1].metrics["context_overflow"] == 1.0
@@ -351,7 +351,7 @@ def test_a_reward_scores_the_last_answer(play):
 
 
 def test_answers_that_are_asked_for_side_by_side(play):
-    """n at once, and requests from several threads: one turn each, nothing lost."""
+    """A request with n=3 and requests from several threads each become a turn, and none is lost."""
     program = """
         import threading
         status, reply = ask([user("a")], n=3, logprobs=True, return_token_ids=True)

@@ -1,4 +1,4 @@
-"""OpenAI's own client and OpenEnv's conformance checker against the endpoint."""
+"""Test the endpoint with OpenAI's client and OpenEnv's conformance checker."""
 
 import json
 import os
@@ -19,7 +19,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 @pytest.fixture(scope="module")
 def seen(shared_data):
-    """What sdk_openai.py saw of a tiny and of a scripted model; and the tiny one."""
+    """Return the results of sdk_openai.py for a tiny and a scripted model, and the tiny model."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with openai and openenv (the extra sdk)")
@@ -81,6 +81,6 @@ def test_openenvs_checker(seen):
         pytest.skip(result)
     assert result["response"] == [] and result["turns"] == [] and result["spelt"]
     assert result["level"] == "tokens" and result["trainable"] and result["fixes"] == []
-    # unknown: two likely tokens of an untrained model are too alike to be told apart
+    # unknown: the two most likely tokens of an untrained model are too close to distinguish
     assert result["mode"] in ("processed", "unknown")
     assert result["tools"] in ("no-tool-call", "unknown")

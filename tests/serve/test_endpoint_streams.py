@@ -1,4 +1,4 @@
-"""Streams: every part is a beginning of the answer, sent when it is drawn."""
+"""Test streams: every part is a prefix of the answer, sent as soon as it is sampled."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ RENDERERS = [
 def test_what_is_certain_of_an_answer_is_a_beginning_of_it(
     shared_data, name, tokenizer, with_tools
 ):
-    """Every prefix of every answer, in the tokenizer's own tokens and one character at a time."""
+    """Check every prefix of every answer, in the tokenizer's tokens and character by character."""
     base = get_renderer(name, load_tokenizer(str(shared_data / "tokenizers" / tokenizer)))
     renderer = StopTextRenderer(base.with_tools(TOOLS) if with_tools else base, ["lo and", "zz"])
     within = prompt_opens_thoughts(renderer, renderer.build_generation_prompt(ASK).to_ints())
@@ -77,7 +77,7 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(
             ]
             last = check_prefixes(renderer, tokens, within, text)
             whole = renderer.parse_response(tokens)[0]
-            # all is well: the same as is trained on
+            # a well-formed answer: the stream shows the message that is trained on
             if not whole.get("unparsed_tool_calls") and "<think>" not in whole["content"]:
                 assert read_message(last) == read_message(whole), text
             begun += bool(seen(renderer, tokens[:-1], within)["content"])
@@ -85,12 +85,12 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(
 
 
 def by_character(tokenizer, text):
-    """The tokens of a text, one character after the other."""
+    """Return the tokens of a text, encoded character by character."""
     return [t for piece in text for t in tokenizer.encode(piece, add_special_tokens=False)]
 
 
 def stages_of(renderer, tokens, part):
-    """What is shown of a part of an answer while it is drawn."""
+    """Return the stages in which a part of an answer is shown while it is sampled."""
     return {json.dumps(seen(renderer, tokens[:k], False)[part]) for k in range(len(tokens))}
 
 
@@ -115,7 +115,7 @@ def read_message(message):
 
 
 def check_prefixes(renderer, tokens, within, text):
-    """What is shown of each prefix goes on from what was shown before; the whole answer back."""
+    """Check that each prefix shows a continuation of the last prefix; return the whole answer."""
     whole = seen(renderer, tokens, within, ended=True)
     before = seen(renderer, [], within)
     for k in range(1, len(tokens) + 1):
@@ -134,7 +134,7 @@ def check_prefixes(renderer, tokens, within, text):
 
 
 def test_thoughts_and_arguments_go_on_as_they_are_drawn(shared_data):
-    """Token by token, and not when they are whole."""
+    """Thoughts and arguments are shown token by token, not only when they are complete."""
     renderer = get_renderer(
         "chat_template", load_tokenizer(str(shared_data / "tokenizers" / "qwen3"))
     ).with_tools(TOOLS)
@@ -174,7 +174,7 @@ IN_CHANNELS = [
 
 
 def test_what_is_certain_of_messages_in_channels(shared_data):
-    """gpt-oss' form: no header, part of a mark or call is ever shown."""
+    """gpt-oss format: no header and no part of a mark or call is ever shown."""
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen2.5"))
     tokenizer.chat_template = CHANNELS
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
@@ -187,11 +187,11 @@ def test_what_is_certain_of_messages_in_channels(shared_data):
         message = renderer.parse_response(tokens)[0]
         if not message.get("unparsed_tool_calls"):
             assert read_message(whole) == read_message(message) and any(stages[-1].values())
-    # of the last one
+    # the stages of the last text
     assert len(stages_of(renderer, tokens, "calls")) > 5
 
 
-FORMS = {  # what tells the form in a template, and answers in it
+FORMS = {  # template snippet that identifies the call format -> answers in it
     "{{- '<|tool_call>call:' + name }}": [
         'I call.\n<|tool_call>call:add{a:12,text:<|"|>so }<|"|>}<tool_call|>',
         "<|tool_call>call:add{a:1",
@@ -252,7 +252,7 @@ def test_thoughts_that_the_prompt_opened_are_thoughts(shared_data, text, content
 
 
 def events(http, path, body):
-    """Of a stream, as they come."""
+    """Yield the events of a stream as they arrive."""
     with http.stream("POST", path, json={**body, "stream": True}) as reply:
         assert reply.status_code == 200 and reply.headers["content-type"].startswith(
             "text/event-stream"
@@ -263,14 +263,14 @@ def events(http, path, body):
 
 
 def test_a_token_is_sent_while_the_next_is_not_drawn_yet(shared_data):
-    """The model waits, before each token, until the client has read so much of its text."""
+    """Before each token, the model waits until the client has read the text of the last token."""
     desk = ScriptedDesk(
         lambda *_: "It is so.", "chat_template", str(shared_data / "tokenizers" / "qwen3")
     )
     desk.by_character, read, waited = True, threading.Semaphore(0), []
 
     async def pace(drawn):
-        if drawn and "It is so."[drawn - 1] != " ":  # a space is sent with what follows it
+        if drawn and "It is so."[drawn - 1] != " ":  # a space is sent with the next token
             waited.append(await asyncio.to_thread(read.acquire, timeout=30))
 
     desk.pace = pace
@@ -364,7 +364,7 @@ def test_the_desk_shows_what_it_has_drawn_and_draws_the_same(tmp_path):
         params, shown = SamplingParams(max_tokens=24, seed=1, stop=[]), []
         whole = asyncio.run(served.engine.sample(BASE, [5, 6, 7], 2, params))
         seen = asyncio.run(served.engine.sample(BASE, [5, 6, 7], 2, params, show=shown.append))
-        # costs nobody's answer
+        # a failing `show` loses no answer
         gone = asyncio.run(
             served.engine.sample(BASE, [5, 6, 7], 2, params, show=lambda samples: 1 / 0)
         )

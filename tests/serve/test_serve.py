@@ -1,4 +1,4 @@
-"""The server by its wire."""
+"""Test the server over its wire protocol."""
 
 import asyncio
 import base64
@@ -57,7 +57,7 @@ def wires(served):
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A client in this process, as the one that `Wire.model` makes."""
+    """Yield a service in this process, the reference for the models of `Wire.model`."""
     with ServiceClient(output_dir=tmp_path_factory.mktemp("here")) as service:
         yield service
 
@@ -65,7 +65,7 @@ def here(tmp_path_factory):
 def test_the_five_steps_are_those_of_the_clients_in_this_process_to_the_bit(wires, here):
     data = texts()
     model = wires.model()
-    # the first chunk comes last, as the SDK sends it
+    # The first chunk arrives last, as the SDK sends it.
     rest, first = wires.ask(model, 2, data[3:]), wires.ask(model, 1, data[:3])
     stepped = wires.step(model, 3, grad_clip_norm=1.0)
     client = here.create_lora_training_client(BASE, 4, 7)
@@ -111,7 +111,7 @@ def _for_loss(name):
             fixed = {"labels": np.full(n, float(i % 2)), "mask": np.ones(n)}
             fields[field] = fixed[field] if field in fixed else -4.0 + rng.standard_normal(n)
         if name != "cross_entropy":
-            fields.setdefault("mask", np.ones(n))  # some take their actions from it
+            fields.setdefault("mask", np.ones(n))  # some losses take their actions from it
         data.append(Datum(ModelInput.from_ints(rng.integers(2, 90, n).tolist()), fields))
     return data
 
@@ -170,7 +170,7 @@ def test_an_adapter_over_the_wire_is_scaled_by_alpha_32_as_on_tinker(wires, here
 
 
 def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was(tmp_path):
-    """Saved by a server of before: its model was made with no alpha."""
+    """An older server saved it: its model was created without alpha."""
     data = texts()
     with server(tmp_path / "served") as first:
         reference, made = first.engine.service, []
@@ -203,7 +203,7 @@ def test_a_request_that_comes_twice_runs_once_and_is_answered_alike(wires):
     assert len({item["request_id"] for item in requests}) == 1
     steps = [wires.wait(wires.step(model, 2)) for _ in range(3)]
     assert steps[0] == steps[1] == steps[2] and steps[0]["metrics"]["grad_norm"] > 0
-    # had the second run, this gradient would not be gone
+    # If the second request had run, this gradient would still exist.
     skipped = wires.wait(wires.step(model, 3))
     assert skipped["metrics"] == {"grad_norm": 0.0, "skipped": 1.0}
     assert (
@@ -219,7 +219,7 @@ def test_a_request_that_comes_twice_runs_once_and_is_answered_alike(wires):
         )
         for i in range(2)
     ]
-    # the SDK numbers its sampling sessions anew for each try
+    # The SDK numbers its sampling sessions separately for each attempt.
     made = [wires.wait(item)["sampling_session_id"] for item in tries]
     assert made[0] == made[1] == f"{wires.session}:sample:7"
     first, again = wires.ask_sample(sampler, 0, [4, 5]), wires.ask_sample(sampler, 0, [4, 5])
@@ -298,7 +298,7 @@ def test_samples_are_drawn_between_the_micro_batches_of_a_call(tmp_path):
 
 
 def test_a_model_that_is_written_out_and_read_back_goes_on_to_the_bit(tmp_path):
-    """Two tenants take turns where there is room for one."""
+    """Two tenants take turns on a server with memory for a single model."""
 
     def lives(first, turns):
         tenants = []
@@ -362,7 +362,7 @@ def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_
         wires.output(wires.ask(model, 1, texts()))
         stepped = wires.wait(wires.step(model, 2))
         wires.output(wires.ask(model, 3, texts()))
-        # what a server that is killed now leaves behind
+        # the files that a server killed at this point leaves
         shutil.copytree(tmp_path / "a", tmp_path / "b")
     with server(tmp_path / "b", resume=True, durable=True) as first:
         again = Wire(first)
@@ -375,7 +375,7 @@ def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_
         assert "repeat the forward_backward" in again.wait(request)["error"]
         again.output(again.ask(model, 5, texts()))
         assert again.wait(again.step(model, 6))["metrics"]["grad_norm"] > 0
-    with server(tmp_path / "a", resume=True) as first:  # one that was asked to stop
+    with server(tmp_path / "a", resume=True) as first:  # a server that was stopped regularly
         again = Wire(first)
         assert "repeat the forward_backward" in again.wait(again.step(model, 4))["error"]
 
@@ -624,7 +624,9 @@ def test_settings_that_would_open_the_door_are_refused():
 
 
 def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
-    """Trained and sampled over the wire, beside the clients here; bytes that are no image."""
+    """Training and sampling with images match the clients in this process; invalid images are
+    refused.
+    """
     base, adam = "tiny:vision", {"learning_rate": 1e-2}
     with ServiceClient(output_dir=tmp_path / "here") as service:
         client = service.create_lora_training_client(base, 4, 7)
@@ -664,7 +666,7 @@ def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
 
 
 def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, served):
-    """Against the score of each such prefix with that token behind it."""
+    """Each logprob equals the score of the prompt prefix followed by that token."""
     prompt, target = [5, 6, 7, 8], np.array([[9, -1], [-1, -1], [3, 90]])
     listed = [(i, j, int(token)) for (i, j), token in np.ndenumerate(target) if token >= 0]
     full = {"data": target.reshape(-1).tolist(), "dtype": "int64", "shape": [3, 2]}
@@ -736,7 +738,7 @@ def test_a_compressed_forward_backward_is_read_and_a_bomb_is_not(tmp_path):
 
         packed = zstandard.compress(message.SerializeToString())
         result = client.output(send(packed).json())
-        assert send(packed).json()["request_id"] == f"{model}:1"  # sent again, done once
+        assert send(packed).json()["request_id"] == f"{model}:1"  # sent again, run once
         plain = client.output(client.ask(other, 1, data, "importance_sampling"))
         assert result[1] == plain[1] and all(
             (a == b).all() for a, b in zip(result[0], plain[0], strict=True)

@@ -1,4 +1,4 @@
-"""--durable: an update is on the disk before it is answered, or it has not happened."""
+"""Test --durable: an update is on disk before its response is sent, or it has not happened."""
 
 import errno
 import json
@@ -35,8 +35,8 @@ def run(library, folder, fault, stride):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# 24 operations come before the new folder is in its place. A stride of 8 meets the 25th too, whose
-# failure undoes nothing.
+# 24 operations precede the rename of the new folder. A stride of 8 also hits the 25th: its failure
+# undoes nothing.
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
 @pytest.mark.parametrize("stride", [8, pytest.param(1, marks=pytest.mark.campaign)])
@@ -91,7 +91,7 @@ def test_a_session_and_a_model_that_cannot_be_written_leave_nothing_behind(tmp_p
 
 
 def test_a_load_that_is_undone_names_the_gradient_that_went_with_it(tmp_path, monkeypatch):
-    """A disk that is full while weights are loaded."""
+    """The disk is full while weights are loaded."""
     with opened(tmp_path, durable=True) as (first, wires):
         model = wires.model()
         path = wires.save(model, 1, "a")

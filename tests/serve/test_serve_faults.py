@@ -1,4 +1,4 @@
-"""The real SDK against a server that fails now and then."""
+"""Test the real SDK against a server that fails now and then."""
 
 import json
 import os
@@ -20,11 +20,11 @@ from rl.types import AdamParams, ModelInput, SamplingParams
 
 pytestmark = [pytest.mark.sdk, pytest.mark.slow]
 KEYS = ("tml-the-one-that-trains", "tml-the-one-that-samples")
-BUDGET = 32  # tokens of a micro-batch: a call has many
+BUDGET = 32  # tokens of a micro-batch: each call has several
 ADAM = AdamParams(1e-2)
-SHUT, FULL, BROKEN, CUT = 503, 429, 500, 0  # CUT: the connection ends in the midst of the answer
-# What the first requests of a route meet: a status in the place of an answer; "taken": after the
-# server has done what was asked.
+SHUT, FULL, BROKEN, CUT = 503, 429, 500, 0  # CUT: the connection ends within the response
+# Faults of a route's first requests: a status instead of the response. "taken": after the server
+# has run the request.
 FAULTS = {
     "create_session": [(SHUT, "refused")],
     "create_model": [(SHUT, "taken")],
@@ -37,7 +37,7 @@ FAULTS = {
 
 
 class Faulty:
-    """An application whose first answers go wrong. `seen`: how many requests came, by route."""
+    """An application whose first responses fail. `seen` counts the requests by route."""
 
     def __init__(self, app):
         self.app, self.remaining, self.seen = (
@@ -54,7 +54,7 @@ class Faulty:
             await self.app(scope, receive, _nowhere)
         if status is None:
             await self.app(scope, receive, send)
-        elif status == CUT:  # so many bytes are promised, and fewer come
+        elif status == CUT:  # fewer bytes are sent than promised
             await send(
                 {
                     "type": "http.response.start",
@@ -72,7 +72,7 @@ async def _nowhere(message):
 
 
 def _breaks_once(tenants):
-    """The first `forward` fails in the server, by no fault of the caller's."""
+    """Make the first `forward` fail in the server, through no fault of the caller."""
     plain, broken = tenants.forward_backward, []
 
     def sometimes(model, read, backward):
@@ -86,7 +86,7 @@ def _breaks_once(tenants):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """What tests/serve/sdk_faults.py saw, and the server that it saw it of."""
+    """Return the results of tests/serve/sdk_faults.py, and its server."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with the tinker SDK (the extra sdk)")
@@ -112,7 +112,7 @@ def here(tmp_path):
 
 
 def test_what_the_sdk_does_again_after_a_fault_is_done_once(seen, here):
-    """Refused before it was taken, or taken with its answer lost."""
+    """A retried request runs once, if it was refused and if its response was lost."""
     actual, first, faulty = seen[0]["faults"], *seen[1:]
     assert not any(faulty.remaining.values()), f"faults that nobody met: {faulty.remaining}"
     client = here.create_lora_training_client(BASE, 4, 7)
@@ -144,7 +144,7 @@ def test_what_the_sdk_does_again_after_a_fault_is_done_once(seen, here):
 
 
 def test_whose_fault_it_was_is_told_and_the_callers_own_is_not_tried_again(seen, here):
-    """0.38 raises a failed future at once, whoever's fault."""
+    """Errors name the faulty side. SDK 0.38 raises a failed future at once for either side."""
     actual, _, faulty = seen[0]["faults"], *seen[1:]
     kind, text, category = actual["server's"]
     assert (kind, category) == ("RequestFailedError", "server")

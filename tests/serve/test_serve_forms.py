@@ -1,4 +1,4 @@
-"""An answer in protobuf and in JSON, as `accept` asks for it."""
+"""Test responses in protobuf and in JSON, as selected by `accept`."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def wires(served):
 
 
 def both(wires, request):
-    """The answer's bytes and its JSON."""
+    """Return the protobuf response and the JSON result of a request."""
     plain = wires.wait(request)
     raw = wires.http.post(
         "/api/v1/retrieve_future",
@@ -36,7 +36,7 @@ def both(wires, request):
 
 
 def fields_of(message):
-    """Rows of a protobuf output as {name: (dtype, shape, array)}."""
+    """Return the rows of a protobuf output as {name: (dtype, shape, array)}."""
     rows = []
     for record in message.loss_fn_outputs:
         results = [{} for _ in range(record.num_datums)]
@@ -150,7 +150,7 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
             tensor, other = message.target_prompt_logprobs, plain["target_prompt_logprobs"]
             assert list(tensor.shape) == other["shape"] == [2, 2]
             assert np.array_equal(np.frombuffer(tensor.dense, "<f4"), np.float32(other["data"]))
-    # positions without a logprob: the first, and with last_n of 3 tokens two
+    # positions without a logprob: the first, and two with last_n of 3 tokens
     assert seen == [1, 1, 2]
     with ServiceClient(output_dir=tmp_path) as service:
         model = service.create_lora_training_client(BASE, 4, 7)

@@ -1,4 +1,4 @@
-"""Well-formed bodies with wild values, on every route."""
+"""Fuzz every route with well-formed bodies that hold wild values."""
 
 import base64
 import copy
@@ -33,7 +33,7 @@ WILD = [
 
 
 def places(tree, at=()):
-    """Where something stands in a tree of JSON."""
+    """Return the paths of all values in a JSON tree."""
     result = [at] if at else []
     pairs = (
         tree.items()
@@ -48,7 +48,7 @@ def places(tree, at=()):
 
 
 def bent(rng, tree, foreign):
-    """The same with one to three of its values gone, doubled, or another."""
+    """Return a copy with one to three values removed, doubled or replaced."""
     tree, strange = json.loads(json.dumps(tree)), [*WILD, *foreign]
     for _ in range(int(rng.integers(1, 4))):
         at = places(tree)
@@ -99,7 +99,7 @@ def wild_tensor(rng, tensor):
 def wild_chunk(rng, chunk):
     kind = rng.integers(5)
     if kind == 0:
-        return  # of no kind
+        return  # an input with no kind
     if kind == 1:
         chunk.image.data, chunk.image.format = (
             rng.bytes(20),
@@ -118,7 +118,7 @@ def wild_chunk(rng, chunk):
 
 
 def wild_training(rng, model, seq):
-    """A ForwardBackwardRequest that parses: a good one of which something is wild."""
+    """Return a ForwardBackwardRequest that parses, with some wild values."""
     losses = [*LOSSES, "stable_reinforce", "", "../x"]
     message = tinker_pb2.ForwardBackwardRequest(
         model_id=model, seq_id=seq, loss_fn=str(rng.choice(losses))
@@ -180,7 +180,7 @@ def wild_training(rng, model, seq):
 
 
 class Fuzzer:
-    """One key that sends what it should not."""
+    """A client with a key, which sends malformed requests."""
 
     def __init__(self, served, foreign):
         self.rng, self.foreign = np.random.default_rng(0), foreign
@@ -189,7 +189,7 @@ class Fuzzer:
         self.renew()
 
     def renew(self):
-        """A session of its own with a model and what was saved of it."""
+        """Open a session with a model and a saved checkpoint."""
         if self.seq:
             self.wire.post(f"sessions/{self.wire.session}/finish", 204, reason={"type": "success"})
         self.wire.open()
@@ -200,7 +200,7 @@ class Fuzzer:
         self.drawn, self.number, self.seq = 0, 10, 3
 
     def good(self):
-        """A body that each JSON route takes, by method and path."""
+        """Return a valid body for each JSON route, by method and path."""
         session, model = (
             {"session_id": self.wire.session},
             {"model_id": self.model, "seq_id": self.seq},
@@ -330,7 +330,7 @@ class Fuzzer:
         return results | {("GET", path): {} for path in SERVER_PATHS}
 
     def ask(self, method, path, body):
-        """One JSON request; its path's own words are bent as well, now and then."""
+        """Send a JSON request; sometimes its path is mutated as well."""
         self.sent.add((method, path))
         url = path.replace("{session_id}", "0" * 32 if self.rng.random() < 0.9 else "%00")
         if self.rng.random() < 0.1:
@@ -373,7 +373,7 @@ class Fuzzer:
         )
 
     def check(self, route, answer):
-        """An answer, or a refusal in the protocol's form."""
+        """Check that the response is a result or an error in the protocol's format."""
         text = answer.text if "json" in answer.headers.get("content-type", "") else ""
         self.seen[route, answer.status_code] += 1
         try:
@@ -407,7 +407,7 @@ class Fuzzer:
         if request_id == f"{self.model}:{self.seq}":
             self.seq += 1
         elif request_id.startswith(self.model + ":") and "unload" not in request_id:
-            return  # a number whose turn has not come
+            return  # its sequence number is not due yet
         lines = self.wire.http.post(
             "/api/v1/retrieve_future", json={"request_id": request_id}, headers={"accept": PROTOBUF}
         )
@@ -420,7 +420,7 @@ class Fuzzer:
 
 
 class Bystander:
-    """Another key, that trains and samples while all of that goes on."""
+    """A client with another key, which trains and samples during the fuzzing."""
 
     def __init__(self, served):
         self.wire, self.saw, self.seq = Wire(served, KEYS[1]), [], 1

@@ -1,4 +1,4 @@
-"""Requests that nobody wants any more."""
+"""Test requests that are cancelled or abandoned."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ from rl.serve.scheduler import SamplingJob
 
 httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
-LONG = 200  # tokens, of what is given up
+LONG = 200  # tokens of an abandoned request
 
 
 def drawn(message):
@@ -26,7 +26,7 @@ def drawn(message):
 def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_alone(
     tmp_path, monkeypatch
 ):
-    """Cancelled before and while they are drawn, in one batch with another key's."""
+    """Samples are cancelled before and during sampling, in a batch with samples of another key."""
     with server(tmp_path, keys=KEYS) as first:
         going, staying = (Wire(first, key) for key in KEYS)
         going.open(), staying.open()
@@ -46,7 +46,7 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
             tickets = first.engine._streams[drawing][1]
             draw(drawing)
             slices.append(len(tickets))
-            if len(slices) == 1:  # all are in the midst of it
+            if len(slices) == 1:  # all requests are being sampled
                 begun.set()
                 assert go.wait(60)
 
@@ -65,9 +65,9 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
             gone = [
                 going.ask_sample(theirs, i, [4, 5], 2, max_tokens=LONG, stop=[]) for i in range(4)
             ]
-            # before it has begun
+            # cancelled before it starts
             going.post("cancel_future", 204, request_id=gone[0]["request_id"])
-            # another's is nothing
+            # a request of another key cannot be cancelled
             staying.post("cancel_future", 410, request_id=gone[1]["request_id"])
         assert begun.wait(60) and slices == [6]
         for ticket in gone[1:]:
@@ -133,7 +133,7 @@ def test_cancelled_samples_give_their_places_in_the_queue_back(tmp_path):
                 ]
 
             taken = ask(0)
-            # half of the four that the one that holds the desk leaves
+            # half of the four free places; the job that holds the desk takes the fifth
             assert len(taken) == 2 and not ask(10)
             for request_id in taken:
                 wires.post("cancel_future", 204, request_id=request_id)
@@ -158,7 +158,7 @@ def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(t
 
         def slowly(drawing):
             slices.append(drawing)
-            time.sleep(0.1)  # so that the loop that answers has its turn between two slices
+            time.sleep(0.1)  # lets the event loop run between two slices
             draw(drawing)
 
         first.engine._run_batch_slice = slowly
@@ -167,7 +167,8 @@ def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(t
         def ask(*more):
             many = {"model": BASE, "prompt": [*prompts, *more], "max_tokens": LONG, "seed": 1}
 
-            # whose loop goes on as a server's does: what it has forgotten is drawn to its end
+            # The event loop keeps running as in a server, so an abandoned request would be sampled
+            # to its end.
             async def request(http):
                 answer = await http.post("/v1/completions", json=many)
                 assert await asyncio.to_thread(until, lambda: not first.engine._streams)
@@ -242,7 +243,7 @@ def test_answers_that_nobody_asks_after_are_forgotten_though_one_before_them_nev
     for i in range(5):
         promises.add(PendingRequest(f"{i}", "a", "sample")).work_future.set_result(bytes(1000))
     request = promises.find_request("0", "a")
-    request.sent_at = time.monotonic() + 60  # told just now, say
+    request.sent_at = time.monotonic() + 60  # as if its answer had just been sent
     time.sleep(0.05)
     promises.add(PendingRequest("late", "a", "sample"))
     assert len(promises) == 7, "an answer can be asked for again for a while"
@@ -259,7 +260,7 @@ def test_a_client_that_never_asks_after_its_answers_holds_nothing_up(tmp_path):
         careless.open(), other.open()
         model, theirs = careless.model(), other.model()
         sampler = careless.sampler(model, 1)
-        early = careless.step(model, 90)  # a number whose turn never comes
+        early = careless.step(model, 90)  # its sequence number is never due
         for i in range(6):
             careless.ask_sample(sampler, i, [4, 5])
             careless.ask(model, 2 + i, rewarded(), "importance_sampling", forward_only=True)

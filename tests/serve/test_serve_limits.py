@@ -1,4 +1,4 @@
-"""What a server bounds and how it says so."""
+"""Test the limits of a server and the errors that report them."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):
     with opened(tmp_path, models_in_memory=2) as (first, wires):
         a, b = wires.model(0), wires.model(1)
-        # b is the one that was used longest ago
+        # b becomes the least recently used model
         wires.output(wires.ask(a, 1, texts(), forward_only=True))
         c = wires.model(2)
         assert [first.session_store.models[model].client is not None for model in (a, b, c)] == [
@@ -85,7 +85,7 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
         first.app.open_count = 0
         assert wires.http.get("/api/v1/sessions").status_code == 200
         first.model_manager.end_session(first.session_store.sessions[wires.session], "done")
-        other.open()  # there is room again
+        other.open()  # the store has room again
 
 
 def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
@@ -157,8 +157,8 @@ def test_models_of_one_key_are_none_to_another_on_the_openai_routes(tmp_path):
 
 
 def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
-    """Sixteen that are asked for side by side are drawn in one stream, the first of them too."""
-    monkeypatch.setattr(serving_engine, "_BATCH_WAIT_SECONDS", 0.8)  # however busy the machine is
+    """Sixteen concurrent samples are drawn in a single stream, including the first."""
+    monkeypatch.setattr(serving_engine, "_BATCH_WAIT_SECONDS", 0.8)  # enough on a busy machine
     monkeypatch.setattr(serving_engine, "_MAX_BATCH_WAIT_SECONDS", 20.0)
     with opened(tmp_path) as (item, wires):
         sampler = wires.sampler(wires.model(), 1)
@@ -188,8 +188,8 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
         del rounds[:]
         finish, ended, requests = item.engine.queue.finish_job, threading.Event(), []
 
-        # the first half comes just before the desk looks for samples once more, the other half just
-        # after
+        # The first half arrives just before the desk checks for more samples, the other half just
+        # after.
         def slowly(job):
             finish(job)
             ended.set()
@@ -218,7 +218,7 @@ def test_limits_of_nothing_are_refused(tmp_path, limits):
 
 
 def read_metrics(http):
-    """Return {(name, label names): sum of its values}, read by prometheus_client's own parser."""
+    """Return {(name, label names): sum of its values}, read by prometheus_client's parser."""
     from prometheus_client.parser import text_string_to_metric_families
 
     answer, sums = http.get("/metrics"), {}
@@ -242,7 +242,7 @@ def test_metrics_have_the_documented_names_and_each_server_counts_for_itself(tmp
             )
         )["sampling_session_id"]
         wires.sample(sampler, 0, [4, 5, 6], 2, max_tokens=5, stop=[])
-        wires.model(1)  # the first model is written out
+        wires.model(1)  # the first model is written to disk
         sums = read_metrics(wires.http)
         assert set(sums) == {
             ("requests_total", "route", "status"), ("request_seconds_total", "route"),

@@ -1,4 +1,4 @@
-"""Links to what was saved."""
+"""Test links to saved checkpoints."""
 
 import io
 import logging
@@ -17,7 +17,7 @@ from rl.serve.app import JsonLineFormatter
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A server with keys, a client of one of them, and its model with an export."""
+    """Return a server with keys, a client with a key, and its model with an export."""
     with server(tmp_path_factory.mktemp("served"), keys=KEYS) as first:
         wires = Wire(first, KEYS[0])
         wires.open()
@@ -28,7 +28,7 @@ def saved(tmp_path_factory):
 
 
 def archive(wires, model, kind="weights/a"):
-    """The answer to the request that the SDK sends for a download, which follows no redirect."""
+    """Return the response to the SDK's request for a download, without following redirects."""
     return wires.http.get(
         f"/api/v1/training_runs/{model}/checkpoints/{kind}/archive", follow_redirects=False
     )
@@ -129,7 +129,7 @@ def test_a_link_counts_for_the_tenant_who_created_it(tmp_path):
             first.app.open_count, first.app._open_by_owner[owner] = (
                 3,
                 3,
-            )  # which wait for their answers
+            )  # as many requests are open
             statuses = [stranger.get(link).status_code for link in (*links, forged)]
             expected = [200, 200, 404]
             expected[index] = 429

@@ -1,4 +1,4 @@
-"""What a server keeps of requests that are over."""
+"""Test the memory that a server uses for finished requests."""
 
 import gc
 import logging
@@ -20,7 +20,7 @@ TOKENS = 5_000  # of a large request: 60 KB on the wire
 
 
 def large(**replaced):
-    """A datum whose request is large. `replaced`: fields that do not fit."""
+    """Return a datum that makes a large request. `replaced`: fields that do not fit."""
     tokens = np.arange(TOKENS) % 50 + 4
     return Datum(ModelInput.from_ints(tokens.tolist()), {"target_tokens": tokens, **replaced})
 
@@ -64,7 +64,7 @@ def test_failed_requests_keep_no_body(tmp_path):
 
 
 def test_an_error_in_the_server_keeps_nothing_of_its_frames(caplog):
-    # pytest keeps what is logged, traceback and all
+    # pytest keeps log records together with their tracebacks
     caplog.set_level(logging.CRITICAL, "whetstone.serve")
     promises, words = RequestStore(60.0), []
 
@@ -90,7 +90,7 @@ def test_an_error_in_the_server_keeps_nothing_of_its_frames(caplog):
 
 
 def test_a_stored_answer_takes_eight_bytes_a_token():
-    """An int32 and a float32, as they travel; an object for each number takes 67 bytes."""
+    """Answers are stored in int32 and float32, as on the wire; objects take 67 bytes per number."""
     promises, tokens = RequestStore(3600.0), 20_000
 
     def drawn(seed):
@@ -140,7 +140,7 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
         greedy.open(), other.open()
         model, theirs = greedy.model(), other.model()
 
-        def send(wires, model, seq, tokens=2000):  # 24 KB and a bit
+        def send(wires, model, seq, tokens=2000):  # a little more than 24 KB
             ids = (np.arange(tokens) % 50 + 4).tolist()
             message = tinker_pb2.ForwardBackwardRequest(
                 model_id=model, seq_id=seq, loss_fn="cross_entropy", forward_only=True
@@ -174,14 +174,14 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
             "answers are smaller than what was sent for them"
         )
         time.sleep(0.7)
-        # nobody ever asks for these: the oldest make room for the newest
+        # Nothing polls for these: the oldest make room for the newest.
         for seq in range(len(taken) + 2, 16):
             assert until(lambda seq=seq: send(greedy, model, seq).status_code == 200, 10.0), seq
         assert first.request_store.total_bytes <= 240_000
 
 
 def test_a_cancel_while_an_answer_is_stored_loses_no_answer():
-    """The owner cancels at the worst moment: when the answer is about to be there."""
+    """The owner cancels at the worst moment, just before the answer is stored."""
 
     class Late(Future):
         def set_result(self, result):
@@ -212,7 +212,7 @@ def test_kept_answers_are_looked_through_only_where_room_is_short(monkeypatch):
 
 
 def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path):
-    """The same request gets the same answer, from this server and from the next."""
+    """A repeated request gets the same answer, from this server and from the next."""
     bodies = [{"base_model": BASE, "lora_config": {"rank": 4, "seed": 7}}, {"optimizer": True}]
     with opened(tmp_path, told_seconds=0.05, durable=True) as (first, wires):
         made = wires.model()
@@ -228,7 +228,7 @@ def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path)
             {"model_id": f"{wires.session}:train:1", "path": bodies[1]["path"],
              "type": "load_weights"},
         ]  # fmt: skip
-        first.session_store.models[made].is_written_out = False  # as with no --durable
+        first.session_store.models[made].is_written_out = False  # as without --durable
 
         def again(wires, served):
             for (verb, body), answer in zip(calls, answers, strict=True):
@@ -248,7 +248,7 @@ def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path)
 
 
 def test_samplers_that_two_threads_forget_at_once_are_no_error(tmp_path, monkeypatch):
-    """One thread takes away what the other has just chosen to forget."""
+    """A thread removes a sampler that another has just selected for eviction."""
     with server(tmp_path, samplers=1, samplers_in_memory=1) as item:
         base, chosen = item.engine.settings.bases[0], []
 

@@ -1,4 +1,4 @@
-"""Several tenants draw in one batch over one base."""
+"""Test that several tenants sample in one batch over a shared base model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEARN = AdamParams(learning_rate=0.05)
 
 @pytest.fixture
 def together(monkeypatch):
-    """Which weights drew in the same step of an engine, as often as there were several."""
+    """Record the adapters of each engine step that runs several."""
     seen, step = [], MultiAdapterEngine.step
 
     def noting(self):
@@ -46,7 +46,7 @@ def service(request, tmp_path_factory):
 
 
 def trained(service, rank, seed, **parts):
-    """A LoRA that is none of the zeros it begins with."""
+    """Return a client with a LoRA trained away from its zero initialization."""
     client = service.create_lora_training_client(BASE, rank, seed, **parts)
     client.forward_backward(random_datums(4, seed=seed), "importance_sampling")
     client.optim_step(LEARN).result()
@@ -93,14 +93,14 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
             for which, request in asking[:3]:
                 tickets[stream.add(request, clients[which])] = (clients[which], request)
             del asking[:3]
-            # new weights of a model whose old ones are drawn from
+            # new weights of a model while its old ones are being sampled
             if late is None and len(tickets) == 9:
                 models[0].forward_backward(random_datums(4, seed=9), "importance_sampling")
                 models[0].optim_step(LEARN).result()
                 late = models[0].save_weights_and_get_sampling_client()
                 tickets[stream.add(make_request(50), late)] = (late, make_request(50))
             if len(tickets) in (6, 15):
-                stream.recompute_cache()  # all of them are read again, each with its weights
+                stream.recompute_cache()  # recomputes every cache, each with its adapter
             results |= stream.run_steps(3).finished
     assert late is not None and results.keys() == tickets.keys() and max(map(len, together)) >= 4
     for ticket, (client, request) in tickets.items():

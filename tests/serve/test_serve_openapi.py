@@ -1,4 +1,4 @@
-"""The description at /openapi.json is of the routes, and says what the routes refuse."""
+"""Test that /openapi.json describes the routes and the bodies that they refuse."""
 
 import json
 import re
@@ -11,10 +11,10 @@ from rl.serve.openai_schemas import SamplingBody
 from rl.types import PARAMETER_BOUNDS
 
 PREFIX = "#/components/schemas/"
-# what pydantic's schema calls a type -> (a value of another type, the name in the error)
+# pydantic type name -> (a value of another type, the type name in the error)
 OTHERS = {"string": (7, "str"), "integer": ("x", "int"), "boolean": ("x", "bool"),
           "object": ([1], "dict"), "number": ("x", "float"), "array": (7, "list")}  # fmt: skip
-# what the OpenAI-style routes require, and what a field needs beside it
+# the fields that OpenAI-style routes require, and the companions that some fields require
 GOOD = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "token_ids": [5],
         "reward": 1.0}  # fmt: skip
 BESIDE = {"top_logprobs": {"logprobs": True}, "stream_options": {"stream": True}}
@@ -58,7 +58,7 @@ def test_every_route_is_described_and_every_reference_leads_somewhere(wire):
     assert len(references) > 20
     training = document["paths"]["/api/v1/forward_backward"]["post"]["requestBody"]["content"]
     assert list(training) == ["application/x-protobuf"]
-    page = wire.http.get("/docs").text  # loads nothing: machines without a network show it too
+    page = wire.http.get("/docs").text  # loads no resources, so it works without a network
     assert "openapi.json" in page and all(path in page for path in document["paths"])
     assert not re.search("https?:|<script|<link|src=", page)
     for path in ("/openapi.json", "/docs"):
@@ -66,7 +66,7 @@ def test_every_route_is_described_and_every_reference_leads_somewhere(wire):
 
 
 def test_a_body_that_is_not_as_described_is_refused_by_the_field(wire):
-    """Each body without each required field, and with fields of other types."""
+    """Send each body without each required field, and with fields of other types."""
     document = wire.http.get("/openapi.json").json()
     schemas, sent = document["components"]["schemas"], 0
     runs_later = {"path", "ttl_seconds", "overwrite", "user_metadata", "sampling_session_seq_id"}
@@ -141,7 +141,7 @@ RESPONSES = [
 
 @pytest.mark.parametrize("path, body", RESPONSES)
 def test_responses_and_events_are_as_described(wire, path, body):
-    """By the validator of JSON schemas, which knows nothing of this server's types."""
+    """Validate with a JSON schema validator, which is independent of the server's types."""
     jsonschema = pytest.importorskip("jsonschema", reason="needs the package jsonschema")
     document = wire.http.get("/openapi.json").json()
     described = document["paths"][path]["post"]["responses"]["200"]["content"]

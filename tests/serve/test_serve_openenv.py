@@ -1,4 +1,4 @@
-"""OpenEnv's own checks, the whole of them, against serve.py."""
+"""Test serve.py with all of OpenEnv's checks."""
 
 import json
 import os
@@ -18,14 +18,14 @@ from rl.types import Datum, ModelInput, SamplingParams  # noqa: E402
 
 pytestmark = [pytest.mark.sdk, pytest.mark.slow]
 KEY = "tml-the-key-of-the-checker"
-BASE = "tiny:ascii"  # which has room for the 512 tokens that the checker asks for beside its tools
+BASE = "tiny:ascii"  # has room for the 512 tokens that the checker requests with its tools
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls /tmp"}}\n</tool_call>'
-# what the checker asks to see how logprobs follow the temperature
+# the checker's probe for the effect of temperature on logprobs
 PROBE = [{"role": "user", "content": "Reply with exactly: hello"}]
 
 
 def learn_to_begin(wires, model, prompt, tokens, steps=8):
-    """After the prompt one of these tokens follows, the first more often."""
+    """Train the model to follow the prompt with one of these tokens, most often the first."""
     data = [
         Datum(
             ModelInput.from_ints(prompt),
@@ -41,7 +41,7 @@ def learn_to_begin(wires, model, prompt, tokens, steps=8):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, shared_data):
-    """What tests/serve/sdk_openenv.py saw, and a client that draws from the trained model."""
+    """Return the results of tests/serve/sdk_openenv.py, and a client of the trained model."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with openenv (the extra sdk)")
@@ -146,7 +146,7 @@ def test_turns_by_ids_pass_the_same_checks_as_one_sequence(seen):
     for i, (token, mask, logprob) in enumerate(
         zip(ids["ids"], ids["mask"], ids["logprobs"], strict=True)
     ):
-        if mask:  # at the temperature 0.7, over the whole vocabulary
+        if mask:  # at temperature 0.7, over the whole vocabulary
             top = dict(rows.topk_prompt_logprobs[i])
             whole = np.logaddexp.reduce(np.asarray(list(top.values())) / 0.7)
             assert abs(top[token] / 0.7 - whole - logprob) < 1e-2, (i, token)

@@ -1,4 +1,4 @@
-"""serve.py where what it needs is not installed."""
+"""Test serve.py where its optional packages are not installed."""
 
 import re
 import subprocess

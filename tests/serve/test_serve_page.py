@@ -1,4 +1,4 @@
-"""The chat page of the server."""
+"""Test the chat page of the server."""
 
 import base64
 import hashlib
@@ -38,7 +38,7 @@ def test_a_browser_gets_the_page_without_a_key_and_other_clients_what_they_got(s
         assert answer.status_code == 404 and "GET /: Not Found" == answer.json()["detail"]
     assert http.post("/", headers={"accept": BROWSER}).status_code == 401
     assert http.post("/", headers={"accept": BROWSER, "x-api-key": KEY}).status_code == 404
-    # only this path is free
+    # only this path works without a key
     assert http.get("/v1/models", headers={"accept": BROWSER}).status_code == 401
     assert http.get("/index.html", headers={"accept": BROWSER}).status_code == 401
 
@@ -138,7 +138,7 @@ def test_a_conversation_in_a_browser(served, browser):
         assert messages[-1]["content"] == "after the stop"
         assert "to be stopped" not in bodies[-1]
 
-        # the key lasts for this tab alone, the conversation until a reset
+        # the key is kept for this tab only, the conversation until a reset
         page.click("#reset")
         assert page.locator(".message").count() == 0
         page.reload()

@@ -1,4 +1,4 @@
-"""serve.py as a process: refusals before a model is loaded; TLS, keys, metrics, log."""
+"""Test serve.py as a process: refusals before a model is loaded; TLS, keys, metrics, log."""
 
 import argparse
 import contextlib
@@ -42,15 +42,15 @@ def at(tmp_path, host="127.0.0.1", port=0):
 def test_an_address_that_cannot_be_had_is_named(tmp_path):
     (first,) = taken = bind_sockets(at(tmp_path))
     port = first.getsockname()[1]
-    with pytest.raises(ConnectionRefusedError):  # until it serves
+    with pytest.raises(ConnectionRefusedError):  # before it serves
         socket.create_connection(("127.0.0.1", port), 5)
-    # two that load side by side, and one that serves
+    # the first server while it loads, once its port may be reused, and once it listens
     for begins in (lambda: None, lambda: allow_port_reuse(taken), first.listen):
         begins()
         if begins is first.listen or not first.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
             with pytest.raises(UserError, match=f"--port {port}: the port is in use"):
                 bind_sockets(at(tmp_path, port=port))
-    # the server ends first, and its side of this waits on
+    # The server closes first, so its side of the connection stays in TIME_WAIT.
     with socket.create_connection(("127.0.0.1", port), 5) as client:
         served, _ = first.accept()
         close_sockets(taken)
@@ -71,7 +71,7 @@ def test_a_name_is_every_address_that_it_has_here(tmp_path, monkeypatch):
     taken = bind_sockets(at(tmp_path, host="localhost"))
     assert taken[0].family == socket.AF_INET and len({item.getsockname()[1] for item in taken}) == 1
     close_sockets(taken)
-    kinds[0] = (socket.AF_INET6, ("2001:db8::1", 0, 0, 0))  # of no machine (RFC 3849)
+    kinds[0] = (socket.AF_INET6, ("2001:db8::1", 0, 0, 0))  # documentation prefix (RFC 3849)
     (only,) = taken = bind_sockets(at(tmp_path, host="localhost"))
     assert only.family == socket.AF_INET
     close_sockets(taken)
@@ -81,12 +81,12 @@ def test_a_name_that_is_none_and_an_address_of_others_are_named(tmp_path):
     with pytest.raises(UserError, match="--host no.such.host.invalid"):
         bind_sockets(at(tmp_path, host="no.such.host.invalid"))
     with pytest.raises(UserError, match="no such address"):
-        bind_sockets(at(tmp_path, host="192.0.2.1"))  # of no machine (RFC 5737)
+        bind_sockets(at(tmp_path, host="192.0.2.1"))  # documentation address (RFC 5737)
 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A certificate of this machine's loopback, signed by itself, and its key."""
+    """Return a self-signed certificate for loopback, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")
@@ -119,7 +119,7 @@ def test_files_of_tls_that_do_not_fit_are_named(certificate, tmp_path):
 
 
 def started(folder, *flags, launcher=()):
-    """serve.py, its standard error in `folder`/log; and where it serves."""
+    """Start serve.py with its standard error in `folder`/log; return the process and its URL."""
     words = [
         *launcher, "serve.py", "--base-model", BASE, "--port", "0", "--output-dir",
         str(folder / "out"), *map(str, flags),
@@ -128,7 +128,7 @@ def started(folder, *flags, launcher=()):
         process = subprocess.Popen(
             [sys.executable, *words], cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True
         )
-    for line in process.stdout:  # DeepSpeed writes there as well
+    for line in process.stdout:  # DeepSpeed writes to stdout as well
         if line.startswith("serving "):
             return process, line.split(" at ")[1].strip()
     raise AssertionError((folder / "log").read_text()[-2000:])
@@ -173,7 +173,7 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
             libraries = Path(f"/proc/{process.pid}/maps").read_text()
             for name in ("uvloop", "httptools"):
                 assert (name in libraries) == (importlib.util.find_spec(name) is not None)
-        with pytest.raises(httpx.ConnectError):  # nobody vouches for it
+        with pytest.raises(httpx.ConnectError):  # the certificate is not trusted
             httpx.get(f"{url}/healthz")
         with pytest.raises(httpx.HTTPError):
             httpx.get(url.replace("https", "http") + "/healthz")
@@ -210,7 +210,7 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
                 0
             ]["text"]
         assert again == first
-        process.send_signal(signal.SIGINT)  # Ctrl-C is as good
+        process.send_signal(signal.SIGINT)  # Ctrl-C works too
         assert process.wait(60) == 0
     finally:
         process.kill()
@@ -249,7 +249,7 @@ def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_tol
             httpx.Client(base_url=url, headers={"x-api-key": "tml-nobody"}, timeout=120)
         )
         model, *result = learns(wires)
-        # to the launcher, as a cluster does; its exit code is its own
+        # Signal the launcher, as a cluster does; the exit code is the launcher's.
         process.send_signal(signal.SIGTERM)
         process.wait(120)
     finally:
@@ -258,7 +258,7 @@ def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_tol
         for a, b in zip(mine, theirs, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
     assert result[1] == pytest.approx(norm, rel=1e-5) and result[2] == drawn
-    with server(tmp_path / "out", resume=True) as item:  # by one process now
+    with server(tmp_path / "out", resume=True) as item:  # now in a single process
         again = Wire(item)
         after = again.output(again.ask(model, 5, texts(5, 1), forward_only=True))[0]
     for a, b in zip(after, result[0][1], strict=True):
@@ -267,8 +267,8 @@ def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_tol
 
 @pytest.mark.slow
 def test_a_stop_right_after_a_restart_ends_within_its_grace(tmp_path):
-    """Twice: as soon as it listens, and while a million tokens are being sampled. Nothing that was
-    saved is lost.
+    """Stop it twice: as soon as it listens, and while a million tokens are being sampled. No saved
+    state is lost.
     """
     process, url = started(tmp_path)
     try:
@@ -302,7 +302,7 @@ def test_a_stop_right_after_a_restart_ends_within_its_grace(tmp_path):
             begin = time.monotonic()
             process.send_signal(signal.SIGTERM)
             process.wait(30)
-            # the grace, and an interpreter that ends on a busy machine
+            # the grace time, and the exit of an interpreter on a busy machine
             assert time.monotonic() - begin < 6 + 5
         finally:
             process.kill()

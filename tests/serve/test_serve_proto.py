@@ -1,4 +1,4 @@
-"""rl/serve/tinker_pb2.py is what rl/serve/tinker.proto generates."""
+"""Test that rl/serve/tinker_pb2.py matches rl/serve/tinker.proto."""
 
 import importlib.util
 import re
@@ -40,7 +40,7 @@ def read_proto(text):
 
 
 def read_descriptor(file):
-    """Return what `read_proto` does, of a file descriptor."""
+    """Return the same as `read_proto`, from a file descriptor."""
 
     def type_of(field):
         name = field.type_name.removeprefix(f".{file.package}.")
@@ -85,7 +85,7 @@ def test_the_generated_module_is_what_the_compiler_writes(tmp_path):
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--python_out={tmp_path}", PROTO]
     subprocess.run(command, cwd=REPO, check=True, timeout=120)
 
-    def without_version(path):  # of the compiler, which protobuf compares with its own
+    def without_version(path):  # of the compiler, which protobuf compares with its version
         text = (path / "rl/serve/tinker_pb2.py").read_text()
         text = re.sub(r"# Protobuf Python Version: .*\n", "", text)
         return re.sub(r"Domain\.PUBLIC,\n.*?'rl/serve", "'rl/serve", text, flags=re.S)

@@ -1,4 +1,4 @@
-"""The real SDK against a real server on loopback: equal to the clients in this process."""
+"""Test that the real SDK with a real server on loopback matches the clients in this process."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.sdk, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory) -> dict:
-    """What tests/serve/sdk_client.py saw."""
+    """Return the results of tests/serve/sdk_client.py."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with the tinker SDK (the extra sdk)")
@@ -73,7 +73,7 @@ def sampled(client, prompt, count, seed):
 
 
 def custom(client, data):
-    """What the SDK sends for a loss of one's own, the squares of the logprobs."""
+    """Run the requests that the SDK sends for a custom loss, the sum of the squared logprobs."""
     actual = client.forward(data, "cross_entropy").result().loss_fn_outputs
     leaves = [output["logprobs"].to_torch().clone().requires_grad_(True) for output in actual]
     loss = sum((leaf**2).sum() for leaf in leaves)

@@ -1,4 +1,4 @@
-"""One rule for everything that tenants share."""
+"""Test that one rule limits every resource that tenants share."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def test_one_key_cannot_take_all_sessions_models_and_open_requests(tmp_path):
         assert "--models" in answers[2].text
         assert other.model()
         mine = first.app._keys[0][1]
-        first.app.open_count, first.app._open_by_owner[mine] = 3, 3  # which wait for their answers
+        first.app.open_count, first.app._open_by_owner[mine] = 3, 3  # as many requests are open
         refused = greedy.http.get("/api/v1/sessions")
         assert refused.status_code == 429 and "--open-requests" in refused.text
         assert other.http.get("/api/v1/sessions").status_code == 200
@@ -76,7 +76,7 @@ def test_one_key_cannot_push_anothers_samplers_out(tmp_path):
     with server(tmp_path, keys=KEYS, samplers=6, samplers_in_memory=3) as first:
         careful, greedy = (Wire(first, key) for key in KEYS)
         careful.open(), greedy.open()
-        # in memory alone: once it is given back it is gone
+        # in memory only: an evicted sampler is lost
         mine = careful.sampler(careful.model(), 1)
         model = greedy.model()
         for i in range(8):

@@ -1,4 +1,4 @@
-"""Whose turn it is and who waits."""
+"""Test the scheduling of requests: turns, queue limits and fairness."""
 
 import threading
 import time
@@ -25,11 +25,11 @@ def nothing():
 
 
 def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path, monkeypatch):
-    """Slices that run or begin between a sample's request and its first token."""
+    """Count the slices that run or begin between a sample's request and its first token."""
     with server(tmp_path, keys=KEYS, token_budget=32) as first:
         training, sampling = (Wire(first, key) for key in KEYS)
         training.open(), sampling.open()
-        models = [training.model(i, seed=i) for i in range(3)]  # which take turns among themselves
+        models = [training.model(i, seed=i) for i in range(3)]  # these take turns among themselves
         sampler = sampling.sampler(sampling.model(), 1)
         expected = [
             sampling.sample(sampler, i, [4, 5 + i], seed=i).sequences[0].tokens for i in range(12)
@@ -51,7 +51,7 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
             came[id(job.arguments["sampling_params"])] = (begun[0], running[0])
             add(job)
 
-        # its first tokens are drawn in the slice of samples that follows at once
+        # Its first tokens are sampled in the slice of samples that follows at once.
         def drawing(stream, request, client=None):
             before, ran = came[id(request.params)]
             waited.append(begun[0] - before + ran)
@@ -68,7 +68,7 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
             assert not all(promise.work_future.done() for promise in kept), (
                 "training ended before the samples were asked for"
             )
-            time.sleep(0.004 * (i % 3))  # so that they come at different moments of a slice
+            time.sleep(0.004 * (i % 3))  # so that they arrive at different moments of a slice
         assert drawn == expected and len(waited) == 12
         assert max(waited) <= 1, f"slices that each sample waited for: {waited}"
         assert sum(waited) >= 6, "too little trained meanwhile to tell"
@@ -77,7 +77,7 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
 
 
 def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, monkeypatch):
-    """However long the slice: nothing else begins in between, though two models' work waits."""
+    """However long the slice, no other job begins in between, though two models have work."""
     with opened(tmp_path, token_budget=32) as (first, wires):
         models = [wires.model(i, seed=i) for i in range(2)]
         sampler = wires.sampler(models[0], 1)
@@ -134,7 +134,7 @@ def test_no_tenant_fills_the_queue_while_there_are_others():
         while (taken := turns.next_job()).owner != "a":
             pass
         turns.finish_job(taken)
-    assert fill("a", job) == 5  # of 16, 3 and 2 are others'
+    assert fill("a", job) == 5  # of 16 places, others hold 3 and 2
     drained = Counter(type(item) for item in turns.drain())
     assert drained == {EngineJob: 7, SamplingJob: 3} and len(turns) == 0 and fill("d", job) == 8
     turns = FairQueue(16)
@@ -145,7 +145,7 @@ def test_no_tenant_fills_the_queue_while_there_are_others():
 
 
 def test_tenants_take_turns_and_not_models():
-    """Without keys a tenant is a session: one with three models has no three turns."""
+    """Without keys, a tenant is a session: three models do not get it three turns."""
     turns = FairQueue(64)
     for tenant, lane in (("a", 0), ("a", 1), ("a", 2), ("b", 0)):
         for _ in range(3):
@@ -160,7 +160,7 @@ def test_tenants_take_turns_and_not_models():
 
 
 def test_one_key_that_floods_refuses_itself_alone(tmp_path):
-    """Samples, work and numbers whose turn has not come are counted together, of all its models."""
+    """Samples, training and early sequence numbers count together, over all models of a key."""
     with server(tmp_path, keys=KEYS, queued=12) as item:
         flood, calm = (Wire(item, key) for key in KEYS)
         flood.open(), calm.open()
@@ -182,9 +182,9 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
                     send("asample", **numbers, sampling_params={"max_tokens": 2}, prompt=prompt)
                 elif i % 4 == 1:
                     send("optim_step", model_id=models[0], seq_id=2 + i // 4, **adam)
-                else:  # whose number comes too early
+                else:  # its sequence number is too early
                     send("optim_step", model_id=models[1], seq_id=50 + i, **adam)
-            # half of the 11 that are left beside what holds the desk
+            # half of the 11 free places; the job that holds the desk takes the twelfth
             assert len(taken) == 5 and len(refused) == 15
             assert all(
                 item.status_code == 429
@@ -228,9 +228,9 @@ def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_
 
         first.engine.submit("local", "hold", "hold", hold, tenant=single.session)
         assert begun.wait(60)
-        assert steps(single, model, 1) == 8  # of nine, one holds the desk
+        assert steps(single, model, 1) == 8  # of nine places, the job that holds the desk takes one
         gate.set()
-        assert until(lambda: not len(first.engine.queue))  # otherwise there may be no room yet
+        assert until(lambda: not len(first.engine.queue))  # otherwise the queue may still be full
         single.wait(single.step(model, 9))
         other = Wire(first)
         other.open()
@@ -240,7 +240,7 @@ def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_
 
 
 def test_the_number_that_others_wait_for_finds_room(tmp_path):
-    """The eighth is refused, since the queue holds what holds the desk."""
+    """The eighth is refused, since the job that holds the desk also counts."""
     with server(tmp_path, queued=16) as first:
         wires, other = Wire(first), Wire(first)
         wires.open(), other.open()
@@ -289,7 +289,7 @@ def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
     [b'{"a": "\xed\xa0\x80"}', '{"a": 1}'.encode("utf-16"), b'{"a": "\\ud800"}', b'{"a": "\xff"}'],
 )
 def test_bytes_that_are_no_text_are_no_json(tmp_path, raw):
-    """Half of a surrogate pair as bytes, as an escape; another encoding."""
+    """Send half of a surrogate pair, as bytes and as an escape, and another encoding."""
     with pytest.raises(ValueError):
         parse_json(raw)
     assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00 \xe2\x82\xac"}') == {

@@ -1,4 +1,4 @@
-"""What may take long keeps nobody waiting."""
+"""Test that slow operations do not block other requests."""
 
 import asyncio
 import json
@@ -94,7 +94,7 @@ def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
             assert answer.status_code == 200, (path, answer.text)
             return longest
 
-        for path in calls:  # so that the model is loaded
+        for path in calls:  # loads the model
             ask(path)
         monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", slowly)
         for path in calls:
@@ -128,7 +128,7 @@ def test_a_short_request_cannot_ask_for_much_memory(tmp_path):
 
 
 def served_by_uvicorn(app, header_seconds, work):
-    """Run `work(port)`, a coroutine function, beside a server of `app`."""
+    """Run `work(port)`, a coroutine function, against a uvicorn server of `app`."""
 
     async def both():
         config = uvicorn.Config(
@@ -159,7 +159,7 @@ def test_half_sent_requests_are_closed_and_slow_answers_are_not(tmp_path):
     }
 
     async def until_closed(port, first, trickle):
-        """Seconds until the server closes. `trickle`: what is sent on, a byte at a time."""
+        """Return the seconds until the server closes. `trickle`: sent next, a byte at a time."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         begin, received = time.perf_counter(), b""
         writer.write(first)
@@ -176,7 +176,7 @@ def test_half_sent_requests_are_closed_and_slow_answers_are_not(tmp_path):
         return time.perf_counter() - begin, received
 
     with opened(tmp_path, body_seconds=1.0, poll_seconds=2.5) as (item, wires):
-        # whose turn never comes: a poll for it is held for 2.5 s
+        # Its sequence number is never due: a poll for it is held for 2.5 s.
         waiting = wires.step(wires.model(), 9)
 
         async def work(port):
@@ -202,7 +202,7 @@ def test_half_sent_requests_are_closed_and_slow_answers_are_not(tmp_path):
 
 
 def test_a_body_that_comes_slowly_but_comes_is_read(tmp_path):
-    """64 KiB a second are enough, however large the body is."""
+    """64 KiB a second are enough, whatever the size of the body."""
     with server(tmp_path, body_seconds=0.5) as first:
 
         async def slowly():
@@ -220,7 +220,7 @@ def test_a_body_that_comes_slowly_but_comes_is_read(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model in a folder."""
+    """Return a folder with a saved model."""
     place = tmp_path_factory.mktemp("model")
     with ServiceClient(output_dir=place) as service:
         client = service.create_full_training_client(BASE)

@@ -1,4 +1,4 @@
-"""Whole runs in which sampling does not wait for learning."""
+"""Test whole runs in which sampling does not wait for learning."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ LINE = (
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Trains with the words of a line; the run's folder."""
+    """Return a function that trains with the words of a command line, and returns the folder."""
     home = tmp_path_factory.mktemp("runs")
     (home / "uneven.py").write_text(ENVIRONMENT)
     played = (
@@ -93,7 +93,7 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def drawn(folder: Path) -> list:
-    """What each step trained on: problem, member, tokens of each turn."""
+    """Return what each step trained on: problem, member, tokens of each turn."""
     results = []
     for path in sorted((folder / "rollouts").glob("step_*.jsonl")):
         for line in path.read_text().splitlines():
@@ -110,7 +110,7 @@ LATE = "--max-steps-off-policy 2 --slice-steps 2"
 
 @pytest.mark.slow
 def test_a_batch_in_parts_is_the_update_of_the_whole_batch(trained):
-    # a smaller one makes steps of what is rounding in a gradient near 0
+    # A smaller epsilon turns rounding errors of gradients near 0 into whole steps.
     whole = trained("whole", "--steps 2 --adam-eps 1e-3")
     for name, words in (
         ("continuous", "--rollout-mode async"),
@@ -143,8 +143,8 @@ METHODS_THAT_SAMPLE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS_THAT_SAMPLE)
 def test_episodes_that_go_on_by_themselves_train_every_method_alike(method, tmp_path):
-    """The same tokens, the same update: settings that PPO, online DPO, best-of-n and distillation
-    have, too. A replay is bit for bit.
+    """Continuous sampling trains on the same tokens with the same update, also with settings of
+    PPO, online DPO, best-of-n and distillation. A replay is bit for bit equal.
     """
     (tmp_path / "uneven.py").write_text(ENVIRONMENT)
     played = f"--environment {tmp_path}/uneven.py:Uneven --environment-isolation thread"
@@ -196,8 +196,8 @@ def test_asynchronous_runs_hold_their_bound_train_each_group_once_and_repeat_bit
     again = trained("again", f"{LATE} --replay {first}")
     assert same(first, again) and metrics(again) == metrics(first)
     assert (again / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
-    # killed after its second step, and gone on with: as the undisturbed run, none lost, none drawn
-    # twice
+    # Killed after its second step and resumed: equal to the undisturbed run, with no answer lost or
+    # sampled twice.
     cut = first.parent / "cut"
     shutil.copytree(first, cut)
     for path in (cut / "checkpoints").iterdir():
@@ -228,8 +228,8 @@ def test_settings_of_age_and_cache(trained, words):
 
 @pytest.mark.slow
 def test_with_a_cache_that_is_read_again_every_logprob_is_that_of_the_weights_it_names(trained):
-    """Computed again under the checkpoint of its version, prompt and answer in one plain forward;
-    many answers are of two versions.
+    """Each logprob equals a recomputation under the checkpoint of its version, in a plain forward
+    pass over prompt and answer. Many answers span two versions.
     """
     with updates_end_while_answers_are_drawn():
         folder = trained(
@@ -237,7 +237,7 @@ def test_with_a_cache_that_is_read_again_every_logprob_is_that_of_the_weights_it
             "--max-steps-off-policy 2 --slice-steps 2 --recompute-cache --save-every 1 "
             "--learning-rate 1e-2",
         )
-    # the beginning is no checkpoint
+    # version 0 has no checkpoint
     names = {
         version: folder / "checkpoints" / f"grpo-{version:06d}" / "model" for version in (1, 2)
     }
@@ -262,7 +262,7 @@ def test_with_a_cache_that_is_read_again_every_logprob_is_that_of_the_weights_it
 
 
 def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run():
-    """A stale label, or a scheduler that lost count, is not trained on in silence."""
+    """A stale version label, or a scheduler that lost count, raises an error before training."""
     inputs = SimpleNamespace(settings=SimpleNamespace(), environment=None)
     samples = StageSampler(inputs, None)
 
@@ -305,7 +305,7 @@ def test_what_does_not_go_together_is_refused_by_name(inputs, says):
 
 
 def sent(source, result):
-    """The result of an update whose weights go to ranks that only sample."""
+    """Return the result of an update that sends its weights to ranks that only sample."""
     policy = source.trainer.models.policy
     return replace(result, new_weights=policy.save_weights_and_get_sampling_client())
 
@@ -314,8 +314,8 @@ def sent(source, result):
 def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
     trained, monkeypatch
 ):
-    """As with ranks that sample: nothing arrives before the next update has begun, and a replay
-    where all is there at once repeats it.
+    """As with ranks that only sample, no weights arrive before the next update has begun. A replay
+    in which all weights arrive at once repeats the run.
     """
     present, calls, begun, credit = set(), {}, [], AsyncSource.update_and_send
 
@@ -339,7 +339,7 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
             lambda client, call: calls.setdefault(client, []).append(call),
         )
         first = trained("far", f"{LATE} --steps 6 --save-every 3")
-    # the save after batch 2 waits
+    # The save after batch 2 waits for the weights.
     assert begun == [(0, False), (1, True), (2, True), (3, False), (4, True), (5, True)]
     rows = [json.loads(line) for line in (first / "decisions.jsonl").read_text().splitlines()]
     assert [row["batch"] for row in rows if row.get("weights") == "under way"] == [0, 1, 3, 4]
@@ -375,20 +375,20 @@ def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise
     assert drawn(again)[:8] == drawn(first)[:8]
     trained("as-before", f"{LATE} --save-every 0 --keep-last 3 --replay {first}")
     assert "bit-identical" not in capsys.readouterr().out
-    # where nothing is on its way, the log says that it lands
+    # No weights are in flight here, although the log of decisions says that they land.
     for path in (again / "checkpoints").iterdir():
         if path.name != "grpo-000002":
             shutil.rmtree(path)
     try:
         trained("saved-on-the-way", f"{LATE} --save-every 1 --resume --replay {first}")
-    except UserError as error:  # caches read again may have other answers end sooner
+    except UserError as error:  # recomputed caches may end other answers sooner
         assert "the log of decisions belongs to another run" in str(error)
     assert max(row["async/age/max"] for row in metrics(again)) <= 2
 
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_between_two_checkpoints_is_repeated(trained, monkeypatch):
-    """Where it was stopped, caches were read again."""
+    """Caches were recomputed at the step where the run was stopped."""
     real = Trainer.end_batch
 
     def stopping(stage, batch, *inputs):

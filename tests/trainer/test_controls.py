@@ -1,4 +1,4 @@
-"""Curriculum, reward shaping, weighted rewards, best weights, learning rates."""
+"""Test curricula, reward shaping, weighted rewards, best weights and learning rates."""
 
 import math
 from pathlib import Path
@@ -30,7 +30,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def group(*rewards_G: list[float], tokens: int = 1, final: float = 0.0) -> TrajectoryGroup:
-    """A group whose members have a turn for each reward given."""
+    """Return a group in which each member has a turn per reward."""
 
     def turn(reward: float) -> Transition:
         return Transition(
@@ -50,7 +50,7 @@ def stages_of(*words: str):
     return read_run(list(words), METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages
 
 
-# command lines, and the settings that the guide gives for them
+# command lines, and the settings that the guide lists for them
 GUIDE = {
     "grpo": {
         "group_size": 8, "temperature": 0.8, "clip_low": 0.8, "clip_high": 1.2, "entropy_coef": 0.0,
@@ -108,7 +108,7 @@ def test_running_statistics_are_those_of_all_values():
 
 
 def test_overlong_penalty_by_hand():
-    """DAPO's figures: 16,384 tokens are free of charge, 4,096 more cost up to 1."""
+    """DAPO's figures: 16,384 tokens cost nothing, the next 4,096 cost up to 1."""
     assert [overlong_penalty(n, 20_480, 0.2, 1.0) for n in (100, 16_384, 18_432, 20_480)] == [
         0.0, 0.0, 0.5, 1.0,
     ]  # fmt: skip
@@ -125,7 +125,7 @@ def test_shaping_by_hand_and_as_the_guide_does_it():
     assert RewardShaper(ShapingSettings(overlong_share=0.5, overlong_penalty=0.5), 10).shape_totals(
         groups
     ) == [[2.5, 0.5], [0.0, 0.0]]
-    groups[0].trajectories_G[1].transitions[-1].ac.stop_reason = "length"  # cut off: it alone pays
+    groups[0].trajectories_G[1].transitions[-1].ac.stop_reason = "length"  # cut off: only it pays
     assert RewardShaper(ShapingSettings(cut_off_penalty=2.0), 10).shape_totals(groups) == [
         [3.0, -1.0],
         [0.0, 0.0],
@@ -143,7 +143,7 @@ def test_shaping_by_hand_and_as_the_guide_does_it():
 
 
 def test_the_overlong_penalty_is_of_the_longest_turn():
-    """max_tokens bounds each turn: three turns of half of it are not long."""
+    """max_tokens bounds each turn: three turns of half that length are not overlong."""
     shaper = RewardShaper(ShapingSettings(overlong_share=0.5, overlong_penalty=1.0), 10)
     assert shaper.shape_totals([group([1.0, 1.0, 1.0], tokens=5)]) == [[3.0]]
     assert shaper.shape_totals([group([1.0, 1.0, 1.0], tokens=9)]) == [[pytest.approx(3.0 - 4 / 5)]]
@@ -170,7 +170,7 @@ def test_step_rewards_keep_their_place():
 
 
 def levelled(**inputs) -> Curriculum:
-    """Ten problems of each of the levels 1, 2, 3."""
+    """Return a curriculum of ten problems at each of the levels 1, 2, 3."""
     problems = [
         Problem([{"role": "user", "content": str(i)}], {"level": 1 + i // 10}, index=i)
         for i in range(30)
@@ -248,7 +248,7 @@ def test_additions_levels_are_carries():
     for text, level in list(problems.items())[::97]:
         a, b = map(int, text[:-1].split("+"))
         digits_lost = sum(int(c) for c in str(a) + str(b)) - sum(int(c) for c in str(a + b))
-        assert level == digits_lost / 9  # each carry turns ten into one
+        assert level == digits_lost / 9  # each carry turns 10 into 1
 
 
 # ---------------------------------------------------------------- rewards, best weights, rate rules
@@ -361,7 +361,7 @@ WITHOUT_EFFECT = [
     ],
     ("offline --value-coef 0.1", "no value is learned", "--baseline learned"),
     ("grpo --reward gsm8k --rewards repetition 1", "rewards replaces it", None),
-    # its default, typed
+    # the default reward, set explicitly
     ("grpo --reward exact_match --rewards repetition 1", "rewards replaces it", None),
 ]  # fmt: skip
 
@@ -379,7 +379,7 @@ def test_a_setting_without_effect_is_refused_and_the_remedy_works(words, says, r
 
 
 def test_what_a_variant_stands_for_gives_way_to_what_is_asked_for():
-    """dapo widens a clip that importance_sampling does not have."""
+    """dapo widens a clip range that importance_sampling does not have."""
     changed = settings("--variant", "dapo", "--loss", "importance_sampling")
     assert (changed.policy_gradient.loss, changed.policy_gradient.clip_high) == (
         "importance_sampling",
@@ -415,14 +415,14 @@ def test_a_flag_that_some_stages_use_is_taken_by_those(recipe, words):
 
 def test_settings_that_were_saved_before_they_were_errors_still_open():
     plain = settings(method="ppo")
-    # refused on the line, without critic_model
+    # refused on the command line, without critic_model
     saved = flatten_settings(plain) | {"critic_learning_rate": 1e-3}
     problems = []
     assert unflatten_settings(type(plain), saved, problems, "config.json") == plain and not problems
 
 
 def test_what_is_given_for_all_stages_is_for_those_that_use_it(tmp_path):
-    """A flag on the default recipe (sft, grpo), which only its second stage can use."""
+    """A flag on the default recipe (sft, grpo) that only its second stage can use."""
     sft, grpo = (
         stage.settings
         for stage in stages_of(
@@ -444,7 +444,7 @@ def test_what_is_given_for_all_stages_is_for_those_that_use_it(tmp_path):
     )
     with pytest.raises(SettingsError, match="^stage sft: dynamic_sampling 3 has no effect"):
         stages_of(str(recipe))
-    # other mistakes are not passed over
+    # other mistakes are still reported
     with pytest.raises(SettingsError, match="--reward-clip is positive"):
         stages_of("--reward-clip", "-1", "--dynamic-sampling", "3")
 

@@ -1,4 +1,4 @@
-"""Whatever is killed, hangs, fills up or is damaged."""
+"""Test runs that are killed, hang, run out of disk space or are damaged."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def ranks():
     server.close()
 
 
-# -------------------------------------------------------------------------------- a save goes wrong
+# ------------------------------------------------------------------------------------- a save fails
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def test_a_save_that_goes_wrong_at_any_disk_operation_loses_nothing(faulty_disk,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    # every file of a checkpoint is written, and synced with its folders; the checkpoint, its row,
-    # the metrics and the old one are renamed
+    # Every file of a checkpoint is written and synced with its folders; the checkpoint, its row,
+    # the metrics and the old checkpoint are renamed.
     assert result["writes"] >= 10 and result["fsyncs"] >= 12 and result["renames"] >= 4, result
     assert result["from_step_1"] > 20 and result["from_step_2"] > 5, result
 
@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
             assert result[0]["name"] == "s-1"
             assert result[1] == state_of(1.0)
             assert "s-2 cannot be used" in console.texts[0]
-        else:  # a bit of the manifest that says nothing, such as a space made a tab: all else is as it was
+        else:  # a bit without meaning in the manifest, such as a space turned into a tab
             assert (
                 name == "manifest.json"
                 and result[0]["name"] == "s-2"
@@ -134,7 +134,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
 def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
     tmp_path, monkeypatch, dies_before, exchanges
 ):
-    """Old or new, and whole; also where two folders cannot be exchanged in one step."""
+    """The path always holds the complete old or new checkpoint, even without an atomic exchange."""
     folder, remaining = tmp_path / "mine", []
 
     def save(text):
@@ -164,7 +164,7 @@ def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
         save('{"is": "new"}')
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    # in one step, there is no second
+    # an atomic exchange has no second rename
     assert code == (0 if exchanges and dies_before == "the second rename" else 9)
     new = dies_before == "what was is removed" or code == 0
     assert checkpoint_folder.read_verified_state(folder) == {"is": "new" if new else "old"}
@@ -182,7 +182,7 @@ def test_an_unchanged_checkpoint_is_read_once(tmp_path, monkeypatch):
     )
     checkpoint_folder.verify_checkpoint(tmp_path / "c")
     checkpoint_folder.verify_checkpoint(tmp_path / "c")
-    assert len(read) == 2  # just written: not trusted to stay as it is
+    assert len(read) == 2  # just written: verified again each time
     monkeypatch.setattr(checkpoint_folder, "_SETTLED_SECONDS", -1.0)
     for _ in range(3):
         checkpoint_folder.verify_checkpoint(tmp_path / "c")
@@ -190,7 +190,7 @@ def test_an_unchanged_checkpoint_is_read_once(tmp_path, monkeypatch):
     time.sleep(0.05)
     was = path.stat()
     path.write_text("[]")
-    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))  # as a copy that keeps times
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))  # like a copy that preserves timestamps
     with pytest.raises(checkpoint_folder.DamagedCheckpoint, match="does not match the checksum"):
         checkpoint_folder.verify_checkpoint(tmp_path / "c")
 
@@ -265,11 +265,11 @@ def test_an_exceeded_grace_time_ends_at_once():
     assert time.monotonic() - begin < 10
 
 
-# ----------------------------------------------------------------------- two processes, one is lost
+# -------------------------------------------------------------------- two processes, loss of a rank
 
 
 def wait_for(launch: Launch, folder: Path, ready, seconds: float = 120) -> None:
-    """Until the metrics written satisfy `ready`; AssertionError where the run ends before that."""
+    """Wait until the metrics satisfy `ready`. Raises AssertionError if the run ends first."""
     deadline = time.monotonic() + seconds
     while not (folder / "metrics.jsonl").exists() or not ready(rows(folder)):
         assert not launch.poll(), launch.output()
@@ -293,7 +293,7 @@ def undisturbed(ranks, tmp_path_factory) -> tuple[Path, float]:
 
 
 def undisturbed_run(ranks: Ranks, cwd: Path) -> tuple[Path, float]:
-    """(folder, seconds) of a run on two processes that nobody disturbs."""
+    """Return (folder, seconds) of an undisturbed run on two processes."""
     begin = time.monotonic()
     launch = ranks.start(write(cwd), "--output-dir", "out", *QUICK, cwd=cwd, world=2)
     assert launch.wait(240) == [0, 0], launch.output()
@@ -311,7 +311,7 @@ def test_kill_9_of_a_random_rank_at_a_random_point(ranks, undisturbed, tmp_path,
 
 
 def killed_and_resumed(ranks: Ranks, undisturbed: tuple[Path, float], cwd: Path, seed: int) -> str:
-    """Returns what happened, in words."""
+    """Kill a random rank at a random moment and resume; return a description of what happened."""
     rng, (whole, seconds) = random.Random(seed), undisturbed
     victim, moment = rng.randrange(2), rng.uniform(0.02, 0.95) * seconds
     recipe = write(cwd)
@@ -319,12 +319,12 @@ def killed_and_resumed(ranks: Ranks, undisturbed: tuple[Path, float], cwd: Path,
     time.sleep(moment)
     launch.kill(victim)
     training = (cwd / "out" / "metrics.jsonl").exists()
-    # the ranks may still be looking for each other: a launcher ends the one that is left
+    # The ranks may still be connecting; in that case a launcher ends the surviving rank.
     if not training:
         time.sleep(2.0)
         launch.kill(1 - victim, signal.SIGTERM)
-    codes = list(launch.wait(60))  # the other one ends by itself
-    # killed while the processes took leave of each other
+    codes = list(launch.wait(60))  # the surviving rank ends by itself
+    # killed while the processes were shutting down
     over = (cwd / "out" / "checkpoints" / "grpo-final").exists()
     if training and not over and codes[victim] == -signal.SIGKILL:
         assert codes[1 - victim] == 1, launch.output()
@@ -350,7 +350,7 @@ def test_a_rank_that_hangs_is_named_within_the_bound(ranks, tmp_path):
         launch.poll()
         time.sleep(0.05)
     seconds = time.monotonic() - begin
-    launch.kill(1)  # what a launcher does once one of its processes has failed
+    launch.kill(1)  # as a launcher does after a process has failed
     assert launch.wait(20) == [1, -signal.SIGKILL], launch.output()
     assert f"rank 1 (process {launch.pids[1]} on" in flat(
         launch.output(0)
@@ -367,7 +367,7 @@ def test_told_to_stop_two_processes_save_and_ask_to_be_requeued(
     recipe = write(tmp_path)
     launch = ranks.start(recipe, "--output-dir", "out", *QUICK, cwd=tmp_path, world=2)
     wait_for(launch, tmp_path / "out", at_step("grpo", 1))
-    for rank in (1, 0):  # a scheduler tells all processes
+    for rank in (1, 0):  # a scheduler signals all processes
         launch.kill(rank, number)
     assert launch.wait(60) == [75, 0], launch.output()
     done = len(rows(tmp_path / "out"))
@@ -382,7 +382,7 @@ def test_told_to_stop_two_processes_save_and_ask_to_be_requeued(
 @pytest.mark.slow
 def test_a_step_that_does_not_fit_into_the_grace_time_is_left_out(ranks, undisturbed, tmp_path):
     """Each update takes four seconds, and the grace time is three. The signal arrives while the
-    step samples: the state before the step is saved, in time.
+    step samples, so the state before the step is saved, in time.
     """
     recipe = write(tmp_path)
     script = tmp_path / "slow.py"
@@ -457,12 +457,12 @@ def test_a_reward_that_hangs_ends_the_run_and_is_named(ranks, tmp_path):
     assert (
         "digits" in text and "did not end within 0.4 s" in text and "failed on every sample" in text
     )
-    assert ranks.nothing_left() == []  # neither the workers nor what the reward started
+    assert ranks.nothing_left() == []  # neither workers nor processes of the reward
 
 
 @pytest.mark.slow
 def test_a_model_that_is_missing_on_another_machine_keeps_nobody_waiting(ranks, tmp_path):
-    """What one rank cannot read is one line for the user at once, and the ranks are still in step."""
+    """A rank that cannot read a model reports one line at once, and the ranks stay in step."""
     script = tmp_path / "missing.py"
     script.write_text(f"""
 import os, sys
@@ -514,8 +514,8 @@ raise LookupError("of the script itself")
 
 @pytest.mark.slow
 def test_under_the_launcher_a_killed_rank_ends_all_of_them(tmp_path):
-    """accelerate's own launcher: it ends with the others, says so in its exit code, and leaves no
-    process of its session.
+    """accelerate's launcher ends with the ranks, reports the failure in its exit code, and leaves
+    no process of its session.
     """
     words = [
         "--config_file",
@@ -589,8 +589,8 @@ LAUNCHES = {
     "zero2": (2, 2, ["DEEPSPEED", "DeepSpeedEngine", 2]),
     "zero3-one": (1, 3, ["DEEPSPEED", "DeepSpeedEngine", 1]),
 }
-# each loads what the one before saved after two more updates, so that every kind of launch is
-# written by and read by another
+# Each launch loads the state that the previous launch saved after two more updates, so every kind
+# of launch is written by and read by another kind.
 CHAIN = ["one", "ddp", "zero3", "zero1", "zero2", "zero3-one", "ddp", "one"]
 
 
@@ -635,6 +635,6 @@ def test_weights_and_optimizer_are_exact_under_another_world_size_and_stage(rank
                 moved[key := next(k for k in moved if k.endswith("/exp_avg"))], saved[key]
             )
         state = out / "checkpoints" / "end"
-    # the way to the sampler under ZeRO-3: no more than one whole parameter in memory at a time
+    # Weight sync under ZeRO-3 holds at most a single whole parameter in memory at a time.
     assert all(size == elements > 0 for size, elements in held["zero3"]) and len(held["zero3"]) > 10
     assert all(elements > size for size, elements in held["zero1"])

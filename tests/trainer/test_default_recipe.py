@@ -1,4 +1,4 @@
-"""The default recipe, as a newcomer runs it."""
+"""Test the default recipe as a new user runs it."""
 
 import json
 import re
@@ -21,7 +21,7 @@ HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
 
 
 def train(*words: str | Path) -> str:
-    """What `python train.py` printed."""
+    """Run `python train.py` with these words; return its output."""
     done = subprocess.run(
         [sys.executable, str(REPO / "train.py"), *map(str, words)],
         capture_output=True,
@@ -34,13 +34,15 @@ def train(*words: str | Path) -> str:
 
 @cache
 def default_run(base: Path) -> tuple[Path, str]:
-    """The default recipe's folder and console output."""
+    """Run the default recipe; return its folder and console output."""
     folder = base / "default_recipe"
     return folder, train("--output-dir", folder)
 
 
 def accuracy_by_generate(model: Path, answers: Mapping[str, str], *, sample: bool) -> float:
-    """Share of prompts that transformers' `generate` answers and ends; equal lengths."""
+    """Return the share of prompts that transformers' `generate` answers correctly and ends. All
+    prompts have the same length.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, net = (
@@ -67,7 +69,7 @@ def accuracy_by_generate(model: Path, answers: Mapping[str, str], *, sample: boo
 
 
 def sorted_rows() -> dict[str, str]:
-    """Rows of five digits whose sorted digits never occur in training, with Python's own order."""
+    """Return {row of five digits: the digits sorted by Python}; no answer occurs in training."""
     from rl.data import load_problems
 
     trained = {"".join(sorted(problem.meta["answer"])) for problem in load_problems("sorting")}
@@ -77,7 +79,7 @@ def sorted_rows() -> dict[str, str]:
 
 
 def sums() -> dict[str, str]:
-    """The held-out sums of two-digit addition."""
+    """Return the held-out sums of two-digit addition."""
     from rl.data.synthetic.addition_dataset import is_test
 
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100) if is_test(a, b)]
@@ -114,7 +116,7 @@ def test_the_default_recipe_learns_what_it_was_never_shown(tmp_path_factory):
     warm_up = sum(row["time/step"] for row in rows if row["stage"] == "sft")
     assert warm_up < sum(row.get("time/step", 0.0) for row in rows) / 3
 
-    # The console says what the figures are, and how much of the gain is new.
+    # The console explains the figures, and which part of the gain is new.
     assert re.search(rf"held-out accuracy.*{before:.3f} -> {after:.3f}", printed), printed
     assert re.search(rf"greedy accuracy.*{greedy_before:.3f} -> {greedy_after:.3f}", printed)
     assert "of this gain is sharpening: before the first step" in printed
@@ -160,7 +162,7 @@ def test_addition_is_mostly_sharpened(tmp_path):
         tmp_path / "run" / "checkpoints" / f"{stage}-final" / "model" for stage in ("sft", "grpo")
     )
     assert accuracy_by_generate(taught, sums(), sample=False) > before + 0.3
-    # 800 sums here, the first 512 of them there.
+    # All 800 sums here; the evaluation uses the first 512.
     assert abs(accuracy_by_generate(final, sums(), sample=True) - after) < 0.05
 
 

@@ -1,4 +1,4 @@
-"""The check of later stages before the first step creates what the stages create once they begin."""
+"""Test that the check before the first step creates the same clients as the later stages."""
 
 import pytest
 from test_reward_model import largest_digit_rows
@@ -12,7 +12,7 @@ RLHF = "method: rlhf, base_model: sft, reward_model: reward_model, data_format: 
 
 
 def record(monkeypatch, service_class) -> list[tuple]:
-    """(verb, rank of the adapter) of each client that such a service creates from here on."""
+    """Record (verb, adapter rank) of each client that such a service creates from now on."""
     calls: list[tuple] = []
 
     def record_calls(name, real):

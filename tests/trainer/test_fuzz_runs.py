@@ -1,9 +1,9 @@
-"""Damaged run folders: what reads them says one thing that can be set right, naming the file, or
-gives what the undamaged one gives.
+"""Fuzz run folders: a reader of a damaged folder returns the undamaged result, or reports an error
+that the user can fix and that names the file.
 
-Not detected, and so allowed: another number in a metric's row (a curve shows it), and another
-setting in config.json that still is one (a resumed run compares it with what is asked for;
-sample.py takes it as the run's). Everything else is equal or refused.
+Two kinds of damage are not detected, and are allowed: another number in a row of metrics (a curve
+shows it), and another valid setting in config.json (a resumed run compares it with the requested
+settings; sample.py takes it as the run's). All other damage gives an equal result or an error.
 """
 
 import atexit
@@ -43,7 +43,7 @@ def nested(depth: int) -> str:
 
 
 def places(value, path=()):
-    """Every place in a JSON value, as keys and indices."""
+    """Yield every path in a JSON value, as keys and indices."""
     yield path
     items = (
         value.items()
@@ -57,7 +57,7 @@ def places(value, path=()):
 
 
 def changed(value, rng: random.Random):
-    """One field removed, of another value or type, doubled or renamed."""
+    """Return a copy with a field removed, doubled, renamed, or of another value or type."""
     value = json.loads(json.dumps(value))
     path = rng.choice([path for path in places(value) if path])
     holder = value
@@ -74,7 +74,7 @@ def changed(value, rng: random.Random):
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Bytes flipped, cut off, put in or removed."""
+    """Return a copy with bytes flipped, cut off, inserted or removed."""
     kind = rng.randrange(8)
     if kind == 0:
         return data[: rng.randrange(len(data))]
@@ -104,7 +104,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def stopped_run(folder: Path) -> Path:
-    """A run stopped in its second stage, so that there is something to go on with."""
+    """Return a folder with a run stopped in its second stage, so that it can be resumed."""
     train(str(recipe(folder)), folder / "run")
     shutil.rmtree(folder / "run" / "checkpoints" / "grpo-final")
     return folder
@@ -124,7 +124,7 @@ def resumed(folder: Path, plan):
 def opened(folder: Path):
     result = open_weights(str(folder))
     assert result.path is not None and result.path.resolve().is_relative_to(folder.resolve())
-    # a config.json that is no run's any more: taken for a folder of weights, which has none
+    # config.json no longer describes a run: the folder is read as model weights, which it lacks
     if result.stage is None:
         check_model_folder(result.path)
         raise AssertionError("a run's folder holds no weights itself")
@@ -144,7 +144,7 @@ def drawn(folder: Path):
 
 
 def outcome(read, *args):
-    """What reading gives: its result, or the UserError's text."""
+    """Return (result, None), or (None, text of the UserError)."""
     try:
         return read(*args), None
     except UserError as error:
@@ -152,7 +152,7 @@ def outcome(read, *args):
 
 
 class Damaged:
-    """A copy of a run's folder, of which a file is damaged at a time."""
+    """A copy of a run's folder, damaged in one file at a time."""
 
     def __init__(self, done: Path, to: Path):
         self.source, self.to, self.folder = done / "run", to, to / "run"
@@ -183,7 +183,7 @@ class Damaged:
         )
 
     def listing(self) -> dict[str, tuple[int, int]]:
-        """Size and time of every file."""
+        """Return the size and modification time of every file."""
         results = {
             str(path.relative_to(self.folder)): path.stat()
             for path in self.folder.rglob("*")
@@ -206,13 +206,13 @@ class Damaged:
             self.before = self.listing()
 
     def check(self, name: str, rng: random.Random) -> list[str]:
-        """Damages a file, reads the folder in every way, and mends it."""
+        """Damage a file, read the folder in every way, restore the file; return the outcomes."""
         path, data = self.folder / name, (self.folder / name).read_bytes()
         path.write_bytes(damaged(data, rng))
         forged = rng.random() < 0.3 and name.endswith("state.json")
         manifest = path.parent / "manifest.json"
         kept = manifest.read_bytes() if forged else b""
-        if forged:  # the checksums fit: what it says is all there is to tell by
+        if forged:  # the checksums match: only the content shows the damage
             table = json.loads(kept)
             table["files"]["state.json"] = {
                 "bytes": path.stat().st_size,
@@ -226,7 +226,7 @@ class Damaged:
             for item in self.whole
             if reference != item and not reference.startswith(f"{item}/")
         ]
-        # else it is no state that a run could go on from, and makes way
+        # A forged state must remain only if a run could resume from it.
         if forged and outcome(read_learner_state, path.parent)[1] is None:
             still.append(reference)
         try:
@@ -256,7 +256,8 @@ class Damaged:
         if label == "drawn":
             assert results == right or name == "metrics.jsonl", name
         elif label == "opened":
-            # another where the newest says that it is another's, or the run's stages have changed
+            # May differ if the newest checkpoint names another run, or if the run's stages have
+            # changed.
             assert results == right or name.startswith("checkpoints/") or name == "config.json", (
                 name,
                 results,
@@ -267,7 +268,7 @@ class Damaged:
 
 
 def fuzz(done: Path, to: Path, count: int, seed: int) -> Counter[str]:
-    """Damages a file at a time; returns how often each outcome was seen."""
+    """Damage a file at a time; return the count of each outcome."""
     run, rng = Damaged(done, to), random.Random(seed)
     seen: Counter[str] = Counter()
     for i in range(count):
@@ -291,26 +292,26 @@ def test_four_hundred_damaged_folders_are_refused_by_name_or_read_as_they_were(d
     ), seen
 
 
-# ---------------------------------------------------------------------- as a family (test_fuzzing.py)
+# ------------------------------------------------------------------- as a family (test_fuzzing.py)
 
 
 def inputs(seed: int, count: int):
-    """(number of the file, seed of the damage)"""
+    """Yield (number of the file, seed of the damage)."""
     rng = random.Random(f"runs {seed}")
     for number in range(count):
         yield number, rng.randrange(2**32)
 
 
 def check(item) -> str:
-    """One damage to a run that this process made once."""
+    """Apply a damage to a run that this process trained once; return the outcome."""
     number, seed = item
     run = own_run()
     seen = run.check(run.files[number % len(run.files)], random.Random(seed))
     return REFUSED if "refused" in seen else "an older checkpoint" if "older" in seen else ACCEPTED
 
 
-# of what other families get: an input is five ways of reading a folder of checkpoints, tenths of a
-# second
+# Share of the inputs of other families: an input reads a folder of checkpoints in five ways, which
+# takes tenths of a second.
 SHARE = 0.1
 
 

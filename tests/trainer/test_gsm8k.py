@@ -1,4 +1,4 @@
-"""GSM8K's real problems under a real tokenizer and chat template, with a tiny model."""
+"""Test GSM8K's real problems with a real tokenizer and chat template, and a tiny model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ REPO = Path(__file__).resolve().parents[2]
 GSM8K = REPO / "recipes" / "gsm8k.yaml"
 SFT_STEPS, GRPO_STEPS = 45, 5
 PROBLEMS, GROUP = 2, 8
-# Two of the data set's problems are learnt until answers at temperature 1 are often, not always,
-# whole.
+# The model learns two problems of the data set until its answers at temperature 1 are often, but
+# not always, complete.
 RECIPE = """
 base_model: tiny:chat
 tokenizer: {tokenizer}
@@ -50,7 +50,7 @@ stages:
 
 
 def test_a_model_for_all_stages_is_where_the_first_begins(tmp_path: Path):
-    """A later stage goes on from the one before, unless it names another model itself."""
+    """A later stage starts from the previous stage, unless it names a model itself."""
 
     def begins(top: str, *stages: str, words: tuple[str, ...] = ()) -> list[bool]:
         text = f"{top}\nstages:\n" + "".join(
@@ -123,7 +123,7 @@ def train(recipe: Path, run: Path, *words: str) -> Launch:
 
 
 def finish(launch: Launch) -> str:
-    """Wait for the end of a run; returns what it printed."""
+    """Wait for the end of a run; return its output."""
     assert launch.wait(300) == [0], launch.output()[-3000:]
     return launch.output()
 
@@ -146,7 +146,7 @@ def recipe(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(recipe: Path) -> tuple[Path, Path]:
     whole, killed = recipe.parent / "whole", recipe.parent / "killed"
     launches = train(recipe, whole), train(recipe, killed)
-    # one step after the first checkpoint of GRPO: that step will have to be taken back
+    # One step after the first checkpoint of GRPO, so that resuming must undo this step.
     past = SFT_STEPS + 1 + 3
     deadline = time.monotonic() + 300
     while not launches[1].poll() and time.monotonic() < deadline:
@@ -167,7 +167,7 @@ def run(runs: tuple[Path, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def rollouts(run: Path) -> list[list[dict]]:
-    """What each GRPO step sampled."""
+    """Return the samples of each GRPO step."""
     files = sorted((run / "rollouts").glob("step_*.jsonl"))
     assert len(files) == GRPO_STEPS
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
@@ -177,7 +177,7 @@ def rollouts(run: Path) -> list[list[dict]]:
 def test_it_learns_the_format_and_then_from_mixed_groups(run: Path):
     rows = metrics(run)
     taught = [row["optim/loss"] for row in rows if row["stage"] == "sft"]
-    # from uniform over the real vocabulary
+    # the first loss is that of a uniform distribution over the real vocabulary
     assert taught[0] == pytest.approx(np.log(151_665), abs=0.3) and taught[-1] < 0.3
     trained = [row for row in rows if row["stage"] == "grpo"]
     assert len(trained) == GRPO_STEPS
@@ -199,7 +199,7 @@ def test_the_weights_change_in_every_stage(run: Path):
     assert all(np.abs(taught[name] - trained[name]).max() > 0 for name in taught)
     steps = tensors(run / "checkpoints" / "grpo-final" / "optimizer.safetensors")
     updates = {float(value) for name, value in steps.items() if name.endswith("/step")}
-    assert updates == {float(GRPO_STEPS)}  # an optimizer of its own for the stage
+    assert updates == {float(GRPO_STEPS)}  # the stage has a new optimizer
 
 
 @pytest.mark.slow
@@ -217,8 +217,8 @@ def test_rewards_are_those_counted_from_the_answers(
             if (boxed and not boxed[0].isdecimal()) or (
                 not boxed and "\\boxed" in sample["response"]
             ):
-                # "\boxed 10", "$ 10", "1 = 10": what of such is a number is the reward's own
-                # affair, tested there
+                # The reward decides whether "\boxed 10", "$ 10" and "1 = 10" hold a number; its
+                # tests cover it.
                 continue
             plain += 1
             reward = float(boxed == [expected[sample["problem"]]]) - (0.0 if boxed else 0.1)
@@ -236,8 +236,8 @@ def test_rewards_are_those_counted_from_the_answers(
 def test_the_sampler_drew_from_what_transformers_sees(
     run: Path, rollouts: list[list[dict]], shared_data: Path
 ):
-    """Prompts are the template's own tokens; at the first step each logprob is that of the taught
-    weights by transformers.
+    """Prompts equal the template's tokens. At the first step, each logprob equals that of the SFT
+    weights in transformers.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -255,8 +255,7 @@ def test_the_sampler_drew_from_what_transformers_sees(
         tokens = sample["response_tokens"]
         with torch.no_grad():
             logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        # in float64: over 151,665 tokens, torch's own fp32 log_softmax is off by up to 4e-4 on a
-        # CPU
+        # In float64: over 151,665 tokens, torch's fp32 log_softmax is off by up to 4e-4 on a CPU.
         logprobs = logits.double().log_softmax(-1)[range(len(tokens)), tokens].numpy()
         np.testing.assert_allclose(sample["logprobs"], logprobs, rtol=0, atol=2e-5)
 

@@ -1,4 +1,4 @@
-"""What a run keeps beside its model does not grow with its steps."""
+"""Test that the state of a run besides its model does not grow with its steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rl.types import Problem
 
 
 class StubPolicy:
-    """Saves by making folders, as a client does."""
+    """A policy that saves by creating folders, as a client does."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -106,7 +106,7 @@ def test_a_stages_loop_keeps_nothing_by_the_step(tmp_path: Path, terminal: bool)
             tracemalloc.stop()
         assert len(logbook.checkpoints()) <= 4, "checkpoints are pruned"
         logbook._metrics.flush()
-    # the old alarms: 3.2 kB a step
+    # the old alarms took 3.2 kB per step
     assert held[2] - held[1] < 40_000, f"300 steps more hold {held[2] - held[1]} bytes more"
     assert seconds[2] < 3 * seconds[0], "300 steps take as long as the first"
 

@@ -1,4 +1,4 @@
-"""What a stage does between the five steps, each part by itself."""
+"""Test the parts of a stage between the five steps, each in isolation."""
 
 import json
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ SETTINGS = GrpoSettings(
 
 def bare_stage(*, method=None, models=None, problems=None, keeper=None, seed=5, logbook=None,
                renderer=None, **overridden) -> Trainer:  # fmt: skip
-    """A stage of no more than these parts; `overridden`: methods of its own."""
+    """Return a stage with only these parts; `overridden`: methods to replace."""
     method = method or SimpleNamespace()
     method.settings = SETTINGS
     context = StageContext(
@@ -59,13 +59,13 @@ def test_held_out_answers_are_always_drawn_with_the_same_streams(monkeypatch):
     assert (
         len(set(drawn)) == 2 and drawn[0][:2] == ((("a", 1), ("b", 1)), 0.8) and drawn[1][1] == 0.0
     )
-    # another run's are other streams
+    # another run has other random streams
     bare_stage(seed=6).evaluator.evaluate_sampled(SimpleNamespace(version=0))
     assert drawn[-1] not in drawn[:-1] and drawn[-1][:2] == drawn[0][:2]
 
 
 def test_storing_held_out_answers_decodes_nothing_and_counts_as_evaluation(monkeypatch):
-    """`time/test` holds it: here storing an answer takes 100 seconds of a clock."""
+    """`time/test` covers it: here, storing an answer takes 100 seconds of a mocked clock."""
     now, stored = [0.0], []
     answer = SampledSequence(tokens=[1, 2, 3], logprobs=[-1.0, -2.0, -3.0], stop_reason="stop")
     turn = Transition(
@@ -97,7 +97,7 @@ def test_storing_held_out_answers_decodes_nothing_and_counts_as_evaluation(monke
 
 
 def test_training_samples_have_streams_of_their_own_at_each_batch(monkeypatch):
-    """Neither those of another batch nor those that held-out answers are drawn with."""
+    """The streams differ from those of other batches and of held-out answers."""
     drawn = []
 
     def rollout(*_, seed, **more):
@@ -124,7 +124,7 @@ def test_training_samples_have_streams_of_their_own_at_each_batch(monkeypatch):
 
 
 def test_the_old_sampler_is_let_go_before_the_new_weights_are_taken():
-    """Else every step would keep a copy of the weights."""
+    """Otherwise every step would keep a copy of the weights."""
     happened = []
     old = SimpleNamespace(release=lambda: happened.append("released"))
     policy = SimpleNamespace(
@@ -136,7 +136,7 @@ def test_the_old_sampler_is_let_go_before_the_new_weights_are_taken():
 
 
 class Notes:
-    """A method and a keeper that note what they are given."""
+    """A method and a checkpoint manager that record their state."""
 
     def __init__(self):
         self.method, self.saved = {"kl_coef": 0.3}, None

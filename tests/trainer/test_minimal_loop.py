@@ -1,4 +1,4 @@
-"""minimal_loop.py is what docs/own_loop.md shows first of the clients."""
+"""Test minimal_loop.py, the first example of the clients in docs/own_loop.md."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def test_it_stays_short_and_knows_the_public_face_alone():
 
 
 def rewards_of(folder, sft_steps, steps):
-    """Of each step, as it prints them."""
+    """Run minimal_loop.py; return the reward that it prints for each step."""
     words = [
         sys.executable, str(REPO / "minimal_loop.py"), "--sft-steps", str(sft_steps), "--steps",
         str(steps),
@@ -41,7 +41,7 @@ def rewards_of(folder, sft_steps, steps):
 @pytest.mark.slow
 def test_it_runs(tmp_path):
     assert all(0 <= reward <= 1 for reward in rewards_of(tmp_path, sft_steps=10, steps=2))
-    assert not list(tmp_path.iterdir())  # nothing was saved, nothing is written
+    assert not list(tmp_path.iterdir())  # nothing was saved, so nothing is written
 
 
 @pytest.mark.slow

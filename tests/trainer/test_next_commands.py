@@ -1,4 +1,4 @@
-"""Every command that a run prints under "Next:" works as it is printed."""
+"""Test that every command that a run prints under "Next:" works as printed."""
 
 import json
 import sys
@@ -34,7 +34,8 @@ dataset: addition
 batch_size: 4
 eval_limit: 4
 """
-# what is run, with {here} for a folder outside the current one -> the scripts that it must name
+# (command of a run, with {here} for a folder outside the current folder; number of commands that
+# the run must print)
 RUNS = {
     "reward of a file": (
         f"grpo --dataset {{here}}/sums.jsonl --reward {{here}}/odd.py:score {SAMPLED}",
@@ -95,7 +96,7 @@ def test_printed_commands_run_as_printed(kind, shell, tmp_path, capsys, monkeypa
     checkout = link_checkout(tmp_path / "checkout", shell)
     monkeypatch.chdir(checkout)
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    # a terminal's lines may be wrapped; a copied command is not
+    # Terminals may wrap lines; a copied command is not wrapped.
     monkeypatch.setenv("COLUMNS", "1000")
     here = tmp_path / "here"
     write_inputs(here)

@@ -1,4 +1,4 @@
-"""A loss that is no number, planted into a run's third step."""
+"""Test a loss that becomes non-finite in a run's third step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rl.trainer import main
 REPO = Path(__file__).resolve().parents[2]
 COMMON = """--base-model tiny:addition --dataset addition --max-tokens 4 --batch-size 4 --eval-every 0 --rollouts-every 0 --save-every 2
     --steps 4"""
-# updates: after two steps; of ppo, whose steps have two, within the third
+# number of the first non-finite update: after two steps; within the third step of ppo, whose steps
+# have two updates
 SPOILT_FROM = {"sft": 2, "grpo": 2, "ppo": 5}
 METHOD_WORDS = {
     "sft": "", "grpo": "--group-size 2 --temperature 1", "ppo": "--epochs 2 --target-kl 1e6",

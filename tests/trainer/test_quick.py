@@ -1,4 +1,4 @@
-"""A short command does not spend its time on Python's collector: `rl.startup`."""
+"""Test that a short command spends no time in Python's garbage collector: `rl.startup`."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""2 + 2 steps = 4, bit for bit, for every method."""
+"""Test that 2 + 2 steps equal 4 steps, bit for bit, for every method."""
 
 import json
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from rl.algorithms import METHODS
 
 pytestmark = pytest.mark.slow
 
-# Fits in the middle of a change: a level after three batches, a coefficient and statistics at every
-# one.
+# Resumes in the middle of changes: the level changes after three batches, a coefficient and
+# statistics after every batch.
 CURRICULUM = "--curriculum success --curriculum-up 0.01 --curriculum-down 0 --curriculum-window 3"
 REWARDED = f"{CURRICULUM} --reward FOLDER/rewards.py:digits"
 CHANGING = f"{CURRICULUM} --normalise-rewards --kl-target 1e-4 --reward FOLDER/rewards.py:digits"
@@ -26,7 +26,7 @@ LEVELS = "--curriculum steps --curriculum-steps 1 3"
 STUDENT = "--teacher FOLDER/teacher --base-model tiny:addition-small"
 HELD_OUT = "--batch-size 8 --eval-every 2 --eval-limit 16"
 
-# As many digits as there are; an untrained model's answers are never right, but they have some.
+# Reward the number of digits: an untrained model's answers are never right, but contain digits.
 REWARDS = """
 from rl.rewards import RewardResult
 
@@ -39,7 +39,7 @@ def digits(prompt, response, meta):
 
 @dataclass(frozen=True)
 class Case:
-    """`words` of a run; FOLDER holds what `made` makes."""
+    """`words` of a run, in which FOLDER is the folder that `made` returns."""
 
     words: str
     moving: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ def levels(rows: list[dict]) -> bool:
 
 
 def learned_rewards(rows: list[dict]) -> bool:
-    """They are the whole reward, and other ones at every step."""
+    """Check that learned rewards are the whole reward, and differ at every step."""
     results = [row["env/all/reward/learned"] for row in rows]
     return len(set(results)) == 4 and results == pytest.approx(
         [row["env/all/reward/total"] for row in rows], abs=1e-6
@@ -59,7 +59,7 @@ def learned_rewards(rows: list[dict]) -> bool:
 
 
 def drifts(rows: list[dict]) -> bool:
-    """What drew the answers is the policy as it began, before the resume and after it."""
+    """Check that the answers come from the initial policy, before and after the resume."""
     drift = [abs(row["optim/kl_behaviour_v1"]) for row in rows]
     return drift[0] < 1e-5 < 1e-3 < drift[-1]
 
@@ -165,7 +165,7 @@ CASES: dict[str, dict[str, Case]] = {
         "teacher": Case(f"{STUDENT} --learn-from teacher --group-size 2"),
     },
 }
-# what another case of the method and another case with LoRA show together
+# cases covered by another case of the method together with another case with LoRA
 CAMPAIGN = {
     ("sft", "lora"), ("online_dpo", "lora, all pairs"), ("dpo", "lora"),
     ("dpo", "precomputed, lora"), ("reward_model", "lora"), ("offline", "cloning"),
@@ -184,7 +184,9 @@ EACH = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """What the cases read: a reward, stored answers, a reward model and a teacher."""
+    """Return a folder with the inputs of the cases: a reward, answers, a reward model and a
+    teacher.
+    """
     folder = tmp_path_factory.mktemp("made")
     (folder / "rewards.py").write_text(REWARDS)
     mixed_answers(folder / "answers.jsonl", copies=4)
@@ -224,7 +226,7 @@ def test_two_steps_and_two_resumed_are_four_to_the_bit(method, name, made, tmp_p
     )
     files = sorted(path.relative_to(first) for path in first.rglob("*.safetensors"))
     assert files == sorted(path.relative_to(other) for path in other.rglob("*.safetensors"))
-    for file in files:  # weights, heads, optimizers, a critic's, generators
+    for file in files:  # weights, heads, optimizers (also of a critic), generators
         a, b = load_file(str(first / file)), load_file(str(other / file))
         assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a), file
     states = [

@@ -1,4 +1,4 @@
-"""A run goes on from its folder alone."""
+"""Test that a run resumes from its folder only."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def read_config(words: str):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory) -> Path:
-    """A run of four steps that saved each, without its last two: as a kill leaves it."""
+    """Return a run of four steps with a checkpoint of each; `cut` removes the last two."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     train(f"{WORDS} --steps 4 --save-every 1 --keep-last 9 --seed 3", folder)
     return folder
@@ -84,7 +84,7 @@ def test_what_changes_no_result_may_change(stopped, cut, console_notes):
     train(f"--resume {free}", cut)
     a, b = final_weights(stopped), final_weights(cut)
     for name in a:
-        # smaller micro-batches: but for rounding
+        # Smaller micro-batches: equal up to rounding.
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
     assert any("eval_every 2 -> 0" in text for text in console_notes) and {
         note["setting"] for note in config(cut)["changes"]
@@ -124,7 +124,7 @@ def test_a_change_takes_effect_from_its_step_on_and_is_noted(cut, stopped, conso
     state = json.loads((cut / "checkpoints/grpo-final/state.json").read_text())
     assert state["metadata"]["method"]["kl_coef"] == 0.5
     assert not same_weights(cut, stopped)
-    train("--resume --steps 5", cut)  # and what was noted stays
+    train("--resume --steps 5", cut)  # the recorded changes remain
     assert [note["setting"] for note in config(cut)["changes"]].count("learning_rate") == 1
 
 
@@ -143,8 +143,8 @@ def test_a_checkpoint_stays_that_of_its_model(cut, change):
 @pytest.mark.slow
 @pytest.mark.parametrize("ended", [False, True])
 def test_steps_may_be_added(stopped, cut, ended, tmp_path, console_notes):
-    """To a run that was cut off and to one that is done: the weights of one that was asked for as
-    many at once.
+    """Add steps to an interrupted run and to a finished run: the weights equal those of a run with
+    all steps from the start.
     """
     train(f"{WORDS} --steps 6 --save-every 1 --keep-last 9 --seed 3", tmp_path / "whole")
     folder = cut
@@ -190,7 +190,7 @@ def test_of_several_stages_those_that_ended_stay(tmp_path, console_notes):
     assert (grpo["settings"]["steps"], grpo["settings"]["learning_rate"]) == (3, 0.001)
 
 
-# ----------------------------------------------------------------------------------------- the line
+# --------------------------------------------------------------------------------- the command line
 
 
 def test_a_flag_of_one_stage(tmp_path):
@@ -212,7 +212,7 @@ def test_a_flag_of_one_stage_may_be_of_its_environment_or_template(tmp_path):
     )
     sft, grpo = (stage.settings for stage in run.stages)
     assert grpo.env.environment_settings == (("digits", "3"),)
-    assert grpo.data.template == (("enable-thinking", "true"),)  # over that of all stages
+    assert grpo.data.template == (("enable-thinking", "true"),)  # overrides that of all stages
     assert sft.data.template == (("x-y", "no"),)
 
 

@@ -1,4 +1,4 @@
-"""A run killed between two turns of a batch goes on to the bit."""
+"""Test that a run killed between two turns of a batch resumes bit for bit."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,8 @@ from whole_runs import final_weights, train
 
 from rl.client import SamplingClient
 
-# Two seats, several turns, levels; who the older version is depends on the pool, how long it lasts
-# on what both say.
+# Two seats, several turns, levels. The pool selects the older version, and both players' answers
+# determine the length of a game.
 DUEL = '''
 from rl.envs import Environment, TurnResult
 
@@ -38,7 +38,7 @@ class Duel(Environment):
 
 
 class Killed(BaseException):
-    """As a signal would: nothing on the way catches it as an error."""
+    """Raised as if by a signal: a BaseException, so no code catches it as an error."""
 
 
 @pytest.mark.slow
@@ -65,8 +65,8 @@ def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(
             raise Killed
         return ask(self, requests)
 
-    # every batch asks the policy and its opponent in each of the rounds that its level has: 2, of
-    # higher levels more
+    # Every batch asks the policy and its opponent in each round of its level: 2 rounds, and more at
+    # higher levels.
     monkeypatch.setattr(SamplingClient, "sample_many", killed)
     queries["at"] = 10**9
     train(words, tmp_path / "counted")
@@ -88,8 +88,8 @@ def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(
         assert file.read_text() == (tmp_path / "cut" / "rollouts" / file.name).read_text()
     kept = [state(tmp_path / folder) for folder in ("whole", "cut")]
     assert kept[0] == kept[1] and sum(item["games"] for item in kept[0]["opponents"]) > 0
-    # what was to be crossed was there: levels that moved, several turns, an opponent that is not
-    # the first of its line
+    # The run covered the difficult state: levels that moved, several turns, an opponent that is not
+    # the first of its line.
     steps = [row for row in whole if "progress/batch" in row]
     assert (
         len({row["env/all/turns_per_episode"] for row in steps}) > 1

@@ -1,4 +1,4 @@
-"""Whole runs through the entry."""
+"""Test whole runs through the entry point."""
 
 import json
 import os
@@ -65,14 +65,14 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def start(*words: str | Path, cwd: Path, **options: str) -> Launch:
-    """train.py as a process by itself."""
+    """Start train.py as a separate process."""
     return shared_ranks().start(*words, cwd=cwd, **options)
 
 
 def run(
     *words: str | Path, cwd: Path, ok: bool = True, **options: str
 ) -> subprocess.CompletedProcess:
-    """The same to its end. What it printed to either stream is both `stdout` and `stderr`."""
+    """Run train.py to its end. `stdout` and `stderr` both hold the output of both streams."""
     launch = start(*words, cwd=cwd, **options)
     (code,) = launch.wait(300)
     text = launch.output(0)
@@ -81,7 +81,7 @@ def run(
 
 
 def rows(folder: Path) -> list[dict]:
-    """Metrics without what depends on the clock."""
+    """Return the metrics without fields that depend on the clock."""
     parsed = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in parsed]
 
@@ -114,7 +114,7 @@ def assert_same(resumed: Path, undisturbed: Path, stage: str) -> None:
 
 
 def kill_when(process: Launch, folder: Path, ready, options: int = signal.SIGKILL) -> None:
-    """Sends a signal once `ready(rows)` holds; fails if the run ends first."""
+    """Send a signal once `ready(rows)` holds. Raises AssertionError if the run ends first."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         if (folder / "metrics.jsonl").exists():
@@ -199,8 +199,8 @@ def test_every_method_stopped_by_sigterm_resumes_to_the_same_bits(tmp_path, meth
 def test_a_run_stopped_in_the_last_step_of_a_stage_ends_as_if_it_had_not_been(
     undisturbed, tmp_path, stage
 ):
-    """The signal comes between the last update and the stage's final checkpoint: from a reward, or
-    while rows are read.
+    """The signal arrives between the last update and the stage's final checkpoint: from a reward,
+    or while rows are read.
     """
     recipe = write(tmp_path)
     code = f"""
@@ -327,7 +327,7 @@ def test_a_folder_with_a_run_is_not_written_to(undisturbed):
         done.returncode == 2 and "learning_rate" in done.stderr and "Traceback" not in done.stderr
     )
     assert "nothing was started" in done.stderr
-    # a run that is done says so and changes nothing
+    # A finished run reports that it is done and changes nothing.
     done = run(recipe, "--output-dir", "out", "--resume", cwd=undisturbed.parent)
     assert "done" in done.stdout
 
@@ -372,7 +372,7 @@ def test_a_reward_that_fails_costs_its_sample_and_one_that_always_fails_ends_the
     )
     done = run(recipe, "--output-dir", "all", cwd=tmp_path, ok=False)
     flat = " ".join(done.stderr.replace("│", " ").split())
-    # tried on the data's own answers
+    # the reward is tried on the data's answers
     assert (
         done.returncode == 2 and "returned nan" in flat and "1 problem: nothing was started" in flat
     )

@@ -1,4 +1,4 @@
-"""A run's folder: what is in it is not lost, is this run's own, and is one process's at a time."""
+"""Test a run's folder: it loses nothing, belongs to this run, and has one process at a time."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def recipe(folder: Path, extra: str = "keep_last: 2", text: str = RECIPE) -> Pat
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> Path:
-    """A run of two stages that is done; to be copied."""
+    """Return a finished run of two stages, to be copied."""
     folder = tmp_path_factory.mktemp("done")
     train(str(recipe(folder)), folder / "run")
     return folder
@@ -120,7 +120,7 @@ def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, chan
         ),
         tmp_path / "run",
     )
-    # the first stage's; the later one's and those held out for it
+    # the rows of the first stage; the rows of the later stage, and those held out for it
     assert len(seen) == (5 if change else 3), seen
 
 
@@ -128,7 +128,7 @@ def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, chan
 
 
 def damages(text: str, count: int, seed: int = 0):
-    """The list lost, cut off, changed in bits, lines and fields, or forged."""
+    """Yield damaged lists: missing, cut off, changed in bits, lines and fields, or forged."""
     rng, data, lines = random.Random(seed), text.encode(), text.splitlines(keepends=True)
     values = [
         None, True, -1, 10**30, 0.5, "", "x", "../../outside", "/etc", "sft-final", [], {},
@@ -159,12 +159,12 @@ def damages(text: str, count: int, seed: int = 0):
 
 
 def survives(done: Path, to: Path, count: int, seed: int) -> int:
-    """Resume from each damaged list up to training; return how many were noticed."""
+    """Resume from each damaged list, up to training; return the number of damages noticed."""
     folder = copied(done, to)
     outside = to / "outside"
     outside.mkdir()
     (outside / "thesis.txt").write_text("years of work")
-    # somebody's own
+    # copies that the user made
     shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "my copy")
     shutil.copytree(
         folder / "checkpoints" / "sft-final", folder / "checkpoints" / "sft-final-backup"
@@ -213,11 +213,11 @@ def test_a_lost_list_is_made_again_as_it_was(done, tmp_path):
             Path(row["sampler_path"]).parts[-2:],
         )
     assert made == rows and {row["kind"] for row in made} == {"last", "final", "best"}
-    # also what the metrics alone know
+    # The list also holds the best value, which otherwise only the metrics contain.
     steps = read_stage_steps(json.loads((folder / "config.json").read_text())["stages"])
     (folder / "metrics.jsonl").unlink()
     best = next(row for row in complete_checkpoint_list(folder, steps)[0] if row["kind"] == "best")
-    # as the list has it
+    # the value in the list
     assert best["value"] == next(row["value"] for row in rows if row["kind"] == "best")
 
 
@@ -233,7 +233,7 @@ def test_a_link_in_the_way_is_left_alone_and_named(done, tmp_path):
         tmp_path / "elsewhere"
     ).is_dir()
     (folder / "checkpoints" / "grpo-final").unlink()
-    # whole, and not from this run
+    # complete, but not from this run
     shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
     with pytest.raises(RunFolderError, match="grpo-final is in the way.*not from this run"):
         again(folder)
@@ -243,7 +243,7 @@ def test_a_link_in_the_way_is_left_alone_and_named(done, tmp_path):
 def test_what_lies_at_the_step_gone_on_from_is_in_the_way_where_it_is_none_of_its_own(
     done, tmp_path
 ):
-    """All steps are done; the stage's end under its own name is still to be written."""
+    """All steps are done, but the stage's final checkpoint is not yet written under its name."""
     folder = copied(done, tmp_path)
     os.rename(folder / "checkpoints" / "grpo-final", folder / "checkpoints" / "grpo-000008")
     plan = load_run_config(folder)
@@ -273,11 +273,11 @@ def test_a_checkpoint_is_never_looked_for_outside_of_the_folder(tmp_path):
             checkpoint_folder.verify_checkpoint(folder)
 
 
-# -------------------------------------------------------------------------------------- whose it is
+# ------------------------------------------------------------------------ checkpoints of other runs
 
 
 def swap(folder: Path, name: str, change) -> None:
-    """Changes a checkpoint's state.json and lets its manifest fit."""
+    """Change a checkpoint's state.json and update its manifest."""
     place = folder / "checkpoints" / name
     state = json.loads((place / "state.json").read_text())
     change(state)
@@ -327,7 +327,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(done, tmp_path
     folder = copied(done, tmp_path)
     shutil.rmtree(folder / "checkpoints" / "grpo-final")
     swap(folder, "grpo-000006", change)
-    if message.startswith("no 'metadata'"):  # no run wrote this: as good as damaged
+    if message.startswith("no 'metadata'"):  # no run wrote this: treated as damaged
         assert again(folder)
         return
     with pytest.raises(UserError, match=message) as error:
@@ -381,7 +381,7 @@ def test_metrics_with_holes_are_refused(done, tmp_path):
         with pytest.raises(UserError, match=message) as error:
             again(folder)
         assert "metrics.jsonl" in str(error.value)
-    # after the checkpoint: taken back anyway
+    # This row is later than the checkpoint, so it is removed anyway.
     (folder / "metrics.jsonl").write_text("".join(lines[:-1]) + lines[-1][:20])
     again(folder)
 
@@ -389,8 +389,8 @@ def test_metrics_with_holes_are_refused(done, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", [False, True])
 def test_data_that_were_changed_are_refused(left_out, tmp_path):
-    """`left_out`: one row is too long for the model, and skipped; the data are the same when the
-    run goes on.
+    """`left_out`: a row is too long for the model and is skipped. The data are unchanged when the
+    run resumes.
     """
     rows = [{"prompt": f"{i}+1=", "response": str(i + 1)} for i in range(8)]
     rows += [{"prompt": "1+" * 3000 + "1=", "response": "3001"}] * left_out
@@ -518,7 +518,7 @@ def test_a_mended_recipe_keeps_the_stages_that_are_done(done, tmp_path):
         json.loads((folder / "config.json").read_text())["stages"][1]["settings"]["learning_rate"]
         == 1e-5
     )
-    recipe(folder.parent, "learning_rate: 1e-4")  # now it is done
+    recipe(folder.parent, "learning_rate: 1e-4")  # now the stage is done
     with pytest.raises(RunFolderError, match="these differ: stage grpo: learning_rate"):
         again(folder)
 
@@ -540,7 +540,7 @@ def test_a_damaged_end_of_a_stage_is_made_again_from_the_checkpoint_before(done,
 
 @pytest.mark.slow
 def test_the_lost_end_of_a_stage_that_a_later_one_begins_from_is_known_at_the_start(tmp_path):
-    """Three stages, of which the last begins from the first: resumed in the second."""
+    """The last of three stages starts from the first. The run is resumed in the second."""
     text = RECIPE.replace(
         "dataset: addition\n",
         "  - method: grpo\n    name: last\n    base_model: sft\n    steps: 1\n    batch_size: 2\n"
@@ -564,8 +564,8 @@ def test_the_lost_end_of_a_stage_that_a_later_one_begins_from_is_known_at_the_st
 
 @pytest.mark.slow
 def test_two_runs_are_kept_apart(done, tmp_path, monkeypatch):
-    """Beside a live run: --resume, --overwrite, --auto-resume and a first start are refused before
-    anything is touched.
+    """During a live run, --resume, --overwrite, --auto-resume and a first start are refused before
+    any file changes.
     """
     folder, held = copied(done, tmp_path), []
     log = BatchLog.write_row
@@ -665,7 +665,7 @@ def test_a_folder_that_cannot_be_is_known_before_work(folder, tmp_path, monkeypa
 
     monkeypatch.setattr(run, "prepare_stages", never)
     before = sorted(tmp_path.iterdir())
-    # at the line, or when the folder is looked at
+    # on the command line, or when the folder is checked
     with pytest.raises((UserError, SystemExit)) as result:
         train(
             "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 1",
@@ -683,7 +683,7 @@ def test_a_home_folder_and_dollars_in_names(tmp_path, monkeypatch):
         "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --batch-size "
         "2 --eval-every 0"
     )
-    with pytest.raises(FileNotFoundError):  # of the helper, which looks for ~ itself
+    with pytest.raises(FileNotFoundError):  # raised by the helper, which does not expand ~
         train(words, Path("~/a $x^2$ $_{"))
     assert {p.name for p in (tmp_path / "a $x^2$ $_{").iterdir()} >= {"metrics.jsonl", "curves.png"}
     assert not (tmp_path / "~").exists()

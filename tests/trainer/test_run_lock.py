@@ -1,4 +1,4 @@
-"""The lock on a run's folder: one owner, whatever dies, on this host or another."""
+"""Test the lock on a run's folder: a single owner, whatever dies, on this host or another."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def another_hosts(folder: Path, seconds_ago: float, **more) -> dict:
-    """The lock of a process on a machine that cannot be asked."""
+    """Write the lock of a process on an unreachable machine; return its record."""
     owner = {
         "host": "node17", "boot": "else", "pid": 4242, "began": "1", "slurm": None,
         "nonce": "theirs",
@@ -58,7 +58,7 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
         match=rf"in use by process {process.pid} on \S+, started \d+ s ago, last heartbeat \d s ago",
     ):
         RunLock(tmp_path).acquire()
-    # on the same host nobody has to wait to know
+    # On the same host, the state of the owner is known without waiting.
     with pytest.raises(RunFolderError, match="in use by"):
         RunLock(tmp_path, patient=True).acquire()
     process.kill()
@@ -66,7 +66,7 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
     text: list[str] = []
     with RunLock(tmp_path) as lock:
         lock.acquire(text.append)
-        lock.acquire(text.append)  # twice is once
+        lock.acquire(text.append)  # acquiring a held lock is a no-op
         owner = f"process {process.pid} on {os.uname().nodename}"
         messages = (
             f"{owner} had {tmp_path} and did not release it; that process has ended (perhaps it was "
@@ -135,7 +135,7 @@ def test_a_requeued_job_waits_until_it_knows_and_takes_over_its_own_earlier_star
     with RunLock(tmp_path) as lock:
         lock.acquire(text.append)
     assert "earlier start of this Slurm job 70012" in text[-1]
-    another_hosts(tmp_path, 0, slurm=["70012", 1])  # the same start: two processes of one job
+    another_hosts(tmp_path, 0, slurm=["70012", 1])  # the same start: two processes of a job
     with pytest.raises(RunFolderError, match="node17"):
         RunLock(tmp_path).acquire()
 
@@ -165,7 +165,7 @@ def test_who_lost_the_folder_writes_nothing_more_there(tmp_path):
     with pytest.raises(RunFolderError, match="taken over by process 4242 on node17"):
         lock.check_held()
     lock.release()
-    assert json.loads((tmp_path / "run.lock").read_text())["nonce"] == "theirs"  # whose it is now
+    assert json.loads((tmp_path / "run.lock").read_text())["nonce"] == "theirs"  # now the owner
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_a_lock_that_cannot_be_read_ends_with_its_heartbeat(tmp_path, text):
 
 @pytest.mark.slow
 def test_of_many_at_once_one_at_a_time_has_it(tmp_path):
-    """Processes that hold it for a moment, take over from dead ones, and are killed: never two at
-    once.
+    """Processes hold the lock for a moment, take it over from dead owners, and are killed. Two
+    never hold it at once.
     """
     code = f"""
 import os, random, sys, time
@@ -229,13 +229,13 @@ except ChildProcessError:
     assert [worker.returncode for worker in workers] == [0] * 4
     assert all(int(text) > 0 for text in outputs)
     lock = RunLock(tmp_path)
-    lock.acquire()  # taken over, where a child of the last of them left it behind
+    lock.acquire()  # taken over if a killed child still holds it
     lock.release()
     assert list_files(tmp_path) == []
 
 
 def test_who_takes_a_dead_owners_place_looks_again_whether_it_is_still_his(tmp_path):
-    """In between, somebody else has replaced the lock, and is at work."""
+    """In between, another process has replaced the lock and is running."""
     another_hosts(tmp_path, 61)
     first, second = RunLock(tmp_path), RunLock(tmp_path)
     verdict = first._find_end_reason

@@ -1,4 +1,4 @@
-"""The lines at the start and end of a run: its data, and which of its weights are the best."""
+"""Test the lines at the start and end of a run: its data, and its best checkpoint."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from rl.trainer.evaluator import HeldOutMetrics
 
 @pytest.fixture
 def printed(monkeypatch) -> dict[str, dict]:
-    """What the console gets at the start and end of a run."""
+    """Record the console's lines at the start and end of a run."""
     calls: dict[str, dict] = {}
     monkeypatch.setattr(Console, "start", lambda self, title, facts: calls.update(start=facts))
     monkeypatch.setattr(Console, "end", lambda self, title, **words: calls.update(end=words))
@@ -25,7 +25,7 @@ def test_the_data_line_names_held_out_rows_and_the_end_the_best_weights(
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # at this rate the loss of rows that are not trained on rises again
+    # At this rate the loss of held-out rows rises again.
     metrics = train(
         "sft --base-model tiny:addition --dataset rows.jsonl --learning-rate 1e-2 --steps 9 "
         "--batch-size 8 --eval-every 3",

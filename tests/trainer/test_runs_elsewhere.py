@@ -1,4 +1,4 @@
-"""A run opened from another folder than the one that it was started in, with its own code."""
+"""Test runs with user code that are opened from another folder than they were started in."""
 
 import json
 import re
@@ -41,7 +41,7 @@ class Mine(GRPO):
 
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
-    """The folder of a user with a reward, a method and data."""
+    """Return a user's folder with a reward, a method and data."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "scores.py").write_text(CODE)
@@ -58,7 +58,9 @@ def run_command(command: str, folder: Path) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_printed_commands_work_as_printed(project, tmp_path, monkeypatch):
-    """Started in the user's folder, and with its code named from a third one."""
+    """Start a run in the user's folder, and another in a third folder with a path to the user's
+    code.
+    """
     third = tmp_path / "third folder"
     third.mkdir()
     for name, folder, words in (
@@ -82,7 +84,7 @@ def test_a_run_finds_its_code_and_data_from_another_folder(project, tmp_path, mo
     data = open_weights("project/run").stage.settings.data
     assert data.reward == f"{project / 'scores.py'}:score"
     assert data.dataset == data.eval_dataset == str(project / "rows.jsonl")
-    # a file of the same name in the current folder counts first; a copy needs no remark
+    # A file of the same name in the current folder takes precedence; a copy needs no warning.
     shutil.copy(project / "rows.jsonl", tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -123,7 +125,7 @@ def test_a_run_resumed_from_another_folder_reads_its_own_files(project, tmp_path
     assert config["stages"][0]["method"] == "scores.py:Mine"
     settings = config["stages"][0]["settings"]
     assert (settings["reward"], settings["dataset"]) == ("scores.py:score", "rows.jsonl")
-    # another reward of the same name is used, but not silently, and recorded by its path
+    # Another reward of the same name is used with a warning, and recorded by its path.
     (elsewhere / "scores.py").write_text(CODE.replace("==", "!="))
     with pytest.warns(UserWarning, match="the two differ"):
         resume(project / "run", "--steps", "3", "--trust-run")
@@ -132,7 +134,7 @@ def test_a_run_resumed_from_another_folder_reads_its_own_files(project, tmp_path
 
 
 def test_a_script_of_the_user_prints_commands_that_exist(project, monkeypatch):
-    """A script of the name train.py that calls rl.train."""
+    """The user's script has the name train.py and calls rl.train."""
     shown = {}
     monkeypatch.setattr(Console, "end", lambda self, title, **what: shown.update(what))
     monkeypatch.setattr(sys, "argv", ["sub/train.py"])
@@ -190,7 +192,7 @@ def test_the_last_step_and_every_evaluation_keep_their_answers(project):
 
 
 def test_console_metrics_and_files_count_the_same_steps(project, capsys):
-    """A second stage: the console's step of the run is that of the metrics and the file names."""
+    """In a second stage, the console counts the same steps as the metrics and the file names."""
     (project / "recipe.yaml").write_text(
         "base_model: tiny:addition\ndataset: rows.jsonl\neval_dataset: rows.jsonl\nbatch_size: 2\n"
         "max_tokens: 4\nreward: scores.py:score\nstages:\n"

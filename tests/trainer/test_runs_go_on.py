@@ -1,4 +1,4 @@
-"""Runs that go on from each other."""
+"""Test runs that start from the checkpoints of other runs."""
 
 import copy
 import json
@@ -39,13 +39,15 @@ def logits(model) -> torch.Tensor:
 
 
 def of(checkpoint: Path) -> torch.Tensor:
-    """What the run itself scores: the adapter on its base, unmerged."""
+    """Return the logits of a checkpoint as the run computes them: the adapter on its base,
+    unmerged.
+    """
     return logits(learner_checkpoint.load_for_sampling(str(checkpoint), None)[0].model)
 
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory) -> Path:
-    """A run of SFT under LoRA, of a tied model whose head is adapted."""
+    """Return a run of SFT with LoRA, of a tied model with an adapted head."""
     folder = tmp_path_factory.mktemp("runs") / "sft"
     train(f"{SFT} --lora-rank 4 --train-unembed --seed 5", folder)
     return folder
@@ -53,7 +55,7 @@ def adapter(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def get_console_notes(monkeypatch):
-    """What the console noted."""
+    """Return a function that joins the notes of the console."""
     notes: list[str] = []
     monkeypatch.setattr(Console, "note", lambda self, text: notes.append(text))
     return lambda: " ".join(notes)
@@ -89,7 +91,7 @@ def test_a_lora_run_is_gone_on_with_by_default_and_says_so(
         of(adapter / "checkpoints/sft-final"),
         rtol=0,
         atol=1e-5,
-    )  # at a rate of 1e-9 nothing moves: it is the same adapter
+    )  # at a rate of 1e-9 nothing moves: the adapter is the same
     assert spec(tmp_path / "next", "grpo-final")["base_model"] == "tiny:addition"
 
 
@@ -125,7 +127,7 @@ def test_another_adapter_is_trained_on_the_merged_one(
 
 @pytest.mark.slow
 def test_what_a_run_began_from_is_kept_when_it_is_resumed(adapter, tmp_path):
-    """Later checkpoints of the first run do not matter, nor that the settings say `--base-model
+    """Later checkpoints of the first run have no effect, although the settings say `--base-model
     RUN`.
     """
     source, run = tmp_path / "sft", tmp_path / "next"
@@ -133,7 +135,7 @@ def test_what_a_run_began_from_is_kept_when_it_is_resumed(adapter, tmp_path):
     words = f"{GRPO} --base-model {source} --lora-rank 2 --save-every 1 --steps 2"
     whole = train(words, run)
     shutil.rmtree(run / "checkpoints" / "grpo-final")
-    newer = source / "checkpoints" / "sft-000009"  # what a run that went on would have saved
+    newer = source / "checkpoints" / "sft-000009"  # as if the first run had continued
     shutil.copytree(source / "checkpoints" / "sft-final", newer)
     assert train(f"{words} --resume", run) == whole
     assert config(run)["origins"][0]["base_model"].endswith("sft-final/model")
@@ -269,7 +271,7 @@ def show_needs(run) -> dict:
 
 
 def test_commands_at_the_end_are_whole_and_quoted(adapter, tmp_path, monkeypatch):
-    """Words of a shell, each that a script or its parser takes as it stands."""
+    """Each printed command splits into words that its script or parser accepts unchanged."""
     shown = {}
     monkeypatch.setattr(Console, "end", lambda self, title, **what: shown.update(what))
     folder = tmp_path / "my runs" / "it's"

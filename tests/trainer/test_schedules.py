@@ -1,4 +1,4 @@
-"""Learning-rate schedules by hand."""
+"""Test learning-rate schedules against values computed by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""sample.py and evaluate.py against transformers, plain counting and the run's evaluation."""
+"""Test sample.py and evaluate.py against transformers, plain counting and the run's evaluation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def script(name: str, *words: object, cwd: Path, **options) -> subprocess.Comple
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two stages: all weights taught 24 sums in part, then a LoRA on top of them."""
+    """Return a run of two stages: all weights learn 24 sums in part, then a LoRA on top of them."""
     folder = tmp_path_factory.mktemp("scripts")
     rows = [
         {"prompt": f"{a}+{b}=", "answer": str(a + b)}
@@ -94,10 +94,10 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
 def test_pass_figures_leave_out_problems_whose_rewards_failed_in_part():
     figures = compute_pass_at_k([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0]], 3)
     means = {"pass@1": 1 / 6, "pass@2": (2 / 3) / 2, "pass@3": 0.5}
-    # of two values, the standard error of their mean is half of what they differ by
+    # The standard error of the mean of two values is half of their difference.
     errors = {f"standard error of pass@{k}": e for k, e in ((1, 1 / 6), (2, 1 / 3), (3, 1 / 2))}
     assert figures == pytest.approx({**means, **errors})
-    # of one problem nothing is known of others
+    # A single problem gives no standard error.
     assert compute_pass_at_k([[1.0, 0.0]], 2) == {"pass@1": 0.5, "pass@2": 1.0}
     assert compute_pass_at_k([[1.0]], 2) == {}
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.Monk
         "state_path": "anywhere/sft-000020",
     }  # fmt: skip
     (run / "checkpoints.jsonl").write_text(json.dumps(row) + "\n")
-    # below the folder, wherever it was
+    # paths are relative to the folder, wherever it was
     assert open_weights("runs/mine").path == Path("runs/mine/checkpoints/sft-000020")
     with pytest.raises(UserError, match="no checkpoint 'best'; it has sft-000020"):
         open_weights("runs/mine", "best")
@@ -194,7 +194,7 @@ def test_a_runs_own_reward_is_imported_from_the_current_folder_or_where_it_is_tr
         with pytest.raises(UserError, match="--trust-run"):
             check_trusted([address], "the config of run", False)
         assert address in check_trusted([address], "the config of run", True)[0]
-    for address in ("nowhere:f", "posix:system"):  # none there, none that is a file
+    for address in ("nowhere:f", "posix:system"):  # a missing module, and a module without a file
         with pytest.raises(UserError, match="--reward"):
             check_trusted([address], "the config of run", True)
 
@@ -226,7 +226,7 @@ def test_evaluate_asks_before_it_imports_what_a_folder_of_somebody_else_names(
     assert list(work.iterdir()) == []
     done = script("evaluate.py", stolen, "--limit", 2, "--trust-run", cwd=work)
     assert done.returncode == 0 and f"importing {(tmp_path / 'evil.py').resolve()}" in done.stdout
-    # without --output, each of the two evaluations that ran has its files in the run's folder
+    # Without --output, each of the two evaluations that ran writes its files to the run's folder.
     written = sorted(path.suffix for path in (stolen / "evaluations").iterdir())
     assert written == [".json", ".json", ".md", ".md"]
     assert f"written to {stolen / 'evaluations' / 'grpo-final-'}" in done.stdout
@@ -319,7 +319,7 @@ def test_evaluate_counts_what_it_wrote(run: Path):
 
 
 def reference(folder: Path):
-    """The weights of a checkpoint of the LoRA stage as PEFT loads them."""
+    """Return the model of a LoRA checkpoint as PEFT loads it, and its tokenizer."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -340,7 +340,7 @@ def test_samples_have_the_logprobs_of_the_saved_weights(run: Path):
     words = ["--prompt", "12+21=", "14+23=", "-n", 8, "--temperature", 2.5]
     done = script("sample.py", run, *words, cwd=run.parent)
     assert done.returncode == 0, done.stderr
-    # seed 0 both times
+    # seed 0 in both runs
     assert done.stdout == script("sample.py", run, *words, cwd=run.parent).stdout
     assert done.stdout != script("sample.py", run, *words, "--seed", 1, cwd=run.parent).stdout
     model, tokenizer = reference(run)
@@ -379,7 +379,7 @@ def test_the_rows_of_a_file_are_asked_with_the_flags_of_data(run: Path, tmp_path
 
 @pytest.mark.slow
 def test_one_candidate_token_is_greedy(run: Path):
-    """top_k 1, and a top_p that only the most probable token fits in, leave nothing to draw."""
+    """top_k 1, and a top_p that covers only the most probable token, leave nothing to sample."""
     answers = []
     for words in (
         ["--temperature", 0],
@@ -406,7 +406,7 @@ def test_one_candidate_token_is_greedy(run: Path):
 def test_prompts_from_a_pipe_are_answered_greedily_as_transformers_does(run: Path):
     import torch
 
-    # a folder of weights without a run around it: copied out
+    # a folder of weights, copied out of the run
     single = run.parent / "alone"
     if not single.exists():
         single.mkdir()
@@ -442,7 +442,7 @@ def test_prompts_from_a_pipe_are_answered_greedily_as_transformers_does(run: Pat
 
 @pytest.mark.slow
 def test_a_chat_begins_as_a_prompt_is_sampled(run: Path):
-    """With the settings of the run; a second run answers the same messages."""
+    """The chat uses the settings of the run; a second model answers the same messages."""
     words = ("--temperature", 0, "--prompt-suffix", "=")
     single = script("sample.py", run, "--prompt", "12+22", *words, cwd=run.parent)
     (expected, *_), *_ = ANSWER.findall(single.stdout)
@@ -467,6 +467,6 @@ def test_a_terminal_is_asked_until_its_input_ends(run: Path):
         os.close(ours)
         os.close(theirs)
     assert done.returncode == 0, done.stderr
-    # a folder inside a run is known as such, with the run's settings
+    # a folder inside a run is recognized, with the run's settings
     assert f"{run}: grpo-final" in done.stdout
     assert done.stdout.count("> ") == 2 and len(ANSWER.findall(done.stdout)) == 1

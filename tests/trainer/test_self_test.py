@@ -1,4 +1,4 @@
-"""The self-test: silent where all is well, by name where something is planted, and without a trace."""
+"""Test the self-test: it passes silently, names a planted fault, and leaves no trace."""
 
 import json
 from dataclasses import replace
@@ -43,7 +43,7 @@ def policy(request, service):
     client.release()
 
 
-# where the kind of policy does not enter
+# for tests that do not depend on the kind of policy
 ONE = pytest.mark.parametrize("policy", ["full"], indirect=True)
 
 
@@ -67,7 +67,7 @@ def healthy(run):
 
 def test_what_is_right_passes(run, policy, sampler):
     def observe():
-        """Logprobs and samples of the policy."""
+        """Return logprobs and samples of the policy."""
         config, params = {"temperature": 1.0}, replace(PARAMS, seed=1)
         scored = policy.forward(random_datums(3, seed=5), "importance_sampling", config).result()
         drawn = sampler.sample(random_datums(1, seed=5)[0].model_input, 3, params).result()
@@ -82,7 +82,7 @@ def test_what_is_right_passes(run, policy, sampler):
 
 
 def decoders(monkeypatch, change):
-    """The decoder that is looked at takes weights through `change` from here on."""
+    """Make the checked decoder load its weights through `change` from now on."""
     real = training_worker.TrainingWorker.check_sync
 
     def look(worker, model_id, version_id, *rest):
@@ -102,7 +102,7 @@ def test_a_hand_over_that_delivers_nothing(run, monkeypatch):
 
 @pytest.mark.parametrize("number", [0, 5, -1])
 def test_a_tensor_or_an_adapter_left_out(run, monkeypatch, number, healthy):
-    """Whichever: the first (an embedding, or its adapter), one inside, the last."""
+    """Drop a tensor: the first (an embedding, or its adapter), an inner tensor, or the last."""
 
     def without(pieces):
         whole = [(name, tensor.clone()) for name, tensor in pieces]
@@ -210,7 +210,7 @@ def test_gradients_that_do_not_arrive_or_reach_what_is_frozen(run, policy, monke
 
 
 def test_nothing_stays_of_a_self_test_that_fails(run, policy, monkeypatch):
-    """Nor of one whose look itself is broken off: the weights are back."""
+    """The weights are also restored if the check itself fails."""
     datums = random_datums(3, seed=5)
     before = (
         policy.forward(datums, "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
@@ -256,7 +256,7 @@ def test_a_run_is_the_same_with_and_without(words, tmp_path):
     result = sorted((tmp_path / "with" / "checkpoints").rglob("*.safetensors"))
     assert len(result) >= 2
     for path in result:
-        # the process's generator, which nothing of a run draws from
+        # the process's generator, which no part of a run uses
         if path.name != "rng.safetensors":
             first, other = (
                 load_file(path),

@@ -1,4 +1,4 @@
-"""Check --profile: its trace and table hold every part of a step, and it changes no result."""
+"""Test --profile: its trace and table hold every part of a step, and it changes no result."""
 
 import gzip
 import json
@@ -65,7 +65,7 @@ def test_a_profile_holds_the_parts_of_a_step_and_changes_no_result(tmp_path, cap
 
 
 def test_an_evaluation_ends_the_profile(tmp_path):
-    """It samples too, and is no part of a step."""
+    """An evaluation samples too, but is not part of a step."""
     train(tmp_path / "run", f"grpo {SMALL} --steps 5 --eval-every 3 --profile 4")
     with gzip.open(tmp_path / "run" / "profile" / "grpo.json.gz") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]

@@ -1,4 +1,4 @@
-"""What a run's folder is known by."""
+"""Test the list of checkpoints and the fingerprint of a run's folder."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ def test_everything_that_is_asked_or_answered_counts_in_the_fingerprint():
 
 
 class Book:
-    """A logbook's list of checkpoints."""
+    """A stub of the logbook's list of checkpoints."""
 
     def __init__(self, folder):
         self.folder, self.rows = folder, []
@@ -64,7 +64,7 @@ class Book:
 
 
 def test_each_stage_keeps_the_best_weights_of_its_own(tmp_path):
-    """Those that were beaten go with the next checkpoint, those of earlier stages stay."""
+    """Superseded best weights go at the next checkpoint; those of earlier stages stay."""
 
     def written(kind):
         def write(name, **_):

@@ -23,7 +23,7 @@ WORDS = (
     "--eval-limit 4 --quiet"
 )
 FORK = multiprocessing.get_context("fork")
-# What a second process may report, besides the end of its run.
+# Errors that a second process may report, if it does not reach the end of its run.
 REFUSALS = ("in use by process", "was taken over by", "holds a run", "nothing to resume")
 
 
@@ -67,7 +67,7 @@ def result(folder: Path) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> tuple[tuple[Any, ...], float]:
-    """(result, seconds) of a run that nothing disturbs."""
+    """Return (result, seconds) of an undisturbed run."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     begin = time.monotonic()
     assert end(*start(WORDS, folder)) == "done"
