@@ -27,7 +27,7 @@ from typing import Any
 parser = argparse.ArgumentParser(
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,  # --sampler is no abbreviation
+    allow_abbrev=False,  # otherwise --sampler would be read as --sampler-tp
 )
 parser.add_argument(
     "weights",
@@ -323,7 +323,7 @@ def main(args: argparse.Namespace, parts: list[dict[str, Any]]) -> None:
     seeds = args.seeds or [weights.evaluation_seed]
     labels = [evaluation.label for evaluation in evaluations]
     output = args.output or choose_output(args, weights, labels)
-    sampling = evaluations[0].sampling  # the sampler is of the flags and the run
+    sampling = evaluations[0].sampling  # the same for all data sets
     with weights.create_service(sampler_tp=args.sampler_tp, sampling=sampling) as service:
         sampler = weights.create_sampler(service, prefers_servers=True)
         for evaluation in evaluations:

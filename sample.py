@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 parser = argparse.ArgumentParser(
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,  # --sampler is no abbreviation
+    allow_abbrev=False,  # otherwise --sampler would be read as --sampler-tp
 )
 parser.add_argument(
     "weights",

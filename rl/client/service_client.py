@@ -334,8 +334,8 @@ class ServiceClient(AsyncServiceMethods):
         wrote, any HF or PEFT folder) or a base model.
 
         `tokenizer`, `seed` (extensions): of a base model, as in `create_full_training_client`.
-        `prefers_servers` (an extension): whether the vLLM servers of the settings sample, if there
-        are any. They hold the weights of one client at a time.
+        `prefers_servers` (an extension): sample on the configured vLLM servers, if there are any,
+        instead of in this process. They hold the weights of one client at a time.
         """
         return SamplingClient.from_weights(
             self._context, model_path, base_model, tokenizer, seed, prefers_servers

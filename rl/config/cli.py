@@ -76,6 +76,8 @@ def override_settings(
     built = []
     for section, cls in zip(sections, classes, strict=True):
         values = get_saved_values(flatten_settings(section), cls.__name__)
+        if (kind := flag_values.get("sampler")) is not None and kind.words == ("vllm",):
+            values.pop("sampler_cache", None)  # it is of the sampler in the process
         layers = {Source.STAGE: values, Source.FLAG: flag_values}
         merged = merge_sources(layers, get_fields(cls))
         built.append(build_settings(cls, merged, problems, flags=known))

@@ -217,7 +217,8 @@ def sampler_working_bytes(shape: ModelShape, launch: LaunchShape, work: StepWork
     """
     size = launch.compute_bytes
     tokens = min(PREFILL_TOKENS, work.prompts * work.prompt)
-    heads, mlp = shape.heads / launch.sampler_tp, shape.mlp / launch.sampler_tp
+    heads = shape.heads / launch.sampler_tp
+    mlp = max(shape.mlp, shape.routed_width if shape.fast else 0) / launch.sampler_tp
     routed = 3 * shape.experts_per_token * shape.hidden if shape.fast else 0  # inputs and outputs
     reading = size * tokens * (2 * shape.hidden + routed + 3 * mlp + 6 * heads * shape.head_width)
     drawing = FP32 * shape.vocab * (4 * work.rows + work.prompts)

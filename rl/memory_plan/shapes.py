@@ -21,6 +21,7 @@ class ModelShape(ParameterCounts):
                      hybrid model keep a state of constant size
     mlp_divisor      common divisor of the widths of MLPs and experts (0: `mlp`)
     experts_per_token  experts that a token is routed to
+    routed_width     columns of all experts that a token uses in a layer
     idle             numbers in the experts that a token is not routed to
     seeing           numbers in the vision tower and its projection to the text model
     seeing_trained   numbers of `seeing` that are trained
@@ -43,6 +44,7 @@ class ModelShape(ParameterCounts):
     caching: int | None = None
     mlp_divisor: int = 0
     experts_per_token: int = 0
+    routed_width: int = 0
     idle_experts: int = 0
     seeing: int = 0
     seeing_trained: int = 0

@@ -364,6 +364,13 @@ def _count_parameters(model: Any, fast: bool) -> dict[str, int]:
     }
 
 
+def _find_routed_width(model: Any, experts_per_token: int) -> int:
+    """Return the columns of all experts that a token uses in a layer."""
+    width = get_config_number(model, "moe_intermediate_size", "intermediate_size") or 0
+    shared = get_config_number(model, "shared_expert_intermediate_size") or 0
+    return experts_per_token * width + shared
+
+
 def _make_shape(
     loaded: LoadedModel, numbers: Mapping[str, int], described: ModelLayers, fast: bool
 ) -> ModelShape:
@@ -394,6 +401,7 @@ def _make_shape(
         windowed=described.special_kinds is not None or not described.takes_positions,
         mlp_divisor=find_mlp_divisor(unwrap_model(model).config) if fast else 0,
         experts_per_token=0 if experts is None else experts.per_token,
+        routed_width=0 if experts is None else _find_routed_width(model, experts.per_token),
         idle_experts=experts.num_parameters * (experts.count - experts.per_token) // experts.count
         if experts is not None
         else 0,

@@ -113,6 +113,8 @@ class SupervisedProcess:
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout=1.0)
+        if code is not None and code < 0:  # while no other process has the reaper's number
+            self._kill_remaining()
         self._is_closed = not self.read_output() or self._is_closed
         lines = self._output_tail.decode(errors="replace").strip().splitlines()
         # The line that ends a traceback, which other output may follow.
@@ -173,7 +175,8 @@ class SupervisedProcess:
 
 
 class WorkerProcess(SupervisedProcess):
-    """Run a function in a fresh interpreter in its own session, and exchange messages with it.
+    """Run a function in a fresh interpreter in its own process group, and exchange messages with
+    it.
 
     `function`: "module:function", called with the file descriptor of its end of the channel.
     `limit`: maximum length of a message in bytes. `channel`: this process's end.

@@ -169,10 +169,10 @@ class SamplingWorker:
     def _send_saved_weights(
         self, loaded: LoadedModel, version_id: int, version: int
     ) -> VllmDecoder:
-        """Return a decoder for the vLLM servers, which have loaded the weights. Raises UserError if
-        their logprobs differ from those of the model.
+        """Load saved weights into the vLLM servers and check them; return a decoder. Raises
+        UserError if the servers' logprobs differ from those of the model.
         """
-        # no learner has such a number
+        # a negative id is never that of a learner
         decoder = self._make_server_decoder(loaded, -1 - version_id)
 
         def compute_logprobs(tokens: list[int]) -> list[float]:

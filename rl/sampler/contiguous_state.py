@@ -222,9 +222,10 @@ class ContiguousState(DecodeState):
         row_adapters = self._get_row_adapters()
         choices, ids = self._new_choices(), torch.from_numpy(tokens).to(device)
         hidden = decoder.forward(ids, rope, attend, row_adapters, choices=choices)
-        self.record_experts(copy_choices(choices))
         self.response_lengths = written + 1
-        return decoder.head(hidden, row_adapters)
+        logits_NV = decoder.head(hidden, row_adapters)
+        self.record_experts(copy_choices(choices))  # waits for the device
+        return logits_NV
 
     def _decode_step(self, kernels: CpuKernels, tokens: np.ndarray) -> Tensor:
         """Implement `decode` on a CPU.
@@ -264,9 +265,10 @@ class ContiguousState(DecodeState):
         row_adapters = self._get_row_adapters()
         choices, ids = self._new_choices(), torch.from_numpy(tokens)
         hidden = decoder.forward_step(kernels, ids, attend, row_adapters, choices)
-        self.record_experts(copy_choices(choices))
         self.response_lengths = self.response_lengths + 1
-        return decoder.head(hidden, row_adapters)
+        logits_NV = decoder.head(hidden, row_adapters)
+        self.record_experts(copy_choices(choices))  # waits for the device
+        return logits_NV
 
     def _select_attention(self, written_N: Tensor, longest: int, even: bool) -> CacheAttention:
         """Return the attention function of this step: (layer, queries [N, K, r, D]) to outputs of

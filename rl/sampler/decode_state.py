@@ -109,7 +109,7 @@ class DecodeState(abc.ABC):
         """Append the experts of the tokens of a step, [N, B * K]."""
         if step_experts is not None:
             for row, experts in zip(self._row_experts, step_experts, strict=True):
-                row.append(experts)
+                row.append(experts.copy())  # a view would keep the experts of all rows
 
     def _new_choices(self) -> list[Tensor] | None:
         """Return a list for the experts of a forward; None if experts are not recorded."""

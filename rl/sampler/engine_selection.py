@@ -242,7 +242,7 @@ def compare_engines(decoder: FastDecoder) -> str | None:
         samples.append([sequence for response in engine.run() for sequence in response.sequences])
     bound, diverged, compared = (1e-3 if small.dtype == torch.float32 else 0.1), 0, 0
     for stepped, plain in zip(*samples, strict=True):
-        same = _count_equal_tokens(stepped, plain)
+        same = _count_equal_tokens(stepped, plain, small.experts_per_token)
         gaps = [
             abs(a - b)
             for a, b in zip(
@@ -260,9 +260,11 @@ def compare_engines(decoder: FastDecoder) -> str | None:
     )
 
 
-def _count_equal_tokens(sample: SampledSequence, other: SampledSequence) -> int:
-    """Return the number of tokens before the first that differs, or that was sampled after another
-    choice of experts.
+def _count_equal_tokens(
+    sample: SampledSequence, other: SampledSequence, experts_per_token: int
+) -> int:
+    """Return the length of the common prefix: up to the first token that differs, or whose
+    predecessor was routed to other experts.
     """
     pairs = zip(sample.tokens, other.tokens, strict=False)
     differs = np.array([a != b for a, b in pairs])
@@ -270,6 +272,10 @@ def _count_equal_tokens(sample: SampledSequence, other: SampledSequence) -> int:
         # Each token after the first was sampled from the logits of a token that was fed after the
         # prompt.
         prompt, more = len(sample.experts) - len(sample.tokens) + 1, len(differs) - 1
-        choices, others = (x[prompt : prompt + more] for x in (sample.experts, other.experts))
-        differs[1:] |= (choices != others).any(-1)
+        # The order of a token's experts does not matter: it changes if scores are nearly equal.
+        ids, other_ids = (
+            np.sort(x[prompt : prompt + more].reshape(max(more, 0), -1, experts_per_token))
+            for x in (sample.experts, other.experts)
+        )
+        differs[1:] |= (ids != other_ids).any((1, 2))
     return int(differs.argmax()) if differs.any() else len(differs)

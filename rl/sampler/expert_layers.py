@@ -3,7 +3,8 @@
 The router's scores select K of X experts for each token. The pairs (token, expert) are sorted by
 expert, so that each expert multiplies its tokens at once. On a GPU with grouped products no step
 waits for the host, and shapes do not depend on the choices, so a CUDA graph can contain them.
-Shapes: N tokens, E hidden width, X experts, K experts per token, I columns of an expert, S = N K.
+Shapes: N tokens, E hidden width, X experts, K experts per token, I intermediate size of an expert,
+S = N K.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _ALIGNMENT = 16  # bytes that the rows of the matrices of a grouped product are 
 class ExpertKeys:
     """Hold the buffer keys of a layer's experts.
 
-    `normalizes`: the weights of a token's experts are scaled to the sum 1. `shared_gate`: scores of
-    the expert that every token uses.
+    `normalizes`: the weights of a token's experts are scaled to the sum 1. `shared_gate`: the
+    projection whose sigmoid scales the output of the expert that every token uses.
     """
 
     router: str  # [X, E]
@@ -120,7 +121,9 @@ def has_grouped_products(weight: Tensor) -> bool:
 
     The kernels are for bfloat16 on Hopper and Blackwell; other devices loop over the groups.
     """
-    if weight.dtype != torch.bfloat16 or not weight.is_cuda or not torch.cuda.is_available():
+    if weight.dtype != torch.bfloat16 or not weight.is_cuda or torch.version.hip is not None:
+        return False
+    if not torch.cuda.is_available():
         return False
     aligned = all(size * weight.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
     return aligned and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)

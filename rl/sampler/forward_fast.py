@@ -182,6 +182,11 @@ class FastForward:
         """Return the number of experts that a token uses in all layers together."""
         return sum(layer.experts.per_token for layer in self.layers if layer.experts is not None)
 
+    @property
+    def experts_per_token(self) -> int:
+        """Return the number of experts that a layer routes a token to; 0 without experts."""
+        return max((x.experts.per_token for x in self.layers if x.experts is not None), default=0)
+
     def rope(self, positions: Tensor, length: int) -> RotaryTables:
         """Return cosines and signed sines [.., 1, D] at `positions`, which are below `length`, of
         each of `architecture.ropes`; see `rotate`.
@@ -424,7 +429,11 @@ class FastForward:
                 choices,
             )
             if experts is not None and (chosen := copy_choices(choices)) is not None:
-                experts.update((i, chosen[row, : len(prompts[i])]) for row, i in enumerate(batch))
+                # copies, so that no prompt keeps the experts of the padded batch
+                lengths = [len(prompts[i]) for i in batch]
+                experts.update(
+                    (i, chosen[row, : lengths[row]].copy()) for row, i in enumerate(batch)
+                )
             last = (
                 hidden[torch.arange(len(batch), device=self.device), last_B] if all_read else hidden
             )

@@ -241,9 +241,10 @@ class PagedState(DecodeState):
         row_adapters = self._get_row_adapters()
         choices, ids = self._new_choices(), torch.from_numpy(tokens).to(device)
         hidden = decoder.forward(ids, rope, attend, row_adapters, choices=choices)
-        self.record_experts(copy_choices(choices))
         self.response_lengths = self.response_lengths + 1
-        return decoder.head(hidden, row_adapters)
+        logits_NV = decoder.head(hidden, row_adapters)
+        self.record_experts(copy_choices(choices))  # waits for the device
+        return logits_NV
 
     def replace_non_finite(self) -> None:
         """Replace NaN and infinity in the blocks, after rows with such values were removed.

@@ -128,8 +128,8 @@ def matches_model(decoder: FastDecoder, model: Any) -> bool:
     """Return whether a decoder reproduces the logits of the model's plain forward, except for
     rounding.
 
-    In half precision, rounding changes some choices of experts: the plain forward then uses the
-    decoder's experts, which must be those of its own router for most tokens.
+    In half precision, rounding changes the routing of some tokens. The plain forward then replays
+    the decoder's routing, and its own router must agree for most tokens.
     """
     trial, depth = truncated_copy(model)
     _shorten_windows(trial.model)

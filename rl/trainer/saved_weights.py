@@ -145,8 +145,8 @@ class SavedWeights:
     def prompt_settings(self) -> tuple[DataSettings, SamplingSettings]:
         """Return the settings of data and sampling of the stage, else defaults at temperature 1.
 
-        The settings of the run's launch (`sampler_tp`) and of its vLLM servers, which may be gone,
-        are the defaults.
+        `sampler_tp` and the settings of vLLM servers are reset to their defaults: that launch and
+        those servers may no longer exist.
         """
         if self.stage is None:
             return DataSettings(), SamplingSettings(temperature=1.0)
@@ -173,7 +173,7 @@ class SavedWeights:
         settings = (
             collect_worker_settings(self.run.stages) if self.run is not None else WorkerSettings()
         )
-        # experts are recorded for a learner alone
+        # only training needs recorded experts
         sampler = make_sampler_settings(sampling or self.prompt_settings[1], router_replay=False)
         # tensor-parallel samplers have no paged KV cache
         cache = sampler.cache if sampler_tp == 1 else "auto"

@@ -19,7 +19,7 @@ from rl.errors import UserError, warn_on_rank_zero
 from rl.vllm.sample_reply import read_prompt_logprobs
 from rl.vllm.started_server import StartedServer
 from rl.vllm.transfer_validation import FolderManifest
-from rl.vllm.vllm_server import VllmServer, VllmServerError
+from rl.vllm.vllm_server import SUPPORTED_VERSIONS, VllmServer, VllmServerError
 
 ATTEMPTS = 3  # of a sample, on different servers where there are several
 _RETRY_SECONDS = 0.5  # wait before another attempt if no server is left, times its number
@@ -238,13 +238,19 @@ class ServerPool:
             )
         )
 
+    @property
+    def max_logprobs(self) -> int:
+        """Return the most logprobs of a position that every server returns; -1: no limit."""
+        return min((s.max_logprobs for s in self.servers if s.max_logprobs >= 0), default=-1)
+
     def check_scores(
         self, weights_id: str, compute_logprobs: Callable[[list[int]], list[float]]
     ) -> None:
         """Compare the logprobs of a sample by each server with `compute_logprobs(tokens)`, those of
-        all tokens but the first. The checksums do not cover all tensors.
+        all tokens but the first.
 
-        Raises UserError if they differ by more than 0.1 nats on average.
+        Find wrong tensors that vLLM's checksums do not cover (packed matrices, a tied head). Raises
+        UserError if the logprobs differ by more than 0.1 nats on average.
         """
         params: dict[str, Any] = {
             "max_tokens": min(_CHECK_TOKENS, self.max_context - 2),
@@ -252,11 +258,7 @@ class ServerPool:
         }
         params |= {"temperature": 1.0, "seed": 0, "logprobs": 0, "detokenize": False}
         for server in [server for server in self.servers if not server.is_lost]:
-            try:
-                tokens = [0, *server.sample([0], params)["choices"][0]["token_ids"]]
-                logprobs = np.array(_score(server, tokens, weights_id)[1:], np.float64)
-            except VllmServerError as error:
-                raise UserError(f"{error}; {server.remedy}") from error
+            tokens, logprobs = self._sample_and_score(server, params, weights_id)
             gap = float(np.abs(np.subtract(logprobs, compute_logprobs(tokens))).mean())
             if not gap <= _MAX_DIFFERENCE:
                 raise UserError(
@@ -264,6 +266,26 @@ class ServerPool:
                     f"weights it has loaded: they differ by {gap:.2g} nats on average. Start it "
                     "with a model of the same shape and dtype (a tied head on a CPU: docs/vllm.md)"
                 )
+
+    def _sample_and_score(
+        self, server: VllmServer, params: dict[str, Any], weights_id: str
+    ) -> tuple[list[int], np.ndarray]:
+        """Return the tokens of a sample of one server, and the logprobs of all but the first."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                tokens = [0, *server.sample([0], params)["choices"][0]["token_ids"]]
+                return tokens, np.array(_score(server, tokens, weights_id)[1:], np.float64)
+            except VllmServerError as error:
+                if attempt == ATTEMPTS or error.rejected:
+                    raise UserError(f"{error}; {server.remedy}") from error
+                server.wait_for_recovery(error, self._labels)
+            except (KeyError, IndexError, TypeError) as error:
+                raise UserError(
+                    f"the vLLM server {server.url} returned a sample in another form than vLLM "
+                    f"{', '.join(f'{known}.x' for known in SUPPORTED_VERSIONS)} "
+                    f"({type(error).__name__}: {error}); {server.remedy}"
+                ) from error
+        raise AssertionError("unreachable")
 
 
 def _close_pool(reference: weakref.ref[ServerPool]) -> None:

@@ -120,7 +120,7 @@ class StartedServer(VllmServer):
             self.dtype, self.tied_head = f"torch.{launch.dtype}", launch.cuda
             self._folder = Path(tempfile.mkdtemp(prefix="whetstone-server-"))
             self._log = self._folder / "server.log"
-            self.remedy = f"its output is in {self._log}; continue with --resume"
+            self.remedy = f"its output is in {self._log}; continue a run with --resume"
 
     def load_weights(self, folder: Path, weights_id: str, manifest: FolderManifest) -> None:
         """Load weights as `VllmServer` does, after a start if the server does not run.

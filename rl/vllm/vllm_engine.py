@@ -40,7 +40,7 @@ class _RequestState:
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...]
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
-    # of its prompt, with sample 0
+    # of the prompt, returned by the request of sample 0
     prompt_logprobs: list[float | None] | None = None
     topk_logprobs: list[list[tuple[int, float]] | None] | None = None
     futures: list[Future[None]] = field(default_factory=list)
@@ -104,6 +104,12 @@ class VllmEngine:
         if request.num_samples < 1:
             raise ValueError(f"num_samples is at least 1, got {request.num_samples}")
         _check_supported(request)
+        topk, most = request.topk_prompt_logprobs, self.pool.max_logprobs
+        if topk > most >= 0:
+            raise ValueError(
+                f"topk_prompt_logprobs={topk} is above the {most} logprobs that a vLLM server "
+                "returns: lower it, or start the servers with a larger --max-logprobs"
+            )
         params = request.params
         max_tokens = params.max_tokens or max(self.max_context - len(prompt), 0)
         if max_tokens < 1 or len(prompt) + max_tokens > self.max_context:

@@ -51,16 +51,18 @@ class VllmServer:
 
     `request_seconds`: time limit of a sample. `num_running`: samples that the server is working on.
     `loaded_weights_id`: of the weights that it loaded last, "" if the last load failed. `is_lost`:
-    the server failed, and gets no samples until it has loaded weights again. `num_failures`: times
-    that it was seen to be down, or with other weights. `remedy`: what to do after an error.
+    the server failed, and gets no samples until it has loaded weights again. `max_logprobs`: most
+    logprobs of a position that it returns, -1 for all. `num_failures`: times that it was seen to be
+    down, or with other weights. `remedy`: what to do after an error.
     """
 
-    remedy = "look at the server's log, start it again and continue with --resume"
+    remedy = "look at the server's log, start it again, and continue a run with --resume"
 
     def __init__(self, url: str, request_seconds: float):
         self.url, self.request_seconds = url.rstrip("/").removesuffix("/v1"), request_seconds
         self.num_running, self.loaded_weights_id, self.is_lost = 0, "", False
         self.max_context, self.num_failures = 0, 0
+        self.max_logprobs = 20  # vLLM's default
         self.dtype, self.tied_head, self.tensor_parallel = "torch.float32", True, 1
         # of the weights loaded last: the manifest of the folder, and the digests in the server
         self._last_transfer: tuple[FolderManifest, dict[str, str]] | None = None
@@ -79,6 +81,7 @@ class VllmServer:
             model, parallel = config["model_config"], config["parallel_config"]
             self.max_context = int(model["max_model_len"])
             self.dtype = str(model["dtype"])
+            self.max_logprobs = int(model.get("max_logprobs", self.max_logprobs))
             self.tied_head = (model.get("hf_overrides") or {}).get("tie_word_embeddings", True)
             self.tensor_parallel = int(parallel["tensor_parallel_size"])
         except VllmServerError as error:
