@@ -95,6 +95,7 @@ class OutlineService:
         *,
         tokenizer: str | None = None,
         seed: int = 0,
+        prefers_servers: bool = False,
     ) -> ModelOutline:
         return ModelOutline.load(*self._find_base(str(model_path or base_model), tokenizer))
 

@@ -277,9 +277,9 @@ def spoken(*exchange, messages=True):
 @pytest.mark.parametrize("messages", [True, False])
 def test_each_member_of_several_turns_is_judged_by_its_own_conversation(messages):
     members = [
-        spoken(("2+2?", "<think>five?</think>4"), ("sure?", "yes"), notes=messages),
-        spoken(("2+2?", "5"), ("really?", "no, 4"), notes=messages),
-        spoken(("2+2?", "4!"), notes=messages),
+        spoken(("2+2?", "<think>five?</think>4"), ("sure?", "yes"), messages=messages),
+        spoken(("2+2?", "5"), ("really?", "no, 4"), messages=messages),
+        spoken(("2+2?", "4!"), messages=messages),
     ]
     seen: list[str] = []
 

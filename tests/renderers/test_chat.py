@@ -123,8 +123,7 @@ def test_commands_change_the_conversation(client, monkeypatch, tmp_path):
                     "/max-tokens is at least 1, got 0", "unknown command /nonsense",
                     "no tokens for some of the text '/1'", "no tokens for some of the text 'hello'"]:  # fmt: skip
         assert problem in written
-    assert written.count("> ") == len(lines) + 2, "the line after /exit is not read"
-    assert not session.turns
+    assert not session.turns, "the line after /exit is not read"
 
 
 def test_a_refused_message_is_no_turn_and_retry_repeats_the_one_before(client, monkeypatch):

@@ -94,7 +94,7 @@ def test_a_taken_name_needs_replace_and_a_built_in_gives_way_with_a_warning(regi
 
     register_reward("mine")(first)
     register_reward("mine")(first)  # the same function again, as after a module reload
-    with pytest.raises(ValueError, match="already registered by .*one"):
+    with pytest.raises(ValueError, match="already registered by .*first"):
         register_reward("mine")(second)
     register_reward("mine", replace=True)(second)
     assert resolve_reward("mine")("", "") == 2.0

@@ -188,6 +188,7 @@ def test_a_saved_adapter_is_merged(tmp_path, server):
     assert len(stub.folders) == 1
 
 
+@pytest.mark.extras
 def test_a_server_of_several_weights_refuses_vllm(tmp_path):
     words = ["serve.py", "--base-model", "tiny:addition", "--port", "0", "--sampler", "vllm"]
     done = subprocess.run(

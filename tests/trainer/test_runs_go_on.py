@@ -97,7 +97,7 @@ def test_a_lora_run_is_gone_on_with_by_default_and_says_so(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "request,rank",
+    "flags,rank",
     [
         ("--lora-rank 2 --no-train-mlp", 2),
         ("--lora-rank 4 --lora-start merge", 4),
@@ -105,9 +105,9 @@ def test_a_lora_run_is_gone_on_with_by_default_and_says_so(
     ],
 )
 def test_another_adapter_is_trained_on_the_merged_one(
-    adapter, request, rank, tmp_path, get_console_notes
+    adapter, flags, rank, tmp_path, get_console_notes
 ):
-    words = f"{GRPO} --base-model {adapter} {request} --kl-coef 0.1"
+    words = f"{GRPO} --base-model {adapter} {flags} --kl-coef 0.1"
     train(f"{words} --learning-rate 1e-9", tmp_path / "next")
     assert "merged into its base, in fp32" in get_console_notes()
     lora = spec(tmp_path / "next", "grpo-final")["lora"]
@@ -145,14 +145,14 @@ def test_what_a_run_began_from_is_kept_when_it_is_resumed(adapter, tmp_path):
 @pytest.mark.parametrize(
     "base", ["runs/sft", "runs/sft/checkpoints/sft-final", "runs/sft/checkpoints/sft-final/model"]
 )
-@pytest.mark.parametrize("request", ["--lora-rank 2", ""])
+@pytest.mark.parametrize("flags", ["--lora-rank 2", ""])
 def test_what_is_named_by_a_relative_path_is_gone_on_with_by_the_folder_alone(
-    adapter, base, request, tmp_path, monkeypatch
+    adapter, base, flags, tmp_path, monkeypatch
 ):
     shutil.copytree(adapter, tmp_path / "runs" / "sft")
     monkeypatch.chdir(tmp_path)
     run = Path("runs/next")
-    whole = train(f"{GRPO} --base-model {base} {request} --save-every 1", run)
+    whole = train(f"{GRPO} --base-model {base} {flags} --save-every 1", run)
     shutil.rmtree(run / "checkpoints" / "grpo-final")
     assert train("--resume", run) == whole
     assert len(train("--resume --steps 3", run)) == len(whole) + 1
