@@ -25,7 +25,7 @@ from string import Template
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.cookbook_services import Stand, start_chroma  # noqa: E402
+from bench.cookbook_services import FakeServiceServer, start_chroma  # noqa: E402
 from bench.cookbook_world import CODER, NAMES, SEARCHER, STUDENT, TEACHER, lay_out  # noqa: E402
 from bench.harness import REPO, RESULTS, replace_rows  # noqa: E402
 
@@ -301,7 +301,7 @@ def main() -> None:
         if not (work / "openai").exists():
             lay_out(work, args.data.resolve(), problems=12)
         server, url = start_server(work, work / "server.log")
-        stand = Stand()
+        stand = FakeServiceServer()
         chroma, port = (
             start_chroma(args.python, work) if "search_tool" in args.only.split(";") else (None, 0)
         )

@@ -23,12 +23,22 @@ import torch
 from torch import Tensor
 
 from bench.harness import REPO
-from bench.kernels import SHAPES, TB_PER_S, TFLOPS, TINY, Shape, Step, copy_floor_ms, floor_ms, once
+from bench.kernels import (
+    SHAPES,
+    TB_PER_S,
+    TFLOPS,
+    TINY,
+    HeadShape,
+    Step,
+    copy_floor_ms,
+    floor_ms,
+    once,
+)
 
 CHOSEN = ("Qwen2.5-0.5B", "Qwen3-1.7B", "Llama-3.1-8B")
 
 
-def shapes(dry: bool) -> list[Shape]:
+def shapes(dry: bool) -> list[HeadShape]:
     return [TINY] if dry else [shape for shape in SHAPES if shape.model in CHOSEN]
 
 
@@ -141,7 +151,7 @@ def part_kernels(table: Any, dry: bool) -> None:
 
     device, dtype = device_of(dry), torch.float32 if dry else torch.bfloat16
 
-    def head_rows(shape: Shape, tokens: int) -> None:
+    def head_rows(shape: HeadShape, tokens: int) -> None:
         case = f"{shape.model} {tokens} tokens"
         names = ["ours", "torch", "liger_scaled"]
         names = names if tokens == 1024 else [provider.name for provider in bench.PROVIDERS]
@@ -153,7 +163,7 @@ def part_kernels(table: Any, dry: bool) -> None:
             errors = f"errors {row['error']} {row['error_dx']} {row['error_dw']}"
             put(case, row, f"{row['memory']}, {row['peak_mb']} MB, {errors}")
 
-    def token_rows(shape: Shape, tokens: int) -> None:
+    def token_rows(shape: HeadShape, tokens: int) -> None:
         for row in bench.bench_logits(shape, tokens, device, dtype, 5):
             put(f"{shape.model} {tokens} tokens, token_logprob", row)
 
@@ -182,7 +192,7 @@ def part_draw(table: Any, dry: bool) -> None:
             table.attempt(f"{shape.model}, {rows} rows", "ours", _draw, table, shape, rows, dry)
 
 
-def _draw(table: Any, shape: Shape, rows: int, dry: bool) -> None:
+def _draw(table: Any, shape: HeadShape, rows: int, dry: bool) -> None:
     from kernels import sample_tokens
     from rl.sampler.token_sampling import RowSamplingSettings
     from rl.sampler.token_sampling import sample_tokens as from_logits
@@ -214,7 +224,7 @@ def _draw(table: Any, shape: Shape, rows: int, dry: bool) -> None:
 # ---------------------------------------------------------------------------------------- branches
 
 
-class Operands(NamedTuple):
+class KernelInputs(NamedTuple):
     """Hold hidden states x [N, D], a head w [V, D], targets y [N] and a buffer dz [N, width] for
     the gradient of a slab of the logits.
     """
@@ -225,13 +235,13 @@ class Operands(NamedTuple):
     dz: Tensor
 
     @staticmethod
-    def make(shape: Shape, dry: bool) -> Operands:
+    def make(shape: HeadShape, dry: bool) -> KernelInputs:
         N, width, device = (64 if dry else 8192), min(16_384, shape.V), device_of(dry)
         g = torch.Generator(device).manual_seed(0)
         x = torch.randn(N, shape.D, generator=g, device=device).bfloat16()
         w = (torch.randn(shape.V, shape.D, generator=g, device=device) * shape.D**-0.5).bfloat16()
         y = torch.randint(0, shape.V, (N,), generator=g, device=device)
-        return Operands(x, w, y, torch.randn(N, width, generator=g, device=device).bfloat16())
+        return KernelInputs(x, w, y, torch.randn(N, width, generator=g, device=device).bfloat16())
 
 
 def part_branches(table: Any, dry: bool) -> None:
@@ -247,7 +257,7 @@ def part_branches(table: Any, dry: bool) -> None:
         _verdicts(table, dtype, device_of(dry))
     for kind in (_products, _older, _special):
         for shape in shapes(dry):
-            operands = table.attempt(shape.model, "tensors", Operands.make, shape, dry)
+            operands = table.attempt(shape.model, "tensors", KernelInputs.make, shape, dry)
             if operands is not None:
                 kind(table, shape, operands)
             del operands
@@ -278,7 +288,7 @@ def _verdicts(table: Any, dtype: torch.dtype, device: str) -> None:
 
 
 def _speed(
-    table: Any, case: str, provider: str, run: Callable[[], object], o: Operands, columns: int
+    table: Any, case: str, provider: str, run: Callable[[], object], o: KernelInputs, columns: int
 ) -> None:
     """Record the TFLOP/s of `run` in a separate attempt."""
 
@@ -290,7 +300,7 @@ def _speed(
     table.attempt(case, provider, measure)
 
 
-def _products(table: Any, shape: Shape, o: Operands) -> None:
+def _products(table: Any, shape: HeadShape, o: KernelInputs) -> None:
     """Time cuBLAS: products that the kernels are compared with, and the products between them."""
     x, dz, slab = o.x, o.dz, o.w[: o.dz.shape[1]]
     wide, f32 = torch.zeros(x.shape, device=x.device), torch.float32
@@ -304,17 +314,17 @@ def _products(table: Any, shape: Shape, o: Operands) -> None:
         _speed(table, f"{shape.model}, {name}", "cuBLAS", run, o, dz.shape[1])
 
 
-def _older(table: Any, shape: Shape, o: Operands) -> None:
+def _older(table: Any, shape: HeadShape, o: KernelInputs) -> None:
     _score_kernels(table, shape, o, "older", False)
 
 
-def _special(table: Any, shape: Shape, o: Operands) -> None:
+def _special(table: Any, shape: HeadShape, o: KernelInputs) -> None:
     case = f"{shape.model}, both branches"
     _score_kernels(table, shape, o, "warp-specialised", True)
     table.attempt(case, "warp-specialised", _compare, table, case, o)
 
 
-def scores_of(o: Operands, special: bool) -> Any:
+def scores_of(o: KernelInputs, special: bool) -> Any:
     """Return the launches of a branch. Explicit tiles override the device's choice."""
     from kernels.common import HeadConfig
     from kernels.score_launcher import ScoreLauncher
@@ -325,7 +335,7 @@ def scores_of(o: Operands, special: bool) -> Any:
     return ScoreLauncher(o.x, o.w, o.y, None, HeadConfig(), tiles, newest)
 
 
-def _score_kernels(table: Any, shape: Shape, o: Operands, name: str, special: bool) -> None:
+def _score_kernels(table: Any, shape: HeadShape, o: KernelInputs, name: str, special: bool) -> None:
     """Time a branch's launches: forward, with entropy, with kept logits [T, V], and dlogits of a
     slab.
     """
@@ -352,7 +362,7 @@ def _score_kernels(table: Any, shape: Shape, o: Operands, name: str, special: bo
         _speed(table, f"{shape.model}, {what}", name, run, o, columns)
 
 
-def _compare(table: Any, case: str, o: Operands) -> None:
+def _compare(table: Any, case: str, o: KernelInputs) -> None:
     """Compare the logprobs of both branches on this head; the device check uses a small head."""
     launches = (scores_of(o, special) for special in (True, False))
     mine, older = (scores.combine(scores.statistics(False)).logp for scores in launches)

@@ -53,7 +53,7 @@ PEERS = ("whetstone", "trl")
 Curves = dict[str, dict[int, float]]  # accuracy by peer and step
 
 
-class Turns:
+class BlockReporter:
     """Take a peer's turns: time its steps, save its weights where it is evaluated, and report to
     the parent at the end of each block.
 
@@ -128,9 +128,9 @@ def grpo_plan(args: argparse.Namespace) -> Any:
     return StageConfig("grpo", "grpo", settings)
 
 
-def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
+def run_whetstone(args: argparse.Namespace, turns: BlockReporter) -> None:
     """Run the training loop on a real Trainer with logging, evaluation and checkpoints replaced by
-    `Turns`.
+    `BlockReporter`.
     """
     from rl.algorithms import METHODS, Models
     from rl.client import ServiceClient
@@ -170,7 +170,7 @@ def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
         train(TimedTrainer(context, stop_request=StopRequest()))
 
 
-def run_trl(args: argparse.Namespace, turns: Turns) -> None:
+def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
     """Run `GRPOTrainer.train()`; its data set is Whetstone's batches in sequence, unshuffled."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -337,7 +337,7 @@ def rows(args: Any, reports: dict[str, dict[str, Any]], curves: Curves) -> Itera
 
 def run_peer(args: argparse.Namespace) -> None:
     """Run this script's work in the process of a peer."""
-    turns = Turns(args)
+    turns = BlockReporter(args)
     quiet_libraries(args.threads)
     {"whetstone": run_whetstone, "trl": run_trl}[args.peer](args, turns)
 

@@ -89,7 +89,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Driver:
+class DriverRates:
     """Hold the rates of the work that only rank 0 does. `bytes_per_token` and `pickle_rate` describe
     a batch on its way to the ranks, as --measure prints them.
     """
@@ -158,7 +158,7 @@ def config_of(name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Sent:
+class CollectiveTraffic:
     """Count the collectives of a team's rank and the bytes of their whole tensors."""
 
     calls: int = 0
@@ -166,14 +166,16 @@ class Sent:
     gathered: float = 0.0
     copied: float = 0.0
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: CollectiveTraffic) -> CollectiveTraffic:
+        return CollectiveTraffic(
+            *(a + b for a, b in zip(astuple(self), astuple(other), strict=True))
+        )
 
-    def times(self, count: int) -> Sent:
-        return Sent(*(count * number for number in astuple(self)))
+    def times(self, count: int) -> CollectiveTraffic:
+        return CollectiveTraffic(*(count * number for number in astuple(self)))
 
 
-def forward_traffic(shape: ModelShape, positions: int, rows: int, size: int) -> Sent:
+def forward_traffic(shape: ModelShape, positions: int, rows: int, size: int) -> CollectiveTraffic:
     """Return the traffic of a forward over `positions` positions with logits for `rows` rows. `size`:
     bytes per element of the hidden states.
 
@@ -182,10 +184,14 @@ def forward_traffic(shape: ModelShape, positions: int, rows: int, size: int) -> 
     """
     sums = 2 * shape.layers + 1
     summed = (sums - 2) * positions + 2 * rows
-    return Sent(sums + 1, float(summed * shape.hidden * size), float(FP32 * rows * shape.vocab))
+    return CollectiveTraffic(
+        sums + 1, float(summed * shape.hidden * size), float(FP32 * rows * shape.vocab)
+    )
 
 
-def sampler_traffic(shape: ModelShape, launch: LaunchShape, load: Any, rows: int) -> Sent:
+def sampler_traffic(
+    shape: ModelShape, launch: LaunchShape, load: Any, rows: int
+) -> CollectiveTraffic:
     """Return the traffic of all answers that a team samples in a GRPO step: it prefills the prompts
     in batches, then decodes `rows` rows at once and sends their tokens and logprobs.
     """
@@ -195,11 +201,11 @@ def sampler_traffic(shape: ModelShape, launch: LaunchShape, load: Any, rows: int
     lengths = math.ceil(prompts * load.prompt / batches), math.ceil(prompts / batches)
     read = forward_traffic(shape, *lengths, size).times(batches)
     decoded = forward_traffic(shape, rows, rows, size).times((load.answer - 1) * at_once)
-    drawn = Sent(1, copied=float(DRAWN * rows))
+    drawn = CollectiveTraffic(1, copied=float(DRAWN * rows))
     return read + decoded + drawn.times(load.answer * at_once)
 
 
-def ring_seconds(sent: Sent, team: int, hardware: Any) -> float:
+def ring_seconds(sent: CollectiveTraffic, team: int, hardware: Any) -> float:
     """Return the seconds of rings over NVLink, including the fixed latency of each call."""
     if team == 1:
         return 0.0
@@ -294,7 +300,7 @@ class StepModel:
     name: str
     shape: ModelShape
     hardware: Hardware
-    driver: Driver
+    driver: DriverRates
     load: Load
     sampling_rate: float
 
@@ -345,7 +351,7 @@ def arithmetic(shape: ModelShape, load: Load) -> float:
     return 8 * shape.active_parameters * load.tokens + tower
 
 
-def driver_seconds(driver: Driver, load: Load, world: int) -> float:
+def driver_seconds(driver: DriverRates, load: Load, world: int) -> float:
     """Return the driver's seconds: rewards on its workers, and packing, sending down a tree and
     unpacking the batch.
     """
@@ -386,7 +392,7 @@ def sharding_of(stage: int | None) -> Sharding:
 
 
 def table(
-    rates: Mapping[str, float], load: Load, hardware: Hardware, driver: Driver
+    rates: Mapping[str, float], load: Load, hardware: Hardware, driver: DriverRates
 ) -> Iterator[Step]:
     """Yield the rows of every model, number of GPUs and launch. One GPU is a process without launch."""
     for name, rate in rates.items():
@@ -428,7 +434,7 @@ WHOLE = {
 }
 
 
-class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
+class CollectiveCounter(torch.utils._python_dispatch.TorchDispatchMode):
     """Count bytes by collective; unknown collectives are counted under their name, not dropped."""
 
     def __init__(self) -> None:
@@ -488,7 +494,7 @@ def run_rank(model: str, out: Path, micro_batches: int) -> None:
 
     # ZeRO-3 learns the order of the layers in the first step.
     seconds = statistics.median([step(version) for version in range(1, 6)][2:])
-    with Collectives() as counted:
+    with CollectiveCounter() as counted:
         step(6)
     if collectives.rank() == 0:
         wrapped = type(worker.learners[0].backend.wrapped).__name__
@@ -627,7 +633,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
     parser.add_argument("--sampling-rate", nargs="+", default=[], metavar="MODEL:TOKENS_PER_S")
-    kinds = (Hardware, Driver, Load)
+    kinds = (Hardware, DriverRates, Load)
     for name, value in {k: v for kind in kinds for k, v in asdict(kind()).items()}.items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
     args = parser.parse_args()

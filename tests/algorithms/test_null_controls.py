@@ -56,11 +56,11 @@ def accuracy(model: Path, folder: Path) -> float:
 def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit | None) -> float:
     """Return the rise of held-out accuracy over GRPO steps with edited rewards."""
 
-    class Edited(GRPO):
+    class EditedRewardGRPO(GRPO):
         def shape_rewards(self, groups):
             return super().shape_rewards(with_rewards(groups, edit) if edit else groups)
 
-    monkeypatch.setitem(METHODS, "grpo", Edited)
+    monkeypatch.setitem(METHODS, "grpo", EditedRewardGRPO)
     # The second stage of the recipe at a low learning rate. At a high rate the noise of permuted
     # rewards breaks the model, which would hide a small leak.
     train(

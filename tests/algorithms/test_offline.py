@@ -203,7 +203,7 @@ class Policy:
         return type("Future", (), {"result": lambda _: results})()
 
 
-class Beginning:
+class FakeReferencePolicy:
     def __init__(self):
         self.requests_seen = 0
 
@@ -216,15 +216,15 @@ class Beginning:
 
 
 def datums_of(rows, **options):
-    beginning = Beginning()
-    renderer = get_renderer("plain", Digits())
+    beginning = FakeReferencePolicy()
+    renderer = get_renderer("plain", DigitTokenizer())
     method = Offline(OfflineSettings(offline=OfflineOptions(**options)))
     return method.datums(
         rows, renderer, Models(Policy(), {"beginning": lambda: beginning}), 0
     ), beginning
 
 
-class Digits:
+class DigitTokenizer:
     """A tokenizer of digits, "+" (10) and "=" (11); 12 is the end token."""
 
     eos_token_id, bos_token_id = 12, None

@@ -41,7 +41,7 @@ def service(tmp_path_factory):
         yield service
 
 
-class Noted:
+class RecordingPolicy:
     """A policy that records the datums of each optimizer step."""
 
     def __init__(self, policy):
@@ -60,7 +60,7 @@ def learn(service, method, rows):
     client = service.create_full_training_client("tiny:ascii", seed=2)
     settings = ModelSettings(base_model="tiny:ascii")
     hosts = StageModelFactory(service, client, settings, None, {}, 2)
-    policy = Noted(client)
+    policy = RecordingPolicy(client)
     models = Models(policy, method.required_models(hosts))
     datums = method.datums(rows, make_renderer(client, None), models, 0)
     method.update(models, datums, Progress(0, 4))

@@ -34,7 +34,7 @@ LENGTHS = {"short": (4, 20), "long": (34, 50), "either": (4, 50), "across": (4, 
 TABLE = list(itertools.product(METHOD_SETTINGS, (1, 2, 3), LENGTHS))
 
 
-class Numbers:
+class LetterRenderer:
     """A renderer that maps each letter of a text to a token."""
 
     def build_supervised_example(self, messages):
@@ -123,7 +123,7 @@ def twin(place, which: int, head: bool):
 
 def probe(client, rows) -> np.ndarray:
     examples = [[*row.messages, {"content": row.response}] for row in rows]
-    inputs = [Numbers().build_supervised_example(item)[0].to_ints() for item in examples]
+    inputs = [LetterRenderer().build_supervised_example(item)[0].to_ints() for item in examples]
     return np.concatenate(scored(client, inputs))
 
 
@@ -139,7 +139,7 @@ def by_hand(name: str, model, rows) -> tuple[float, float]:
     for row in rows:
         terms = []
         for answer in (row.response, row.rejected):
-            tokens, weights = Numbers().build_supervised_example(
+            tokens, weights = LetterRenderer().build_supervised_example(
                 [*row.messages, {"content": answer}]
             )
             datum = Datum(
@@ -180,13 +180,15 @@ def two_ways(place, model, name: str, substeps: int, lengths: str) -> None:
         rows = rows_of(lengths, 10 * batch + substeps)
         reference = {"reference": Reference(model)}
         models = Models(first, reference)
-        metrics = whole.update(models, whole.datums(rows, Numbers(), models, 0), Progress(0, 1))
+        metrics = whole.update(
+            models, whole.datums(rows, LetterRenderer(), models, 0), Progress(0, 1)
+        )
         parts = [rows[i::substeps] for i in range(substeps)]
         plain = []
         for local in parts:
             models = Models(other, reference)
             plain.append(
-                part.update(models, part.datums(local, Numbers(), models, 0), Progress(0, 1))
+                part.update(models, part.datums(local, LetterRenderer(), models, 0), Progress(0, 1))
             )
         assert metrics["optim/grad_norm"] == pytest.approx(
             max(each["optim/grad_norm"] for each in plain), rel=1e-4

@@ -36,7 +36,7 @@ PROMPT = ModelInput.from_ints([3, 4, 12, 5, 6, 13])
 KEEP = AdamParams(learning_rate=0.0)
 
 
-class Ground:
+class FuzzTarget:
     """A model that receives every request, and the expected result of a valid request."""
 
     def __init__(self, service):
@@ -87,7 +87,7 @@ class Ground:
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory):
     with ServiceClient(output_dir=tmp_path_factory.mktemp("out")) as service:
-        ground = Ground(service)
+        ground = FuzzTarget(service)
         yield ground
     if ground.taken + ground.refused >= 600:  # the whole file was run: both outcomes must occur
         assert ground.taken > 100 and ground.refused > 250, (ground.taken, ground.refused)
@@ -417,4 +417,4 @@ def own_ground():
     atexit.register(folder.cleanup)
     service = ServiceClient(output_dir=folder.name)
     atexit.register(service.close)
-    return Ground(service)
+    return FuzzTarget(service)

@@ -99,7 +99,7 @@ class Sft:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needy:
+class RequiredSettings:
     """A method with a required setting."""
 
     teacher: str
@@ -116,7 +116,7 @@ class Spec:
 METHODS = {
     "grpo": Spec(Grpo, "groups of answers"),
     "sft": Spec(Sft, "supervised"),
-    "distill": Spec(Needy, "learn from a teacher"),
+    "distill": Spec(RequiredSettings, "learn from a teacher"),
 }
 DEFAULT = "# Two-digit addition, taught badly and then improved\nmethod: grpo\ngroup_size: 4\n"
 
@@ -179,24 +179,24 @@ def test_every_setting_is_known_by_its_flat_name() -> None:
 
 def test_names_that_occur_twice_are_refused() -> None:
     @dataclass(frozen=True, kw_only=True)
-    class Twice:
+    class DuplicateSettings:
         optim: Optim = field(default_factory=Optim)
         learning_rate: float = 1.0
 
     # Names are resolved in this module, not in the function.
-    Twice.__annotations__ = {"optim": Optim, "learning_rate": float}
+    DuplicateSettings.__annotations__ = {"optim": Optim, "learning_rate": float}
     with pytest.raises(TypeError, match="two settings named 'learning_rate'"):
-        get_fields(Twice)
+        get_fields(DuplicateSettings)
 
 
 def test_choices_of_an_optional_setting_are_listed_in_their_order() -> None:
     @dataclass(frozen=True, kw_only=True)
-    class Effort:
+    class EffortSettings:
         effort: str | None = None
 
-    Effort.__annotations__ = {"effort": Literal["low", "middle", "high", "highest"] | None}
+    EffortSettings.__annotations__ = {"effort": Literal["low", "middle", "high", "highest"] | None}
     with pytest.raises(ValueError, match="not one of None, low, middle, high, highest"):
-        convert_value(get_fields(Effort)["effort"], RawValue(("nope",), "--effort"))
+        convert_value(get_fields(EffortSettings)["effort"], RawValue(("nope",), "--effort"))
 
 
 # ------------------------------------------------------------------------------------------ recipes

@@ -242,7 +242,7 @@ def backward(model, datums: list[Datum], loss: str, divisor: float = DIVISOR) ->
     return total
 
 
-class References:
+class ReferenceGradients:
     """Gradients in float64, each computed once."""
 
     def __init__(self, starts: Path):
@@ -279,8 +279,8 @@ class References:
 
 
 @pytest.fixture(scope="module")
-def references(starts) -> References:
-    return References(starts)
+def references(starts) -> ReferenceGradients:
+    return ReferenceGradients(starts)
 
 
 def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -387,7 +387,7 @@ def test_unequal_shares(launched, references, case):
 
 
 def without_its_weakest_token(
-    references: References, start: str, loss: str
+    references: ReferenceGradients, start: str, loss: str
 ) -> dict[str, torch.Tensor]:
     """Return the gradient of `eight` without one of some fifty tokens: the token with the smallest
     advantage that is not clipped.

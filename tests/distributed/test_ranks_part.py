@@ -223,7 +223,7 @@ def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, end
     goodbye (g), silence is no error.
     """
 
-    class Connection(contextlib.nullcontext):
+    class FakeConnection(contextlib.nullcontext):
         remaining = iter(heard)
 
         def settimeout(self, seconds):
@@ -247,7 +247,7 @@ def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, end
     watch._timeout = 60.0
     monkeypatch.setattr(heartbeat.os, "_exit", exits.append)
     monkeypatch.setattr(heartbeat.os, "write", lambda *_: None)
-    watch._run(Connection())
+    watch._run(FakeConnection())
     assert exits == ([1] if ends else [])
 
 

@@ -262,7 +262,7 @@ def rows(folder: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in parsed]
 
 
-def submit(cluster: slurm_cluster.Cluster, folder: Path, run: str) -> str:
+def submit(cluster: slurm_cluster.SlurmCluster, folder: Path, run: str) -> str:
     """Submit the project's script with what a user must change (account and partition), and with
     settings for a machine without GPUs.
     """
@@ -281,7 +281,7 @@ def submit(cluster: slurm_cluster.Cluster, folder: Path, run: str) -> str:
     return cluster.call("sbatch", "--parsable", *words, cwd=REPO, **cpus).strip()
 
 
-def story(cluster: slurm_cluster.Cluster, folder: Path, run: str) -> str:
+def story(cluster: slurm_cluster.SlurmCluster, folder: Path, run: str) -> str:
     """Return all output of a run, for the message of a failed test."""
     files = [folder / f"{run}.out", *sorted((folder / run).glob("logs/*/rank-*.log"))]
     return (

@@ -352,7 +352,7 @@ class Counter:
 
 
 def test_trl_objects_work_as_they_are(tmp_path):
-    from scripted import Scripted
+    from scripted import ScriptedSampler
 
     from rl.envs import EnvironmentGroup, isolate_environment, resolve_environment
     from rl.models import load_tokenizer
@@ -373,7 +373,7 @@ def test_trl_objects_work_as_they_are(tmp_path):
             1: '<tool_call>\n{"name": "increment", "arguments": {"by": 2}}\n</tool_call>',
             2: "done",
         }
-        sampler = Scripted(
+        sampler = ScriptedSampler(
             tokenizer,
             lambda prompt, turn, stream, member, say=say: "done" if member and turn else say[turn],
         )
@@ -391,7 +391,7 @@ def test_trl_objects_work_as_they_are(tmp_path):
 
 def test_the_pages_example_runs(tmp_path, monkeypatch):
     """Run the file and the script of docs/environments.md unchanged, against scripted answers."""
-    from scripted import Scripted
+    from scripted import ScriptedSampler
 
     from rl.models import load_tokenizer
     from rl.renderers import get_renderer
@@ -416,7 +416,7 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
 
     names = {
         "renderer": get_renderer("plain", tokenizer),
-        "sampling_client": Scripted(tokenizer, say),
+        "sampling_client": ScriptedSampler(tokenizer, say),
     }
     names["params"] = SamplingParams(max_tokens=100, temperature=1.0)
     # the page's model, renderer and parameters are replaced by the ones above

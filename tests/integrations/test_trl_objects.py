@@ -4,7 +4,7 @@ import asyncio
 import textwrap
 
 import pytest
-from scripted import Scripted
+from scripted import ScriptedSampler
 from whole_runs import train
 
 from rl.envs import EnvironmentGroup, isolate_environment, parse_environment, resolve_environment
@@ -136,7 +136,7 @@ def played():
             roots.append(spec.root)
         problem = Problem(({"role": "user", "content": "Hello."},), {"target": 5}, index=0)
         group = EnvironmentGroup(spec, problem, 1, get_renderer("plain", tokenizer))
-        sampler = Scripted(tokenizer, lambda prompt, turn, *_: answers[turn])
+        sampler = ScriptedSampler(tokenizer, lambda prompt, turn, *_: answers[turn])
         return rollout([group], sampler, SamplingParams(max_tokens=300, temperature=1.0), seed=0)
 
     yield run
@@ -214,7 +214,7 @@ def test_a_factory_may_be_a_function(file, name, settings, reward, process):
         2,
         get_renderer("plain", load_tokenizer("tiny:ascii")),
     )
-    sampler = Scripted(load_tokenizer("tiny:ascii"), lambda *_: "done")
+    sampler = ScriptedSampler(load_tokenizer("tiny:ascii"), lambda *_: "done")
     result = rollout([group], sampler, SamplingParams(max_tokens=300, temperature=1.0), seed=0)
     if process:
         spec.root.close()
@@ -238,7 +238,7 @@ def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
     hello = ({"role": "user", "content": "Hello."},)
     problems = [Problem(hello, row, index=i) for i, row in enumerate([*rows, {}])]
     answers = [call("add", by=2), call("speak", word="hi"), "done"]
-    sampler = Scripted(tokenizer, lambda prompt, turn, *_: answers[turn])
+    sampler = ScriptedSampler(tokenizer, lambda prompt, turn, *_: answers[turn])
     groups = [EnvironmentGroup(spec, p, 1, renderer) for p in problems]
     result = rollout(groups, sampler, SamplingParams(max_tokens=300), seed=0)
     if process:
@@ -265,10 +265,10 @@ def test_what_can_be_called_but_says_not_how_is_a_factory_that_takes_nothing():
 
 
 def test_an_environment_of_a_dictionary_has_the_episodes_seed():
-    class Seeded:
+    class SeededEnv:
         def reset(self, seed):
             return str(seed)
 
-    several = wrap_factory({"one": Seeded}, "Several")()
+    several = wrap_factory({"one": SeededEnv}, "Several")()
     several.row, several.seed = {"environment": "one"}, 77
     assert asyncio.run(several.start()) == [{"role": "user", "content": "77"}]

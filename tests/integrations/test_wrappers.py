@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from wrapper_scripted import Scripted, played
+from wrapper_scripted import ScriptedSampler, played
 from wrapper_scripted import renderer as make_renderer
 
 from rl.config import SettingsError
@@ -60,7 +60,7 @@ def test_a_package_that_is_not_there_names_its_extra(name, settings, module, mon
 # ------------------------------------------------------------------------------------ reasoning-gym
 
 
-class Sums:
+class SumDataset:
     """A reasoning-gym dataset: sums of two numbers below 10 to the power of config["digits"]."""
 
     def __init__(self, config):
@@ -88,7 +88,7 @@ class Curriculum:
 @pytest.fixture
 def gym(package):
     factory = SimpleNamespace(
-        DATASETS={"sums": (Sums, dict)},
+        DATASETS={"sums": (SumDataset, dict)},
         CURRICULA={"sums": Curriculum},
         create_curriculum=lambda name: Curriculum(),
     )
@@ -99,7 +99,7 @@ def gym(package):
         RangeAttributeMode=SimpleNamespace(UPPER_BOUND="upper", INCLUSIVE="inclusive"),
     )
     return package(
-        "reasoning_gym", factory=factory, create_dataset=lambda name, **config: Sums(config)
+        "reasoning_gym", factory=factory, create_dataset=lambda name, **config: SumDataset(config)
     )
 
 
@@ -147,7 +147,7 @@ def test_an_answer_in_tags_is_taken_out_of_them(gym):
 Kind = enum.Enum("Kind", "PROMPT PLAYER_ACTION GAME_MESSAGE")
 
 
-class Nim:
+class NimEnv:
     """Players take 1 to 3 of the sticks in turn; the player of the last stick wins."""
 
     def __init__(self, most=9):
@@ -200,7 +200,7 @@ def arena(package):
 
     def make(name, **config):
         made.append(name)
-        return Nim(**config)
+        return NimEnv(**config)
 
     return package("textarena", envs=SimpleNamespace(registration=registry), make=make, made=made)
 
@@ -277,13 +277,13 @@ def test_wins_alone_are_paid_where_that_is_asked_for(
     arena, monkeypatch, wins_only, won, last, reference, other
 ):
     """The game's reward also pays a loser that came close."""
-    close = Nim.close
+    close = NimEnv.close
 
     def nearly(self):
         rewards, info = close(self)
         return {player: 1 if reward == 1 else -0.9 for player, reward in rewards.items()}, info
 
-    monkeypatch.setattr(Nim, "close", nearly)
+    monkeypatch.setattr(NimEnv, "close", nearly)
     made = resolve_environment("textarena", game="Nim-v0", wins_only=wins_only).make()
     made.seed = 1
     made.start()
@@ -317,7 +317,7 @@ def test_a_task_without_levels_is_named(gym):
 # ---------------------------------------------------------------------------------------- SkyRL-Gym
 
 
-class Thrice:
+class RetryEnv:
     """Ask again until the answer is right, three times at most."""
 
     closed = 0
@@ -344,11 +344,11 @@ class Thrice:
         return {"turns": self.turns, "name": "thrice"}
 
     def close(self):
-        Thrice.closed += 1
+        RetryEnv.closed += 1
 
 
 def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer):
-    package("skyrl_gym", registry={"thrice": 1}, make=lambda name, **inputs: Thrice(**inputs))
+    package("skyrl_gym", registry={"thrice": 1}, make=lambda name, **inputs: RetryEnv(**inputs))
     spec = resolve_environment("skyrl_gym", env="thrice")
     assert spec.needs_rows
     row = {"messages": [{"role": "user", "content": "2*3?"}], "answer": "2"}
@@ -361,10 +361,10 @@ def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer
     assert [t.reward for t in turns] == [-0.25, -0.25, 1.0]
     assert turns[-1].metrics["turns"] == 3.0 and "name" not in turns[-1].metrics
     for _ in range(100):
-        if Thrice.closed:
+        if RetryEnv.closed:
             break
         time.sleep(0.02)
-    assert Thrice.closed == 1
+    assert RetryEnv.closed == 1
     with pytest.raises(UserError, match="did you mean thrice"):
         resolve_environment("skyrl_gym", env="thrise").make()
 
@@ -454,12 +454,12 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
         session.call(lambda c: asyncio.sleep(10), 0.05)
     session.close()
 
-    class Refuses(Client):
+    class RefusingClient(Client):
         async def __aenter__(self):
             raise ConnectionRefusedError("nobody")
 
     with pytest.raises(ConnectionRefusedError, match="nobody"):
-        ClientSession(lambda: Refuses("x"), 5.0)
+        ClientSession(lambda: RefusingClient("x"), 5.0)
 
 
 def test_a_client_is_called_inside_its_event_loop():
@@ -530,7 +530,7 @@ def test_the_tools_of_a_server_are_a_models_tools(package):
 
 
 @dataclass
-class Stepped:
+class FakeStepResult:
     reward: float
     episode_done: bool
     next_observation: ModelInput
@@ -557,27 +557,29 @@ def counting(renderer, seen):
             right = renderer.parse_response(action)[0]["content"] == str(self.remaining)
             self.remaining -= 1
             metrics = {"stop/max_turns": 1.0} if self.remaining == 0 else {}
-            return Stepped(float(right), self.remaining == 0, self.observation(), [], metrics)
+            return FakeStepResult(
+                float(right), self.remaining == 0, self.observation(), [], metrics
+            )
 
-    class Old(Count):
+    class LegacyEnv(Count):
         def step(self, action):  # an older signature without `extra`, returning a Future
             return asyncio.get_running_loop().run_in_executor(
                 None, lambda: asyncio.run(Count.step(self, action))
             )
 
-    class Breaks(Count):
+    class FailingEnv(Count):
         async def step(self, action, *, extra=None):
             raise KeyError("no luck")
 
-    class Hangs(Count):
+    class HangingEnv(Count):
         async def step(self, action, *, extra=None):
             await asyncio.sleep(1000)
 
-    class Overflows(Count):
+    class OverflowEnv(Count):
         async def initial_observation(self):
             return SimpleNamespace(reward=0.0)
 
-    return Count, Old, Breaks, Hangs, Overflows
+    return Count, LegacyEnv, FailingEnv, HangingEnv, OverflowEnv
 
 
 class Builder:
@@ -608,7 +610,7 @@ def test_the_cookbooks_groups_are_played_token_by_token(renderer):
     groups = [TinkerGroup(item, i, seconds=1.5) for i, item in enumerate(builders)]
     result = rollout(
         groups,
-        Scripted(renderer, lambda p: p.rsplit("Say ", 1)[1][0]),
+        ScriptedSampler(renderer, lambda p: p.rsplit("Say ", 1)[1][0]),
         SamplingParams(max_tokens=8),
         seed=0,
     )
@@ -619,7 +621,7 @@ def test_the_cookbooks_groups_are_played_token_by_token(renderer):
         [2.0],
     ]
     assert [item.compared for item in builders] == [
-        [(2, ["Count", "Old"])], [(2, ["Count", "Count"])], [(1, ["Count"])], [(1, ["Count"])], []
+        [(2, ["Count", "LegacyEnv"])], [(2, ["Count", "Count"])], [(1, ["Count"])], [(1, ["Count"])], []
     ]  # fmt: skip
     assert [item.cleaned for item in builders] == [1] * 5
     assert len(result.errors) == 4

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from wrapper_scripted import Found, Scripted, counted, played, refused, renderer
+from wrapper_scripted import Found, ScriptedSampler, counted, played, refused, renderer
 from wrapper_servers import mcp_episodes, openenv_episodes
 
 from rl.envs import resolve_environment
@@ -241,7 +241,7 @@ def tinker_groups() -> Found:
                 {"said": text},
             )
 
-    class Broken(Count):
+    class FailingEnv(Count):
         async def step(self, action: list[int], *, extra: Any = None) -> Any:
             raise RuntimeError("no luck")
 
@@ -266,11 +266,11 @@ def tinker_groups() -> Found:
         def logging_tags(self) -> list[str]:
             return ["counting"]
 
-    made = [Group(Count, Count), Group(Count, Broken, Count)]
+    made = [Group(Count, Count), Group(Count, FailingEnv, Count)]
     groups = [TinkerGroup(builder, i, seconds=20.0) for i, builder in enumerate(made)]
     result = rollout(
         groups,
-        Scripted(render, lambda p: re.findall(r"Say (\d)", p)[-1]),
+        ScriptedSampler(render, lambda p: re.findall(r"Say (\d)", p)[-1]),
         SamplingParams(max_tokens=8),
         seed=0,
     )

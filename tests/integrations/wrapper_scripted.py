@@ -19,7 +19,7 @@ def renderer() -> Renderer:
     return get_renderer("role_colon", load_model("tiny:ascii").tokenizer)
 
 
-class Scripted:
+class ScriptedSampler:
     """Sample answers that are a function of the prompt's text."""
 
     info = {"max_context": None}
@@ -58,7 +58,7 @@ def played(
         )
         for problem in problems
     ]
-    return rollout(groups, Scripted(render, says), SamplingParams(max_tokens=64), seed=0)
+    return rollout(groups, ScriptedSampler(render, says), SamplingParams(max_tokens=64), seed=0)
 
 
 def counted(cases: Sequence[tuple[str, Callable[[], bool]]]) -> Found:

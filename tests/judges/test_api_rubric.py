@@ -123,16 +123,16 @@ def test_an_error_that_stays_is_not_tried_again_and_has_its_remedy(reply, remedy
 
 
 def test_an_error_whose_text_is_cut_off_is_tried_again():
-    class Cut(dict):
+    class TruncatedReply(dict):
         """A reply that ends before its declared length."""
 
     remaining = [2]
 
     def reply(body, headers):
         remaining[0] -= 1
-        return (502, Cut()) if remaining[0] >= 0 else first_token(("yes", 1.0))
+        return (502, TruncatedReply()) if remaining[0] >= 0 else first_token(("yes", 1.0))
 
-    with api_server(reply, cut_off=Cut) as (address, bodies):
+    with api_server(reply, cut_off=TruncatedReply) as (address, bodies):
         judge = APIRubricJudge(OpenAIClient(address), Rubric.from_weights(POLITE_RIGHT[:1]))
         ((score,),) = judge.scores([group("a")])
     assert score.reward == 1.0 and len(bodies) == 3

@@ -297,7 +297,7 @@ def test_reward_models_and_judges_keep_the_renderer_that_they_were_trained_with(
     assert requests == ["runs/a/checkpoints/rm-final", "runs/b"]
 
 
-class Remembers(Environment):
+class TwoQuestionEnvironment(Environment):
     """Two questions, with a tool that nobody needs."""
 
     def start(self):
@@ -318,8 +318,8 @@ class Remembers(Environment):
 
 
 def played(renderer, name, answers, *, cut=False, tools=False):
-    """Return the group of a single episode of `Remembers`, played as in a rollout."""
-    spec = resolve_environment(Remembers)
+    """Return the group of a single episode of `TwoQuestionEnvironment`, played as in a rollout."""
+    spec = resolve_environment(TwoQuestionEnvironment)
     problem = Problem([], meta={"tools": tools})
     env = EnvironmentGroup(spec, problem, 1, renderer).make_envs()[0]
     prompt, _ = env.initial_observation().result()

@@ -97,7 +97,7 @@ def test_a_written_score_is_the_last_one_and_on_the_scale(text, share):
     assert parse_score(text, 10.0) == (None if share is None else pytest.approx(share))
 
 
-class Writes:
+class FakeGenerationClient:
     """A client that answers each prompt of `Letters` with `says(prompt)`."""
 
     info = {"max_context": None, "base_model": "stub"}
@@ -115,7 +115,7 @@ class Writes:
         return SimpleNamespace(result=lambda: (results, {}))
 
 
-class Writing(Letters):
+class GenerationRenderer(Letters):
     def build_generation_prompt(self, messages):
         return self.build_supervised_example([*messages, {"role": "assistant", "content": ""}])[0]
 
@@ -134,9 +134,11 @@ def test_an_answer_for_which_the_judge_writes_no_score_costs_itself_alone():
             else f"Score: {2 if 'polite' in prompt else 4}$"
         )
 
-    client = Writes(says)
+    client = FakeGenerationClient(says)
     judge = RubricJudge(
-        client, Writing(), Rubric.from_weights(POLITE_RIGHT, "score", scale=5.0, max_tokens=9)
+        client,
+        GenerationRenderer(),
+        Rubric.from_weights(POLITE_RIGHT, "score", scale=5.0, max_tokens=9),
     )
     inputs = RolloutBatch([group("a", "bb", "a"), group("bb")], [], {}, 0.0, 0.0)
     rewards = LearnedRewards(judge, 0.0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench import kernels
-from bench.kernels import PROVIDERS, TINY, CannotRun, Problem, Provider, Step, Timing
+from bench.kernels import PROVIDERS, TINY, CannotRun, LogprobBatch, Provider, Step, Timing
 
 TOKENS = 8
 SMALL = replace(TINY, D=8, V=32)
@@ -25,7 +25,7 @@ class OutOfResources(Exception):
     """A stand-in for Triton's exception, which is not a standard Python exception."""
 
 
-def plain(p: Problem) -> torch.Tensor:
+def plain(p: LogprobBatch) -> torch.Tensor:
     return torch.nn.functional.linear(p.x, p.w).log_softmax(-1).gather(-1, p.y[:, None])[:, 0]
 
 
@@ -33,7 +33,7 @@ def failing(error: Exception, calls: int = 0):
     """Return a function that runs `calls` times, then raises."""
     remaining = [calls]
 
-    def logprobs(p: Problem) -> torch.Tensor:
+    def logprobs(p: LogprobBatch) -> torch.Tensor:
         remaining[0] -= 1
         if remaining[0] < 0:
             # a new exception, because a stored one keeps the frames that it passed through
@@ -75,7 +75,7 @@ def test_a_row_is_on_disk_before_the_next_is_measured(monkeypatch, tmp_path):
     """If a time limit kills the process, the rows measured so far are in the file."""
     path, seen = tmp_path / "table.csv", []
 
-    def looks(p: Problem) -> torch.Tensor:
+    def looks(p: LogprobBatch) -> torch.Tensor:
         seen.append(len(list(csv.DictReader(path.open()))))
         if len(seen) > 4:
             raise KeyboardInterrupt
@@ -110,7 +110,7 @@ def test_one_problem_is_alive_at_a_time(monkeypatch):
     fitted in a trial did not fit when it was timed.
     """
     made, before = [], []
-    make = Problem.make
+    make = LogprobBatch.make
 
     def counted(*inputs):
         gc.collect()
@@ -119,7 +119,7 @@ def test_one_problem_is_alive_at_a_time(monkeypatch):
         made.append(weakref.ref(problem.w))
         return problem
 
-    monkeypatch.setattr(Problem, "make", staticmethod(counted))
+    monkeypatch.setattr(LogprobBatch, "make", staticmethod(counted))
     monkeypatch.setattr(
         kernels, "PROVIDERS", providers(plain, failing(OutOfResources(), 2), plain, plain)
     )
@@ -191,7 +191,7 @@ def test_the_peak_counts_the_gradients_of_the_weights(monkeypatch):
 @pytest.mark.parametrize(("which", "column"), [("logp", 0), ("x", 1), ("w", 2)])
 def test_errors_are_of_logprobs_and_of_both_gradients(which, column):
     """An error of 0.01 in a single number shows in its column; the others stay at rounding."""
-    p = Problem.make(SMALL, TOKENS, "cpu", torch.float32)
+    p = LogprobBatch.make(SMALL, TOKENS, "cpu", torch.float32)
     logp = plain(p)
     logp.backward(p.upstream)
     right = kernels.errors_of(logp.detach(), p)

@@ -116,7 +116,7 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path)
 # ----------------------------------------------------------------- samplers split over several GPUs
 
 
-class Counting:
+class CountingTeam:
     """A rank of a team that counts its all-reduces, all-gathers and broadcasts."""
 
     def __init__(self, team):
@@ -153,7 +153,7 @@ def test_a_teams_traffic_is_what_its_ranks_send(tmp_path):
     load = scaling.Load(answers=4, group=2, prompt=6, answer=5)
 
     def counted(threads):
-        team = Counting(threads)
+        team = CountingTeam(threads)
         # no self-test of the decoder, hence no collectives yet
         engine = Engine(
             split(model, team, weights=list(model.named_parameters())), eos_token_ids=(), max_rows=8
@@ -183,7 +183,7 @@ def test_a_teams_traffic_is_what_its_ranks_send(tmp_path):
 
 def test_seconds_of_a_team_by_hand():
     hardware = scaling.Hardware(nvlink=100.0, collective_seconds=2.0)
-    sent = scaling.Sent(calls=3, summed=400.0, gathered=200.0, copied=50.0)
+    sent = scaling.CollectiveTraffic(calls=3, summed=400.0, gathered=200.0, copied=50.0)
     assert (
         scaling.ring_seconds(sent, 4, hardware)
         == 3 * 2.0 + (2 * 0.75 * 400 + 0.75 * 200 + 50) / 100
@@ -205,7 +205,7 @@ def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(tmp_path):
             name="32B",
             shape=shape,
             hardware=scaling.Hardware(memory_gib=memory),
-            driver=scaling.Driver(),
+            driver=scaling.DriverRates(),
             load=scaling.Load(),
             sampling_rate=1200.0,
         )

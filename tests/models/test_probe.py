@@ -114,13 +114,13 @@ def test_a_model_that_looks_ahead_is_refused_by_name():
 
 
 def test_randomness_under_any_name_is_found_in_training_mode():
-    class Shaky(nn.Module):
+    class NoisyModule(nn.Module):
         def forward(self, x):
             return x + 1e-3 * torch.randn_like(x) if self.training else x
 
     model = model_of()
     model.model.layers[1].mlp.down_proj = nn.Sequential(
-        model.model.layers[1].mlp.down_proj, Shaky()
+        model.model.layers[1].mlp.down_proj, NoisyModule()
     )
     assert find_layout_faults(model, ["padded"]) == {}
     assert find_layout_faults(model, ["padded"], training=True).keys() == {"training"}
@@ -129,12 +129,14 @@ def test_randomness_under_any_name_is_found_in_training_mode():
 def test_randomness_that_seldom_matters_is_found():
     """The fault hits one token in a million, so a small sample of tokens would not show it."""
 
-    class Rare(nn.Module):
+    class RareFlipModule(nn.Module):
         def forward(self, x):
             return torch.where(torch.rand_like(x) < 1e-6, -x, x) if self.training else x
 
     model = model_of()
-    model.model.layers[1].mlp.down_proj = nn.Sequential(model.model.layers[1].mlp.down_proj, Rare())
+    model.model.layers[1].mlp.down_proj = nn.Sequential(
+        model.model.layers[1].mlp.down_proj, RareFlipModule()
+    )
     assert (
         "uses random numbers (rand_like)"
         in find_layout_faults(model, ["padded"], training=True)["training"]

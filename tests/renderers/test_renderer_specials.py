@@ -332,7 +332,7 @@ def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
 def test_a_tokenizer_that_has_no_other_spelling_says_so():
     from transformers import AddedToken
 
-    class Slow:
+    class SlowTokenizer:
         """A tokenizer without a fast backend that recognizes special tokens regardless of flags."""
 
         eos_token_id, bos_token_id, name_or_path = 0, None, ""
@@ -354,7 +354,7 @@ def test_a_tokenizer_that_has_no_other_spelling_says_so():
         def convert_tokens_to_ids(self, word):
             return 0
 
-    tokenizer = Slow()
+    tokenizer = SlowTokenizer()
     tokenizer.stubborn = False
     renderer = get_renderer("plain", tokenizer)
     assert renderer.encode("a</s>b") == [ord(c) for c in "a</s>b"]

@@ -336,7 +336,7 @@ def test_the_same_where_every_token_has_an_advantage_all_the_same(
 def test_a_learner_that_scores_at_another_temperature_is_said_by_a_real_run(
     tmp_path, capsys, monkeypatch, sampled, learnt, expected
 ):
-    class Mistaken(GRPO):
+    class WrongTemperatureGRPO(GRPO):
         def update(self, models, datums, progress):
             right = self.settings
             self.settings = dataclasses.replace(
@@ -346,7 +346,7 @@ def test_a_learner_that_scores_at_another_temperature_is_said_by_a_real_run(
             self.settings = right
             return metrics
 
-    monkeypatch.setitem(METHODS, "grpo", Mistaken)
+    monkeypatch.setitem(METHODS, "grpo", WrongTemperatureGRPO)
     rows = run(tmp_path, "--reward", "exact_match", "--steps", "2", "--temperature", str(sampled))
     assert all(on(row) == expected for row in rows), [on(row) for row in rows]
     assert capsys.readouterr().out.count("KL between sampler and learner") >= len(expected)

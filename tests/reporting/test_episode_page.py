@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from test_logbook import Page
+from test_logbook import PageParser
 
 from rl.data.rollout_file import _find_rollout_files as stored_files
 from rl.reporting import Logbook, rollout_html
@@ -62,7 +62,7 @@ def test_an_episode_is_shown_turn_by_turn():
     text = rollout_html.render_page(
         [episode(), episode(index=1, reward=0.0, advantage=-0.5)], title="t", step=3
     )
-    page = Page(text)
+    page = PageParser(text)
     assert page.tags.count("article") == 2 and page.tags.count("section") == 1
     (first, _) = page.articles
     assert [
@@ -83,7 +83,7 @@ def test_what_the_model_reads_at_a_turn_stands_before_it_and_a_tools_answer_with
     two = row(
         [make_message("user", "one?"), turn("first"), make_message("user", "two?"), turn("second")]
     )
-    (text,) = Page(rollout_html.render_page([two], title="", step=1)).articles
+    (text,) = PageParser(rollout_html.render_page([two], title="", step=1)).articles
     assert text.index("first") < text.index("two?") < text.index("second")
     single = row([
         make_message("user", "one?"), turn("first"), make_message("tool", "from a tool", name="clock"),
@@ -91,7 +91,7 @@ def test_what_the_model_reads_at_a_turn_stands_before_it_and_a_tools_answer_with
     ])  # fmt: skip
     assert (
         "tool clock: from a tool"
-        in Page(rollout_html.render_page([single], title="", step=1)).articles[0]
+        in PageParser(rollout_html.render_page([single], title="", step=1)).articles[0]
     )
 
 
@@ -117,7 +117,7 @@ def test_seats_stand_side_by_side_and_others_are_grey():
     ]
     turns += [make_message("user", "board 3"), turn("again", seat=0, reward=-1.0)]
     text = rollout_html.render_page([row(turns, seats=[None, "random"])], title="", step=1)
-    page = Page(text)
+    page = PageParser(text)
     assert "grid-template-columns:repeat(2, minmax(0, 1fr))" in text
     assert "seat 0: the policy" in page.articles[0] and "seat 1: random" in page.articles[0]
     assert [int(n) for n in re.findall(r"grid-column:(\d)", text)] == [1, 2, 1]
@@ -155,8 +155,8 @@ def test_hostile_texts_are_text_wherever_they_stand(place):
         ),
         episode(group=1),
     ]
-    # Page checks that every tag is closed in the right place
-    page = Page(rollout_html.render_page(rows, title=EVIL, step=1))
+    # PageParser checks that every tag is closed in the right place
+    page = PageParser(rollout_html.render_page(rows, title=EVIL, step=1))
     assert not {"script", "img"} & set(page.tags) and page.loads == []
 
 
@@ -221,5 +221,5 @@ def test_the_files_of_a_later_stage_say_its_name(tmp_path):
 def test_rows_without_turns_and_of_real_runs_are_shown_as_before(shared_data):
     files = sorted(shared_data.glob("rollouts/**/*.jsonl"))
     rows = [json.loads(line) for path in files[:2] for line in path.read_text().splitlines()[:20]]
-    page = Page(rollout_html.render_page(rows, title="", step=1))
+    page = PageParser(rollout_html.render_page(rows, title="", step=1))
     assert len(page.articles) > 0 and "script" not in page.tags

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from listener import Listener
+from listener import MessageRecorder
 
 from rl.reporting import Logbook, metric_plots
 
@@ -143,7 +143,7 @@ def test_a_run_ends_with_its_curves_and_never_fails_for_want_of_them(tmp_path: P
         for row in two_stages():
             book.log(row["step"], row)
     assert is_png(tmp_path / "run/curves.png")
-    ear = Listener()
+    ear = MessageRecorder()
     with Logbook(tmp_path / "bare", console=ear) as book:
         book.log(0, {"something": 1.0})
     assert len(ear.warnings) == 1 and ear.warnings[0].startswith("no curves.png")

@@ -51,7 +51,7 @@ LATE = "--max-steps-off-policy 2 --slice-steps 2"
 # ------------------------------------------------------------------------------------------- chunks
 
 
-class Shelf:
+class FakeDecoder:
     """Stands in for a decoder: it keeps the weights it loads."""
 
     def __init__(self):
@@ -77,7 +77,7 @@ def staged() -> WeightSnapshot:
 
 def landing(sent: WeightSnapshot) -> WeightTransfer:
     return WeightTransfer(
-        sent.make_manifest(), Shelf(), None, 0.0, sent.make_manifest().tensor_bytes()
+        sent.make_manifest(), FakeDecoder(), None, 0.0, sent.make_manifest().tensor_bytes()
     )
 
 
@@ -112,7 +112,7 @@ def test_weights_cross_in_the_dtype_that_they_are_kept_in(size):
     assert dtypes == {"large": torch.bfloat16, "number": torch.bfloat16}
     manifest = sent.make_manifest().with_dtypes(dtypes)
     here, pieces = (
-        WeightTransfer(manifest, Shelf(), None, 0.0, manifest.tensor_bytes()),
+        WeightTransfer(manifest, FakeDecoder(), None, 0.0, manifest.tensor_bytes()),
         list(sent.iter_chunks(size, dtypes)),
     )
     assert (

@@ -37,7 +37,7 @@ from rl.types import SamplingParams
 LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-class Played:
+class FakeCUDAGraph:
     """A fake graph: a step over the tensors that existed when it was captured."""
 
     def __init__(self, steps: CUDAGraphRunner, rows: int, shared: bool):
@@ -64,7 +64,7 @@ def captured(monkeypatch):
         results.append((id(steps.model), rows, shared))
         steps.buffers.remaining.zero_()  # a capture runs steps as well
         steps.buffers.at.fill_(3)
-        return Played(steps, rows, shared)
+        return FakeCUDAGraph(steps, rows, shared)
 
     monkeypatch.setattr(CUDAGraphRunner, "uses_graphs", True)
     monkeypatch.setattr(CUDAGraphRunner, "_capture", capture)

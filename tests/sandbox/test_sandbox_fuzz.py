@@ -199,7 +199,7 @@ def frame(draw: random.Random, number: int) -> bytes:
     return json.dumps(message).encode()
 
 
-class Claims:
+class ScriptedJob:
     """Stand-in for a job: a candidate's server that answers with the frames of a list, after the
     monitor's checks.
     """
@@ -223,7 +223,7 @@ def check_calls(count: int, seed: int) -> Counter:
             bodies.append(frame(draw, 1).decode("utf-8"))
         except UnicodeDecodeError:
             continue
-    job, no_one = Claims(bodies), object()
+    job, no_one = ScriptedJob(bodies), object()
     words = Counter()
     start = time.thread_time()
     tests = Calls(
@@ -246,12 +246,12 @@ def check_calls(count: int, seed: int) -> Counter:
     return words
 
 
-class Ended(BaseException):
+class TesterExit(BaseException):
     """The tester's process has ended."""
 
 
 def end(by: str, why: str):
-    raise Ended(by)
+    raise TesterExit(by)
 
 
 def check_link(count: int, seed: int) -> Counter:
@@ -271,7 +271,7 @@ def check_link(count: int, seed: int) -> Counter:
         try:
             link.request("call", 0, (argument,))
             words["value"] += 1
-        except Ended as ended:
+        except TesterExit as ended:
             words[str(ended)] += 1
         except Exception as error:
             assert json.loads(body).keys() == {"id", "raised"}, (body, error)
@@ -299,7 +299,7 @@ def check_values(count: int, seed: int) -> None:
         assert type(back) is type(value) and back == value, value
         body = json.dumps({"id": 1, "value": value_codec.encode(value)})
         (verdict,) = grade_tests.grade_tests(
-            Claims([body]),
+            ScriptedJob([body]),
             Calls("f", [([1], value)], compare=lambda a, b: a == b),
             SandboxLimits(),
             False,

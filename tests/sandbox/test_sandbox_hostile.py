@@ -10,7 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
-from hostile_programs import ASSERTS, BENIGN, CALLS, CASES, FAMILIES, PYTESTS, Program, hostile
+from hostile_programs import (
+    ASSERTS,
+    BENIGN,
+    CALLS,
+    CASES,
+    FAMILIES,
+    PYTESTS,
+    HostileProgram,
+    hostile,
+)
 from hostile_replies import IN_PLACE, SORTS
 
 from rl.sandbox import Asserts, Calls, Grade, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
@@ -31,7 +40,7 @@ GENEROUS = SandboxLimits(wall_s=20.0, cpu_s=10.0, total_s=60.0)
 SECRET = "SECRET-" + "3fd1c9"
 
 
-def grade(sandbox: Sandbox, program: Program, limits: SandboxLimits) -> Grade:
+def grade(sandbox: Sandbox, program: HostileProgram, limits: SandboxLimits) -> Grade:
     tests = {
         "asserts": Asserts("import math", ASSERTS, "f"),
         "calls": Calls("f", CALLS),

@@ -11,7 +11,7 @@ httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from endpoints import Endpoint, ScriptedDesk, TinyDesk  # noqa: E402
+from endpoints import Endpoint, ScriptedBackend, TinyBackend  # noqa: E402
 
 from rl.envs import resolve_environment  # noqa: E402
 from rl.programs import program_env  # noqa: E402
@@ -28,7 +28,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def tiny():
-    endpoint = Endpoint(TinyDesk())
+    endpoint = Endpoint(TinyBackend())
     with httpx.Client(base_url=endpoint.url, timeout=60) as client:
         endpoint.http = client
         yield endpoint
@@ -42,7 +42,7 @@ def scripted(shared_data):
 
     def make(say, renderer="chat_template", tokenizer="qwen3"):
         endpoint = Endpoint(
-            ScriptedDesk(
+            ScriptedBackend(
                 say,
                 renderer,
                 None if tokenizer is None else str(shared_data / "tokenizers" / tokenizer),

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 
-from endpoints import Endpoint, ScriptedDesk, TinyDesk  # noqa: E402
+from endpoints import Endpoint, ScriptedBackend, TinyBackend  # noqa: E402
 
 from rl.types import ModelInput, SamplingParams  # noqa: E402
 
@@ -23,10 +23,10 @@ def seen(shared_data):
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with openai and openenv (the extra sdk)")
-    tiny = Endpoint(TinyDesk(renderer="role_colon"))
+    tiny = Endpoint(TinyBackend(renderer="role_colon"))
     output = iter([CALL, "It is 3.", CALL])
     scripted = Endpoint(
-        ScriptedDesk(
+        ScriptedBackend(
             lambda *_: next(output), "chat_template", str(shared_data / "tokenizers" / "qwen3")
         )
     )

@@ -10,7 +10,7 @@ httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from endpoints import Endpoint, ScriptedDesk, TinyDesk  # noqa: E402
+from endpoints import Endpoint, ScriptedBackend, TinyBackend  # noqa: E402
 from serving import BASE, server  # noqa: E402
 
 from rl.models import load_tokenizer  # noqa: E402
@@ -264,7 +264,7 @@ def events(http, path, body):
 
 def test_a_token_is_sent_while_the_next_is_not_drawn_yet(shared_data):
     """Before each token, the model waits until the client has read the text of the last token."""
-    desk = ScriptedDesk(
+    desk = ScriptedBackend(
         lambda *_: "It is so.", "chat_template", str(shared_data / "tokenizers" / "qwen3")
     )
     desk.by_character, read, waited = True, threading.Semaphore(0), []
@@ -289,7 +289,9 @@ def test_a_token_is_sent_while_the_next_is_not_drawn_yet(shared_data):
 
 @pytest.mark.parametrize("text", ANSWERS, ids=range(len(ANSWERS)))
 def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
-    desk = ScriptedDesk(lambda *_: text, "chat_template", str(shared_data / "tokenizers" / "qwen3"))
+    desk = ScriptedBackend(
+        lambda *_: text, "chat_template", str(shared_data / "tokenizers" / "qwen3")
+    )
     endpoint = Endpoint(desk)
     body = {
         "messages": ASK, "tools": TOOLS, "logprobs": True, "return_token_ids": True,
@@ -338,7 +340,7 @@ def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
 
 
 def test_several_completions_are_streamed_side_by_side():
-    endpoint = Endpoint(TinyDesk())
+    endpoint = Endpoint(TinyBackend())
     try:
         with httpx.Client(base_url=endpoint.url, timeout=60) as http:
             body = {

@@ -36,7 +36,7 @@ FAULTS = {
 }
 
 
-class Faulty:
+class FaultyApp:
     """An application whose first responses fail. `seen` counts the requests by route."""
 
     def __init__(self, app):
@@ -92,7 +92,7 @@ def seen(tmp_path_factory):
         pytest.skip("WHETSTONE_TEST_SDK names no Python with the tinker SDK (the extra sdk)")
     with server(tmp_path_factory.mktemp("served"), keys=KEYS, token_budget=BUDGET) as first:
         _breaks_once(first.model_manager)
-        faulty = Faulty(first.app)
+        faulty = FaultyApp(first.app)
         listening = LoopServer(lambda: faulty, "the test's server")
         try:
             command = [python, str(Path(__file__).with_name("sdk_faults.py")), listening.url, *KEYS]

@@ -179,7 +179,7 @@ def wild_training(rng, model, seq):
     return message.SerializeToString()
 
 
-class Fuzzer:
+class FuzzClient:
     """A client with a key, which sends malformed requests."""
 
     def __init__(self, served, foreign):
@@ -419,7 +419,7 @@ class Fuzzer:
         self.failed[route] += failed
 
 
-class Bystander:
+class BackgroundClient:
     """A client with another key, which trains and samples during the fuzzing."""
 
     def __init__(self, served):
@@ -454,8 +454,8 @@ def test_wild_values_are_refused_and_nobody_else_notices(tmp_path, caplog):
     limits = {"tokens": 20_000, "sessions": 10**6, "models": 10**6}
     caplog.set_level(logging.ERROR, "whetstone.serve")
     with server(tmp_path / "wild", keys=KEYS, **limits) as first:
-        neighbor = Bystander(first)
-        fuzzer = Fuzzer(first, neighbor.reference)
+        neighbor = BackgroundClient(first)
+        fuzzer = FuzzClient(first, neighbor.reference)
         for i in range(COUNT):
             if i % 300 == 0:
                 neighbor.live()
@@ -490,7 +490,7 @@ def test_wild_values_are_refused_and_nobody_else_notices(tmp_path, caplog):
             for method in (route.methods or set()) - {"HEAD"}  # the chat page has no methods
         ]
     with server(tmp_path / "calm", keys=KEYS, **limits) as first:
-        single = Bystander(first)
+        single = BackgroundClient(first)
         for _ in range(0, COUNT, 300):
             single.live()
     assert single.saw == neighbor.saw

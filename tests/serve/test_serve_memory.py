@@ -183,13 +183,15 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
 def test_a_cancel_while_an_answer_is_stored_loses_no_answer():
     """The owner cancels at the worst moment, just before the answer is stored."""
 
-    class Late(Future):
+    class LateFuture(Future):
         def set_result(self, result):
             promise.work_future.cancel()
             super().set_result(result)
 
     promises = RequestStore(3600.0)
-    promise = promises.add(PendingRequest("1", "me", "sample", tenant="me", result_future=Late()))
+    promise = promises.add(
+        PendingRequest("1", "me", "sample", tenant="me", result_future=LateFuture())
+    )
     promise.work_future.set_result({"fine": 1})
     assert promises.find_request("1", "me").encoded_result.body == b'{"fine":1}'
 

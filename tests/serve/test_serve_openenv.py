@@ -11,7 +11,7 @@ from serving import Wire, server
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 
-from endpoints import Endpoint, ScriptedDesk  # noqa: E402
+from endpoints import Endpoint, ScriptedBackend  # noqa: E402
 
 from rl.programs.loop_server import LoopServer  # noqa: E402
 from rl.types import Datum, ModelInput, SamplingParams  # noqa: E402
@@ -46,7 +46,7 @@ def seen(tmp_path_factory, shared_data):
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with openenv (the extra sdk)")
     scripted = Endpoint(
-        ScriptedDesk(lambda *_: CALL, "chat_template", str(shared_data / "tokenizers" / "qwen3"))
+        ScriptedBackend(lambda *_: CALL, "chat_template", str(shared_data / "tokenizers" / "qwen3"))
     )
     with server(tmp_path_factory.mktemp("served"), keys=(KEY,), base=BASE) as first:
         wires = Wire(first, KEY)

@@ -68,7 +68,7 @@ def test_a_save_that_goes_wrong_at_any_disk_operation_loses_nothing(faulty_disk,
     assert result["from_step_1"] > 20 and result["from_step_2"] > 5, result
 
 
-class Heard:
+class RecordingConsole:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
@@ -108,7 +108,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
     refused = 0
     for damaged in damages:
         file.write_bytes(damaged)
-        console = Heard()
+        console = RecordingConsole()
         result = CheckpointManager.find_newest_intact(tmp_path, named, console)
         assert result is not None
         if console.texts:
@@ -124,7 +124,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
             )
     assert refused == len(damages) if name != "manifest.json" else refused > 0.8 * len(damages)
     file.write_bytes(whole)
-    assert CheckpointManager.find_newest_intact(tmp_path, named, Heard())[0]["name"] == "s-2"
+    assert (
+        CheckpointManager.find_newest_intact(tmp_path, named, RecordingConsole())[0]["name"]
+        == "s-2"
+    )
 
 
 @pytest.mark.parametrize("exchanges", [True, False])

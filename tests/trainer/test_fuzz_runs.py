@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from fuzzing import ACCEPTED, REFUSED
-from test_run_folder import Heard, load_run_config, recipe, whole
+from test_run_folder import RecordingConsole, load_run_config, recipe, whole
 from whole_runs import train
 
 from rl.distributed import checkpoint_folder
@@ -116,7 +116,7 @@ def done(tmp_path_factory) -> Path:
 
 
 def resumed(folder: Path, plan):
-    position = find_resume_point(plan, folder, Heard())
+    position = find_resume_point(plan, folder, RecordingConsole())
     remove_damaged_checkpoints(folder, position)
     return position
 
@@ -151,7 +151,7 @@ def outcome(read, *args):
         return None, str(error)
 
 
-class Damaged:
+class DamagedRun:
     """A copy of a run's folder, damaged in one file at a time."""
 
     def __init__(self, done: Path, to: Path):
@@ -269,7 +269,7 @@ class Damaged:
 
 def fuzz(done: Path, to: Path, count: int, seed: int) -> Counter[str]:
     """Damage a file at a time; return the count of each outcome."""
-    run, rng = Damaged(done, to), random.Random(seed)
+    run, rng = DamagedRun(done, to), random.Random(seed)
     seen: Counter[str] = Counter()
     for i in range(count):
         seen.update(run.check(run.files[i % len(run.files)], rng))
@@ -316,9 +316,9 @@ SHARE = 0.1
 
 
 @functools.cache
-def own_run() -> Damaged:
+def own_run() -> DamagedRun:
     folder = tempfile.TemporaryDirectory(prefix="fuzz-")
     atexit.register(folder.cleanup)
     (Path(folder.name) / "copy").mkdir()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return Damaged(stopped_run(Path(folder.name) / "made"), Path(folder.name) / "copy")
+        return DamagedRun(stopped_run(Path(folder.name) / "made"), Path(folder.name) / "copy")

@@ -78,7 +78,7 @@ def whole(folder: Path) -> list[str]:
     return results
 
 
-class Heard(Console):
+class RecordingConsole(Console):
     def __init__(self) -> None:
         super().__init__(quiet=True)
         self.texts: list[str] = []
@@ -173,7 +173,7 @@ def survives(done: Path, to: Path, count: int, seed: int) -> int:
     os.symlink(outside, folder / "sampler_weights" / "grpo-best-linked")
     text = (folder / CHECKPOINTS).read_text()
     before, plan = whole(to), load_run_config(folder)
-    right = find_resume_point(plan, folder, Heard())
+    right = find_resume_point(plan, folder, RecordingConsole())
     assert len(before) >= 7 and right.step == 8
     noticed = 0
     for damaged in damages(text, count, seed):
@@ -181,7 +181,7 @@ def survives(done: Path, to: Path, count: int, seed: int) -> int:
             (folder / CHECKPOINTS).unlink()
         else:
             (folder / CHECKPOINTS).write_bytes(damaged)
-        console = Heard()
+        console = RecordingConsole()
         position = find_resume_point(plan, folder, console)
         assert position == right, damaged
         remove_damaged_checkpoints(folder, position)
@@ -247,12 +247,12 @@ def test_what_lies_at_the_step_gone_on_from_is_in_the_way_where_it_is_none_of_it
     folder = copied(done, tmp_path)
     os.rename(folder / "checkpoints" / "grpo-final", folder / "checkpoints" / "grpo-000008")
     plan = load_run_config(folder)
-    assert find_resume_point(plan, folder, Heard()).step == 8
+    assert find_resume_point(plan, folder, RecordingConsole()).step == 8
     shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
     with pytest.raises(
         RunFolderError, match="grpo-final is in the way.*its step 8.*not from this run"
     ):
-        find_resume_point(plan, folder, Heard())
+        find_resume_point(plan, folder, RecordingConsole())
     checkpoint_folder.verify_checkpoint(folder / "checkpoints" / "grpo-final")
 
 
