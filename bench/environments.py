@@ -68,7 +68,7 @@ GAMES = {
 }  # fmt: skip
 
 
-def recipe(name: str, game: GameConfig, data: Path) -> str:
+def format_recipe(name: str, game: GameConfig, data: Path) -> str:
     """Return the two stages as the text of a recipe."""
     environment = json.dumps({"name": game.file or name, **game.settings})
     return f"""
@@ -83,7 +83,7 @@ temperature: 1.0
 """
 
 
-def untrained(name: str, game: GameConfig, seed: int) -> float:
+def evaluate_untrained(name: str, game: GameConfig, seed: int) -> float:
     """Return the metric of the model as it is built, over 64 episodes."""
     from rl import ServiceClient
     from rl.envs import EnvironmentGroup, EpisodeLimits, resolve_environment
@@ -108,14 +108,14 @@ def untrained(name: str, game: GameConfig, seed: int) -> float:
 
 def learn(name: str, game: GameConfig, seed: int, folder: Path) -> dict:
     """Run the warm-up and GRPO for a game and a seed, and return the row."""
-    before = untrained(game.file or name, game, seed)
+    before = evaluate_untrained(game.file or name, game, seed)
     data = folder / f"{name}.jsonl"
     words = [game.file or name, game.player, "--episodes", str(game.episodes), "--seed", str(seed)]
     for key, value in game.settings.items():
         words += [f"--environment.{key}", str(value)]
     command = [sys.executable, "-m", "rl.envs.demo_generator", *words]
     data.write_text(subprocess.check_output(command, text=True, cwd=REPO))
-    (folder / "recipe.yaml").write_text(recipe(name, game, data))
+    (folder / "recipe.yaml").write_text(format_recipe(name, game, data))
     run = train([str(folder / "recipe.yaml"), "--seed", str(seed)], folder / "run")
     measured = run.values(f"test/env/all/{game.metric}")
     return {

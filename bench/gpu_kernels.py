@@ -46,7 +46,7 @@ def device_of(dry: bool) -> str:
     return "cpu" if dry else "cuda"
 
 
-def milliseconds(run: Callable[[], object], device: str, repeats: int = 10) -> float:
+def measure_milliseconds(run: Callable[[], object], device: str, repeats: int = 10) -> float:
     """Return the median time of `run` in milliseconds, with what the last call left in the caches."""
     run()
     step, count = Step(lambda _: run()), repeats if device == "cuda" else 2
@@ -63,12 +63,12 @@ def part_floors(table: Any, dry: bool) -> None:
     device, dtype = device_of(dry), torch.float32 if dry else torch.bfloat16
     size, count = (256, 1 << 16) if dry else (8192, 1 << 29)
     a = torch.randn(size, size, device=device, dtype=dtype)
-    ms = milliseconds(lambda: torch.mm(a, a), device)
+    ms = measure_milliseconds(lambda: torch.mm(a, a), device)
     tflops = 2e-9 * size**3 / ms
     table.row(f"{size}^3", "torch.mm", "TFLOP/s", tflops, note=f"{dtype}, {ms:.3f} ms")
     source = torch.zeros(count, device=device, dtype=torch.int32)
     target = torch.empty_like(source)
-    ms = milliseconds(lambda: target.copy_(source), device)
+    ms = measure_milliseconds(lambda: target.copy_(source), device)
     tb_per_s = 8e-9 * count / ms  # read and written
     table.row(f"{4 * count >> 20} MiB", "copy", "TB/s", tb_per_s, note=f"{ms:.3f} ms")
     small = torch.zeros(1, device=device)
@@ -77,7 +77,9 @@ def part_floors(table: Any, dry: bool) -> None:
         for _ in range(100):
             small.add_(1.0)
 
-    table.row("100 in a row", "torch add_", "launch", 10 * milliseconds(launch, device), "us")
+    table.row(
+        "100 in a row", "torch add_", "launch", 10 * measure_milliseconds(launch, device), "us"
+    )
     floors = {"tflops": tflops, "tb_per_s": tb_per_s}
     Path(table.path).with_name("floors.json").write_text(json.dumps(floors))
 
@@ -218,7 +220,7 @@ def _draw(table: Any, shape: HeadShape, rows: int, dry: bool) -> None:
     table.row(case, "ours", "equal_tokens", equal, note="bf16 logits round")
     floor = max(copy_floor_ms(w.numel() * 2.0), floor_ms(2, rows, shape))
     for name, way in ways.items():
-        table.row(case, name, "time", milliseconds(way, device), "ms", floor)
+        table.row(case, name, "time", measure_milliseconds(way, device), "ms", floor)
 
 
 # ---------------------------------------------------------------------------------------- branches
@@ -293,7 +295,7 @@ def _speed(
     """Record the TFLOP/s of `run` in a separate attempt."""
 
     def measure() -> None:
-        ms = milliseconds(run, o.x.device.type)
+        ms = measure_milliseconds(run, o.x.device.type)
         speed = 2e-9 * o.x.numel() * columns / ms
         table.row(case, provider, "TFLOP/s", speed, "", TFLOPS, f"{ms:.3f} ms")
 
@@ -459,7 +461,7 @@ def _ways(table: Any, case: str, made: tuple[Any, ...], dry: bool) -> None:
         worst = (way().double() - exact).abs().amax((1, 2))
         note = f"{int((~(worst < 0.05)).sum())} rows wrong"
         table.row(case, name, "largest_error", float(worst.max()), note=note)
-        ms, floor = milliseconds(way, inputs[0].device.type), read / BYTES_A_MS
+        ms, floor = measure_milliseconds(way, inputs[0].device.type), read / BYTES_A_MS
         table.row(case, name, "time", ms, "ms", floor, f"{floor / ms:.0%} of bandwidth")
 
     for name, way in ways.items():

@@ -89,7 +89,7 @@ class Timing:
     peak_bytes: int
 
 
-def quantiles(samples: list[float]) -> tuple[float, float, float]:
+def compute_quantiles(samples: list[float]) -> tuple[float, float, float]:
     if len(samples) == 1:
         return samples[0], samples[0], samples[0]
     cuts = statistics.quantiles(samples, n=5, method="inclusive")
@@ -151,7 +151,7 @@ def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Timi
     for round_ in range(repeats):
         for name in list(steps) if round_ % 2 == 0 else list(steps)[::-1]:
             samples[name].append(once(steps[name], device, flush))
-    return {name: Timing(*quantiles(samples[name]), peaks[name]) for name in steps}
+    return {name: Timing(*compute_quantiles(samples[name]), peaks[name]) for name in steps}
 
 
 def captured(run: Callable[[], object]) -> Step:
@@ -223,7 +223,7 @@ def _need(package: str, p: LogprobBatch | None = None) -> None:
         raise CannotRun(f"{package}'s Triton path needs CUDA, this is {p.x.device}")
 
 
-def plain(x: Tensor, w: Tensor, y: Tensor, softcap: float | None) -> Tensor:
+def compute_plain_logprobs(x: Tensor, w: Tensor, y: Tensor, softcap: float | None) -> Tensor:
     logits = torch.nn.functional.linear(x, w)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     return logits.float().log_softmax(-1).gather(-1, y[:, None]).squeeze(-1)
@@ -235,10 +235,10 @@ def _ours(p: LogprobBatch, entropy: bool = False, saved_bytes: int = 0) -> Tenso
 
 
 def _torch(p: LogprobBatch) -> Tensor:
-    return plain(p.x, p.w, p.y, p.shape.softcap)
+    return compute_plain_logprobs(p.x, p.w, p.y, p.shape.softcap)
 
 
-_compiled = torch.compile(plain, dynamic=False)
+_compiled = torch.compile(compute_plain_logprobs, dynamic=False)
 
 
 def _torch_compile(p: LogprobBatch) -> Tensor:

@@ -34,7 +34,7 @@ from bench.harness import (  # noqa: E402
     RESULTS,
     SEEDS,
     Run,
-    machine,
+    describe_machine,
     make_parser,
     replace_rows,
     show,
@@ -173,7 +173,7 @@ def judge(name: str, seed: int, check: Check, run: Run) -> dict[str, Any]:
         "bar": round(bar, 4),
         "passed": before < bar <= after,
         "seconds": round(run.seconds, 1),
-        "machine": machine(),
+        "machine": describe_machine(),
         "command": shlex.join(["python", "bench/methods.py", "--only", name, "--seeds", str(seed)]),
     }
 

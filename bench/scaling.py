@@ -205,7 +205,7 @@ def sampler_traffic(
     return read + decoded + drawn.times(load.answer * at_once)
 
 
-def ring_seconds(sent: CollectiveTraffic, team: int, hardware: Any) -> float:
+def compute_ring_seconds(sent: CollectiveTraffic, team: int, hardware: Any) -> float:
     """Return the seconds of rings over NVLink, including the fixed latency of each call."""
     if team == 1:
         return 0.0
@@ -213,7 +213,7 @@ def ring_seconds(sent: CollectiveTraffic, team: int, hardware: Any) -> float:
     return sent.calls * hardware.collective_seconds + wire / hardware.nvlink
 
 
-def teams(shape: ModelShape, launch: LaunchShape, hardware: Any) -> Iterator[int]:
+def iterate_team_sizes(shape: ModelShape, launch: LaunchShape, hardware: Any) -> Iterator[int]:
     """Yield the team sizes that the GPUs of a machine, and the model's heads and columns allow."""
     for size in TEAM_SIZES:
         if size > 1 and (not launch.cuda or min(launch.world, hardware.per_node) % size):
@@ -310,7 +310,7 @@ class StepModel:
 
         A team samples at the sum of its GPUs' separate rates, less the time of its all-reduces.
         """
-        sizes = teams(self.shape, launch, self.hardware)
+        sizes = iterate_team_sizes(self.shape, launch, self.hardware)
         rows = (self._of_team(held, launch, team) for team in sizes)
         return next((row for row in rows if row.fits), None) or self._of_team(held, launch, 1)
 
@@ -322,13 +322,13 @@ class StepModel:
         micro_batches = math.ceil(load.tokens / (work.batch.rows * work.batch.length))
         wire = on_the_wire(payload(self.shape, launch, micro_batches), launch.world)
         sent = sampler_traffic(self.shape, launch, load, max(1, work.rows))
-        together = ring_seconds(sent, team, hardware)
+        together = compute_ring_seconds(sent, team, hardware)
         link = hardware.nvlink if launch.world <= hardware.per_node else hardware.infiniband
         parts = {
             "sampling": load.answers * load.answer / self.sampling_rate + together,
-            "arithmetic": arithmetic(self.shape, load) / (hardware.flops * hardware.mfu),
+            "arithmetic": compute_flops(self.shape, load) / (hardware.flops * hardware.mfu),
             "traffic": wire / link,
-            "driver": driver_seconds(self.driver, load, launch.world),
+            "driver": compute_driver_seconds(self.driver, load, launch.world),
         }
         total, limit = sum(parts.values()), max(parts, key=lambda part: parts[part])
         copy = next(item.sample for item in needs.items if item.name.startswith("sampler's")) / GIB
@@ -341,7 +341,7 @@ class StepModel:
         )  # fmt: skip
 
 
-def arithmetic(shape: ModelShape, load: Load) -> float:
+def compute_flops(shape: ModelShape, load: Load) -> float:
     """Return the floating-point operations of a GPU's learner in a step. Per parameter and token: 2
     for the forward, 4 for the backward, 2 for the recomputed forward. A frozen tower runs only the
     forward. Attention products, which grow with the square of the length, are left out.
@@ -351,7 +351,7 @@ def arithmetic(shape: ModelShape, load: Load) -> float:
     return 8 * shape.active_parameters * load.tokens + tower
 
 
-def driver_seconds(driver: DriverRates, load: Load, world: int) -> float:
+def compute_driver_seconds(driver: DriverRates, load: Load, world: int) -> float:
     """Return the driver's seconds: rewards on its workers, and packing, sending down a tree and
     unpacking the batch.
     """

@@ -103,8 +103,8 @@ class InputTimeoutError(AssertionError):
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raise InputTimeoutError in the main thread after `seconds`. In other threads, and off POSIX, it has no
-    effect.
+    """Raise InputTimeoutError in the main thread after `seconds`. In other threads, and off POSIX,
+    it has no effect.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
@@ -165,7 +165,7 @@ def run_family(
     return report
 
 
-def damaged(data: bytes, rng: random.Random) -> bytes:
+def damage_bytes(data: bytes, rng: random.Random) -> bytes:
     """Return `data` with a single damage: a flipped bit, bytes removed, doubled or replaced, a
     cut-off end, or noise instead.
     """

@@ -42,7 +42,7 @@ class InterviewEnvironment(Environment):
         return TurnResult(reward=0.25, done=True) if done else TurnResult(question, reward=0.5)
 
 
-def played(turns: int) -> RolloutBatch:
+def play_interview(turns: int) -> RolloutBatch:
     """Return episodes in which every answer is a different number."""
     tokenizer = load_tokenizer("tiny:ascii")
     count = iter(range(10**6))
@@ -132,7 +132,7 @@ def judge_of(kind: str, client: FakeJudgeClient):
 @pytest.mark.parametrize("turns", TURNS)
 @pytest.mark.parametrize("kind", ["comparison", "reward", "rubric-yes_no", "rubric-score"])
 def test_an_answer_is_judged_beside_its_own_conversation(kind, turns):
-    rollouts, client = played(turns), FakeJudgeClient()
+    rollouts, client = play_interview(turns), FakeJudgeClient()
     result = apply_learned_rewards(rollouts, LearnedRewards(judge_of(kind, client), 0.5))
     assert not result.errors and len(result.groups) == ROWS
     conversations = {}  # by the last answer: the text of the conversation, and its group

@@ -12,8 +12,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from algorithm_helpers import make_method, scored
-from test_architectures import longrope
+from algorithm_helpers import make_method, score_sequences
+from test_architectures import make_longrope_model
 from tiny_models import VOCAB
 
 from rl import ServiceClient
@@ -75,7 +75,7 @@ def rows_of(lengths: str, seed: int) -> list[Problem]:
 def place(tmp_path_factory):
     """Yield a service with two identical clients of each kind."""
     folder = tmp_path_factory.mktemp("longrope")
-    longrope().save_pretrained(folder / "model")
+    make_longrope_model().save_pretrained(folder / "model")
     with ServiceClient(output_dir=folder / "out", seed=1) as service:
         made = {}
         for head in (False, True):
@@ -115,7 +115,7 @@ def logprobs64(model, datums):
     return results
 
 
-def twin(place, which: int, head: bool):
+def reset_twin(place, which: int, head: bool):
     twins, path = place[head]
     twins[which].load_state_with_optimizer(path).result()
     return twins[which]
@@ -124,12 +124,12 @@ def twin(place, which: int, head: bool):
 def probe(client, rows) -> np.ndarray:
     examples = [[*row.messages, {"content": row.response}] for row in rows]
     inputs = [LetterRenderer().build_supervised_example(item)[0].to_ints() for item in examples]
-    return np.concatenate(scored(client, inputs))
+    return np.concatenate(score_sequences(client, inputs))
 
 
 @pytest.fixture(scope="module")
 def model64():
-    return longrope().double()
+    return make_longrope_model().double()
 
 
 def by_hand(name: str, model, rows) -> tuple[float, float]:
@@ -174,7 +174,7 @@ def by_hand(name: str, model, rows) -> tuple[float, float]:
 
 def two_ways(place, model, name: str, substeps: int, lengths: str) -> None:
     head = name == "reward_model"
-    first, other = twin(place, 0, head), twin(place, 1, head)
+    first, other = reset_twin(place, 0, head), reset_twin(place, 1, head)
     whole, part = method_of(name, substeps, ROWS), method_of(name, 1, ROWS // substeps)
     for batch in range(2):
         rows = rows_of(lengths, 10 * batch + substeps)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import ACCEPTED, ODD_NUMBERS, REFUSED, damaged, run_family
+from fuzzing import ACCEPTED, ODD_NUMBERS, REFUSED, damage_bytes, run_family
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, SettingsError, load_resolved_config, read_run, resolve_config
@@ -158,13 +158,15 @@ def inputs(seed: int, count: int) -> Iterator[CommandLineCase]:
                 request
                 if rng.random() < 0.7
                 else CommandLineCase(
-                    request.words, damaged(request.recipe or b"", rng), tuple(WORDS_FOR_NUMBERS)
+                    request.words,
+                    damage_bytes(request.recipe or b"", rng),
+                    tuple(WORDS_FOR_NUMBERS),
                 )
             )
         elif kind < 0.97:
             yield CommandLineCase(
                 ("PATH", *_line(rng).words[1:]),
-                damaged(rng.choice(RECIPES), rng),
+                damage_bytes(rng.choice(RECIPES), rng),
                 tuple(WORDS_FOR_NUMBERS),
             )
         else:

@@ -96,7 +96,7 @@ class SlurmCluster:
 
 
 @contextmanager
-def cluster() -> Iterator[SlurmCluster]:
+def run_cluster() -> Iterator[SlurmCluster]:
     """Start a cluster, yield it with both nodes idle, and kill all of it, jobs first."""
     # a short path: socket paths have at most 107 characters
     folder = Path(tempfile.mkdtemp(prefix="whetstone-slurm-"))

@@ -80,7 +80,7 @@ class GuessEnvironment(Environment):
         return TurnResult("higher" if guess < self.number else "lower", reward=-0.1)
 
 
-def bisect(prompt, *_):
+def guess_middle(prompt, *_):
     """Return the midpoint of the range that the conversation leaves."""
     low, high, guess = 0, 99, 49
     text = prompt.removeprefix("Guess.")
@@ -113,7 +113,7 @@ def test_a_files_place_does_not_change_its_episodes(tmp_path):
 
 
 def test_a_conversation_is_played_to_its_end(play):
-    result = play(GuessEnvironment, bisect, members=2, rows=[{}, {}, {}])
+    result = play(GuessEnvironment, guess_middle, members=2, rows=[{}, {}, {}])
     assert not result.errors and len(result.groups) == 3
     for group in result.groups:
         first, second = group.trajectories_G
@@ -137,7 +137,7 @@ def test_a_conversation_is_played_to_its_end(play):
 
 
 def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
-    result = play(GuessEnvironment, bisect)
+    result = play(GuessEnvironment, guess_middle)
     (group,) = result.groups
     (episode,) = group.trajectories_G
     episode.advantage = 0.5

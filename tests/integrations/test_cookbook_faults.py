@@ -45,21 +45,21 @@ class Group:
         self.made, self.compared, self.cleaned, self.inputs = made, compared, cleaned, inputs
 
     async def make_envs(self):
-        return [One(**self.inputs), One()] if self.made is None else await did(self.made)
+        return [One(**self.inputs), One()] if self.made is None else await simulate_fault(self.made)
 
     async def compute_group_rewards(self, trajectory_group, env_group):
         return (
             [(0.5, {}) for _ in trajectory_group]
             if self.compared is None
-            else await did(self.compared)
+            else await simulate_fault(self.compared)
         )
 
     async def cleanup(self):
         if self.cleaned is not None:
-            await did(self.cleaned)
+            await simulate_fault(self.cleaned)
 
 
-async def did(what):
+async def simulate_fault(what):
     if what == "hang":
         await asyncio.sleep(1000)
     if what == "raise":

@@ -125,7 +125,7 @@ def call(name, **arguments):
 
 
 @pytest.fixture
-def played():
+def play_episode():
     """Return a function that plays an episode of an object with scripted answers."""
     tokenizer = load_tokenizer("tiny:ascii")
     roots = []
@@ -151,9 +151,9 @@ def test_the_tools_are_the_classes_public_methods(file):
 
 
 @pytest.mark.parametrize("process", [False, True])
-def test_an_attribute_is_the_reward_where_there_is_no_method(file, played, process):
+def test_an_attribute_is_the_reward_where_there_is_no_method(file, play_episode, process):
     answers = [call("add", by=2) + call("double", number=4), call("later", by=1), "done"]
-    result = played(resolve_environment(f"{file}:Counter"), answers, process=process)
+    result = play_episode(resolve_environment(f"{file}:Counter"), answers, process=process)
     assert not result.errors
     (episode,) = result.groups[0].trajectories_G
     assert [m["content"] for turn in episode.transitions[1:] for m in turn.logs["told"]] == [
@@ -163,8 +163,8 @@ def test_an_attribute_is_the_reward_where_there_is_no_method(file, played, proce
 
 
 @pytest.mark.parametrize("process", [False, True])
-def test_reset_may_give_parts_which_go_on_the_rows_message(file, played, process):
-    result = played(
+def test_reset_may_give_parts_which_go_on_the_rows_message(file, play_episode, process):
+    result = play_episode(
         resolve_environment(f"{file}:Parts"), [call("add", by=1), "done"], process=process
     )
     assert not result.errors and result.groups[0].get_total_rewards() == [1.5]
@@ -174,8 +174,8 @@ def test_reset_may_give_parts_which_go_on_the_rows_message(file, played, process
     ).endswith("Hello. In parts.")
 
 
-def test_no_reward_costs_the_episode(file, played):
-    result = played(resolve_environment(f"{file}:Unsaid"), ["done"], process=False)
+def test_no_reward_costs_the_episode(file, play_episode):
+    result = play_episode(resolve_environment(f"{file}:Unsaid"), ["done"], process=False)
     assert not result.groups and "gave the reward nan" in result.errors[0]
 
 

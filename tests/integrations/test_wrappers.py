@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from wrapper_scripted import ScriptedSampler, played
+from wrapper_scripted import ScriptedSampler, play_environment
 from wrapper_scripted import renderer as make_renderer
 
 from rl.config import SettingsError
@@ -86,7 +86,7 @@ class Curriculum:
 
 
 @pytest.fixture
-def gym(package):
+def fake_gym(package):
     factory = SimpleNamespace(
         DATASETS={"sums": (SumDataset, dict)},
         CURRICULA={"sums": Curriculum},
@@ -103,18 +103,18 @@ def gym(package):
     )
 
 
-def added(prompt):
+def add_operands(prompt):
     a, b = prompt.rsplit("=", 1)[0].rsplit("\n", 1)[-1].split(":")[-1].strip().split("+")
     return str(int(a) + int(b))
 
 
-def test_a_generated_task_pays_right_answers_and_its_levels_grow(gym, renderer):
+def test_a_generated_task_pays_right_answers_and_its_levels_grow(fake_gym, renderer):
     spec = resolve_environment("reasoning_gym", task="sums", levels=3)
     rows = spec.make().rows("train", 9)
     assert [row["level"] for row in rows] == [0, 1, 2] * 3
-    result = played(spec, added, rows=rows)
+    result = play_environment(spec, add_operands, rows=rows)
     assert [item.get_total_rewards() for item in result.groups] == [[1.0]] * 9
-    wrong = played(spec, lambda prompt: "-1", rows=rows[:1])
+    wrong = play_environment(spec, lambda prompt: "-1", rows=rows[:1])
     assert wrong.groups[0].get_total_rewards() == [0.01]
     assert wrong.groups[0].trajectories_G[0].transitions[-1].metrics["correct"] == 0.0
 
@@ -129,7 +129,7 @@ def test_a_generated_task_pays_right_answers_and_its_levels_grow(gym, renderer):
     }
 
 
-def test_an_answer_in_tags_is_taken_out_of_them(gym):
+def test_an_answer_in_tags_is_taken_out_of_them(fake_gym):
     made = resolve_environment("reasoning_gym", task="sums", suffix="Say the number.").make()
     made.row = {"index": 0}
     assert made.start().endswith("=\nSay the number.")
@@ -193,7 +193,7 @@ class NimEnv:
 
 
 @pytest.fixture
-def arena(package):
+def fake_textarena(package):
     package("textarena.nim", random=random)
     registry = SimpleNamespace(ENV_REGISTRY={"Nim-v0": 1, "Nim-v0-raw": 1})
     made = []
@@ -205,14 +205,16 @@ def arena(package):
     return package("textarena", envs=SimpleNamespace(registration=registry), make=make, made=made)
 
 
-def best(prompt):
+def choose_best_move(prompt):
     sticks = int(prompt.rsplit(" sticks.", 1)[0].split()[-1].split(":")[-1])
     return str(sticks % 4 or 1)
 
 
-def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(arena, renderer):
-    result = played(resolve_environment("textarena", game="Nim-v0"), best, rows=[{}] * 4)
-    assert set(arena.made) == {"Nim-v0-raw"} and not result.errors
+def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(fake_textarena, renderer):
+    result = play_environment(
+        resolve_environment("textarena", game="Nim-v0"), choose_best_move, rows=[{}] * 4
+    )
+    assert set(fake_textarena.made) == {"Nim-v0-raw"} and not result.errors
     assert len(result.groups) == 8
     assert sorted(sum((g.get_total_rewards() for g in result.groups), [])) == [-1.0] * 4 + [1.0] * 4
     for group in result.groups:
@@ -223,11 +225,15 @@ def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(arena,
         assert f"Player {seat}:" not in read  # its moves appear as its answers
 
 
-def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(arena, renderer):
+def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(
+    fake_textarena, renderer
+):
     spec = resolve_environment(
         "textarena", game="Nim-v0", others="random", moves="1 2 3", rules=False
     )
-    first, again = (played(spec, best, rows=[{}] * 6, group=4) for _ in range(2))
+    first, again = (
+        play_environment(spec, choose_best_move, rows=[{}] * 6, group=4) for _ in range(2)
+    )
     assert len(first.groups) == 6 and all(len(g.trajectories_G) == 4 for g in first.groups)
 
     def tokens(result):
@@ -245,14 +251,14 @@ def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(ar
     assert "You are" not in text and "Player 0:" in text  # the second member has the second seat
 
 
-def test_the_global_generator_is_left_alone(arena, renderer):
+def test_the_global_generator_is_left_alone(fake_textarena, renderer):
     random.seed(3)
     before = random.getstate()
-    played(resolve_environment("textarena", game="Nim-v0"), best)
+    play_environment(resolve_environment("textarena", game="Nim-v0"), choose_best_move)
     assert random.getstate() == before
 
 
-def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(arena, renderer):
+def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(fake_textarena, renderer):
     made = resolve_environment(
         "textarena", game="Nim-v0", brackets=True, config='{"most": 5}'
     ).make()
@@ -274,7 +280,7 @@ def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(arena, re
     ],
 )
 def test_wins_alone_are_paid_where_that_is_asked_for(
-    arena, monkeypatch, wins_only, won, last, reference, other
+    fake_textarena, monkeypatch, wins_only, won, last, reference, other
 ):
     """The game's reward also pays a loser that came close."""
     close = NimEnv.close
@@ -303,13 +309,13 @@ def test_wins_alone_are_paid_where_that_is_asked_for(
     ("textarena", {"game": "Nim-v1"}, "did you mean Nim-v0"),
     ("textarena", {"game": "Nim-v0", "others": "random"}, "give them, such as"),
 ])  # fmt: skip
-def test_settings_that_cannot_be(gym, arena, name, settings, message):
+def test_settings_that_cannot_be(fake_gym, fake_textarena, name, settings, message):
     with pytest.raises(UserError, match=message):
         resolve_environment(name, **settings).make()
 
 
-def test_a_task_without_levels_is_named(gym):
-    gym.factory.CURRICULA.clear()
+def test_a_task_without_levels_is_named(fake_gym):
+    fake_gym.factory.CURRICULA.clear()
     with pytest.raises(UserError, match="no curriculum of sums"):
         resolve_environment("reasoning_gym", task="sums", level=0).make()
 
@@ -352,7 +358,7 @@ def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer
     spec = resolve_environment("skyrl_gym", env="thrice")
     assert spec.needs_rows
     row = {"messages": [{"role": "user", "content": "2*3?"}], "answer": "2"}
-    result = played(
+    result = play_environment(
         spec,
         lambda prompt: prompt.count("No.") and prompt.rsplit("No. ", 1)[1][0] or "x",
         rows=[row],
@@ -404,16 +410,18 @@ class Client:
 
 
 @pytest.fixture
-def openenv(package):
+def fake_openenv(package):
     Client.remaining = 0
     for name in ("openenv", "openenv.core"):
         package(name)
     return package("openenv.core.generic_client", GenericEnvClient=Client)
 
 
-def test_episodes_on_a_server(openenv, renderer):
+def test_episodes_on_a_server(fake_openenv, renderer):
     spec = resolve_environment("openenv", url="http://x")
-    result = played(spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2)
+    result = play_environment(
+        spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2
+    )
     assert [item.get_total_rewards() for item in result.groups] == [[2.0, 2.0]] * 2
     for _ in range(200):
         if Client.remaining == 4:
@@ -425,10 +433,10 @@ def test_episodes_on_a_server(openenv, renderer):
 
 
 @pytest.mark.parametrize(("say", "why"), [("break", "gone"), ("hang", "within")])
-def test_a_server_that_breaks_costs_its_episode(openenv, renderer, say, why):
+def test_a_server_that_breaks_costs_its_episode(fake_openenv, renderer, say, why):
     spec = resolve_environment("openenv", url="http://x", wait_seconds=0.5)
     turn = iter([say])
-    result = played(spec, lambda prompt: next(turn, "1"), rows=[{}, {}])
+    result = play_environment(spec, lambda prompt: next(turn, "1"), rows=[{}, {}])
     assert len(result.groups) == 1 and len(result.errors) == 1 and why in result.errors[0]
 
 
@@ -539,7 +547,7 @@ class FakeStepResult:
     logs: dict = field(default_factory=dict)
 
 
-def counting(renderer, seen):
+def make_env_classes(renderer, seen):
     class Count:
         def __init__(self, left):
             self.remaining = left
@@ -602,7 +610,7 @@ class Builder:
 
 def test_the_cookbooks_groups_are_played_token_by_token(renderer):
     seen = []
-    count, old, breaks, hangs, overflows = counting(renderer, seen)
+    count, old, breaks, hangs, overflows = make_env_classes(renderer, seen)
     builders = [
         Builder(count, old), Builder(count, breaks, count), Builder(hangs, count),
         Builder(overflows, count), Builder(breaks),

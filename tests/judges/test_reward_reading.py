@@ -317,7 +317,7 @@ class TwoQuestionEnvironment(Environment):
         return TurnResult("ab?", done=self.turns > 1)
 
 
-def played(renderer, name, answers, *, cut=False, tools=False):
+def play_episode(renderer, name, answers, *, cut=False, tools=False):
     """Return the group of a single episode of `TwoQuestionEnvironment`, played as in a rollout."""
     spec = resolve_environment(TwoQuestionEnvironment)
     problem = Problem([], meta={"tools": tools})
@@ -360,18 +360,18 @@ def test_an_episode_of_an_environment_is_read_in_the_models_own_renderer(
     ].model_input.to_ints()
     known = {"policy_renderer": other} if knows_policy else {}
     reader = Reader()
-    RewardModel(reader, "rm", reference, **known).scores([played(other, policy, ["4", "st"])])
+    RewardModel(reader, "rm", reference, **known).scores([play_episode(other, policy, ["4", "st"])])
     assert reader.read == [expected]
     reader = Reader()
     RewardModel(reader, "rm", reference, **known).scores(
-        [played(other, policy, ["4", "st"], cut=True)]
+        [play_episode(other, policy, ["4", "st"], cut=True)]
     )
     assert reader.read == [expected[: len(reader.read[0])]] and len(reader.read[0]) < len(expected)
 
 
 def test_an_episode_in_the_models_own_format_is_read_with_its_tools(renderers):  # noqa: F811
     renderer = renderers("chat_template", "qwen3")
-    group = played(renderer, "chat_template", ["4", "st"], tools=True)
+    group = play_episode(renderer, "chat_template", ["4", "st"], tools=True)
     last = group.trajectories_G[0].transitions[-1]
     assert "Look at a place" in renderer._decode(last.ob.to_ints())
     reader = Reader()

@@ -44,7 +44,7 @@ class YesNo:
         return [None, *[-9.0] * len(request), *[logp / len(word)] * len(word)]
 
 
-def likes(answer, question):
+def rate_answer(answer, question):
     """Return the logprobs of yes and no: length to 1 for politeness, 1 to 3 for being right."""
     return (
         np.log([len(answer) if "polite" in question else 1, 1 if "polite" in question else 3]) - 4.0
@@ -52,7 +52,7 @@ def likes(answer, question):
 
 
 def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
-    client = YesNo(likes)
+    client = YesNo(rate_answer)
     judge = RubricJudge(client, Letters(), Rubric.from_weights(POLITE_RIGHT))
     (first, second) = judge.scores([group("aaa", "b", "aaa"), group("cc")])
     for score, length in zip([*first, *second], [3, 1, 3, 2], strict=True):
@@ -68,7 +68,7 @@ def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
 def test_a_bad_thing_has_a_negative_weight():
     rubric = Rubric((RubricQuestion("Is it right?", 1.0, "right"),
                      RubricQuestion("Is it polite?", -1.0, "polite")))  # fmt: skip
-    ((score,),) = RubricJudge(YesNo(likes), Letters(), rubric).scores([group("aaa")])
+    ((score,),) = RubricJudge(YesNo(rate_answer), Letters(), rubric).scores([group("aaa")])
     assert score.reward == pytest.approx((0.25 - 0.75) / 2)
 
 
@@ -191,7 +191,7 @@ def test_the_probability_of_yes_is_that_of_a_model_run_by_itself(tmp_path):
 
 
 def test_a_conversation_too_long_for_the_judge_names_the_remedy():
-    client = YesNo(likes)
+    client = YesNo(rate_answer)
     client.info = {"max_context": 20, "base_model": "stub"}
     with pytest.raises(UserError, match="reads at most 20 tokens.*longer context"):
         RubricJudge(client, Letters(), Rubric.from_weights(POLITE_RIGHT)).scores([group("a")])

@@ -25,7 +25,7 @@ def model_of(name: str = "llama", **changes):
     return model_loading._disable_randomness(tiny_model(name, **changes))
 
 
-def spoil(model, change) -> None:
+def change_attention(model, change) -> None:
     """Make the first layer's attention return `change(output)`."""
     layer = model.model.layers[0].self_attn
     original = layer.forward
@@ -40,14 +40,14 @@ def spoil(model, change) -> None:
 @pytest.mark.parametrize("strength", [1.0, 1e-3, 1e-5])
 def test_a_faint_leak_from_the_right_is_seen(strength):
     model = model_of()
-    spoil(model, lambda out: out + strength * out.mean(1, keepdim=True))
+    change_attention(model, lambda out: out + strength * out.mean(1, keepdim=True))
     assert "depends on tokens to its right" in find_layout_faults(model, ["padded"])["padded"]
 
 
 @pytest.mark.parametrize("strength", [1.0, 1e-5])
 def test_a_faint_state_that_goes_on_is_seen(strength):
     model = model_of()
-    spoil(model, lambda out: out + strength * out.cumsum(1))
+    change_attention(model, lambda out: out + strength * out.cumsum(1))
     faults = find_layout_faults(model, LAYOUTS)
     assert faults.keys() == {"packed", "shared"} and all(
         "a sequence depends on" in why for why in faults.values()

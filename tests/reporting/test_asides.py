@@ -143,7 +143,7 @@ def test_the_kl_to_a_reference_is_on_the_console_when_there_is_one() -> None:
 # ------------------------------------------------------------------------------------------ recipes
 
 
-def bomb() -> str:
+def make_yaml_bomb() -> str:
     lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
     for last, name in zip("abcdefghi", "bcdefghij", strict=True):
         lines.append(f"{name}: &{name} [{', '.join([f'*{last}'] * 9)}]")
@@ -154,7 +154,7 @@ RECIPES: dict[str, tuple[bytes, str]] = {
     "recursion": (b"method: grpo\nrewards: &a [*a]\n", "contains itself"),
     "recursion in a mapping": (b"method: grpo\nrewards: &a {x: *a}\n", "contains itself"),
     "recursion of stages": (b"stages: &a\n  - *a\n", "contains itself"),
-    "a bomb": (bomb().encode(), "more than 20000 values"),
+    "a bomb": (make_yaml_bomb().encode(), "more than 20000 values"),
     "deep": (b"method: grpo\nrewards: " + b"[" * 5000 + b"]" * 5000, "deep"),
     "deep blocks": (b"a:\n" + b"".join(b" " * i + b"a:\n" for i in range(1, 600)), "deep"),
     "huge": (b"# " + b"x" * (1 << 20), "bytes are too large for a recipe"),

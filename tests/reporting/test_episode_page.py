@@ -44,7 +44,7 @@ def row(turns, **more):
 CALL = {"name": "calculator", "arguments": {"expression": "2*3"}, "seconds": 0.25, "answer": "6"}
 
 
-def episode(first="call", **more):
+def make_episode(first="call", **more):
     messages = [make_message("system", "Be careful."), make_message("user", "What is 2*3?")]
     last = turn("It is 6", reward=1.5, logs={"x": 1})
     return row(
@@ -60,7 +60,7 @@ def episode(first="call", **more):
 
 def test_an_episode_is_shown_turn_by_turn():
     text = rollout_html.render_page(
-        [episode(), episode(index=1, reward=0.0, advantage=-0.5)], title="t", step=3
+        [make_episode(), make_episode(index=1, reward=0.0, advantage=-0.5)], title="t", step=3
     )
     page = PageParser(text)
     assert page.tags.count("article") == 2 and page.tags.count("section") == 1
@@ -153,7 +153,7 @@ def test_hostile_texts_are_text_wherever_they_stand(place):
             [messages, {**first, "tool_calls": [call]}, make_message("user", "more"), turn("y")],
             **more,
         ),
-        episode(group=1),
+        make_episode(group=1),
     ]
     # PageParser checks that every tag is closed in the right place
     page = PageParser(rollout_html.render_page(rows, title=EVIL, step=1))
@@ -162,9 +162,9 @@ def test_hostile_texts_are_text_wherever_they_stand(place):
 
 def test_filters_hide_by_tag_reward_and_stop_reason_without_a_script():
     rows = [
-        episode(tag="a"),
-        episode(tag="b", group=1, reward=-1.0),
-        episode(tag="b", group=2, reward=0.0),
+        make_episode(tag="a"),
+        make_episode(tag="b", group=1, reward=-1.0),
+        make_episode(tag="b", group=2, reward=0.0),
     ]
     rows[2]["turns"][-1]["metrics"] = {"truncated": 1.0}
     text = rollout_html.render_page(rows, title="", step=1)
@@ -184,7 +184,7 @@ def test_filters_hide_by_tag_reward_and_stop_reason_without_a_script():
 def test_pages_of_a_run_link_to_each_other(tmp_path):
     with Logbook(tmp_path / "run") as logbook:
         for step in (1, 6, 11):
-            logbook.write_rollouts(step, [episode()])
+            logbook.write_rollouts(step, [make_episode()])
     pages = {
         step: (tmp_path / "run" / "rollouts" / f"step_{step:06d}.html").read_text()
         for step in (1, 6, 11)
@@ -194,7 +194,7 @@ def test_pages_of_a_run_link_to_each_other(tmp_path):
     assert links[1] == [(six, "step 6 &rarr;")] and links[11] == [(six, "&larr; step 6")]
     assert links[6] == [(first, "&larr; step 1"), (eleven, "step 11 &rarr;")]
     with Logbook(tmp_path / "run", resume_step=6) as logbook:
-        logbook.write_rollouts(8, [episode()])
+        logbook.write_rollouts(8, [make_episode()])
     assert 'href="step_000008.html">step 8' in (tmp_path / "run" / "rollouts" / six).read_text()
     assert "step_000011" not in (tmp_path / "run" / "rollouts" / six).read_text()
 
@@ -203,7 +203,7 @@ def test_the_files_of_a_later_stage_say_its_name(tmp_path):
     folder = tmp_path / "run" / "rollouts"
     with Logbook(tmp_path / "run") as logbook:
         for step, stage in ((3, ""), (4, "grpo"), (5, "grpo")):
-            logbook.write_rollouts(step, [episode()], stage)
+            logbook.write_rollouts(step, [make_episode()], stage)
     assert sorted(path.stem for path in folder.glob("*.jsonl")) == [
         "step_000003", "step_000004_grpo", "step_000005_grpo",
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from rl.jsonl import read_jsonl, write_atomically
 from rl.reporting import Logbook, claim_folder, console, has_no_steps, rollout_html
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_contents(folder: Path) -> dict[str, bytes]:
     """Return the content of every file except the plot, which adds no information."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".png"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
@@ -60,8 +60,8 @@ def test_a_killed_and_resumed_run_leaves_the_files_of_an_undisturbed_one(
         assert [kept["batch"] for kept in second.checkpoints()] == [0, 2, 4]
         for step in range(5, 9):
             one_step(second, step)
-    assert contents(broken) == contents(whole)
-    assert len(contents(whole)) == 2 + 2 * 5
+    assert read_contents(broken) == read_contents(whole)
+    assert len(read_contents(whole)) == 2 + 2 * 5
 
 
 def test_lines_are_strict_json_and_complete_at_once(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from test_rollout import (
     CountdownGroupBuilder,
     check_owed,
     get_tokens,
-    owed_kinds,
+    list_owed_results,
     owing_group,
 )
 
@@ -55,12 +55,12 @@ def sampler(tmp_path_factory):
         yield client.save_weights_and_get_sampling_client()
 
 
-def continuous(builders, sampler, *, params=PARAMS, seed, event_log=None, **more):
+def run_continuous(builders, sampler, *, params=PARAMS, seed, event_log=None, **more):
     schedule = RolloutSchedule(make_stream=SampleStream, **more)
     return rollout(builders, sampler, params, seed=seed, schedule=schedule, event_log=event_log)
 
 
-def facts(rollouts):
+def describe_rollouts(rollouts):
     """Return all results except logprobs."""
     return [
         [
@@ -128,14 +128,14 @@ def test_the_same_samples_as_turn_by_turn_whoever_is_slow(sampler, kind):
         seed=5,
     )
     for limit, steps in ((256, 16), (2, 1)):
-        result = continuous(
+        result = run_continuous(
             [Of(kind, i, t, limit=i == 1) for i, t in enumerate(turns)],
             sampler,
             seed=5,
             max_environments=limit,
             steps=steps,
         )
-        assert facts(result) == facts(expected)
+        assert describe_rollouts(result) == describe_rollouts(expected)
         np.testing.assert_allclose(logprobs(result), logprobs(expected), atol=1e-5)
         for name in ("emitted_tokens", "finished_samples", "prefill_prompts"):
             if name != "prefill_prompts" or steps == 16:
@@ -154,8 +154,8 @@ def test_answers_to_problems_are_scored_as_they_come(sampler, place):
     with Scorer("exact_match" if place == "inline" else "rl.rewards.text:exact_match") as scorer:
         builders = [ProblemGroupBuilder(p, 4, renderer, scorer) for p in problems]
         expected = rollout(builders, sampler, PARAMS, seed=2)
-        result = continuous(builders, sampler, seed=2)
-    assert facts(result) == facts(expected) and scorer.counts["calls"] == 32
+        result = run_continuous(builders, sampler, seed=2)
+    assert describe_rollouts(result) == describe_rollouts(expected) and scorer.counts["calls"] == 32
     # the prompt of a group is prefilled once for all members
     assert result.counters["prefill_tokens"] == expected.counters["prefill_tokens"]
 
@@ -172,9 +172,9 @@ def test_a_built_in_game_and_tools_play_alike(sampler):
     ]
     expected, result = (
         rollout(groups, sampler, params, seed=4),
-        continuous(again, sampler, params=params, seed=4),
+        run_continuous(again, sampler, params=params, seed=4),
     )
-    assert facts(result) == facts(expected)
+    assert describe_rollouts(result) == describe_rollouts(expected)
 
 
 class HangingEnv(CountdownEnv):
@@ -192,7 +192,7 @@ class HangingEnv(CountdownEnv):
 
 def test_an_environment_that_never_answers_costs_its_episode_within_its_limit(sampler):
     start = time.monotonic()
-    result = continuous(
+    result = run_continuous(
         [Of(HangingEnv, 0, [1, 2, 3, 1]), Of(HangingEnv, 1, [1, 1])],
         sampler,
         seed=1,
@@ -225,7 +225,7 @@ class ConcurrencyCountingEnv(CountdownEnv):
 
 
 def test_at_most_max_environments_work_at_the_same_time(sampler):
-    result = continuous(
+    result = run_continuous(
         [Of(ConcurrencyCountingEnv, 0, [2] * 12)], sampler, seed=1, max_environments=3
     )
     assert len(result.groups[0].trajectories_G) == 12 and 1 < ConcurrencyCountingEnv.most <= 3
@@ -256,7 +256,7 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
             made.append(group)
         return made
 
-    first = continuous(
+    first = run_continuous(
         groups(random.Random(1), True),
         sampler,
         seed=3,
@@ -265,7 +265,7 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
         event_log=EventLog(log.append),
     )
     second: list = []
-    again = continuous(
+    again = run_continuous(
         groups(random.Random(2), False),
         sampler,
         seed=3,
@@ -275,12 +275,12 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
     )
     assert (
         len(first.errors) == 1
-        and facts(again) == facts(first)
+        and describe_rollouts(again) == describe_rollouts(first)
         and logprobs(again) == logprobs(first)
         and second == log
     )
     assert again.counters == first.counters and len(log) > 5
-    other = continuous(
+    other = run_continuous(
         groups(random.Random(2), False), sampler, seed=3, steps=2, event_log=EventLog()
     )
     assert get_tokens(other.groups[0]) == get_tokens(first.groups[0])
@@ -289,7 +289,7 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
 def test_a_log_of_another_run_is_refused(sampler):
     log = [{"tick": 0, "arrived": [[0, 0], [0, 1]]}, {"tick": 1, "arrived": [[5, 0]]}]
     with pytest.raises(Exception, match="log of decisions belongs to another run"):
-        continuous(
+        run_continuous(
             [CountdownGroupBuilder(0, [2, 2])], sampler, seed=3, event_log=ReplayedEventLog(log)
         )
 
@@ -321,7 +321,7 @@ def test_a_seat_of_nobody_costs_its_episode_and_a_group_that_is_not_made_itself(
     game = EnvironmentGroup(
         resolve_environment(WrongSeatEnvironment), Problem((), {}, index=0), 2, renderer
     )
-    result = continuous([game, TinkerGroup(FailingGroupBuilder(), 1)], sampler, seed=1)
+    result = run_continuous([game, TinkerGroup(FailingGroupBuilder(), 1)], sampler, seed=1)
     assert [group.get_total_rewards() for group in result.groups] == [[2.0]], result.errors
     first, second = result.errors
     assert "assigned seat 1 to 'nobody'" in first and "raised OSError: no luck" in second
@@ -365,7 +365,7 @@ class DeferredResult:
 
 
 @pytest.mark.parametrize("blocks", [True, False])
-@pytest.mark.parametrize("play", [rollout, continuous])
+@pytest.mark.parametrize("play", [rollout, run_continuous])
 def test_every_environment_is_closed_once_however_its_episode_ends(sampler, play, blocks):
     """Episodes end normally, or fail at the first observation or at a step, directly or in a
     promise.
@@ -379,15 +379,15 @@ def test_every_environment_is_closed_once_however_its_episode_ends(sampler, play
     result = (
         rollout([group], sampler, PARAMS, seed=3)
         if play is rollout
-        else continuous([group], sampler, seed=3)
+        else run_continuous([group], sampler, seed=3)
     )
     assert len(result.errors) == len(hows) - 1 and len(result.groups[0].trajectories_G) == 1
     assert [env.closed for env in envs] == [1] * len(hows)
 
 
 def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler):
-    group = owing_group(sampler.info["max_context"], owed_kinds())
-    check_owed(continuous([group], sampler, seed=2), group)
+    group = owing_group(sampler.info["max_context"], list_owed_results())
+    check_owed(run_continuous([group], sampler, seed=2), group)
 
 
 class SleepingEnv(CountdownEnv):
@@ -463,7 +463,7 @@ class DeferredEnv(CountdownEnv):
         return self.promise(super().step(action))
 
 
-@pytest.mark.parametrize("play", [rollout, continuous])
+@pytest.mark.parametrize("play", [rollout, run_continuous])
 def test_a_future_is_a_promise_and_an_error_of_a_promise_ends_the_rollout(sampler, play):
     class Done(DeferredEnv):
         def promise(self, result):

@@ -268,7 +268,7 @@ def owing_group(limit: int, kinds) -> CountdownGroupBuilder:
     return group
 
 
-def owed_kinds() -> list:
+def list_owed_results() -> list:
     last = StepResult(5.0, True, metrics={"late": 2.0})
     return [
         None,
@@ -303,7 +303,7 @@ def check_owed(result, group) -> None:
 
 
 def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler):
-    group = owing_group(sampler.info["max_context"], owed_kinds())
+    group = owing_group(sampler.info["max_context"], list_owed_results())
     check_owed(rollout([group], sampler, PARAMS, seed=2), group)
 
 

@@ -358,7 +358,7 @@ def play(seed: int) -> tuple[Plan, list[tuple[int, list[int], list[int]]], int]:
         return plan, batches + loop.batches_seen, redrawn + loop.redrawn
 
 
-def population(seeds: range) -> None:
+def check_population(seeds: range) -> None:
     ages, redrawn, killed = set(), 0, 0
     for seed in seeds:
         kills = len(Plan(seed).kills)
@@ -385,9 +385,9 @@ def population(seeds: range) -> None:
 
 
 def test_no_token_is_older_than_the_bound_and_every_label_is_true():
-    population(range(250))
+    check_population(range(250))
 
 
 @pytest.mark.campaign
 def test_no_token_is_older_than_the_bound_under_four_thousand_schedules():
-    population(range(10_000, 14_000))
+    check_population(range(10_000, 14_000))

@@ -16,7 +16,7 @@ def decoders():
     return two_weights()
 
 
-def many(kind, seeds, decoders):
+def run_seeds(kind, seeds, decoders):
     result = collections.Counter()
     for seed in seeds:
         result.update(play(kind, seed, decoders, ("none", "same", "other")[seed % 3]))
@@ -28,7 +28,7 @@ def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind, decoders):
     """Requests of all kinds, cancelled or moved to another engine, with new weights midway: each
     result equals that of the request alone.
     """
-    result = many(kind, range(9), decoders)
+    result = run_seeds(kind, range(9), decoders)
     assert result["compared"] > 200 and all(
         result[what] for what in ("dropped", "changed", "moved", "begun")
     ), result
@@ -39,7 +39,7 @@ def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind, decoders):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_to_an_engine_in_many_workloads(kind, decoders):
-    result = many(kind, range(100, 160), decoders)
+    result = run_seeds(kind, range(100, 160), decoders)
     assert result["compared"] > 2000 and result["kept"], result
 
 
@@ -47,7 +47,7 @@ def test_whatever_happens_to_an_engine_in_many_workloads(kind, decoders):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_to_an_engine_in_a_thousand_workloads(kind, decoders):
-    many(kind, range(1000, 2000), decoders)
+    run_seeds(kind, range(1000, 2000), decoders)
 
 
 @pytest.mark.parametrize("kind", ["plain", "paged"])

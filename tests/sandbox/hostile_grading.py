@@ -222,5 +222,5 @@ def _almost() -> list[CheatingProgram]:
     return results
 
 
-def cheats() -> list[CheatingProgram]:
+def list_cheating_programs() -> list[CheatingProgram]:
     return _dying() + _replacing() + _almost()

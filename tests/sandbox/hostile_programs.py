@@ -240,7 +240,7 @@ VALUES = {
 }  # fmt: skip
 
 
-def hostile() -> list[HostileProgram]:
+def list_hostile_programs() -> list[HostileProgram]:
     results = []
     for (family, name), text in BOTH.items():
         results.append(HostileProgram(family, name, text + _MAIN, "dialogue"))
@@ -250,7 +250,7 @@ def hostile() -> list[HostileProgram]:
     for number, ((family, name), text) in enumerate(VALUES.items()):
         results.append(HostileProgram(family, name, text, "asserts"))
         results.append(HostileProgram(family, name, text, "pytest" if number % 6 == 0 else "calls"))
-    return results + [HostileProgram(*program) for program in hostile_replies.programs()]
+    return results + [HostileProgram(*program) for program in hostile_replies.list_programs()]
 
 
 _G = "def f(n):\n    return n * n + 1\n"

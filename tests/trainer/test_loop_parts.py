@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from test_controls import levelled
+from test_controls import make_curriculum
 
 from rl.algorithms import GrpoSettings
 from rl.algorithms.update import make_adam_params
@@ -160,7 +160,7 @@ def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
         inputs = (
             {"curriculum_window": 3} if curriculum == "success" else {"curriculum_steps": (2, 4)}
         )
-        problems = None if curriculum is None else levelled(curriculum=curriculum, **inputs)
+        problems = None if curriculum is None else make_curriculum(curriculum=curriculum, **inputs)
         models = SimpleNamespace(policy=None, trainable={}, opponents=None)
         return bare_stage(problems=problems, method=StateRecorder(), keeper=keeper, models=models)
 
