@@ -143,7 +143,7 @@ def compute_plain(
     }
 
 
-def rounding(model: Any, datums: list[Datum], logprobs: list[np.ndarray]) -> float:
+def compute_rounding_error(model: Any, datums: list[Datum], logprobs: list[np.ndarray]) -> float:
     """Return the largest difference, in nats, between the plain model's logprobs in float32 and in
     float64.
     """
@@ -157,7 +157,7 @@ def loaded_copy(model: Any, name: str) -> models.LoadedModel:
     )
 
 
-def judged(
+def judge_architecture(
     model: Any,
     name: str,
     datums: list[Datum],
@@ -190,7 +190,7 @@ def judged(
     if (
         off <= GRADIENT
         and not missing
-        and (worst <= LOGPROBS or worst <= 4 * rounding(model, datums, logprobs))
+        and (worst <= LOGPROBS or worst <= 4 * compute_rounding_error(model, datums, logprobs))
     ):
         return "exact" + (
             ""
@@ -263,7 +263,7 @@ def left_out(model: Any, name: str) -> str:
     return f"{result.unadapted_share:.3f}"
 
 
-def saved(model: Any) -> dict[str, str]:
+def measure_saved_columns(model: Any) -> dict[str, str]:
     """Return the columns SAVED of an architecture that the learner accepts in some layout."""
     datums, accelerator = sequences()[:3], make_accelerator(bf16=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -278,7 +278,7 @@ def saved(model: Any) -> dict[str, str]:
 def saved_row(known: dict[str, Any]) -> dict[str, Any]:
     """Return a row measured before, with the columns SAVED added."""
     torch.set_num_threads(1)
-    return {**known, **saved(tiny_model(known["architecture"]))}
+    return {**known, **measure_saved_columns(tiny_model(known["architecture"]))}
 
 
 def row(name: str) -> dict[str, Any]:
@@ -302,13 +302,13 @@ def row(name: str) -> dict[str, Any]:
         settings = LearnerSettings(
             token_budget=400, layout=which, gradient_checkpointing=checkpointing
         )
-        return judged(model, name, datums, truth, accelerator, settings)
+        return judge_architecture(model, name, datums, truth, accelerator, settings)
 
     for which in LAYOUTS:
         result[which] = attempt(lambda which=which: layout(which))
     result["checkpointing"] = attempt(lambda: layout("padded", checkpointing=True))
     result["sampler"] = attempt(lambda: sampled(plain))
-    result.update(saved(model))
+    result.update(measure_saved_columns(model))
     result["rows"] = (
         attempt(lambda: rows_of(plain)) if result["sampler"].startswith("exact") else ""
     )

@@ -30,8 +30,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from seeing import FAMILIES, compute_plain_logits, tiny  # noqa: E402
-from test_images import datum, learnt, of_logits, rows  # noqa: E402
+from seeing import FAMILIES, compute_plain_logits, make_tiny_model  # noqa: E402
+from test_images import compute_logprobs, datum, of_logits, rows  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES  # noqa: E402
 
 from rl.distributed import make_accelerator  # noqa: E402
@@ -48,8 +48,8 @@ from tools.architectures_page import main as write_page  # noqa: E402
 NEAR = 1e-4
 
 
-def measured(name: str) -> str:
-    loaded, _ = tiny(name)
+def measure_images(name: str) -> str:
+    loaded, _ = make_tiny_model(name)
     reader = get_image_reader(loaded.model)
     assert reader is not None
     prompts = rows(loaded.tokenizer, reader, get_renderer("chat_template", loaded.tokenizer))
@@ -57,7 +57,7 @@ def measured(name: str) -> str:
     expected = [
         of_logits(compute_plain_logits(loaded.model, reader, item), item) for item in prompts
     ]
-    pairs = zip(learnt(learner, [datum(item) for item in prompts]), expected, strict=True)
+    pairs = zip(compute_logprobs(learner, [datum(item) for item in prompts]), expected, strict=True)
     off = {"learner": max(float(np.abs(mine - right).max()) for mine, right in pairs)}
     engine = Engine(make_decoder(loaded.model), loaded.eos_token_ids, max_context=1024)
     for i, item in enumerate(prompts):
@@ -83,7 +83,7 @@ def measured(name: str) -> str:
 
 def images_of(name: str) -> str:
     if name in FAMILIES:
-        return measured(name)
+        return measure_images(name)
     try:
         select_auto_class(SimpleNamespace(model_type=name, vision_config=None))
     except UserError as error:

@@ -34,8 +34,8 @@ from bench.harness import (  # noqa: E402
     REPO,
     RESULTS,
     SEEDS,
+    describe_machine,
     format_command,
-    machine,
     make_parser,
     read_table,
     show,
@@ -158,7 +158,7 @@ def one_seed(recipe: list[str], seed: int, folder: Path) -> dict[str, Any]:
         "greedy_before": round(greedy[0], 4),
         "greedy_after": round(greedy[-1], 4),
         "load_at_start": round(load, 2),
-        "machine": machine(),
+        "machine": describe_machine(),
         "command": shlex.join(["accelerate", *words]),
     }
 
@@ -193,7 +193,7 @@ def run(part: Part) -> dict[str, Any]:
         "exit_code": code,
         "seconds": seconds,
         "date": today,
-        "machine": machine(),
+        "machine": describe_machine(),
         "command": command,
     }
 
@@ -220,7 +220,7 @@ def main() -> int:
         return 0
     if args.install:
         install_peers()
-    print(machine())
+    print(describe_machine())
     rows = []
     for part in (part for part in PARTS if not args.only or part.name in args.only):
         if part.peers and not PEER_PYTHON.exists():

@@ -25,7 +25,7 @@ from string import Template
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.cookbook_services import Stand, start_chroma  # noqa: E402
+from bench.cookbook_services import FakeServiceServer, start_chroma  # noqa: E402
 from bench.cookbook_world import CODER, NAMES, SEARCHER, STUDENT, TEACHER, lay_out  # noqa: E402
 from bench.harness import REPO, RESULTS, replace_rows  # noqa: E402
 
@@ -236,7 +236,7 @@ def seen_of(name: str, work: Path) -> tuple[int, str]:
     return len(rows), "; ".join(f"{key} {last[key]:.4g}" for key in METRICS if key in last)
 
 
-def answered(text: list[str]) -> str:
+def extract_results(text: list[str]) -> str:
     """Return the results that a recipe without metrics printed."""
     result = re.findall(
         r"\w*'?(?:accuracy|billing|sdk|console|cookbook)[\"']?: (?:nan|[\d.]+)", " ".join(text)
@@ -260,7 +260,7 @@ def run(name: str, client: Client, work: Path, seconds: float, chroma: int) -> d
     )
     took = time.monotonic() - begin
     text = [line.strip() for line in out.read_text().splitlines() if line.strip()]
-    rows, seen = seen_of(name, work) if logged or "rlhf" in name else (0, answered(text))
+    rows, seen = seen_of(name, work) if logged or "rlhf" in name else (0, extract_results(text))
     outcome = "ran" if code == 0 else "out of time" if code == 124 else "stopped"
     why = "" if code == 0 else (text[-1] if text else "").replace(f"{work}/", "")[:240]
     print(f"{name}: {outcome} in {took:.0f} s, {rows} rows of metrics. {seen} {why}", flush=True)
@@ -301,7 +301,7 @@ def main() -> None:
         if not (work / "openai").exists():
             lay_out(work, args.data.resolve(), problems=12)
         server, url = start_server(work, work / "server.log")
-        stand = Stand()
+        stand = FakeServiceServer()
         chroma, port = (
             start_chroma(args.python, work) if "search_tool" in args.only.split(";") else (None, 0)
         )

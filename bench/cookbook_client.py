@@ -23,7 +23,7 @@ from tinker_cookbook.rl import train  # noqa: F401
 torch.set_num_threads(1)
 
 
-def recipe(module: str, arguments: list[str], out: str, typed: str) -> int:
+def run_recipe(module: str, arguments: list[str], out: str, typed: str) -> int:
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -51,7 +51,9 @@ for line in sys.stdin:
     request = json.loads(line)
     child = os.fork()
     if child == 0:
-        os._exit(recipe(request["module"], request["arguments"], request["out"], request["typed"]))
+        os._exit(
+            run_recipe(request["module"], request["arguments"], request["out"], request["typed"])
+        )
     end, status = time.monotonic() + request["seconds"], None
     while status is None and time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)

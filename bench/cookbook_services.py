@@ -41,7 +41,7 @@ def embedding(text: str, width: int) -> list[float]:
     return [x / size for x in result]
 
 
-class Stand:
+class FakeServiceServer:
     """Serve HTTP requests for SandboxFusion and for Vertex; `counts`: requests by kind."""
 
     def __init__(self) -> None:

@@ -71,7 +71,7 @@ def boxed(encode: Encode) -> Steps:
     return [*steps, (begin[-1:], digits), (digits, encode("}")), (encode("}"), encode(END))]
 
 
-def program(encode: Encode) -> Steps:
+def make_program_steps(encode: Encode) -> Steps:
     """Return the steps of a program that prints 1 to 4."""
     digits = [encode(text)[0] for text in ANSWERS]
     return [
@@ -156,7 +156,7 @@ def lay_out(work: Path, data: Path, problems: int) -> None:
     small_tokenizer(work / "tokenizer", data / "tokenizers" / "qwen3")
     answering_model(work / "model", work / "tokenizer")
     small_tokenizer(work / "tools", data / "tokenizers" / "qwen3", (PROGRAM, CLOSE, REPLY, CALL))
-    answering_model(work / "coder", work / "tools", program)
+    answering_model(work / "coder", work / "tools", make_program_steps)
     answering_model(work / "searcher", work / "tools", search)
     for name in (*NAMES, CODER, SEARCHER):
         (work / name).parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from bench.harness import REPO, RESULTS, SEEDS, make_parser, replace_rows, show,
 
 
 @dataclass(frozen=True)
-class Game:
+class GameConfig:
     """Hold the settings of a game. `player`: the rule that plays the games of the warm-up.
     `metric`, `bar`: on held-out episodes the metric must be at least the bar (or at most, if
     `at_most`).
@@ -52,23 +52,23 @@ class Game:
 
 GAMES = {
     # solvable within floor(log2 8) + 1 guesses, the environment's limit
-    "guess_number": Game({"high": 8}, "careless", "correct", 0.95, 3, steps=250),
+    "guess_number": GameConfig({"high": 8}, "careless", "correct", 0.95, 3, steps=250),
     # Three operators and two tries: exclusion is enough for the rule's 0.93; reading the failing
     # test is better.
-    "debugging": Game(
+    "debugging": GameConfig(
         {}, "careful", "correct", 0.95, 18, episodes=5000, warm_up=1200, warm_up_batch=32, steps=60,
         held_out=256, model="tiny:ascii", rate=5e-4, file="examples/games/debugging.py:DebuggingEnv",
     ),
     # The rule plays a move of ten imperfectly (it loses 0.03), so that GRPO can still improve on
     # it.
-    "tic_tac_toe": Game(
+    "tic_tac_toe": GameConfig(
         {"opponent": "random", "instructions": "False"}, "careful", "lost", 0.05, 3, True, 40000,
         warm_up=1400, steps=120, groups=16, held_out=512, rows=2000, model="tiny:ascii", rate=2e-4,
     ),
 }  # fmt: skip
 
 
-def recipe(name: str, game: Game, data: Path) -> str:
+def format_recipe(name: str, game: GameConfig, data: Path) -> str:
     """Return the two stages as the text of a recipe."""
     environment = json.dumps({"name": game.file or name, **game.settings})
     return f"""
@@ -83,7 +83,7 @@ temperature: 1.0
 """
 
 
-def untrained(name: str, game: Game, seed: int) -> float:
+def evaluate_untrained(name: str, game: GameConfig, seed: int) -> float:
     """Return the metric of the model as it is built, over 64 episodes."""
     from rl import ServiceClient
     from rl.envs import EnvironmentGroup, EpisodeLimits, resolve_environment
@@ -106,16 +106,16 @@ def untrained(name: str, game: Game, seed: int) -> float:
     return compute_group_metrics(groups)[f"env/all/{game.metric}"]
 
 
-def learn(name: str, game: Game, seed: int, folder: Path) -> dict:
+def learn(name: str, game: GameConfig, seed: int, folder: Path) -> dict:
     """Run the warm-up and GRPO for a game and a seed, and return the row."""
-    before = untrained(game.file or name, game, seed)
+    before = evaluate_untrained(game.file or name, game, seed)
     data = folder / f"{name}.jsonl"
     words = [game.file or name, game.player, "--episodes", str(game.episodes), "--seed", str(seed)]
     for key, value in game.settings.items():
         words += [f"--environment.{key}", str(value)]
     command = [sys.executable, "-m", "rl.envs.demo_generator", *words]
     data.write_text(subprocess.check_output(command, text=True, cwd=REPO))
-    (folder / "recipe.yaml").write_text(recipe(name, game, data))
+    (folder / "recipe.yaml").write_text(format_recipe(name, game, data))
     run = train([str(folder / "recipe.yaml"), "--seed", str(seed)], folder / "run")
     measured = run.values(f"test/env/all/{game.metric}")
     return {

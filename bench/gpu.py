@@ -120,7 +120,7 @@ class Table:
         self.row(case, provider, metric, type(failure).__name__, note=words)
 
 
-def child(part: str, output: Path, dry: bool) -> None:
+def execute_part(part: str, output: Path, dry: bool) -> None:
     """Run a part in this process."""
     if dry and part in ("branches", "pages", "compile"):
         # Set before Triton is imported: its kernels then run without a GPU.
@@ -295,7 +295,7 @@ def main() -> None:
         return
     args.output.mkdir(parents=True, exist_ok=True)
     if args.child:
-        child(args.child, args.output, args.dry)
+        execute_part(args.child, args.output, args.dry)
         return
     import torch
 

@@ -24,11 +24,11 @@ def run_head(shape: Any, name: str, dry: bool) -> None:
     import torch
 
     from bench.kernels import PROVIDERS as providers
-    from bench.kernels import Problem
+    from bench.kernels import LogprobBatch
 
     provider = next(provider for provider in providers if provider.name == name)
     tokens, dtype = (64, torch.float32) if dry else (1024, torch.bfloat16)
-    problem = Problem.make(shape, tokens, device_of(dry), dtype, provider.frozen)
+    problem = LogprobBatch.make(shape, tokens, device_of(dry), dtype, provider.frozen)
     provider.logprobs(problem).backward(problem.upstream)
 
 
@@ -52,10 +52,10 @@ def run_older(shape: Any, dry: bool) -> None:
     """Launch the score kernels of the branch that the device does not choose on Hopper."""
     import torch
 
-    from bench.gpu_kernels import Operands, scores_of
+    from bench.gpu_kernels import KernelInputs, scores_of
     from kernels.linear_logprob_torch import GradientCoefficients
 
-    operands = Operands.make(shape, dry)
+    operands = KernelInputs.make(shape, dry)
     scores, row = scores_of(operands, False), torch.ones(len(operands.x), device=operands.x.device)
     for entropy in (False, True):
         scores.statistics(entropy)

@@ -19,11 +19,11 @@ from bench.gpu_models import (
     Peer,
     busy_seconds,
     engine_of,
-    give_back,
+    free_gpu_memory,
     make_model,
     random_prompts,
     seconds_of,
-    shares,
+    split_rows,
 )
 
 SIZES_TIMED = ("0.5B", "8B")
@@ -34,7 +34,7 @@ def prompts_for(rows: int, vocab: int, dry: bool) -> list[list[int]]:
     return random_prompts(max(rows // 8, 1), 16 if dry else 256, vocab)
 
 
-def speed(table: Any, case: str, name: str, decoder: Any, rows: int, dry: bool) -> None:
+def measure_speed(table: Any, case: str, name: str, decoder: Any, rows: int, dry: bool) -> None:
     """Record the decode tokens per second after the prefill and the first graph capture, and the
     seconds that prefill and capture took. Raises RuntimeError if a step did not decode all rows.
     """
@@ -79,7 +79,7 @@ def peer_speed(
     """
     device, short, long = device_of(dry), 2 if dry else 4, 34 if dry else 52
     prompts = prompts_for(rows, vocab, dry)
-    counts = shares(rows, len(prompts))
+    counts = split_rows(rows, len(prompts))
     each = [prompt for prompt, n in zip(prompts, counts, strict=True) for _ in range(n)]
     peer(each, long)  # warm-up: setup at the first call of this size
     took = {}
@@ -146,14 +146,14 @@ def measure_engines(
     device = device_of(dry)
     decoders = make_decoders(table, size, device)
     for kind, decoder in decoders.items():
-        if measure is speed:
+        if measure is measure_speed:
             table.attempt(kind, "trial", record_trial, table, kind, decoder)
         for rows, name in itertools.product(counts, ("paged", "plain")):
             if rows == 1 and kind != size:
                 continue  # one row is measured with full weights alone
             case = f"{kind}, {rows} rows"
             table.attempt(case, name, measure, table, case, name, decoder, rows, dry)
-            give_back(device)
+            free_gpu_memory(device)
 
 
 def record_trial(table: Any, kind: str, decoder: Any) -> None:
@@ -169,7 +169,7 @@ def part_host(table: Any, dry: bool) -> None:
     """
     for size in ("tiny",) if dry else SIZES_TIMED:
         measure_engines(table, size, (4,) if dry else (64, 256, 1024), measure_host_share, dry)
-        give_back(device_of(dry))
+        free_gpu_memory(device_of(dry))
 
 
 def part_decode(table: Any, dry: bool) -> None:
@@ -177,15 +177,15 @@ def part_decode(table: Any, dry: bool) -> None:
     counts = (4,) if dry else (1, 64, 256, 1024)
     # Our engines run first: a peer that hangs uses up the remaining time of the part.
     for size in sizes:
-        measure_engines(table, size, counts, speed, dry)
-        give_back(device)
+        measure_engines(table, size, counts, measure_speed, dry)
+        free_gpu_memory(device)
     for name, make in PEERS.items():
         for size in sizes:
             peer = table.attempt(size, name, make, size, device)
             for rows in () if peer is None else counts:
                 case, vocab = f"{size}, {rows} rows", SIZES[size][1]["vocab_size"]
                 table.attempt(case, name, peer_speed, table, case, name, peer, rows, vocab, dry)
-                give_back(device)
+                free_gpu_memory(device)
             del peer
             gc.collect()  # third-party objects may form reference cycles
-            give_back(device)
+            free_gpu_memory(device)

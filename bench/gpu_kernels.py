@@ -23,12 +23,22 @@ import torch
 from torch import Tensor
 
 from bench.harness import REPO
-from bench.kernels import SHAPES, TB_PER_S, TFLOPS, TINY, Shape, Step, copy_floor_ms, floor_ms, once
+from bench.kernels import (
+    SHAPES,
+    TB_PER_S,
+    TFLOPS,
+    TINY,
+    HeadShape,
+    Step,
+    copy_floor_ms,
+    floor_ms,
+    once,
+)
 
 CHOSEN = ("Qwen2.5-0.5B", "Qwen3-1.7B", "Llama-3.1-8B")
 
 
-def shapes(dry: bool) -> list[Shape]:
+def shapes(dry: bool) -> list[HeadShape]:
     return [TINY] if dry else [shape for shape in SHAPES if shape.model in CHOSEN]
 
 
@@ -36,7 +46,7 @@ def device_of(dry: bool) -> str:
     return "cpu" if dry else "cuda"
 
 
-def milliseconds(run: Callable[[], object], device: str, repeats: int = 10) -> float:
+def measure_milliseconds(run: Callable[[], object], device: str, repeats: int = 10) -> float:
     """Return the median time of `run` in milliseconds, with what the last call left in the caches."""
     run()
     step, count = Step(lambda _: run()), repeats if device == "cuda" else 2
@@ -53,12 +63,12 @@ def part_floors(table: Any, dry: bool) -> None:
     device, dtype = device_of(dry), torch.float32 if dry else torch.bfloat16
     size, count = (256, 1 << 16) if dry else (8192, 1 << 29)
     a = torch.randn(size, size, device=device, dtype=dtype)
-    ms = milliseconds(lambda: torch.mm(a, a), device)
+    ms = measure_milliseconds(lambda: torch.mm(a, a), device)
     tflops = 2e-9 * size**3 / ms
     table.row(f"{size}^3", "torch.mm", "TFLOP/s", tflops, note=f"{dtype}, {ms:.3f} ms")
     source = torch.zeros(count, device=device, dtype=torch.int32)
     target = torch.empty_like(source)
-    ms = milliseconds(lambda: target.copy_(source), device)
+    ms = measure_milliseconds(lambda: target.copy_(source), device)
     tb_per_s = 8e-9 * count / ms  # read and written
     table.row(f"{4 * count >> 20} MiB", "copy", "TB/s", tb_per_s, note=f"{ms:.3f} ms")
     small = torch.zeros(1, device=device)
@@ -67,7 +77,9 @@ def part_floors(table: Any, dry: bool) -> None:
         for _ in range(100):
             small.add_(1.0)
 
-    table.row("100 in a row", "torch add_", "launch", 10 * milliseconds(launch, device), "us")
+    table.row(
+        "100 in a row", "torch add_", "launch", 10 * measure_milliseconds(launch, device), "us"
+    )
     floors = {"tflops": tflops, "tb_per_s": tb_per_s}
     Path(table.path).with_name("floors.json").write_text(json.dumps(floors))
 
@@ -141,7 +153,7 @@ def part_kernels(table: Any, dry: bool) -> None:
 
     device, dtype = device_of(dry), torch.float32 if dry else torch.bfloat16
 
-    def head_rows(shape: Shape, tokens: int) -> None:
+    def head_rows(shape: HeadShape, tokens: int) -> None:
         case = f"{shape.model} {tokens} tokens"
         names = ["ours", "torch", "liger_scaled"]
         names = names if tokens == 1024 else [provider.name for provider in bench.PROVIDERS]
@@ -153,7 +165,7 @@ def part_kernels(table: Any, dry: bool) -> None:
             errors = f"errors {row['error']} {row['error_dx']} {row['error_dw']}"
             put(case, row, f"{row['memory']}, {row['peak_mb']} MB, {errors}")
 
-    def token_rows(shape: Shape, tokens: int) -> None:
+    def token_rows(shape: HeadShape, tokens: int) -> None:
         for row in bench.bench_logits(shape, tokens, device, dtype, 5):
             put(f"{shape.model} {tokens} tokens, token_logprob", row)
 
@@ -182,7 +194,7 @@ def part_draw(table: Any, dry: bool) -> None:
             table.attempt(f"{shape.model}, {rows} rows", "ours", _draw, table, shape, rows, dry)
 
 
-def _draw(table: Any, shape: Shape, rows: int, dry: bool) -> None:
+def _draw(table: Any, shape: HeadShape, rows: int, dry: bool) -> None:
     from kernels import sample_tokens
     from rl.sampler.token_sampling import RowSamplingSettings
     from rl.sampler.token_sampling import sample_tokens as from_logits
@@ -208,13 +220,13 @@ def _draw(table: Any, shape: Shape, rows: int, dry: bool) -> None:
     table.row(case, "ours", "equal_tokens", equal, note="bf16 logits round")
     floor = max(copy_floor_ms(w.numel() * 2.0), floor_ms(2, rows, shape))
     for name, way in ways.items():
-        table.row(case, name, "time", milliseconds(way, device), "ms", floor)
+        table.row(case, name, "time", measure_milliseconds(way, device), "ms", floor)
 
 
 # ---------------------------------------------------------------------------------------- branches
 
 
-class Operands(NamedTuple):
+class KernelInputs(NamedTuple):
     """Hold hidden states x [N, D], a head w [V, D], targets y [N] and a buffer dz [N, width] for
     the gradient of a slab of the logits.
     """
@@ -225,13 +237,13 @@ class Operands(NamedTuple):
     dz: Tensor
 
     @staticmethod
-    def make(shape: Shape, dry: bool) -> Operands:
+    def make(shape: HeadShape, dry: bool) -> KernelInputs:
         N, width, device = (64 if dry else 8192), min(16_384, shape.V), device_of(dry)
         g = torch.Generator(device).manual_seed(0)
         x = torch.randn(N, shape.D, generator=g, device=device).bfloat16()
         w = (torch.randn(shape.V, shape.D, generator=g, device=device) * shape.D**-0.5).bfloat16()
         y = torch.randint(0, shape.V, (N,), generator=g, device=device)
-        return Operands(x, w, y, torch.randn(N, width, generator=g, device=device).bfloat16())
+        return KernelInputs(x, w, y, torch.randn(N, width, generator=g, device=device).bfloat16())
 
 
 def part_branches(table: Any, dry: bool) -> None:
@@ -247,7 +259,7 @@ def part_branches(table: Any, dry: bool) -> None:
         _verdicts(table, dtype, device_of(dry))
     for kind in (_products, _older, _special):
         for shape in shapes(dry):
-            operands = table.attempt(shape.model, "tensors", Operands.make, shape, dry)
+            operands = table.attempt(shape.model, "tensors", KernelInputs.make, shape, dry)
             if operands is not None:
                 kind(table, shape, operands)
             del operands
@@ -278,19 +290,19 @@ def _verdicts(table: Any, dtype: torch.dtype, device: str) -> None:
 
 
 def _speed(
-    table: Any, case: str, provider: str, run: Callable[[], object], o: Operands, columns: int
+    table: Any, case: str, provider: str, run: Callable[[], object], o: KernelInputs, columns: int
 ) -> None:
     """Record the TFLOP/s of `run` in a separate attempt."""
 
     def measure() -> None:
-        ms = milliseconds(run, o.x.device.type)
+        ms = measure_milliseconds(run, o.x.device.type)
         speed = 2e-9 * o.x.numel() * columns / ms
         table.row(case, provider, "TFLOP/s", speed, "", TFLOPS, f"{ms:.3f} ms")
 
     table.attempt(case, provider, measure)
 
 
-def _products(table: Any, shape: Shape, o: Operands) -> None:
+def _products(table: Any, shape: HeadShape, o: KernelInputs) -> None:
     """Time cuBLAS: products that the kernels are compared with, and the products between them."""
     x, dz, slab = o.x, o.dz, o.w[: o.dz.shape[1]]
     wide, f32 = torch.zeros(x.shape, device=x.device), torch.float32
@@ -304,17 +316,17 @@ def _products(table: Any, shape: Shape, o: Operands) -> None:
         _speed(table, f"{shape.model}, {name}", "cuBLAS", run, o, dz.shape[1])
 
 
-def _older(table: Any, shape: Shape, o: Operands) -> None:
+def _older(table: Any, shape: HeadShape, o: KernelInputs) -> None:
     _score_kernels(table, shape, o, "older", False)
 
 
-def _special(table: Any, shape: Shape, o: Operands) -> None:
+def _special(table: Any, shape: HeadShape, o: KernelInputs) -> None:
     case = f"{shape.model}, both branches"
     _score_kernels(table, shape, o, "warp-specialised", True)
     table.attempt(case, "warp-specialised", _compare, table, case, o)
 
 
-def scores_of(o: Operands, special: bool) -> Any:
+def scores_of(o: KernelInputs, special: bool) -> Any:
     """Return the launches of a branch. Explicit tiles override the device's choice."""
     from kernels.common import HeadConfig
     from kernels.score_launcher import ScoreLauncher
@@ -325,7 +337,7 @@ def scores_of(o: Operands, special: bool) -> Any:
     return ScoreLauncher(o.x, o.w, o.y, None, HeadConfig(), tiles, newest)
 
 
-def _score_kernels(table: Any, shape: Shape, o: Operands, name: str, special: bool) -> None:
+def _score_kernels(table: Any, shape: HeadShape, o: KernelInputs, name: str, special: bool) -> None:
     """Time a branch's launches: forward, with entropy, with kept logits [T, V], and dlogits of a
     slab.
     """
@@ -352,7 +364,7 @@ def _score_kernels(table: Any, shape: Shape, o: Operands, name: str, special: bo
         _speed(table, f"{shape.model}, {what}", name, run, o, columns)
 
 
-def _compare(table: Any, case: str, o: Operands) -> None:
+def _compare(table: Any, case: str, o: KernelInputs) -> None:
     """Compare the logprobs of both branches on this head; the device check uses a small head."""
     launches = (scores_of(o, special) for special in (True, False))
     mine, older = (scores.combine(scores.statistics(False)).logp for scores in launches)
@@ -449,7 +461,7 @@ def _ways(table: Any, case: str, made: tuple[Any, ...], dry: bool) -> None:
         worst = (way().double() - exact).abs().amax((1, 2))
         note = f"{int((~(worst < 0.05)).sum())} rows wrong"
         table.row(case, name, "largest_error", float(worst.max()), note=note)
-        ms, floor = milliseconds(way, inputs[0].device.type), read / BYTES_A_MS
+        ms, floor = measure_milliseconds(way, inputs[0].device.type), read / BYTES_A_MS
         table.row(case, name, "time", ms, "ms", floor, f"{floor / ms:.0%} of bandwidth")
 
     for name, way in ways.items():

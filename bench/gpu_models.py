@@ -57,7 +57,7 @@ def make_model(
         torch.set_default_dtype(before)
 
 
-def give_back(device: str) -> None:
+def free_gpu_memory(device: str) -> None:
     """Free cached GPU memory without references. A model, decoder or engine is freed with its last
     name.
     """
@@ -96,14 +96,14 @@ def random_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
     return np.random.default_rng(0).integers(1, vocab, (count, length)).tolist()
 
 
-def shares(rows: int, prompts: int) -> list[int]:
+def split_rows(rows: int, prompts: int) -> list[int]:
     """Return the number of rows of each prompt. They add up to `rows`; if `rows` is not a multiple
     of `prompts`, each of the first prompts gets an additional row.
     """
     return [rows // prompts + (i < rows % prompts) for i in range(prompts)]
 
 
-def caches(dry: bool) -> dict[str, str]:
+def get_cache_settings(dry: bool) -> dict[str, str]:
     """Return the cache setting of each timed engine, by provider: the engine that the product
     chooses (without a GPU: the engine that it chooses with a GPU), and the plain engine.
     """
@@ -119,7 +119,7 @@ def engine_of(
     from rl.sampler import SamplingRequest, make_engine
     from rl.types import SamplingParams
 
-    params, counts = SamplingParams(max_tokens=new_tokens), shares(rows, len(prompts))
+    params, counts = SamplingParams(max_tokens=new_tokens), split_rows(rows, len(prompts))
     sizes = [(len(prompt), n, new_tokens) for prompt, n in zip(prompts, counts, strict=True)]
     room: dict[str, Any] = {"kv_cache_tokens": 1 << 22, "max_rows": rows}
     engine = make_engine(decoder, cache, idle_pool=kept, sizes=sizes, **room)
@@ -132,7 +132,7 @@ def engine_of(
 Peer = Callable[[list[list[int]], int], int]
 
 
-def generating(model: Any) -> Peer:
+def make_generating_peer(model: Any) -> Peer:
     def run(prompts: list[list[int]], new: int) -> int:
         ids = torch.tensor(prompts, device=model.device)
         options = {"do_sample": True, "top_k": 0, "min_new_tokens": new, "max_new_tokens": new}
@@ -143,7 +143,7 @@ def generating(model: Any) -> Peer:
     return run
 
 
-def batching(model: Any) -> Peer:
+def make_batching_peer(model: Any) -> Peer:
     """Sample with transformers' continuous batching. Its manager is sized for the first call, so
     each number of prompts gets a separate manager.
     """
@@ -187,8 +187,8 @@ def serving(size: str) -> Peer:
 
 
 PEERS: dict[str, Callable[[str, str], Peer]] = {  # of a model size, on a device
-    "generate": lambda size, device: generating(make_model(size, device)),
-    "continuous batching": lambda size, device: batching(make_model(size, device)),
+    "generate": lambda size, device: make_generating_peer(make_model(size, device)),
+    "continuous batching": lambda size, device: make_batching_peer(make_model(size, device)),
     "vllm": lambda size, device: serving(size),
 }
 
@@ -216,7 +216,7 @@ def part_group(table: Any, dry: bool) -> None:
         put(name, tokens, seconds, type(engine).__name__)
 
     def theirs() -> None:
-        peer = generating(model)
+        peer = make_generating_peer(model)
         for _ in range(2):
             seconds, tokens = seconds_of(lambda: peer(prompt * 16, new), device)
         put("generate", tokens, seconds)
@@ -225,9 +225,9 @@ def part_group(table: Any, dry: bool) -> None:
         note = f"{tokens} tokens in {seconds:.3f} s, prompt and all {what}".strip()
         table.row(case, name, "tokens_per_s", tokens / seconds, note=note)
 
-    for name, cache in caches(dry).items():
+    for name, cache in get_cache_settings(dry).items():
         table.attempt(case, name, ours, name, cache)
-        give_back(device)
+        free_gpu_memory(device)
     table.attempt(case, "generate", theirs)
 
 
@@ -239,10 +239,10 @@ def part_agreement(table: Any, dry: bool) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         case = f"{size}, {str(dtype).removeprefix('torch.')}"
         model = table.attempt(case, "model", make_model, size, device, dtype)
-        for name, cache in () if model is None else caches(dry).items():
+        for name, cache in () if model is None else get_cache_settings(dry).items():
             table.attempt(case, name, _agreement, table, case, name, cache, model, dry)
         del model
-        give_back(device)
+        free_gpu_memory(device)
 
 
 def _agreement(table: Any, case: str, name: str, cache: str, model: Any, dry: bool) -> None:
@@ -300,7 +300,7 @@ def part_trace(table: Any, dry: bool) -> None:
 
         _profiled(table, f"learner, {ids.shape[1]} tokens", "ours", step, lambda: 0)
 
-    for name, cache in caches(dry).items():
+    for name, cache in get_cache_settings(dry).items():
         table.attempt(f"decode, {rows} rows", name, decode, name, cache)
     table.attempt("learner", "ours", learn)
 

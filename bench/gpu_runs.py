@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bench.gpu_kernels import device_of
-from bench.gpu_models import SIZES, give_back, make_model, seconds_of
+from bench.gpu_models import SIZES, free_gpu_memory, make_model, seconds_of
 from bench.harness import REPO
 
 
@@ -47,15 +47,15 @@ def part_learner(table: Any, dry: bool) -> None:
         model = table.attempt(case, "model", save, size, folder / "model", device_of(dry))
         if model is None:
             return
-        give_back(device_of(dry))
+        free_gpu_memory(device_of(dry))
         # First with recomputed scores, then with the default.
         for name, kept in (("kept 0", 0), ("ours", None)):
             inputs = table, case, name, model, count, length, kept
-            peak = table.attempt(case, name, learned, *inputs, dry)
+            peak = table.attempt(case, name, measure_learner_step, *inputs, dry)
             table.attempt(case, f"{name}, --plan", compare_plan, *inputs, peak)
 
 
-def learned(
+def measure_learner_step(
     table: Any, case: str, name: str, model: Path, count: int, length: int, kept: int | None,
     dry: bool,
 ) -> int:  # fmt: skip
@@ -90,7 +90,7 @@ def learned(
     table.row(case, name, "tokens_per_s", count * length / seconds, note=note)
     table.row(case, name, "peak_bytes", peak)
     gc.collect()  # the next measurement starts without this learner
-    give_back(device)
+    free_gpu_memory(device)
     return peak
 
 
@@ -149,7 +149,7 @@ def seconds_left(runs: int) -> float | None:
     return None if end is None else max((float(end) - time.time() - 3.0) / runs, 1.0)
 
 
-def require(*packages: str) -> None:
+def require_packages(*packages: str) -> None:
     """Raise ModuleNotFoundError unless the packages are installed."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
@@ -165,11 +165,11 @@ def grpo(
     next to the rows. Raises RuntimeError if the command fails or takes more than `seconds`, after
     the last of the steps that ended has been recorded.
     """
-    require("tyro")  # train.py reads its options with it
+    require_packages("tyro")  # train.py reads its options with it
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = save("tiny" if dry else "0.5B", folder / "model", device_of(dry))
-        give_back(device_of(dry))
+        free_gpu_memory(device_of(dry))
         command = [*launcher, "train.py", "grpo", "--base-model", str(model)]
         command += ["--dataset", "addition", "--reward", "exact_match", "--steps", "5"]
         command += ["--eval-every", "0", "--save-every", "0", *sizes]
@@ -266,5 +266,5 @@ def part_sharded(table: Any, dry: bool) -> None:
 def sharded(
     table: Any, name: str, dry: bool, launcher: list[str], sizes: list[str], runs: int
 ) -> None:
-    require("deepspeed")
+    require_packages("deepspeed")
     grpo(table, name, dry, launcher, sizes, seconds_left(runs))

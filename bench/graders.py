@@ -23,7 +23,7 @@ BAR = 0.99
 
 
 @dataclass(frozen=True)
-class Judged:
+class GradedResponse:
     """Hold a solution, the answer that it is compared with, and the published grade. `read`: the
     answer that the published grader extracted.
     """
@@ -35,7 +35,7 @@ class Judged:
     read: str = ""
 
 
-def gsm8k(data: Path) -> Iterator[Judged]:
+def gsm8k(data: Path) -> Iterator[GradedResponse]:
     """Yield four models' solutions of 1,319 problems. Their mark of the answer, "A:", is replaced
     by the mark of the data set.
     """
@@ -47,10 +47,10 @@ def gsm8k(data: Path) -> Iterator[Judged]:
             if isinstance(judged, dict):
                 response = "####".join(judged["solution"].rsplit("A:", 1))
                 right = str(judged["is_correct"]).lower() in ("true", "1")
-                yield Judged(f"{number} {model}", response, answer, right)
+                yield GradedResponse(f"{number} {model}", response, answer, right)
 
 
-def qwen(data: Path, column: str) -> Iterator[Judged]:
+def qwen(data: Path, column: str) -> Iterator[GradedResponse]:
     """Yield eight solutions of each of 100 problems. `column`: "gt", the answer that the published
     score was computed with, or "answer", MATH's answer.
     """
@@ -58,23 +58,25 @@ def qwen(data: Path, column: str) -> Iterator[Judged]:
         row = json.loads(line)
         samples = zip(row["code"], row["pred"], row["score"], strict=True)
         for sample, (text, read, score) in enumerate(samples):
-            yield Judged(f"{row['idx']} sample {sample}", text, row[column], bool(score), read)
+            yield GradedResponse(
+                f"{row['idx']} sample {sample}", text, row[column], bool(score), read
+            )
 
 
-def math500(data: Path) -> Iterator[Judged]:
+def math500(data: Path) -> Iterator[GradedResponse]:
     """Yield MATH's solutions, which are correct: their boxed text is their answer."""
     for row in json.loads((data / "math" / "math500_test.json").read_text()):
-        yield Judged(row["unique_id"], row["solution"], row["answer"], True)
+        yield GradedResponse(row["unique_id"], row["solution"], row["answer"], True)
 
 
-def math500_shuffled(data: Path) -> Iterator[Judged]:
+def math500_shuffled(data: Path) -> Iterator[GradedResponse]:
     """Yield the same solutions with the next problem's answer: wrong, unless both answers are
     spelled alike.
     """
     rows = json.loads((data / "math" / "math500_test.json").read_text())
     for row, after in zip(rows, [*rows[1:], rows[0]], strict=True):
         place, right = f"{row['unique_id']} by the next", row["answer"] == after["answer"]
-        yield Judged(place, row["solution"], after["answer"], right)
+        yield GradedResponse(place, row["solution"], after["answer"], right)
 
 
 COMPARISONS = {
@@ -89,7 +91,7 @@ COMPARISONS = {
 }
 
 
-def reason(first: Judged, result: bool) -> str:
+def reason(first: GradedResponse, result: bool) -> str:
     """Explain from the compared texts why the grades differ; "" if the reason is unknown."""
     marked = extract_marked_answer(first.response) or ""
     if result and ("m." in marked or "m." in first.answer) and first.read in marked:
@@ -105,7 +107,9 @@ def reason(first: Judged, result: bool) -> str:
     return ""
 
 
-def compare(reward: str, solutions: Iterator[Judged]) -> tuple[int, list[tuple[Judged, bool]]]:
+def compare(
+    reward: str, solutions: Iterator[GradedResponse]
+) -> tuple[int, list[tuple[GradedResponse, bool]]]:
     """Return (number of graded solutions, the solutions that our grade disagrees on, with our
     grade).
     """

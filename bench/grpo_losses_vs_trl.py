@@ -36,10 +36,10 @@ from bench.harness import (  # noqa: E402
     RESULTS,
     TRL_SETTINGS,
     command_line,
-    machine,
+    describe_machine,
     make_parser,
-    quiet_libraries,
     show,
+    silence_libraries,
     write_table,
 )
 
@@ -269,7 +269,7 @@ def main() -> int:
 
     from rl.models import load_model
 
-    quiet_libraries(threads=1)
+    silence_libraries(threads=1)
     table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="grpo_losses_vs_trl-") as name:
         folder = Path(name)
@@ -282,7 +282,7 @@ def main() -> int:
             table += compare(loss, ours, theirs)
             for row in table[-STEPS:]:
                 show(row)
-    about = {"trl": trl.__version__, "torch": torch.__version__, "machine": machine()}
+    about = {"trl": trl.__version__, "torch": torch.__version__, "machine": describe_machine()}
     about["command"] = command_line()
     write_table(args.output, [{**row, **about} for row in table])
     names = "loss_difference", "gradient_difference"

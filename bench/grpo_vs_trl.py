@@ -41,10 +41,10 @@ from bench.harness import (  # noqa: E402
     RESULTS,
     TRL_SETTINGS,
     command_line,
-    machine,
+    describe_machine,
     make_parser,
-    quiet_libraries,
     show,
+    silence_libraries,
     write_table,
 )
 
@@ -53,7 +53,7 @@ PEERS = ("whetstone", "trl")
 Curves = dict[str, dict[int, float]]  # accuracy by peer and step
 
 
-class Turns:
+class BlockReporter:
     """Take a peer's turns: time its steps, save its weights where it is evaluated, and report to
     the parent at the end of each block.
 
@@ -128,9 +128,9 @@ def grpo_plan(args: argparse.Namespace) -> Any:
     return StageConfig("grpo", "grpo", settings)
 
 
-def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
+def run_whetstone(args: argparse.Namespace, turns: BlockReporter) -> None:
     """Run the training loop on a real Trainer with logging, evaluation and checkpoints replaced by
-    `Turns`.
+    `BlockReporter`.
     """
     from rl.algorithms import METHODS, Models
     from rl.client import ServiceClient
@@ -170,7 +170,7 @@ def run_whetstone(args: argparse.Namespace, turns: Turns) -> None:
         train(TimedTrainer(context, stop_request=StopRequest()))
 
 
-def run_trl(args: argparse.Namespace, turns: Turns) -> None:
+def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
     """Run `GRPOTrainer.train()`; its data set is Whetstone's batches in sequence, unshuffled."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -253,7 +253,7 @@ class Process:
         self.wait()
 
 
-def race(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+def run_peers(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     """Run both peers through all their steps, a block at a time, and return their last reports."""
     peers = []
     try:
@@ -274,7 +274,7 @@ def race(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     return {peer.peer: peer.report for peer in peers}
 
 
-def accuracies(args: Any, reports: dict[str, dict[str, Any]], folder: Path) -> Curves:
+def evaluate_accuracies(args: Any, reports: dict[str, dict[str, Any]], folder: Path) -> Curves:
     """Return the held-out sampled accuracy of every weights folder: the same evaluator and the same
     random streams for all.
     """
@@ -306,7 +306,7 @@ def accuracies(args: Any, reports: dict[str, dict[str, Any]], folder: Path) -> C
     return result
 
 
-def teach(folder: Path) -> Path:
+def train_start_weights(folder: Path) -> Path:
     """Run only the first stage of recipes/addition.yaml and return the folder of its weights."""
     from bench.methods import taught_model
 
@@ -330,15 +330,15 @@ def rows(args: Any, reports: dict[str, dict[str, Any]], curves: Curves) -> Itera
             **{f"accuracy_at_{step}": round(share, 3) for step, share in curves[peer].items()},
             "threads": args.threads,
             "torch": torch.__version__,
-            "machine": machine(),
+            "machine": describe_machine(),
             "command": command_line(),
         }
 
 
 def run_peer(args: argparse.Namespace) -> None:
     """Run this script's work in the process of a peer."""
-    turns = Turns(args)
-    quiet_libraries(args.threads)
+    turns = BlockReporter(args)
+    silence_libraries(args.threads)
     {"whetstone": run_whetstone, "trl": run_trl}[args.peer](args, turns)
 
 
@@ -368,9 +368,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="grpo_vs_trl-") as name:
         folder = Path(name)
-        args.model = args.model or teach(folder)
-        reports = race(args, folder)
-        result = list(rows(args, reports, accuracies(args, reports, folder)))
+        args.model = args.model or train_start_weights(folder)
+        reports = run_peers(args, folder)
+        result = list(rows(args, reports, evaluate_accuracies(args, reports, folder)))
     write_table(args.output, result)
     for row in result:
         show(row)

@@ -65,7 +65,7 @@ def data_argument(text: str | None) -> Path:
     return parser.parse_args().data
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Return a description of the machine: the CPU's model name, the cores this process may use,
     memory, versions of Python and torch.
     """
@@ -180,7 +180,7 @@ def train(words: Sequence[str], folder: Path) -> Run:
     return Run([json.loads(line) for line in lines], seconds, cpu)
 
 
-def quiet_libraries(threads: int) -> None:
+def silence_libraries(threads: int) -> None:
     """Set the number of torch threads, and silence transformers and accelerate."""
     import torch
     from transformers.utils import logging as transformers_logging

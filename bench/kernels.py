@@ -43,7 +43,7 @@ NAN = float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class HeadShape:
     """Describe an LM head: hidden size D, vocabulary V, and the logits' softcap if it has any."""
 
     model: str
@@ -53,18 +53,18 @@ class Shape:
 
 
 SHAPES = (
-    Shape(model="Qwen2.5-0.5B", D=896, V=151_936),
-    Shape(model="Qwen3-0.6B", D=1024, V=151_936),
-    Shape(model="Qwen3-1.7B", D=2048, V=151_936),
-    Shape(model="Gemma-2-2B", D=2304, V=256_000, softcap=30.0),
-    Shape(model="Qwen2.5-7B", D=3584, V=152_064),
-    Shape(model="Llama-3.1-8B", D=4096, V=128_256),
+    HeadShape(model="Qwen2.5-0.5B", D=896, V=151_936),
+    HeadShape(model="Qwen3-0.6B", D=1024, V=151_936),
+    HeadShape(model="Qwen3-1.7B", D=2048, V=151_936),
+    HeadShape(model="Gemma-2-2B", D=2304, V=256_000, softcap=30.0),
+    HeadShape(model="Qwen2.5-7B", D=3584, V=152_064),
+    HeadShape(model="Llama-3.1-8B", D=4096, V=128_256),
 )
-TINY = Shape(model="tiny", D=64, V=4_096)
+TINY = HeadShape(model="tiny", D=64, V=4_096)
 TOKENS = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
 
 
-def floor_ms(products: float, tokens: int, shape: Shape) -> float:
+def floor_ms(products: float, tokens: int, shape: HeadShape) -> float:
     """Return the milliseconds of `products` x N D V operations."""
     return products * tokens * shape.D * shape.V / (TFLOPS * 1e9)
 
@@ -89,7 +89,7 @@ class Timing:
     peak_bytes: int
 
 
-def quantiles(samples: list[float]) -> tuple[float, float, float]:
+def compute_quantiles(samples: list[float]) -> tuple[float, float, float]:
     if len(samples) == 1:
         return samples[0], samples[0], samples[0]
     cuts = statistics.quantiles(samples, n=5, method="inclusive")
@@ -151,7 +151,7 @@ def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Timi
     for round_ in range(repeats):
         for name in list(steps) if round_ % 2 == 0 else list(steps)[::-1]:
             samples[name].append(once(steps[name], device, flush))
-    return {name: Timing(*quantiles(samples[name]), peaks[name]) for name in steps}
+    return {name: Timing(*compute_quantiles(samples[name]), peaks[name]) for name in steps}
 
 
 def captured(run: Callable[[], object]) -> Step:
@@ -177,10 +177,10 @@ class CannotRun(Exception):
 
 
 @dataclass(frozen=True)
-class Problem:
+class LogprobBatch:
     """Hold a head and a batch; `upstream` [T] is the seeded gradient of each token's logprob."""
 
-    shape: Shape
+    shape: HeadShape
     x: Tensor
     w: Tensor
     y: Tensor
@@ -188,8 +188,8 @@ class Problem:
 
     @staticmethod
     def make(
-        shape: Shape, tokens: int, device: str, dtype: torch.dtype, frozen: bool = False
-    ) -> Problem:
+        shape: HeadShape, tokens: int, device: str, dtype: torch.dtype, frozen: bool = False
+    ) -> LogprobBatch:
         options: dict[str, Any] = {
             "generator": torch.Generator(device).manual_seed(0),
             "device": device,
@@ -197,7 +197,9 @@ class Problem:
         x = torch.randn(tokens, shape.D, **options).to(dtype).requires_grad_()
         w = (torch.randn(shape.V, shape.D, **options) * shape.D**-0.5).to(dtype)
         y = torch.randint(0, shape.V, (tokens,), **options)
-        return Problem(shape, x, w.requires_grad_(not frozen), y, torch.randn(tokens, **options))
+        return LogprobBatch(
+            shape, x, w.requires_grad_(not frozen), y, torch.randn(tokens, **options)
+        )
 
 
 @dataclass(frozen=True)
@@ -210,43 +212,43 @@ class Provider:
     name: str
     memory: str
     products: float
-    logprobs: Callable[[Problem], Tensor]
+    logprobs: Callable[[LogprobBatch], Tensor]
     frozen: bool = False
 
 
-def _need(package: str, p: Problem | None = None) -> None:
+def _need(package: str, p: LogprobBatch | None = None) -> None:
     if find_spec(package) is None:
         raise CannotRun(f"{package} is not installed")
     if p is not None and not p.x.is_cuda:
         raise CannotRun(f"{package}'s Triton path needs CUDA, this is {p.x.device}")
 
 
-def plain(x: Tensor, w: Tensor, y: Tensor, softcap: float | None) -> Tensor:
+def compute_plain_logprobs(x: Tensor, w: Tensor, y: Tensor, softcap: float | None) -> Tensor:
     logits = torch.nn.functional.linear(x, w)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     return logits.float().log_softmax(-1).gather(-1, y[:, None]).squeeze(-1)
 
 
-def _ours(p: Problem, entropy: bool = False, saved_bytes: int = 0) -> Tensor:
+def _ours(p: LogprobBatch, entropy: bool = False, saved_bytes: int = 0) -> Tensor:
     options: dict[str, Any] = {"entropy": entropy, "saved_bytes": saved_bytes}
     return linear_logprob(p.x, p.w, p.y, softcap=p.shape.softcap, **options)[0]
 
 
-def _torch(p: Problem) -> Tensor:
-    return plain(p.x, p.w, p.y, p.shape.softcap)
+def _torch(p: LogprobBatch) -> Tensor:
+    return compute_plain_logprobs(p.x, p.w, p.y, p.shape.softcap)
 
 
-_compiled = torch.compile(plain, dynamic=False)
+_compiled = torch.compile(compute_plain_logprobs, dynamic=False)
 
 
-def _torch_compile(p: Problem) -> Tensor:
+def _torch_compile(p: LogprobBatch) -> Tensor:
     """Run the compiled function. The caller resets dynamo between shapes: after eight shapes dynamo
     runs the function uncompiled, under the name of the compiled function.
     """
     return _compiled(p.x, p.w, p.y, p.shape.softcap)
 
 
-def _torch_linear_cross_entropy(p: Problem) -> Tensor:
+def _torch_linear_cross_entropy(p: LogprobBatch) -> Tensor:
     function = getattr(torch.nn.functional, "linear_cross_entropy", None)
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if function is None or options is None:
@@ -256,7 +258,7 @@ def _torch_linear_cross_entropy(p: Problem) -> Tensor:
     return -function(p.x, p.w, p.y, reduction="none", options=options())
 
 
-def _liger_triton(p: Problem) -> Tensor:
+def _liger_triton(p: LogprobBatch) -> Tensor:
     _need("liger_kernel", p)
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
@@ -269,7 +271,7 @@ def _liger_triton(p: Problem) -> Tensor:
     return -loss
 
 
-def _liger_scaled(p: Problem) -> Tensor:
+def _liger_scaled(p: LogprobBatch) -> Tensor:
     """Run the CuTe kernel on Hopper, a chunked torch path elsewhere."""
     _need("liger_kernel")
     if p.shape.softcap is not None:
@@ -280,7 +282,7 @@ def _liger_scaled(p: Problem) -> Tensor:
     return -(out[0] if isinstance(out, tuple) else out)
 
 
-def _cut_cross_entropy(p: Problem) -> Tensor:
+def _cut_cross_entropy(p: LogprobBatch) -> Tensor:
     _need("cut_cross_entropy", p)
     from cut_cross_entropy import linear_cross_entropy
 
@@ -314,7 +316,7 @@ Row = dict[str, object]
 
 
 def row(
-    labels: tuple[str, str, str, str], p: Problem, timing: Timing, floor: float, errors: Errors
+    labels: tuple[str, str, str, str], p: LogprobBatch, timing: Timing, floor: float, errors: Errors
 ) -> Row:
     """Return a row of the table. `labels`: operation, provider, memory class, phase."""
     shape, device = p.shape, torch.cuda.get_device_name() if p.x.is_cuda else "cpu"
@@ -326,7 +328,7 @@ def row(
 
 
 @torch.no_grad()
-def errors_of(logp: Tensor, p: Problem, rows: int = 16) -> Errors:
+def errors_of(logp: Tensor, p: LogprobBatch, rows: int = 16) -> Errors:
     """Return the largest errors against float64: of the logprobs and dX of the first `rows` tokens,
     and of dW of `rows` rows of the vocabulary. Gradients are divided by the largest exact gradient.
     """
@@ -357,7 +359,7 @@ def errors_of(logp: Tensor, p: Problem, rows: int = 16) -> Errors:
     return error, error_dx, apart(p.w.grad, some, dw)
 
 
-def head_steps(provider: Provider, p: Problem) -> dict[str, Step]:
+def head_steps(provider: Provider, p: LogprobBatch) -> dict[str, Step]:
     """Return the timed steps of a provider: forward, backward (after a forward that is not timed)
     and both.
     """
@@ -381,7 +383,7 @@ def say_left_out(name: str, failure: Exception) -> None:
 
 
 def bench_head(
-    shape: Shape, tokens: int, device: str, dtype: torch.dtype, names: list[str], repeats: int,
+    shape: HeadShape, tokens: int, device: str, dtype: torch.dtype, names: list[str], repeats: int,
     left_out: Callable[[str, Exception], None] = say_left_out,
 ) -> Iterator[Row]:  # fmt: skip
     """Yield the rows of each provider in turn. Each has a separate problem, which is freed before
@@ -400,9 +402,9 @@ def bench_head(
 
 
 def one_provider(
-    provider: Provider, shape: Shape, tokens: int, device: str, dtype: torch.dtype, repeats: int
+    provider: Provider, shape: HeadShape, tokens: int, device: str, dtype: torch.dtype, repeats: int
 ) -> Iterator[Row]:
-    p = Problem.make(shape, tokens, device, dtype, provider.frozen)
+    p = LogprobBatch.make(shape, tokens, device, dtype, provider.frozen)
     logp = provider.logprobs(p)
     logp.backward(p.upstream)
     errors = errors_of(logp.detach(), p)
@@ -417,10 +419,10 @@ def one_provider(
 
 
 def bench_logits(
-    shape: Shape, tokens: int, device: str, dtype: torch.dtype, repeats: int
+    shape: HeadShape, tokens: int, device: str, dtype: torch.dtype, repeats: int
 ) -> Iterator[Row]:
     """Yield the rows of token_logprob. The floor is a read forward, a read and a write backward."""
-    p = Problem.make(shape, tokens, device, dtype)
+    p = LogprobBatch.make(shape, tokens, device, dtype)
     with torch.no_grad():
         logits = torch.nn.functional.linear(p.x, p.w)
         exact = logits[:16].double().log_softmax(-1).gather(-1, p.y[:16, None]).squeeze(-1)
@@ -447,7 +449,7 @@ def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
     reported, the goal is 0.010 ms for 32k tokens. "graph" is replayed from a CUDA graph, so that it
     excludes the host's 0.1 ms.
     """
-    p = Problem.make(Shape(model="tokens", D=1, V=2), tokens, device, torch.float32)
+    p = LogprobBatch.make(HeadShape(model="tokens", D=1, V=2), tokens, device, torch.float32)
     logp, old, advantage = (torch.randn(tokens, device=device) * 0.1 for _ in range(3))
 
     def call() -> object:
@@ -462,7 +464,7 @@ def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
 
 
 def every_row(
-    shapes: list[Shape], tokens_list: list[int], device: str, names: list[str], repeats: int
+    shapes: list[HeadShape], tokens_list: list[int], device: str, names: list[str], repeats: int
 ) -> Iterator[Row]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for shape in shapes:

@@ -27,7 +27,7 @@ from bench.harness import (  # noqa: E402
     REPO,
     RESULTS,
     SEEDS,
-    machine,
+    describe_machine,
     read_table,
     show,
     write_table,
@@ -75,7 +75,7 @@ def one_run(name: str, seed: int) -> tuple[list[dict[str, Any]], bool]:
                 "bar": round(figure[side], 4),
                 "margin": round(margin, 4),
                 "least_margin": "",
-                "machine": machine(),
+                "machine": describe_machine(),
             }
         )
     return rows, done.returncode != 0

@@ -34,7 +34,7 @@ from bench.harness import (  # noqa: E402
     RESULTS,
     SEEDS,
     Run,
-    machine,
+    describe_machine,
     make_parser,
     replace_rows,
     show,
@@ -61,7 +61,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Learner:
+class MethodConfig:
     """Hold a method's recipe and its checks. `taught`: the method starts from the shared model
     instead of the recipe's first stage.
     """
@@ -96,12 +96,14 @@ def better_than_its_data(run: Run) -> float:
 
 
 METHODS = {
-    "dpo": Learner("addition_dpo", (Check("dpo", PAIRS, 0.9),), taught=True),
-    "reinforce": Learner("addition_reinforce", (Check("reinforce", HELD_OUT, 0.95),), taught=True),
-    "ppo": Learner("addition_ppo", (Check("ppo", HELD_OUT, 0.95),), taught=True),
+    "dpo": MethodConfig("addition_dpo", (Check("dpo", PAIRS, 0.9),), taught=True),
+    "reinforce": MethodConfig(
+        "addition_reinforce", (Check("reinforce", HELD_OUT, 0.95),), taught=True
+    ),
+    "ppo": MethodConfig("addition_ppo", (Check("ppo", HELD_OUT, 0.95),), taught=True),
     # The reward model first, then the policy trained on it: the reward model's scores, and the true
     # reward, which the policy never sees.
-    "rlhf": Learner(
+    "rlhf": MethodConfig(
         "addition_rlhf",
         (
             Check("reward_model", PAIRS, 0.9),
@@ -109,9 +111,11 @@ METHODS = {
             Check("rlhf", HELD_OUT, 0.8),
         ),
     ),
-    "code": Learner("oneliners", (Check("grpo", HELD_OUT, 0.9),)),
-    "offline": Learner("addition_offline", (Check("offline", HELD_OUT, better_than_its_data),)),
-    "distill": Learner(
+    "code": MethodConfig("oneliners", (Check("grpo", HELD_OUT, 0.9),)),
+    "offline": MethodConfig(
+        "addition_offline", (Check("offline", HELD_OUT, better_than_its_data),)
+    ),
+    "distill": MethodConfig(
         "addition_distill",
         (
             Check("student", HELD_OUT, as_the_teacher),
@@ -169,7 +173,7 @@ def judge(name: str, seed: int, check: Check, run: Run) -> dict[str, Any]:
         "bar": round(bar, 4),
         "passed": before < bar <= after,
         "seconds": round(run.seconds, 1),
-        "machine": machine(),
+        "machine": describe_machine(),
         "command": shlex.join(["python", "bench/methods.py", "--only", name, "--seeds", str(seed)]),
     }
 

@@ -80,14 +80,14 @@ def mutate(node: ast.AST) -> ast.AST | None:
     return other
 
 
-def walk(node: ast.AST) -> Iterator[ast.AST]:
+def walk_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes below a node, without annotations, messages of errors and imports."""
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not isinstance(child, SKIPPED):
                 if name not in ("annotation", "returns", "decorator_list"):
                     yield child
-                    yield from walk(child)
+                    yield from walk_nodes(child)
 
 
 def list_mutants(tree: Path, file: str) -> list[Mutant]:
@@ -96,7 +96,7 @@ def list_mutants(tree: Path, file: str) -> list[Mutant]:
     for line in raw.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     mutants = []
-    for node in walk(ast.parse(raw)):
+    for node in walk_nodes(ast.parse(raw)):
         other = mutate(node)
         if other is None:
             continue

@@ -51,7 +51,7 @@ MODEL_RECIPE = dict(vocab_size=16, hidden_size=128, intermediate_size=384, num_h
 
 
 @dataclass(frozen=True)
-class Shape:
+class SamplerWorkload:
     """Hold a model and the work on it. `kind`: transformers' model_type; only "qwen3" has a
     hand-written decoder.
     """
@@ -73,15 +73,15 @@ OTHERS = ("qwen3_next", "falcon_h1", "qwen3_moe")
 MODEL_OTHER = dict(vocab_size=512, hidden_size=128, intermediate_size=384, head_dim=32, max_position_embeddings=1024,
                    moe_intermediate_size=64, sliding_window=None, mamba_d_ssm=256, mamba_d_head=32)  # fmt: skip
 SHAPES = (
-    Shape("batch", MODEL_085M, 64, 16, 1, 64),
-    Shape("group", MODEL_085M, 1, 512, 16, 16),
-    Shape("recipe", MODEL_RECIPE, 64, 6, 8, 4),
-    *(Shape(f"{kind} batch", MODEL_OTHER, 32, 16, 1, 32, kind) for kind in OTHERS),
-    *(Shape(f"{kind} group", MODEL_OTHER, 1, 256, 16, 16, kind) for kind in OTHERS),
+    SamplerWorkload("batch", MODEL_085M, 64, 16, 1, 64),
+    SamplerWorkload("group", MODEL_085M, 1, 512, 16, 16),
+    SamplerWorkload("recipe", MODEL_RECIPE, 64, 6, 8, 4),
+    *(SamplerWorkload(f"{kind} batch", MODEL_OTHER, 32, 16, 1, 32, kind) for kind in OTHERS),
+    *(SamplerWorkload(f"{kind} group", MODEL_OTHER, 1, 256, 16, 16, kind) for kind in OTHERS),
 )
 
 
-def model_of(shape: Shape) -> Any:
+def model_of(shape: SamplerWorkload) -> Any:
     if shape.kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**BASE, **shape.model)).eval()
     known = CONFIG_MAPPING[shape.kind]().to_dict()
@@ -90,7 +90,7 @@ def model_of(shape: Shape) -> Any:
 
 
 @torch.inference_mode()
-def with_generate(model: Any, ids: torch.Tensor, shape: Shape) -> int:
+def with_generate(model: Any, ids: torch.Tensor, shape: SamplerWorkload) -> int:
     """Sample with `generate` and return the number of tokens."""
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
@@ -101,7 +101,7 @@ def with_generate(model: Any, ids: torch.Tensor, shape: Shape) -> int:
     return torch.stack(out.logits, dim=1).log_softmax(-1).gather(2, tokens[..., None]).numel()
 
 
-def with_engine(decoder, prompts: list[list[int]], shape: Shape) -> int:
+def with_engine(decoder, prompts: list[list[int]], shape: SamplerWorkload) -> int:
     """Sample with the engine and return the number of tokens."""
     rows = shape.prompts * shape.samples
     room = rows * (shape.prompt_tokens + shape.new_tokens) * 2
@@ -112,7 +112,7 @@ def with_engine(decoder, prompts: list[list[int]], shape: Shape) -> int:
     return sum(len(s.logprobs or []) for response in engine.run() for s in response.sequences)
 
 
-def measure(shape: Shape, repeats: int, device: str) -> list[dict]:
+def measure(shape: SamplerWorkload, repeats: int, device: str) -> list[dict]:
     """Return the median seconds of every peer, measured in interleaved repeats."""
     torch.manual_seed(0)
     model = model_of(shape).to(device)

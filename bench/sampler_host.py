@@ -81,7 +81,7 @@ def decode_launches(lora: bool) -> int:
         return count_launches(recorder) + launched
 
 
-def prefill_launches() -> tuple[int, int]:
+def count_prefill_launches() -> tuple[int, int]:
     """Return the launches of a prefill of 64 prompts that write the cache, and its layers times its
     batches. The operations are those of the CPU, because Python's indexing queries the device even
     of fake tensors; the kernels of a GPU stand still.
@@ -310,7 +310,7 @@ def measure() -> Iterator[tuple[str, str, str, float | str, float | str]]:
         500,
     )
     case = "64 prompts, 24 layers"
-    yield "prefill_cache_writes", case, "launches", *prefill_launches()
+    yield "prefill_cache_writes", case, "launches", *count_prefill_launches()
     for rows in (64, 1024):
         per_program, iterations = selection_launch(rows)
         yield "selection", f"{rows} rows, {WORDS} words", "rows per program", per_program, 1

@@ -49,7 +49,7 @@ from bench.harness import (  # noqa: E402
     take_turns,
     write_table,
 )
-from bench.sampler import BASE, MODEL_085M, Shape, with_engine  # noqa: E402
+from bench.sampler import BASE, MODEL_085M, SamplerWorkload, with_engine  # noqa: E402
 from rl import ServiceClient  # noqa: E402
 from rl.runtime import SamplerSettings, WorkerSettings  # noqa: E402
 from rl.sampler import SamplingRequest, make_decoder  # noqa: E402
@@ -58,7 +58,7 @@ from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData  
 MODEL_40M = dict(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
                  num_attention_heads=8, num_key_value_heads=4, head_dim=64)  # fmt: skip
 SHAPES = [
-    Shape(f"{name}, {size}", model, *counts)
+    SamplerWorkload(f"{name}, {size}", model, *counts)
     for size, model in (("40M", MODEL_40M), ("0.85M", MODEL_085M))
     for name, counts in (("batch", (64, 16, 1, 64)), ("group", (1, 512, 16, 16)))
 ]
@@ -82,7 +82,9 @@ class Peer:
             raise SystemExit("vLLM's process ended: is vLLM installed beside --vllm-python?")
         return json.loads(line)
 
-    def seconds(self, shape: Shape, prompts: list[list[int]], logprobs: bool) -> tuple[float, int]:
+    def seconds(
+        self, shape: SamplerWorkload, prompts: list[list[int]], logprobs: bool
+    ) -> tuple[float, int]:
         sizes = {"samples": shape.samples, "new_tokens": shape.new_tokens}
         request = json.dumps({"prompts": prompts, "logprobs": logprobs, **sizes})
         print(request, file=self.process.stdin, flush=True)
@@ -97,7 +99,7 @@ class Peer:
         self.process.wait(60)
 
 
-def measure(shapes: list[Shape], python: str, repeats: int) -> Iterator[dict[str, Any]]:
+def measure(shapes: list[SamplerWorkload], python: str, repeats: int) -> Iterator[dict[str, Any]]:
     """Measure all shapes of a model and return a row for each peer."""
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**BASE, **shapes[0].model)).eval()
@@ -111,7 +113,7 @@ def measure(shapes: list[Shape], python: str, repeats: int) -> Iterator[dict[str
 
 
 def _of_shape(
-    shape: Shape, model: Any, decoder: Any, peer: Peer, repeats: int
+    shape: SamplerWorkload, model: Any, decoder: Any, peer: Peer, repeats: int
 ) -> list[dict[str, Any]]:
     size = shape.prompts, shape.prompt_tokens
     prompts = torch.randint(1, shape.model["vocab_size"], size).tolist()
@@ -218,7 +220,7 @@ def main() -> None:
     if args.vllm_python is None:
         parser.error("--vllm-python or --server is required")
     torch.set_num_threads(1)
-    by_model: dict[str, list[Shape]] = {}
+    by_model: dict[str, list[SamplerWorkload]] = {}
     for shape in SHAPES:
         if shape.name in args.shapes:
             by_model.setdefault(shape.name.split(", ")[1], []).append(shape)

@@ -25,11 +25,11 @@ from rl.sandbox.zygote_launch import build_bubblewrap_command, find_bubblewrap, 
 PROGRAM = "def f(x):\n    return x + {number}"
 
 
-def below(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     results = [pid]
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):
-            results += below(child)
+            results += list_descendants(child)
     return results
 
 
@@ -43,7 +43,7 @@ def cpu(sandbox: Sandbox | None) -> float:
         for owner in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
     for slot in sandbox._worker_pool._workers if sandbox is not None else ():
-        for pid in below(slot.zygote.process.pid) if slot.zygote is not None else ():
+        for pid in list_descendants(slot.zygote.process.pid) if slot.zygote is not None else ():
             fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
             total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     return total
@@ -63,7 +63,7 @@ def measure(
     }
 
 
-def quiet(command: list[str]) -> None:
+def run_quietly(command: list[str]) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
@@ -93,9 +93,11 @@ def main() -> None:
     plain, bare = [python, "-c", "pass"], [python, "-I", "-S", "-c", "pass"]
     by_hand = build_bubblewrap_command(bubblewrap, set(isolation.ALL_LAYERS), 0) + ["--", *plain]
     rows = [
-        measure("python -c pass", lambda _: quiet(plain), inputs.rounds),
-        measure("python -I -S -c pass", lambda _: quiet(bare), inputs.rounds),
-        measure("bubblewrap by hand, python -c pass", lambda _: quiet(by_hand), inputs.rounds),
+        measure("python -c pass", lambda _: run_quietly(plain), inputs.rounds),
+        measure("python -I -S -c pass", lambda _: run_quietly(bare), inputs.rounds),
+        measure(
+            "bubblewrap by hand, python -c pass", lambda _: run_quietly(by_hand), inputs.rounds
+        ),
     ]
     rows[-1]["cpu_ms"] = round(
         float(str(rows[-1]["cpu_ms"])) + inner_cpu(by_hand, inputs.rounds), 2

@@ -89,7 +89,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Driver:
+class DriverRates:
     """Hold the rates of the work that only rank 0 does. `bytes_per_token` and `pickle_rate` describe
     a batch on its way to the ranks, as --measure prints them.
     """
@@ -158,7 +158,7 @@ def config_of(name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Sent:
+class CollectiveTraffic:
     """Count the collectives of a team's rank and the bytes of their whole tensors."""
 
     calls: int = 0
@@ -166,14 +166,16 @@ class Sent:
     gathered: float = 0.0
     copied: float = 0.0
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: CollectiveTraffic) -> CollectiveTraffic:
+        return CollectiveTraffic(
+            *(a + b for a, b in zip(astuple(self), astuple(other), strict=True))
+        )
 
-    def times(self, count: int) -> Sent:
-        return Sent(*(count * number for number in astuple(self)))
+    def times(self, count: int) -> CollectiveTraffic:
+        return CollectiveTraffic(*(count * number for number in astuple(self)))
 
 
-def forward_traffic(shape: ModelShape, positions: int, rows: int, size: int) -> Sent:
+def forward_traffic(shape: ModelShape, positions: int, rows: int, size: int) -> CollectiveTraffic:
     """Return the traffic of a forward over `positions` positions with logits for `rows` rows. `size`:
     bytes per element of the hidden states.
 
@@ -182,10 +184,14 @@ def forward_traffic(shape: ModelShape, positions: int, rows: int, size: int) -> 
     """
     sums = 2 * shape.layers + 1
     summed = (sums - 2) * positions + 2 * rows
-    return Sent(sums + 1, float(summed * shape.hidden * size), float(FP32 * rows * shape.vocab))
+    return CollectiveTraffic(
+        sums + 1, float(summed * shape.hidden * size), float(FP32 * rows * shape.vocab)
+    )
 
 
-def sampler_traffic(shape: ModelShape, launch: LaunchShape, load: Any, rows: int) -> Sent:
+def sampler_traffic(
+    shape: ModelShape, launch: LaunchShape, load: Any, rows: int
+) -> CollectiveTraffic:
     """Return the traffic of all answers that a team samples in a GRPO step: it prefills the prompts
     in batches, then decodes `rows` rows at once and sends their tokens and logprobs.
     """
@@ -195,11 +201,11 @@ def sampler_traffic(shape: ModelShape, launch: LaunchShape, load: Any, rows: int
     lengths = math.ceil(prompts * load.prompt / batches), math.ceil(prompts / batches)
     read = forward_traffic(shape, *lengths, size).times(batches)
     decoded = forward_traffic(shape, rows, rows, size).times((load.answer - 1) * at_once)
-    drawn = Sent(1, copied=float(DRAWN * rows))
+    drawn = CollectiveTraffic(1, copied=float(DRAWN * rows))
     return read + decoded + drawn.times(load.answer * at_once)
 
 
-def ring_seconds(sent: Sent, team: int, hardware: Any) -> float:
+def compute_ring_seconds(sent: CollectiveTraffic, team: int, hardware: Any) -> float:
     """Return the seconds of rings over NVLink, including the fixed latency of each call."""
     if team == 1:
         return 0.0
@@ -207,7 +213,7 @@ def ring_seconds(sent: Sent, team: int, hardware: Any) -> float:
     return sent.calls * hardware.collective_seconds + wire / hardware.nvlink
 
 
-def teams(shape: ModelShape, launch: LaunchShape, hardware: Any) -> Iterator[int]:
+def iterate_team_sizes(shape: ModelShape, launch: LaunchShape, hardware: Any) -> Iterator[int]:
     """Yield the team sizes that the GPUs of a machine, and the model's heads and columns allow."""
     for size in TEAM_SIZES:
         if size > 1 and (not launch.cuda or min(launch.world, hardware.per_node) % size):
@@ -294,7 +300,7 @@ class StepModel:
     name: str
     shape: ModelShape
     hardware: Hardware
-    driver: Driver
+    driver: DriverRates
     load: Load
     sampling_rate: float
 
@@ -304,7 +310,7 @@ class StepModel:
 
         A team samples at the sum of its GPUs' separate rates, less the time of its all-reduces.
         """
-        sizes = teams(self.shape, launch, self.hardware)
+        sizes = iterate_team_sizes(self.shape, launch, self.hardware)
         rows = (self._of_team(held, launch, team) for team in sizes)
         return next((row for row in rows if row.fits), None) or self._of_team(held, launch, 1)
 
@@ -316,13 +322,13 @@ class StepModel:
         micro_batches = math.ceil(load.tokens / (work.batch.rows * work.batch.length))
         wire = on_the_wire(payload(self.shape, launch, micro_batches), launch.world)
         sent = sampler_traffic(self.shape, launch, load, max(1, work.rows))
-        together = ring_seconds(sent, team, hardware)
+        together = compute_ring_seconds(sent, team, hardware)
         link = hardware.nvlink if launch.world <= hardware.per_node else hardware.infiniband
         parts = {
             "sampling": load.answers * load.answer / self.sampling_rate + together,
-            "arithmetic": arithmetic(self.shape, load) / (hardware.flops * hardware.mfu),
+            "arithmetic": compute_flops(self.shape, load) / (hardware.flops * hardware.mfu),
             "traffic": wire / link,
-            "driver": driver_seconds(self.driver, load, launch.world),
+            "driver": compute_driver_seconds(self.driver, load, launch.world),
         }
         total, limit = sum(parts.values()), max(parts, key=lambda part: parts[part])
         copy = next(item.sample for item in needs.items if item.name.startswith("sampler's")) / GIB
@@ -335,7 +341,7 @@ class StepModel:
         )  # fmt: skip
 
 
-def arithmetic(shape: ModelShape, load: Load) -> float:
+def compute_flops(shape: ModelShape, load: Load) -> float:
     """Return the floating-point operations of a GPU's learner in a step. Per parameter and token: 2
     for the forward, 4 for the backward, 2 for the recomputed forward. A frozen tower runs only the
     forward. Attention products, which grow with the square of the length, are left out.
@@ -345,7 +351,7 @@ def arithmetic(shape: ModelShape, load: Load) -> float:
     return 8 * shape.active_parameters * load.tokens + tower
 
 
-def driver_seconds(driver: Driver, load: Load, world: int) -> float:
+def compute_driver_seconds(driver: DriverRates, load: Load, world: int) -> float:
     """Return the driver's seconds: rewards on its workers, and packing, sending down a tree and
     unpacking the batch.
     """
@@ -386,7 +392,7 @@ def sharding_of(stage: int | None) -> Sharding:
 
 
 def table(
-    rates: Mapping[str, float], load: Load, hardware: Hardware, driver: Driver
+    rates: Mapping[str, float], load: Load, hardware: Hardware, driver: DriverRates
 ) -> Iterator[Step]:
     """Yield the rows of every model, number of GPUs and launch. One GPU is a process without launch."""
     for name, rate in rates.items():
@@ -428,7 +434,7 @@ WHOLE = {
 }
 
 
-class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
+class CollectiveCounter(torch.utils._python_dispatch.TorchDispatchMode):
     """Count bytes by collective; unknown collectives are counted under their name, not dropped."""
 
     def __init__(self) -> None:
@@ -488,7 +494,7 @@ def run_rank(model: str, out: Path, micro_batches: int) -> None:
 
     # ZeRO-3 learns the order of the layers in the first step.
     seconds = statistics.median([step(version) for version in range(1, 6)][2:])
-    with Collectives() as counted:
+    with CollectiveCounter() as counted:
         step(6)
     if collectives.rank() == 0:
         wrapped = type(worker.learners[0].backend.wrapped).__name__
@@ -627,7 +633,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
     parser.add_argument("--sampling-rate", nargs="+", default=[], metavar="MODEL:TOKENS_PER_S")
-    kinds = (Hardware, Driver, Load)
+    kinds = (Hardware, DriverRates, Load)
     for name, value in {k: v for kind in kinds for k, v in asdict(kind()).items()}.items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
     args = parser.parse_args()

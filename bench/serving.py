@@ -192,7 +192,7 @@ def load(
     return figures
 
 
-def mix(folder: Path, count: int) -> dict[str, str]:
+def measure_mix(folder: Path, count: int) -> dict[str, str]:
     """Measure the CPU seconds of `count` adapters with 8 samples each.
 
     The adapters sample in a single batch, and in sequence.
@@ -232,7 +232,7 @@ def mix(folder: Path, count: int) -> dict[str, str]:
 
 
 def main() -> None:
-    cases = {"load": (load, 64), "load-20M": (load_of_20m, 64), "mix": (mix, 8)}
+    cases = {"load": (load, 64), "load-20M": (load_of_20m, 64), "mix": (measure_mix, 8)}
     parser = make_parser(__doc__)
     parser.add_argument("case", choices=cases)
     parser.add_argument("--count", type=int)

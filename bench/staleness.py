@@ -30,7 +30,7 @@ from bench.harness import (  # noqa: E402
     REPO,
     RESULTS,
     SEEDS,
-    machine,
+    describe_machine,
     make_parser,
     read_table,
     replace_rows,
@@ -85,7 +85,7 @@ def make_one_item(
         "greedy_after": round(greedy[-1], 4) if greedy else "",
         "age_mean": round(mean(ages), 2) if ages else 0,
         "seconds": round(run.seconds, 1),
-        "machine": machine(),
+        "machine": describe_machine(),
     }
 
 
@@ -124,7 +124,9 @@ def measure(request: argparse.Namespace, parent: Path) -> None:
                 replace_rows(TABLE, [row], ("seed", "staleness", "correction"), order)
 
 
-def cells(rows: list[dict[str, str]], what: str = "after") -> dict[tuple[int, str], list[float]]:
+def group_cells(
+    rows: list[dict[str, str]], what: str = "after"
+) -> dict[tuple[int, str], list[float]]:
     result: dict[tuple[int, str], list[float]] = {}
     for row in rows:
         result.setdefault((int(row["staleness"]), row["correction"]), []).append(float(row[what]))
@@ -141,7 +143,7 @@ def draw(rows: list[dict[str, str]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    result = cells(rows)
+    result = group_cells(rows)
     ages = [age for age in STALENESS if age in {at for at, _ in result}]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for i, name in enumerate(CORRECTIONS):
@@ -169,7 +171,7 @@ def as_page(rows: list[dict[str, str]]) -> str:
 
     A cell holds the mean over the seeds and the worst seed.
     """
-    result = cells(rows)
+    result = group_cells(rows)
     lines = [
         "| correction | " + " | ".join(f"{age}" for age in STALENESS) + " |",
         "|---|" + "---|" * len(STALENESS),

@@ -31,7 +31,7 @@ os.environ.update(
 )
 
 
-def say(**answer: object) -> None:
+def write_answer(**answer: object) -> None:
     ANSWERS.write(json.dumps(answer) + "\n")
     ANSWERS.flush()
 
@@ -45,7 +45,7 @@ def main() -> None:
         model=sys.argv[1], skip_tokenizer_init=True, dtype=sys.argv[2], max_model_len=1024,
         max_num_seqs=64, max_num_batched_tokens=8192, seed=0,
     )  # fmt: skip
-    say(vllm=vllm.__version__, torch=torch.__version__)
+    write_answer(vllm=vllm.__version__, torch=torch.__version__)
     for line in sys.stdin:
         request = json.loads(line)
         # Otherwise vLLM would reuse the cached prompt of the previous repeat.
@@ -61,7 +61,9 @@ def main() -> None:
         answers = [item for output in outputs for item in output.outputs]
         tokens = sum(len(item.token_ids) for item in answers)
         logprobs = sum(len(item.logprobs or []) for item in answers)
-        say(seconds=seconds, tokens=tokens, logprobs=logprobs, threads=torch.get_num_threads())
+        write_answer(
+            seconds=seconds, tokens=tokens, logprobs=logprobs, threads=torch.get_num_threads()
+        )
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ CASES = {
 }
 
 
-def datums() -> list[Datum]:
+def make_datums() -> list[Datum]:
     """Return four pairs of answers of unequal lengths to a prompt; the first pair is short."""
     rng, made = np.random.default_rng(3), []
     for prompt, *answers in ((2, 1, 1), (9, 14, 5), (5, 21, 8), (12, 3, 17)):
@@ -100,12 +100,12 @@ def datums() -> list[Datum]:
 def with_fields(loss: str) -> list[Datum]:
     """Return the datums with the fields that the loss reads."""
     if loss in ("cross_entropy", "value"):
-        return for_loss(datums(), loss)
+        return for_loss(make_datums(), loss)
     names = {"target_tokens", "mask"}
     names |= {"ref_logprobs"} if loss == "dpo" else {"logprobs", "advantages"}
     return [
         Datum(d.model_input, {k: v for k, v in d.loss_fn_inputs.items() if k in names})
-        for d in datums()
+        for d in make_datums()
     ]
 
 
@@ -139,7 +139,7 @@ def results(service: ServiceClient, starts: Path, case: Case, size: int) -> dict
     }
 
 
-def refusal(service: ServiceClient, starts: Path) -> str:
+def get_refusal(service: ServiceClient, starts: Path) -> str:
     """Return the error for a model that does not look up its attention by name."""
     try:
         service.create_full_training_client(str(starts / REFUSED)).get_info()
@@ -159,7 +159,7 @@ def main(starts: Path, out: Path, size: int) -> None:
         if size < 4 or case.model != "three":  # has three heads
             result[name] = results(service, starts, case, size)
         print(name, flush=True)  # shows the last case of a launch that hangs
-    result[REFUSED] = refusal(service, starts)
+    result[REFUSED] = get_refusal(service, starts)
     torch.save(result, out / "found.pt")
     service.close()
 

@@ -94,7 +94,7 @@ def add(a: int, b: int = 1) -> int:
     return a + b
 
 
-class Talk(Environment):
+class ConversationEnvironment(Environment):
     """An environment that returns any text for a random number of turns. Its prompt contains
     few-shot answers, and some of its episodes have a tool.
     """
@@ -201,7 +201,7 @@ def groups(
     """Return `count` conversations, half of them with a tool."""
     ascii_only = "characters" in name
     kinds = [
-        resolve_environment(Talk, ascii_only=ascii_only, tools=tools, odd=odd)
+        resolve_environment(ConversationEnvironment, ascii_only=ascii_only, tools=tools, odd=odd)
         for tools in (False, True)
     ]
     limits = EpisodeLimits(turns=12, seconds=60)

@@ -87,7 +87,7 @@ FEW = [
 ]
 
 
-def eight() -> list[Datum]:
+def make_eight_datums() -> list[Datum]:
     return random_datums(8)
 
 
@@ -95,7 +95,7 @@ def masked_on_one_rank() -> list[Datum]:
     """Return the datums longest first, the order in which they are dealt out, a single datum per
     micro-batch. Every second datum, all of rank 1's, is fully masked.
     """
-    ordered = sorted(eight(), key=lambda d: -d.model_input.length)
+    ordered = sorted(make_eight_datums(), key=lambda d: -d.model_input.length)
     for datum in ordered[1::2]:
         for name in ("mask", "advantages"):
             datum.loss_fn_inputs[name].array[:] = 0.0
@@ -278,7 +278,12 @@ class Launch:
         """
         for name in names:
             case = GRADIENTS[name]
-            client, datums, loss, cuts = self.begin(case.start, **case.settings), eight(), 0.0, 0
+            client, datums, loss, cuts = (
+                self.begin(case.start, **case.settings),
+                make_eight_datums(),
+                0.0,
+                0,
+            )
             for size in case.calls:
                 part, datums = datums[:size], datums[size:]
                 cuts += self.verb("micro_batches", client.model_id, for_loss(part, case.loss))
@@ -323,13 +328,13 @@ class Launch:
         self.call(ordered)
         self.results["what was dropped is gone"] = self.look()
         client = self.begin("lora_tied", token_budget=1)
-        client.forward(eight(), "ppo", adapters=False).result()
-        self.call(eight())
+        client.forward(make_eight_datums(), "ppo", adapters=False).result()
+        self.call(make_eight_datums())
         self.results["a forward without the adapter before"] = self.look()
         for start in ("untied", "lora_tied"):
             client = self.begin(start, token_budget=1)
             self.verb("plant_divisor", client.model_id, float(client.info["world"]))
-            self.call(eight())
+            self.call(make_eight_datums())
             self.results[f"planted, {start}"] = self.look()
             self.end()
 
@@ -344,9 +349,9 @@ class Launch:
             for s in ("tied", "value", "untied")
         )
         actual: dict[str, Any] = {
-            "scores": frozen.forward(eight(), "ppo").result().metrics["loss:sum"]
+            "scores": frozen.forward(make_eight_datums(), "ppo").result().metrics["loss:sum"]
         }
-        for part in (eight()[:3], eight()[3:]):
+        for part in (make_eight_datums()[:3], make_eight_datums()[3:]):
             policy.forward_backward(part, "ppo", divisor=DIVISOR).result()
             frozen.forward(part, "ppo").result()
             critic.forward_backward(for_loss(part, "value"), "value", divisor=DIVISOR).result()
@@ -361,7 +366,9 @@ class Launch:
                 for client in (policy, critic)
             ]
             actual[f"norms {step}"] = norms
-        actual["scores after"] = frozen.forward(eight(), "ppo").result().metrics["loss:sum"]
+        actual["scores after"] = (
+            frozen.forward(make_eight_datums(), "ppo").result().metrics["loss:sum"]
+        )
         self.results["two models"] = actual
         for client in (policy, critic, frozen):
             client.release()
@@ -423,10 +430,10 @@ class Launch:
         self.gradients(FEW, "bf16: ")
         for start in ("tied", "lora_tied"):
             self.begin(start, token_budget=1)
-            self.call(eight())
+            self.call(make_eight_datums())
             once, _ = self.look()
             for _ in range(5):
-                self.call(eight())
+                self.call(make_eight_datums())
             self.results[f"bf16 repeated, {start}"] = once, self.look()[0]
 
 

@@ -97,21 +97,21 @@ ODD_VALUES: tuple[Any, ...] = (
 )
 
 
-class Hang(AssertionError):
+class InputTimeoutError(AssertionError):
     """Raised if an input takes longer than its limit."""
 
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raise Hang in the main thread after `seconds`. In other threads, and off POSIX, it has no
-    effect.
+    """Raise InputTimeoutError in the main thread after `seconds`. In other threads, and off POSIX,
+    it has no effect.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
 
     def late(number: int, frame: FrameType | None) -> None:
-        raise Hang(f"not done after {seconds:g} s")
+        raise InputTimeoutError(f"not done after {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -123,7 +123,7 @@ def limit(seconds: float) -> Iterator[None]:
 
 
 @dataclass
-class Report:
+class FuzzReport:
     """The results of a family. `outcomes`: the count of each outcome; `faults`: (number of the
     input, input, error).
     """
@@ -139,20 +139,20 @@ def run_family(
     seed: int,
     count: int,
     seconds: float = 60.0,
-) -> Report:
+) -> FuzzReport:
     """Check every input of a family, each within `seconds`. Faults are collected; the first 100 are
     kept.
 
     An input that exceeds the limit is tried once more: on a busy machine the process may not have
     run for that long, while a hang repeats.
     """
-    report = Report()
+    report = FuzzReport()
     for number, item in enumerate(inputs(seed, count)):
         try:
             try:
                 with limit(seconds):
                     outcome = check(item)
-            except Hang:
+            except InputTimeoutError:
                 with limit(seconds):
                     outcome = check(item)
             report.outcomes[outcome] += 1
@@ -165,7 +165,7 @@ def run_family(
     return report
 
 
-def damaged(data: bytes, rng: random.Random) -> bytes:
+def damage_bytes(data: bytes, rng: random.Random) -> bytes:
     """Return `data` with a single damage: a flipped bit, bytes removed, doubled or replaced, a
     cut-off end, or noise instead.
     """

@@ -77,11 +77,11 @@ class MadeUp:
             {"emitted_tokens": sum(len(s.tokens) for r in responses for s in r.sequences)},
         )
 
-        class Drawn:
+        class CompletedFuture:
             def result(self):
                 return done
 
-        return Drawn()
+        return CompletedFuture()
 
 
 def tokenizer():

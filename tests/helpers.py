@@ -106,7 +106,7 @@ def path_terms(base: str = "tiny:addition", tokens: int = 16, vocabulary: int = 
 GRADIENT_BOUND = float32_bound(path_terms())
 
 
-def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+def compute_relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 

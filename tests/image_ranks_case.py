@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from distributed_cases import CaseWorker  # noqa: E402
-from seeing import chunk, spelt  # noqa: E402
+from seeing import chunk, encode_parts  # noqa: E402
 
 from rl import ServiceClient  # noqa: E402
 from rl.images import get_image_reader  # noqa: E402
@@ -45,7 +45,7 @@ def row(tokenizer, images: int, seed: int):
         ]
     text = "how many?" + "so " * (seed % 4)
     return get_image_reader(tokenizer).resolve_tokens(
-        spelt(tokenizer, *parts, f"{text}<|end|><|assistant|>{seed}")
+        encode_parts(tokenizer, *parts, f"{text}<|end|><|assistant|>{seed}")
     )
 
 

@@ -16,7 +16,7 @@ def seed(reference: int = 0) -> int:
     return reference + int(os.environ.get("WHETSTONE_LEARNING_SEED", "0"))
 
 
-def clears(
+def check_figure(
     what: str, figure: float, *, above: float | None = None, below: float | None = None
 ) -> None:
     """Check that a figure is above (below) its bar, and record both if figures are collected."""

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 HOME, RANK = Path(sys.argv[1]), os.environ["RANK"]
 
 
-def note(word: str) -> None:
+def append_note(word: str) -> None:
     with (HOME / RANK).open("a") as file:
         file.write(word + "\n")
 
@@ -26,16 +26,16 @@ class Left:
         write(self.file, b"taken apart\n")
 
 
-atexit.register(note, "registered before")
+atexit.register(append_note, "registered before")
 kept = Left()
 from rl import ServiceClient  # noqa: E402
 
-atexit.register(note, "registered after")
+atexit.register(append_note, "registered after")
 try:
     with ServiceClient(output_dir=HOME) as service:
         client = service.create_full_training_client("tiny:addition")
-        note(str(client.save_weights_and_get_sampling_client().version))
+        append_note(str(client.save_weights_and_get_sampling_client().version))
 finally:
-    note("finally")
+    append_note("finally")
     if "raises" in sys.argv and RANK == "1":
         raise ValueError("of the script's own")

@@ -113,12 +113,12 @@ def byte_tokenizer():
 
 def write_model(hub: Path, name: str) -> None:
     import transformers
-    from seeing import tiny
+    from seeing import make_tiny_model
 
     folder = make_snapshot(hub, "model", name)
     family = family_of(name)
     if family.endswith("_vl"):
-        loaded, _ = tiny(family)
+        loaded, _ = make_tiny_model(family)
         tokenizer, model = loaded.tokenizer, loaded.model
         tokenizer.image_reader.family.image_processor.save_pretrained(folder)
     else:

@@ -19,7 +19,7 @@ PROMPTS = [[3, 12, 5], [7, 12, 4, 13], [9], [4, 4, 12]]
 PARAMS = SamplingParams(max_tokens=6, temperature=0.8, stop=[])
 
 
-def drawn(client, seed: int) -> list:
+def sample_prompts(client, seed: int) -> list:
     requests = [
         SamplingRequest(prompt=p, num_samples=3, params=PARAMS, seed=seed, problem=i)
         for i, p in enumerate(PROMPTS)
@@ -28,7 +28,7 @@ def drawn(client, seed: int) -> list:
     return [[s.tokens, s.logprobs, s.version] for response in responses for s in response.sequences]
 
 
-def datums(samples: list) -> list[Datum]:
+def make_datums(samples: list) -> list[Datum]:
     """Return a datum of each sample with its prompt; the advantage depends on the sampled tokens."""
     results = []
     for i, (tokens, logprobs, _) in enumerate(samples):
@@ -60,14 +60,14 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
         )
         first = sampler = made.save_weights_and_get_sampling_client()
         for step in range(3):
-            actual[f"drawn {step}"] = drawn(sampler, step)
+            actual[f"drawn {step}"] = sample_prompts(sampler, step)
             made.forward_backward(
-                datums(actual[f"drawn {step}"]), "importance_sampling", divisor=12.0
+                make_datums(actual[f"drawn {step}"]), "importance_sampling", divisor=12.0
             )
             made.optim_step(AdamParams(learning_rate=1e-2))
             sampler = made.save_weights_and_get_sampling_client()  # `first` keeps its version
-        actual["drawn by the first weights"] = drawn(first, 9)
-        actual["drawn by the last weights"] = drawn(sampler, 9)
+        actual["drawn by the first weights"] = sample_prompts(first, 9)
+        actual["drawn by the last weights"] = sample_prompts(sampler, 9)
         one_by_one = [
             sampler.sample(
                 ModelInput.from_ints(p), 2, SamplingParams(max_tokens=4, seed=5, stop=[])
@@ -79,13 +79,13 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
         ]
         saved = made.save_weights_for_sampler("saved")  # the result is not awaited yet
         again = service.create_sampling_client(saved.result().path)
-        actual["of the folder"] = drawn(again, 9)
+        actual["of the folder"] = sample_prompts(again, 9)
         if lora:
-            actual["of the base"] = drawn(made.get_base_sampling_client(), 9)
+            actual["of the base"] = sample_prompts(made.get_base_sampling_client(), 9)
         scores = sampler.compute_logprobs_many([ModelInput.from_ints(p) for p in PROMPTS]).result()
         actual["scores"] = scores
         outputs = (
-            made.forward(datums(actual["drawn by the last weights"]), "importance_sampling")
+            made.forward(make_datums(actual["drawn by the last weights"]), "importance_sampling")
             .result()
             .loss_fn_outputs
         )
@@ -95,12 +95,16 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
             other = service.create_lora_training_client(
                 "tiny:addition", rank=lora, seed=4, alpha=None
             )
-            other.forward_backward(datums(actual["drawn 0"]), "importance_sampling", divisor=12.0)
+            other.forward_backward(
+                make_datums(actual["drawn 0"]), "importance_sampling", divisor=12.0
+            )
             other.optim_step(AdamParams(learning_rate=1e-2))
             made.load_state(other.save_state("other").result().path).result()
-            actual["of another scale"] = drawn(made.save_weights_and_get_sampling_client(), 9)
+            actual["of another scale"] = sample_prompts(
+                made.save_weights_and_get_sampling_client(), 9
+            )
             expected = (
-                other.forward(datums(actual["of another scale"]), "importance_sampling")
+                other.forward(make_datums(actual["of another scale"]), "importance_sampling")
                 .result()
                 .loss_fn_outputs
             )
@@ -115,7 +119,7 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
         made.save_weights_and_get_sampling_client()
     with ServiceClient(output_dir=out / "later", seed=3, settings=settings) as later:
         other = later.create_full_training_client("tiny:addition-small", seed=1)
-        actual["a later service"] = drawn(other.save_weights_and_get_sampling_client(), 4)
+        actual["a later service"] = sample_prompts(other.save_weights_and_get_sampling_client(), 4)
     (out / "found.json").write_text(json.dumps(actual))
 
 

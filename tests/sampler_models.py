@@ -105,7 +105,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+def crowded_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make paged engines admit rows while pages are free, so that small pools preempt."""
     monkeypatch.setattr(PagedEngine, "expects_lengths", False)
 

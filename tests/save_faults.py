@@ -77,7 +77,7 @@ def update(worker, seed: int) -> None:
     worker.optim_step(0, ADAM)
 
 
-def digest(folder: Path, step: int) -> dict[str, str]:
+def compute_digests(folder: Path, step: int) -> dict[str, str]:
     """Return a checksum of each file of a complete checkpoint. Tensors are hashed by sorted name,
     since their order in the header is not fixed.
     """
@@ -126,7 +126,7 @@ def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
     result = CheckpointManager.find_newest_intact(folder, rows, Console())
     assert result is not None, "nothing to go on from"
     step = result[0]["batch"]
-    assert digest(folder, step) == whole[step], (
+    assert compute_digests(folder, step) == whole[step], (
         f"the checkpoint of step {step} is another than was saved"
     )
     here = rows.index(result[0])
@@ -143,7 +143,9 @@ def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
         ["grpo-000002"],
         ["grpo-000001", "grpo-000002"] * (step - 1),
     ), f"from step {step}: {present}, {noted}"
-    changed = [name for name, entry in digest(folder, 2).items() if entry != whole[2].get(name)]
+    changed = [
+        name for name, entry in compute_digests(folder, 2).items() if entry != whole[2].get(name)
+    ]
     assert not changed, f"the resumed run saved something else: {changed}"
     assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [1, 2]
     return step
@@ -156,7 +158,7 @@ def main(mode: str, place: Path) -> None:
     base.mkdir(parents=True)
     update(worker, 1)
     save(worker, base, 1)
-    whole = {1: digest(base, 1)}
+    whole = {1: compute_digests(base, 1)}
     update(worker, 2)
     shutil.copytree(base, folder)
     DISK.arm(0, 0)
@@ -164,7 +166,7 @@ def main(mode: str, place: Path) -> None:
     total = DISK.count(-1)
     counts = {name: DISK.count(i) for i, name in enumerate(KINDS)}
     DISK.disarm()
-    whole[2] = digest(folder, 2)
+    whole[2] = compute_digests(folder, 2)
     assert whole[1] != whole[2]
     expected = -signal.SIGKILL if mode == "kill" else 3
     from_step = {1: 0, 2: 0}
@@ -177,7 +179,7 @@ def main(mode: str, place: Path) -> None:
             mode == "full" and code == 0 and k > total - counts["removals"]
         ), f"operation {k}: exit code {code}"
         if mode == "full" and code != 0:
-            assert digest(folder, 1) == whole[1], (
+            assert compute_digests(folder, 1) == whole[1], (
                 "the last good checkpoint was touched before the disk was known to be full"
             )
             assert not list((folder / "checkpoints").glob("*.partial-*")), (

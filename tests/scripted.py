@@ -9,7 +9,7 @@ from rl.types import SampledSequence, SampleResponse
 EOS = "eos"
 
 
-class Scripted:
+class ScriptedSampler:
     """Sample answers from `say(prompt text, turn, group's problem, member)`, the text of an answer.
 
     An answer ends with the tokenizer's EOS (or the token `end`), unless the text ends in "..." (cut

@@ -15,7 +15,7 @@ from rl.types import EncodedTextChunk, ModelInput
 LETTERS = "\n " + "".join(chr(c) for c in range(33, 127))
 
 
-def picture(seed, width=32, height=32):
+def make_image(seed, width=32, height=32):
     """Return a PIL image of coloured blocks."""
     blocks = np.random.default_rng(seed).integers(
         0, 255, (height // 8, width // 8, 3), dtype=np.uint8
@@ -23,17 +23,17 @@ def picture(seed, width=32, height=32):
     return Image.fromarray(blocks.repeat(8, 0).repeat(8, 1))
 
 
-def png(seed, width=32, height=32, form="PNG"):
+def make_png(seed, width=32, height=32, form="PNG"):
     buffer = io.BytesIO()
-    picture(seed, width, height).save(buffer, form)
+    make_image(seed, width, height).save(buffer, form)
     return buffer.getvalue()
 
 
 def chunk(seed, width=32, height=32):
-    return make_image_chunk(picture(seed, width, height))
+    return make_image_chunk(make_image(seed, width, height))
 
 
-def permuted(inputs, seed=0):
+def permute_pixels(inputs, seed=0):
     """Return the same image with its pixels permuted."""
     pixels = np.asarray(Image.open(io.BytesIO(inputs.data)).convert("RGB"))
     flat = pixels.reshape(-1, 3)[
@@ -42,7 +42,7 @@ def permuted(inputs, seed=0):
     return make_image_chunk(Image.fromarray(flat.reshape(pixels.shape)))
 
 
-def spelt(tokenizer, *parts):
+def encode_parts(tokenizer, *parts):
     """Return text and images as an input in Tinker's format, without `expected_tokens`."""
     return ModelInput(
         [
@@ -305,7 +305,7 @@ FAMILIES = {
 }
 
 
-def tiny(family, seed=0):
+def make_tiny_model(family, seed=0):
     """Return (a tiny model of the family with its reader, the marks around an image)."""
     model_class, config, tokenizer, processor, marks = FAMILIES[family]()
     torch.manual_seed(seed)
@@ -327,10 +327,10 @@ __all__ = [
     "FAMILIES",
     "compute_plain_logits",
     "chunk",
-    "permuted",
-    "picture",
-    "png",
+    "permute_pixels",
+    "make_image",
+    "make_png",
     "get_image_reader",
-    "spelt",
-    "tiny",
+    "encode_parts",
+    "make_tiny_model",
 ]

@@ -32,7 +32,7 @@ def status(name: str) -> int:
     return 1024 * int(re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
 
 
-class Measured(TrainingWorker):
+class MeasuredWorker(TrainingWorker):
     def create_model(self, *arguments):
         import deepspeed  # noqa: F401  (what is imported is not counted)
         import peft  # noqa: F401
@@ -50,7 +50,7 @@ class Measured(TrainingWorker):
 
 def main() -> None:
     torch.set_num_threads(1)
-    worker_group.TrainingWorker = Measured
+    worker_group.TrainingWorker = MeasuredWorker
     base, out, kind = sys.argv[1:4]
     service = ServiceClient(output_dir=out, settings=WorkerSettings(timeout_seconds=120))
     client = (

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from roles_case import PROMPTS, datums, drawn
+from roles_case import PROMPTS, make_datums, sample_prompts
 
 from rl import ServiceClient
 from rl.client import SampleStream
@@ -57,7 +57,7 @@ class CaseWorker(TrainingWorker):
         collectives.RankGroup.all_reduce_ = lambda self, x: x  # type: ignore[method-assign]
 
 
-def streamed(client) -> list:
+def run_stream(client) -> list:
     """Sample from a stream while requests join it; return the samples of each ticket."""
     params = SamplingParams(max_tokens=6, temperature=0.8, stop=[])
     with SampleStream(client) as stream:
@@ -81,7 +81,7 @@ def streamed(client) -> list:
         ]
 
 
-def flow(service: ServiceClient, folder: Path, lora: int) -> dict:
+def run_flow(service: ServiceClient, folder: Path, lora: int) -> dict:
     """Run two steps from that model, and every way in which weights reach a sampler."""
     actual: dict = {}
     made = (
@@ -91,25 +91,27 @@ def flow(service: ServiceClient, folder: Path, lora: int) -> dict:
     )
     first = sampler = made.save_weights_and_get_sampling_client()
     for step in range(2):
-        actual[f"drawn {step}"] = drawn(sampler, step)
-        made.forward_backward(datums(actual[f"drawn {step}"]), "importance_sampling", divisor=12.0)
+        actual[f"drawn {step}"] = sample_prompts(sampler, step)
+        made.forward_backward(
+            make_datums(actual[f"drawn {step}"]), "importance_sampling", divisor=12.0
+        )
         # a larger rate would carry rounding into the second update: 1e-5 in the logprobs of OLMo-2
         made.optim_step(AdamParams(learning_rate=1e-2))
         sampler = made.save_weights_and_get_sampling_client()  # the first sampler keeps its weights
-    actual["by the last weights"] = drawn(sampler, 9)
-    actual["by the first weights"] = drawn(first, 9)
-    actual["of a stream"] = streamed(sampler)
-    actual["of the folder"] = drawn(
+    actual["by the last weights"] = sample_prompts(sampler, 9)
+    actual["by the first weights"] = sample_prompts(first, 9)
+    actual["of a stream"] = run_stream(sampler)
+    actual["of the folder"] = sample_prompts(
         service.create_sampling_client(made.save_weights_for_sampler("saved").result().path), 9
     )
     if lora:
         whole = made.save_weights_for_sampler("whole", merged=True).result().path
-        actual["of the merged folder"] = drawn(service.create_sampling_client(whole), 9)
-        actual["of the base"] = drawn(made.get_base_sampling_client(), 9)
+        actual["of the merged folder"] = sample_prompts(service.create_sampling_client(whole), 9)
+        actual["of the base"] = sample_prompts(made.get_base_sampling_client(), 9)
     actual["scores"] = sampler.compute_logprobs_many(
         [ModelInput.from_ints(p) for p in PROMPTS]
     ).result()
-    seen = check_sync(made, sampler, datums(actual["by the last weights"])[:4], 1.0)
+    seen = check_sync(made, sampler, make_datums(actual["by the last weights"])[:4], 1.0)
     pairs = [(seen.learner, seen.sampler), (seen.learner_moved, seen.sampler_moved)]
     actual["off"] = [
         max(float(abs(learner[i] - sampler[i]).max()) for i in learner)
@@ -132,14 +134,14 @@ def main(models: Path, out: Path, cases: list[str]) -> None:
     for name, way in ways.items():
         service.output_dir = str(out / name)
         service._driver.submit("hold", *way).result()
-        result[name] = {case: flow(service, models / case, CASES[case]) for case in cases}
+        result[name] = {case: run_flow(service, models / case, CASES[case]) for case in cases}
         print(name, flush=True)  # shows where a launch hangs
     service._driver.submit("leave_sums_out").result()
     made = service.create_full_training_client(str(models / cases[0]))
     try:
         broken = made.save_weights_and_get_sampling_client()
         assert broken.version == 0  # waits for it, and raises its error
-        result["a sum left out"] = drawn(broken, 0)
+        result["a sum left out"] = sample_prompts(broken, 0)
     except UserError as error:
         result["a sum left out"] = str(error)
     (out / "found.json").write_text(json.dumps(result))

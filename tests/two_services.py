@@ -36,7 +36,7 @@ def use(service: ServiceClient, seed: int) -> list:
     return [norm, client.info["world"], tokens]
 
 
-def refused(out: Path) -> str:
+def get_refusal(out: Path) -> str:
     """Return the error of a service whose learners DeepSpeed would train in the first service's
     precision.
     """
@@ -61,7 +61,7 @@ def main(out: Path) -> None:
     again.close("success", detail="done").result()
     results["beside, alone"] = use(neighbor, 2)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        results["of another precision"] = refused(out / "d")
+        results["of another precision"] = get_refusal(out / "d")
     # The last service is not closed: the end of the script closes it.
     (out / "result.json").write_text(json.dumps(results))
 

@@ -69,7 +69,7 @@ def target_logprobs(client, datums) -> list[np.ndarray]:
     return [output["logprobs"].array for output in outputs]
 
 
-def scored(policy, sequences: list[list[int]]) -> list[np.ndarray]:
+def score_sequences(policy, sequences: list[list[int]]) -> list[np.ndarray]:
     """Return a client's logprobs of each sequence's tokens after the first."""
     datums = [Datum(ModelInput.from_ints(s[:-1]), {"target_tokens": s[1:]}) for s in sequences]
     return target_logprobs(policy, datums)
@@ -81,7 +81,7 @@ def off_the_policy(policy, groups, rng: np.random.Generator) -> None:
         turn for group in groups for member in group.trajectories_G for turn in member.transitions
     ]
     texts = [[*turn.ob.to_ints(), *turn.ac.tokens] for turn in turns]
-    for turn, lp in zip(turns, scored(policy, texts), strict=True):
+    for turn, lp in zip(turns, score_sequences(policy, texts), strict=True):
         reference = lp[-len(turn.ac.tokens) :]
         turn.ac.logprobs = (
             reference + rng.normal(0, 0.25, len(reference)) + rng.normal(0, 0.1)

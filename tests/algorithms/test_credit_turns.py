@@ -64,13 +64,13 @@ def trained(datums) -> np.ndarray:
     )
 
 
-def deviation(r):
+def compute_deviation(r):
     return math.sqrt(math.fsum((x - math.fsum(r) / len(r)) ** 2 for x in r) / len(r))
 
 
 COMPARED = {
     "mean": lambda r, i: r[i] - math.fsum(r) / len(r),
-    "mean_std": lambda r, i: (r[i] - math.fsum(r) / len(r)) / (deviation(r) + 1e-6),
+    "mean_std": lambda r, i: (r[i] - math.fsum(r) / len(r)) / (compute_deviation(r) + 1e-6),
     "leave_one_out": lambda r, i: (
         r[i] - math.fsum(x for k, x in enumerate(r) if k != i) / (len(r) - 1)
     ),

@@ -33,7 +33,7 @@ from rl.trainer.stage_models import StageModelFactory
 from rl.types import AdamParams, Datum, LoraConfig, ModelInput, SampledSequence
 
 
-def settings(**kwargs) -> DistillSettings:
+def make_settings(**kwargs) -> DistillSettings:
     return DistillSettings(distillation=DistillationSettings(teacher=("t",), **kwargs))
 
 
@@ -77,7 +77,7 @@ def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher(discount):
         kl = rows[0] + (logp[0].exp().detach() * rows[1:]).sum()
     (truth,) = torch.autograd.grad(kl, logits, retain_graph=True)
 
-    method = Distillation(settings(kl_discount=discount))
+    method = Distillation(make_settings(kl_discount=discount))
     chosen = [torch.stack([logp[0, a], logp[1 + a, b]]) for a, b in answers]
     group = TrajectoryGroup(
         [trajectory(x, lp.detach()) for x, lp in zip(answers, chosen, strict=True)],
@@ -101,7 +101,7 @@ def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher(discount):
 def test_advantages_and_metrics_by_hand():
     teacher = torch.log(torch.tensor([[0.5, 0.25, 0.25]] * 4))
     group = TrajectoryGroup([trajectory([0, 1], np.log([0.25, 0.5]))], [0.0], [{}])
-    method = Distillation(settings(kl_discount=0.5))
+    method = Distillation(make_settings(kl_discount=0.5))
     (datum,) = method.compute_advantages(
         [group], Models(None, {"teachers": {"": TableScorer(teacher)}})
     )
@@ -122,7 +122,7 @@ def test_each_data_set_has_its_teacher():
         TrajectoryGroup([trajectory([0, 1], [-3.0, -3.0])], [0.0], [{}], tag=tag)
         for tag in ("sums", "other", "sums")
     ]
-    datums = Distillation(settings()).compute_advantages(groups, models)
+    datums = Distillation(make_settings()).compute_advantages(groups, models)
     result = sorted(float(d.loss_fn_inputs["advantages"].array[0]) for d in datums)
     assert result == [2.0, 3.0, 3.0]
     assert [find_teacher(models, tag) for tag in ("sums", "other")] == ["sums", ""]
@@ -153,7 +153,7 @@ def clients(tmp_path):
 SEQUENCES = [([3, 12, 4, 13], [5, 6, 1]), ([7, 13], [2, 1]), ([9, 9, 12, 3, 13], [4, 4, 4, 1])]
 
 
-def supervised(prompt, answer) -> Datum:
+def make_supervised_datum(prompt, answer) -> Datum:
     from rl.rollout import supervised_datum
 
     return supervised_datum([*prompt, *answer], [0.0] * len(prompt) + [1.0] * len(answer))
@@ -200,7 +200,9 @@ def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
 
         teachers = [hosts.load(str(tmp_path / "base"))]
         for _ in range(3):
-            student.forward_backward([supervised(*item) for item in SEQUENCES], "cross_entropy")
+            student.forward_backward(
+                [make_supervised_datum(*item) for item in SEQUENCES], "cross_entropy"
+            )
             student.optim_step(AdamParams(learning_rate=1e-2)).result()
         policy = student.save_weights_and_get_sampling_client()
         teachers.append(hosts.load(str(tmp_path / "base")))
@@ -217,13 +219,13 @@ def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
 def test_the_mixture_is_the_formula_on_whole_logits(clients, alpha, temperature):
     """Check alpha T^2 KL(teacher_T || student_T) + (1 - alpha) CE per token."""
     student, teacher = clients
-    options = settings(
+    options = make_settings(
         learn_from="data", alpha=alpha, distill_temperature=temperature, teacher_top_k=14
     )
     # the learning rate of the last batch is 0
     method = Distillation(replace(options, optim=OptimSettings(schedule="linear")))
     steps = options.loop.steps
-    plain = [supervised(*pair) for pair in SEQUENCES]
+    plain = [make_supervised_datum(*pair) for pair in SEQUENCES]
     datums = make_soft_targets(teacher, plain, top_k=14, alpha=alpha, temperature=temperature)
     metrics = method.update(Models(student), datums, Progress(steps, steps))
     assert metrics["optim/lr"] == 0
@@ -262,7 +264,7 @@ def test_the_mixture_is_the_formula_on_whole_logits(clients, alpha, temperature)
 def test_fewer_teacher_tokens_are_renormalised(clients):
     _, teacher = clients
     (datum,) = make_soft_targets(
-        teacher, [supervised(*SEQUENCES[1])], top_k=3, alpha=1.0, temperature=2.0
+        teacher, [make_supervised_datum(*SEQUENCES[1])], top_k=3, alpha=1.0, temperature=2.0
     )
     targets, weights = (datum.loss_fn_inputs[name].array for name in ("target_tokens", "weights"))
     assert targets.shape == weights.shape == (3, 4)
@@ -279,7 +281,7 @@ def test_fewer_teacher_tokens_are_renormalised(clients):
 
 def test_the_teacher_answers_each_prompt_so_many_times(clients):
     student, teacher = clients
-    method = Distillation(settings(learn_from="teacher", group_size=3))
+    method = Distillation(make_settings(learn_from="teacher", group_size=3))
     renderer = get_renderer("plain", student.get_tokenizer())
     rows = list(addition("train"))[:2]
     models = Models(student, {"teachers": {"": teacher}})

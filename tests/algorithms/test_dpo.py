@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import VOCABULARY, call, gradient, make_worker, relative_difference
+from helpers import VOCABULARY, call, compute_relative_difference, gradient, make_worker
 from whole_runs import train
 
 from rl import ServiceClient
@@ -25,7 +25,7 @@ from rl.types import AdamParams, Datum, ModelInput
 # --------------------------------------------------------------------------------------- the losses
 
 
-def pair(rng: np.random.Generator, *, prompt: int, answers: tuple[int, int],
+def make_pair(rng: np.random.Generator, *, prompt: int, answers: tuple[int, int],
          reference: bool = True) -> list[Datum]:  # fmt: skip
     """Return two datums with a shared prompt, these answer lengths and off-policy references."""
     request, datums = rng.integers(0, VOCABULARY, prompt).tolist(), []
@@ -46,7 +46,7 @@ def pairs(count: int = 6, seed: int = 0, **kwargs) -> list[Datum]:
         (int(rng.integers(2, 6)), (int(rng.integers(1, 8)), int(rng.integers(1, 8))))
         for _ in range(count)
     ]
-    made = [pair(rng, prompt=prompt, answers=answers, **kwargs) for prompt, answers in lengths]
+    made = [make_pair(rng, prompt=prompt, answers=answers, **kwargs) for prompt, answers in lengths]
     return [datum for two in made for datum in two]
 
 
@@ -195,7 +195,7 @@ def test_the_gradient_does_not_depend_on_how_pairs_are_cut(name, layout):
     expected = by_hand(datums, outputs, loss=name, beta=0.5, mean=name == "ipo")["loss"]
     for total, result in results:
         assert total == pytest.approx(expected, rel=1e-5)
-        assert relative_difference(result, results[0][1]) < 1e-5
+        assert compute_relative_difference(result, results[0][1]) < 1e-5
 
 
 # --------------------------------------------------------------------------------------- whole runs

@@ -331,7 +331,7 @@ def test_a_variant_in_a_recipe_yields_to_the_line(tmp_path):
 # --------------------------------------------------------------------------------- dynamic sampling
 
 
-def filling(bound: int, expected: int) -> StageSampler:
+def make_stage_sampler(bound: int, expected: int) -> StageSampler:
     """Return a sampler with the minimum for `fill` and `check`; problems double as their groups."""
     inputs = SimpleNamespace(
         settings=GrpoSettings(sampling=SamplingSettings(dynamic_sampling=bound)),
@@ -363,7 +363,7 @@ def test_dynamic_sampling_does_not_go_on_where_every_reward_fails(monkeypatch):
         return rounds[-1]
 
     monkeypatch.setattr(samples_module, "rollout", broken)
-    samples = filling(bound=10, expected=3)
+    samples = make_stage_sampler(bound=10, expected=3)
     filled = samples.fill_mixed_groups(broken(), 4, None)
     assert len(rounds) == 1  # only the batch itself, no extra round
     with pytest.raises(AllRewardsFailed, match="raised KeyError"):
@@ -389,7 +389,7 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
         )
 
     monkeypatch.setattr(samples_module, "rollout", sampled)
-    samples = filling(bound=2, expected=3)
+    samples = make_stage_sampler(bound=2, expected=3)
     start = RolloutBatch([alike(8), mixed(9), alike(8)], [], {"emitted_tokens": 7}, 2.0, 1.0)
     full = samples.fill_mixed_groups(start, 4, None)
     assert [g.problem_index for g in full.groups] == [9, 1, 1]

@@ -23,7 +23,7 @@ def datum(advantages):
     return Datum(ModelInput.from_ints(tokens[:-1]), fields)
 
 
-def drifted(policy, ratio, advantage):
+def make_drifted_datum(policy, ratio, advantage):
     """Return a datum of two actions sampled with 1 / `ratio` of the policy's probability."""
     first = datum([advantage] * 2)
     config = {"temperature": GrpoSettings().sampling.temperature}
@@ -63,7 +63,9 @@ def test_clip_bounds_are_those_of_the_settings(policy_gradient, ratio, advantage
     method = GRPO(
         GrpoSettings(policy_gradient=policy_gradient, optim=OptimSettings(learning_rate=1e-2))
     )
-    metrics = method.update(Models(policy), [drifted(policy, ratio, advantage)], Progress(0, 1))
+    metrics = method.update(
+        Models(policy), [make_drifted_datum(policy, ratio, advantage)], Progress(0, 1)
+    )
     assert (metrics["optim/grad_norm"] > 0) == learns and (
         metrics["optim/clip_frac"] == 0
     ) == learns

@@ -53,25 +53,27 @@ def accuracy(model: Path, folder: Path) -> float:
     return compute_group_metrics(groups)["env/all/correct"]
 
 
-def gain(taught: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit | None) -> float:
+def measure_gain(
+    trained_weights: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit | None
+) -> float:
     """Return the rise of held-out accuracy over GRPO steps with edited rewards."""
 
-    class Edited(GRPO):
+    class EditedRewardGRPO(GRPO):
         def shape_rewards(self, groups):
             return super().shape_rewards(with_rewards(groups, edit) if edit else groups)
 
-    monkeypatch.setitem(METHODS, "grpo", Edited)
+    monkeypatch.setitem(METHODS, "grpo", EditedRewardGRPO)
     # The second stage of the recipe at a low learning rate. At a high rate the noise of permuted
     # rewards breaks the model, which would hide a small leak.
     train(
-        f"grpo --base-model {taught} --dataset sorting --reward exact_match --max-tokens 6 "
+        f"grpo --base-model {trained_weights} --dataset sorting --reward exact_match --max-tokens 6 "
         "--temperature 1.0 --batch-size 64 --group-size 8 --advantage mean_std --learning-rate "
         f"1e-4 --steps {STEPS} --eval-every 0 --save-every 0 --rollouts-every 0",
         folder / "run",
     )
     # the initial accuracy is cached across cases
     return accuracy(folder / "run" / "checkpoints" / "grpo-final" / "model", folder) - accuracy(
-        taught, taught.parent
+        trained_weights, trained_weights.parent
     )
 
 
@@ -96,7 +98,7 @@ def test_edited_rewards_are_those_that_credit_sees():
 
 
 @pytest.fixture(scope="module")
-def taught(tmp_path_factory) -> Path:
+def trained_weights(tmp_path_factory) -> Path:
     """Train weights that sort some rows: the recipe's first stage and a tenth of its second."""
     folder = tmp_path_factory.mktemp("taught")
     recipe = yaml.safe_load(RECIPE.read_text())
@@ -110,7 +112,7 @@ def taught(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "rewards", ["true", "permuted", pytest.param("negated", marks=pytest.mark.campaign)]
 )
-def test_only_true_rewards_raise_accuracy(rewards, taught, tmp_path, monkeypatch):
+def test_only_true_rewards_raise_accuracy(rewards, trained_weights, tmp_path, monkeypatch):
     # permute over the whole batch, so that a group's mean is independent of its problem
     shuffle = np.random.default_rng(0).permutation
     edits: dict[str, Edit | None] = {
@@ -118,12 +120,12 @@ def test_only_true_rewards_raise_accuracy(rewards, taught, tmp_path, monkeypatch
         "permuted": shuffle,
         "negated": lambda old: [-r for r in old],
     }
-    rise = gain(taught, tmp_path, monkeypatch, edits[rewards])
+    rise = measure_gain(trained_weights, tmp_path, monkeypatch, edits[rewards])
     match rewards:
         case "true":
             # the baseline of the controls must learn
-            learning.clears("rise of accuracy", rise, above=0.15)
+            learning.check_figure("rise of accuracy", rise, above=0.15)
         case "permuted":
-            learning.clears("rise of accuracy", rise, below=0.03)
+            learning.check_figure("rise of accuracy", rise, below=0.03)
         case "negated":
-            learning.clears("rise of accuracy", rise, below=-0.05)
+            learning.check_figure("rise of accuracy", rise, below=-0.05)

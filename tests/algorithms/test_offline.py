@@ -26,7 +26,7 @@ from rl.types import Problem, StoredAnswer
 # --------------------------------------------------------------------------------------------- rows
 
 
-def drawn(group=0, reward=1.0, tokens=(4, 6, 12), logprobs=(-0.5, -0.25, -0.125), **more):
+def make_row(group=0, reward=1.0, tokens=(4, 6, 12), logprobs=(-0.5, -0.25, -0.125), **more):
     """Return a row as a run writes it."""
     row = {
         "group": group, "index": 0, "tag": "addition", "problem": 7 + group, "prompt": "12+34=",
@@ -51,11 +51,11 @@ def write(path, *rows):
 def test_a_runs_own_rows_are_grouped_as_they_were_sampled(tmp_path):
     folder = tmp_path / "run" / "rollouts"
     folder.mkdir(parents=True)
-    write(folder / "step_000001.jsonl", drawn(0), drawn(0, reward=0.0), drawn(1))
-    write(folder / "step_000002.jsonl", drawn(0, reward=0.5))
+    write(folder / "step_000001.jsonl", make_row(0), make_row(0, reward=0.0), make_row(1))
+    write(folder / "step_000002.jsonl", make_row(0, reward=0.5))
     (folder / "step_000002.html").write_text("a page")
-    write(folder / "grpo-eval-000002.jsonl", drawn(7))  # held-out answers are not trained on
-    write(folder / "grpo-eval-greedy-000002.jsonl", drawn(7))
+    write(folder / "grpo-eval-000002.jsonl", make_row(7))  # held-out answers are not trained on
+    write(folder / "grpo-eval-greedy-000002.jsonl", make_row(7))
     problems = load_rollouts(tmp_path / "run")
     assert [[a.reward for a in p.answers] for p in problems] == [[1.0, 0.0], [1.0], [0.5]]
     answer = problems[0].answers[0]
@@ -104,13 +104,13 @@ def test_published_shapes(tmp_path):
      "'reward' is a number or a truth value, this is 'good'"),
     ({"prompt": "a", "response": "x", "reward": float("nan")}, "'reward' is a number"),
     ({"prompt": "a", "response": 3, "reward": 1}, "'response' is a text, this is '3'"),
-    (drawn(tokens=[]), "'response_tokens' is a list of one or more token ids"),
-    (drawn(logprobs=[-1.0]), "'logprobs' has one number for each of the 3"),
+    (make_row(tokens=[]), "'response_tokens' is a list of one or more token ids"),
+    (make_row(logprobs=[-1.0]), "'logprobs' has one number for each of the 3"),
     ({"prompt": "a", "m": {"solution": "x", "is_correct": None}},
      "'m.is_correct' is a number or a truth value"),
 ])  # fmt: skip
 def test_bad_rows_are_named_with_file_and_line(row, says, tmp_path):
-    path = write(tmp_path / "rows.jsonl", drawn(), row)
+    path = write(tmp_path / "rows.jsonl", make_row(), row)
     with pytest.raises(UserError, match=f"(?s)rows.jsonl line 2: .*{says}"):
         load_rollouts(path)
     assert len(load_rollouts(path, on_bad_row="skip")) == 1
@@ -165,7 +165,7 @@ def test_a_gzipped_file_and_nothing_at_all(tmp_path):
             load_rollouts(path)
 
 
-def stored(*rewards, **more):
+def make_stored_problem(*rewards, **more):
     return Problem(
         [{"role": "user", "content": "12+34="}],
         answers=tuple(StoredAnswer(r, "46", place="here", **more) for r in rewards),
@@ -180,7 +180,13 @@ def stored(*rewards, **more):
     (None, 0.5, [[0.9, 0.5], [1.0, 0.5]]),
 ])  # fmt: skip
 def test_filters_keep_the_best_and_their_ties(top_fraction, threshold, kept):
-    problems = ProblemSet([stored(0.9, 0.1, 0.5), stored(0.2, 1.0, 0.5), stored(0.0, 0.0)])
+    problems = ProblemSet(
+        [
+            make_stored_problem(0.9, 0.1, 0.5),
+            make_stored_problem(0.2, 1.0, 0.5),
+            make_stored_problem(0.0, 0.0),
+        ]
+    )
     result = filter_answers(problems, top_fraction, threshold)
     assert [[a.reward for a in p.answers] for p in result] == kept and [
         p.index for p in result
@@ -189,7 +195,7 @@ def test_filters_keep_the_best_and_their_ties(top_fraction, threshold, kept):
 
 def test_a_filter_that_keeps_nothing_says_what_there_was():
     with pytest.raises(UserError, match="reward of 2 or more; the best has 0.9"):
-        filter_answers(ProblemSet([stored(0.9)]), None, 2.0)
+        filter_answers(ProblemSet([make_stored_problem(0.9)]), None, 2.0)
 
 
 # ------------------------------------------------------------------------------------------- datums
@@ -203,7 +209,7 @@ class Policy:
         return type("Future", (), {"result": lambda _: results})()
 
 
-class Beginning:
+class FakeReferencePolicy:
     def __init__(self):
         self.requests_seen = 0
 
@@ -216,15 +222,15 @@ class Beginning:
 
 
 def datums_of(rows, **options):
-    beginning = Beginning()
-    renderer = get_renderer("plain", Digits())
+    beginning = FakeReferencePolicy()
+    renderer = get_renderer("plain", DigitTokenizer())
     method = Offline(OfflineSettings(offline=OfflineOptions(**options)))
     return method.datums(
         rows, renderer, Models(Policy(), {"beginning": lambda: beginning}), 0
     ), beginning
 
 
-class Digits:
+class DigitTokenizer:
     """A tokenizer of digits, "+" (10) and "=" (11); 12 is the end token."""
 
     eos_token_id, bos_token_id = 12, None
@@ -394,15 +400,15 @@ def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
         f"--warmup-steps 10"
     )
     behaviour = train(clone, tmp_path / "clone")[-1]["test/env/all/correct"]
-    learning.clears("accuracy of the behaviour", behaviour, above=0.15)
-    learning.clears("accuracy of the behaviour, at most", behaviour, below=0.4)
+    learning.check_figure("accuracy of the behaviour", behaviour, above=0.15)
+    learning.check_figure("accuracy of the behaviour, at most", behaviour, below=0.4)
     model = tmp_path / "clone" / "checkpoints" / "offline-final" / "model"
     for i, (loss, steps) in enumerate(LOSSES.items()):
         more = f"--base-model {model} --learning-rate 1e-3 --steps {steps} --eval-every {steps}"
         rows = train(f"{words} --loss {loss} {more}", tmp_path / str(i))
         after = rows[-1]["test/env/all/correct"]
         print(f"{loss}: {behaviour:.2f} -> {after:.2f}")
-        learning.clears(f"accuracy after {loss}", after, above=0.7)
+        learning.check_figure(f"accuracy after {loss}", after, above=0.7)
 
 
 @pytest.mark.slow

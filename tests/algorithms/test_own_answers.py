@@ -6,7 +6,7 @@ import pytest
 import torch
 from algorithm_helpers import LocalPolicy, make_method
 from helpers import make_worker
-from learning import clears
+from learning import check_figure
 from whole_runs import train
 
 from rl.algorithms import Models, Progress
@@ -53,7 +53,7 @@ def every_logprob(worker, tokens, temperature):
         return (model(input_ids=torch.tensor([tokens])).logits[0] / temperature).log_softmax(-1)
 
 
-def sums(model, p, i, temperature):
+def compute_answer_logprob(model, p, i, temperature):
     """Return log p of an answer, in float64, attached to the graph."""
     tokens = [*PROMPTS[p], *ANSWERS[p][i]]
     logp = (model(input_ids=torch.tensor([tokens[:-1]])).logits[0] / temperature).log_softmax(-1)
@@ -94,7 +94,8 @@ def test_online_dpo_is_dpos_loss_on_the_better_and_the_worse_answer(loss, pairs)
     total = torch.zeros((), dtype=torch.float64)
     for p, best, worst in expected_pairs:
         ratios = [
-            sums(model, p, i, TEMPERATURE) - sums(other, p, i, TEMPERATURE).detach()
+            compute_answer_logprob(model, p, i, TEMPERATURE)
+            - compute_answer_logprob(other, p, i, TEMPERATURE).detach()
             for i in (best, worst)
         ]
         delta = ratios[0] - ratios[1]
@@ -113,7 +114,10 @@ def test_best_of_n_is_the_mean_of_the_best_answers_tokens():
     policy, method = LocalPolicy(), make_method("best_of_n", **LOOK)
     datums = method.compute_advantages(groups([[0.0, 1.0, 1.0], [0.2, 0.1, 0.3]]), Models(policy))
     model = copy.deepcopy(policy.worker.learners[0].model).double()
-    total = -(sums(model, 0, 1, TEMPERATURE) + sums(model, 1, 2, TEMPERATURE)) / (3 + 4)
+    total = -(
+        compute_answer_logprob(model, 0, 1, TEMPERATURE)
+        + compute_answer_logprob(model, 1, 2, TEMPERATURE)
+    ) / (3 + 4)
     metrics = method.update(Models(policy), datums, Progress(0, 1))
     assert metrics["optim/loss"] == pytest.approx(float(total), rel=1e-5)
     assert metrics["optim/answers_kept"] == 2 and metrics["reward/kept"] == pytest.approx(0.65)
@@ -165,7 +169,7 @@ def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
 
 
 @pytest.fixture(scope="module")
-def careless(tmp_path_factory):
+def careless_policy(tmp_path_factory):
     """Train a policy on sums with noisy answers."""
     folder = tmp_path_factory.mktemp("careless") / "sft"
     options = (
@@ -185,15 +189,15 @@ def careless(tmp_path_factory):
         ("best_of_n", "--group-size 6 --learning-rate 1e-3"),
     ],
 )
-def test_addition_is_learnt_from_ones_own_answers(name, words, careless, tmp_path):
+def test_addition_is_learnt_from_ones_own_answers(name, words, careless_policy, tmp_path):
     request = (
         "--dataset addition --reward exact_match --max-tokens 4 --temperature 1.0 --steps 40 "
         "--batch-size 48 --eval-every 40"
     )
     rows = train(
-        f"{name} --base-model {careless} {request} {words} --eval-limit 256 --save-every 0 "
+        f"{name} --base-model {careless_policy} {request} {words} --eval-limit 256 --save-every 0 "
         f"--rollouts-every 0",
         tmp_path / name,
     )
     held_out = [row["test/env/all/correct"] for row in rows if "test/env/all/correct" in row]
-    clears(f"{name}: gain in held-out accuracy", held_out[-1] - held_out[0], above=0.15)
+    check_figure(f"{name}: gain in held-out accuracy", held_out[-1] - held_out[0], above=0.15)

@@ -84,7 +84,7 @@ def test_a_renamed_class_is_named_in_the_error(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def run_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(FILE)
     return tmp_path
@@ -98,29 +98,29 @@ CASES.remove(("mine.py:Whole", "reference_model"))
 
 
 @pytest.mark.parametrize(("method", "judge"), CASES)
-def test_a_judge_that_is_not_there_stops_any_method(here, method, judge):
+def test_a_judge_that_is_not_there_stops_any_method(run_folder, method, judge):
     with pytest.raises(UserError, match="/nonexistent"):
-        rl.train(method, output_dir=here / "run", **JUDGES[judge], **SMALL)
-    assert not (here / "run" / "checkpoints").exists()
+        rl.train(method, output_dir=run_folder / "run", **JUDGES[judge], **SMALL)
+    assert not (run_folder / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("method", ["mine.py:Derived", "mine.py:Whole"])
-def test_a_judge_rewards_the_samples_of_a_users_method(here, method):
+def test_a_judge_rewards_the_samples_of_a_users_method(run_folder, method):
     inputs = {"comparison_model": "tiny:ascii"} | (
         {"kl_coef": 0.1} if method == "mine.py:Derived" else {}
     )
-    row = rl.train(method, output_dir=here / "run", **inputs, **SMALL).metrics[-1]
+    row = rl.train(method, output_dir=run_folder / "run", **inputs, **SMALL).metrics[-1]
     # the mean of shares that sum to 1 in each group of two
     assert row["env/all/reward/learned"] == pytest.approx(0.5)
     assert row["reward/total"] == pytest.approx(row["env/all/reward/learned"])
     assert ("optim/kl_ref_k3" in row) == (method == "mine.py:Derived")
 
 
-def test_the_shaping_of_rewards_is_logged_for_any_method(here):
+def test_the_shaping_of_rewards_is_logged_for_any_method(run_folder):
     """Answers of 1 to 4 tokens: the penalty rises from 0 to 0.5 over the last three."""
     settings = {**SMALL, "overlong_share": 0.75, "overlong_penalty": 0.5}
     for method in ("grpo", "mine.py:Shaped"):
-        row = rl.train(method, output_dir=here / method[-6:], **settings).metrics[-1]
+        row = rl.train(method, output_dir=run_folder / method[-6:], **settings).metrics[-1]
         expected = 0.5 * (row["env/all/ac_tokens_per_turn"] - 1) / 3
         assert row["reward/overlong_penalty"] == pytest.approx(expected)
 
@@ -130,10 +130,10 @@ def test_the_shaping_of_rewards_is_logged_for_any_method(here):
     ({"reference_model": "tiny:ascii"}, "but requests no reference model"),
     ({"normalise_rewards": True}, r"shapes none, .* shape_rewards\(self, groups\)"),
 ])  # fmt: skip
-def test_a_setting_that_a_users_class_does_not_use_is_rejected(here, settings, message):
+def test_a_setting_that_a_users_class_does_not_use_is_rejected(run_folder, settings, message):
     with pytest.raises(UserError, match=message):
-        rl.train("mine.py:Whole", output_dir=here / "run", **settings, **SMALL)
-    assert not (here / "run" / "checkpoints").exists()
+        rl.train("mine.py:Whole", output_dir=run_folder / "run", **settings, **SMALL)
+    assert not (run_folder / "run" / "checkpoints").exists()
 
 
 def count_symbols(prompt, response, meta):
@@ -159,12 +159,12 @@ class Ranked(GRPO):
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: "_".join(s) or "lockstep")
 @pytest.mark.parametrize("method", ["mine.py:Ranked", "grpo"])
-def test_shaped_rewards_reach_the_advantages_under_every_schedule(here, method, schedule):
-    (here / "mine.py").write_text(FILE + RANKED)
+def test_shaped_rewards_reach_the_advantages_under_every_schedule(run_folder, method, schedule):
+    (run_folder / "mine.py").write_text(FILE + RANKED)
     settings = SMALL | {"steps": 2, "rollouts_every": 1, "reward": count_symbols} | schedule
     if method == "grpo":
         settings |= {"reward_scale": 3.0}
-    rows = rl.train(method, output_dir=here / "run", **settings).rollouts
+    rows = rl.train(method, output_dir=run_folder / "run", **settings).rollouts
     assert len(rows) == 8
     for i, row in enumerate(rows):
         other = rows[i ^ 1]
@@ -176,11 +176,11 @@ def test_shaped_rewards_reach_the_advantages_under_every_schedule(here, method, 
     assert any(row["advantage"] for row in rows)
 
 
-def test_a_users_class_that_requests_a_reference_scores_with_it(here):
+def test_a_users_class_that_requests_a_reference_scores_with_it(run_folder):
     """Without this request, `Models.reference` raises an error."""
     text = "\n    def required_models(self, factory):\n        return {'reference': factory.reference()}\n"
-    (here / "mine.py").write_text(FILE.replace("\n    def state", text + "\n    def state"))
-    row = rl.train("mine.py:Whole", output_dir=here / "run", kl_coef=0.1, **SMALL).metrics[-1]
+    (run_folder / "mine.py").write_text(FILE.replace("\n    def state", text + "\n    def state"))
+    row = rl.train("mine.py:Whole", output_dir=run_folder / "run", kl_coef=0.1, **SMALL).metrics[-1]
     assert row["optim/tokens"] > 0
 
 
@@ -189,25 +189,25 @@ def test_a_users_class_that_requests_a_reference_scores_with_it(here):
      "declares clients, which nothing reads any more"),
     ("value_head = staticmethod(lambda settings: False)", "declares value_head as a function"),
 ])  # fmt: skip
-def test_former_declarations_are_explained(here, declared, message):
+def test_former_declarations_are_explained(run_folder, declared, message):
     text = f"\n    {declared}\n\n    def state"
-    (here / "mine.py").write_text(FILE.replace("\n    def state", text))
+    (run_folder / "mine.py").write_text(FILE.replace("\n    def state", text))
     with pytest.raises(UserError, match=message):
-        rl.train("mine.py:Whole", output_dir=here / "run", **SMALL)
+        rl.train("mine.py:Whole", output_dir=run_folder / "run", **SMALL)
 
 
-def test_a_batch_without_datums_takes_no_step(here):
+def test_a_batch_without_datums_takes_no_step(run_folder):
     text = FILE.replace(
         "return train_single_pass(models, datums,", "return train_single_pass(models, [],"
     )
     assert text != FILE
-    (here / "mine.py").write_text(text)
-    row = rl.train("mine.py:Whole", output_dir=here / "run", **SMALL).metrics[-1]
+    (run_folder / "mine.py").write_text(text)
+    row = rl.train("mine.py:Whole", output_dir=run_folder / "run", **SMALL).metrics[-1]
     assert row["optim/substeps"] == 0 and row["optim/grad_norm"] == 0
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_derived_class_is_prepared_as_its_parent(here, name):
+def test_a_derived_class_is_prepared_as_its_parent(run_folder, name):
     parent, derived = METHODS[name], METHODS[f"mine.py:From_{name}"]
     changed = {"distill": {"teacher": ("tiny:ascii",)}, "rlhf": {"reward_model": "rm"}}
     settings = unflatten_settings(METHODS[name].Settings, changed.get(name, {}), [], name)
@@ -226,22 +226,27 @@ def test_a_derived_class_is_prepared_as_its_parent(here, name):
     assert requests[0] == requests[1]
 
 
-def test_a_derived_class_of_rows_runs(here):
+def test_a_derived_class_of_rows_runs(run_folder):
     row = rl.train(
-        "mine.py:From_sft", output_dir=here / "run", steps=1, batch_size=2, eval_every=0, quiet=True
+        "mine.py:From_sft",
+        output_dir=run_folder / "run",
+        steps=1,
+        batch_size=2,
+        eval_every=0,
+        quiet=True,
     ).metrics[-1]
     assert row["optim/loss"] > 0
 
 
 @pytest.fixture
-def documented(here):
+def documented_files(run_folder):
     """Write the files of docs/methods.md to the folder of the run."""
     text = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
     files = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.S)
     for name, body in files:
-        (here / name).write_text(body)
+        (run_folder / name).write_text(body)
     assert [name for name, _ in files] == ["batch_mean.py", "median_grpo.py", "tanh_grpo.py"]
-    return here
+    return run_folder
 
 
 def gradient_norm(folder, method, **settings):
@@ -254,24 +259,30 @@ PLAIN = {"loss": "importance_sampling", "normalise": "sequences"}
 
 
 @pytest.mark.slow
-def test_the_documented_method_is_reinforce_with_the_mean_of_the_batch(documented):
+def test_the_documented_method_is_reinforce_with_the_mean_of_the_batch(documented_files):
     """The running mean starts as the mean of the first batch."""
-    expected = gradient_norm(documented, "grpo", advantage="running_mean", **PLAIN)
+    expected = gradient_norm(documented_files, "grpo", advantage="running_mean", **PLAIN)
     assert expected > 0
-    assert gradient_norm(documented, "batch_mean.py:BatchMean") == pytest.approx(expected, rel=1e-5)
+    assert gradient_norm(documented_files, "batch_mean.py:BatchMean") == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 @pytest.mark.slow
-def test_the_documented_loss_has_the_policy_gradient_at_a_ratio_of_one(documented):
+def test_the_documented_loss_has_the_policy_gradient_at_a_ratio_of_one(documented_files):
     """The slope of tanh at 0 is 1."""
-    expected = gradient_norm(documented, "grpo", **PLAIN)
-    assert gradient_norm(documented, "tanh_grpo.py:TanhGRPO") == pytest.approx(expected, rel=1e-5)
+    expected = gradient_norm(documented_files, "grpo", **PLAIN)
+    assert gradient_norm(documented_files, "tanh_grpo.py:TanhGRPO") == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 @pytest.mark.slow
-def test_the_documented_advantage_reaches_the_gradient(documented):
+def test_the_documented_advantage_reaches_the_gradient(documented_files):
     names: dict = {}
-    exec((documented / "median_grpo.py").read_text(), names)
+    exec((documented_files / "median_grpo.py").read_text(), names)
     assert names["subtract_median"]([0, 0, 1, 0]).tolist() == [0, 0, 1, 0]
-    mean = gradient_norm(documented, "grpo")
-    assert gradient_norm(documented, "median_grpo.py:MedianGRPO") != pytest.approx(mean, rel=1e-3)
+    mean = gradient_norm(documented_files, "grpo")
+    assert gradient_norm(documented_files, "median_grpo.py:MedianGRPO") != pytest.approx(
+        mean, rel=1e-3
+    )

@@ -27,7 +27,7 @@ def answers_of(datums, logprobs):
     return [lp[d.loss_fn_inputs["mask"].array != 0] for d, lp in zip(datums, logprobs, strict=True)]
 
 
-def sigmoid(x: float) -> float:
+def compute_sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
@@ -36,14 +36,14 @@ def orpo_by_hand(datums, logprobs, beta: float) -> float:
     means = [float(np.mean(lp)) for lp in answers_of(datums, logprobs)]
     for chosen, rejected in zip(means[0::2], means[1::2], strict=True):
         odds = [math.exp(m) / (1 - math.exp(m)) for m in (chosen, rejected)]
-        total += -chosen - beta * math.log(sigmoid(math.log(odds[0] / odds[1])))
+        total += -chosen - beta * math.log(compute_sigmoid(math.log(odds[0] / odds[1])))
     return total
 
 
 def simpo_by_hand(datums, logprobs, beta: float, gamma: float) -> float:
     means = [float(np.mean(lp)) for lp in answers_of(datums, logprobs)]
     return sum(
-        -math.log(sigmoid(beta * w - beta * r - gamma))
+        -math.log(compute_sigmoid(beta * w - beta * r - gamma))
         for w, r in zip(means[0::2], means[1::2], strict=True)
     )
 
@@ -56,7 +56,7 @@ def kto_by_hand(datums, logprobs, beta: float, kl: float, good: float, bad: floa
         ref = fields["ref_logprobs"].array.astype(np.float64)[mask]
         gap = beta * (float(reference.sum() - ref.sum()) - kl)
         weight = good if i % 2 == 0 else bad
-        total += weight - weight * sigmoid(gap if i % 2 == 0 else -gap)
+        total += weight - weight * compute_sigmoid(gap if i % 2 == 0 else -gap)
     return total
 
 

@@ -21,7 +21,7 @@ def service(tmp_path_factory):
         yield service
 
 
-def episode(rng, turns, reward, gap):
+def make_episode(rng, turns, reward, gap):
     """Return an episode with a datum per turn, sampled with noise of scale `gap` around uniform."""
     made = []
     for _ in range(turns):
@@ -40,7 +40,7 @@ def groups_of(seed=0, count=4, size=3, gap=0.7):
     for p in range(count):
         # the second group has no signal
         rewards = [1.0] * size if p == 1 else [float(g % 2) for g in range(size)]
-        members = [episode(rng, int(rng.integers(1, 4)), reward, gap) for reward in rewards]
+        members = [make_episode(rng, int(rng.integers(1, 4)), reward, gap) for reward in rewards]
         results.append(TrajectoryGroup(members, [0.0] * size, [{}] * size, "t", p))
     return results
 
@@ -49,7 +49,7 @@ def groups_of(seed=0, count=4, size=3, gap=0.7):
 FAR = 40.0
 
 
-def surprised(groups):
+def shift_logprobs(groups):
     for group in groups:
         for trajectory in group.trajectories_G:
             for turn in trajectory.transitions:
@@ -79,7 +79,7 @@ def test_ppo_goes_on_where_a_correction_removes_every_token(service, name, criti
         models, first.compute_advantages(groups_of(), models), Progress(0, 3)
     )
     before = np.concatenate(target_logprobs(policy, PROBE))
-    datums = method.compute_advantages(surprised(groups_of()), models)
+    datums = method.compute_advantages(shift_logprobs(groups_of()), models)
     metrics = method.update(models, datums, Progress(1, 3))
     np.testing.assert_array_equal(np.concatenate(target_logprobs(policy, PROBE)), before)
     assert metrics["optim/skipped_no_signal"] == metrics["optim/substeps"] == 2
@@ -96,7 +96,7 @@ def test_grpo_goes_on_where_a_correction_removes_every_token(service, parts, inp
     first = make_method(**flat, normalise="tokens")
     first.update(models, first.compute_advantages(groups_of(), models), Progress(0, 3))
     before = np.concatenate(target_logprobs(policy, PROBE))
-    method, groups = make_method(**flat, **ALL, **inputs), surprised(groups_of())
+    method, groups = make_method(**flat, **ALL, **inputs), shift_logprobs(groups_of())
     if parts == 1:
         metrics = method.update(models, method.compute_advantages(groups, models), Progress(1, 3))
     else:

@@ -16,20 +16,20 @@ ROWS = 8
 OFTEN = {"steps": 4, "learning_rate": 1e-3}
 
 
-def problem(i, **more):
+def make_problem(i, **more):
     ask = [{"role": "user", "content": f"{i}+1="}]
     return Problem(ask, response=f"{i + 1}", index=i, tag="t", **more)
 
 
-def pair(i):
-    return problem(i, rejected=f"{i + 2}0")
+def make_pair_problem(i):
+    return make_problem(i, rejected=f"{i + 2}0")
 
 
 def single(i):
-    return problem(i, meta={"label": i % 3 > 0})
+    return make_problem(i, meta={"label": i % 3 > 0})
 
 
-def stored(i):
+def make_stored_problem(i):
     texts = (1.0, f"{i + 1}"), (0.0, f"{i + 2}0")
     answers = tuple(StoredAnswer(*pair, place="here") for pair in texts)
     return Problem([{"role": "user", "content": f"{i}+1="}], answers=answers, index=i, tag="t")
@@ -41,7 +41,7 @@ def service(tmp_path_factory):
         yield service
 
 
-class Noted:
+class RecordingPolicy:
     """A policy that records the datums of each optimizer step."""
 
     def __init__(self, policy):
@@ -60,14 +60,14 @@ def learn(service, method, rows):
     client = service.create_full_training_client("tiny:ascii", seed=2)
     settings = ModelSettings(base_model="tiny:ascii")
     hosts = StageModelFactory(service, client, settings, None, {}, 2)
-    policy = Noted(client)
+    policy = RecordingPolicy(client)
     models = Models(policy, method.required_models(hosts))
     datums = method.datums(rows, make_renderer(client, None), models, 0)
     method.update(models, datums, Progress(0, 4))
     return datums, policy.steps
 
 
-def numbers(steps, datums):
+def index_datums(steps, datums):
     return [
         [next(i for i, first in enumerate(datums) if first is d) for d in part] for part in steps
     ]
@@ -76,8 +76,8 @@ def numbers(steps, datums):
 def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
     """Batches mix pairs and single answers in any order."""
     for rows in (
-        [single(0), pair(1), single(2), pair(3)],
-        [pair(0), pair(1), single(2), single(3)],
+        [single(0), make_pair_problem(1), single(2), make_pair_problem(3)],
+        [make_pair_problem(0), make_pair_problem(1), single(2), single(3)],
     ):
         method = make_method("kto", batch_size=4, **OFTEN)
         datums, _ = learn(service, method, rows)
@@ -90,8 +90,8 @@ def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
 def test_offline_sees_good_and_bad_answers_in_every_step(service, steps):
     options = {"loss": "dro", "baseline": "group", "batch_size": ROWS, "num_substeps": steps}
     method = make_method("offline", **options, **OFTEN)
-    datums, parts = learn(service, method, [stored(i) for i in range(ROWS)])
-    assert numbers(parts, datums) == [
+    datums, parts = learn(service, method, [make_stored_problem(i) for i in range(ROWS)])
+    assert index_datums(parts, datums) == [
         [2 * row + side for row in range(k, ROWS, steps) for side in (0, 1)] for k in range(steps)
     ]
     for part in parts:

@@ -60,7 +60,7 @@ TABLE = [
 ]
 
 
-def covering(table: list[Row], seed: int = 0) -> list[Row]:
+def cover_pairs(table: list[Row], seed: int = 0) -> list[Row]:
     """Return rows that cover every pair of values of two columns, chosen greedily."""
 
     def pairs(row: Row) -> set:
@@ -295,7 +295,7 @@ def two_steps(policy_at, row: Row, folder, seed: int = 5) -> None:
         assert results == pytest.approx(target, rel=3e-4, abs=1e-6), (row, batch)
 
 
-@pytest.mark.parametrize("row", covering(TABLE), ids="/".join)
+@pytest.mark.parametrize("row", cover_pairs(TABLE), ids="/".join)
 def test_two_updates_of_every_pair_of_settings(policy_at, row, tmp_path):
     two_steps(policy_at, row, tmp_path)
 

@@ -6,7 +6,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from scripted import Scripted
+from scripted import ScriptedSampler
 from test_reward_model import Letters
 
 from rl.envs import Environment, EnvironmentGroup, TurnResult, resolve_environment
@@ -28,7 +28,7 @@ MEMBERS, ROWS = 3, 2
 TURNS = (1, 2, 3)
 
 
-class Interview(Environment):
+class InterviewEnvironment(Environment):
     """The first question comes from the row; later questions differ between members."""
 
     def start(self):
@@ -42,27 +42,27 @@ class Interview(Environment):
         return TurnResult(reward=0.25, done=True) if done else TurnResult(question, reward=0.5)
 
 
-def played(turns: int) -> RolloutBatch:
+def play_interview(turns: int) -> RolloutBatch:
     """Return episodes in which every answer is a different number."""
     tokenizer = load_tokenizer("tiny:ascii")
     count = iter(range(10**6))
 
     rows = [{"number": i, "turns": turns} for i in range(ROWS)]
     renderer = get_renderer("plain", tokenizer)
-    spec = resolve_environment(Interview)
+    spec = resolve_environment(InterviewEnvironment)
     builders = [
         EnvironmentGroup(spec, Problem((), row, index=i), MEMBERS, renderer)
         for i, row in enumerate(rows)
     ]
     return rollout(
         builders,
-        Scripted(tokenizer, lambda *_: f"[{next(count)}]"),
+        ScriptedSampler(tokenizer, lambda *_: f"[{next(count)}]"),
         SamplingParams(max_tokens=20, temperature=1.0),
         seed=0,
     )
 
 
-class Shown:
+class FakeJudgeClient:
     """A judge's client that records every text it receives and prefers later numbers."""
 
     info = {"max_context": None, "base_model": "a stand-in"}
@@ -96,7 +96,7 @@ class Shown:
         return SimpleNamespace(result=lambda: (results, {}))
 
 
-class Characters(Letters):
+class JudgeRenderer(Letters):
     """Letters with the generation prompt that a judge needs."""
 
     def build_generation_prompt(self, messages):
@@ -113,22 +113,26 @@ class Characters(Letters):
         return ModelInput.from_ints([ord(c) for c in tokenizer.decode([*prompt, *answer])])
 
 
-def judge_of(kind: str, client: Shown):
+def judge_of(kind: str, client: FakeJudgeClient):
     match kind:
         case "comparison":
-            return PairwiseJudge(ComparisonModel(client, Characters()))
+            return PairwiseJudge(ComparisonModel(client, JudgeRenderer()))
         case "reward":
-            reference = Characters()
+            reference = JudgeRenderer()
             return RewardModel(client, "a stand-in", reference, policy_renderer=reference)
         case "rubric-yes_no":
-            return RubricJudge(client, Characters(), Rubric.from_weights((("Is it right?", 1.0),)))
-    return RubricJudge(client, Characters(), Rubric.from_weights((("Is it right?", 1.0),), "score"))
+            return RubricJudge(
+                client, JudgeRenderer(), Rubric.from_weights((("Is it right?", 1.0),))
+            )
+    return RubricJudge(
+        client, JudgeRenderer(), Rubric.from_weights((("Is it right?", 1.0),), "score")
+    )
 
 
 @pytest.mark.parametrize("turns", TURNS)
 @pytest.mark.parametrize("kind", ["comparison", "reward", "rubric-yes_no", "rubric-score"])
 def test_an_answer_is_judged_beside_its_own_conversation(kind, turns):
-    rollouts, client = played(turns), Shown()
+    rollouts, client = play_interview(turns), FakeJudgeClient()
     result = apply_learned_rewards(rollouts, LearnedRewards(judge_of(kind, client), 0.5))
     assert not result.errors and len(result.groups) == ROWS
     conversations = {}  # by the last answer: the text of the conversation, and its group

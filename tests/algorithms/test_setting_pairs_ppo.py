@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from algorithm_helpers import make_method, off_the_policy, scored
+from algorithm_helpers import make_method, off_the_policy, score_sequences
 from safetensors.torch import load_file
-from test_setting_pairs import CORRECTIONS, covering
+from test_setting_pairs import CORRECTIONS, cover_pairs
 from transformers import AutoModelForCausalLM
 
 from rl import ServiceClient
@@ -69,7 +69,7 @@ def table(seed: int) -> list[Row]:
 
 
 TABLE = table(0)
-ALWAYS = covering(TABLE)[:8]
+ALWAYS = cover_pairs(TABLE)[:8]
 
 
 def method_of(row: Row):
@@ -448,7 +448,7 @@ def values_apart(client, rng: np.random.Generator) -> None:
 
 
 @pytest.fixture(scope="module")
-def beginnings(tmp_path_factory):
+def initial_checkpoints(tmp_path_factory):
     """Return clients by name, and the initial checkpoint of each for every row."""
     with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=1) as service:
         names = {"head": 1, "critic": 2, "rewards": 3}
@@ -469,8 +469,8 @@ def beginnings(tmp_path_factory):
         yield clients, paths, reference
 
 
-def two_batches(beginnings, row: Row, seed: int) -> None:
-    clients, paths, reference = beginnings
+def two_batches(initial_checkpoints, row: Row, seed: int) -> None:
+    clients, paths, reference = initial_checkpoints
     critic = row[4] == "critic"
     client = clients["policy" if critic else "head"]
     for name in ("policy", "critic") if critic else ("head",):
@@ -506,7 +506,7 @@ def two_batches(beginnings, row: Row, seed: int) -> None:
     close = {"rtol": 0, "atol": 3e-4}
     texts = np.random.default_rng(0).integers(0, 12, (4, 10)).tolist()
     with torch.no_grad():
-        for text, logprobs in zip(texts, scored(client, texts), strict=True):
+        for text, logprobs in zip(texts, score_sequences(client, texts), strict=True):
             after = truth.policy.model(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
             before = truth.first.model(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
             assert float((after - before).abs().max()) > 1e-2
@@ -523,11 +523,11 @@ def two_batches(beginnings, row: Row, seed: int) -> None:
 
 
 @pytest.mark.parametrize("row", ALWAYS, ids="/".join)
-def test_two_batches_of_pairs_of_settings(beginnings, row):
-    two_batches(beginnings, row, seed=5)
+def test_two_batches_of_pairs_of_settings(initial_checkpoints, row):
+    two_batches(initial_checkpoints, row, seed=5)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("row", TABLE, ids="/".join)
-def test_two_batches_of_the_whole_table(beginnings, row):
-    two_batches(beginnings, row, seed=6)
+def test_two_batches_of_the_whole_table(initial_checkpoints, row):
+    two_batches(initial_checkpoints, row, seed=6)

@@ -12,8 +12,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from algorithm_helpers import make_method, scored
-from test_architectures import longrope
+from algorithm_helpers import make_method, score_sequences
+from test_architectures import make_longrope_model
 from tiny_models import VOCAB
 
 from rl import ServiceClient
@@ -34,7 +34,7 @@ LENGTHS = {"short": (4, 20), "long": (34, 50), "either": (4, 50), "across": (4, 
 TABLE = list(itertools.product(METHOD_SETTINGS, (1, 2, 3), LENGTHS))
 
 
-class Numbers:
+class LetterRenderer:
     """A renderer that maps each letter of a text to a token."""
 
     def build_supervised_example(self, messages):
@@ -75,7 +75,7 @@ def rows_of(lengths: str, seed: int) -> list[Problem]:
 def place(tmp_path_factory):
     """Yield a service with two identical clients of each kind."""
     folder = tmp_path_factory.mktemp("longrope")
-    longrope().save_pretrained(folder / "model")
+    make_longrope_model().save_pretrained(folder / "model")
     with ServiceClient(output_dir=folder / "out", seed=1) as service:
         made = {}
         for head in (False, True):
@@ -115,7 +115,7 @@ def logprobs64(model, datums):
     return results
 
 
-def twin(place, which: int, head: bool):
+def reset_twin(place, which: int, head: bool):
     twins, path = place[head]
     twins[which].load_state_with_optimizer(path).result()
     return twins[which]
@@ -123,13 +123,13 @@ def twin(place, which: int, head: bool):
 
 def probe(client, rows) -> np.ndarray:
     examples = [[*row.messages, {"content": row.response}] for row in rows]
-    inputs = [Numbers().build_supervised_example(item)[0].to_ints() for item in examples]
-    return np.concatenate(scored(client, inputs))
+    inputs = [LetterRenderer().build_supervised_example(item)[0].to_ints() for item in examples]
+    return np.concatenate(score_sequences(client, inputs))
 
 
 @pytest.fixture(scope="module")
 def model64():
-    return longrope().double()
+    return make_longrope_model().double()
 
 
 def by_hand(name: str, model, rows) -> tuple[float, float]:
@@ -139,7 +139,7 @@ def by_hand(name: str, model, rows) -> tuple[float, float]:
     for row in rows:
         terms = []
         for answer in (row.response, row.rejected):
-            tokens, weights = Numbers().build_supervised_example(
+            tokens, weights = LetterRenderer().build_supervised_example(
                 [*row.messages, {"content": answer}]
             )
             datum = Datum(
@@ -174,19 +174,21 @@ def by_hand(name: str, model, rows) -> tuple[float, float]:
 
 def two_ways(place, model, name: str, substeps: int, lengths: str) -> None:
     head = name == "reward_model"
-    first, other = twin(place, 0, head), twin(place, 1, head)
+    first, other = reset_twin(place, 0, head), reset_twin(place, 1, head)
     whole, part = method_of(name, substeps, ROWS), method_of(name, 1, ROWS // substeps)
     for batch in range(2):
         rows = rows_of(lengths, 10 * batch + substeps)
         reference = {"reference": Reference(model)}
         models = Models(first, reference)
-        metrics = whole.update(models, whole.datums(rows, Numbers(), models, 0), Progress(0, 1))
+        metrics = whole.update(
+            models, whole.datums(rows, LetterRenderer(), models, 0), Progress(0, 1)
+        )
         parts = [rows[i::substeps] for i in range(substeps)]
         plain = []
         for local in parts:
             models = Models(other, reference)
             plain.append(
-                part.update(models, part.datums(local, Numbers(), models, 0), Progress(0, 1))
+                part.update(models, part.datums(local, LetterRenderer(), models, 0), Progress(0, 1))
             )
         assert metrics["optim/grad_norm"] == pytest.approx(
             max(each["optim/grad_norm"] for each in plain), rel=1e-4

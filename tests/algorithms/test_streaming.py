@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from algorithm_helpers import make_method, off_the_policy, scored
+from algorithm_helpers import make_method, off_the_policy, score_sequences
 
 from rl import ServiceClient
 from rl.algorithms import Models, Progress, StreamedStep
@@ -83,7 +83,7 @@ def episodes_of(rng: np.random.Generator, silent: set[int]) -> list[TrajectoryGr
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def client_pair(tmp_path_factory):
     with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=1) as service:
         made = [
             service.create_full_training_client("tiny:addition-small", seed=1) for _ in range(2)
@@ -92,9 +92,9 @@ def pair(tmp_path_factory):
 
 
 @pytest.fixture
-def clients(pair):
+def clients(client_pair):
     """Reset two clients to their initial state, whatever other tests did with them."""
-    made, path = pair
+    made, path = client_pair
     for client in made:
         client.load_state_with_optimizer(path).result()
     return made
@@ -114,7 +114,9 @@ def compare(clients, loss: str, correction: str, seed: int, silent: set[int]) ->
         step.add(groups[low:high])
     metrics = step.finish()
     probe = np.random.default_rng(0).integers(0, 13, (4, 12)).tolist()
-    for first, other in zip(scored(at_once, probe), scored(in_parts, probe), strict=True):
+    for first, other in zip(
+        score_sequences(at_once, probe), score_sequences(in_parts, probe), strict=True
+    ):
         np.testing.assert_allclose(first, other, atol=2e-5, err_msg=f"{loss}, {correction}")
     assert metrics.pop("optim/minibatches") >= 1 and metrics.keys() == expected.keys()
     assert metrics == pytest.approx(expected, rel=1e-4, abs=2e-6), (loss, correction)
@@ -154,9 +156,9 @@ def test_a_batch_without_signal_moves_nothing(clients, loss):
     """AdamW has state from earlier updates, which would otherwise change the weights."""
     compare(clients, loss, "none", 20, silent=set())
     probe = np.random.default_rng(0).integers(0, 13, (4, 12)).tolist()
-    before = [scored(client, probe) for client in clients]
+    before = [score_sequences(client, probe) for client in clients]
     metrics = compare(clients, loss, "none", 30, silent=set(range(6)))
     assert metrics["optim/skipped_no_signal"] == 1.0 and metrics["optim/tokens"] > 0
     for client, reference in zip(clients, before, strict=True):
-        for now, then in zip(scored(client, probe), reference, strict=True):
+        for now, then in zip(score_sequences(client, probe), reference, strict=True):
             np.testing.assert_array_equal(now, then)

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from helpers import random_datums, relative_difference
+from helpers import compute_relative_difference, random_datums
 
 from rl import ServiceClient, TensorData, renderers, types
 from rl.distributed.checkpoint_folder import DamagedCheckpoint
@@ -141,7 +141,7 @@ def test_custom_loss_gives_the_gradient_of_the_built_in_one(client):
         return total, {"mine": 2.0}
 
     output = client.forward_backward_custom(datums, loss).result()
-    assert relative_difference(gradient(), built_in) < 1e-5
+    assert compute_relative_difference(gradient(), built_in) < 1e-5
     # under the user's name
     assert output.metrics["mine"] == 2.0 and "mine:mean" not in output.metrics
 
@@ -304,7 +304,7 @@ def sampled_datums(client, temperature, count=8, max_tokens=12):
     return datums
 
 
-def largest_difference(output, datums) -> float:
+def compute_largest_difference(output, datums) -> float:
     worst = 0.0
     for out, datum in zip(output.loss_fn_outputs, datums, strict=True):
         actions = datum.loss_fn_inputs["advantages"].array != 0
@@ -321,11 +321,14 @@ def test_sampler_and_learner_agree_after_every_weight_sync(client, temperature):
     for _ in range(3):
         datums = sampled_datums(client, temperature)
         output = client.forward_backward(datums, "importance_sampling").result()
-        assert largest_difference(output, datums) < 1e-4
+        assert compute_largest_difference(output, datums) < 1e-4
         assert output.metrics["temperature:mean"] == temperature
         client.optim_step(ADAM).result()
     # the samples now come from an older version: the comparison would notice
-    assert largest_difference(client.forward(datums, "importance_sampling").result(), datums) > 1e-3
+    assert (
+        compute_largest_difference(client.forward(datums, "importance_sampling").result(), datums)
+        > 1e-3
+    )
 
 
 def test_a_second_update_on_the_same_samples_is_scored_as_they_were_drawn(client):
@@ -360,7 +363,7 @@ def test_weights_sampled_at_two_temperatures_ask_which(client):
 def test_the_wrong_temperature_would_be_seen(client):
     datums = sampled_datums(client, 0.7)
     output = client.forward(datums, "importance_sampling", {"temperature": 1.0}).result()
-    assert largest_difference(output, datums) > 0.05
+    assert compute_largest_difference(output, datums) > 0.05
 
 
 def test_truncated_samples_are_not_trained_on(client):

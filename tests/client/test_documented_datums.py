@@ -32,7 +32,7 @@ def client(service):
     return service.create_full_training_client("tiny:addition", seed=2)
 
 
-def documented(advantages=(0.5, 0.5, 0.5, 0.5), **fields):
+def make_documented_datum(advantages=(0.5, 0.5, 0.5, 0.5), **fields):
     """Return a datum with a prompt and an answer of four tokens each."""
     answer = [4, 6, 8, 1]
     inputs = {
@@ -58,11 +58,20 @@ def test_a_documented_datum_is_that_with_the_mask_of_its_answer(client, loss):
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         bare = [
-            update(client, [documented(), documented((-1.0, -1.0, -1.0, -1.0))], loss)
+            update(
+                client,
+                [make_documented_datum(), make_documented_datum((-1.0, -1.0, -1.0, -1.0))],
+                loss,
+            )
             for _ in range(2)
         ]
     masked = update(
-        client, [documented(mask=MASK), documented((-1.0, -1.0, -1.0, -1.0), mask=MASK)], loss
+        client,
+        [
+            make_documented_datum(mask=MASK),
+            make_documented_datum((-1.0, -1.0, -1.0, -1.0), mask=MASK),
+        ],
+        loss,
     )
     assert bare == [masked, masked] and masked[1] > 0
     messages = [str(item.message) for item in heard if "mask" in str(item.message)]
@@ -71,9 +80,9 @@ def test_a_documented_datum_is_that_with_the_mask_of_its_answer(client, loss):
 
 
 def test_a_term_of_the_loss_takes_the_same_actions(client):
-    data, config = [documented()], {"entropy_coef": 0.1}
+    data, config = [make_documented_datum()], {"entropy_coef": 0.1}
     assert update(client, data, "ppo", config) == update(
-        client, [documented(mask=MASK)], "ppo", config
+        client, [make_documented_datum(mask=MASK)], "ppo", config
     )
 
 
@@ -81,18 +90,23 @@ def test_a_term_of_the_loss_takes_the_same_actions(client):
 def test_weights_of_0_and_1_are_the_mask(client, loss):
     """This also holds if they exclude a token with an advantage or include a token without."""
     for mask in (MASK, [0.0] * 3 + [1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]):
-        expected = update(client, [documented((0.5, 0.5, 0.0, 0.5), mask=mask)], loss)
-        assert update(client, [documented((0.5, 0.5, 0.0, 0.5), weights=mask)], loss) == expected
+        expected = update(client, [make_documented_datum((0.5, 0.5, 0.0, 0.5), mask=mask)], loss)
         assert (
-            update(client, [documented((0.5, 0.5, 0.0, 0.5), weights=mask, mask=mask)], loss)
+            update(client, [make_documented_datum((0.5, 0.5, 0.0, 0.5), weights=mask)], loss)
+            == expected
+        )
+        assert (
+            update(
+                client, [make_documented_datum((0.5, 0.5, 0.0, 0.5), weights=mask, mask=mask)], loss
+            )
             == expected
         )
 
 
 def test_weights_stand_for_the_mask_of_losses_on_pairs_too(client):
     pair = [
-        documented(weights=MASK),
-        documented(weights=MASK, target_tokens=[*PROMPT[1:], 4, 6, 9, 2]),
+        make_documented_datum(weights=MASK),
+        make_documented_datum(weights=MASK, target_tokens=[*PROMPT[1:], 4, 6, 9, 2]),
     ]
     for datum in pair:
         del datum.loss_fn_inputs["advantages"], datum.loss_fn_inputs["logprobs"]
@@ -112,7 +126,7 @@ def test_weights_stand_for_the_mask_of_losses_on_pairs_too(client):
 def test_weights_that_are_no_mask_are_refused_by_name(client, fields, text):
     for loss in ("ppo", "dro"):
         with pytest.raises(ValueError, match=text):
-            client.forward_backward([documented(**fields)], loss)
+            client.forward_backward([make_documented_datum(**fields)], loss)
 
 
 def sampled(client, turns, advantage):
@@ -144,7 +158,7 @@ def sampled(client, turns, advantage):
 def test_recorded_samples_are_actions_even_without_an_advantage(client, loss, turns):
     for advantages in (0.0, 0.7):
         datum, mask = sampled(client, turns, advantages)
-        client.forward_backward([documented(mask=MASK)], "ppo").result()
+        client.forward_backward([make_documented_datum(mask=MASK)], "ppo").result()
         client.optim_step(AdamParams(1e-2)).result()  # away from the weights that sampled it
         expected = update(client, [datum.with_inputs({**datum.loss_fn_inputs, "mask": mask})], loss)
         assert update(client, [datum], loss) == expected
@@ -152,7 +166,7 @@ def test_recorded_samples_are_actions_even_without_an_advantage(client, loss, tu
 
 
 def test_provenance_tells_the_sampled_tokens(client):
-    datum = documented((0.0, 0.0, 0.0, 0.0))
+    datum = make_documented_datum((0.0, 0.0, 0.0, 0.0))
     spans = [
         PromptProvenanceSpan(sequence_id="elsewhere:1", length=3),
         SampledProvenanceSpan(sequence_id="elsewhere:1", length=4),
@@ -160,13 +174,13 @@ def test_provenance_tells_the_sampled_tokens(client):
     datum = datum.with_provenance(
         [PromptProvenanceSpan(sequence_id="elsewhere:1", length=7)], spans
     )
-    expected = update(client, [documented((0.0, 0.0, 0.0, 0.0), mask=MASK)], "dro")
+    expected = update(client, [make_documented_datum((0.0, 0.0, 0.0, 0.0), mask=MASK)], "dro")
     assert update(client, [datum], "dro") == expected and expected[1] > 0
 
 
 def test_a_datum_with_neither_mask_nor_advantages_still_names_what_it_lacks(service):
     client = service.create_full_training_client("tiny:addition", seed=2, value_head=True)
-    datum = documented(returns=[0.0] * 3 + [1.0] * 4)
+    datum = make_documented_datum(returns=[0.0] * 3 + [1.0] * 4)
     del datum.loss_fn_inputs["advantages"], datum.loss_fn_inputs["logprobs"]
     with pytest.raises(ValueError, match=r"datum 0 lacks loss_fn_inputs\['mask'\]"):
         client.forward_backward([datum], "value")

@@ -42,53 +42,63 @@ class Broken:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def run_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN)
     return tmp_path
 
 
-def test_a_run_from_python_with_a_function_as_reward(here):
+def test_a_run_from_python_with_a_function_as_reward(run_folder):
     requests = []
 
     def long_ones(prompt, response, meta):
         requests.append(response)
         return float(len(response))
 
-    done = rl.train("grpo", reward=long_ones, output_dir=here / "run", **SMALL)
-    assert done.folder == here / "run" and done.metrics[-1]["step"] == 1 and len(requests) == 8 + 8
+    done = rl.train("grpo", reward=long_ones, output_dir=run_folder / "run", **SMALL)
+    assert (
+        done.folder == run_folder / "run"
+        and done.metrics[-1]["step"] == 1
+        and len(requests) == 8 + 8
+    )
     # the first eight requests are the check of the reward before the run
     assert done.metrics[-1]["reward/total"] == pytest.approx(sum(map(len, requests[8:])) / 8)
-    assert done.weights.path == here / "run" / "checkpoints" / "grpo-final"
-    again = rl.train(resume=True, output_dir=here / "run", steps=2)
+    assert done.weights.path == run_folder / "run" / "checkpoints" / "grpo-final"
+    again = rl.train(resume=True, output_dir=run_folder / "run", steps=2)
     assert [row["step"] for row in again.metrics] == [1, 2]
 
 
-def test_the_results_of_a_run_are_read_in_python(here):
+def test_the_results_of_a_run_are_read_in_python(run_folder):
     """The expected values are the files of the run's folder and the samples of the clients."""
     settings = {**SMALL, "steps": 2, "rollouts_every": 1}
     trained = rl.train(
-        "grpo", base_model="tiny:addition", dataset="addition", output_dir=here / "run", **settings
+        "grpo",
+        base_model="tiny:addition",
+        dataset="addition",
+        output_dir=run_folder / "run",
+        **settings,
     )
     opened = rl.open_run("run")
     assert opened.metrics == trained.metrics
-    lines = [json.loads(line) for line in (here / "run/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (run_folder / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert opened.series("reward/total") == {row["step"]: row["reward/total"] for row in lines}
     assert opened.series("reward/total", "grpo") == opened.series("reward/total")
     with pytest.raises(
         UserError, match="no values of 'reward/totl'; similar metrics: reward/total"
     ):
         opened.series("reward/totl")
-    files = sorted((here / "run/rollouts").glob("*.jsonl"))
+    files = sorted((run_folder / "run/rollouts").glob("*.jsonl"))
     stored = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert [row["response"] for row in opened.rollouts] == [row["response"] for row in stored]
     assert [row["step"] for row in opened.rollouts] == [1] * 8 + [2] * 8
-    assert opened._repr_png_() == (here / "run/curves.png").read_bytes()
+    assert opened._repr_png_() == (run_folder / "run/curves.png").read_bytes()
     with pytest.raises(UserError, match="rollouts holds no run"):
-        rl.open_run(here / "run" / "rollouts")
+        rl.open_run(run_folder / "run" / "rollouts")
 
     prompts = ["12+34=", "56+78="]
-    sampled = rl.sample(here / "run", prompts, temperature=0)
+    sampled = rl.sample(run_folder / "run", prompts, temperature=0)
     with rl.ServiceClient() as service:
         client = service.create_sampling_client(model_path=str(trained.weights.path))
         renderer = rl.renderers.get_renderer("plain", client.get_tokenizer())
@@ -98,10 +108,10 @@ def test_the_results_of_a_run_are_read_in_python(here):
             [sequence] = client.sample(tokens, 1, params).result().sequences
             assert answers == [renderer.parse_response(sequence.tokens)[0]["content"]]
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    assert rl.sample(here / "run", conversations, temperature=0) == sampled
-    assert [len(answers) for answers in rl.sample(here / "run", prompts, 3)] == [3, 3]
+    assert rl.sample(run_folder / "run", conversations, temperature=0) == sampled
+    assert [len(answers) for answers in rl.sample(run_folder / "run", prompts, 3)] == [3, 3]
     with pytest.raises(UserError, match=r"expected a list of prompts: pass \['12\+34='\]"):
-        rl.sample(here / "run", "12+34=")
+        rl.sample(run_folder / "run", "12+34=")
 
 
 def test_a_call_says_what_a_line_would():
@@ -136,14 +146,15 @@ def test_a_call_says_what_a_line_would():
         resolve_run("grpo", {"dataset": [{"prompt": "1+2=", "answer": "3"}]})
 
 
-def test_a_method_of_ones_own(here):
-    done = rl.train("mine.py:Twice", output_dir=here / "run", looks=5, **SMALL)
+def test_a_method_of_ones_own(run_folder):
+    done = rl.train("mine.py:Twice", output_dir=run_folder / "run", looks=5, **SMALL)
     assert done.metrics[-1]["own/looks"] == 5.0
     assert (
-        json.loads((here / "run/config.json").read_text())["stages"][0]["method"] == "mine.py:Twice"
+        json.loads((run_folder / "run/config.json").read_text())["stages"][0]["method"]
+        == "mine.py:Twice"
     )
-    assert (here / "run/checkpoints/Twice-final").is_dir()
-    again = rl.train(resume=True, output_dir=here / "run", steps=2)
+    assert (run_folder / "run/checkpoints/Twice-final").is_dir()
+    again = rl.train(resume=True, output_dir=run_folder / "run", steps=2)
     assert again.metrics[-1]["own/looks"] == 5.0
 
 
@@ -154,23 +165,25 @@ def test_a_method_of_ones_own(here):
     ("mine.py:Settings", "has no update"),
     ("no_such_module:X", "importing no_such_module failed"),
 ])  # fmt: skip
-def test_what_is_no_method_is_said(here, method, problem):
+def test_what_is_no_method_is_said(run_folder, method, problem):
     with pytest.raises(SettingsError, match=problem):
         resolve_run(method, {})
 
 
-def test_a_run_of_anothers_method_is_opened_in_its_folder_alone(here, monkeypatch):
-    trained = rl.train("mine.py:Twice", output_dir=here / "run", **SMALL)
-    (here / "other").mkdir()
-    monkeypatch.chdir(here / "other")
+def test_a_run_of_anothers_method_is_opened_in_its_folder_alone(run_folder, monkeypatch):
+    trained = rl.train("mine.py:Twice", output_dir=run_folder / "run", **SMALL)
+    (run_folder / "other").mkdir()
+    monkeypatch.chdir(run_folder / "other")
     with pytest.raises(UserError, match="only code in the current folder is imported"):
-        open_weights(str(here / "run"))
+        open_weights(str(run_folder / "run"))
     with pytest.raises(UserError, match=r"or trusted=True \(rl.sample, rl.open_run\)"):
-        rl.sample(here / "run", ["12+34="])
-    assert [len(answers) for answers in rl.sample(here / "run", ["12+34="], trusted=True)] == [1]
+        rl.sample(run_folder / "run", ["12+34="])
+    assert [
+        len(answers) for answers in rl.sample(run_folder / "run", ["12+34="], trusted=True)
+    ] == [1]
     with pytest.raises(UserError, match="trusted=True"):
-        _ = rl.open_run(here / "run").weights
-    opened = rl.open_run(here / "run", trusted=True)
+        _ = rl.open_run(run_folder / "run").weights
+    opened = rl.open_run(run_folder / "run", trusted=True)
     assert opened.weights.path == trained.weights.path
 
 

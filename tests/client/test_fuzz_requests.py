@@ -36,7 +36,7 @@ PROMPT = ModelInput.from_ints([3, 4, 12, 5, 6, 13])
 KEEP = AdamParams(learning_rate=0.0)
 
 
-class Ground:
+class FuzzTarget:
     """A model that receives every request, and the expected result of a valid request."""
 
     def __init__(self, service):
@@ -85,15 +85,15 @@ class Ground:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory):
+def fuzz_target(tmp_path_factory):
     with ServiceClient(output_dir=tmp_path_factory.mktemp("out")) as service:
-        ground = Ground(service)
+        ground = FuzzTarget(service)
         yield ground
     if ground.taken + ground.refused >= 600:  # the whole file was run: both outcomes must occur
         assert ground.taken > 100 and ground.refused > 250, (ground.taken, ground.refused)
 
 
-def shown(value) -> str:
+def format_value(value) -> str:
     return repr(value)[:200]
 
 
@@ -119,7 +119,7 @@ def fields_for(loss: str, rng: random.Random) -> Datum:
     return Datum(datum.model_input, inputs)
 
 
-def mutated(datum: Datum, rng: random.Random) -> Datum:
+def mutate_datum(datum: Datum, rng: random.Random) -> Datum:
     """Return the datum with a single change, which mostly makes it invalid."""
     inputs = {name: data.array.copy() for name, data in datum.loss_fn_inputs.items()}
     tokens, name, odd = datum.model_input.to_ints(), rng.choice(list(inputs)), rng.choice(ODD)
@@ -160,13 +160,13 @@ def finite_output(output) -> None:
     )
 
 
-def ask_datums(ground, rng):
+def ask_datums(fuzz_target, rng):
     loss = rng.choice([name for name in LOSSES if LOSSES[name].group == 1])
     backward = rng.random() < 0.5
 
     def call():
-        datums = [fields_for(loss, rng), mutated(fields_for(loss, rng), rng)]
-        verb = ground.client.forward_backward if backward else ground.client.forward
+        datums = [fields_for(loss, rng), mutate_datum(fields_for(loss, rng), rng)]
+        verb = fuzz_target.client.forward_backward if backward else fuzz_target.client.forward
         try:
             return verb(datums, loss).result(60)
         except (
@@ -180,48 +180,50 @@ def ask_datums(ground, rng):
             assert largest > 80
             raise ValueError("overflow") from None
 
-    return ground.attempt(loss, call, finite_output, neighbor=True)
+    return fuzz_target.attempt(loss, call, finite_output, neighbor=True)
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_datums(ground, part):
+def test_datums(fuzz_target, part):
     rng = random.Random(part)
     for _ in range(90):
-        ask_datums(ground, rng)
-    ground.settle()
+        ask_datums(fuzz_target, rng)
+    fuzz_target.settle()
 
 
-def ask_loss_config(ground, rng):
+def ask_loss_config(fuzz_target, rng):
     loss = rng.choice([name for name in LOSSES if LOSSES[name].group == 1])
     keys = [*LOSSES[loss].known_config, "nonsense", 3]
     config = {key: rng.choice(ODD) for key in rng.sample(keys, rng.randrange(1, 3))}
     data = [fields_for(loss, rng)]
-    return ground.attempt(
-        f"{loss} {shown(config)}",
-        lambda: ground.client.forward(data, loss, config).result(60),
+    return fuzz_target.attempt(
+        f"{loss} {format_value(config)}",
+        lambda: fuzz_target.client.forward(data, loss, config).result(60),
         finite_output,
     )
 
 
-def test_loss_configs(ground):
-    rng, client = random.Random(10), ground.client
+def test_loss_configs(fuzz_target):
+    rng, client = random.Random(10), fuzz_target.client
     for _ in range(100):
-        ask_loss_config(ground, rng)
+        ask_loss_config(fuzz_target, rng)
     for odd in ODD:  # the name, the data and the divisor
         for what, ask in {
-            "loss": lambda odd=odd: client.forward(ground.good, odd),
+            "loss": lambda odd=odd: client.forward(fuzz_target.good, odd),
             "data": lambda odd=odd: client.forward(odd, "ppo"),
             "by": lambda odd=odd: client.forward_backward([], "ppo", divisor=odd),
         }.items():
             call = lambda ask=ask: ask().result(60)  # noqa: E731
-            ground.attempt(f"{what} {shown(odd)}", call, finite_output)
-    ground.still_works()
+            fuzz_target.attempt(f"{what} {format_value(odd)}", call, finite_output)
+    fuzz_target.still_works()
 
 
-def ask_adam(ground, rng):
+def ask_adam(fuzz_target, rng):
     names = ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"]
     arguments = {name: rng.choice(ODD) for name in rng.sample(names, rng.randrange(1, 3))}
-    return ground.attempt(shown(arguments), lambda: AdamParams(**arguments), lambda params: None)
+    return fuzz_target.attempt(
+        format_value(arguments), lambda: AdamParams(**arguments), lambda params: None
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,23 +249,23 @@ def ask_adam(ground, rng):
         "tau 1e-320",
     ],
 )
-def test_found_by_many_more(ground, request_):
+def test_found_by_many_more(fuzz_target, request_):
     """Check requests that failed in a run of a hundred thousand inputs."""
     verb, seed = request_
-    assert VERBS[verb](ground, random.Random(seed)) == REFUSED
+    assert VERBS[verb](fuzz_target, random.Random(seed)) == REFUSED
 
 
-def test_optimizer_parameters(ground):
+def test_optimizer_parameters(fuzz_target):
     rng = random.Random(20)
     for _ in range(60):
-        ask_adam(ground, rng)
+        ask_adam(fuzz_target, rng)
     for odd in ODD:
-        ground.attempt(
-            f"optim_step({shown(odd)})",
-            lambda odd=odd: ground.client.optim_step(odd),
+        fuzz_target.attempt(
+            f"optim_step({format_value(odd)})",
+            lambda odd=odd: fuzz_target.client.optim_step(odd),
             lambda answer: None,
         )
-    ground.still_works()
+    fuzz_target.still_works()
 
 
 def finite_sample(response) -> None:
@@ -273,7 +275,7 @@ def finite_sample(response) -> None:
         )
 
 
-def ask_sample(ground, rng):
+def ask_sample(fuzz_target, rng):
     settings, request = {"max_tokens": 3}, {"prompt": PROMPT, "num_samples": 1}
     for _ in range(rng.randrange(1, 3)):
         odd = rng.choice(ODD)
@@ -297,28 +299,30 @@ def ask_sample(ground, rng):
         if isinstance(prompt, functools.partial):
             prompt = ModelInput((prompt(),))
         params = SamplingParams(**settings)
-        return ground.sampler.sample(
+        return fuzz_target.sampler.sample(
             **{**request, "prompt": prompt}, sampling_params=params
         ).result(60)
 
-    return ground.attempt(f"{shown(settings)} {shown(request)}", call, finite_sample, neighbor=True)
+    return fuzz_target.attempt(
+        f"{format_value(settings)} {format_value(request)}", call, finite_sample, neighbor=True
+    )
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_samples(ground, part):
+def test_samples(fuzz_target, part):
     rng = random.Random(30 + part)
     for _ in range(60):
-        ask_sample(ground, rng)
+        ask_sample(fuzz_target, rng)
     for odd in ODD:
-        ground.attempt(
-            f"scores of {shown(odd)}",
-            lambda odd=odd: ground.sampler.compute_logprobs(odd).result(60),
+        fuzz_target.attempt(
+            f"scores of {format_value(odd)}",
+            lambda odd=odd: fuzz_target.sampler.compute_logprobs(odd).result(60),
             lambda actual: None,
         )
-    ground.still_works()
+    fuzz_target.still_works()
 
 
-def test_a_request_that_the_engine_refuses_fails_alone(ground, monkeypatch):
+def test_a_request_that_the_engine_refuses_fails_alone(fuzz_target, monkeypatch):
     """Only the engine knows its memory; only that request receives the error."""
     from rl.sampler import Engine
 
@@ -331,37 +335,37 @@ def test_a_request_that_the_engine_refuses_fails_alone(ground, monkeypatch):
 
     monkeypatch.setattr(Engine, "add", refuse_sevens)
     before, refused, after = (
-        ground.ask(),
-        ground.sampler.sample(PROMPT, 7, SamplingParams(max_tokens=2)),
-        ground.ask(),
+        fuzz_target.ask(),
+        fuzz_target.sampler.sample(PROMPT, 7, SamplingParams(max_tokens=2)),
+        fuzz_target.ask(),
     )
     with pytest.raises(ValueError, match="seven samples do not fit"):
         refused.result(60)
     assert [[s.tokens for s in item.result(60).sequences] for item in (before, after)] == [
-        ground.tokens
+        fuzz_target.tokens
     ] * 2
 
 
-def test_names_and_custom_losses(ground):
-    client, save = ground.client, ground.client._make_save_path
+def test_names_and_custom_losses(fuzz_target):
+    client, save = fuzz_target.client, fuzz_target.client._make_save_path
 
     def attempt(what, call):
-        ground.attempt(what, call, lambda answer: None)
+        fuzz_target.attempt(what, call, lambda answer: None)
 
     def custom(loss):
-        return lambda: client.forward_backward_custom(ground.good, loss)
+        return lambda: client.forward_backward_custom(fuzz_target.good, loss)
 
     for odd in ODD:
-        attempt(f"saved as {shown(odd)}", lambda odd=odd: save("checkpoints", odd, None))
-        attempt(f"for {shown(odd)} s", lambda odd=odd: save("checkpoints", "a", odd))
-        attempt(f"loss {shown(odd)}", custom(lambda *_, odd=odd: odd))
+        attempt(f"saved as {format_value(odd)}", lambda odd=odd: save("checkpoints", odd, None))
+        attempt(f"for {format_value(odd)} s", lambda odd=odd: save("checkpoints", "a", odd))
+        attempt(f"loss {format_value(odd)}", custom(lambda *_, odd=odd: odd))
         metric = lambda data, lps, odd=odd: (sum(lp.sum() for lp in lps), {"m": odd})  # noqa: E731
-        attempt(f"metric {shown(odd)}", custom(metric))
+        attempt(f"metric {format_value(odd)}", custom(metric))
     attempt("nan", custom(lambda data, lps: (lps[0].sum() * math.nan, {})))
-    ground.settle()
+    fuzz_target.settle()
 
 
-def ask_tensor(ground, rng):
+def ask_tensor(fuzz_target, rng):
     arguments = {
         "data": rng.choice(ODD),
         "dtype": rng.choice([None, "int64", "float32", "float64"]),
@@ -369,15 +373,15 @@ def ask_tensor(ground, rng):
     arguments["shape"] = rng.choice(
         [None, [2], [1, -1], rng.choice([[0], [2, 2], [-3], ["x"], 5, [None]])]
     )
-    return ground.attempt(
-        shown(arguments), lambda: TensorData(**arguments), lambda made: made.tolist()
+    return fuzz_target.attempt(
+        format_value(arguments), lambda: TensorData(**arguments), lambda made: made.tolist()
     )
 
 
-def test_tensors(ground):
+def test_tensors(fuzz_target):
     rng = random.Random(40)
     for _ in range(60):
-        ask_tensor(ground, rng)
+        ask_tensor(fuzz_target, rng)
 
 
 # ---------------------------------------------------------------------- as a family (test_fuzzing.py)
@@ -403,7 +407,7 @@ SHARE = 0.5  # of the other families' inputs: each request costs a forward and a
 
 def check(item):
     """Send a request to a model that lives as long as the process."""
-    ground = own_ground()
+    ground = make_fuzz_target()
     ground.requests_seen += 1
     if ground.requests_seen % 100 == 0:
         ground.settle()
@@ -412,9 +416,9 @@ def check(item):
 
 
 @functools.cache
-def own_ground():
+def make_fuzz_target():
     folder = tempfile.TemporaryDirectory(prefix="fuzz-")
     atexit.register(folder.cleanup)
     service = ServiceClient(output_dir=folder.name)
     atexit.register(service.close)
-    return Ground(service)
+    return FuzzTarget(service)

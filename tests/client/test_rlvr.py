@@ -39,7 +39,7 @@ def service(tmp_path):
         yield service
 
 
-def scored(sampler, prompts=SUMS):
+def score_batch(sampler, prompts=SUMS):
     """Return a batch with the number of sevens as reward."""
     batch = sampler.generate_trajectories(prompts)
     batch.rewards = [float(trajectory.response.count("7")) for trajectory in batch]
@@ -132,8 +132,8 @@ def test_a_script_learns(tmp_path, algorithm, updates):
                     batch.mean_reward,
                     client.save_state(metadata={"update": update, "reward": batch.mean_reward}),
                 )
-        learning.clears("mean reward at first", means[0], below=0.4)
-        learning.clears(
+        learning.check_figure("mean reward at first", means[0], below=0.4)
+        learning.check_figure(
             "mean reward of the last four updates", statistics.fmean(means[-4:]), above=0.9
         )
         saved = checkpoint_folder.read_verified_state(best[1].artifact_id)
@@ -145,7 +145,7 @@ def test_a_script_learns(tmp_path, algorithm, updates):
         shown = RolloutSampler(
             again, max_new_tokens=12, samples_per_prompt=32
         ).generate_trajectories(prompts)
-        learning.clears(
+        learning.check_figure(
             "mean reward of the best, loaded again",
             statistics.fmean(reward(t.prompt, t.response) for t in shown),
             above=0.75,
@@ -172,7 +172,7 @@ def test_resumed_is_uninterrupted(tmp_path, name):
         sampler = RolloutSampler(client, max_new_tokens=5, temperature=0.9)
         seen = []
         for _ in range(updates):
-            batch = scored(sampler)
+            batch = score_batch(sampler)
             seen.append(([t.tokens for t in batch], algorithm.update(batch, client).metrics))
         return seen
 
@@ -218,7 +218,9 @@ def test_resumed_is_uninterrupted(tmp_path, name):
 
 def test_reinforce_reports_what_can_be_worked_out(service):
     client = service.create_training_client(WHOLE)
-    batch = scored(RolloutSampler(client, max_new_tokens=6, temperature=0.8, samples_per_prompt=3))
+    batch = score_batch(
+        RolloutSampler(client, max_new_tokens=6, temperature=0.8, samples_per_prompt=3)
+    )
     entropy = at_actions(client, batch, "entropy").mean()
     result = REINFORCE(REINFORCEConfig(learning_rate=1e-3)).update(batch, client)
     rewards = np.array(batch.rewards)
@@ -262,7 +264,7 @@ def test_ppo_of_one_epoch_without_a_value_is_reinforce(service):
     )
     for algorithm in algorithms:
         client = service.create_training_client(WHOLE)
-        batch = scored(RolloutSampler(client, max_new_tokens=6))
+        batch = score_batch(RolloutSampler(client, max_new_tokens=6))
         result = algorithm.update(batch, client)
         results.append([result.policy_loss, result.grad_norm, result.kl_divergence,
                       *at_actions(client, batch, "logprobs")])  # fmt: skip
@@ -272,7 +274,7 @@ def test_ppo_of_one_epoch_without_a_value_is_reinforce(service):
 def test_ppo_reports_its_value_loss(service):
     """A new head returns 0: the return at t is lambda^(remaining tokens) times the reward."""
     client = service.create_training_client(WHOLE)
-    batch = scored(RolloutSampler(client, max_new_tokens=6, samples_per_prompt=3))
+    batch = score_batch(RolloutSampler(client, max_new_tokens=6, samples_per_prompt=3))
     result = PPO(PPOConfig(ppo_epochs=1)).update(batch, client)
     returns = [
         r / batch.std_reward * 0.95 ** np.arange(len(t.tokens))[::-1]
@@ -285,7 +287,7 @@ def test_ppo_reports_its_value_loss(service):
 
 def test_target_kl_ends_the_epochs(service):
     client = service.create_training_client(WHOLE)
-    batch = scored(RolloutSampler(client, max_new_tokens=6))
+    batch = score_batch(RolloutSampler(client, max_new_tokens=6))
     result = PPO(PPOConfig(learning_rate=1e-2, target_kl=1e-6)).update(batch, client)
     assert result.metrics["optim/epochs"] == 1 and result.kl_divergence > 1e-6
 
@@ -296,9 +298,9 @@ def test_the_penalty_is_taken_against_the_base_or_a_given_reference(service):
     client = service.create_training_client(ADAPTER)
     base = service.create_sampling_client(base_model="tiny:addition", seed=3)
     sampler, algorithm = RolloutSampler(client, max_new_tokens=5), PPO(price)
-    first = algorithm.update(scored(sampler), client).metrics["optim/kl_ref_k3"]
+    first = algorithm.update(score_batch(sampler), client).metrics["optim/kl_ref_k3"]
     assert first == pytest.approx(0, abs=1e-6)
-    batch = scored(sampler)
+    batch = score_batch(sampler)
     drawn = np.concatenate([t.episode.transitions[0].ac.logprobs for t in batch])
     full = [
         ModelInput.from_ints([*t.episode.transitions[0].ob.to_ints(), *t.tokens]) for t in batch
@@ -315,7 +317,7 @@ def test_the_penalty_is_taken_against_the_base_or_a_given_reference(service):
     ] == pytest.approx(gap.mean(), abs=1e-5)
     with pytest.raises(UserError, match="reference=service.create_sampling_client"):
         whole = service.create_training_client(WHOLE)
-        PPO(price).update(scored(RolloutSampler(whole, max_new_tokens=2)), whole)
+        PPO(price).update(score_batch(RolloutSampler(whole, max_new_tokens=2)), whole)
 
 
 # -------------------------------------------------------------------------------------- the sampler
@@ -344,13 +346,13 @@ def test_it_draws_from_the_weights_as_they_are(service):
     """Another call draws new samples; after an update the logprobs are those of the new weights."""
     client = service.create_training_client(WHOLE)
     sampler = RolloutSampler(client, max_new_tokens=6)
-    first, second = scored(sampler), scored(sampler)
+    first, second = score_batch(sampler), score_batch(sampler)
     assert [t.tokens for t in first] != [t.tokens for t in second]
     twin = RolloutSampler(client, max_new_tokens=6).generate_trajectories(SUMS)
     # repeats the first call at this version
     assert [t.tokens for t in twin] == [t.tokens for t in first]
     REINFORCE(REINFORCEConfig(learning_rate=1e-2)).update(second, client)
-    for batch, agrees in ((scored(sampler), True), (second, False)):
+    for batch, agrees in ((score_batch(sampler), True), (second, False)):
         drawn = np.concatenate([t.episode.transitions[0].ac.logprobs for t in batch])
         assert (np.abs(drawn - at_actions(client, batch, "logprobs")).max() < 1e-4) == agrees
 
@@ -414,7 +416,7 @@ def test_batches_that_cannot_be_learnt_from_are_refused(service):
     batch.rewards = [1.0, 2.0, float("nan"), 0.0]
     with pytest.raises(UserError, match="trajectory 2 has the reward nan"):
         algorithm.update(batch, client)
-    greedy = scored(RolloutSampler(client, max_new_tokens=3, temperature=0.0))
+    greedy = score_batch(RolloutSampler(client, max_new_tokens=3, temperature=0.0))
     with pytest.raises(UserError, match="sampled greedily"):
         algorithm.update(greedy, client)
     for prompts, metas, says in (
@@ -429,20 +431,20 @@ def test_batches_that_cannot_be_learnt_from_are_refused(service):
     assert algorithm.updates == 0 and client.save_weights_and_get_sampling_client().version == 0
     headless = service.create_full_training_client("tiny:addition")
     with pytest.raises(UserError, match="no value head: create it with"):
-        PPO().update(scored(sampler), headless)
+        PPO().update(score_batch(sampler), headless)
 
 
 def test_a_batch_of_weights_that_were_updated_since_is_refused(service):
     client = service.create_training_client(WHOLE)
     sampler, algorithm = RolloutSampler(client, max_new_tokens=3), REINFORCE()
-    first, second = scored(sampler), scored(sampler)
+    first, second = score_batch(sampler), score_batch(sampler)
     algorithm.update(first, client)
     with pytest.raises(
         UserError,
         match="sampled from weight version 0, expected the current version 1.*generate_trajectories",
     ):
         algorithm.update(second, client)
-    fresh = scored(sampler)
+    fresh = score_batch(sampler)
     with pytest.raises(UserError, match="trajectory 4 was sampled from weight version 0"):
         algorithm.update(TrajectoryBatch([*fresh, *second]), client)
     assert client.version == 1 == algorithm.updates

@@ -99,7 +99,7 @@ class Sft:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needy:
+class RequiredSettings:
     """A method with a required setting."""
 
     teacher: str
@@ -116,7 +116,7 @@ class Spec:
 METHODS = {
     "grpo": Spec(Grpo, "groups of answers"),
     "sft": Spec(Sft, "supervised"),
-    "distill": Spec(Needy, "learn from a teacher"),
+    "distill": Spec(RequiredSettings, "learn from a teacher"),
 }
 DEFAULT = "# Two-digit addition, taught badly and then improved\nmethod: grpo\ngroup_size: 4\n"
 
@@ -135,13 +135,13 @@ def read(*argv: str) -> cli.RunConfig:
     return cli.read_run(list(argv), METHODS, Path("recipes/addition.yaml"), RunSettings)
 
 
-def problems(*argv: str) -> list[str]:
+def read_problems(*argv: str) -> list[str]:
     with pytest.raises(SettingsError) as caught:
         read(*argv)
     return caught.value.problems
 
 
-def recipe(text: str, name: str = "r.yaml") -> str:
+def write_recipe(text: str, name: str = "r.yaml") -> str:
     Path("recipes", name).write_text(text)
     return f"recipes/{name}"
 
@@ -179,31 +179,31 @@ def test_every_setting_is_known_by_its_flat_name() -> None:
 
 def test_names_that_occur_twice_are_refused() -> None:
     @dataclass(frozen=True, kw_only=True)
-    class Twice:
+    class DuplicateSettings:
         optim: Optim = field(default_factory=Optim)
         learning_rate: float = 1.0
 
     # Names are resolved in this module, not in the function.
-    Twice.__annotations__ = {"optim": Optim, "learning_rate": float}
+    DuplicateSettings.__annotations__ = {"optim": Optim, "learning_rate": float}
     with pytest.raises(TypeError, match="two settings named 'learning_rate'"):
-        get_fields(Twice)
+        get_fields(DuplicateSettings)
 
 
 def test_choices_of_an_optional_setting_are_listed_in_their_order() -> None:
     @dataclass(frozen=True, kw_only=True)
-    class Effort:
+    class EffortSettings:
         effort: str | None = None
 
-    Effort.__annotations__ = {"effort": Literal["low", "middle", "high", "highest"] | None}
+    EffortSettings.__annotations__ = {"effort": Literal["low", "middle", "high", "highest"] | None}
     with pytest.raises(ValueError, match="not one of None, low, middle, high, highest"):
-        convert_value(get_fields(Effort)["effort"], RawValue(("nope",), "--effort"))
+        convert_value(get_fields(EffortSettings)["effort"], RawValue(("nope",), "--effort"))
 
 
 # ------------------------------------------------------------------------------------------ recipes
 
 
 def test_recipe_scalars_are_read_by_the_type_of_the_setting() -> None:
-    path = recipe(
+    path = write_recipe(
         "method: grpo\nlearning-rate: 3e-4\nbetas: [0.5, 1e-1]\nmax_tokens: null\nstop: [no, 'x: "
         "y', 1.0]\nshuffle: off\n"
         "parts: {length: 0.5, format: 1}\nbase_model: on\n"
@@ -221,7 +221,7 @@ def test_recipe_scalars_are_read_by_the_type_of_the_setting() -> None:
 
 
 def test_order_of_precedence_default_shared_stage_flag() -> None:
-    path = recipe(
+    path = write_recipe(
         "learning_rate: 0.1\nschedule: linear\nseed: 5\nstages:\n"
         "  - method: sft\n    learning_rate: 0.2\n  - method: grpo\n    name: polish\n  - "
         "{method: sft}\n"
@@ -243,13 +243,13 @@ def test_names_of_runs() -> None:
 
 
 def test_method_and_recipe_must_agree() -> None:
-    bare = recipe("group_size: 5\n")
+    bare = write_recipe("group_size: 5\n")
     assert read("grpo", bare).stages[0].settings.group_size == 5
     assert read("grpo", "recipes/addition.yaml").stages[0].method == "grpo"
-    assert "is a recipe for grpo, not sft" in problems("sft", "recipes/addition.yaml")[0]
-    assert "no `method:`" in problems(bare)[0]
-    two = recipe("stages:\n- method: sft\n- method: grpo\n", "two.yaml")
-    assert "runs 2 stages (sft, grpo); leave out 'grpo'" in problems("grpo", two)[0]
+    assert "is a recipe for grpo, not sft" in read_problems("sft", "recipes/addition.yaml")[0]
+    assert "no `method:`" in read_problems(bare)[0]
+    two = write_recipe("stages:\n- method: sft\n- method: grpo\n", "two.yaml")
+    assert "runs 2 stages (sft, grpo); leave out 'grpo'" in read_problems("grpo", two)[0]
 
 
 # Each source writes the same values; the second dict has mistakes.
@@ -268,8 +268,8 @@ def _as_flags(values: dict, start: str = "--") -> list[str]:
 def _as_recipe(values: dict, stage: bool) -> str:
     lines = [f"{name}: {json.dumps(value)}\n" for name, value in values.items()]
     if stage:
-        return recipe("stages:\n- method: grpo\n" + "".join(f"  {line}" for line in lines))
-    return recipe("method: grpo\n" + "".join(lines))
+        return write_recipe("stages:\n- method: grpo\n" + "".join(f"  {line}" for line in lines))
+    return write_recipe("method: grpo\n" + "".join(lines))
 
 
 def _as_config(values: dict) -> cli.RunConfig:
@@ -309,7 +309,7 @@ def test_every_way_in_means_the_same_and_names_its_place(way: str) -> None:
 def test_of_two_sources_the_later_counts(folder: Path) -> None:
     """Each source overrides all earlier ones, even if they set the setting too."""
     text = "group_size: 2\nstages:\n- method: grpo\n  group_size: 3\n"
-    run = read(recipe(text))
+    run = read(write_recipe(text))
     assert run.stages[0].settings.group_size == 3
     path, everywhere, of_stage = "recipes/r.yaml", ["--group-size", "4"], ["--grpo.group-size", "5"]
     assert read(path, *everywhere).stages[0].settings.group_size == 4
@@ -358,7 +358,7 @@ MISTAKES = [
 def test_a_mistake_on_the_line_is_one_problem_that_says_the_remedy(
     line: list[str], expected: str
 ) -> None:
-    result = problems(*line)
+    result = read_problems(*line)
     assert len(result) == 1 and expected in result[0], result
 
 
@@ -388,18 +388,18 @@ RECIPE_MISTAKES = [
     ("text", "expected"), RECIPE_MISTAKES, ids=[expected[:30] for _, expected in RECIPE_MISTAKES]
 )
 def test_a_mistake_in_a_recipe_is_named_with_its_line(text: str, expected: str) -> None:
-    result = problems(recipe(text))
+    result = read_problems(write_recipe(text))
     assert len(result) == 1 and result[0].startswith("recipes/r.yaml") and expected in result[0], (
         result
     )
 
 
 def test_settings_of_a_recipe_are_named_as_it_writes_them_and_flags_as_they_are_typed() -> None:
-    path = recipe("method: grpo\ngroup_size: 1\n")
-    assert problems(path) == ["group_size is at least 2, got 1"]
-    assert problems(path, "--group-size", "0") == ["--group-size is at least 2, got 0"]
+    path = write_recipe("method: grpo\ngroup_size: 1\n")
+    assert read_problems(path) == ["group_size is at least 2, got 1"]
+    assert read_problems(path, "--group-size", "0") == ["--group-size is at least 2, got 0"]
     # group_size is checked after learning_rate
-    assert problems(path, "--learning-rate", "-1") == ["--learning-rate is positive, got -1.0"]
+    assert read_problems(path, "--learning-rate", "-1") == ["--learning-rate is positive, got -1.0"]
     named = format_as_flags(
         "batch_size 7 (not --batch-size, my_batch_size, 'batch_size' or batch_sizes)",
         ["batch_size", "size"],
@@ -415,7 +415,7 @@ def test_settings_of_a_recipe_are_named_as_it_writes_them_and_flags_as_they_are_
 
 
 def test_all_problems_are_shown_at_once_in_one_box(capsys: pytest.CaptureFixture[str]) -> None:
-    path = recipe(
+    path = write_recipe(
         "learning_rate: fast\ngroupsize: 3\nstages:\n- method: sft\n  noise: loud\n- method: grpo\n"
     )
     with pytest.raises(SystemExit) as caught:
@@ -481,7 +481,7 @@ def test_only_rank_0_prints(
 # --------------------------------------------------------------------------------------------- help
 
 
-def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def read_help(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit) as caught:
         cli.parse_run(list(argv), METHODS, Path("recipes/addition.yaml"), options=RunSettings)
     assert caught.value.code == 0
@@ -489,7 +489,7 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_help_is_the_index(capsys: pytest.CaptureFixture[str]) -> None:
-    page = shown(capsys, "--help")
+    page = read_help(capsys, "--help")
     for name, spec in METHODS.items():
         assert re.search(rf"{name} +{spec.summary}", page)
     assert re.search(
@@ -503,7 +503,7 @@ def test_help_is_the_index(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_of_a_method_has_every_setting_with_help_and_default(
     method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = shown(capsys, method, "--help", "all")
+    page = read_help(capsys, method, "--help", "all")
     for cls in (METHODS[method].Settings, RunSettings):
         for name in get_fields(cls):
             assert f"--{name.replace('_', '-')}" in page
@@ -513,11 +513,14 @@ def test_help_of_a_method_has_every_setting_with_help_and_default(
 
 
 def test_help_of_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Samples of each problem. (default: 4)" in shown(
+    assert "Samples of each problem. (default: 4)" in read_help(
         capsys, "recipes/addition.yaml", "--help", "all"
     )
-    page = shown(
-        capsys, recipe("stages:\n- method: sft\n  noise: 0.7\n- method: grpo\n"), "--help", "all"
+    page = read_help(
+        capsys,
+        write_recipe("stages:\n- method: sft\n  noise: 0.7\n- method: grpo\n"),
+        "--help",
+        "all",
     )
     assert "train.py sft" in page and "train.py grpo" in page and "spoilt. (default: 0.7)" in page
 
@@ -545,7 +548,7 @@ def test_help_of_a_method_begins_with_its_twelve_most_used_settings(
 
 
 def test_short_help_of_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Samples of each problem. (default: 4)" in shown(
+    assert "Samples of each problem. (default: 4)" in read_help(
         capsys, "recipes/addition.yaml", "--help"
     )
 
@@ -579,7 +582,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_resolved_settings_survive_json() -> None:
-    path = recipe(
+    path = write_recipe(
         "stages:\n- method: sft\n  learning_rate: 0.1234567890123456789\n- method: grpo\n  stop: "
         "['None', 'a b']\n"
     )
@@ -609,7 +612,7 @@ def test_a_saved_config_that_no_longer_fits_says_where() -> None:
 
 
 def test_difference_names_each_changed_setting() -> None:
-    two = recipe("stages:\n- method: sft\n- method: grpo\n")
+    two = write_recipe("stages:\n- method: sft\n- method: grpo\n")
     saved = run_config.resolve_config(read(two))
     # resuming is not a change of settings
     assert run_config.diff_configs(saved, run_config.resolve_config(read(two, "--resume"))) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import ACCEPTED, ODD_NUMBERS, REFUSED, damaged, run_family
+from fuzzing import ACCEPTED, ODD_NUMBERS, REFUSED, damage_bytes, run_family
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, SettingsError, load_resolved_config, read_run, resolve_config
@@ -42,7 +42,7 @@ _TEXTS = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class CommandLineCase:
     """Words of a line and, if present, the recipe that PATH refers to."""
 
     words: tuple[str, ...]
@@ -78,7 +78,7 @@ def _misspelt(name: str, rng: random.Random) -> str:
     ])  # fmt: skip
 
 
-def _line(rng: random.Random) -> Asked:
+def _line(rng: random.Random) -> CommandLineCase:
     method = rng.choice(list(METHODS))
     table = {**get_fields(METHODS[method].Settings), **get_fields(RunSettings)}
     words, numbers = [method] if rng.random() < 0.95 else [rng.choice(_TEXTS)], []
@@ -91,7 +91,7 @@ def _line(rng: random.Random) -> Asked:
         words += [f"{flag}={' '.join(value)}"] if rng.random() < 0.2 else [flag, *value]
     if rng.random() < 0.05:
         words.insert(rng.randrange(len(words) + 1), rng.choice(_TEXTS))
-    return Asked(
+    return CommandLineCase(
         tuple(word for word in words if word not in ("-h", "--help")), None, tuple(numbers)
     )
 
@@ -103,7 +103,7 @@ def _scalar(word: str, rng: random.Random) -> str:
     return json.dumps(word) if rng.random() < 0.5 or not re.fullmatch(r"[\w.+/-]+", word) else word
 
 
-def _yaml(rng: random.Random) -> Asked:
+def _yaml(rng: random.Random) -> CommandLineCase:
     """Return a recipe with odd values, wrong nesting, doubled keys and aliases."""
     numbers: list[str] = []
 
@@ -142,10 +142,10 @@ def _yaml(rng: random.Random) -> Asked:
     if rng.random() < 0.1:
         rng.shuffle(lines)
     text = "\n".join(lines) + "\n"
-    return Asked(("PATH",), text.encode("utf-8", "replace"), tuple(numbers))
+    return CommandLineCase(("PATH",), text.encode("utf-8", "replace"), tuple(numbers))
 
 
-def inputs(seed: int, count: int) -> Iterator[Asked]:
+def inputs(seed: int, count: int) -> Iterator[CommandLineCase]:
     """Yield lines, recipes of the schema, damaged recipes of the repository, and noise."""
     rng = random.Random(f"settings {seed}")
     for _ in range(count):
@@ -157,18 +157,20 @@ def inputs(seed: int, count: int) -> Iterator[Asked]:
             yield (
                 request
                 if rng.random() < 0.7
-                else Asked(
-                    request.words, damaged(request.recipe or b"", rng), tuple(WORDS_FOR_NUMBERS)
+                else CommandLineCase(
+                    request.words,
+                    damage_bytes(request.recipe or b"", rng),
+                    tuple(WORDS_FOR_NUMBERS),
                 )
             )
         elif kind < 0.97:
-            yield Asked(
+            yield CommandLineCase(
                 ("PATH", *_line(rng).words[1:]),
-                damaged(rng.choice(RECIPES), rng),
+                damage_bytes(rng.choice(RECIPES), rng),
                 tuple(WORDS_FOR_NUMBERS),
             )
         else:
-            yield Asked(("PATH",), rng.randbytes(rng.randrange(0, 400)))
+            yield CommandLineCase(("PATH",), rng.randbytes(rng.randrange(0, 400)))
 
 
 # -------------------------------------------------------------------------------------------- check
@@ -186,7 +188,7 @@ def _check_numbers(value: Any, field: SettingField) -> None:
         ), (field.name, value)
 
 
-def _check_run(run: Any, request: Asked) -> None:
+def _check_run(run: Any, request: CommandLineCase) -> None:
     for holder in (run.options, *(stage.settings for stage in run.stages)):
         for name, field in get_fields(type(holder)).items():
             _check_numbers(
@@ -206,7 +208,7 @@ def _check_run(run: Any, request: Asked) -> None:
         )
 
 
-def check(request: Asked) -> str:
+def check(request: CommandLineCase) -> str:
     """Read a line (and its recipe); return whether it was accepted or refused."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         path = Path(folder) / "r.yaml"
@@ -240,17 +242,28 @@ def test_a_plan_within_its_ranges_or_one_clean_error(seed: int) -> None:
 
 def test_found_by_many_more() -> None:
     """A name or a value of thousands of letters is shortened in the error."""
-    assert check(Asked(("PATH",), f"method: online_dpo\nquiet: {'x' * 5000}\n".encode())) == REFUSED
-    request = Asked(("PATH",), f"stages:\n  - method: sft\n    name: {'x' * 5000}\n".encode())
+    assert (
+        check(CommandLineCase(("PATH",), f"method: online_dpo\nquiet: {'x' * 5000}\n".encode()))
+        == REFUSED
+    )
+    request = CommandLineCase(
+        ("PATH",), f"stages:\n  - method: sft\n    name: {'x' * 5000}\n".encode()
+    )
     assert check(request) == REFUSED
     # a list with a single item
-    assert check(Asked(("PATH",), b"method: reward_model\nsteps: [3,  ]\n", ("3", " "))) == ACCEPTED
+    assert (
+        check(CommandLineCase(("PATH",), b"method: reward_model\nsteps: [3,  ]\n", ("3", " ")))
+        == ACCEPTED
+    )
 
 
 def test_a_number_with_its_kind_is_yamls_own() -> None:
-    assert check(Asked(("PATH",), b"method: grpo\nplan_gpus: !!int 3\n", ("!!int 3",))) == ACCEPTED
+    assert (
+        check(CommandLineCase(("PATH",), b"method: grpo\nplan_gpus: !!int 3\n", ("!!int 3",)))
+        == ACCEPTED
+    )
     # on the command line it is text
-    assert check(Asked(("--plan-gpus", "!!int 3"), None, ("!!int 3",))) == REFUSED
+    assert check(CommandLineCase(("--plan-gpus", "!!int 3"), None, ("!!int 3",))) == REFUSED
 
 
 def test_inputs_are_a_function_of_the_seed() -> None:

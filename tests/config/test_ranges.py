@@ -93,13 +93,13 @@ ALLOWED: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def leaves(cls: type) -> dict[str, tuple[type, str]]:
+def list_leaf_fields(cls: type) -> dict[str, tuple[type, str]]:
     """Return {flat name: (its class, its annotation)}."""
     result: dict[str, tuple[type, str]] = {}
     hints = typing.get_type_hints(cls, include_extras=True)
     for item in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[item.name]):
-            result |= leaves(typing.cast(type, hints[item.name]))
+            result |= list_leaf_fields(typing.cast(type, hints[item.name]))
         else:
             result[item.name] = (cls, str(typing.get_type_hints(cls)[item.name]))
     return result
@@ -115,7 +115,7 @@ NUMBERS = [
         *((name, spec.Settings) for name, spec in METHODS.items()),
         ("run", RunSettings),
     ]
-    for name, (owner, annotation) in leaves(cls).items()
+    for name, (owner, annotation) in list_leaf_fields(cls).items()
     if is_number(annotation)
 ]
 ONCE = list(
@@ -126,7 +126,7 @@ ONCE = list(
 )
 
 
-def words(name: str, annotation: str, value: str) -> list[str]:
+def format_arguments(name: str, annotation: str, value: str) -> list[str]:
     """Return the words for such a value on the command line."""
     return ["gsm8k", value] if name in ("rewards", "reward_models") else [value]
 
@@ -165,7 +165,11 @@ def test_every_number_refuses_it_on_the_line_and_names_the_flag(
         flag = "--" + name.replace("_", "-")
         try:
             read_run(
-                ["grpo" if method == "run" else method, flag, *words(name, annotation, value)],
+                [
+                    "grpo" if method == "run" else method,
+                    flag,
+                    *format_arguments(name, annotation, value),
+                ],
                 METHODS,
                 RECIPE,
                 RunSettings,
@@ -291,7 +295,7 @@ def test_a_folder_below_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.mark.parametrize("config", [PPOConfig, REINFORCEConfig])
 def test_the_algorithms_as_objects_refuse_the_same(config: type) -> None:
-    for name, (_, annotation) in leaves(config).items():
+    for name, (_, annotation) in list_leaf_fields(config).items():
         if is_number(annotation):
             for value in (math.nan, math.inf, -1, 1e22, True, "7"):
                 with pytest.raises(ValueError, match=name):

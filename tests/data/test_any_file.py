@@ -17,11 +17,11 @@ def write(path, rows):
     return path
 
 
-def contents(problems):
+def get_contents(problems):
     return [problem.messages[-1]["content"] for problem in problems]
 
 
-def sums(count, start=10):
+def make_sum_rows(count, start=10):
     return [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(start, start + count)]
 
 
@@ -95,12 +95,12 @@ def test_a_label_says_whether_an_answer_is_good(tmp_path):
 # -------------------------------------------------------------------------------- files and folders
 
 
-def tables(folder):
+def write_tables(folder):
     """Return the same four rows in every kind of file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = sums(4)
+    rows = make_sum_rows(4)
     folder.mkdir()
     write(folder / "a.jsonl", rows)
     (folder / "b.json").write_text(json.dumps(rows))
@@ -119,12 +119,14 @@ def tables(folder):
 
 
 def test_every_kind_of_file_has_the_same_rows(tmp_path):
-    files = tables(tmp_path / "t")
+    files = write_tables(tmp_path / "t")
     assert len(files) == 6
     for path in files:
         result = load_problems(path)
-        assert contents(result) == [row["prompt"] for row in sums(4)], path
-        assert [problem.meta["answer"] for problem in result] == [row["answer"] for row in sums(4)]
+        assert get_contents(result) == [row["prompt"] for row in make_sum_rows(4)], path
+        assert [problem.meta["answer"] for problem in result] == [
+            row["answer"] for row in make_sum_rows(4)
+        ]
         assert result[1].place.startswith(path.name)
 
 
@@ -135,7 +137,7 @@ def test_a_table_names_its_bad_rows_and_what_is_no_table(tmp_path):
         UserError, match="x.csv line 3: it has 1 cells, the first line names 2 columns"
     ):
         load_problems(path)
-    assert contents(load_problems(path, on_bad_row="skip")) == ["1+1=", "3+3\n="]
+    assert get_contents(load_problems(path, on_bad_row="skip")) == ["1+1=", "3+3\n="]
     path.write_text("prompt,prompt\na,b\n")
     with pytest.raises(UserError, match="names the columns, each once"):
         load_problems(path)
@@ -153,13 +155,13 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    train_rows, test_rows = sums(5), sums(3, 50)
+    train_rows, test_rows = make_sum_rows(5), make_sum_rows(3, 50)
     both = datasets.DatasetDict(
         train=datasets.Dataset.from_list(train_rows), test=datasets.Dataset.from_list(test_rows)
     )
     both.save_to_disk(str(tmp_path / "saved"))
     both["train"].save_to_disk(str(tmp_path / "one"))
-    assert contents(load_problems(tmp_path / "saved", split="test")) == [
+    assert get_contents(load_problems(tmp_path / "saved", split="test")) == [
         row["prompt"] for row in test_rows
     ]
     assert len(load_problems(tmp_path / "saved")) == len(load_problems(tmp_path / "one")) == 5
@@ -173,9 +175,9 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
     )
     both["test"].to_parquet(str(repo / "data" / "validation-00000-of-00001.parquet"))
     (repo / "README.md").write_text("# no front matter\n")
-    assert contents(load_problems(repo)) == [row["prompt"] for row in train_rows]
+    assert get_contents(load_problems(repo)) == [row["prompt"] for row in train_rows]
     assert len(load_problems(repo, split="test")) == 3  # the validation split replaces it
-    write(repo / "hard" / "a.jsonl", sums(1))
+    write(repo / "hard" / "a.jsonl", make_sum_rows(1))
     (repo / "README.md").write_text(
         "---\nconfigs:\n- config_name: easy\n  data_files:\n  - split: train\n    path: "
         "data/train-*\n"
@@ -194,8 +196,8 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
     cache = tmp_path / "datasets--me--it"
     (cache / "refs").mkdir(parents=True)
     (cache / "refs" / "main").write_text("abc\n")
-    write(cache / "snapshots" / "abc" / "train.jsonl", sums(2))
-    write(cache / "snapshots" / "old" / "train.jsonl", sums(1))
+    write(cache / "snapshots" / "abc" / "train.jsonl", make_sum_rows(2))
+    write(cache / "snapshots" / "old" / "train.jsonl", make_sum_rows(1))
     assert len(load_problems(cache)) == 2
 
 
@@ -204,7 +206,7 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
 
 def test_a_mixture_gives_each_set_its_share_and_all_its_rows(tmp_path):
     sets = [
-        load_problems(write(tmp_path / f"{name}.jsonl", sums(n)))
+        load_problems(write(tmp_path / f"{name}.jsonl", make_sum_rows(n)))
         for name, n in (("a", 7), ("b", 40), ("c", 13))
     ]
     mixed = Mixture(sets, [3, 1, 1])
@@ -216,7 +218,7 @@ def test_a_mixture_gives_each_set_its_share_and_all_its_rows(tmp_path):
     for tag, part in zip("abc", sets, strict=True):  # every set in separate epochs
         reference = [p.messages[0]["content"] for p in requests if p.tag == tag]
         assert all(
-            sorted(reference[i : i + len(part)]) == sorted(contents(part))
+            sorted(reference[i : i + len(part)]) == sorted(get_contents(part))
             for i in range(0, len(reference) - len(part), len(part))
         )
     assert mixed.batch(0, 16, seed=5) != mixed.batch(0, 16, seed=4)
@@ -225,37 +227,37 @@ def test_a_mixture_gives_each_set_its_share_and_all_its_rows(tmp_path):
 
 
 def test_changed_rows_stay_changed_in_joined_sets_and_mixtures(tmp_path):
-    sets = [load_problems(write(tmp_path / f"{name}.jsonl", sums(3))) for name in "ab"]
+    sets = [load_problems(write(tmp_path / f"{name}.jsonl", make_sum_rows(3))) for name in "ab"]
     for whole in (concatenate_sets(sets), Mixture(sets, [1, 1])):
         other = whole[4].__class__(({"role": "user", "content": "new"},), tag="b", index=4)
         result = whole.with_rows({4: other})
         assert (
-            contents(result)[4] == "new"
+            get_contents(result)[4] == "new"
             and result[4].index == 4
             and [p.index for p in result] == list(range(6))
         )
-        assert "new" in contents(result.batch(0, 100, seed=0))
+        assert "new" in get_contents(result.batch(0, 100, seed=0))
 
 
 @pytest.mark.parametrize("kind", ["a.jsonl", "e.parquet", "f.arrow"])
 def test_a_stream_asks_what_a_set_in_memory_asks(tmp_path, kind):
-    (path,) = [p for p in tables(tmp_path / "t") if p.name == kind]
+    (path,) = [p for p in write_tables(tmp_path / "t") if p.name == kind]
     held, stream = load_problems(path), load_problems(path, stream=True)
     assert (
         stream.is_lazy
-        and contents(stream) == contents(held)
+        and get_contents(stream) == get_contents(held)
         and [p.index for p in stream] == [p.index for p in held]
     )
     epoch = [p for step in range(2) for p in stream.batch(step, 2, seed=1)]
-    assert sorted(contents(epoch)) == sorted(contents(held)) and contents(
+    assert sorted(get_contents(epoch)) == sorted(get_contents(held)) and get_contents(
         stream.batch(1, 2, seed=1)
-    ) == contents(epoch[2:])
+    ) == get_contents(epoch[2:])
     if kind != "e.parquet":  # this format shuffles its row groups
-        assert contents(epoch) == contents(held.batch(0, 4, seed=1))
+        assert get_contents(epoch) == get_contents(held.batch(0, 4, seed=1))
 
 
 def test_bad_rows_of_a_stream_are_named_when_met_and_the_next_stands_in(tmp_path, caplog):
-    rows = sums(6)
+    rows = make_sum_rows(6)
     rows[2] = {"prompt": 3}
     path = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(UserError, match="rows.jsonl line 3: 'prompt' is a int"):
@@ -263,7 +265,8 @@ def test_bad_rows_of_a_stream_are_named_when_met_and_the_next_stands_in(tmp_path
     skipping = load_problems(path, stream=True, on_bad_row="skip")
     with caplog.at_level(logging.WARNING):
         assert (
-            contents(skipping)[2:4] == ["13+13=", "13+13="] and "rows.jsonl line 3" in caplog.text
+            get_contents(skipping)[2:4] == ["13+13=", "13+13="]
+            and "rows.jsonl line 3" in caplog.text
         )
     with pytest.raises(UserError, match="leave out stream"):
         load_problems(write(tmp_path / "x.json", []), stream=True)

@@ -16,7 +16,7 @@ from rl.rewards import resolve_reward
 from rl.types import Problem
 
 
-def numbered(count: int) -> ProblemSet:
+def make_problem_set(count: int) -> ProblemSet:
     return ProblemSet(
         [Problem(({"role": "user", "content": str(i)},), index=i) for i in range(count)]
     )
@@ -27,7 +27,7 @@ def indices(problems) -> list[int]:
 
 
 def test_every_epoch_holds_each_problem_once_and_no_tail_is_dropped():
-    problems = numbered(10)
+    problems = make_problem_set(10)
     # 30 positions, 3 epochs
     stream = [i for step in range(10) for i in indices(problems.batch(step, 3, seed=0))]
     epochs = [stream[0:10], stream[10:20], stream[20:30]]
@@ -35,11 +35,11 @@ def test_every_epoch_holds_each_problem_once_and_no_tail_is_dropped():
     assert epochs[0] != epochs[1] != epochs[2]
     assert problems.epoch(10, 3) == 3.0
     # a batch larger than the set wraps around
-    assert Counter(indices(numbered(3).batch(0, 9, seed=1))) == {0: 3, 1: 3, 2: 3}
+    assert Counter(indices(make_problem_set(3).batch(0, 9, seed=1))) == {0: 3, 1: 3, 2: 3}
 
 
 def test_the_order_is_a_function_of_seed_and_step_alone():
-    first, other = numbered(50), numbered(50)
+    first, other = make_problem_set(50), make_problem_set(50)
     forwards = [indices(first.batch(step, 8, seed=3)) for step in range(40)]
     backwards = [indices(other.batch(step, 8, seed=3)) for step in reversed(range(40))]
     assert forwards == backwards[::-1]
@@ -51,7 +51,7 @@ def test_the_order_is_a_function_of_seed_and_step_alone():
 
 
 def test_a_problem_set_is_a_sequence():
-    problems = numbered(5)
+    problems = make_problem_set(5)
     assert (
         len(problems) == 5
         and indices(problems) == [0, 1, 2, 3, 4]

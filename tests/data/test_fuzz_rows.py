@@ -177,7 +177,7 @@ ODD = [
 ]
 
 
-def mutated(row, rng):
+def mutate_row(row, rng):
     """Return the row with one to three parts changed, removed, repeated or renamed."""
     row = copy.deepcopy(row)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
@@ -208,7 +208,7 @@ def _places(value):
             yield from _places(value[key])
 
 
-def broken(text, rng):
+def damage_bytes(text, rng):
     """Return damaged bytes of a line or a file."""
     at = rng.randrange(len(text))
     return rng.choice(
@@ -230,7 +230,7 @@ def broken(text, rng):
     )
 
 
-def written(path, rows, damage=None):
+def write_rows(path, rows, damage=None):
     """Write `rows` as the kind of file that `path` names; `damage` modifies its bytes."""
     lines = [json.dumps(row).encode() for row in rows]
     text = (
@@ -300,7 +300,7 @@ def byte_renderer():
 def asked_in_good_rows(shape):
     """Return the messages of the good rows of a format."""
     with tempfile.TemporaryDirectory() as folder:
-        return load(written(Path(folder) / "good.jsonl", [SHAPES[shape][0]]), shape)[0].messages
+        return load(write_rows(Path(folder) / "good.jsonl", [SHAPES[shape][0]]), shape)[0].messages
 
 
 def check_mutated_row(shape, kind, rng, folder):
@@ -308,8 +308,8 @@ def check_mutated_row(shape, kind, rng, folder):
     reported with file and line.
     """
     good, outcome = SHAPES[shape][0], ACCEPTED
-    bad = mutated(good, rng)
-    path = written(folder / f"rows.{kind}", [good, good, bad, good])
+    bad = mutate_row(good, rng)
+    path = write_rows(folder / f"rows.{kind}", [good, good, bad, good])
     try:
         result = load(path, shape)
     except UserError as error:
@@ -329,7 +329,9 @@ def check_mutated_row(shape, kind, rng, folder):
 
 def check_damaged_file(shape, kind, rng, folder):
     """Damage one line of a file, or its compressed bytes: the result is valid rows or an error."""
-    path = written(folder / f"file.{kind}", [SHAPES[shape][0]] * 4, lambda text: broken(text, rng))
+    path = write_rows(
+        folder / f"file.{kind}", [SHAPES[shape][0]] * 4, lambda text: damage_bytes(text, rng)
+    )
     try:
         result = load(path, shape)
     except UserError as error:
@@ -393,7 +395,7 @@ def test_found_by_many_more():
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 def test_a_file_that_is_cut_off_is_refused_whatever_is_skipped(on_bad_row, tmp_path):
-    whole = written(
+    whole = write_rows(
         tmp_path / "rows.jsonl.gz", [{"prompt": f"{i} " + "x" * (i % 50)} for i in range(2000)]
     )
     text = whole.read_bytes()
@@ -413,7 +415,7 @@ def test_a_file_that_is_cut_off_is_refused_whatever_is_skipped(on_bad_row, tmp_p
 
 
 def test_where_no_row_is_good_skipping_says_so(tmp_path):
-    path = written(tmp_path / "rows.jsonl", [{"prompt": 3}, {"prompt": ""}])
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": 3}, {"prompt": ""}])
     with pytest.raises(
         UserError,
         match=(

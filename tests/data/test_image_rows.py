@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from seeing import chunk, permuted, picture, png, spelt
+from seeing import chunk, encode_parts, make_image, make_png, permute_pixels
 
 from rl.client.check_arguments import resolve_datum_images, resolve_images
 from rl.data import load_problems
@@ -53,7 +53,7 @@ def make_messages(*parts):
 
 
 def test_every_form_of_an_image_is_the_same_pixels(tmp_path):
-    data = png(1)
+    data = make_png(1)
     (tmp_path / "a.png").write_bytes(data)
     text = base64.b64encode(data).decode()
     forms = [
@@ -63,25 +63,29 @@ def test_every_form_of_an_image_is_the_same_pixels(tmp_path):
         tmp_path / "a.png",
         text,
         f"data:image/png;base64,{text}",
-        picture(1),
+        make_image(1),
     ]
     forms += [
         {"bytes": data, "path": None},
         {"bytes": None, "path": str(tmp_path / "a.png")},
         ImageChunk(data, "png"),
     ]
-    forms += [{"url": f"data:image/png;base64,{text}"}, png(1, form="BMP"), png(1, form="TIFF")]
-    expected = np.asarray(picture(1))
+    forms += [
+        {"url": f"data:image/png;base64,{text}"},
+        make_png(1, form="BMP"),
+        make_png(1, form="TIFF"),
+    ]
+    expected = np.asarray(make_image(1))
     for form in forms:
         assert np.array_equal(np.asarray(open_image(make_image_chunk(form))), expected), type(form)
     assert (
-        make_image_chunk(png(1, form="JPEG")).format == "jpeg"
+        make_image_chunk(make_png(1, form="JPEG")).format == "jpeg"
         and make_image_chunk("a.png", tmp_path).format == "png"
     )
 
 
 def test_what_is_no_image_is_an_error_that_says_so(tmp_path):
-    cut = png(1)[:-30]
+    cut = make_png(1)[:-30]
     wrong = {"damaged": cut, "no image file": "missing.png", "neither a file nor base64": "%" * 200}
     wrong |= {"not downloaded": "https://a.b/c.png", "int": 3}
     wrong |= {"not an image, or": b"hello", "data: address of the form": "data:image/png,abc"}
@@ -108,7 +112,7 @@ def test_an_image_lies_upright_and_on_white():
 def test_an_image_chunk_takes_the_tokens_that_the_model_makes_of_it(tokenizer):
     """By hand: 64 x 24 pixels are 16 x 6 patches of 4, merged 2 x 2: 24 tokens."""
     reader = get_image_reader(tokenizer)
-    inputs = spelt(tokenizer, "see ", chunk(1, 64, 24), ".")
+    inputs = encode_parts(tokenizer, "see ", chunk(1, 64, 24), ".")
     with pytest.raises(ValueError, match="depends on the model"):
         _ = inputs.length
     result = resolve_images(inputs, {"tokenizer": tokenizer, "base_model": "tiny:vision"})
@@ -145,13 +149,13 @@ def test_a_model_of_text_says_that_it_cannot_see(tokenizer):
         for item in (plain, tokenizer):
             with pytest.raises(UserError, match="has an image, but this renderer writes only text"):
                 get_renderer(name, item).build_generation_prompt(
-                    make_messages({"type": "image", "image": picture(1)})
+                    make_messages({"type": "image", "image": make_image(1)})
                 )
     plain.chat_template = tokenizer.chat_template
     plain.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     with pytest.raises(UserError, match="has an image"):
         get_renderer("chat_template", plain).build_generation_prompt(
-            make_messages({"type": "image", "image": picture(1)})
+            make_messages({"type": "image", "image": make_image(1)})
         )
 
 
@@ -173,7 +177,7 @@ def test_an_architecture_whose_images_are_not_known_is_refused_by_name(tmp_path)
 
 def test_an_input_is_cut_and_joined_without_losing_an_image(tokenizer):
     result = get_image_reader(tokenizer).resolve_tokens(
-        spelt(tokenizer, "ab", chunk(1), "cd", chunk(2, 16, 40), "e")
+        encode_parts(tokenizer, "ab", chunk(1), "cd", chunk(2, 16, 40), "e")
     )
     tokens, placed = result.flat(), result.placed()
     assert ModelInput.of(tokens, placed) == result
@@ -193,9 +197,9 @@ def test_an_input_is_cut_and_joined_without_losing_an_image(tokenizer):
 
 
 def test_images_stand_where_the_template_has_them(tokenizer, renderer):
-    address = "data:image/png;base64," + base64.b64encode(png(2, 16, 40)).decode()
+    address = "data:image/png;base64," + base64.b64encode(make_png(2, 16, 40)).decode()
     a, b = (
-        {"type": "image", "image": picture(1)},
+        {"type": "image", "image": make_image(1)},
         {"type": "image_url", "image_url": {"url": address}},
     )
     first = [{"role": "system", "content": "look"}, *make_messages("one", a, "two", b)]
@@ -206,9 +210,9 @@ def test_images_stand_where_the_template_has_them(tokenizer, renderer):
     prompt = renderer.build_generation_prompt(messages)
     assert tokenizer.decode(prompt.flat()) == f"{before}<|assistant|>"
     assert [image.data for _, image in prompt.placed()] == [
-        make_image_chunk(picture(1)).data,
-        png(2, 16, 40),
-        make_image_chunk(picture(1)).data,
+        make_image_chunk(make_image(1)).data,
+        make_png(2, 16, 40),
+        make_image_chunk(make_image(1)).data,
     ]
     example, weights = renderer.build_supervised_example(
         [*messages, {"role": "assistant", "content": "no"}], "all_assistant"
@@ -221,8 +225,8 @@ def test_images_stand_where_the_template_has_them(tokenizer, renderer):
 
 
 def test_a_turn_is_bridged_to_the_next_with_the_images_of_both(tokenizer, renderer):
-    first = make_messages({"type": "image", "image": picture(1)}, "what?")
-    new = make_messages("and", {"type": "image", "image": picture(2)})
+    first = make_messages({"type": "image", "image": make_image(1)}, "what?")
+    new = make_messages("and", {"type": "image", "image": make_image(2)})
     prompt, answer = renderer.build_generation_prompt(first), tokenizer.encode("cat<|end|>")
     bridged = renderer.extend_prompt(first, prompt.flat(), answer, new)
     whole = ModelInput.of(bridged.flat(), [*prompt.placed(), *bridged.placed()])
@@ -234,7 +238,7 @@ def test_a_turn_is_bridged_to_the_next_with_the_images_of_both(tokenizer, render
 def test_text_that_spells_an_image_token_is_text(tokenizer, renderer):
     spelt_out = "<|image_pad|><|vision_start|>"
     prompt = renderer.build_generation_prompt(
-        make_messages({"type": "image", "image": picture(1)}, spelt_out)
+        make_messages({"type": "image", "image": make_image(1)}, spelt_out)
     )
     assert prompt.flat().count(get_image_reader(tokenizer).image_token_id) == 16
     assert spelt_out in tokenizer.decode(prompt.flat())[-60:]
@@ -242,7 +246,7 @@ def test_text_that_spells_an_image_token_is_text(tokenizer, renderer):
 
 def test_an_image_of_the_assistant_and_a_place_without_one_are_refused(renderer):
     with pytest.raises(UserError, match="assistant's and has an image"):
-        shown = [{"type": "image", "image": picture(1)}]
+        shown = [{"type": "image", "image": make_image(1)}]
         renderer.build_generation_prompt(
             [*make_messages("a"), {"role": "assistant", "content": shown}, *make_messages("b")]
         )
@@ -252,7 +256,7 @@ def test_an_image_of_the_assistant_and_a_place_without_one_are_refused(renderer)
 
 def test_an_episode_of_two_turns_is_one_datum_and_another_image_begins_another(renderer, tokenizer):
     first = renderer.build_generation_prompt(
-        make_messages({"type": "image", "image": picture(1)}, "what?")
+        make_messages({"type": "image", "image": make_image(1)}, "what?")
     )
     answer = tokenizer.encode("cat<|end|>")
 
@@ -271,7 +275,7 @@ def test_an_episode_of_two_turns_is_one_datum_and_another_image_begins_another(r
     assert item.model_input.placed() == first.placed() and item.loss_fn_inputs[
         "mask"
     ].array.sum() == 2 * len(answer)
-    other = permuted(first.placed()[0][1])
+    other = permute_pixels(first.placed()[0][1])
     swapped = ImageChunk(other.data, "png", tokens=first.placed()[0][1].tokens)
     parts = datums(swapped)
     assert [part.model_input.placed()[0][1].data for part in parts] == [
@@ -289,14 +293,14 @@ def rows_file(tmp_path, rows):
     return path
 
 
-def contents(problem):
+def get_contents(problem):
     return [
         part["type"] if part["type"] == "image" else part["text"]
         for part in problem.messages[-1]["content"]
     ]
 
 
-def pixels(problem):
+def load_pixels(problem):
     parts = [
         part
         for message in problem.messages
@@ -309,8 +313,8 @@ def pixels(problem):
 def test_rows_bring_images_in_columns_and_messages(tmp_path):
     (tmp_path / "pics").mkdir()
     for i in (1, 2):
-        (tmp_path / "pics" / f"{i}.png").write_bytes(png(i))
-    coded = base64.b64encode(png(2)).decode()
+        (tmp_path / "pics" / f"{i}.png").write_bytes(make_png(i))
+    coded = base64.b64encode(make_png(2)).decode()
     text = [
         {
             "role": "user",
@@ -330,7 +334,9 @@ def test_rows_bring_images_in_columns_and_messages(tmp_path):
     ]
     result = load_problems(rows_file(tmp_path, rows))
     assert [
-        contents(p) if isinstance(p.messages[-1]["content"], list) else p.messages[-1]["content"]
+        get_contents(p)
+        if isinstance(p.messages[-1]["content"], list)
+        else p.messages[-1]["content"]
         for p in result
     ] == [
         ["image", "image", "what?"],
@@ -339,11 +345,11 @@ def test_rows_bring_images_in_columns_and_messages(tmp_path):
         "what?",
         ["a", "image", "image"],
     ]
-    first, second = np.asarray(picture(1)), np.asarray(picture(2))
+    first, second = np.asarray(make_image(1)), np.asarray(make_image(2))
     for problem, expected in zip(
         result, [[first, second], [first, second], [second], [], [first, second]], strict=True
     ):
-        got = pixels(problem) if isinstance(problem.messages[-1]["content"], list) else []
+        got = load_pixels(problem) if isinstance(problem.messages[-1]["content"], list) else []
         assert len(got) == len(expected) and all(
             np.array_equal(a, b) for a, b in zip(got, expected, strict=True)
         )
@@ -353,8 +359,8 @@ def test_rows_bring_images_in_columns_and_messages(tmp_path):
 
 
 def test_a_bad_image_costs_its_row_with_file_and_line(tmp_path):
-    (tmp_path / "cut.png").write_bytes(png(1)[:-30])
-    (tmp_path / "good.png").write_bytes(png(1))
+    (tmp_path / "cut.png").write_bytes(make_png(1)[:-30])
+    (tmp_path / "good.png").write_bytes(make_png(1))
     bad = [{"image": "cut.png"}, {"image": "gone.png"}, {"image": base64.b64encode(b"no").decode()}]
     bad.append({"images": ["good.png"], "prompt": "<image><image>"})
     rows = [{"prompt": "what?", "answer": "x", **row} for row in [{"image": "good.png"}, *bad]]
@@ -368,7 +374,11 @@ def test_a_bad_image_costs_its_row_with_file_and_line(tmp_path):
 
 def test_a_column_that_is_named_is_read_and_an_image_feature_as_well(tmp_path):
     datasets = pytest.importorskip("datasets")
-    columns = {"prompt": ["what?", "who?"], "answer": ["x", "y"], "photo": [picture(1), picture(2)]}
+    columns = {
+        "prompt": ["what?", "who?"],
+        "answer": ["x", "y"],
+        "photo": [make_image(1), make_image(2)],
+    }
     features = datasets.Features(
         {
             "prompt": datasets.Value("string"),
@@ -379,7 +389,8 @@ def test_a_column_that_is_named_is_read_and_an_image_feature_as_well(tmp_path):
     datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(tmp_path / "set"))
     result = load_problems(tmp_path / "set", image_column="photo")
     assert [
-        np.array_equal(pixels(p)[0], np.asarray(picture(i))) for i, p in enumerate(result, start=1)
+        np.array_equal(load_pixels(p)[0], np.asarray(make_image(i)))
+        for i, p in enumerate(result, start=1)
     ] == [True, True]
 
 

@@ -43,7 +43,7 @@ def write(path, *rows):
     return path
 
 
-def contents(problems):
+def get_contents(problems):
     return [problem.messages[-1]["content"] for problem in problems]
 
 
@@ -105,7 +105,7 @@ def test_depth_that_the_parser_itself_cannot_take_is_a_bad_row(tmp_path):
         match="rows.jsonl line 2: lists and objects within one another, more than 64 deep",
     ):
         load_problems(path)
-    assert contents(load_problems(path, on_bad_row="skip")) == ["a", "b"]
+    assert get_contents(load_problems(path, on_bad_row="skip")) == ["a", "b"]
     (tmp_path / "rows.json").write_text("[" * 100_000)
     with pytest.raises(UserError, match="rows.json has lists and objects within one another"):
         load_problems(tmp_path / "rows.json", on_bad_row="skip")
@@ -120,7 +120,7 @@ def test_content_in_parts_is_read_as_its_text(tmp_path):
         )
     )
     assert (
-        contents([problem]) == ["a?"]
+        get_contents([problem]) == ["a?"]
         and problem.response == "a?"
         and problem.place == "rows.jsonl line 1"
     )
@@ -192,7 +192,7 @@ def test_rows_that_do_not_fit_or_cannot_be_rendered_are_named_or_left_out(tmp_pa
         select_good_rows(problems, check, "error")
     with caplog.at_level(logging.WARNING):
         kept = select_good_rows(problems, check, "skip")
-    assert contents(kept) == ["a?", "z"] and all(
+    assert get_contents(kept) == ["a?", "z"] and all(
         caplog.text.count(f"rows.jsonl line {line}") == 1 for line in expected
     )
     assert select_good_rows(kept, check, "skip") is kept

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import call, make_worker
-from test_any_file import contents, sums, write
+from test_any_file import get_contents, make_sum_rows, write
 from whole_runs import train
 
 from rl.algorithms import METHODS, SFT, SftSettings
@@ -39,16 +39,16 @@ def tokenizer():
 
 
 def test_a_folder_without_a_test_split_holds_out_its_last_tenth(tmp_path):
-    write(tmp_path / "d" / "part-1.jsonl", sums(20))
-    write(tmp_path / "d" / "part-2.jsonl", sums(20, 40))
+    write(tmp_path / "d" / "part-1.jsonl", make_sum_rows(20))
+    write(tmp_path / "d" / "part-2.jsonl", make_sum_rows(20, 40))
     rows, held_out = load_training_problems(DataSettings(dataset=str(tmp_path / "d")), True)
     assert (len(rows), len(held_out)) == (36, 4)
-    assert not set(contents(rows)) & set(contents(held_out))
+    assert not set(get_contents(rows)) & set(get_contents(held_out))
 
 
 def test_several_held_out_sets_keep_their_names(tmp_path):
     files = {
-        name: str(write(tmp_path / f"{name}.jsonl", sums(n)))
+        name: str(write(tmp_path / f"{name}.jsonl", make_sum_rows(n)))
         for name, n in (("main", 40), ("easy", 3), ("hard", 5))
     }
     data = DataSettings(
@@ -72,7 +72,7 @@ def test_too_long_rows_are_named_counted_skipped_or_cut(tmp_path, caplog, tokeni
         remaining = select_good_rows(
             problems, check(plain, max_prompt_tokens=10, max_row_tokens=20), "error"
         )
-    assert contents(remaining) == ["111="] and "2 bad rows beside 1 good" in caplog.text
+    assert get_contents(remaining) == ["111="] and "2 bad rows beside 1 good" in caplog.text
     assert "rows.jsonl line 2" in caplog.text and "rows.jsonl line 3" in caplog.text
     with pytest.raises(
         UserError,
@@ -82,7 +82,11 @@ def test_too_long_rows_are_named_counted_skipped_or_cut(tmp_path, caplog, tokeni
     cut = select_good_rows(
         problems, check(plain, max_prompt_tokens=10, max_row_tokens=20, on_too_long="cut"), "error"
     )
-    assert contents(cut) == ["111=", "1" * 9 + "=", "111="] and [p.index for p in cut] == [0, 1, 2]
+    assert get_contents(cut) == ["111=", "1" * 9 + "=", "111="] and [p.index for p in cut] == [
+        0,
+        1,
+        2,
+    ]
     settings = SftSettings(data=AnswerDataSettings(max_row_tokens=20, on_too_long="cut"))
     datum = SFT(settings).datums([cut[2]], plain, None, 0)[0]
     whole = make_response_datum(cut[2], plain)
@@ -92,7 +96,7 @@ def test_too_long_rows_are_named_counted_skipped_or_cut(tmp_path, caplog, tokeni
     )
     # sampled: leaves space for max_tokens
     asks = select_good_rows(problems, check(plain, sampled=8, reads=(), max_row_tokens=20), "error")
-    assert contents(asks) == ["111=", "111="]
+    assert get_contents(asks) == ["111=", "111="]
 
 
 def test_the_models_context_is_as_on_bad_row_says(tmp_path, tokenizer):

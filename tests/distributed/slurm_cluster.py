@@ -52,7 +52,7 @@ PartitionName=debug Nodes=n1,n2 Default=YES
 """
 
 
-class Cluster:
+class SlurmCluster:
     """`call("sbatch", ...)` runs a client against this cluster and returns its output."""
 
     def __init__(self, folder: Path):
@@ -96,14 +96,14 @@ class Cluster:
 
 
 @contextmanager
-def cluster() -> Iterator[Cluster]:
+def run_cluster() -> Iterator[SlurmCluster]:
     """Start a cluster, yield it with both nodes idle, and kill all of it, jobs first."""
     # a short path: socket paths have at most 107 characters
     folder = Path(tempfile.mkdtemp(prefix="whetstone-slurm-"))
     folder.chmod(0o755)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        result = Cluster(folder)
+        result = SlurmCluster(folder)
         host = socket.gethostname().partition(".")[0]
         ports = _free_ports(3)
         (folder / "slurm.conf").write_text(
@@ -151,7 +151,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _start(stack: ExitStack, result: Cluster, *words: str) -> None:
+def _start(stack: ExitStack, result: SlurmCluster, *words: str) -> None:
     """Start a daemon in the foreground, which ends with the stack."""
     log = stack.enter_context(
         (result.folder / f"{words[0]}-{words[-1].rpartition('/')[2]}.out").open("w")
@@ -171,14 +171,14 @@ def _start(stack: ExitStack, result: Cluster, *words: str) -> None:
     stack.callback(end)
 
 
-def _until(holds, what: str, result: Cluster, seconds: float = 30.0) -> None:
+def _until(holds, what: str, result: SlurmCluster, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"{what}:\n{result.logs()}"
         time.sleep(0.1)
 
 
-def _idle(result: Cluster) -> int:
+def _idle(result: SlurmCluster) -> int:
     done = subprocess.run(
         ["sinfo", "-hN", "-o", "%T"],
         env=result.environment,
@@ -189,7 +189,7 @@ def _idle(result: Cluster) -> int:
     return done.stdout.split().count("idle")
 
 
-def _cancel_all(result: Cluster) -> None:
+def _cancel_all(result: SlurmCluster) -> None:
     """Cancel every job and wait until their processes have ended."""
     subprocess.run(
         ["scancel", f"--user={getpass.getuser()}"],

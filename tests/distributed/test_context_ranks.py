@@ -36,7 +36,7 @@ LAUNCHES = [
 
 
 @pytest.fixture(scope="module")
-def starts(tmp_path_factory):
+def initial_models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("starts")
     for name, (kind, sizes) in MODELS.items():
         tiny_model(kind, **sizes).save_pretrained(folder / name)
@@ -44,15 +44,17 @@ def starts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one_process(starts, tmp_path_factory):
-    return case_on_ranks(SCRIPT, starts, tmp_path_factory.mktemp("alone"), None, 280, words=["1"])
+def one_process(initial_models, tmp_path_factory):
+    return case_on_ranks(
+        SCRIPT, initial_models, tmp_path_factory.mktemp("alone"), None, 280, words=["1"]
+    )
 
 
 @pytest.mark.parametrize(("config", "processes", "size"), LAUNCHES)
 def test_a_group_computes_what_one_process_computes(
-    config, processes, size, starts, one_process, tmp_path
+    config, processes, size, initial_models, one_process, tmp_path
 ):
-    result = case_on_ranks(SCRIPT, starts, tmp_path, config, 500, processes, [str(size)])
+    result = case_on_ranks(SCRIPT, initial_models, tmp_path, config, 500, processes, [str(size)])
     assert len(result) >= len(CASES) - 1
     assert "is not exact for" in result.pop(REFUSED)
     for name, got in result.items():

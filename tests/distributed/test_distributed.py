@@ -16,8 +16,8 @@ from distributed_cases import (
     FEW,
     GRADIENTS,
     PROMPTS,
-    eight,
     for_loss,
+    make_eight_datums,
     masked_on_one_rank,
     over_sequences,
     update_datums,
@@ -62,7 +62,7 @@ STARTS = ("tied", "untied", "value", "lora_tied", "lora_untied")
 
 
 @pytest.fixture(scope="module")
-def starts(tmp_path_factory) -> Path:
+def initial_models(tmp_path_factory) -> Path:
     """Save models without weights at an initial zero or one, so that every gradient counts."""
     folder = tmp_path_factory.mktemp("starts")
     model = load_model("tiny:addition", seed=1).model
@@ -159,7 +159,7 @@ def assert_same_gradients(single, result, cases):
         for name, launch in LAUNCHES.items()
     ],
 )
-def launched(request, starts, tmp_path_factory) -> tuple[str, dict, Path]:
+def launched(request, initial_models, tmp_path_factory) -> tuple[str, dict, Path]:
     config, (*_, processes), also = LAUNCHES[request.param]
     out = tmp_path_factory.mktemp("out")
     options = list(LAUNCH_WORDS.get(request.param, ()))
@@ -168,7 +168,7 @@ def launched(request, starts, tmp_path_factory) -> tuple[str, dict, Path]:
         options += ["--deepspeed_config_file", str(file)]
     words = [] if also is None else ["--also", sharded(also, out)]
     run_launch(
-        config, out, starts, out, *words, processes=processes, options=options,
+        config, out, initial_models, out, *words, processes=processes, options=options,
         script="tests/distributed_cases.py",
     )  # fmt: skip
     return request.param, torch.load(out / "results.pt", weights_only=False), out
@@ -177,19 +177,21 @@ def launched(request, starts, tmp_path_factory) -> tuple[str, dict, Path]:
 # ------------------------------------------------------------------------------------ the reference
 
 
-def load(starts: Path, start: str, folder: Path | None = None, dtype: torch.dtype = torch.float64):
+def load(
+    initial_models: Path, start: str, folder: Path | None = None, dtype: torch.dtype = torch.float64
+):
     """Return the start (or the model saved in `folder`), loaded only with transformers and PEFT."""
-    folder = folder or starts / start / "model"
+    folder = folder or initial_models / start / "model"
     if "lora" not in start:
         model = AutoModelForCausalLM.from_pretrained(str(folder))
         if start == "value":
             model.value_head = torch.nn.Linear(model.config.hidden_size, 1)
             model.value_head.load_state_dict(
-                load_file(str(starts / start / "value_head.safetensors"))
+                load_file(str(initial_models / start / "value_head.safetensors"))
             )
         return model.to(dtype)
     base = load_model(
-        str(starts / "untied_base") if "untied" in start else "tiny:addition", seed=1
+        str(initial_models / "untied_base") if "untied" in start else "tiny:addition", seed=1
     ).model
     return PeftModel.from_pretrained(base, str(folder), is_trainable=True).to(dtype)
 
@@ -242,11 +244,11 @@ def backward(model, datums: list[Datum], loss: str, divisor: float = DIVISOR) ->
     return total
 
 
-class References:
+class ReferenceGradients:
     """Gradients in float64, each computed once."""
 
-    def __init__(self, starts: Path):
-        self.starts, self.known = starts, {}
+    def __init__(self, initial_models: Path):
+        self.starts, self.known = initial_models, {}
 
     def gradient(
         self, start: str, loss: str, datums: list[Datum], key: str = ""
@@ -266,24 +268,24 @@ class References:
         """Return the distance of plain torch in bf16 on one process from float64: gradients of
         single datums, added up in float64.
         """
-        exact, _ = self.gradient(start, loss, eight())
+        exact, _ = self.gradient(start, loss, make_eight_datums())
         total = {name: torch.zeros_like(value) for name, value in exact.items()}
         model = load(self.starts, start, dtype=torch.bfloat16)
-        for datum in eight():
+        for datum in make_eight_datums():
             model.zero_grad()
             backward(model, [datum], loss)
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     total[name] += parameter.grad.double()
-        return difference(total, exact)
+        return compute_difference(total, exact)
 
 
 @pytest.fixture(scope="module")
-def references(starts) -> References:
-    return References(starts)
+def reference_gradients(initial_models) -> ReferenceGradients:
+    return ReferenceGradients(initial_models)
 
 
-def difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def compute_difference(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Return the relative difference, by the norm over all parameters."""
     assert got.keys() == expected.keys()
     apart = sum(float((got[name].double() - expected[name]).square().sum()) for name in expected)
@@ -302,9 +304,9 @@ def assert_same(
     The gradient of a parameter may be twenty times smaller than the terms it is the difference of.
     """
     gradient, norm = result
-    assert difference(gradient, expected) < bound
+    assert compute_difference(gradient, expected) < bound
     for name in expected:
-        assert difference({name: gradient[name]}, {name: expected[name]}) < 20 * bound, name
+        assert compute_difference({name: gradient[name]}, {name: expected[name]}) < 20 * bound, name
     whole = sum(float(value.square().sum()) for value in expected.values()) ** 0.5
     assert norm == pytest.approx(whole, rel=2 * bound)
 
@@ -358,10 +360,12 @@ def test_cuts_are_what_they_say(launched):
 
 
 @pytest.mark.parametrize("case", GRADIENTS)
-def test_gradients(launched, references, case):
+def test_gradients(launched, reference_gradients, case):
     _, results, _ = launched
     result, expected = results[case], GRADIENTS[case]
-    gradient, loss = references.gradient(expected.start, expected.loss, eight())
+    gradient, loss = reference_gradients.gradient(
+        expected.start, expected.loss, make_eight_datums()
+    )
     assert_same((result["gradient"], result["norm"]), gradient)
     if expected.loss == "custom":  # the custom loss divides by itself
         loss /= DIVISOR
@@ -371,60 +375,62 @@ def test_gradients(launched, references, case):
 @pytest.mark.parametrize(
     "case", ["one rank all masked", "one datum", "a forward in between", "what was dropped is gone"]
 )
-def test_unequal_shares(launched, references, case):
+def test_unequal_shares(launched, reference_gradients, case):
     _, results, _ = launched
     datums = masked_on_one_rank()
     datums = datums[:1] if case == "one datum" else datums
     assert_same(
         results[case],
-        references.gradient("untied", "ppo", datums, case if case == "one datum" else "masked")[0],
+        reference_gradients.gradient(
+            "untied", "ppo", datums, case if case == "one datum" else "masked"
+        )[0],
     )
     assert results["no datum"] == {"grad_norm": 0.0, "skipped": 1.0}
     assert_same(
         results["a forward without the adapter before"],
-        references.gradient("lora_tied", "ppo", eight())[0],
+        reference_gradients.gradient("lora_tied", "ppo", make_eight_datums())[0],
     )
 
 
 def without_its_weakest_token(
-    references: References, start: str, loss: str
+    reference_gradients: ReferenceGradients, start: str, loss: str
 ) -> dict[str, torch.Tensor]:
-    """Return the gradient of `eight` without one of some fifty tokens: the token with the smallest
-    advantage that is not clipped.
+    """Return the gradient of `make_eight_datums` without one of some fifty tokens: the token with
+    the smallest advantage that is not clipped.
     """
-    whole = references.gradient(start, loss, eight())[0]
+    whole = reference_gradients.gradient(start, loss, make_eight_datums())[0]
     advantages = [
         (abs(float(a)), i, t)
-        for i, d in enumerate(eight())
+        for i, d in enumerate(make_eight_datums())
         for t, a in enumerate(d.loss_fn_inputs["advantages"].array)
         if a
     ]
     for _, i, t in sorted(advantages):
-        datums = eight()
+        datums = make_eight_datums()
         for name in ("mask", "advantages"):
             datums[i].loss_fn_inputs[name].array[t] = 0.0
-        result = references.gradient(start, loss, datums, f"without token {t} of {i}")[0]
-        if difference(result, whole) > 0:
+        result = reference_gradients.gradient(start, loss, datums, f"without token {t} of {i}")[0]
+        if compute_difference(result, whole) > 0:
             return result
     raise AssertionError("every token is clipped away")
 
 
 @pytest.mark.parametrize("case", FEW)
-def test_a_token_left_out_is_seen(launched, references, case):
+def test_a_token_left_out_is_seen(launched, reference_gradients, case):
     _, results, _ = launched
     expected, result = GRADIENTS[case], results[case]
     with pytest.raises(AssertionError):
         assert_same(
             (result["gradient"], result["norm"]),
-            without_its_weakest_token(references, expected.start, expected.loss),
+            without_its_weakest_token(reference_gradients, expected.start, expected.loss),
         )
 
 
 @pytest.mark.parametrize("start", ["untied", "lora_tied"])
-def test_a_wrong_divisor_is_seen(launched, references, start):
+def test_a_wrong_divisor_is_seen(launched, reference_gradients, start):
     """With every loss divided once more by the number of processes, the comparison above fails."""
     name, results, _ = launched
-    expected = references.gradient(start, "ppo", eight())[0]
+    expected = reference_gradients.gradient(start, "ppo", make_eight_datums())[0]
     if name == "one process":  # not a defect here
         return assert_same(results[f"planted, {start}"], expected)
     with pytest.raises(AssertionError):
@@ -434,30 +440,36 @@ def test_a_wrong_divisor_is_seen(launched, references, start):
     assert_same(results[f"planted, {start}"], expected)
 
 
-def test_models_side_by_side_are_each_as_if_alone(launched, starts, references):
+def test_models_side_by_side_are_each_as_if_alone(launched, initial_models, reference_gradients):
     """A policy, a critic and a frozen model have separate engines: calls and updates of a model do
     not affect the others.
     """
     result = launched[1]["two models"]
-    assert_same(result["policy"], references.gradient("tied", "ppo", eight())[0])
-    assert_same(result["critic"], references.gradient("value", "value", eight())[0])
+    assert_same(
+        result["policy"], reference_gradients.gradient("tied", "ppo", make_eight_datums())[0]
+    )
+    assert_same(
+        result["critic"], reference_gradients.gradient("value", "value", make_eight_datums())[0]
+    )
     for i, (start, loss) in enumerate((("tied", "ppo"), ("value", "value"))):
-        _, norms = updated(starts, start, loss, steps=2)
+        _, norms = compute_updates(initial_models, start, loss, steps=2)
         assert [result[f"norms {step}"][i] for step in range(2)] == pytest.approx(norms, rel=1e-5)
     assert (
         result["scores"]
         == result["scores after"]
-        == pytest.approx(references.gradient("untied", "ppo", eight())[1], rel=1e-5)
+        == pytest.approx(
+            reference_gradients.gradient("untied", "ppo", make_eight_datums())[1], rel=1e-5
+        )
     )
 
 
-def updated(
-    starts: Path, start: str, loss: str = "ppo", steps: int = 5
+def compute_updates(
+    initial_models: Path, start: str, loss: str = "ppo", steps: int = 5
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Update with torch's AdamW and clipping in float64; return the change of each trained weight,
     and the norms before clipping.
     """
-    model, norms = load(starts, start), []
+    model, norms = load(initial_models, start), []
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in parameters.items()}
     adam = torch.optim.AdamW(parameters.values())
@@ -478,26 +490,26 @@ def updated(
 
 
 @pytest.mark.parametrize("start", ["untied", "lora_tied"])
-def test_updates(launched, starts, start):
+def test_updates(launched, initial_models, start):
     """The weights are read back from the folder that transformers or PEFT reads."""
     _, results, out = launched
-    expected, norms = updated(starts, start)
+    expected, norms = compute_updates(initial_models, start)
     assert results[f"updates, {start}"]["norms"] == pytest.approx(norms, rel=1e-5)
-    saved = dict(load(starts, start, out / "sampler_weights" / start).named_parameters())
-    before = dict(load(starts, start).named_parameters())
+    saved = dict(load(initial_models, start, out / "sampler_weights" / start).named_parameters())
+    before = dict(load(initial_models, start).named_parameters())
     changes = {name: saved[name].detach() - before[name].detach() for name in expected}
     # float32 weights: 1e-7 of weights that are 1,000 times their change
-    assert difference(changes, expected) < 1e-4
+    assert compute_difference(changes, expected) < 1e-4
 
 
 @pytest.mark.parametrize("start", ["untied", "lora_tied"])
-def test_saved_weights_are_those_that_sampled(launched, starts, start):
+def test_saved_weights_are_those_that_sampled(launched, initial_models, start):
     """Reload with transformers or PEFT: the logprobs equal those of the learner, of the sampler's
     tokens, and of fixed tokens.
     """
     _, results, out = launched
     result = results[f"updates, {start}"]
-    model = load(starts, start, out / "sampler_weights" / start)
+    model = load(initial_models, start, out / "sampler_weights" / start)
     merged = AutoModelForCausalLM.from_pretrained(str(out / "sampler_weights" / f"{start}_merged"))
     with torch.no_grad():
         probe = logprobs_of(model, PROMPTS[0], [*PROMPTS[0][1:], 1])
@@ -550,7 +562,7 @@ def test_ranks_sample_unequal_lengths(launched, start):
 
 
 @pytest.mark.parametrize("case", FEW)
-def test_offloaded_optimizer(launched, references, case):
+def test_offloaded_optimizer(launched, reference_gradients, case):
     name, results, _ = launched
     if LAUNCHES[name][2] is None:
         return
@@ -558,12 +570,12 @@ def test_offloaded_optimizer(launched, references, case):
     assert result["launch"]["optimizer_device"] == "cpu"
     assert_same(
         (result["gradient"], result["norm"]),
-        references.gradient(expected.start, expected.loss, eight())[0],
+        reference_gradients.gradient(expected.start, expected.loss, make_eight_datums())[0],
     )
 
 
 @pytest.mark.parametrize("case", FEW)
-def test_bf16_gradients(launched, references, case):
+def test_bf16_gradients(launched, reference_gradients, case):
     """At most twice as far from float64 as plain torch in bf16 on one process: the noise of a
     rounding, drawn once more.
 
@@ -572,11 +584,12 @@ def test_bf16_gradients(launched, references, case):
     _, results, _ = launched
     result, expected = results[f"bf16: {case}"], GRADIENTS[case]
     assert result["launch"]["dtype"] == "bf16"
-    noise = references.bf16_noise(expected.start, expected.loss)
+    noise = reference_gradients.bf16_noise(expected.start, expected.loss)
     assert noise < 0.05
     assert (
-        difference(
-            result["gradient"], references.gradient(expected.start, expected.loss, eight())[0]
+        compute_difference(
+            result["gradient"],
+            reference_gradients.gradient(expected.start, expected.loss, make_eight_datums())[0],
         )
         < 2 * noise
     )
@@ -628,6 +641,6 @@ def test_bf16_gradients_add_up_in_fp32(launched, start):
     """
     _, results, _ = launched
     once, repeated = results[f"bf16 repeated, {start}"]
-    assert difference(
+    assert compute_difference(
         repeated, {name: 5 * value.double() for name, value in once.items()}
     ) < float32_bound(5 * 8)

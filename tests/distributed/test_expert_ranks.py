@@ -12,25 +12,25 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def starts(tmp_path_factory):
+def initial_models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("starts")
     for name in COLUMNS:
         tiny_model(name).save_pretrained(str(folder / name))
     return folder
 
 
-def gradients(starts, out, config):
-    return case_on_ranks("expert_ranks_case.py", starts, out, config, 250)
+def gradients(initial_models, out, config):
+    return case_on_ranks("expert_ranks_case.py", initial_models, out, config, 250)
 
 
 @pytest.fixture(scope="module")
-def one_process(starts, tmp_path_factory):
-    return gradients(starts, tmp_path_factory.mktemp("alone"), None)
+def one_process(initial_models, tmp_path_factory):
+    return gradients(initial_models, tmp_path_factory.mktemp("alone"), None)
 
 
 @pytest.mark.parametrize("config", ["zero3", "fsdp2", "ddp"])
-def test_experts_that_a_rank_never_reaches(config, starts, one_process, tmp_path):
-    result = gradients(starts, tmp_path, config)
+def test_experts_that_a_rank_never_reaches(config, initial_models, one_process, tmp_path):
+    result = gradients(initial_models, tmp_path, config)
     assert_same_gradients(one_process, result, CASES)
 
 

@@ -168,7 +168,7 @@ def test_each_setting_that_differs_is_found_and_named():
     base = WorkerSettings()
     names = ["rank 0 (process 1 on a)", "rank 1 (process 2 on b)"]
     changed = 0
-    for path, settings in every_change(base):
+    for path, settings in iterate_changes(base):
         result = find_differences([collect_launch_info(base), collect_launch_info(settings)], names)
         assert (
             len(result) == 1
@@ -184,12 +184,12 @@ def test_each_setting_that_differs_is_found_and_named():
     )
 
 
-def every_change(settings, prefix=""):
+def iterate_changes(settings, prefix=""):
     """Yield (path, settings with that field changed) for every leaf field."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):
-            for path, inner in every_change(value, f"{prefix}{field.name}."):
+            for path, inner in iterate_changes(value, f"{prefix}{field.name}."):
                 yield path, dataclasses.replace(settings, **{field.name: inner})
             continue
         other = {
@@ -223,7 +223,7 @@ def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, end
     goodbye (g), silence is no error.
     """
 
-    class Connection(contextlib.nullcontext):
+    class FakeConnection(contextlib.nullcontext):
         remaining = iter(heard)
 
         def settimeout(self, seconds):
@@ -247,7 +247,7 @@ def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, end
     watch._timeout = 60.0
     monkeypatch.setattr(heartbeat.os, "_exit", exits.append)
     monkeypatch.setattr(heartbeat.os, "write", lambda *_: None)
-    watch._run(Connection())
+    watch._run(FakeConnection())
     assert exits == ([1] if ends else [])
 
 
@@ -418,15 +418,15 @@ def test_a_users_own_script_ends_with_a_killed_launcher(tmp_path):
                 tmp_path / "log"
             ).read_text()
             time.sleep(0.05)
-        assert len(tagged(tag)) >= 3  # the launcher and two ranks
+        assert len(find_tagged_processes(tag)) >= 3  # the launcher and two ranks
         launcher.kill()
         launcher.wait()
         deadline = time.monotonic() + 30
-        while tagged(tag) and time.monotonic() < deadline:
+        while find_tagged_processes(tag) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert tagged(tag) == []
+        assert find_tagged_processes(tag) == []
     finally:
-        for pid in tagged(tag):
+        for pid in find_tagged_processes(tag):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -486,7 +486,7 @@ def test_what_rewards_get_of_the_environment_may_change_when_a_run_is_resumed():
     )
 
 
-def tagged(tag: str) -> list[int]:
+def find_tagged_processes(tag: str) -> list[int]:
     results = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -262,7 +262,7 @@ def rows(folder: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in parsed]
 
 
-def submit(cluster: slurm_cluster.Cluster, folder: Path, run: str) -> str:
+def submit(cluster: slurm_cluster.SlurmCluster, folder: Path, run: str) -> str:
     """Submit the project's script with what a user must change (account and partition), and with
     settings for a machine without GPUs.
     """
@@ -281,7 +281,7 @@ def submit(cluster: slurm_cluster.Cluster, folder: Path, run: str) -> str:
     return cluster.call("sbatch", "--parsable", *words, cwd=REPO, **cpus).strip()
 
 
-def story(cluster: slurm_cluster.Cluster, folder: Path, run: str) -> str:
+def collect_logs(cluster: slurm_cluster.SlurmCluster, folder: Path, run: str) -> str:
     """Return all output of a run, for the message of a failed test."""
     files = [folder / f"{run}.out", *sorted((folder / run).glob("logs/*/rank-*.log"))]
     return (
@@ -309,20 +309,20 @@ def test_a_job_that_slurm_warns_and_requeues_ends_as_if_undisturbed(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(folder=tmp_path))
     (tmp_path / "slow_reward.py").write_text(REWARD)
     deadline = time.monotonic() + 240  # for three starts on a busy machine; usually half of it
-    with slurm_cluster.cluster() as cluster:
+    with slurm_cluster.run_cluster() as cluster:
         whole = cluster.wait(submit(cluster, tmp_path, "whole"), deadline)
-        assert (whole["JobState"], whole["Restarts"]) == ("COMPLETED", "0"), story(
+        assert (whole["JobState"], whole["Restarts"]) == ("COMPLETED", "0"), collect_logs(
             cluster, tmp_path, "whole"
         )
         disturbed = submit(cluster, tmp_path, "disturbed")
         metrics = tmp_path / "disturbed" / "metrics.jsonl"
         while not metrics.exists() or metrics.read_text().count("\n") < 4:
-            assert time.monotonic() < deadline, story(cluster, tmp_path, "disturbed")
+            assert time.monotonic() < deadline, collect_logs(cluster, tmp_path, "disturbed")
             time.sleep(0.1)
         # the same signal as --signal=B:USR1@300
         cluster.call("scancel", "--batch", "--signal=USR1", disturbed)
         ended = cluster.wait(disturbed, deadline)
-        messages = story(cluster, tmp_path, "disturbed")
+        messages = collect_logs(cluster, tmp_path, "disturbed")
         assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == (
             "COMPLETED",
             "1",

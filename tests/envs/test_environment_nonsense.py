@@ -110,7 +110,7 @@ def specs(tmp_path_factory):
         spec.root.close()
 
 
-def played(spec, rows, members):
+def play_groups(spec, rows, members):
     problems = [Problem((), row, index=i) for i, row in enumerate(rows)]
     renderer, limits = get_renderer("plain", TOKENIZER), EpisodeLimits(seconds=20)
     builders = [
@@ -132,7 +132,7 @@ def test_nonsense_costs_its_own_episode_and_is_named(specs, where):
     rows = [{"when": "step", "code": code} for code in NONSENSE] + [
         {"when": "start", "code": code} for code in AT_START
     ]
-    result = played(specs[where]["Pair"], rows, 3)
+    result = play_groups(specs[where]["Pair"], rows, 3)
     text = [*NONSENSE.values(), *AT_START.values()]
     for number, (row, expected) in enumerate(zip(rows, text, strict=True)):
         (error,) = [item for item in result.errors if f"episode 1 of row {number}," in item]
@@ -144,7 +144,7 @@ def test_nonsense_costs_its_own_episode_and_is_named(specs, where):
 
 @pytest.mark.parametrize("where", ["threads", "processes"])
 def test_what_seats_earn_and_are_told_of_themselves_comes_through(specs, where):
-    result = played(specs[where]["Talk"], [{}], 2)
+    result = play_groups(specs[where]["Talk"], [{}], 2)
     assert not result.errors
     first, second = result.groups
     assert (
@@ -158,7 +158,7 @@ def test_what_seats_earn_and_are_told_of_themselves_comes_through(specs, where):
 
 @pytest.mark.parametrize("where", ["threads", "processes"])
 def test_a_reason_in_words_cuts_an_episode_short(specs, where):
-    result = played(specs[where]["Reason"], [{}], 2)
+    result = play_groups(specs[where]["Reason"], [{}], 2)
     assert not result.errors
     for item in result.groups[0].trajectories_G:
         assert (
@@ -171,8 +171,8 @@ def test_modules_generators_in_processes_are_the_groups(specs):
     """With a plain fork, all episodes would draw the same numpy numbers, and different ones from
     random.
     """
-    result = played(specs["processes"]["Pair"], [{"when": "never", "code": ""}] * 3, 3)
-    again = played(specs["processes"]["Pair"], [{"when": "never", "code": ""}] * 3, 3)
+    result = play_groups(specs["processes"]["Pair"], [{"when": "never", "code": ""}] * 3, 3)
+    again = play_groups(specs["processes"]["Pair"], [{"when": "never", "code": ""}] * 3, 3)
     for name in ("drawn", "other"):
         drawn = [
             [item.transitions[-1].metrics[name] for item in group.trajectories_G]

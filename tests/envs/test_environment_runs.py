@@ -56,7 +56,7 @@ class Walk(Environment):
 
 
 @pytest.fixture(scope="module")
-def walk(tmp_path_factory):
+def walk_spec(tmp_path_factory):
     file = tmp_path_factory.mktemp("walk") / "walk.py"
     file.write_text(WALK)
     return f"{file}:Walk"
@@ -68,9 +68,9 @@ def walk(tmp_path_factory):
     [("grpo", f"--step-rewards to_go --reward-discount 0.9 {LEVELS}"),
      ("ppo", "--normalise-rewards --group-size 2 --environment-isolation thread")],
 )  # fmt: skip
-def test_four_steps_are_two_and_two(walk, tmp_path, method, more):
+def test_four_steps_are_two_and_two(walk_spec, tmp_path, method, more):
     rows = two_and_two(
-        f"{method} {SMALL} --environment {walk} --max-turns 3 {more} --eval-every 2 "
+        f"{method} {SMALL} --environment {walk_spec} --max-turns 3 {more} --eval-every 2 "
         f"--rollouts-every 1",
         tmp_path,
     )
@@ -86,9 +86,9 @@ def test_four_steps_are_two_and_two(walk, tmp_path, method, more):
 
 
 @pytest.mark.slow
-def test_what_breaks_is_left_out_and_named_and_the_rest_is_trained(walk, tmp_path):
+def test_what_breaks_is_left_out_and_named_and_the_rest_is_trained(walk_spec, tmp_path):
     words = (
-        f"--environment {walk} --environment.breaks --max-turns 3 --steps 2 --eval-every 0 "
+        f"--environment {walk_spec} --environment.breaks --max-turns 3 --steps 2 --eval-every 0 "
         f"--rollouts-every 1"
     )
     rows = train(f"grpo {SMALL} {words}", tmp_path)
@@ -352,7 +352,7 @@ class Counter:
 
 
 def test_trl_objects_work_as_they_are(tmp_path):
-    from scripted import Scripted
+    from scripted import ScriptedSampler
 
     from rl.envs import EnvironmentGroup, isolate_environment, resolve_environment
     from rl.models import load_tokenizer
@@ -373,7 +373,7 @@ def test_trl_objects_work_as_they_are(tmp_path):
             1: '<tool_call>\n{"name": "increment", "arguments": {"by": 2}}\n</tool_call>',
             2: "done",
         }
-        sampler = Scripted(
+        sampler = ScriptedSampler(
             tokenizer,
             lambda prompt, turn, stream, member, say=say: "done" if member and turn else say[turn],
         )
@@ -391,7 +391,7 @@ def test_trl_objects_work_as_they_are(tmp_path):
 
 def test_the_pages_example_runs(tmp_path, monkeypatch):
     """Run the file and the script of docs/environments.md unchanged, against scripted answers."""
-    from scripted import Scripted
+    from scripted import ScriptedSampler
 
     from rl.models import load_tokenizer
     from rl.renderers import get_renderer
@@ -416,7 +416,7 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
 
     names = {
         "renderer": get_renderer("plain", tokenizer),
-        "sampling_client": Scripted(tokenizer, say),
+        "sampling_client": ScriptedSampler(tokenizer, say),
     }
     names["params"] = SamplingParams(max_tokens=100, temperature=1.0)
     # the page's model, renderer and parameters are replaced by the ones above

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from scripted import Scripted
+from scripted import ScriptedSampler
 
 from rl.envs import (
     Environment,
@@ -56,13 +56,13 @@ def play(ascii_tokenizer):
             EnvironmentGroup(spec, p, members, made, limits=limits, system_prompt=system_prompt)
             for p in problems
         ]
-        return rollout(builders, Scripted(ascii_tokenizer, say), PARAMS, seed=0)
+        return rollout(builders, ScriptedSampler(ascii_tokenizer, say), PARAMS, seed=0)
 
     return run
 
 
 @dataclass
-class Guess(Environment):
+class GuessEnvironment(Environment):
     """The number that the seed says."""
 
     high: int = 100
@@ -80,7 +80,7 @@ class Guess(Environment):
         return TurnResult("higher" if guess < self.number else "lower", reward=-0.1)
 
 
-def bisect(prompt, *_):
+def guess_middle(prompt, *_):
     """Return the midpoint of the range that the conversation leaves."""
     low, high, guess = 0, 99, 49
     text = prompt.removeprefix("Guess.")
@@ -113,7 +113,7 @@ def test_a_files_place_does_not_change_its_episodes(tmp_path):
 
 
 def test_a_conversation_is_played_to_its_end(play):
-    result = play(Guess, bisect, members=2, rows=[{}, {}, {}])
+    result = play(GuessEnvironment, guess_middle, members=2, rows=[{}, {}, {}])
     assert not result.errors and len(result.groups) == 3
     for group in result.groups:
         first, second = group.trajectories_G
@@ -137,7 +137,7 @@ def test_a_conversation_is_played_to_its_end(play):
 
 
 def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
-    result = play(Guess, bisect)
+    result = play(GuessEnvironment, guess_middle)
     (group,) = result.groups
     (episode,) = group.trajectories_G
     episode.advantage = 0.5
@@ -175,7 +175,7 @@ def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
 # ------------------------------------------------------------------------------------------- limits
 
 
-class Endless(Environment):
+class EndlessEnvironment(Environment):
     def start(self):
         return [{"role": "system", "content": "S"}, {"role": "user", "content": "go"}]
 
@@ -184,7 +184,7 @@ class Endless(Environment):
 
 
 def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
-    (group,) = play(Endless, lambda *_: "a", limits=EpisodeLimits(turns=3)).groups
+    (group,) = play(EndlessEnvironment, lambda *_: "a", limits=EpisodeLimits(turns=3)).groups
     (episode,) = group.trajectories_G
     assert [t.reward for t in episode.transitions] == [1.0] * 3
     assert [(t.episode_done, t.truncated) for t in episode.transitions] == [(False, False)] * 2 + [
@@ -193,18 +193,20 @@ def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
     assert episode.transitions[-1].metrics["truncated"] == 1.0
     # "Sgo" is 3 tokens; each turn adds an answer, its end and "more", 6 tokens. After n turns the
     # prompt has 3 + 6 n tokens, and 200 are reserved for the answer.
-    (group,) = play(Endless, lambda *_: "a", limits=EpisodeLimits(turns=99, tokens=215)).groups
+    (group,) = play(
+        EndlessEnvironment, lambda *_: "a", limits=EpisodeLimits(turns=99, tokens=215)
+    ).groups
     (episode,) = group.trajectories_G
     assert len(episode.transitions) == 3 and episode.transitions[-1].truncated
     assert episode.transitions[-1].metrics[
         "context_overflow"
     ] == 1.0 and group.get_total_rewards() == [3.0]
-    none = play(Endless, lambda *_: "a", limits=EpisodeLimits(tokens=202))
+    none = play(EndlessEnvironment, lambda *_: "a", limits=EpisodeLimits(tokens=202))
     assert not none.groups and "episode's limit of 202" in none.errors[0]
 
 
 def test_an_answer_that_was_cut_off_is_known_as_such(play):
-    (group,) = play(Endless, lambda *_: "abc...", limits=EpisodeLimits(turns=2)).groups
+    (group,) = play(EndlessEnvironment, lambda *_: "abc...", limits=EpisodeLimits(turns=2)).groups
     (episode,) = group.trajectories_G
     assert [t.metrics["cut"] for t in episode.transitions] == [1.0, 1.0] and episode.transitions[
         0
@@ -216,7 +218,7 @@ def test_an_answer_that_was_cut_off_is_known_as_such(play):
 
 
 def test_system_prompts_and_async_environments(play):
-    class Later(Environment):
+    class AsyncEnvironment(Environment):
         async def start(self):
             self.loop = asyncio.get_running_loop()
             await asyncio.sleep(0.01)
@@ -231,7 +233,7 @@ def test_system_prompts_and_async_environments(play):
             closed.append(asyncio.get_running_loop() is self.loop)
 
     closed = []
-    result = play(Later, lambda *_: "a", members=3, system_prompt="Be brief. ")
+    result = play(AsyncEnvironment, lambda *_: "a", members=3, system_prompt="Be brief. ")
     assert result.groups[0].get_total_rewards() == [2.0] * 3
     assert result.groups[0].trajectories_G[0].transitions[0].ob.length == len("Be brief. q")
     end = time.monotonic() + 5
@@ -243,7 +245,7 @@ def test_system_prompts_and_async_environments(play):
 def test_what_a_group_shares_is_made_once(play):
     made = []
 
-    class Sharing(Environment):
+    class SharedStateEnvironment(Environment):
         def share(self):
             made.append(self.seed)
             return {"words": [self.rng.random()]}
@@ -255,7 +257,9 @@ def test_what_a_group_shares_is_made_once(play):
         def step(self, answer):
             return TurnResult(reward=self.shared["words"][0], done=True)
 
-    result = play(Sharing, lambda *_: "a", members=4, rows=[{"seed": 5}, {"seed": 6}])
+    result = play(
+        SharedStateEnvironment, lambda *_: "a", members=4, rows=[{"seed": 5}, {"seed": 6}]
+    )
     assert sorted(made) == [5, 6]
     assert [len(set(group.get_total_rewards())) for group in result.groups] == [1, 1]
     assert result.groups[0].get_total_rewards() != result.groups[1].get_total_rewards()
@@ -480,11 +484,11 @@ def test_environments_are_found_by_name_and_address(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         resolve_environment(f"{tmp_path}/none.py:Mine")
     with pytest.raises(UserError, match="called 'calculator' already"):
-        register_environment("calculator")(Guess)
-    register_environment("guess for this test")(Guess)
+        register_environment("calculator")(GuessEnvironment)
+    register_environment("guess for this test")(GuessEnvironment)
     assert resolve_environment("guess for this test", high=7).make().high == 7
     with pytest.raises(UserError, match="did you mean --environment.high"):
-        resolve_environment(Guess, hihg=7)
+        resolve_environment(GuessEnvironment, hihg=7)
 
 
 def test_addresses_from_before_the_adapters_moved_are_resolved():
@@ -784,7 +788,7 @@ def test_a_setting_that_no_other_process_can_read_is_an_error_with_a_remedy(reso
     assert resolve_environment(once) is once
     assert resolve_environment(once, environment_isolation="thread").root is None
     with pytest.raises(ValueError, match="class of this script"):
-        resolve(Guess, environment_isolation="process")
+        resolve(GuessEnvironment, environment_isolation="process")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ questions, debugging, debate = map(load_example, ("twenty_questions", "debugging
 
 
 @cache
-def fewest_questions(things: frozenset[str]) -> int:
+def count_fewest_questions(things: frozenset[str]) -> int:
     """Return the number of questions that surely identify any of the things, by search over every
     attribute and every guess.
     """
@@ -29,12 +29,14 @@ def fewest_questions(things: frozenset[str]) -> int:
     for attribute in questions.WORDS:
         held = questions.filter_by_attribute(attribute, things)
         if held and held != things:
-            best = min(best, 1 + max(fewest_questions(held), fewest_questions(things - held)))
+            best = min(
+                best, 1 + max(count_fewest_questions(held), count_fewest_questions(things - held))
+            )
     guess = sorted(things)[0]
-    return min(best, 1 + fewest_questions(things - {guess}))
+    return min(best, 1 + count_fewest_questions(things - {guess}))
 
 
-def questions_asked(secret: str, things: frozenset[str]) -> int:
+def count_questions(secret: str, things: frozenset[str]) -> int:
     """Return the number of questions that the rule `splitting` needs to name the secret."""
     answers = []
     while questions.RIGHT not in answers:
@@ -48,8 +50,8 @@ def questions_asked(secret: str, things: frozenset[str]) -> int:
 def test_splitting_needs_as_few_questions_as_any_strategy(count):
     things = frozenset(list(questions.THINGS)[:count])
     assert (
-        max(questions_asked(secret, things) for secret in things)
-        == fewest_questions(things)
+        max(count_questions(secret, things) for secret in things)
+        == count_fewest_questions(things)
         == int(math.log2(count)) + 1
     )
 
@@ -178,22 +180,22 @@ def test_a_careful_fix_is_right_as_often_as_its_two_parts_are():
 
 
 @pytest.fixture(scope="module")
-def walls():
+def sandbox_walls():
     try:
         Sandbox().close()
     except UserError as error:
         pytest.skip(f"no sandbox on this machine: {error}")
 
 
-def begun(seed=0, **settings):
+def start_match(seed=0, **settings):
     match = resolve_environment(example_address("debugging"), **settings).make()
     match.seed, match.rng, match.row = seed, random.Random(seed), {}
     return match, match.start()
 
 
 @pytest.mark.parametrize("level", debugging.LEVELS)
-def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level, walls):
-    match, turn = begun(3, levels=(level,))
+def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level, sandbox_walls):
+    match, turn = start_match(3, levels=(level,))
     case, bug = match.bug.cases[0], match.bug
     assert (
         bug.numbered_source() in turn.messages
@@ -211,7 +213,7 @@ def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level, walls)
         and turn.reward == 1
         and turn.metrics == {"correct": 1.0, "correct_at_once": 0.0, "malformed": 0.0}
     )
-    match, _ = begun(3, levels=(level,))
+    match, _ = start_match(3, levels=(level,))
     turn = match.step({"content": bug.solution})
     assert turn.done and turn.reward == 1 and turn.metrics["correct_at_once"] == 1.0
 
@@ -230,8 +232,8 @@ def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level, walls)
         ("2: return " + "'x' * 10**6", "should be"),
     ],
 )
-def test_what_a_reply_comes_to_is_told_in_a_line_and_costs_a_try(reply, text, walls):
-    match, _ = begun(1)
+def test_what_a_reply_comes_to_is_told_in_a_line_and_costs_a_try(reply, text, sandbox_walls):
+    match, _ = start_match(1)
     turn = match.step({"content": reply})
     assert not turn.done and text in turn.messages and len(turn.messages) < 200
     turn = match.step({"content": reply})
@@ -239,8 +241,8 @@ def test_what_a_reply_comes_to_is_told_in_a_line_and_costs_a_try(reply, text, wa
     assert turn.metrics["malformed"] == float(reply == "nonsense")
 
 
-def test_what_passes_the_test_that_is_shown_alone_does_not_pass(walls):
-    match, _ = begun(2)
+def test_what_passes_the_test_that_is_shown_alone_does_not_pass(sandbox_walls):
+    match, _ = start_match(2)
     case = match.bug.cases[0]
     turn = match.step({"content": f"def f(a, b):\n    return {case.expected!r}\n"})
     assert not turn.done and case.call not in turn.messages

@@ -15,14 +15,15 @@ from rl.envs.rules import guess_number_rules, tic_tac_toe_rules
 
 
 @cache
-def fewest_guesses(count: int) -> int:
+def count_fewest_guesses(count: int) -> int:
     """Return the number of guesses that surely reaches any of `count` numbers, by search over every
     first guess.
     """
     if count == 0:
         return 0
     return 1 + min(
-        max(fewest_guesses(below), fewest_guesses(count - 1 - below)) for below in range(count)
+        max(count_fewest_guesses(below), count_fewest_guesses(count - 1 - below))
+        for below in range(count)
     )
 
 
@@ -41,7 +42,7 @@ def test_halving_needs_as_few_guesses_as_any_strategy(count):
     ]
     assert (
         max(needed)
-        == fewest_guesses(count)
+        == count_fewest_guesses(count)
         == guess_number_rules.count_guesses_needed(count)
         == math.floor(math.log2(count)) + 1
     )

@@ -16,7 +16,7 @@ TOKENIZER = tokenizer()
 debates, questions = load_example("debate"), load_example("twenty_questions")
 
 
-def anything(prompt, draw):
+def draw_any_reply(prompt, draw):
     """Return a valid reply for some game, or an invalid one, chosen at random."""
     words = [
         *"123456789",
@@ -40,7 +40,7 @@ def anything(prompt, draw):
     )
 
 
-def digits(prompt, draw):
+def choose_free_cell(prompt, draw):
     """Return a free cell of the last board, and rarely an invalid reply."""
     free = [c for c in shown_last(prompt) if c in "123456789"]
     return draw.choice(free or ["1"]) if draw.random() < 0.97 else "none"
@@ -83,9 +83,12 @@ def test_what_is_trained_is_what_the_policy_sampled_and_nothing_else(
     another player is in any.
     """
     policy = MadeUp(
-        TOKENIZER, digits if name == "tic_tac_toe" else anything, version=1, logprob=-1.0
+        TOKENIZER,
+        choose_free_cell if name == "tic_tac_toe" else draw_any_reply,
+        version=1,
+        logprob=-1.0,
     )
-    words = digits if name == "tic_tac_toe" else anything
+    words = choose_free_cell if name == "tic_tac_toe" else draw_any_reply
     players = {
         owner: MadeUp(TOKENIZER, words, version=2 + i, logprob=-2.0)
         for i, owner in enumerate(others)
@@ -153,7 +156,7 @@ def seats_of(result):
 LINES = [{1, 2, 3}, {4, 5, 6}, {7, 8, 9}, {1, 4, 7}, {2, 5, 8}, {3, 6, 9}, {1, 5, 9}, {3, 5, 7}]
 
 
-def replayed(match):
+def replay_moves(match):
     """Return (winner, seat that made an invalid move), derived from the moves only."""
     cells = {"X": set(), "O": set()}
     for move in match:
@@ -169,15 +172,15 @@ def replayed(match):
 
 @pytest.mark.parametrize("opponent", ["random", "perfect", "policy", "pool"])
 def test_each_seat_of_tic_tac_toe_earns_what_its_game_came_to(opponent):
-    policy = MadeUp(TOKENIZER, digits, version=1, cut_off=0.0)
-    pool = MadeUp(TOKENIZER, digits, version=2, cut_off=0.0)
+    policy = MadeUp(TOKENIZER, choose_free_cell, version=1, cut_off=0.0)
+    pool = MadeUp(TOKENIZER, choose_free_cell, version=2, cut_off=0.0)
     result = play(
         "tic_tac_toe", policy, groups=20, members=3, players={"pool": pool}, opponent=opponent
     )
     seats = Counter()
     for _, item, match in seats_of(result):
         mark = "XO"[item.transitions[0].seat]
-        winner, illegal = replayed(match)
+        winner, illegal = replay_moves(match)
         rewards = [turn.reward for turn in item.transitions]
         expected = (
             -1.0
@@ -258,7 +261,7 @@ def test_all_seats_of_all_episodes_are_sampled_together():
     """Each round samples a single batch per player, regardless of the number of games and of whose
     turn it is in each.
     """
-    policy, pool = (MadeUp(TOKENIZER, digits, version=v, cut_off=0.0) for v in (1, 2))
+    policy, pool = (MadeUp(TOKENIZER, choose_free_cell, version=v, cut_off=0.0) for v in (1, 2))
     result = play("tic_tac_toe", policy, groups=10, members=4, opponent="policy")
     longest = max(len(match) for _, _, match in seats_of(result))
     assert len(policy.calls) == longest <= 9

@@ -5,7 +5,7 @@ half of the guesses are any remaining number.
 import json
 
 import pytest
-from learning import clears, seed
+from learning import check_figure, seed
 from whole_runs import train
 
 from rl.envs import generate_demonstrations, resolve_environment
@@ -41,5 +41,5 @@ def test_guess_number_is_learnt(tmp_path):
         tmp_path / "grpo",
     )
     won = [row["test/env/all/correct"] for row in result if "test/env/all/correct" in row]
-    clears("games won, which the warm-up misses", won[0], below=0.8)
-    clears("games won within floor(log2 n) + 1 guesses", won[-1], above=0.8)
+    check_figure("games won, which the warm-up misses", won[0], below=0.8)
+    check_figure("games won within floor(log2 n) + 1 guesses", won[-1], above=0.8)

@@ -12,7 +12,7 @@ from rl.envs import OpponentPool
 from rl.envs.opponent_pool import compute_expected_score
 
 
-def filled(by, size=4, steps=range(0, 60, 10)):
+def fill_pool(by, size=4, steps=range(0, 60, 10)):
     pool = OpponentPool(size, by)
     for step in steps:
         pool.add(step)
@@ -63,7 +63,7 @@ def test_the_weakest_goes_by_elo():
 
 @pytest.mark.parametrize("by", ["elo", "age", "any"])
 def test_it_is_chosen_as_often_as_its_weight_says(by):
-    pool = filled(by)
+    pool = fill_pool(by)
     draws = Counter(pool.sample(seed).step for seed in range(4000))
     weights = pool.weights()
     if by == "age":
@@ -80,7 +80,7 @@ def test_it_is_chosen_as_often_as_its_weight_says(by):
 
 @pytest.mark.parametrize("by", ["elo", "age", "any"])
 def test_what_its_state_says_goes_on_bit_for_bit(by):
-    whole, first = filled(by), filled(by)
+    whole, first = fill_pool(by), fill_pool(by)
     again = OpponentPool(4, by)
     again.load_state(json.loads(json.dumps(first.state())))
     for pool in (whole, again):

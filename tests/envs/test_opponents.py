@@ -29,7 +29,7 @@ POOL = (
 )
 
 
-def versions(folder: Path) -> set[str]:
+def list_versions(folder: Path) -> set[str]:
     return {path.name for path in (folder / "sampler_weights").glob("*-opponent-*")}
 
 
@@ -60,8 +60,8 @@ def test_two_steps_and_two_resumed_are_four_to_the_bit_with_the_pool(by, tmp_pat
     finals = [state(folder, "grpo-final") for folder in (whole, cut)]
     assert finals[0] == finals[1] and sum(item["games"] for item in finals[0]["opponents"]) > 0
     assert state(whole, "grpo-000002") == state(cut, "grpo-000002")
-    assert versions(whole) == versions(cut)
-    for name in versions(whole):  # both runs have the same weights for each version
+    assert list_versions(whole) == list_versions(cut)
+    for name in list_versions(whole):  # both runs have the same weights for each version
         a, b = (
             load_file(str(folder / "sampler_weights" / name / "model.safetensors"))
             for folder in (whole, cut)
@@ -72,7 +72,7 @@ def test_two_steps_and_two_resumed_are_four_to_the_bit_with_the_pool(by, tmp_pat
         f"grpo-opponent-step-{item['step']:06d}"
         for item in state(whole, "grpo-000002")["opponents"]
     }
-    assert versions(whole) == named, "those that the pool or a checkpoint names, and no others"
+    assert list_versions(whole) == named, "those that the pool or a checkpoint names, and no others"
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_the_folder_is_bounded_and_a_lost_version_is_named(tmp_path):
         "test/env/all/lost" in row for row in (rows[0], rows[-1])
     )
     # two in the pool, and those of one earlier checkpoint
-    assert len(versions(tmp_path / "run")) <= 4
+    assert len(list_versions(tmp_path / "run")) <= 4
     step = state(tmp_path / "run", "grpo-000002")["opponents"][-1]["step"]
     (
         tmp_path

@@ -45,21 +45,21 @@ class Group:
         self.made, self.compared, self.cleaned, self.inputs = made, compared, cleaned, inputs
 
     async def make_envs(self):
-        return [One(**self.inputs), One()] if self.made is None else await did(self.made)
+        return [One(**self.inputs), One()] if self.made is None else await simulate_fault(self.made)
 
     async def compute_group_rewards(self, trajectory_group, env_group):
         return (
             [(0.5, {}) for _ in trajectory_group]
             if self.compared is None
-            else await did(self.compared)
+            else await simulate_fault(self.compared)
         )
 
     async def cleanup(self):
         if self.cleaned is not None:
-            await did(self.cleaned)
+            await simulate_fault(self.cleaned)
 
 
-async def did(what):
+async def simulate_fault(what):
     if what == "hang":
         await asyncio.sleep(1000)
     if what == "raise":
@@ -192,7 +192,7 @@ def test_a_builder_that_cannot_be_made_costs_its_group(tmp_path):
         assert expected in error and f"group {i}" in error, error
 
 
-class Noted(Group):
+class RecordingGroupBuilder(Group):
     """Record what is compared and the number of cleanups."""
 
     def __init__(self, fails=False, **inputs):
@@ -200,7 +200,7 @@ class Noted(Group):
         self.fails, self.compares, self.cleans = fails, [], 0
 
     async def make_envs(self):
-        return [Breaks() if self.fails else One(), One()]
+        return [FailingEnv() if self.fails else One(), One()]
 
     async def compute_group_rewards(self, trajectory_group, env_group):
         self.compares.append((len(trajectory_group), len(env_group)))
@@ -210,7 +210,7 @@ class Noted(Group):
         self.cleans += 1
 
 
-class Breaks(One):
+class FailingEnv(One):
     async def step(self, action, *, extra=None):
         raise OSError("no luck")
 
@@ -222,7 +222,10 @@ def test_a_failure_of_the_run_that_is_repeated_is_left_out_of_the_comparison(tmp
             "tiny:ascii-small", seed=1
         ).save_weights_and_get_sampling_client()
         for fails in (True, False):
-            group, clock = Noted(fails), EventLog(log.append) if fails else ReplayedEventLog(log)
+            group, clock = (
+                RecordingGroupBuilder(fails),
+                EventLog(log.append) if fails else ReplayedEventLog(log),
+            )
             params = SamplingParams(max_tokens=2)
             rollouts = rollout(
                 [TinkerGroup(group)],
@@ -242,7 +245,7 @@ def test_a_group_that_is_given_back_is_cleaned_up_once(ended):
     """The group is cleaned up and its thread ends, whether none, some or all of its episodes have
     ended.
     """
-    group = Noted()
+    group = RecordingGroupBuilder()
     made = TinkerGroup(group, 7)
     envs = made.make_envs()
     for number, env in enumerate(envs):

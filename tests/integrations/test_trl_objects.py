@@ -4,7 +4,7 @@ import asyncio
 import textwrap
 
 import pytest
-from scripted import Scripted
+from scripted import ScriptedSampler
 from whole_runs import train
 
 from rl.envs import EnvironmentGroup, isolate_environment, parse_environment, resolve_environment
@@ -125,7 +125,7 @@ def call(name, **arguments):
 
 
 @pytest.fixture
-def played():
+def play_episode():
     """Return a function that plays an episode of an object with scripted answers."""
     tokenizer = load_tokenizer("tiny:ascii")
     roots = []
@@ -136,7 +136,7 @@ def played():
             roots.append(spec.root)
         problem = Problem(({"role": "user", "content": "Hello."},), {"target": 5}, index=0)
         group = EnvironmentGroup(spec, problem, 1, get_renderer("plain", tokenizer))
-        sampler = Scripted(tokenizer, lambda prompt, turn, *_: answers[turn])
+        sampler = ScriptedSampler(tokenizer, lambda prompt, turn, *_: answers[turn])
         return rollout([group], sampler, SamplingParams(max_tokens=300, temperature=1.0), seed=0)
 
     yield run
@@ -151,9 +151,9 @@ def test_the_tools_are_the_classes_public_methods(file):
 
 
 @pytest.mark.parametrize("process", [False, True])
-def test_an_attribute_is_the_reward_where_there_is_no_method(file, played, process):
+def test_an_attribute_is_the_reward_where_there_is_no_method(file, play_episode, process):
     answers = [call("add", by=2) + call("double", number=4), call("later", by=1), "done"]
-    result = played(resolve_environment(f"{file}:Counter"), answers, process=process)
+    result = play_episode(resolve_environment(f"{file}:Counter"), answers, process=process)
     assert not result.errors
     (episode,) = result.groups[0].trajectories_G
     assert [m["content"] for turn in episode.transitions[1:] for m in turn.logs["told"]] == [
@@ -163,8 +163,8 @@ def test_an_attribute_is_the_reward_where_there_is_no_method(file, played, proce
 
 
 @pytest.mark.parametrize("process", [False, True])
-def test_reset_may_give_parts_which_go_on_the_rows_message(file, played, process):
-    result = played(
+def test_reset_may_give_parts_which_go_on_the_rows_message(file, play_episode, process):
+    result = play_episode(
         resolve_environment(f"{file}:Parts"), [call("add", by=1), "done"], process=process
     )
     assert not result.errors and result.groups[0].get_total_rewards() == [1.5]
@@ -174,8 +174,8 @@ def test_reset_may_give_parts_which_go_on_the_rows_message(file, played, process
     ).endswith("Hello. In parts.")
 
 
-def test_no_reward_costs_the_episode(file, played):
-    result = played(resolve_environment(f"{file}:Unsaid"), ["done"], process=False)
+def test_no_reward_costs_the_episode(file, play_episode):
+    result = play_episode(resolve_environment(f"{file}:Unsaid"), ["done"], process=False)
     assert not result.groups and "gave the reward nan" in result.errors[0]
 
 
@@ -214,7 +214,7 @@ def test_a_factory_may_be_a_function(file, name, settings, reward, process):
         2,
         get_renderer("plain", load_tokenizer("tiny:ascii")),
     )
-    sampler = Scripted(load_tokenizer("tiny:ascii"), lambda *_: "done")
+    sampler = ScriptedSampler(load_tokenizer("tiny:ascii"), lambda *_: "done")
     result = rollout([group], sampler, SamplingParams(max_tokens=300, temperature=1.0), seed=0)
     if process:
         spec.root.close()
@@ -238,7 +238,7 @@ def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
     hello = ({"role": "user", "content": "Hello."},)
     problems = [Problem(hello, row, index=i) for i, row in enumerate([*rows, {}])]
     answers = [call("add", by=2), call("speak", word="hi"), "done"]
-    sampler = Scripted(tokenizer, lambda prompt, turn, *_: answers[turn])
+    sampler = ScriptedSampler(tokenizer, lambda prompt, turn, *_: answers[turn])
     groups = [EnvironmentGroup(spec, p, 1, renderer) for p in problems]
     result = rollout(groups, sampler, SamplingParams(max_tokens=300), seed=0)
     if process:
@@ -265,10 +265,10 @@ def test_what_can_be_called_but_says_not_how_is_a_factory_that_takes_nothing():
 
 
 def test_an_environment_of_a_dictionary_has_the_episodes_seed():
-    class Seeded:
+    class SeededEnv:
         def reset(self, seed):
             return str(seed)
 
-    several = wrap_factory({"one": Seeded}, "Several")()
+    several = wrap_factory({"one": SeededEnv}, "Several")()
     several.row, several.seed = {"environment": "one"}, 77
     assert asyncio.run(several.start()) == [{"role": "user", "content": "77"}]

@@ -37,5 +37,5 @@ def test_a_wrapper_does_what_its_package_does(package, check):
     if installed not in REQUIREMENTS[package].specifier:
         pytest.skip(f"{REQUIREMENTS[package]} is required, {installed} is installed")
     held, count, faults = check()
-    least = GAMES_THAT_START if check.__name__ == "games_begin" else count
+    least = GAMES_THAT_START if check.__name__ == "check_game_starts" else count
     assert held >= least, faults

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from wrapper_scripted import Scripted, played
+from wrapper_scripted import ScriptedSampler, play_environment
 from wrapper_scripted import renderer as make_renderer
 
 from rl.config import SettingsError
@@ -60,7 +60,7 @@ def test_a_package_that_is_not_there_names_its_extra(name, settings, module, mon
 # ------------------------------------------------------------------------------------ reasoning-gym
 
 
-class Sums:
+class SumDataset:
     """A reasoning-gym dataset: sums of two numbers below 10 to the power of config["digits"]."""
 
     def __init__(self, config):
@@ -86,9 +86,9 @@ class Curriculum:
 
 
 @pytest.fixture
-def gym(package):
+def fake_gym(package):
     factory = SimpleNamespace(
-        DATASETS={"sums": (Sums, dict)},
+        DATASETS={"sums": (SumDataset, dict)},
         CURRICULA={"sums": Curriculum},
         create_curriculum=lambda name: Curriculum(),
     )
@@ -99,22 +99,22 @@ def gym(package):
         RangeAttributeMode=SimpleNamespace(UPPER_BOUND="upper", INCLUSIVE="inclusive"),
     )
     return package(
-        "reasoning_gym", factory=factory, create_dataset=lambda name, **config: Sums(config)
+        "reasoning_gym", factory=factory, create_dataset=lambda name, **config: SumDataset(config)
     )
 
 
-def added(prompt):
+def add_operands(prompt):
     a, b = prompt.rsplit("=", 1)[0].rsplit("\n", 1)[-1].split(":")[-1].strip().split("+")
     return str(int(a) + int(b))
 
 
-def test_a_generated_task_pays_right_answers_and_its_levels_grow(gym, renderer):
+def test_a_generated_task_pays_right_answers_and_its_levels_grow(fake_gym, renderer):
     spec = resolve_environment("reasoning_gym", task="sums", levels=3)
     rows = spec.make().rows("train", 9)
     assert [row["level"] for row in rows] == [0, 1, 2] * 3
-    result = played(spec, added, rows=rows)
+    result = play_environment(spec, add_operands, rows=rows)
     assert [item.get_total_rewards() for item in result.groups] == [[1.0]] * 9
-    wrong = played(spec, lambda prompt: "-1", rows=rows[:1])
+    wrong = play_environment(spec, lambda prompt: "-1", rows=rows[:1])
     assert wrong.groups[0].get_total_rewards() == [0.01]
     assert wrong.groups[0].trajectories_G[0].transitions[-1].metrics["correct"] == 0.0
 
@@ -129,7 +129,7 @@ def test_a_generated_task_pays_right_answers_and_its_levels_grow(gym, renderer):
     }
 
 
-def test_an_answer_in_tags_is_taken_out_of_them(gym):
+def test_an_answer_in_tags_is_taken_out_of_them(fake_gym):
     made = resolve_environment("reasoning_gym", task="sums", suffix="Say the number.").make()
     made.row = {"index": 0}
     assert made.start().endswith("=\nSay the number.")
@@ -147,7 +147,7 @@ def test_an_answer_in_tags_is_taken_out_of_them(gym):
 Kind = enum.Enum("Kind", "PROMPT PLAYER_ACTION GAME_MESSAGE")
 
 
-class Nim:
+class NimEnv:
     """Players take 1 to 3 of the sticks in turn; the player of the last stick wins."""
 
     def __init__(self, most=9):
@@ -193,26 +193,28 @@ class Nim:
 
 
 @pytest.fixture
-def arena(package):
+def fake_textarena(package):
     package("textarena.nim", random=random)
     registry = SimpleNamespace(ENV_REGISTRY={"Nim-v0": 1, "Nim-v0-raw": 1})
     made = []
 
     def make(name, **config):
         made.append(name)
-        return Nim(**config)
+        return NimEnv(**config)
 
     return package("textarena", envs=SimpleNamespace(registration=registry), make=make, made=made)
 
 
-def best(prompt):
+def choose_best_move(prompt):
     sticks = int(prompt.rsplit(" sticks.", 1)[0].split()[-1].split(":")[-1])
     return str(sticks % 4 or 1)
 
 
-def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(arena, renderer):
-    result = played(resolve_environment("textarena", game="Nim-v0"), best, rows=[{}] * 4)
-    assert set(arena.made) == {"Nim-v0-raw"} and not result.errors
+def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(fake_textarena, renderer):
+    result = play_environment(
+        resolve_environment("textarena", game="Nim-v0"), choose_best_move, rows=[{}] * 4
+    )
+    assert set(fake_textarena.made) == {"Nim-v0-raw"} and not result.errors
     assert len(result.groups) == 8
     assert sorted(sum((g.get_total_rewards() for g in result.groups), [])) == [-1.0] * 4 + [1.0] * 4
     for group in result.groups:
@@ -223,11 +225,15 @@ def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(arena,
         assert f"Player {seat}:" not in read  # its moves appear as its answers
 
 
-def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(arena, renderer):
+def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(
+    fake_textarena, renderer
+):
     spec = resolve_environment(
         "textarena", game="Nim-v0", others="random", moves="1 2 3", rules=False
     )
-    first, again = (played(spec, best, rows=[{}] * 6, group=4) for _ in range(2))
+    first, again = (
+        play_environment(spec, choose_best_move, rows=[{}] * 6, group=4) for _ in range(2)
+    )
     assert len(first.groups) == 6 and all(len(g.trajectories_G) == 4 for g in first.groups)
 
     def tokens(result):
@@ -245,14 +251,14 @@ def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(ar
     assert "You are" not in text and "Player 0:" in text  # the second member has the second seat
 
 
-def test_the_global_generator_is_left_alone(arena, renderer):
+def test_the_global_generator_is_left_alone(fake_textarena, renderer):
     random.seed(3)
     before = random.getstate()
-    played(resolve_environment("textarena", game="Nim-v0"), best)
+    play_environment(resolve_environment("textarena", game="Nim-v0"), choose_best_move)
     assert random.getstate() == before
 
 
-def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(arena, renderer):
+def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(fake_textarena, renderer):
     made = resolve_environment(
         "textarena", game="Nim-v0", brackets=True, config='{"most": 5}'
     ).make()
@@ -274,16 +280,16 @@ def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(arena, re
     ],
 )
 def test_wins_alone_are_paid_where_that_is_asked_for(
-    arena, monkeypatch, wins_only, won, last, reference, other
+    fake_textarena, monkeypatch, wins_only, won, last, reference, other
 ):
     """The game's reward also pays a loser that came close."""
-    close = Nim.close
+    close = NimEnv.close
 
     def nearly(self):
         rewards, info = close(self)
         return {player: 1 if reward == 1 else -0.9 for player, reward in rewards.items()}, info
 
-    monkeypatch.setattr(Nim, "close", nearly)
+    monkeypatch.setattr(NimEnv, "close", nearly)
     made = resolve_environment("textarena", game="Nim-v0", wins_only=wins_only).make()
     made.seed = 1
     made.start()
@@ -303,13 +309,13 @@ def test_wins_alone_are_paid_where_that_is_asked_for(
     ("textarena", {"game": "Nim-v1"}, "did you mean Nim-v0"),
     ("textarena", {"game": "Nim-v0", "others": "random"}, "give them, such as"),
 ])  # fmt: skip
-def test_settings_that_cannot_be(gym, arena, name, settings, message):
+def test_settings_that_cannot_be(fake_gym, fake_textarena, name, settings, message):
     with pytest.raises(UserError, match=message):
         resolve_environment(name, **settings).make()
 
 
-def test_a_task_without_levels_is_named(gym):
-    gym.factory.CURRICULA.clear()
+def test_a_task_without_levels_is_named(fake_gym):
+    fake_gym.factory.CURRICULA.clear()
     with pytest.raises(UserError, match="no curriculum of sums"):
         resolve_environment("reasoning_gym", task="sums", level=0).make()
 
@@ -317,7 +323,7 @@ def test_a_task_without_levels_is_named(gym):
 # ---------------------------------------------------------------------------------------- SkyRL-Gym
 
 
-class Thrice:
+class RetryEnv:
     """Ask again until the answer is right, three times at most."""
 
     closed = 0
@@ -344,15 +350,15 @@ class Thrice:
         return {"turns": self.turns, "name": "thrice"}
 
     def close(self):
-        Thrice.closed += 1
+        RetryEnv.closed += 1
 
 
 def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer):
-    package("skyrl_gym", registry={"thrice": 1}, make=lambda name, **inputs: Thrice(**inputs))
+    package("skyrl_gym", registry={"thrice": 1}, make=lambda name, **inputs: RetryEnv(**inputs))
     spec = resolve_environment("skyrl_gym", env="thrice")
     assert spec.needs_rows
     row = {"messages": [{"role": "user", "content": "2*3?"}], "answer": "2"}
-    result = played(
+    result = play_environment(
         spec,
         lambda prompt: prompt.count("No.") and prompt.rsplit("No. ", 1)[1][0] or "x",
         rows=[row],
@@ -361,10 +367,10 @@ def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer
     assert [t.reward for t in turns] == [-0.25, -0.25, 1.0]
     assert turns[-1].metrics["turns"] == 3.0 and "name" not in turns[-1].metrics
     for _ in range(100):
-        if Thrice.closed:
+        if RetryEnv.closed:
             break
         time.sleep(0.02)
-    assert Thrice.closed == 1
+    assert RetryEnv.closed == 1
     with pytest.raises(UserError, match="did you mean thrice"):
         resolve_environment("skyrl_gym", env="thrise").make()
 
@@ -404,16 +410,18 @@ class Client:
 
 
 @pytest.fixture
-def openenv(package):
+def fake_openenv(package):
     Client.remaining = 0
     for name in ("openenv", "openenv.core"):
         package(name)
     return package("openenv.core.generic_client", GenericEnvClient=Client)
 
 
-def test_episodes_on_a_server(openenv, renderer):
+def test_episodes_on_a_server(fake_openenv, renderer):
     spec = resolve_environment("openenv", url="http://x")
-    result = played(spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2)
+    result = play_environment(
+        spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2
+    )
     assert [item.get_total_rewards() for item in result.groups] == [[2.0, 2.0]] * 2
     for _ in range(200):
         if Client.remaining == 4:
@@ -425,10 +433,10 @@ def test_episodes_on_a_server(openenv, renderer):
 
 
 @pytest.mark.parametrize(("say", "why"), [("break", "gone"), ("hang", "within")])
-def test_a_server_that_breaks_costs_its_episode(openenv, renderer, say, why):
+def test_a_server_that_breaks_costs_its_episode(fake_openenv, renderer, say, why):
     spec = resolve_environment("openenv", url="http://x", wait_seconds=0.5)
     turn = iter([say])
-    result = played(spec, lambda prompt: next(turn, "1"), rows=[{}, {}])
+    result = play_environment(spec, lambda prompt: next(turn, "1"), rows=[{}, {}])
     assert len(result.groups) == 1 and len(result.errors) == 1 and why in result.errors[0]
 
 
@@ -454,12 +462,12 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
         session.call(lambda c: asyncio.sleep(10), 0.05)
     session.close()
 
-    class Refuses(Client):
+    class RefusingClient(Client):
         async def __aenter__(self):
             raise ConnectionRefusedError("nobody")
 
     with pytest.raises(ConnectionRefusedError, match="nobody"):
-        ClientSession(lambda: Refuses("x"), 5.0)
+        ClientSession(lambda: RefusingClient("x"), 5.0)
 
 
 def test_a_client_is_called_inside_its_event_loop():
@@ -530,7 +538,7 @@ def test_the_tools_of_a_server_are_a_models_tools(package):
 
 
 @dataclass
-class Stepped:
+class FakeStepResult:
     reward: float
     episode_done: bool
     next_observation: ModelInput
@@ -539,7 +547,7 @@ class Stepped:
     logs: dict = field(default_factory=dict)
 
 
-def counting(renderer, seen):
+def make_env_classes(renderer, seen):
     class Count:
         def __init__(self, left):
             self.remaining = left
@@ -557,27 +565,29 @@ def counting(renderer, seen):
             right = renderer.parse_response(action)[0]["content"] == str(self.remaining)
             self.remaining -= 1
             metrics = {"stop/max_turns": 1.0} if self.remaining == 0 else {}
-            return Stepped(float(right), self.remaining == 0, self.observation(), [], metrics)
+            return FakeStepResult(
+                float(right), self.remaining == 0, self.observation(), [], metrics
+            )
 
-    class Old(Count):
+    class LegacyEnv(Count):
         def step(self, action):  # an older signature without `extra`, returning a Future
             return asyncio.get_running_loop().run_in_executor(
                 None, lambda: asyncio.run(Count.step(self, action))
             )
 
-    class Breaks(Count):
+    class FailingEnv(Count):
         async def step(self, action, *, extra=None):
             raise KeyError("no luck")
 
-    class Hangs(Count):
+    class HangingEnv(Count):
         async def step(self, action, *, extra=None):
             await asyncio.sleep(1000)
 
-    class Overflows(Count):
+    class OverflowEnv(Count):
         async def initial_observation(self):
             return SimpleNamespace(reward=0.0)
 
-    return Count, Old, Breaks, Hangs, Overflows
+    return Count, LegacyEnv, FailingEnv, HangingEnv, OverflowEnv
 
 
 class Builder:
@@ -600,7 +610,7 @@ class Builder:
 
 def test_the_cookbooks_groups_are_played_token_by_token(renderer):
     seen = []
-    count, old, breaks, hangs, overflows = counting(renderer, seen)
+    count, old, breaks, hangs, overflows = make_env_classes(renderer, seen)
     builders = [
         Builder(count, old), Builder(count, breaks, count), Builder(hangs, count),
         Builder(overflows, count), Builder(breaks),
@@ -608,7 +618,7 @@ def test_the_cookbooks_groups_are_played_token_by_token(renderer):
     groups = [TinkerGroup(item, i, seconds=1.5) for i, item in enumerate(builders)]
     result = rollout(
         groups,
-        Scripted(renderer, lambda p: p.rsplit("Say ", 1)[1][0]),
+        ScriptedSampler(renderer, lambda p: p.rsplit("Say ", 1)[1][0]),
         SamplingParams(max_tokens=8),
         seed=0,
     )
@@ -619,7 +629,7 @@ def test_the_cookbooks_groups_are_played_token_by_token(renderer):
         [2.0],
     ]
     assert [item.compared for item in builders] == [
-        [(2, ["Count", "Old"])], [(2, ["Count", "Count"])], [(1, ["Count"])], [(1, ["Count"])], []
+        [(2, ["Count", "LegacyEnv"])], [(2, ["Count", "Count"])], [(1, ["Count"])], [(1, ["Count"])], []
     ]  # fmt: skip
     assert [item.cleaned for item in builders] == [1] * 5
     assert len(result.errors) == 4

@@ -6,8 +6,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from wrapper_scripted import Found, Scripted, counted, played, refused, renderer
-from wrapper_servers import mcp_episodes, openenv_episodes
+from wrapper_scripted import (
+    Found,
+    ScriptedSampler,
+    check_refusal,
+    count_cases,
+    play_environment,
+    renderer,
+)
+from wrapper_servers import check_mcp_episodes, check_openenv_episodes
 
 from rl.envs import resolve_environment
 from rl.rollout import RolloutBatch, rollout
@@ -22,7 +29,7 @@ def _rg(task: str, **settings: Any) -> Any:
     return made
 
 
-def tasks_pay_their_own_answers() -> Found:
+def check_task_answers() -> Found:
     import reasoning_gym
 
     def case(task: str) -> bool:
@@ -37,12 +44,12 @@ def tasks_pay_their_own_answers() -> Found:
         wrong = made.step({"role": "assistant", "content": "certainly not this"})
         return bool(question) and right.reward >= 0.99 > wrong.reward and right.done
 
-    return counted(
+    return count_cases(
         [(task, lambda task=task: case(task)) for task in sorted(reasoning_gym.factory.DATASETS)]
     )
 
 
-def curricula_have_their_levels() -> Found:
+def check_curriculum_levels() -> Found:
     import reasoning_gym
 
     def case(task: str) -> bool:
@@ -54,7 +61,7 @@ def curricula_have_their_levels() -> Found:
             requests.append(made.start())
         return all(requests)
 
-    return counted(
+    return count_cases(
         [(task, lambda task=task: case(task)) for task in sorted(reasoning_gym.factory.CURRICULA)]
     )
 
@@ -71,13 +78,13 @@ def an_episode_through_the_rollout() -> Found:
         # The expression contains only digits and signs.
         return str(eval(sums[-1].replace("+0", "+"), {"__builtins__": {}}))
 
-    result = played(spec, says, rows=rows)
+    result = play_environment(spec, says, rows=rows)
     rewards = [reward for item in result.groups for reward in item.get_total_rewards()]
     requests = {
         split: [_question(spec, row) for row in inputs]
         for split, inputs in (("train", rows), ("test", tests))
     }
-    return counted([
+    return count_cases([
         ("levels are spread",
          lambda: [row["level"] for row in rows] == [0, 1, 2] * 3),
         ("right answers are paid", lambda: rewards == [1.0] * 9),
@@ -97,7 +104,7 @@ def _question(spec: Any, row: dict) -> str:
 # ---------------------------------------------------------------------------- textarena
 
 
-def games_begin() -> Found:
+def check_game_starts() -> Found:
     """Start every base game with its minimum number of players, and send an invalid move."""
     import textarena as ta
 
@@ -112,10 +119,10 @@ def games_begin() -> Found:
         came = made.step({"role": "assistant", "content": "[0]"})
         return bool(turn.messages) and isinstance(came.done, bool) and len(made.seats) >= 1
 
-    return counted([(name, lambda name=name: case(name)) for name in names])
+    return count_cases([(name, lambda name=name: case(name)) for name in names])
 
 
-def halving(prompt: str) -> str:
+def guess_middle(prompt: str) -> str:
     low, high = 1, 20
     for guess, hint in re.findall(
         r"\[(\d+)\].*?target number is (lower|higher)", prompt, re.DOTALL
@@ -126,7 +133,7 @@ def halving(prompt: str) -> str:
 
 def games_are_played() -> Found:
     guess = resolve_environment("textarena", game="GuessTheNumber-v0", rules=False)
-    result = played(guess, halving, rows=[{} for _ in range(20)], group=2)
+    result = play_environment(guess, guess_middle, rows=[{} for _ in range(20)], group=2)
     rewards = [item.get_total_rewards() for item in result.groups]
     board = resolve_environment("textarena", game="TicTacToe-v0")
 
@@ -134,17 +141,17 @@ def games_are_played() -> Found:
         taken = re.findall(r"\[(\d)\]", prompt.split("You are Player")[-1])
         return f"[{next((i for i in '012345678' if i not in taken), '0')}]"
 
-    both = played(board, first_free, rows=[{} for _ in range(3)])
+    both = play_environment(board, first_free, rows=[{} for _ in range(3)])
     random_other = resolve_environment(
         "textarena",
         game="TicTacToe-v0",
         others="random",
         moves=" ".join(f"[{i}]" for i in range(9)),
     )
-    item = played(random_other, first_free, rows=[{} for _ in range(10)], group=2)
-    again = played(random_other, first_free, rows=[{} for _ in range(10)], group=2)
+    item = play_environment(random_other, first_free, rows=[{} for _ in range(10)], group=2)
+    again = play_environment(random_other, first_free, rows=[{} for _ in range(10)], group=2)
     totals = [round(sum(group.get_total_rewards()), 6) for group in both.groups]
-    return counted([
+    return count_cases([
         ("halving finds each number", lambda: rewards == [[1.0, 1.0]] * 20),
         ("within 5 guesses",
          lambda: max(_turns(item) for g in result.groups for item in g.trajectories_G) <= 5),
@@ -173,7 +180,7 @@ def _tokens(result: RolloutBatch) -> list:
 # ---------------------------------------------------------------------------- skyrl-gym
 
 
-def skyrl_episodes() -> Found:
+def check_skyrl_episodes() -> Found:
     row = {
         "messages": [{"role": "user", "content": "What is 6*7? End with #### and the number."}],
         "answer": "42",
@@ -181,20 +188,20 @@ def skyrl_episodes() -> Found:
     once = resolve_environment("skyrl_gym", env="gsm8k")
     several = resolve_environment("skyrl_gym", env="gsm8k_multi_turn")
     right, wrong = (
-        played(once, lambda _, s=s: s, rows=[row]).groups[0].get_total_rewards()
+        play_environment(once, lambda _, s=s: s, rows=[row]).groups[0].get_total_rewards()
         for s in ("It is\n#### 42", "#### 41")
     )
     answers = iter(["#### 1", "#### 2", "#### 42"])
-    result = played(several, lambda _: next(answers), rows=[row])
+    result = play_environment(several, lambda _: next(answers), rows=[row])
     turns = result.groups[0].trajectories_G[0].transitions
-    return counted([
+    return count_cases([
         ("a right answer", lambda: right == [1.0]),
         ("a wrong answer", lambda: wrong == [0.0]),
         ("several turns, each with its reward",
          lambda: [round(t.reward, 3) for t in turns] == [0.04, 0.04, 1.0]),
         ("its metrics at the end", lambda: turns[-1].metrics.get("steps") == 3.0),
         ("an unknown name",
-         lambda: refused("skyrl_gym", "did you mean gsm8k", env="gsm8")),
+         lambda: check_refusal("skyrl_gym", "did you mean gsm8k", env="gsm8")),
     ])  # fmt: skip
 
 
@@ -241,7 +248,7 @@ def tinker_groups() -> Found:
                 {"said": text},
             )
 
-    class Broken(Count):
+    class FailingEnv(Count):
         async def step(self, action: list[int], *, extra: Any = None) -> Any:
             raise RuntimeError("no luck")
 
@@ -266,15 +273,15 @@ def tinker_groups() -> Found:
         def logging_tags(self) -> list[str]:
             return ["counting"]
 
-    made = [Group(Count, Count), Group(Count, Broken, Count)]
+    made = [Group(Count, Count), Group(Count, FailingEnv, Count)]
     groups = [TinkerGroup(builder, i, seconds=20.0) for i, builder in enumerate(made)]
     result = rollout(
         groups,
-        Scripted(render, lambda p: re.findall(r"Say (\d)", p)[-1]),
+        ScriptedSampler(render, lambda p: re.findall(r"Say (\d)", p)[-1]),
         SamplingParams(max_tokens=8),
         seed=0,
     )
-    return counted([
+    return count_cases([
         ("episodes and their group rewards",
          lambda: [g.get_total_rewards() for g in result.groups] == [[13.0, 13.0]] * 2),
         ("actions are lists of ints", lambda: {item[:2] for item in seen} == {(list, int)}),
@@ -295,14 +302,14 @@ def tinker_groups() -> Found:
 
 CHECKS: dict[str, list[tuple[str, Callable[[], Found]]]] = {
     "reasoning-gym": [("every task pays its own answer and not another",
-                       tasks_pay_their_own_answers),
+                       check_task_answers),
                       ("every curriculum asks at its first and last level",
-                       curricula_have_their_levels),
+                       check_curriculum_levels),
                       ("episodes through the rollout", an_episode_through_the_rollout)],
-    "textarena": [("every game begins and takes an answer", games_begin),
+    "textarena": [("every game begins and takes an answer", check_game_starts),
                   ("games are played to their end", games_are_played)],
-    "skyrl-gym": [("episodes of one turn and of several", skyrl_episodes)],
-    "openenv": [("episodes on a server", openenv_episodes)],
-    "mcp": [("tools of a server", mcp_episodes)],
+    "skyrl-gym": [("episodes of one turn and of several", check_skyrl_episodes)],
+    "openenv": [("episodes on a server", check_openenv_episodes)],
+    "mcp": [("tools of a server", check_mcp_episodes)],
     "tinker-cookbook": [("groups of environments", tinker_groups)],
 }  # fmt: skip

@@ -19,7 +19,7 @@ def renderer() -> Renderer:
     return get_renderer("role_colon", load_model("tiny:ascii").tokenizer)
 
 
-class Scripted:
+class ScriptedSampler:
     """Sample answers that are a function of the prompt's text."""
 
     info = {"max_context": None}
@@ -37,7 +37,7 @@ class Scripted:
         return SimpleNamespace(result=lambda: (responses, {"emitted_tokens": 1}))
 
 
-def played(
+def play_environment(
     spec: Any,
     says: Callable[[str], str],
     *,
@@ -58,10 +58,10 @@ def played(
         )
         for problem in problems
     ]
-    return rollout(groups, Scripted(render, says), SamplingParams(max_tokens=64), seed=0)
+    return rollout(groups, ScriptedSampler(render, says), SamplingParams(max_tokens=64), seed=0)
 
 
-def counted(cases: Sequence[tuple[str, Callable[[], bool]]]) -> Found:
+def count_cases(cases: Sequence[tuple[str, Callable[[], bool]]]) -> Found:
     """Run each case and count the results; cases that are false or raise are named."""
     bad = []
     for name, case in cases:
@@ -73,7 +73,7 @@ def counted(cases: Sequence[tuple[str, Callable[[], bool]]]) -> Found:
     return len(cases) - len(bad), len(cases), bad
 
 
-def refused(name: str, text: str, **settings: Any) -> bool:
+def check_refusal(name: str, text: str, **settings: Any) -> bool:
     """Return whether creating the environment raises ValueError with `text` in its message."""
     try:
         resolve_environment(name, **settings).make()
@@ -82,8 +82,8 @@ def refused(name: str, text: str, **settings: Any) -> bool:
     return False
 
 
-def costs_episode(name: str, **settings: Any) -> bool:
+def check_episode_cost(name: str, **settings: Any) -> bool:
     """Return whether an environment that cannot answer costs exactly its episode."""
     row = {"messages": [{"role": "user", "content": "?"}], "answer": "x"}
-    result = played(resolve_environment(name, **settings), lambda _: "x", rows=[row])
+    result = play_environment(resolve_environment(name, **settings), lambda _: "x", rows=[row])
     return not result.groups and len(result.errors) == 1

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from wrapper_scripted import Found, costs_episode, counted, played
+from wrapper_scripted import Found, check_episode_cost, count_cases, play_environment
 
 from rl.envs import resolve_environment
 
@@ -77,7 +77,7 @@ def _script(text: str) -> str:
     return str(path)
 
 
-def openenv_episodes() -> Found:
+def check_openenv_episodes() -> Found:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -89,17 +89,17 @@ def openenv_episodes() -> Found:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
         spec = resolve_environment("openenv", url=f"http://127.0.0.1:{port}", show="text")
-        result = played(
+        result = play_environment(
             spec, lambda prompt: re.findall(r"Say (\d)", prompt)[-1], rows=[{}, {}], group=2
         )
-        wrong = played(spec, lambda prompt: "9")
+        wrong = play_environment(spec, lambda prompt: "9")
         turns = result.groups[0].trajectories_G[0].transitions if result.groups else []
         asjson = resolve_environment("openenv", url=f"http://127.0.0.1:{port}", action="json")
-        strange = played(
+        strange = play_environment(
             asjson, lambda prompt: "no json" if "Error" not in prompt else '{"message": "1"}'
         )
         metrics = [t.metrics for t in strange.groups[0].trajectories_G[0].transitions]
-        return counted([
+        return count_cases([
             ("episodes side by side",
              lambda: [g.get_total_rewards() for g in result.groups] == [[3.0, 3.0]] * 2),
             ("each turn has its reward", lambda: [t.reward for t in turns] == [1.0] * 3),
@@ -107,13 +107,13 @@ def openenv_episodes() -> Found:
             ("an answer that is no action is told and counted",
              lambda: metrics[0].get("malformed_action") == 1.0 and len(metrics) == 4),
             ("a server that is not there costs its episode",
-             lambda: costs_episode("openenv", url="http://127.0.0.1:9", wait_seconds=5.0)),
+             lambda: check_episode_cost("openenv", url="http://127.0.0.1:9", wait_seconds=5.0)),
         ])  # fmt: skip
     finally:
         server.terminate()
 
 
-def mcp_episodes() -> Found:
+def check_mcp_episodes() -> Found:
     command = f"{sys.executable} {_script(MCP_SERVER)}"
     from rl.envs.tools import run_calls
     from rl.integrations import McpServer
@@ -141,20 +141,20 @@ def mcp_episodes() -> Found:
              lambda: called("multiply", a="six").error is not None),
             ("one that hangs is given up", lambda: "longer than 2 s" in (hung.error or "")),
         ]  # fmt: skip
-        result = counted(cases)
+        result = count_cases(cases)
     finally:
         server.close()
     spec = resolve_environment("mcp", server=command, only="multiply", call_seconds=60.0)
     made = spec.make()
     made.row, made.calls = {"messages": [{"role": "user", "content": "6*7?"}], "answer": "42"}, []
     made.start()
-    whole = counted([
+    whole = count_cases([
         ("an environment offers what it is asked for",
          lambda: [item.name for item in made.tools] == ["multiply"]),
         ("and pays by a reward",
          lambda: made.step({"role": "assistant", "content": "42"}).reward == 1.0),
         ("a server that is not there costs its episode",
-         lambda: costs_episode("mcp", server="false", call_seconds=20.0)),
+         lambda: check_episode_cost("mcp", server="false", call_seconds=20.0)),
     ])  # fmt: skip
     made.close()
     return result[0] + whole[0], result[1] + whole[1], result[2] + whole[2]

@@ -21,7 +21,7 @@ def first_token(*tokens):
     return 200, {"choices": [{"logprobs": {"content": [{"top_logprobs": top}]}}]}
 
 
-def writes(text):
+def make_reply(text):
     return 200, {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
@@ -57,7 +57,7 @@ def test_yes_and_no_are_read_from_the_first_token():
 
 
 def test_scores_are_read_from_the_text():
-    with api_server(lambda body, _: writes("Fine. Score: 4")) as (address, bodies):
+    with api_server(lambda body, _: make_reply("Fine. Score: 4")) as (address, bodies):
         rubric = Rubric.from_weights(POLITE_RIGHT[:1], "score", scale=5.0, max_tokens=9)
         ((score,),) = APIRubricJudge(OpenAIClient(address), rubric).scores([group("a")])
     assert score.reward == pytest.approx(0.8) and bodies[0]["max_tokens"] == 9
@@ -123,16 +123,16 @@ def test_an_error_that_stays_is_not_tried_again_and_has_its_remedy(reply, remedy
 
 
 def test_an_error_whose_text_is_cut_off_is_tried_again():
-    class Cut(dict):
+    class TruncatedReply(dict):
         """A reply that ends before its declared length."""
 
     remaining = [2]
 
     def reply(body, headers):
         remaining[0] -= 1
-        return (502, Cut()) if remaining[0] >= 0 else first_token(("yes", 1.0))
+        return (502, TruncatedReply()) if remaining[0] >= 0 else first_token(("yes", 1.0))
 
-    with api_server(reply, cut_off=Cut) as (address, bodies):
+    with api_server(reply, cut_off=TruncatedReply) as (address, bodies):
         judge = APIRubricJudge(OpenAIClient(address), Rubric.from_weights(POLITE_RIGHT[:1]))
         ((score,),) = judge.scores([group("a")])
     assert score.reward == 1.0 and len(bodies) == 3
@@ -198,7 +198,7 @@ def test_a_server_that_cannot_judge_is_refused_before_a_model_is_loaded(tmp_path
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr("rl.trainer.execute.make_policy", load)
-    with api_server(lambda *_: writes("yes")) as (address, bodies):
+    with api_server(lambda *_: make_reply("yes")) as (address, bodies):
         with pytest.raises(UserError, match="grpo, before any training: .*cannot be read as yes"):
             train(f"{SHORT} --rubric-model {address}", tmp_path)
         assert len(bodies) == 1

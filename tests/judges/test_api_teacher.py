@@ -22,7 +22,7 @@ def _at_once(monkeypatch):
     monkeypatch.setattr(openai_client, "_RETRY_SECONDS", (0.0,) * 6)
 
 
-def echoes(tokens, logprobs, texts=None):
+def make_echo_reply(tokens, logprobs, texts=None):
     """Return the reply of a server that echoes the prompt and adds a token."""
     texts = [chr(token) for token in tokens] if texts is None else texts
     content = {"tokens": [*texts, "!"], "token_logprobs": [None, *logprobs[1:], -1.0]}
@@ -61,7 +61,7 @@ def test_a_run_with_the_teacher_behind_an_api_is_that_with_its_weights(teacher, 
     def reply(body, headers):
         assert body["echo"] is True and body["max_tokens"] == 1
         texts, logprobs = score(body["prompt"])
-        return echoes(body["prompt"], logprobs, texts)
+        return make_echo_reply(body["prompt"], logprobs, texts)
 
     here = train(f"{WORDS} --teacher {folder}", tmp_path / "here")
     with api_server(reply, models=("teacher",)) as (address, bodies):
@@ -80,8 +80,8 @@ def test_a_run_with_the_teacher_behind_an_api_is_that_with_its_weights(teacher, 
     ((400, {"error": "logprobs are off"}), "did not score.*HTTP 400.*logprobs are off"),
     ((503, {}), "did not score.*HTTP 503"),
     ((200, {"choices": [{"text": "x", "logprobs": None}]}), "no logprobs of the prompt"),
-    (echoes([65, 66], [0.0, -1.0]), "has logprobs of 3 tokens"),
-    (echoes([88] * 500, [-1.0] * 500), "another vocabulary.*in the policy's and 'X' in the"),
+    (make_echo_reply([65, 66], [0.0, -1.0]), "has logprobs of 3 tokens"),
+    (make_echo_reply([88] * 500, [-1.0] * 500), "another vocabulary.*in the policy's and 'X' in the"),
 ])  # fmt: skip
 def test_a_server_that_cannot_be_a_teacher_is_refused_before_the_run(answer, message, tmp_path):
     with (
@@ -93,7 +93,10 @@ def test_a_server_that_cannot_be_a_teacher_is_refused_before_the_run(answer, mes
 
 
 def test_logprobs_are_those_of_temperature_1():
-    with api_server(lambda body, _: echoes(body["prompt"], [0.0, -0.5, -0.25])) as (address, _):
+    with api_server(lambda body, _: make_echo_reply(body["prompt"], [0.0, -0.5, -0.25])) as (
+        address,
+        _,
+    ):
         scorer = APIScoringClient(OpenAIClient(address))
         inputs = [ModelInput.from_ints([65, 66, 67])]
         assert scorer.compute_logprobs_many(inputs).result() == [[None, -0.5, -0.25]]

@@ -76,7 +76,7 @@ def write_model(folder, architecture="Llama", template=TEMPLATE, *, labels=1, pa
     return str(folder)
 
 
-def conversations():
+def make_conversations():
     question = [{"role": "user", "content": "What is 2+2?"}]
     talk = [
         *question,
@@ -87,9 +87,9 @@ def conversations():
     return [(question, ["4", "five", "5555", "4"]), (talk, ["6.", "  I do not know"]), (kind, [""])]
 
 
-def episodes():
+def make_episodes():
     groups = []
-    for messages, answers in conversations():
+    for messages, answers in make_conversations():
         members = []
         for answer in answers:
             logs = {"messages": messages, "response": answer}
@@ -109,7 +109,7 @@ def by_transformers(folder):
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     table = []
-    for messages, answers in conversations():
+    for messages, answers in make_conversations():
         table.append([])
         for answer in answers:
             text = tokenizer.apply_chat_template(
@@ -136,7 +136,7 @@ def service(tmp_path):
 def test_scores_are_those_of_transformers(architecture, options, tmp_path, service):
     folder = write_model(tmp_path / "model", architecture, **options)
     result = PublishedRewardModel(service.create_classifier_client(folder), folder).scores(
-        episodes()
+        make_episodes()
     )
     expected = by_transformers(folder)
     assert [len(scores) for scores in result] == [4, 2, 1]
@@ -185,7 +185,7 @@ def test_several_are_added_up_by_weight_and_each_is_a_metric(tmp_path, service):
     ]
     several = WeightedRewardModels(list(zip(folders, judges, (2.0, -0.5), strict=True)))
     first, second = map(by_transformers, folders)
-    for g, scores in enumerate(several.scores(episodes())):
+    for g, scores in enumerate(several.scores(make_episodes())):
         for i, score in enumerate(scores):
             assert score.reward == pytest.approx(2.0 * first[g][i] - 0.5 * second[g][i], abs=1e-4)
             assert score.metrics == pytest.approx(
@@ -213,7 +213,7 @@ def test_a_run_learns_from_two_of_them(tmp_path):
     )
 
 
-def spoilt(folder, mode):
+def write_broken_model(folder, mode):
     if mode == "two outputs":
         return write_model(folder, labels=2)
     write_model(folder, template=None if mode == "no template" else TEMPLATE)
@@ -239,7 +239,7 @@ def spoilt(folder, mode):
 def test_what_cannot_score_is_refused_before_the_first_step(options, says, tmp_path):
     with pytest.raises(UserError, match=says):
         train(
-            f"{GRPO} --steps 1 --reward-model {spoilt(tmp_path / 'model', options)}",
+            f"{GRPO} --steps 1 --reward-model {write_broken_model(tmp_path / 'model', options)}",
             tmp_path / "run",
         )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -258,13 +258,15 @@ def test_a_template_that_knows_no_system_prompt_says_so(tmp_path, service):
             r"supported"
         ),
     ):
-        PublishedRewardModel(service.create_classifier_client(folder), folder).scores(episodes())
+        PublishedRewardModel(service.create_classifier_client(folder), folder).scores(
+            make_episodes()
+        )
 
 
 def test_a_conversation_beyond_its_context_is_an_error(tmp_path, service):
     folder = write_model(tmp_path / "model")
     judge = PublishedRewardModel(service.create_classifier_client(folder), folder)
-    (group, *_) = episodes()
+    (group, *_) = make_episodes()
     group.trajectories_G[0].transitions[0].logs["response"] = "a" * 300
     with pytest.raises(
         UserError, match="reads at most 256 tokens, a conversation with its answer has 3"
@@ -273,7 +275,7 @@ def test_a_conversation_beyond_its_context_is_an_error(tmp_path, service):
 
 
 def test_a_later_stage_is_checked_before_the_first(tmp_path):
-    folder = spoilt(tmp_path / "model", "no template")
+    folder = write_broken_model(tmp_path / "model", "no template")
     (tmp_path / "two.yaml").write_text(
         "stages:\n  - {method: sft, dataset: addition, steps: 1}\n"
         f"  - {{method: grpo, dataset: addition, reward: null, reward_model: {folder}, steps: 1, "

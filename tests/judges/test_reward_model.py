@@ -10,7 +10,7 @@ import learning
 import numpy as np
 import pytest
 import torch
-from helpers import ADAM, VOCABULARY, call, gradient, make_worker, relative_difference
+from helpers import ADAM, VOCABULARY, call, compute_relative_difference, gradient, make_worker
 from safetensors.torch import load_file, save_file
 from test_dpo import largest_digit_pairs
 from whole_runs import final_weights, train
@@ -96,7 +96,7 @@ def pairs(count=6, seed=0):
     return datums
 
 
-def stirred(worker):
+def create_perturbed_model(worker):
     worker.create_model(1, ModelSpec("tiny:addition", seed=4, value_head=True), None, False)
     worker.learners[0] = worker.learners.pop(1)
     generator = torch.Generator().manual_seed(1)
@@ -109,7 +109,7 @@ def stirred(worker):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_does_not_depend_on_how_pairs_are_cut(layout):
     """The gradient equals that of the model run on single sequences."""
-    datums, worker = pairs(), stirred(make_worker())
+    datums, worker = pairs(), create_perturbed_model(make_worker())
     model, head = worker.learners[0].model, worker.learners[0].head.value_head
 
     def score(datum):
@@ -126,10 +126,10 @@ def test_the_gradient_does_not_depend_on_how_pairs_are_cut(layout):
     ]
     expected = torch.cat([g.reshape(-1) for g in gradients])
     for budget in (10_000, 1, 40):
-        worker = stirred(make_worker(layout=layout, token_budget=budget))
+        worker = create_perturbed_model(make_worker(layout=layout, token_budget=budget))
         _, metrics = call(worker, "forward_backward", 0, datums, "bradley_terry", {}, 3.0, True)
         assert metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-5)
-        assert relative_difference(gradient(worker), expected) < 1e-5
+        assert compute_relative_difference(gradient(worker), expected) < 1e-5
 
 
 def test_calibration_and_metrics_by_hand():
@@ -262,7 +262,7 @@ def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp
     assert messages in prompt["content"]
 
 
-def spoken(*exchange, messages=True):
+def make_logged_episode(*exchange, messages=True):
     """Return an episode of (question, answer) turns, logged with or without `told`."""
     turns = []
     for request, answer in exchange:
@@ -277,9 +277,9 @@ def spoken(*exchange, messages=True):
 @pytest.mark.parametrize("messages", [True, False])
 def test_each_member_of_several_turns_is_judged_by_its_own_conversation(messages):
     members = [
-        spoken(("2+2?", "<think>five?</think>4"), ("sure?", "yes"), messages=messages),
-        spoken(("2+2?", "5"), ("really?", "no, 4"), messages=messages),
-        spoken(("2+2?", "4!"), messages=messages),
+        make_logged_episode(("2+2?", "<think>five?</think>4"), ("sure?", "yes"), messages=messages),
+        make_logged_episode(("2+2?", "5"), ("really?", "no, 4"), messages=messages),
+        make_logged_episode(("2+2?", "4!"), messages=messages),
     ]
     seen: list[str] = []
 
@@ -310,7 +310,7 @@ def test_episodes_are_compared_from_where_they_part():
         )
     )
     members = [
-        spoken(("a", first), ("c", last))
+        make_logged_episode(("a", first), ("c", last))
         for first, last in (("b", "d"), ("b", "e"), ("x", "d"), ("b", "d"))
     ]
     PairwiseJudge(judge).scores([TrajectoryGroup(members, [0.0] * 4, [{}] * 4)])
@@ -397,7 +397,7 @@ def test_it_learns_preferences_with_a_known_answer(options, tmp_path):
         and abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
     )
     assert first["test/rewards/accuracies"] == 0.5
-    learning.clears("pairs ranked right", last["test/rewards/accuracies"], above=0.9)
+    learning.check_figure("pairs ranked right", last["test/rewards/accuracies"], above=0.9)
     assert last["test/loss"] < 0.5 * math.log(2) and last["test/rewards/calibration_error"] < 0.2
     if "centre" in options:
         assert (
@@ -440,12 +440,14 @@ def test_the_comparison_form_learns_the_same_preferences(tmp_path):
     prefers_b = trained("b", "a", 0, "untrained")[0]["test/rewards/accuracies"] > 0.5
     result = trained(*("ab" if prefers_b else "ba"), 40, "run")
     first, last = result[0], result[-1]
-    learning.clears("pairs ranked right at first", first["test/rewards/accuracies"], below=0.8)
-    learning.clears("pairs ranked right", last["test/rewards/accuracies"], above=0.9)
-    learning.clears(
+    learning.check_figure(
+        "pairs ranked right at first", first["test/rewards/accuracies"], below=0.8
+    )
+    learning.check_figure("pairs ranked right", last["test/rewards/accuracies"], above=0.9)
+    learning.check_figure(
         "share of ties", last["test/comparison/tie"], below=first["test/comparison/tie"]
     )
-    learning.clears(
+    learning.check_figure(
         "verdicts that are the same in both orders", last["test/comparison/consistent"], above=0.9
     )
 
@@ -655,17 +657,17 @@ def test_rlhf_raises_the_learned_reward_and_the_true_one(tmp_path):
     )
     rows = train(str(recipe), tmp_path / "run")
     model = [row for row in rows if row["stage"] == "reward_model" and "test/loss" in row][-1]
-    learning.clears(
+    learning.check_figure(
         "pairs ranked right by the reward model", model["test/rewards/accuracies"], above=0.95
     )
     first, last = (row for row in rows if row["stage"] == "rlhf" and "test/env/all/correct" in row)
-    learning.clears("true reward at first", first["test/env/all/correct"], below=0.5)
-    learning.clears("true reward", last["test/env/all/correct"], above=0.85)
+    learning.check_figure("true reward at first", first["test/env/all/correct"], below=0.5)
+    learning.check_figure("true reward", last["test/env/all/correct"], above=0.85)
     near_right = 0.75 * model["test/rewards/chosen"] + 0.25 * model["test/rewards/rejected"]
-    learning.clears(
+    learning.check_figure(
         "learned reward at first", first["test/env/all/reward/learned"], below=near_right
     )
-    learning.clears("learned reward", last["test/env/all/reward/learned"], above=near_right)
+    learning.check_figure("learned reward", last["test/env/all/reward/learned"], above=near_right)
     print(
         {
             name: (first[name], last[name])

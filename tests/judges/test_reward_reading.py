@@ -297,7 +297,7 @@ def test_reward_models_and_judges_keep_the_renderer_that_they_were_trained_with(
     assert requests == ["runs/a/checkpoints/rm-final", "runs/b"]
 
 
-class Remembers(Environment):
+class TwoQuestionEnvironment(Environment):
     """Two questions, with a tool that nobody needs."""
 
     def start(self):
@@ -317,9 +317,9 @@ class Remembers(Environment):
         return TurnResult("ab?", done=self.turns > 1)
 
 
-def played(renderer, name, answers, *, cut=False, tools=False):
-    """Return the group of a single episode of `Remembers`, played as in a rollout."""
-    spec = resolve_environment(Remembers)
+def play_episode(renderer, name, answers, *, cut=False, tools=False):
+    """Return the group of a single episode of `TwoQuestionEnvironment`, played as in a rollout."""
+    spec = resolve_environment(TwoQuestionEnvironment)
     problem = Problem([], meta={"tools": tools})
     env = EnvironmentGroup(spec, problem, 1, renderer).make_envs()[0]
     prompt, _ = env.initial_observation().result()
@@ -360,18 +360,18 @@ def test_an_episode_of_an_environment_is_read_in_the_models_own_renderer(
     ].model_input.to_ints()
     known = {"policy_renderer": other} if knows_policy else {}
     reader = Reader()
-    RewardModel(reader, "rm", reference, **known).scores([played(other, policy, ["4", "st"])])
+    RewardModel(reader, "rm", reference, **known).scores([play_episode(other, policy, ["4", "st"])])
     assert reader.read == [expected]
     reader = Reader()
     RewardModel(reader, "rm", reference, **known).scores(
-        [played(other, policy, ["4", "st"], cut=True)]
+        [play_episode(other, policy, ["4", "st"], cut=True)]
     )
     assert reader.read == [expected[: len(reader.read[0])]] and len(reader.read[0]) < len(expected)
 
 
 def test_an_episode_in_the_models_own_format_is_read_with_its_tools(renderers):  # noqa: F811
     renderer = renderers("chat_template", "qwen3")
-    group = played(renderer, "chat_template", ["4", "st"], tools=True)
+    group = play_episode(renderer, "chat_template", ["4", "st"], tools=True)
     last = group.trajectories_G[0].transitions[-1]
     assert "Look at a place" in renderer._decode(last.ob.to_ints())
     reader = Reader()

@@ -44,7 +44,7 @@ class YesNo:
         return [None, *[-9.0] * len(request), *[logp / len(word)] * len(word)]
 
 
-def likes(answer, question):
+def rate_answer(answer, question):
     """Return the logprobs of yes and no: length to 1 for politeness, 1 to 3 for being right."""
     return (
         np.log([len(answer) if "polite" in question else 1, 1 if "polite" in question else 3]) - 4.0
@@ -52,7 +52,7 @@ def likes(answer, question):
 
 
 def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
-    client = YesNo(likes)
+    client = YesNo(rate_answer)
     judge = RubricJudge(client, Letters(), Rubric.from_weights(POLITE_RIGHT))
     (first, second) = judge.scores([group("aaa", "b", "aaa"), group("cc")])
     for score, length in zip([*first, *second], [3, 1, 3, 2], strict=True):
@@ -68,7 +68,7 @@ def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
 def test_a_bad_thing_has_a_negative_weight():
     rubric = Rubric((RubricQuestion("Is it right?", 1.0, "right"),
                      RubricQuestion("Is it polite?", -1.0, "polite")))  # fmt: skip
-    ((score,),) = RubricJudge(YesNo(likes), Letters(), rubric).scores([group("aaa")])
+    ((score,),) = RubricJudge(YesNo(rate_answer), Letters(), rubric).scores([group("aaa")])
     assert score.reward == pytest.approx((0.25 - 0.75) / 2)
 
 
@@ -97,7 +97,7 @@ def test_a_written_score_is_the_last_one_and_on_the_scale(text, share):
     assert parse_score(text, 10.0) == (None if share is None else pytest.approx(share))
 
 
-class Writes:
+class FakeGenerationClient:
     """A client that answers each prompt of `Letters` with `says(prompt)`."""
 
     info = {"max_context": None, "base_model": "stub"}
@@ -115,7 +115,7 @@ class Writes:
         return SimpleNamespace(result=lambda: (results, {}))
 
 
-class Writing(Letters):
+class GenerationRenderer(Letters):
     def build_generation_prompt(self, messages):
         return self.build_supervised_example([*messages, {"role": "assistant", "content": ""}])[0]
 
@@ -134,9 +134,11 @@ def test_an_answer_for_which_the_judge_writes_no_score_costs_itself_alone():
             else f"Score: {2 if 'polite' in prompt else 4}$"
         )
 
-    client = Writes(says)
+    client = FakeGenerationClient(says)
     judge = RubricJudge(
-        client, Writing(), Rubric.from_weights(POLITE_RIGHT, "score", scale=5.0, max_tokens=9)
+        client,
+        GenerationRenderer(),
+        Rubric.from_weights(POLITE_RIGHT, "score", scale=5.0, max_tokens=9),
     )
     inputs = RolloutBatch([group("a", "bb", "a"), group("bb")], [], {}, 0.0, 0.0)
     rewards = LearnedRewards(judge, 0.0)
@@ -189,7 +191,7 @@ def test_the_probability_of_yes_is_that_of_a_model_run_by_itself(tmp_path):
 
 
 def test_a_conversation_too_long_for_the_judge_names_the_remedy():
-    client = YesNo(likes)
+    client = YesNo(rate_answer)
     client.info = {"max_context": 20, "base_model": "stub"}
     with pytest.raises(UserError, match="reads at most 20 tokens.*longer context"):
         RubricJudge(client, Letters(), Rubric.from_weights(POLITE_RIGHT)).scores([group("a")])

@@ -20,7 +20,7 @@ ENVIRONMENT = {
 }
 
 
-def inside(test):
+def mark_interpreted(test):
     """Mark a test for the process that `run_interpreted` starts; it is not collected elsewhere."""
     test.__test__ = INTERPRETED
     return test

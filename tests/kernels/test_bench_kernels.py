@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench import kernels
-from bench.kernels import PROVIDERS, TINY, CannotRun, Problem, Provider, Step, Timing
+from bench.kernels import PROVIDERS, TINY, CannotRun, LogprobBatch, Provider, Step, Timing
 
 TOKENS = 8
 SMALL = replace(TINY, D=8, V=32)
@@ -25,25 +25,25 @@ class OutOfResources(Exception):
     """A stand-in for Triton's exception, which is not a standard Python exception."""
 
 
-def plain(p: Problem) -> torch.Tensor:
+def compute_plain_logprobs(p: LogprobBatch) -> torch.Tensor:
     return torch.nn.functional.linear(p.x, p.w).log_softmax(-1).gather(-1, p.y[:, None])[:, 0]
 
 
-def failing(error: Exception, calls: int = 0):
+def make_failing_logprobs(error: Exception, calls: int = 0):
     """Return a function that runs `calls` times, then raises."""
     remaining = [calls]
 
-    def logprobs(p: Problem) -> torch.Tensor:
+    def logprobs(p: LogprobBatch) -> torch.Tensor:
         remaining[0] -= 1
         if remaining[0] < 0:
             # a new exception, because a stored one keeps the frames that it passed through
             raise type(error)(*error.args)
-        return plain(p)
+        return compute_plain_logprobs(p)
 
     return logprobs
 
 
-def providers(*inputs) -> tuple[Provider, ...]:
+def make_providers(*inputs) -> tuple[Provider, ...]:
     return tuple(Provider(f"p{i}", "logits", 6, logprobs) for i, logprobs in enumerate(inputs))
 
 
@@ -60,7 +60,13 @@ ERRORS = [
 @pytest.mark.parametrize("calls", [0, 1, 3])
 def test_what_one_provider_raises_costs_no_other_a_row(monkeypatch, capsys, error, calls):
     """A provider fails at its first call, after the errors were computed, or during timing."""
-    monkeypatch.setattr(kernels, "PROVIDERS", providers(plain, failing(error, calls), plain))
+    monkeypatch.setattr(
+        kernels,
+        "PROVIDERS",
+        make_providers(
+            compute_plain_logprobs, make_failing_logprobs(error, calls), compute_plain_logprobs
+        ),
+    )
     rows = list(kernels.bench_head(SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1", "p2"], 2))
     for name in ("p0", "p2"):
         assert [row["phase"] for row in rows if row["provider"] == name] == [
@@ -75,13 +81,13 @@ def test_a_row_is_on_disk_before_the_next_is_measured(monkeypatch, tmp_path):
     """If a time limit kills the process, the rows measured so far are in the file."""
     path, seen = tmp_path / "table.csv", []
 
-    def looks(p: Problem) -> torch.Tensor:
+    def looks(p: LogprobBatch) -> torch.Tensor:
         seen.append(len(list(csv.DictReader(path.open()))))
         if len(seen) > 4:
             raise KeyboardInterrupt
-        return plain(p)
+        return compute_plain_logprobs(p)
 
-    monkeypatch.setattr(kernels, "PROVIDERS", providers(plain, looks))
+    monkeypatch.setattr(kernels, "PROVIDERS", make_providers(compute_plain_logprobs, looks))
     words = [
         "kernels.py",
         "--device",
@@ -110,7 +116,7 @@ def test_one_problem_is_alive_at_a_time(monkeypatch):
     fitted in a trial did not fit when it was timed.
     """
     made, before = [], []
-    make = Problem.make
+    make = LogprobBatch.make
 
     def counted(*inputs):
         gc.collect()
@@ -119,9 +125,16 @@ def test_one_problem_is_alive_at_a_time(monkeypatch):
         made.append(weakref.ref(problem.w))
         return problem
 
-    monkeypatch.setattr(Problem, "make", staticmethod(counted))
+    monkeypatch.setattr(LogprobBatch, "make", staticmethod(counted))
     monkeypatch.setattr(
-        kernels, "PROVIDERS", providers(plain, failing(OutOfResources(), 2), plain, plain)
+        kernels,
+        "PROVIDERS",
+        make_providers(
+            compute_plain_logprobs,
+            make_failing_logprobs(OutOfResources(), 2),
+            compute_plain_logprobs,
+            compute_plain_logprobs,
+        ),
     )
     list(kernels.bench_head(SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1", "p2", "p3"], 2))
     assert before == [0, 0, 0, 0]
@@ -133,7 +146,9 @@ def test_each_provider_begins_with_nothing_compiled(monkeypatch):
     """
     resets = []
     monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(len(resets)))
-    monkeypatch.setattr(kernels, "PROVIDERS", providers(plain, plain))
+    monkeypatch.setattr(
+        kernels, "PROVIDERS", make_providers(compute_plain_logprobs, compute_plain_logprobs)
+    )
     for _ in range(2):
         list(kernels.bench_head(SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1"], 1))
     assert len(resets) == 4
@@ -191,8 +206,8 @@ def test_the_peak_counts_the_gradients_of_the_weights(monkeypatch):
 @pytest.mark.parametrize(("which", "column"), [("logp", 0), ("x", 1), ("w", 2)])
 def test_errors_are_of_logprobs_and_of_both_gradients(which, column):
     """An error of 0.01 in a single number shows in its column; the others stay at rounding."""
-    p = Problem.make(SMALL, TOKENS, "cpu", torch.float32)
-    logp = plain(p)
+    p = LogprobBatch.make(SMALL, TOKENS, "cpu", torch.float32)
+    logp = compute_plain_logprobs(p)
     logp.backward(p.upstream)
     right = kernels.errors_of(logp.detach(), p)
     assert max(right) < 1e-5

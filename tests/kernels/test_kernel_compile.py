@@ -31,12 +31,12 @@ LONGS = ("y_ptr", "at_ptr", "cu_ptr")
 
 
 def build(*inputs, **more):
-    """Return (compiled kernel, bytes of spilled registers); see `assembled`."""
-    compiled, _, spilled = assembled(*inputs, **more)
+    """Return (compiled kernel, bytes of spilled registers); see `compile_kernel`."""
+    compiled, _, spilled = compile_kernel(*inputs, **more)
     return compiled, spilled
 
 
-def assembled(
+def compile_kernel(
     kernel, constants, data, warps, stages, descriptors=None, tmp_path=None, capability=90
 ):
     """Return (compiled kernel, registers per thread, spilled bytes per thread). Every tensor that

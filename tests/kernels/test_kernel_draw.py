@@ -5,7 +5,7 @@ tokens as sampling from whole logits with the same random numbers.
 import numpy as np
 import pytest
 import torch
-from interpreting import INTERPRETED, inside, run_interpreted
+from interpreting import INTERPRETED, mark_interpreted, run_interpreted
 from sampler_models import row_settings
 
 from kernels import sample_tokens
@@ -72,7 +72,7 @@ def test_equal_tokens_to_the_path_from_logits():
         torch.testing.assert_close(logp, expected[1], atol=2e-5, rtol=1e-5)
 
 
-@inside
+@mark_interpreted
 @pytest.mark.parametrize("pick", [None, (1, 16), (2, 32)])
 def test_a_program_for_each_row_picks_the_same_slice(pick):
     """The slice is the same whether all slices are read at once, as on a GPU, or block by block (35
@@ -88,7 +88,7 @@ def test_a_program_for_each_row_picks_the_same_slice(pick):
     torch.testing.assert_close(logp, expected[1], atol=2e-5, rtol=1e-5)
 
 
-def chi_square(V: int, draws: int, bins: int) -> float:
+def compute_chi_square(V: int, draws: int, bins: int) -> float:
     """Return the chi-square statistic per degree of freedom, over `bins` bins of about equal
     probability, for draws from one distribution.
     """
@@ -112,7 +112,7 @@ def test_chi_square_of_a_vocabulary_of_8():
     """Each token is a bin. The statistic per degree of freedom (7) exceeds 3.5 once in 1,000
     runs.
     """
-    assert chi_square(8, 4000, 4000) < 3.5
+    assert compute_chi_square(8, 4000, 4000) < 3.5
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_chi_square_of_a_vocabulary_of_5000():
     """20,000 draws in 200 bins of about 25 tokens. The statistic per degree of freedom (199)
     exceeds 1.34 once in 1,000 runs.
     """
-    assert chi_square(5000, 20_000, 200) < 1.34
+    assert compute_chi_square(5000, 20_000, 200) < 1.34
 
 
 def test_where_the_number_is_at_an_end():
@@ -142,7 +142,7 @@ def test_nan_weights_show_in_the_logprob():
     assert logp.isnan().all() and ((token >= 0) & (token < 30)).all()
 
 
-@inside
+@mark_interpreted
 @pytest.mark.slow
 def test_a_hundred_random_cases_against_float64():
     """Draws agree with float64 for random sizes, dtypes, temperatures and greedy rows. The token is

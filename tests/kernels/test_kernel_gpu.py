@@ -10,7 +10,7 @@ from kernels import linear_logprob, linear_logprob_reference, policy_loss, token
 pytestmark = pytest.mark.gpu
 
 
-def problem(T, D, V, dtype, scale=1.0):
+def make_problem(T, D, V, dtype, scale=1.0):
     g = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(T, D, generator=g, device="cuda").to(dtype)
     w = (scale * torch.randn(V, D, generator=g, device="cuda") / D**0.5).to(dtype)
@@ -52,7 +52,7 @@ PATHS = [
 @pytest.mark.parametrize("bent", [True, False])
 @pytest.mark.parametrize("path", PATHS)
 def test_error_rule(dtype, T, D, V, path, bent):
-    holds(problem(T, D, V, dtype), dtype, path, bent, temperature=0.7)
+    check_error(make_problem(T, D, V, dtype), dtype, path, bent, temperature=0.7)
 
 
 def resolved(path, x, w, dtype):
@@ -63,7 +63,7 @@ def resolved(path, x, w, dtype):
     )
 
 
-def holds(inputs, dtype, path, bent, **settings):
+def check_error(inputs, dtype, path, bent, **settings):
     """Check that our error against float64 is at most twice that of plain torch in the same
     precision.
     """
@@ -83,21 +83,23 @@ def holds(inputs, dtype, path, bent, **settings):
 @pytest.mark.parametrize("bent", [True, False])
 @pytest.mark.parametrize("D", [2304, 900])
 def test_softcap_bias_and_a_width_of_no_multiple_of_16_bytes(path, bent, D):
-    x, w, y, upstream = problem(300, D, 32_001, torch.bfloat16)
+    x, w, y, upstream = make_problem(300, D, 32_001, torch.bfloat16)
     bias = torch.randn(
         32_001, generator=torch.Generator("cuda").manual_seed(1), device="cuda"
     ).bfloat16()
-    holds((x, w, y, upstream), torch.bfloat16, path, bent, temperature=0.6, softcap=30.0, bias=bias)
+    check_error(
+        (x, w, y, upstream), torch.bfloat16, path, bent, temperature=0.6, softcap=30.0, bias=bias
+    )
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ignored_rows_and_strides(path):
-    x, w, y, upstream = problem(513, 896, 50_257, torch.bfloat16)
+    x, w, y, upstream = make_problem(513, 896, 50_257, torch.bfloat16)
     y[::3] = -100
     # Take every second row in memory.
     strided = torch.stack((x, torch.full_like(x, float("nan"))), 1)[:, 0]
     for bent in (True, False):
-        holds((strided, w, y, upstream), torch.bfloat16, path, bent)
+        check_error((strided, w, y, upstream), torch.bfloat16, path, bent)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -106,7 +108,7 @@ def test_more_tokens_than_go_through_a_slab_at_once(path):
     sample of dW are checked.
     """
     T, D, V = 9000, 256, 131_072
-    x, w, y, upstream = problem(T, D, V, torch.bfloat16)
+    x, w, y, upstream = make_problem(T, D, V, torch.bfloat16)
     path = resolved(path, x, w, torch.bfloat16)
     x.requires_grad_()
     w.requires_grad_(not path.get("frozen"))
@@ -131,7 +133,7 @@ def test_more_tokens_than_go_through_a_slab_at_once(path):
 
 
 def test_logprobs_are_bitwise_independent_of_the_batch_and_the_run():
-    x, w, y, _ = problem(1000, 896, 50257, torch.bfloat16)
+    x, w, y, _ = make_problem(1000, 896, 50257, torch.bfloat16)
     whole = linear_logprob(x, w, y)[0]
     assert all(torch.equal(whole, linear_logprob(x, w, y)[0]) for _ in range(4))
     for rows in (slice(0, 1), slice(100, 357), slice(999, 1000)):
@@ -144,7 +146,7 @@ def test_logprobs_have_the_same_bits_whatever_is_kept():
     """Logprobs are equal without a gradient, with recomputed scores and with [T, V] kept: all three
     use the same kernel (the older kernel if that is the fallback).
     """
-    x, w, y, _ = problem(700, 896, 50_256, torch.bfloat16)
+    x, w, y, _ = make_problem(700, 896, 50_256, torch.bfloat16)
     plain = linear_logprob(x, w, y)
     for saved in (0, len(x) * len(w) * 2, 1 << 40):
         kept = linear_logprob(x.requires_grad_(), w.requires_grad_(), y, saved_bytes=saved)
@@ -158,7 +160,7 @@ def test_extra_memory_is_flat_in_v(frozen):
     """
     extra = []
     for V in (256_000, 512_000):
-        x, w, y, upstream = problem(4096, 256, V, torch.bfloat16)
+        x, w, y, upstream = make_problem(4096, 256, V, torch.bfloat16)
         x.requires_grad_()
         w.requires_grad_(not frozen)
         torch.cuda.reset_peak_memory_stats()
@@ -176,7 +178,7 @@ def test_extra_memory_is_flat_in_v(frozen):
 def test_extra_memory_grows_with_the_tokens_and_no_faster():
     extra = []
     for T in (32_768, 65_536):
-        x, w, y, upstream = problem(T, 128, 151_936, torch.bfloat16)
+        x, w, y, upstream = make_problem(T, 128, 151_936, torch.bfloat16)
         x.requires_grad_()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -190,7 +192,7 @@ def test_more_than_two_to_the_31_scores():
     """[T, V] is kept between forward and backward, so that offsets exceed 2^31. The last rows have
     the largest offsets.
     """
-    x, w, y, upstream = problem(20_000, 64, 128_256, torch.bfloat16)
+    x, w, y, upstream = make_problem(20_000, 64, 128_256, torch.bfloat16)
     x.requires_grad_()
     ours = linear_logprob(x, w, y, saved_bytes=1 << 40, entropy=False)[0]
     ours.backward(upstream[0])
@@ -202,7 +204,7 @@ def test_more_than_two_to_the_31_scores():
 
 
 def test_token_logprob_of_many_rows():
-    x, w, y, upstream = problem(1500, 64, 50_257, torch.bfloat16)
+    x, w, y, upstream = make_problem(1500, 64, 50_257, torch.bfloat16)
     y[::7] = -100
     logits = (x @ w.t()).requires_grad_()
     logp, entropy, lse = token_logprob(logits, y, temperature=0.8, softcap=20.0)
@@ -218,13 +220,13 @@ def test_token_logprob_of_many_rows():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 def test_a_second_device_that_is_not_the_current_one():
-    inputs = [t.to("cuda:1") for t in problem(257, 896, 32_000, torch.bfloat16)]
+    inputs = [t.to("cuda:1") for t in make_problem(257, 896, 32_000, torch.bfloat16)]
     assert torch.cuda.current_device() == 0
-    holds(inputs, torch.bfloat16, {"saved_bytes": 0}, True)
+    check_error(inputs, torch.bfloat16, {"saved_bytes": 0}, True)
 
 
 def test_unaligned_targets_and_inplace_logits():
-    x, w, y, upstream = problem(33, 64, 1001, torch.bfloat16)
+    x, w, y, upstream = make_problem(33, 64, 1001, torch.bfloat16)
     shifted = torch.cat((y[:1], y))[1:]
     assert torch.equal(linear_logprob(x, w, shifted)[0], linear_logprob(x, w, y)[0])
     logits = (x @ w.t()).requires_grad_()

@@ -4,7 +4,7 @@ keeps, and that keeping them changes no other output.
 
 import pytest
 import torch
-from interpreting import INTERPRETED, inside, run_interpreted
+from interpreting import INTERPRETED, mark_interpreted, run_interpreted
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -37,7 +37,7 @@ def small(monkeypatch):
     monkeypatch.setattr(score_launcher, "SPLITS", 3)
 
 
-def problem(dtype, N, D, V, scale=1.0):
+def make_problem(dtype, N, D, V, scale=1.0):
     g = torch.Generator().manual_seed(N + D + V)
     x, w = (
         torch.randn(N, D, generator=g).to(dtype),
@@ -46,14 +46,14 @@ def problem(dtype, N, D, V, scale=1.0):
     return x, w, torch.randint(0, V, (N,), generator=g)
 
 
-def room(dtype, N, V, columns):
+def make_buffers(dtype, N, V, columns):
     """Return buffers for kept values, with rows aligned to 16 bytes, and for exponents."""
     return torch.full((N, -(-V // 8) * 8), torch.nan).to(dtype).narrow(1, 0, V), torch.full(
         (-(-V // columns), N), torch.nan
     )
 
 
-@inside
+@mark_interpreted
 @pytest.mark.parametrize("columns", [32, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def test_what_is_kept(small, dtype, columns, N, D, V, scale):
     the same tiles and with tiles half as wide. All other outputs have the same bits as those of the
     launch that keeps nothing.
     """
-    x, w, y = problem(dtype, N, D, V, scale)
+    x, w, y = make_problem(dtype, N, D, V, scale)
     scores = score_launcher.ScoreLauncher(
         x, w, y, None, HeadConfig(0.8), TileConfig(16, columns, 16, 4, 1), SPECIAL
     )
-    kept, exponents = room(dtype, N, V, columns)
+    kept, exponents = make_buffers(dtype, N, V, columns)
     out, plain = (
         scores.combine(scores.statistics(True, (kept, exponents))),
         scores.combine(scores.statistics(True)),
@@ -99,19 +99,19 @@ def test_what_is_kept(small, dtype, columns, N, D, V, scale):
     )
 
 
-@inside
+@mark_interpreted
 def test_a_tokens_bits_are_those_of_every_plan(small, monkeypatch):
     """A token's results have the same bits with and without [T, V] kept, and in any batch. Inputs
     are multiples of 1/8, whose products add up exactly; numpy's products otherwise depend on a
     row's position.
     """
-    x, w, y = problem(torch.bfloat16, 40, 24, 96)
+    x, w, y = make_problem(torch.bfloat16, 40, 24, 96)
     x, w = (8 * x).round() / 8, (8 * w).round() / 8
     monkeypatch.setattr(score_launcher, "select_hopper_tiles", lambda hidden: SPECIAL)
     monkeypatch.setattr(
         score_launcher, "select_tile_sizes", lambda D, dtype, device: TileConfig(16, 16, 16, 4, 1)
     )
-    keep = room(torch.bfloat16, 40, 96, 16)
+    keep = make_buffers(torch.bfloat16, 40, 96, 16)
     results = [
         launch.forward(x, w, y, None, HeadConfig(0.7)),
         launch.saved_forward(x, w, y, None, HeadConfig(0.7), *keep, entropy=True),
@@ -122,10 +122,10 @@ def test_a_tokens_bits_are_those_of_every_plan(small, monkeypatch):
         assert torch.equal(first, kept) and torch.equal(first[7:], part)
 
 
-@inside
+@mark_interpreted
 def test_rows_that_do_not_begin_at_16_bytes_are_kept_by_the_other_branch(small, monkeypatch):
     """The copy engine cannot write rows that are not aligned to 16 bytes."""
-    x, w, y = problem(torch.bfloat16, 9, 24, 33)
+    x, w, y = make_problem(torch.bfloat16, 9, 24, 33)
     monkeypatch.setattr(score_launcher, "select_hopper_tiles", lambda hidden: SPECIAL)
     monkeypatch.setattr(score_launcher, "_forward_ws_kernel", None)
     monkeypatch.setattr(
@@ -137,13 +137,13 @@ def test_rows_that_do_not_begin_at_16_bytes_are_kept_by_the_other_branch(small, 
     assert float((out.logp.double() - truth).abs().max()) < 1e-4
 
 
-@inside
+@mark_interpreted
 @pytest.mark.parametrize("programs", [1, 5, 132])
 def test_a_slabs_gradient_is_the_same_whoever_computes_it(small, monkeypatch, programs):
     """A slab's gradient is the same from one program, from five programs that take turns, and from
     one program per item.
     """
-    x, w, y = problem(torch.float16, 70, 24, 200)
+    x, w, y = make_problem(torch.float16, 70, 24, 200)
     a, results = torch.randn(70, generator=torch.Generator().manual_seed(0)), []
     for count in (programs, 7):
         monkeypatch.setattr(

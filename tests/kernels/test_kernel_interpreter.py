@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 from helpers import float32_bound
-from interpreting import INTERPRETED, inside, run_interpreted
+from interpreting import INTERPRETED, mark_interpreted, run_interpreted
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -39,7 +39,7 @@ if INTERPRETED:
     ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 
 
-def problem(N=19, D=24, V=70, dtype=torch.float32, bias=False, scale=1.0):
+def make_problem(N=19, D=24, V=70, dtype=torch.float32, bias=False, scale=1.0):
     g = torch.Generator().manual_seed(0)
     x, w = (
         (torch.randn(N, D, generator=g)).to(dtype),
@@ -50,7 +50,7 @@ def problem(N=19, D=24, V=70, dtype=torch.float32, bias=False, scale=1.0):
     return x, w, y, torch.randn(V, generator=g).to(dtype) if bias else None
 
 
-def close(mine, truth, tolerance):
+def check_close(mine, truth, tolerance):
     scale = 1.0 + float(truth.float().abs().max())
     assert float((mine.float() - truth.float()).abs().max()) <= tolerance * scale
 
@@ -71,7 +71,7 @@ SLOW = [
 ]
 
 
-@inside
+@mark_interpreted
 @pytest.mark.parametrize(
     ("dtype", "capability", "D", "softcap", "bias"),
     QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
@@ -81,7 +81,7 @@ def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias)
     (24) and unaligned rows (23).
     """
     monkeypatch.setattr(matmul_operands, "get_gpu_info", lambda tensor: GpuInfo(capability))
-    x, w, y, b = problem(D=D, dtype=dtype, bias=bias)
+    x, w, y, b = make_problem(D=D, dtype=dtype, bias=bias)
     head, N = HeadConfig(0.7, softcap), len(x)
     truth = path.forward(x, w, y, b, head, expected=True)
     # A logit is a sum of D products that each side rounds in a different order, and a probability
@@ -98,8 +98,8 @@ def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias)
     saved = launch.saved_forward(x, w, y, b, head, kept, exponents, entropy=True, tiles=TILES)
     for out in (launch.forward(x, w, y, b, head, tiles=TILES), frozen, saved):
         for i in range(3):
-            close(out[i], truth[i], 3e-6)
-    close(frozen.expected, truth.expected, ROUNDING[dtype])
+            check_close(out[i], truth[i], 3e-6)
+    check_close(frozen.expected, truth.expected, ROUNDING[dtype])
     need = {"need_x": True, "need_w": True, "need_bias": bias}
     for g_entropy in (None, torch.randn(N)):
         co = path.compute_coefficients(torch.randn(N), g_entropy, None, truth.entropy)
@@ -118,13 +118,13 @@ def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias)
         ]:
             if exact is not None:
                 assert mine.shape == exact.shape
-                close(mine, exact, bound)
+                check_close(mine, exact, bound)
 
 
-@inside
+@mark_interpreted
 def test_saved_backward_maps_rows(small):
     """The backward of every second row agrees, from a forward over all rows."""
-    x, w, y, _ = problem()
+    x, w, y, _ = make_problem()
     head, rows = HeadConfig(1.0, None), torch.arange(0, len(x), 2)
     kept, exponents = torch.empty(len(x), len(w)), torch.empty(-(-len(w) // TILES.columns), len(x))
     out = launch.saved_forward(x, w, y, None, head, kept, exponents, entropy=True, tiles=TILES)
@@ -146,23 +146,23 @@ def test_saved_backward_maps_rows(small):
             tiles=TILES,
             **need,
         )
-        close(mine.x, exact.x, 1e-5)
-        close(mine.w, exact.w, 1e-5)
+        check_close(mine.x, exact.x, 1e-5)
+        check_close(mine.w, exact.w, 1e-5)
 
 
-@inside
+@mark_interpreted
 def test_many_tokens_go_through_a_slab_in_chunks(small, monkeypatch):
     """19 rows with room for 16: every gradient equals the torch path's, and a token's bits on the
     frozen path do not depend on the chunk.
     """
-    x, w, y, b = problem(bias=True)
+    x, w, y, b = make_problem(bias=True)
     x, w, head = (8 * x).round() / 8, (8 * w).round() / 8, HeadConfig(0.7, None)
     single = launch.forward(x[17:18].contiguous(), w, y[17:18], b, head, expected=True, tiles=TILES)
     monkeypatch.setattr(vocab_chunks, "CHUNK_ELEMENTS", 16 * 32)
     truth = path.forward(x, w, y, b, head, expected=True)
     result = launch.forward(x, w, y, b, head, expected=True, tiles=TILES)
-    close(result.logp, truth.logp, 3e-6)
-    close(result.expected, truth.expected, 1e-5)
+    check_close(result.logp, truth.logp, 3e-6)
+    check_close(result.expected, truth.expected, 1e-5)
     assert torch.equal(result.logp[17:18], single.logp) and torch.equal(
         result.entropy[17:18], single.entropy
     )
@@ -176,15 +176,15 @@ def test_many_tokens_go_through_a_slab_in_chunks(small, monkeypatch):
     saved = launch.saved_backward(x, w, y, b, head, co, truth.lse, *keep, tiles=TILES, **need)
     for grads in (mine, saved):
         for grad, exact in zip(grads, expected, strict=True):
-            close(grad, exact, 1e-5)
+            check_close(grad, exact, 1e-5)
     part = launch.backward(
         x, w, y, b, head, co, truth.lse, tiles=TILES, frozen_columns=16, **need
     ).w
     assert (part[:, :16] == 0).all()
-    close(part[:, 16:], expected.w[:, 16:], 1e-5)
+    check_close(part[:, 16:], expected.w[:, 16:], 1e-5)
 
 
-@inside
+@mark_interpreted
 @pytest.mark.parametrize("V", [70, 96, 20])
 def test_hoppers_branch_gives_the_others_numbers(small, V):
     """The branches agree for a vocabulary that ends within a tile, at a tile's end, and within the
@@ -192,7 +192,7 @@ def test_hoppers_branch_gives_the_others_numbers(small, V):
     """
     from kernels.linear_logprob_torch import GradientCoefficients
 
-    x, w, y, _ = problem(V=V)
+    x, w, y, _ = make_problem(V=V)
     a, results = torch.randn(len(x)), []
     for special in (None, TILES):
         scores = score_launcher.ScoreLauncher(x, w, y, None, HeadConfig(0.7), TILES, special)
@@ -210,11 +210,11 @@ def test_hoppers_branch_gives_the_others_numbers(small, V):
             )
         results.append((out.logp, out.entropy, out.lse, *slabs_of))
     for mine, other in zip(*results, strict=True):
-        close(mine, other, 3e-6)
-    close(results[0][0], path.forward(x, w, y, None, HeadConfig(0.7)).logp, 3e-6)
+        check_close(mine, other, 3e-6)
+    check_close(results[0][0], path.forward(x, w, y, None, HeadConfig(0.7)).logp, 3e-6)
 
 
-@inside
+@mark_interpreted
 @pytest.mark.slow
 def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
     """Logprobs, entropies and the gradient of a slab of scores agree with float64 for random sizes,
@@ -251,17 +251,17 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
             else None
         )
         out = scores.combine(scores.statistics(bent, keep))
-        close(out.logp, logp.detach(), 1e-5)
+        check_close(out.logp, logp.detach(), 1e-5)
         if keep is not None:  # the saved plan keeps each probability up to rounding
             k = keep[1].repeat_interleave(TILES.columns, 0)[:V].t()
             p = keep[0].float() * torch.exp2(k - out.lse[:, None] * LOG2E)
-            close(
+            check_close(
                 p,
                 every.exp().detach(),
                 {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype],
             )
         if bent:
-            close(out.entropy, entropy.detach(), 1e-5)
+            check_close(out.entropy, entropy.detach(), 1e-5)
         lo = number(V + 1) // TILES.columns * TILES.columns
         dz = torch.zeros(N, max(V - lo, 0), dtype=dtype)
         if V > lo:
@@ -273,7 +273,7 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
                 compute_coefficients(upstream[0], upstream[1] if bent else None, None, out.entropy),
             )
             # Rounding of the stored gradient: 2^-11, 2^-8.
-            close(
+            check_close(
                 dz,
                 z.grad[:, lo:],
                 {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype],
@@ -281,7 +281,7 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
 
 
 @pytest.fixture(params=["saved", "whole"])
-def forced(small, monkeypatch, request):
+def forced_launches(small, monkeypatch, request):
     """Return the public function with the launches that it makes on CUDA, and [T, V] always kept
     between forward and backward.
     """
@@ -310,12 +310,12 @@ def gradients(function, dtype, x, w, y, upstream, **settings):
     return x.grad.double(), w.grad.double()
 
 
-@inside
+@mark_interpreted
 @pytest.mark.parametrize(
     ("dtype", "temperature"), [(torch.float16, 1.0), (torch.bfloat16, 0.25), (torch.float32, 0.15)]
 )
 def test_a_target_far_below_its_tiles_maximum_keeps_its_gradient_under_softcap(
-    forced, dtype, temperature
+    forced_launches, dtype, temperature
 ):
     """2^(z-k) of the target is 0 in `dtype`; its gradient is still its upstream times the tanh's
     slope.
@@ -331,15 +331,15 @@ def test_a_target_far_below_its_tiles_maximum_keeps_its_gradient_under_softcap(
     exact = gradients(linear_logprob_reference, torch.float64, x, w, y, upstream, **settings)
     assert exact[1][1].abs() > 0.5 and exact[1][2].abs() > 0.2
     for mine, truth in zip(
-        gradients(forced, dtype, x, w, y, upstream, **settings), exact, strict=True
+        gradients(forced_launches, dtype, x, w, y, upstream, **settings), exact, strict=True
     ):
-        close(mine, truth, ROUNDING[dtype])
+        check_close(mine, truth, ROUNDING[dtype])
 
 
-@inside
+@mark_interpreted
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_confident_tokens_have_no_noise_in_their_gradient(forced, dtype, softcap):
+def test_confident_tokens_have_no_noise_in_their_gradient(forced_launches, dtype, softcap):
     """With a vocabulary of one token, and with a target probability near 1, dX is zero or tiny,
     with and without an entropy gradient.
 
@@ -356,7 +356,7 @@ def test_confident_tokens_have_no_noise_in_their_gradient(forced, dtype, softcap
     upstream = (torch.randn(9, generator=g), torch.randn(9, generator=g))
     for inputs in (upstream, (upstream[0], None), (None, upstream[1])):
         dx, dw = gradients(
-            forced, dtype, x, w, torch.zeros(9, dtype=torch.long), inputs, softcap=softcap
+            forced_launches, dtype, x, w, torch.zeros(9, dtype=torch.long), inputs, softcap=softcap
         )
         assert dx.abs().max() < 1e-5 and dw.abs().max() < 1e-5
     x = torch.nn.functional.normalize(torch.randn(12, 16, generator=g), dim=1) * 5
@@ -368,32 +368,32 @@ def test_confident_tokens_have_no_noise_in_their_gradient(forced, dtype, softcap
         # Rounding of log p, which is a difference of two such values.
         rounding = float32_bound(16 + 12, 2 * 25 / 0.8) * float(inputs[0].abs().max()) * 5
         for mine, truth in zip(
-            gradients(forced, dtype, x, x, y, inputs, temperature=0.8), exact, strict=True
+            gradients(forced_launches, dtype, x, x, y, inputs, temperature=0.8), exact, strict=True
         ):
             assert (mine - truth).abs().max() < 2**-8 * truth.abs().max() + rounding
 
 
-@inside
+@mark_interpreted
 @pytest.mark.parametrize("offset", [-500.0, 500.0])
 def test_defects_1_and_2_phantom_columns_and_far_logits(small, offset):
     """V = 97 is three tiles and one column. All logits are far below (above) 0."""
-    x, w, y, b = problem(V=97, bias=True)
+    x, w, y, b = make_problem(V=97, bias=True)
     head = HeadConfig(1.0, None)
     expected = path.forward(x, w, y, b, head)
     out = launch.forward(x, w, y, b + offset, head, tiles=TILES)
     assert (out.logp <= 0).all()
-    close(out.logp, expected.logp, 1e-4)
-    close(out.entropy, expected.entropy, 1e-3)
+    check_close(out.logp, expected.logp, 1e-4)
+    check_close(out.entropy, expected.entropy, 1e-3)
 
 
-@inside
+@mark_interpreted
 def test_exponents_move_when_the_target_is_far_below_the_maximum(small):
     """The frozen path's reference exponent starts at the target's logit; here the maximum is 2^100
     to 2^300 above it.
 
     V = 600 makes slabs of two tiles, whose exponents have to be aligned.
     """
-    x, w, y, _ = problem(V=600, scale=20.0)
+    x, w, y, _ = make_problem(V=600, scale=20.0)
     y = (x @ w.t()).argmin(1)
     head = HeadConfig(1.0, None)
     spread = ((x @ w.t()).amax(1) - (x @ w.t()).amin(1)).max() * 1.4427
@@ -402,27 +402,29 @@ def test_exponents_move_when_the_target_is_far_below_the_maximum(small):
     out = launch.forward(x, w, y, None, head, expected=True, tiles=TILES)
     # The largest sum of absolute products: its rounding is a probability's relative error.
     largest = float((x.abs() @ w.abs().t()).max())
-    close(out.expected, truth.expected, float32_bound(24 + 600, largest))
-    close(out.logp, truth.logp, float32_bound(24 + 600, largest) / float(truth.logp.abs().max()))
+    check_close(out.expected, truth.expected, float32_bound(24 + 600, largest))
+    check_close(
+        out.logp, truth.logp, float32_bound(24 + 600, largest) / float(truth.logp.abs().max())
+    )
 
 
-@inside
+@mark_interpreted
 def test_banned_tokens(small):
-    x, w, y, b = problem(bias=True)
+    x, w, y, b = make_problem(bias=True)
     b[10:] = float("-inf")
     y = y % 10
     truth = path.forward(x, w[:10], y, b[:10], HeadConfig())
     out = launch.forward(x, w, y, b, HeadConfig(), tiles=TILES)
     for i in range(3):
-        close(out[i], truth[i], 1e-5)
+        check_close(out[i], truth[i], 1e-5)
 
 
-@inside
+@mark_interpreted
 def test_defect_16_logprobs_do_not_depend_on_the_batch_or_the_run(small):
     """Inputs are multiples of 1/8, whose products add up exactly: on some CPUs numpy's products
     depend on a row's position in its tile.
     """
-    x, w, y, _ = problem(N=40)
+    x, w, y, _ = make_problem(N=40)
     x, w = (8 * x).round() / 8, (8 * w).round() / 8
     head = HeadConfig(0.7, None)
     whole = launch.forward(x, w, y, None, head, tiles=TILES)
@@ -438,7 +440,7 @@ def test_defect_16_logprobs_do_not_depend_on_the_batch_or_the_run(small):
         )
 
 
-@inside
+@mark_interpreted
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_token_logprob(softcap, dtype):
@@ -458,17 +460,17 @@ def test_token_logprob(softcap, dtype):
     for mine, exact in zip(
         token_logprob_triton.forward(logits, y, head, -100, block=64), truth, strict=True
     ):
-        close(mine, exact, 1e-5)
+        check_close(mine, exact, 1e-5)
     for g_entropy in (None, torch.randn(9) * (y >= 0)):
         co = path.compute_coefficients(torch.randn(9) * (y >= 0), g_entropy, None, truth[1])
         expected, inplace = torch.empty(9, 150, dtype=dtype), logits.clone()
         _torch_backward(logits, y, head, co, truth[2], expected)
         token_logprob_triton.backward(inplace, y, head, co, truth[2], inplace, block=64)
-        close(inplace, expected, ROUNDING[dtype])
+        check_close(inplace, expected, ROUNDING[dtype])
         assert (inplace[3] == 0).all()
 
 
-@inside
+@mark_interpreted
 def test_policy_loss():
     from kernels.policy_loss import KINDS, KL_KINDS, _policy_loss_torch
     from kernels.policy_loss_triton import launch_policy_loss
@@ -514,11 +516,11 @@ def test_policy_loss():
                 kl_kind,
                 block=16,
             )
-            close(mine[0], expected[0], 1e-5)
-            close(mine[1], expected[1], 1e-5)
+            check_close(mine[0], expected[0], 1e-5)
+            check_close(mine[1], expected[1], 1e-5)
 
 
-@inside
+@mark_interpreted
 @pytest.mark.parametrize("mask_name", ["mask", "sequence_ratio_mask"])
 def test_a_datums_mask_decides_in_every_fused_loss(monkeypatch, mask_name):
     """The fused losses, called as the clients call the kernel, agree with the formulas token by
@@ -543,13 +545,15 @@ def test_a_datums_mask_decides_in_every_fused_loss(monkeypatch, mask_name):
         value, metrics = get_loss(name).fused_function(
             leaf, torch.zeros(11), fields, torch.tensor(by_hand.CU), {}
         )
-        close(value, expected, 1e-5)
-        close(torch.autograd.grad(value, leaf)[0], torch.autograd.grad(expected, exact)[0], 1e-5)
+        check_close(value, expected, 1e-5)
+        check_close(
+            torch.autograd.grad(value, leaf)[0], torch.autograd.grad(expected, exact)[0], 1e-5
+        )
         assert {key: int(count) for key, count in metrics.items()} == counted
     assert len(calls) == len(by_hand.POLICY)
 
 
-@inside
+@mark_interpreted
 def test_a_nan_in_the_policy_loss_is_not_dropped():
     """A NaN in any field of an active token makes the loss and that token's gradient NaN. (The
     compile test covers the device's min.)

@@ -20,7 +20,7 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 RECOMPUTE, SAVED = 0, 1 << 30
 
 
-def problem(T, D, V, seed=0, bias=False, scale=1.0):
+def make_problem(T, D, V, seed=0, bias=False, scale=1.0):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(T, D, generator=g, dtype=torch.float64)
     w = torch.randn(V, D, generator=g, dtype=torch.float64) * scale / D**0.5
@@ -60,7 +60,7 @@ def assert_close_to_float64(ours, plain, exact):
 def test_error_rule(dtype, T, D, V):
     x, w, y, bias, upstream = (
         t.to(dtype).double() if t is not None and t.is_floating_point() else t
-        for t in problem(T, D, V, bias=True)
+        for t in make_problem(T, D, V, bias=True)
     )
     settings = {"temperature": 0.7, "softcap": 5.0}
     exact = run(linear_logprob_reference, torch.float64, x, w, y, bias, upstream, **settings)
@@ -79,7 +79,7 @@ def test_every_setting_equals_the_definition(frozen):
         (1.0, 0.6), (None, 3.0), (False, True), (RECOMPUTE, SAVED), ((0,), (1,), (0, 1), (0, 1, 2))
     )
     for temperature, softcap, bias, saved, used in choices:
-        x, w, y, b, upstream = problem(13, 8, 300, bias=bias)
+        x, w, y, b, upstream = make_problem(13, 8, 300, bias=bias)
         y[::4] = -100
         settings = {"temperature": temperature, "softcap": softcap}
         exact = run(
@@ -107,7 +107,7 @@ def test_many_blocks_equal_one(monkeypatch):
     head's running expectation.
     """
     path = sys.modules["kernels.linear_logprob_torch"]
-    x, w, y, bias, upstream = problem(150, 8, 100, bias=True)
+    x, w, y, bias, upstream = make_problem(150, 8, 100, bias=True)
     whole = [
         run(
             linear_logprob,
@@ -153,7 +153,7 @@ def test_many_blocks_equal_one(monkeypatch):
 
 
 def test_frozen_head_with_and_without_an_entropy_gradient_agrees_with_a_training_head():
-    x, w, y, _, upstream = problem(20, 8, 500)
+    x, w, y, _, upstream = make_problem(20, 8, 500)
     for used in ((0,), (0, 2), (0, 1)):
         trained = run(
             linear_logprob,
@@ -181,7 +181,7 @@ def test_defect_1_no_phantom_columns(saved):
     """V is a block plus 1, and all true logits are far below 0: a phantom column of 0 would
     take all the probability.
     """
-    x, w, y, bias, _ = problem(4, 8, 2049, bias=True)
+    x, w, y, bias, _ = make_problem(4, 8, 2049, bias=True)
     logp, entropy, _ = linear_logprob(
         x.float(), w.float(), y, bias.float() - 500.0, saved_bytes=saved
     )
@@ -193,7 +193,7 @@ def test_defect_1_no_phantom_columns(saved):
 
 @pytest.mark.parametrize("offset", [-200.0, 200.0, -5000.0])
 def test_defect_2_all_logits_far_from_zero(offset):
-    x, w, y, bias, upstream = problem(6, 8, 300, bias=True)
+    x, w, y, bias, upstream = make_problem(6, 8, 300, bias=True)
     exact = run(linear_logprob_reference, torch.float64, x, w, y, bias + offset, upstream)
     for saved in (RECOMPUTE, SAVED):
         ours = run(
@@ -207,7 +207,7 @@ def test_defect_2_all_logits_far_from_zero(offset):
 
 
 def test_defect_3_inputs_stay_as_they_are_and_nothing_is_autotuned():
-    x, w, y, bias, _ = problem(9, 8, 300, bias=True)
+    x, w, y, bias, _ = make_problem(9, 8, 300, bias=True)
     tensors = [
         x.float().requires_grad_(),
         w.float().requires_grad_(),
@@ -223,7 +223,7 @@ def test_defect_3_inputs_stay_as_they_are_and_nothing_is_autotuned():
 
 @pytest.mark.parametrize("bad", [7, -1, 10**12])
 def test_defect_4_a_target_out_of_range_is_named(bad):
-    x, w, y, _, _ = problem(5, 4, 7)
+    x, w, y, _, _ = make_problem(5, 4, 7)
     y[3] = bad
     for saved in (RECOMPUTE, SAVED):
         with pytest.raises(ValueError, match=rf"target\[3\] is {bad}, outside \[0, 7\)"):
@@ -232,7 +232,7 @@ def test_defect_4_a_target_out_of_range_is_named(bad):
 
 def test_defect_5_every_upstream_gradient_counts_once():
     """Doubling one token's upstream gradient changes dW by exactly that token's contribution."""
-    x, w, y, _, _ = problem(6, 8, 50)
+    x, w, y, _, _ = make_problem(6, 8, 50)
 
     def dw(upstream):
         weight = w.float().requires_grad_()
@@ -250,7 +250,7 @@ def test_defect_6_low_precision_dw_does_not_accumulate_in_low_precision(monkeypa
     is rounded once.
     """
     monkeypatch.setattr(sys.modules["kernels.linear_logprob_torch"], "BLOCK", 1)
-    x, w, y, _, _ = problem(4096, 8, 16)
+    x, w, y, _, _ = make_problem(4096, 8, 16)
     upstream = torch.ones(3, 4096, dtype=torch.float64)
     x, w = x.bfloat16().double(), w.bfloat16().double()
     exact = run(linear_logprob_reference, torch.float64, x, w, y, None, upstream, (0,))[-1]
@@ -261,7 +261,7 @@ def test_defect_6_low_precision_dw_does_not_accumulate_in_low_precision(monkeypa
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("saved", [RECOMPUTE, SAVED])
 def test_defect_7_under_torch_compile(frozen, saved):
-    x, w, y, bias, upstream = problem(9, 8, 300, bias=True)
+    x, w, y, bias, upstream = make_problem(9, 8, 300, bias=True)
     y[2] = -100
     settings = {"temperature": 0.7, "saved_bytes": saved}
     eager = run(linear_logprob, torch.float32, x, w, y, bias, upstream, frozen=frozen, **settings)
@@ -276,7 +276,7 @@ def test_defect_7_under_torch_compile(frozen, saved):
 
 @pytest.mark.slow
 def test_defect_7_under_inductor():
-    x, w, y, bias, upstream = problem(9, 8, 300, bias=True)
+    x, w, y, bias, upstream = make_problem(9, 8, 300, bias=True)
     eager = run(linear_logprob, torch.float32, x, w, y, bias, upstream, temperature=0.7)
     compiled = run(
         torch.compile(linear_logprob, fullgraph=True),
@@ -294,7 +294,7 @@ def test_defect_7_under_inductor():
 
 @pytest.mark.parametrize("plan", ["none", "recompute", "saved", "expected"])
 def test_opcheck(plan):
-    x, w, y, bias, _ = problem(5, 4, 40, bias=True)
+    x, w, y, bias, _ = make_problem(5, 4, 40, bias=True)
     grad = plan != "none"
     x, w, bias = (
         x.float().requires_grad_(grad),
@@ -315,7 +315,7 @@ def test_defect_8_a_changed_input_is_noticed():
     """Hidden states that were overwritten between forward and backward raise an error instead of
     giving a wrong gradient.
     """
-    x, w, y, _, _ = problem(5, 4, 40)
+    x, w, y, _, _ = make_problem(5, 4, 40)
     hidden = x.float().requires_grad_() * 1.0
     logp, _, _ = linear_logprob(hidden, w.float(), y, saved_bytes=0)
     with torch.no_grad():
@@ -328,7 +328,7 @@ def test_defect_10_zero3_and_fsdp_weights_are_refused():
     class DTensor(torch.Tensor):
         pass
 
-    x, w, y, _, _ = problem(5, 4, 40)
+    x, w, y, _, _ = make_problem(5, 4, 40)
     with pytest.raises(ValueError, match="ZeRO-3"):
         linear_logprob(x.float(), torch.empty(0), y)
     with pytest.raises(TypeError, match="full_tensor"):
@@ -336,7 +336,7 @@ def test_defect_10_zero3_and_fsdp_weights_are_refused():
 
 
 def test_defect_11_mixed_dtypes_and_autocast():
-    x, w, y, _, upstream = problem(5, 4, 40)
+    x, w, y, _, upstream = make_problem(5, 4, 40)
     with pytest.raises(TypeError, match="hidden is torch.bfloat16, weight torch.float32"):
         linear_logprob(x.bfloat16(), w.float(), y)
     weight = w.float().requires_grad_()
@@ -349,7 +349,7 @@ def test_defect_11_mixed_dtypes_and_autocast():
 
 
 def test_defect_12_targets_of_any_alignment_and_integer_type():
-    x, w, y, _, _ = problem(9, 4, 40)
+    x, w, y, _, _ = make_problem(9, 4, 40)
     expected = linear_logprob_reference(x[1:], w, y[1:])[0].float()
     pairs = torch.stack((y, torch.zeros_like(y)), dim=1)
     for target in (y[1:], y.int()[1:], y.to(torch.uint8)[1:], pairs[1:, 0]):
@@ -361,7 +361,7 @@ def test_defect_12_targets_of_any_alignment_and_integer_type():
 
 @pytest.mark.parametrize("saved", [RECOMPUTE, SAVED])
 def test_defect_13_nan_where_ignored_changes_nothing(saved):
-    x, w, y, _, upstream = problem(12, 8, 100)
+    x, w, y, _, upstream = make_problem(12, 8, 100)
     y[::3] = -100
     upstream[:, ::3] = 5.0  # an arbitrary upstream gradient
     clean = run(linear_logprob, torch.float32, x, w, y, None, upstream, saved_bytes=saved)
@@ -378,7 +378,7 @@ def test_rows_without_upstream_gradient_are_left_out_exactly():
     """Rows with NaN and zero upstream gradient are NaN in the forward; the gradients are as if
     these rows were absent.
     """
-    x, w, y, _, upstream = problem(12, 8, 100)
+    x, w, y, _, upstream = make_problem(12, 8, 100)
     upstream[:, 1::2] = 0.0
     half = run(
         linear_logprob, torch.float32, x[::2], w, y[::2], None, upstream[:, ::2], saved_bytes=0
@@ -399,7 +399,7 @@ def test_rows_without_upstream_gradient_are_left_out_exactly():
 
 
 def test_banned_tokens_have_probability_zero():
-    x, w, y, bias, upstream = problem(5, 8, 60, bias=True)
+    x, w, y, bias, upstream = make_problem(5, 8, 60, bias=True)
     y[:] = 3
     bias[10:] = float("-inf")
     for saved in (RECOMPUTE, SAVED):
@@ -415,7 +415,7 @@ def test_banned_tokens_have_probability_zero():
 
 @pytest.mark.parametrize("saved", [RECOMPUTE, SAVED])
 def test_empty_and_all_ignored_batches_have_zero_gradients_on_the_graph(saved):
-    _, w, _, _, _ = problem(1, 4, 30)
+    _, w, _, _, _ = make_problem(1, 4, 30)
     for T in (0, 3):
         x, weight = torch.randn(T, 4, requires_grad=True), w.float().requires_grad_()
         outputs = linear_logprob(x, weight, torch.full((T,), -100), saved_bytes=saved)
@@ -439,7 +439,7 @@ def test_peaked_softmax():
 
 
 def test_leading_dimensions_and_strides():
-    x, w, y, _, _ = problem(24, 8, 60)
+    x, w, y, _, _ = make_problem(24, 8, 60)
     flat = linear_logprob(x.float(), w.float(), y)
     shaped = linear_logprob(x.float().view(2, 3, 4, 8), w.float(), y.view(2, 3, 4))
     strided = linear_logprob(
@@ -456,7 +456,7 @@ def test_leading_dimensions_and_strides():
 
 
 def test_five_runs_have_the_same_bits():
-    x, w, y, _, upstream = problem(50, 16, 3000)
+    x, w, y, _, upstream = make_problem(50, 16, 3000)
     runs = [
         run(linear_logprob, torch.float32, x, w, y, None, upstream, saved_bytes=0) for _ in range(5)
     ]
@@ -464,7 +464,7 @@ def test_five_runs_have_the_same_bits():
 
 
 def test_entropy_can_be_left_out():
-    x, w, y, _, _ = problem(5, 4, 40)
+    x, w, y, _, _ = make_problem(5, 4, 40)
     for saved in (RECOMPUTE, SAVED):
         logp, entropy, _ = linear_logprob(
             x.float().requires_grad_(), w.float(), y, entropy=False, saved_bytes=saved
@@ -474,7 +474,7 @@ def test_entropy_can_be_left_out():
 
 
 def test_wrong_inputs_are_named():
-    x, w, y, bias, _ = problem(5, 4, 40, bias=True)
+    x, w, y, bias, _ = make_problem(5, 4, 40, bias=True)
     x, w, bias = x.float(), w.float(), bias.float()
     cases = [
         (lambda: linear_logprob(x, w[:, :3], y), "hidden has shape"),
@@ -491,7 +491,7 @@ def test_wrong_inputs_are_named():
 
 
 def test_gradients_twice_over_a_retained_graph():
-    x, w, y, _, upstream = problem(9, 8, 300)
+    x, w, y, _, upstream = make_problem(9, 8, 300)
     for saved in (RECOMPUTE, SAVED):
         hidden = x.float().requires_grad_()
         logp = linear_logprob(hidden, w.float().requires_grad_(), y, saved_bytes=saved)[0]

@@ -22,7 +22,7 @@ def test_the_products_in_the_interpreter():
 test_the_products_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
 
 
-def way():
+def get_implementation():
     if not INTERPRETED:
         return lora_ops.add_lora_
     from interpreting import patch_once
@@ -66,7 +66,7 @@ def test_every_adapter_adds_its_product_to_its_columns(adapter, kind, rounding):
         exact = y.double()
         for b, scale, columns, ranks in parts:
             exact[:, columns] += scale * (x.double() @ a[ranks].double().T) @ b.double().T
-        way()(y, x, a, parts)
+        get_implementation()(y, x, a, parts)
         assert y.dtype == kind
         assert float((y.double() - exact).abs().max()) <= rounding * (1 + float(exact.abs().max()))
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from interpreting import INTERPRETED, inside, run_interpreted
+from interpreting import INTERPRETED, mark_interpreted, run_interpreted
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -109,7 +109,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def poisoned_launches(poison: int, launched: set[str], reverse: bool = False):
+def poison_launches(poison: int, launched: set[str], reverse: bool = False):
     """Run every launch on copies in poisoned memory; `reverse`: the last program first."""
     execute, set_index = (
         interpreter.GridExecutor.__call__,
@@ -146,9 +146,9 @@ def run_twice(compute, launched: set[str]) -> list[torch.Tensor]:
     """Return the results of `compute`, after checking that they have the same bits for two poisons
     and orders and are finite.
     """
-    with poisoned_launches(0xFF, launched):  # NaN in every floating dtype
+    with poison_launches(0xFF, launched):  # NaN in every floating dtype
         results = compute()
-    with poisoned_launches(0x3F, launched, reverse=True):
+    with poison_launches(0x3F, launched, reverse=True):
         again = compute()
     for tensor, other in zip(results, again, strict=True):
         assert torch.equal(_bits(tensor), _bits(other))
@@ -229,7 +229,7 @@ def _check_heads(cases, launched, monkeypatch):
         run_twice(compute, launched)
 
 
-@inside
+@mark_interpreted
 def test_the_head_and_all_other_kernels(small, monkeypatch):
     launched: set[str] = set()
     _check_heads(HEADS, launched, monkeypatch)
@@ -351,13 +351,13 @@ def draw_results(g) -> list[torch.Tensor]:
     return results
 
 
-@inside
+@mark_interpreted
 def test_a_write_past_the_end_is_noticed(small):
     """A gradient of 32 columns written into a buffer of 16 is detected."""
     x, w, y = torch.randn(5, 16), torch.randn(64, 16), torch.zeros(5, dtype=torch.long)
     scores = score_launcher.ScoreLauncher(x, w, y, None, HeadConfig(), TILES, WIDE_TILES)
     a, dz = torch.randn(5), torch.zeros(5, 16)
-    with poisoned_launches(0xFF, set()), pytest.raises(AssertionError, match="outside"):
+    with poison_launches(0xFF, set()), pytest.raises(AssertionError, match="outside"):
         scores.dlogits(
             dz, 0, 32, torch.full((5,), 9 * LOG2E), path.GradientCoefficients(a, -a, None)
         )
@@ -378,7 +378,7 @@ class UnboundedKernel:
         return launch
 
 
-@inside
+@mark_interpreted
 def test_the_trial_on_a_device_notices_writes_outside_of_a_slab(monkeypatch):
     """The trial that chooses the warp-specialized kernels, with a Hopper's tiles, detects writes
     outside of a slab.

@@ -29,7 +29,7 @@ test_paged_attention_in_the_interpreter.__test__ = not INTERPRETED  # type: igno
 
 
 @pytest.fixture
-def way(monkeypatch):
+def implementation(monkeypatch):
     """Return the function under test with at most that many programs: each costs 10 ms in the
     interpreter.
     """
@@ -91,7 +91,7 @@ def exact(q, kv, tables, lengths, bounds=UNBOUNDED):
     return torch.stack(results)
 
 
-def test_against_whole_softmaxes(way):
+def test_against_whole_softmaxes(implementation):
     """Attention agrees for all 60 triples of dtype, page size and width, including widths that are
     no power of two, with every repeat of key heads and groups of any rows.
     """
@@ -109,7 +109,7 @@ def test_against_whole_softmaxes(way):
         kv[:, [page for page in range(200) if not any(page in table for table in tables)]] = (
             torch.nan
         )
-        result = way(int(rng.choice([1, 8, 40])))(
+        result = implementation(int(rng.choice([1, 8, 40])))(
             q, kv, *make_block_tables(tables, lengths, shared, size, kv.device)
         )
         truth = exact(q, kv, tables, lengths)
@@ -122,7 +122,7 @@ def test_against_whole_softmaxes(way):
     assert with_groups > 30 and most_splits > 256
 
 
-def test_windows_and_limited_scores_against_whole_softmaxes(way):
+def test_windows_and_limited_scores_against_whole_softmaxes(implementation):
     """Attention agrees for all 27 triples of dtype, page size and width: windows of one position,
     of part of a page and of more than a sequence; groups whose pages only some rows see; score
     limits near the size of the scores.
@@ -139,7 +139,7 @@ def test_windows_and_limited_scores_against_whole_softmaxes(way):
         )
         kv = torch.randn(2, 200, size, key_heads, width, generator=g).to(dtype)
         q = 2 * torch.randn(len(tables), key_heads * repeat, width, generator=g).to(dtype)
-        result = way(int(rng.choice([1, 8, 40])))(
+        result = implementation(int(rng.choice([1, 8, 40])))(
             q, kv, *make_block_tables(tables, lengths, shared, size, kv.device), bounds
         )
         truth = exact(q, kv, tables, lengths, bounds)
@@ -152,38 +152,38 @@ def test_windows_and_limited_scores_against_whole_softmaxes(way):
     assert hidden > 5
 
 
-def test_a_rows_bits_in_a_window_do_not_hang_on_its_neighbours(way):
+def test_a_rows_bits_in_a_window_do_not_hang_on_its_neighbours(implementation):
     """The other rows of the group are shorter and see more of the group's pages."""
     q, kv, table, length, shared = make_trial_inputs(
         torch.device("cpu"), torch.float32, 4, 2, 16, 64
     )
     bounds, row = AttentionBounds(window=100), 2  # of the first group
-    result = way()(q, kv, table, length, shared, bounds)
+    result = implementation()(q, kv, table, length, shared, bounds)
     others = torch.ones(7, dtype=torch.int32)
     others[row] = length[row]
-    assert torch.equal(way()(q, kv, table, others, shared, bounds)[row], result[row])
+    assert torch.equal(implementation()(q, kv, table, others, shared, bounds)[row], result[row])
 
 
-def test_what_lies_behind_a_sequence_says_nothing(way):
+def test_what_lies_behind_a_sequence_says_nothing(implementation):
     """NaN and infinities in the rest of a page, in pages past the table's end and in other rows
     change nothing.
     """
     q, kv, table, length, shared = make_trial_inputs(
         torch.device("cpu"), torch.float32, 4, 2, 16, 8
     )
-    clean = way()(q, kv, table, length, shared)
+    clean = implementation()(q, kv, table, length, shared)
     for i in range(7):
         for at in range(int(length[i]), 16):
             kv[:, table[i, at // 8].long(), at % 8] = torch.nan if at % 2 else torch.inf
-    assert torch.equal(way()(q, kv, table, length, shared), clean)
+    assert torch.equal(implementation()(q, kv, table, length, shared), clean)
     q[3] = torch.nan
-    result = way()(q, kv, table, length, shared)
+    result = implementation()(q, kv, table, length, shared)
     others = [0, 1, 2, 4, 5, 6]
     assert torch.equal(result[others], clean[others]) and result[3].isnan().all()
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_scores_far_from_zero(way, sign):
+def test_scores_far_from_zero(implementation, sign):
     """Scores near -300 or 300, where a sum of exponentials without a subtracted maximum underflows
     or overflows.
     """
@@ -203,11 +203,11 @@ def test_scores_far_from_zero(way, sign):
         lengths.append(8 * len(first) + int(length[i]))
     truth = exact(q, kv, tables, np.array(lengths))
     torch.testing.assert_close(
-        way()(q, kv, table, length, shared).double(), truth, atol=1e-4, rtol=0
+        implementation()(q, kv, table, length, shared).double(), truth, atol=1e-4, rtol=0
     )
 
 
-def test_a_rows_bits_do_not_hang_on_its_neighbours(way):
+def test_a_rows_bits_do_not_hang_on_its_neighbours(implementation):
     """A row has the same bits when the queries, lengths and pages of all other rows change and the
     number of rows does not.
     """
@@ -215,7 +215,7 @@ def test_a_rows_bits_do_not_hang_on_its_neighbours(way):
         torch.device("cpu"), torch.bfloat16, 6, 2, 32, 64
     )
     row = 4  # in no group
-    result = way()(q, kv, table, length, shared)
+    result = implementation()(q, kv, table, length, shared)
     other = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
     other[row] = q[row]
     lengths = torch.tensor([128, 3, 77, 128, int(length[row]), 1, 90], dtype=torch.int32)
@@ -228,7 +228,7 @@ def test_a_rows_bits_do_not_hang_on_its_neighbours(way):
             | {"length": shared.length // 2}
         ),
     ):
-        assert torch.equal(way()(other, kv, tables, lengths, inputs)[row], result[row])
+        assert torch.equal(implementation()(other, kv, tables, lengths, inputs)[row], result[row])
 
 
 def test_splits_hang_on_the_number_of_rows_alone():

@@ -5,7 +5,7 @@ shared memory, loads during the products.
 import itertools
 
 import pytest
-from test_kernel_compile import assembled, triton
+from test_kernel_compile import compile_kernel, triton
 from test_kernel_compile import pytestmark as pytestmark
 
 # (query heads, key heads, width) of Qwen2.5-0.5B and Llama-3.1-8B; then every width that models
@@ -15,8 +15,8 @@ WIDTHS = [(16, 8, 256), (32, 32, 80), (24, 8, 96), (32, 1, 64)]
 
 
 def paged_kernels(heads, key_heads, width, dtype, bounds=(0, 0.0)):
-    """Return each kernel of a launch with its constants, as test_kernel_compile's `assembled`
-    expects them, and its allowed spills.
+    """Return each kernel of a launch with its constants, as test_kernel_compile's
+    `compile_kernel` expects them, and its allowed spills.
     """
     from kernels import paged_attention_triton as kernels
 
@@ -103,7 +103,7 @@ def test_attention_over_pages(target, dtype, heads, key_heads, width, tmp_path):
     for kernel, constants, warps, stages, kinds, allowed in paged_kernels(
         heads, key_heads, width, dtype
     ):
-        compiled, _, spilled = assembled(
+        compiled, _, spilled = compile_kernel(
             kernel, constants, (), warps, stages, kinds, tmp_path, target
         )
         assert spilled <= allowed, (kernel.__name__, spilled)
@@ -120,7 +120,7 @@ def test_attention_over_pages_with_a_window_and_limited_scores(target, tmp_path)
     for kernel, constants, warps, stages, kinds, allowed in paged_kernels(
         16, 8, 256, "bf16", (4096, 50.0)
     ):
-        compiled, _, spilled = assembled(
+        compiled, _, spilled = compile_kernel(
             kernel, constants, (), warps, stages, kinds, tmp_path, target
         )
         assert spilled <= allowed, (kernel.__name__, spilled)

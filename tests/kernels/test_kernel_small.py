@@ -50,7 +50,7 @@ def test_logprobs_of_several_tokens_without_logits(softcap, frozen):
     """K targets per position, some of them equal, agree with whole logits in float64: values and
     every gradient. No [T, V] is made.
     """
-    from test_kernel_tripwire import Tripwire
+    from test_kernel_tripwire import LargestTensorMode
 
     from kernels import topk_target_logprob
 
@@ -70,7 +70,7 @@ def test_logprobs_of_several_tokens_without_logits(softcap, frozen):
     truth = torch.cat([every.gather(1, y), -(every.exp() * every).sum(-1, keepdim=True)], 1)
     truth.backward(upstream)
     ours = [t.float().requires_grad_(not frozen or t is x) for t in (x, w, bias)]
-    with Tripwire() as wire:
+    with LargestTensorMode() as wire:
         logp, entropy = topk_target_logprob(
             ours[0], ours[1], y, ours[2], 0.7, softcap, saved_bytes=0
         )

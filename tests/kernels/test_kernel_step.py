@@ -21,7 +21,7 @@ def test_the_step_in_the_interpreter():
 test_the_step_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
 
 
-def ways():
+def get_implementations():
     if not INTERPRETED:
         return decode_ops
     from interpreting import patch_once
@@ -32,45 +32,47 @@ def ways():
     return decode_ops_triton
 
 
-def cases(count: int = 100):
+def iterate_cases(count: int = 100):
     rng = np.random.default_rng(0)
     for _ in range(count):
         dtype = [torch.float32, torch.float16, torch.bfloat16][int(rng.integers(3))]
         yield rng, torch.Generator().manual_seed(int(rng.integers(1 << 30))), dtype
 
 
-def close(result, exact, dtype):
+def check_close(result, exact, dtype):
     assert result.dtype == dtype
     scale = 1.0 + float(exact.abs().max())
     assert float((result.double() - exact).abs().max()) <= ROUNDING[dtype] * scale
 
 
 def test_residual_and_norm():
-    for rng, g, dtype in cases():
+    for rng, g, dtype in iterate_cases():
         rows, width = int(rng.integers(1, 4)), int(rng.integers(1, 70))
         x, residual = (torch.randn(rows, width, generator=g).to(dtype) for _ in range(2))
         weight = torch.rand(width, generator=g).to(dtype)
         inputs = None if rng.random() < 0.2 else x
         total = residual.double() if inputs is None else residual.double() + x.double()
         exact = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-        close(ways().fused_add_rms_norm(inputs, residual, weight, 1e-5), exact, dtype)
-        close(residual, total, dtype)
+        check_close(
+            get_implementations().fused_add_rms_norm(inputs, residual, weight, 1e-5), exact, dtype
+        )
+        check_close(residual, total, dtype)
 
 
 def test_gated_activation():
-    for rng, g, dtype in cases():
+    for rng, g, dtype in iterate_cases():
         gate_up = (
             2 * torch.randn(int(rng.integers(1, 4)), 2 * int(rng.integers(1, 50)), generator=g)
         ).to(dtype)
         gate, up = gate_up.double().chunk(2, dim=-1)
-        close(ways().silu_mul(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
+        check_close(get_implementations().silu_mul(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
 
 
 def test_rotation_and_cache():
     """Each row's keys and values are written at its page and slot; the rest of the cache is
     unchanged.
     """
-    for rng, g, dtype in cases():
+    for rng, g, dtype in iterate_cases():
         rows, key_heads, repeat, half = (int(rng.integers(1, n)) for n in (4, 3, 3, 9))
         heads, width = key_heads * repeat, 2 * half
         qkv = torch.randn(rows, heads + 2 * key_heads, width, generator=g).to(dtype)
@@ -92,9 +94,11 @@ def test_rotation_and_cache():
         a, b = qk.chunk(2, dim=-1)
         c, s = cos[position][:, None], sin[position][:, None]
         turned = torch.cat([a * c - b * s, b * c + a * s], -1)
-        result = ways().rope_to_cache(qkv, norm, 1e-5, rope, position, kv, page, place, heads)
-        close(result, turned[:, :heads], dtype)
-        close(kv[0, page, place], turned[:, heads:], dtype)
+        result = get_implementations().rope_to_cache(
+            qkv, norm, 1e-5, rope, position, kv, page, place, heads
+        )
+        check_close(result, turned[:, :heads], dtype)
+        check_close(kv[0, page, place], turned[:, heads:], dtype)
         assert torch.equal(kv[1, page, place], v.to(dtype))
         kv[:, page, place] = 7.0
         assert (kv == 7.0).all()
@@ -104,7 +108,7 @@ def test_keys_and_values_of_prompts_into_the_cache():
     """Prompts of several lengths, padded on the right, are copied from slices of a larger tensor.
     The rest of the cache is unchanged.
     """
-    for rng, g, dtype in cases(40):
+    for rng, g, dtype in iterate_cases(40):
         prompts, key_heads, width, size = (int(rng.integers(1, n)) for n in (5, 4, 9, 6))
         lengths = rng.integers(1, 14, prompts)
         longest = int(lengths.max())
@@ -120,5 +124,5 @@ def test_keys_and_values_of_prompts_into_the_cache():
                 page = int(tables[i, t // size])
                 slots[i, t] = page * size + t % size
                 expected[0, page, t % size], expected[1, page, t % size] = k[i, t], v[i, t]
-        ways().append_to_cache(k, v, kv, slots)
+        get_implementations().append_to_cache(k, v, kv, slots)
         assert torch.equal(kv, expected)

@@ -24,7 +24,7 @@ T, D, V = 1024, 32, 65536
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
-class Tripwire(TorchDispatchMode):
+class LargestTensorMode(TorchDispatchMode):
     """Record the elements of the largest tensor made, the floating-point operations of matrix
     products, and the host reads.
     """
@@ -56,7 +56,7 @@ def count(frozen=False, active=T, ignored=0, entropy=False, saved=0):
     y, upstream = torch.randint(0, V, (T,)), torch.randn(T)
     y[:ignored] = -100
     upstream[active:] = 0.0
-    with Tripwire() as wire:
+    with LargestTensorMode() as wire:
         logp, ent, _ = linear_logprob(x, w, y, saved_bytes=saved)
         torch.autograd.backward((logp, ent), (upstream, upstream)) if entropy else logp.backward(
             upstream
@@ -150,7 +150,7 @@ def launches(monkeypatch):
 
 def fake_run(launch, log, tokens, vocab, frozen=False, saved=False, hidden=896):
     head = HeadConfig()
-    with FakeTensorMode(), Tripwire() as wire:
+    with FakeTensorMode(), LargestTensorMode() as wire:
         x = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         w = torch.empty(vocab, hidden, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(tokens, device="cuda", dtype=torch.int64)
@@ -217,12 +217,12 @@ def test_every_thread_that_launches_gives_descriptors_their_memory(launches, mon
     allocation = pytest.importorskip("triton.runtime._allocation")
     requests = []
 
-    class Asking:
+    class AllocatorRecordingKernel:
         def __getitem__(self, grid):
             return lambda *args, **options: requests.append(allocation._allocator.get())
 
     for name in ("_forward_ws_kernel", "_dlogits_ws_kernel"):
-        monkeypatch.setattr(score_launcher, name, Asking())
+        monkeypatch.setattr(score_launcher, name, AllocatorRecordingKernel())
     monkeypatch.setattr(score_launcher, "select_hopper_tiles", lambda x: HOPPER_TILES)
 
     def run():
@@ -384,7 +384,7 @@ def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
     launch, _ = launches
     strides = []
 
-    class Stores:
+    class StrideRecordingKernel:
         def __init__(self, at):
             self.at = at
 
@@ -397,7 +397,7 @@ def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
         ("_saved_dlogits_kernel", 8),
         ("_align_kernel", 0),
     ):
-        monkeypatch.setattr(score_launcher, name, Stores(at))
+        monkeypatch.setattr(score_launcher, name, StrideRecordingKernel(at))
     head = sys.modules["kernels.linear_logprob"]
     monkeypatch.setattr(head, "can_run_triton", lambda tensor: True)
     with FakeTensorMode():
@@ -487,7 +487,7 @@ def test_few_rows_fill_the_gpu(launches):
 
 def test_a_checked_call_does_not_wait_before_the_backward():
     x, w, y = torch.randn(T, D, requires_grad=True), torch.randn(V, D), torch.randint(0, V, (T,))
-    with Tripwire() as wire:
+    with LargestTensorMode() as wire:
         result = linear_logprob(x, w, y, saved_bytes=0, checked=True)
     assert wire.reads == 0
     for mine, plain in zip(result, linear_logprob(x, w, y, saved_bytes=0), strict=True):
@@ -506,7 +506,7 @@ def test_a_check_of_targets_sorts_nothing():
     """token_logprob needs no positions. Its forward sorted all tokens and discarded the order."""
     from kernels import token_logprob
 
-    with Tripwire() as wire:
+    with LargestTensorMode() as wire:
         token_logprob(torch.randn(50, 30), torch.randint(0, 30, (50,)))
     assert wire.reads <= 1
     with pytest.raises(ValueError, match=r"target\[1\] is 30"):
@@ -525,7 +525,7 @@ def test_columns_without_a_gradient_cost_none(saved):
     results = []
     for frozen in (0, D - 4):
         x.grad = w.grad = None
-        with Tripwire() as wire:
+        with LargestTensorMode() as wire:
             linear_logprob(x, w, y, saved_bytes=saved, frozen_columns=frozen)[0].backward(upstream)
         results.append((wire.flops, x.grad, w.grad))
     (all_flops, dx, dw), (flops, dx2, dw2) = results

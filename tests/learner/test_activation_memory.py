@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from test_architectures import datums, learnt, make_learner, model_of
+from test_architectures import make_datums, make_learner, model_of, run_learner
 from test_memory_plan import MODEL, folder_of
 
 from rl.config import ModelSettings
@@ -35,11 +35,11 @@ def test_gradients_are_the_same_bits(name, monkeypatch):
             return super().restore()
 
     monkeypatch.setattr(activation_memory, "HostCopy", CountedCopy)
-    model, data = model_of(name), datums()
+    model, data = model_of(name), make_datums()
     plain = make_learner(copy.deepcopy(model), gradient_checkpointing=True)
     offloading = make_learner(model, gradient_checkpointing=True, offload_activations=True)
     copies.clear()  # the probe's copies
-    expected, got = learnt(plain, data), learnt(offloading, data)
+    expected, got = run_learner(plain, data), run_learner(offloading, data)
     np.testing.assert_array_equal(got, expected)
     for key, parameter in plain.trainable.items():
         assert torch.equal(offloading.trainable[key].grad, parameter.grad), key
@@ -50,7 +50,7 @@ def test_gradients_are_the_same_bits(name, monkeypatch):
     assert len(inputs) == config.num_hidden_layers * offloading.num_micro_batches
     assert all(item.restored == 1 for item in inputs)
     count = len(copies)
-    learnt(plain, data)
+    run_learner(plain, data)
     assert len(copies) == count, "a learner that offloads nothing makes no copies"
 
 

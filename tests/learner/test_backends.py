@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import make_worker, random_datums, relative_difference
+from helpers import compute_relative_difference, make_worker, random_datums
 from safetensors.torch import load_file
 
 from rl.distributed import collectives
@@ -65,11 +65,11 @@ def test_three_updates_are_adamws_with_the_betas_asked_for():
         model.weight.grad = gradient.clone()
         norm, applied = backend.step(PARAMS)
         assert applied and norm == pytest.approx(float(gradient.norm()), rel=1e-6)
-    assert relative_difference(model.weight.detach(), adamw(start, gradients)) < 1e-5
+    assert compute_relative_difference(model.weight.detach(), adamw(start, gradients)) < 1e-5
     # Each of these parameters affects the result.
     for other in ({"beta1": 0.9}, {"beta2": 0.95}, {"weight_decay": 0.0}, {"grad_clip_norm": 0.0}):
         assert (
-            relative_difference(
+            compute_relative_difference(
                 model.weight.detach(), adamw(start, gradients, replace(PARAMS, **other))
             )
             > 1e-4
@@ -123,7 +123,7 @@ def test_ddp_steps_on_the_sum_of_the_ranks_gradients(monkeypatch, two_ranks):
         norm, applied = backend.step(PARAMS)
         total = other if reference is None else reference + other
         assert applied and norm == pytest.approx(float(total.norm()), rel=1e-6)
-        assert relative_difference(model.weight.detach(), adamw(start, [total])) < 1e-5
+        assert compute_relative_difference(model.weight.detach(), adamw(start, [total])) < 1e-5
 
 
 def test_ddp_reduces_nothing_while_micro_batches_run(monkeypatch, two_ranks):
@@ -215,7 +215,7 @@ def test_deepspeed_stage_0_steps_on_the_sum_that_it_then_averages(monkeypatch, t
     model.weight.grad = 2 * mine
     two_ranks.append(2 * other.flatten())
     norm, applied = engine.step(PARAMS)
-    assert applied and relative_difference(stepped[0], mine + other) < 1e-6
+    assert applied and compute_relative_difference(stepped[0], mine + other) < 1e-6
     assert norm == pytest.approx(float((mine + other).norm()), rel=1e-6)
     group = engine.adam.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (

@@ -43,7 +43,7 @@ def any_precision():
     AcceleratorState._reset_state()
 
 
-def rounded_folder(kind: str, changes: dict, folder) -> str:
+def save_rounded_model(kind: str, changes: dict, folder) -> str:
     """Save a model in fp32 with matrices that are exact in bf16, and return its folder."""
     model = build(kind, **changes)
     with torch.no_grad():
@@ -77,7 +77,9 @@ def learner_of(
     return worker
 
 
-def look(worker: TrainingWorker, vocabulary: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_adapter_gradients(
+    worker: TrainingWorker, vocabulary: int = VOCAB
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logprobs and all gradients of the adapters for the sum of some logprobs."""
     outputs, _ = call(
         worker,
@@ -132,7 +134,7 @@ def reference(worker: TrainingWorker, vocabulary: int = VOCAB) -> tuple[torch.Te
     ids=[f"{kind} {'tied' if c is TIED else 'untied'}" for kind, c in KINDS],
 )
 def test_a_base_in_bf16_is_one_in_fp32_of_its_numbers(kind, changes, tmp_path):
-    base = rounded_folder(kind, changes, tmp_path / "base")
+    base = save_rounded_model(kind, changes, tmp_path / "base")
     low, high = learner_of(base, "bf16"), learner_of(base, "fp32")
     assert [n for n in low.learners[0].trainable] == [n for n in high.learners[0].trainable]
     matrices = {
@@ -152,7 +154,10 @@ def test_a_base_in_bf16_is_one_in_fp32_of_its_numbers(kind, changes, tmp_path):
     assert {b.dtype for b in low.learners[0].model.buffers() if b.is_floating_point()} <= {
         torch.float32
     }
-    (logp, grad), (expected_logp, expected_grad) = look(low), look(high)
+    (logp, grad), (expected_logp, expected_grad) = (
+        compute_adapter_gradients(low),
+        compute_adapter_gradients(high),
+    )
     if kind not in EXPERTS:
         assert torch.equal(logp, expected_logp)
         assert torch.equal(grad, expected_grad)

@@ -5,7 +5,13 @@ against float64 and after a resume.
 import pytest
 import torch
 from helpers import call, random_datums
-from test_base_dtype import any_precision, learner_of, look, reference, rounded_folder
+from test_base_dtype import (
+    any_precision,
+    compute_adapter_gradients,
+    learner_of,
+    reference,
+    save_rounded_model,
+)
 from transformers import AutoModelForCausalLM
 
 from rl.distributed import Sharding, ZeroSharding
@@ -65,25 +71,25 @@ def unpacked_copy(worker: TrainingWorker, folder) -> str:
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("llama", False)])
 def test_a_base_in_4_bit_is_the_matrices_it_stands_for(kind, tied, tmp_path):
     pytest.importorskip("bitsandbytes")
-    base = rounded_folder(kind, {"tie_word_embeddings": tied}, tmp_path / "base")
+    base = save_rounded_model(kind, {"tie_word_embeddings": tied}, tmp_path / "base")
     packed = learner_of(base, "4bit")
     local = dict(packed.learners[0].model.named_parameters())
     assert sum(p.dtype == torch.uint8 for p in local.values()) == 4 * 7
     assert local["base_model.model.model.embed_tokens.weight"].dtype == torch.bfloat16
-    logp, grad = look(packed)
+    logp, grad = compute_adapter_gradients(packed)
     same = learner_of(unpacked_copy(packed, tmp_path / "same"), "bf16")
-    expected_logp, expected_grad = look(same)
+    expected_logp, expected_grad = compute_adapter_gradients(same)
     assert torch.equal(logp, expected_logp) and torch.equal(grad, expected_grad)
     true_logp, true_grad = reference(packed)
     assert float((logp - true_logp).abs().median()) < 0.05
     assert float((grad.double() - true_grad).norm() / true_grad.norm()) < 0.1
-    plain, _ = look(learner_of(base, "bf16"))
+    plain, _ = compute_adapter_gradients(learner_of(base, "bf16"))
     assert float((plain - logp).abs().max()) > 1e-3  # 4 bit differs from bf16
 
 
 def test_4_bit_are_sampled_scored_and_merged_as_they_are_trained(tmp_path):
     pytest.importorskip("bitsandbytes")
-    base = rounded_folder("llama", {"tie_word_embeddings": False}, tmp_path / "base")
+    base = save_rounded_model("llama", {"tie_word_embeddings": False}, tmp_path / "base")
     worker = learner_of(base, "4bit")
     tokens = [3, 4, 12, 5, 6, 13]
     worker.snapshot(0, 1)

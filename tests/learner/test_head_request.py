@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import VOCABULARY, gradient, make_worker, random_datums
-from test_kernel_tripwire import Tripwire
+from test_kernel_tripwire import LargestTensorMode
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -47,9 +47,9 @@ def test_the_head_makes_no_logits_and_asks_the_device_nothing(soft, entropy, tra
     assert head.fused
     targets = torch.randint(0, V, (T, K) if soft else (T,))
     ids = torch.randint(0, V, (2, T // 2))
-    with Tripwire() as plain:
+    with LargestTensorMode() as plain:
         model(input_ids=ids, use_cache=False)
-    with Tripwire() as wire:
+    with LargestTensorMode() as wire:
         logp, result, _ = head(model, HeadRequest(targets, None, 0.7, entropy), input_ids=ids)
         assert wire.reads == plain.reads  # the reads of transformers' forward
         (logp.sum() + result.sum()).backward()
@@ -82,7 +82,7 @@ def test_entropies_without_a_gradient_leave_the_gradient_as_it_is(fused, soft, k
 def test_logits_would_be_seen():
     """The tripwire of the test above counts tensors that are made in the model's forward."""
     model = model_of()
-    with Tripwire() as wire:
+    with LargestTensorMode() as wire:
         LogprobHead(model, fused=False)(
             model,
             HeadRequest(torch.zeros(T, dtype=torch.int64), None, 1.0, False),

@@ -66,14 +66,14 @@ def test_experts_are_counted_in_numbers():
     assert describe_layers(model).experts.num_parameters == 4 * 4 * (2 * 24 * 32 + 32 * 24)
 
 
-def depth(model) -> int:
+def count_layers(model) -> int:
     return truncate_layers_(copy.deepcopy(model))
 
 
 def test_the_first_layers_of_every_make_stand_for_all():
-    assert depth(tiny_model("llama", num_hidden_layers=12)) == 2
+    assert count_layers(tiny_model("llama", num_hidden_layers=12)) == 2
     assert (
-        depth(
+        count_layers(
             tiny_model(
                 "qwen3_next",
                 num_hidden_layers=12,
@@ -83,14 +83,14 @@ def test_the_first_layers_of_every_make_stand_for_all():
         == 4
     )
     # a dense layer, then experts
-    assert depth(tiny_model("deepseek_v3", num_hidden_layers=12)) == 2
+    assert count_layers(tiny_model("deepseek_v3", num_hidden_layers=12)) == 2
     patched = tiny_model("llama", num_hidden_layers=12)
     layer = patched.model.layers[7].mlp
     layer.forward = lambda x, forward=layer.forward: forward(x)
-    assert depth(patched) == 8
+    assert count_layers(patched) == 8
     odd = tiny_model("llama", num_hidden_layers=12)
     odd.model.layers[5].mlp.down_proj = torch.nn.Linear(48, 32, bias=True)
-    assert depth(odd) == 6
+    assert count_layers(odd) == 6
 
 
 def test_the_model_is_whole_again_afterwards():

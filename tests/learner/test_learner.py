@@ -9,10 +9,10 @@ from helpers import (
     ADAM,
     GRADIENT_BOUND,
     call,
+    compute_relative_difference,
     gradient,
     make_worker,
     random_datums,
-    relative_difference,
 )
 
 from rl.learner.logprob_head import compute_logprobs
@@ -129,14 +129,14 @@ def reference():
 def test_gradient_is_the_same_however_the_batch_is_cut(reference, loss, settings, calls):
     datums, truth = reference
     grad, logprobs = run(make_worker(**settings), as_loss(datums, loss), loss, calls)
-    assert relative_difference(grad, truth[loss][0]) < GRADIENT_BOUND
+    assert compute_relative_difference(grad, truth[loss][0]) < GRADIENT_BOUND
     np.testing.assert_allclose(logprobs, truth[loss][1], atol=1e-5)
 
 
 def test_a_wrong_divisor_would_be_seen(reference):
     datums, truth = reference
     grad, _ = run(make_worker(), datums, "ppo", divisor=14.0)
-    assert relative_difference(grad, truth["ppo"][0]) > 0.4
+    assert compute_relative_difference(grad, truth["ppo"][0]) > 0.4
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -151,7 +151,7 @@ def test_any_single_token_left_out_would_be_seen(reference, loss):
         kept = datum.loss_fn_inputs[field].array.copy()
         for t in kept.nonzero()[0]:
             datum.loss_fn_inputs[field].array[t] = 0.0
-            seen.append(relative_difference(run(worker, datums, loss)[0], whole))
+            seen.append(compute_relative_difference(run(worker, datums, loss)[0], whole))
             datum.loss_fn_inputs[field].array[t] = kept[t]
     off = [difference for difference in seen if difference > 0]
     assert len(off) >= 8 and min(off) > 100 * GRADIENT_BOUND
@@ -165,7 +165,7 @@ def test_lora_gradient_is_the_same_however_cut_and_fused(layout, alpha):
     lora, datums = LoraConfig(rank=3, alpha=alpha, seed=5), random_datums(9)
     plain, _ = run(make_worker(lora=lora, fused=False), datums, "ppo")
     cut, _ = run(make_worker(lora=lora, layout=layout, token_budget=20), datums, "ppo", [2, 7])
-    assert plain.norm() > 0 and relative_difference(cut, plain) < GRADIENT_BOUND
+    assert plain.norm() > 0 and compute_relative_difference(cut, plain) < GRADIENT_BOUND
 
 
 def test_soft_targets_with_one_target_are_cross_entropy():
@@ -183,7 +183,7 @@ def test_soft_targets_with_one_target_are_cross_entropy():
     hard_grad, _ = run(worker, datums, "cross_entropy")
     hard_grad = hard_grad.clone()
     soft_grad, _ = run(worker, soft, "cross_entropy")
-    assert relative_difference(soft_grad, hard_grad) < GRADIENT_BOUND
+    assert compute_relative_difference(soft_grad, hard_grad) < GRADIENT_BOUND
 
 
 def test_temperature_is_that_of_the_config():

@@ -8,7 +8,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from test_architectures import accelerator, datums, learnt, make_learner, one_thread  # noqa: F401  (a fixture)
+from test_architectures import (  # noqa: F401  (a fixture)
+    make_datums,
+    make_fake_accelerator,
+    make_learner,
+    one_thread,
+    run_learner,
+)
 from tiny_models import VOCAB, tiny_model
 from torch.func import functional_call
 
@@ -80,7 +86,7 @@ THROUGH = (
 )
 
 
-def some(names, quick=QUICK):
+def make_params(names, quick=QUICK):
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
@@ -88,7 +94,7 @@ def base_of(name: str, **changes):
     return model_loading._disable_randomness(tiny_model(name, **CHANGES.get(name, {}), **changes))
 
 
-def adapted(base, moved: bool = True, **parts):
+def make_adapted_model(base, moved: bool = True, **parts):
     """Return a copy of the model with an adapter that has a nonzero B."""
     requests = {
         "train_mlp": False,
@@ -189,10 +195,10 @@ def forward(model, rows: int = 2, length: int = 12):
     return model(input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("name", some(STACKED))
+@pytest.mark.parametrize("name", make_params(STACKED))
 def test_every_stack_of_experts_has_an_adapter_that_is_seen_and_merges(name):
     base = base_of(name)
-    model = adapted(base)
+    model = make_adapted_model(base)
     names = {id(p): plain_name(n) for n, p in model.named_parameters()}
     stacks = {
         n
@@ -216,14 +222,14 @@ def test_every_stack_of_experts_has_an_adapter_that_is_seen_and_merges(name):
 
 
 @pytest.mark.parametrize("layout", ["auto", "padded"])
-@pytest.mark.parametrize("name", some(THROUGH, ("mixtral", "gpt_oss")))
+@pytest.mark.parametrize("name", make_params(THROUGH, ("mixtral", "gpt_oss")))
 def test_the_learner_has_the_gradient_of_float64(name, layout):
     """The reference has weights that are put together by hand from A and B."""
     base = base_of(name)
-    model, data = adapted(base), datums(((9, (7, 5)), (4, (3, 12))))
+    model, data = make_adapted_model(base), make_datums(((9, (7, 5)), (4, (3, 12))))
     logprobs, gradient = reference(base, model, data)
     learner = make_learner(model, layout=layout)
-    np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-4)
+    np.testing.assert_allclose(run_learner(learner, data), logprobs, atol=1e-4)
     assert gradient.keys() == learner.trainable.keys()
     for key, expected in gradient.items():
         result = learner.trainable[key].grad.double()
@@ -231,16 +237,19 @@ def test_the_learner_has_the_gradient_of_float64(name, layout):
 
 
 def test_checkpointed_layers_have_the_same_gradient():
-    model, data = adapted(base_of("qwen3_moe"), train_attn=True), datums(((9, (7, 5)),))
+    model, data = (
+        make_adapted_model(base_of("qwen3_moe"), train_attn=True),
+        make_datums(((9, (7, 5)),)),
+    )
     plain, again = make_learner(model), make_learner(model, gradient_checkpointing=True)
-    np.testing.assert_array_equal(learnt(plain, data), learnt(again, data))
+    np.testing.assert_array_equal(run_learner(plain, data), run_learner(again, data))
     for key, parameter in plain.trainable.items():
         torch.testing.assert_close(
             again.trainable[key].grad, parameter.grad, atol=1e-6, rtol=1e-5, msg=key
         )
 
 
-@pytest.mark.parametrize("name", some(THROUGH, ("qwen3_moe",)))
+@pytest.mark.parametrize("name", make_params(THROUGH, ("qwen3_moe",)))
 def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_path):
     from peft import PeftModel
 
@@ -255,13 +264,13 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
             warnings.simplefilter("ignore")
             return Learner(
                 add_lora(load_model(spec.base_model), spec.lora),
-                accelerator(),
+                make_fake_accelerator(),
                 LearnerSettings(token_budget=300),
             )
 
     def updates(learner, steps):
         for step in steps:
-            learnt(learner, datums(((9, (7, 5)), (4, (3, 12))), seed=step))
+            run_learner(learner, make_datums(((9, (7, 5)), (4, (3, 12))), seed=step))
             learner.step(AdamParams(learning_rate=0.05))
 
     learner = made()
@@ -340,7 +349,7 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
 )
 def test_a_model_without_such_experts_is_refused(name, why):
     with pytest.raises(UserError, match=why):
-        adapted(tiny_model(name, large=False))
+        make_adapted_model(tiny_model(name, large=False))
 
 
 def test_experts_that_are_linear_layers_are_left_to_train_mlp():
@@ -350,7 +359,7 @@ def test_experts_that_are_linear_layers_are_left_to_train_mlp():
             torch.nn.ModuleDict({"up": torch.nn.Linear(4, 4)}) for _ in range(4)
         )
     with pytest.raises(UserError, match="linear layers, which train_mlp adapts"):
-        adapted(base)
+        make_adapted_model(base)
 
 
 def test_the_share_without_an_adapter_is_that_of_the_routers():

@@ -123,7 +123,7 @@ def saved_before(service, rank=4):
     return folder, client
 
 
-def drawn(client):
+def sample_sequences(client):
     sampler = client.save_weights_and_get_sampling_client()
     sequences = (
         sampler.sample(ModelInput.from_ints([1, 2, 3]), 3, SamplingParams(6, seed=1))
@@ -136,7 +136,7 @@ def drawn(client):
 def test_a_checkpoint_that_states_no_alpha_goes_on_at_the_scale_it_was_trained_with(service):
     folder, client = saved_before(service)
     again = service.create_training_client_from_state_with_optimizer(folder)
-    assert drawn(again) == drawn(client)
+    assert sample_sequences(again) == sample_sequences(client)
     assert np.array_equal(train(again, seed=1), train(client, seed=1))
 
 
@@ -152,11 +152,11 @@ def test_loading_a_checkpoint_of_another_alpha_takes_its_scale_over(service, had
     prompt = ModelInput.from_ints([1, 2, 3, 4])
     before = older.compute_logprobs(prompt).result() if older else None
     other.load_state_with_optimizer(folder).result()
-    assert drawn(other) == drawn(client)
+    assert sample_sequences(other) == sample_sequences(client)
     # It keeps the weights and the scale from its creation.
     assert older is None or older.compute_logprobs(prompt).result() == before
     assert np.array_equal(train(other, seed=1), train(client, seed=1))
-    assert drawn(other) == drawn(client)
+    assert sample_sequences(other) == sample_sequences(client)
     saved = Path(other.save_weights_for_sampler("loaded").result().path)
     assert json.loads((saved / "adapter_config.json").read_text())["lora_alpha"] == 4
     of_path = service.create_sampling_client(model_path=str(saved))

@@ -7,8 +7,8 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from test_architectures import datums, gradient_error, make_learner, one_thread  # noqa: F401  (a fixture)
-from test_lora_experts import STACKED, some
+from test_architectures import gradient_error, make_datums, make_learner, one_thread  # noqa: F401  (a fixture)
+from test_lora_experts import STACKED, make_params
 from tiny_models import tiny_model
 
 from rl.errors import UserError
@@ -46,7 +46,7 @@ def with_mask(data):
     return results
 
 
-def theirs(model, data):
+def compute_transformers_loss(model, data):
     """Compute transformers' value, differentiable: a single padded batch with the trained tokens as
     its attention mask.
     """
@@ -76,9 +76,9 @@ def gradients(learner, data, loss):
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "simpo"])
-@pytest.mark.parametrize("name", some(OWN, ("mixtral",)))
+@pytest.mark.parametrize("name", make_params(OWN, ("mixtral",)))
 def test_the_value_and_its_gradient_are_those_of_transformers(name, loss):
-    model, data = model_of(name), datums(((9, (7, 5)), (4, (3, 12))))
+    model, data = model_of(name), make_datums(((9, (7, 5)), (4, (3, 12))))
     data = data if loss == "cross_entropy" else with_mask(data)
     units = (
         2.0
@@ -86,7 +86,7 @@ def test_the_value_and_its_gradient_are_those_of_transformers(name, loss):
         else sum(float(d.loss_fn_inputs["weights"].array.sum()) for d in data)
     )
     model.zero_grad()
-    expected = theirs(model, data)
+    expected = compute_transformers_loss(model, data)
     (COEF * units * expected).backward()
     added = {
         n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
@@ -108,7 +108,7 @@ def test_the_value_and_its_gradient_are_those_of_transformers(name, loss):
 
 
 def test_it_is_the_same_under_checkpointing_and_absent_where_nothing_is_learnt():
-    model, data = model_of("qwen3_moe"), datums(((9, (7, 5)),))
+    model, data = model_of("qwen3_moe"), make_datums(((9, (7, 5)),))
     plain, _ = gradients(make_learner(model, router_aux_loss_coef=COEF), data, "cross_entropy")
     again = make_learner(model, router_aux_loss_coef=COEF, gradient_checkpointing=True)
     gradients(again, data, "cross_entropy")
@@ -138,7 +138,7 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize(
-    "name", some([n for n in STACKED if n != "kimi_linear"], ("mixtral", "deepseek_v3"))
+    "name", make_params([n for n in STACKED if n != "kimi_linear"], ("mixtral", "deepseek_v3"))
 )
 def test_the_scores_of_every_familys_routers_are_found(name):
     model = model_of(name)

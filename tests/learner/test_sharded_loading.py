@@ -149,7 +149,7 @@ def test_lazy_tensors(tmp_path):
 # ---------------------------------------------------------------------------------------- two ranks
 
 
-def saved(folder: Path, **sizes: int) -> tuple[str, int, int]:
+def save_model(folder: Path, **sizes: int) -> tuple[str, int, int]:
     """Save a model. Return its folder, its bytes in fp32, and the bytes of its largest tensor."""
     config = Qwen3Config(
         num_attention_heads=8,
@@ -196,7 +196,7 @@ def peaks_of(config: str, model: str, out: Path) -> list[int]:
 def small(tmp_path_factory) -> tuple[str, dict[str, dict]]:
     """Return a model folder, and the results of a single process for each kind."""
     home = tmp_path_factory.mktemp("small")
-    folder, _, _ = saved(
+    folder, _, _ = save_model(
         home / "model",
         vocab_size=64,
         hidden_size=64,
@@ -233,7 +233,7 @@ def test_no_rank_holds_more_than_its_share(config, neighbor, tmp_path):
     DeepSpeed keeps some 0.14 of the model and 50 MB in addition to its part: 183 MB for a model of
     207 MB, 431 MB for 590 MB.
     """
-    folder, size, largest = saved(
+    folder, size, largest = save_model(
         tmp_path / "model",
         vocab_size=6000,
         hidden_size=640,

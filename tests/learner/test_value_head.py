@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import random_datums, relative_difference
+from helpers import compute_relative_difference, random_datums
 from safetensors.torch import load_file
 
 from rl import ServiceClient, types
@@ -72,7 +72,7 @@ def learner_of(client):
     return _workers[0].learners[client.model_id]
 
 
-def stir(client, steps=2):
+def perturb_weights(client, steps=2):
     """Train for a few steps, so that values are not 0."""
     for i in range(steps):
         client.forward_backward(
@@ -93,7 +93,7 @@ def gradients(client):
     )
 
 
-def dropped(client):
+def drop_client_gradients(client):
     client._driver.submit("drop_gradients", client.model_id).result()
 
 
@@ -114,7 +114,7 @@ def test_values_are_the_head_on_the_last_hidden_state(client):
     datums = critic_datums()
     outputs = client.forward(datums, "importance_sampling").result().loss_fn_outputs
     assert all(not output["values"].array.any() for output in outputs)  # zero at first
-    stir(client)
+    perturb_weights(client)
     outputs = client.forward(datums, "importance_sampling").result().loss_fn_outputs
     single = client.compute_values([d.model_input for d in datums]).result()
     for datum, output, values in zip(datums, outputs, single, strict=True):
@@ -126,12 +126,12 @@ def test_values_are_the_head_on_the_last_hidden_state(client):
 
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_gradient_of_the_value_loss_is_that_of_a_custom_loss(client, clip):
-    stir(client)
+    perturb_weights(client)
     datums = critic_datums(seed=9)
     config = {"value_clip": clip} if clip else {}
     total = client.forward_backward(datums, "value", config).result().metrics["loss:sum"]
     named = gradients(client)
-    dropped(client)
+    drop_client_gradients(client)
 
     def loss_fn(data, values):
         loss = torch.zeros(())
@@ -149,18 +149,18 @@ def test_gradient_of_the_value_loss_is_that_of_a_custom_loss(client, clip):
 
     output = client.forward_backward_custom(datums, loss_fn, outputs=("values",)).result()
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5) and total > 0
-    assert relative_difference(gradients(client), named) < 1e-5
-    dropped(client)
+    assert compute_relative_difference(gradients(client), named) < 1e-5
+    drop_client_gradients(client)
     # As a term of a policy loss, it adds value_coef times this gradient to the policy's gradient.
     client.forward_backward(datums, "ppo").result()
     policy = gradients(client)
-    dropped(client)
+    drop_client_gradients(client)
     client.forward_backward(datums, "ppo", {"value_coef": 0.3, **config}).result()
-    assert relative_difference(gradients(client), policy + 0.3 * named) < 1e-5
+    assert compute_relative_difference(gradients(client), policy + 0.3 * named) < 1e-5
 
 
 def test_a_loss_on_both_outputs(client):
-    stir(client)
+    perturb_weights(client)
     datums = critic_datums(seed=4)
 
     def loss_fn(data, logprobs, values):
@@ -168,7 +168,7 @@ def test_a_loss_on_both_outputs(client):
 
     client.forward_backward_custom(datums, loss_fn, outputs=("logprobs", "values")).result()
     both = gradients(client)
-    dropped(client)
+    drop_client_gradients(client)
     learner = learner_of(client)
     total = torch.zeros(())
     for datum in datums:  # each separately, through the module itself
@@ -185,7 +185,7 @@ def test_a_loss_on_both_outputs(client):
             ).sum()
         )
     total.backward()
-    assert relative_difference(gradients(client), both) < 1e-5
+    assert compute_relative_difference(gradients(client), both) < 1e-5
 
 
 def test_bradley_terry_on_values_learns_a_preference(service):
@@ -214,7 +214,7 @@ def test_bradley_terry_on_values_learns_a_preference(service):
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_saved_beside_the_model_and_restored(service, kind, tmp_path):
     client = make(service, kind)
-    stir(client)
+    perturb_weights(client)
     prompts = [d.model_input for d in critic_datums()]
     before = client.compute_values(prompts).result()
     path = client.save_state("a").result().path
@@ -228,11 +228,11 @@ def test_saved_beside_the_model_and_restored(service, kind, tmp_path):
         p.name for p in (tmp_path / "out/sampler_weights/plain").iterdir()
     ), plain
     same = service.create_training_client_from_state_with_optimizer(path)
-    stir(client)
+    perturb_weights(client)
     for ours in (same, service.create_training_client_from_state(path)):
         for a, b in zip(ours.compute_values(prompts).result(), before, strict=True):
             np.testing.assert_array_equal(a, b)
-    stir(same)  # with the optimizer's state, the same steps give the same bits
+    perturb_weights(same)  # with the optimizer's state, the same steps give the same bits
     assert torch.equal(all_weights(same), all_weights(client))
     client.load_state(path).result()
     np.testing.assert_array_equal(client.compute_values(prompts).result()[0], before[0])
@@ -266,7 +266,7 @@ def test_the_sampler_does_not_know_of_it(client):
         for c in (client, without)
     ]
     assert [s.tokens for s in samples[0]] == [s.tokens for s in samples[1]]
-    stir(client, 1)
+    perturb_weights(client, 1)
     # The second version replaces the first or is kept in addition to it.
     sampler = client.save_weights_and_get_sampling_client()
     sequence = sampler.sample(prompt, 1, params).result().sequences[0]
@@ -336,5 +336,5 @@ def test_without_the_fused_head_too(tmp_path):
     np.testing.assert_allclose(results[0][0], results[1][0], atol=1e-5)
     assert (
         results[0][1] == pytest.approx(results[1][1], rel=1e-5)
-        and relative_difference(results[0][2], results[1][2]) < 1e-5
+        and compute_relative_difference(results[0][2], results[1][2]) < 1e-5
     )

@@ -22,7 +22,7 @@ from rl.runtime.training_worker import ModelSpec
 from rl.types import LoraConfig, ModelInput
 
 
-def tiny(kind: str):
+def make_tiny_model(kind: str):
     """Return a causal model of transformers with random weights: every family with different names
     or ties.
     """
@@ -93,7 +93,7 @@ def damage(folder: Path, change, file: str = "model.safetensors") -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_lacks_tensors_is_refused_by_name(kind, tmp_path):
-    tiny(kind).save_pretrained(tmp_path)
+    make_tiny_model(kind).save_pretrained(tmp_path)
     whole = load_file(str(tmp_path / "model.safetensors"))
     # The complete model loads, with any ties and buffers.
     loaded = load_model(str(tmp_path)).model.state_dict()
@@ -158,14 +158,14 @@ def test_a_classifier_is_no_language_model(tmp_path):
 
 
 def test_buffers_that_old_versions_wrote_are_not_missed(tmp_path):
-    tiny("gpt2").save_pretrained(tmp_path)
+    make_tiny_model("gpt2").save_pretrained(tmp_path)
     buffers = {
         "transformer.h.0.attn.bias": torch.ones(1, 1, 32, 32),
         "transformer.h.1.attn.masked_bias": torch.zeros(1),
     }
     damage(tmp_path, lambda t: {**t, **buffers})
     load_model(str(tmp_path))
-    tiny("llama").save_pretrained(tmp_path / "llama")
+    make_tiny_model("llama").save_pretrained(tmp_path / "llama")
     damage(
         tmp_path / "llama",
         lambda t: {**t, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
@@ -206,7 +206,7 @@ def forge(folder: Path, file: str, change) -> None:
     checkpoint_folder.verify_checkpoint(folder)
 
 
-def saved(folder: Path, options: str):
+def save_training_state(folder: Path, options: str):
     worker = make_worker(**HOW[options])
     worker.forward_backward(0, random_datums(3), "ppo", {"temperature": 1.0}, 1.0, True)
     worker.optim_step(0, ADAM)
@@ -218,7 +218,7 @@ def saved(folder: Path, options: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", HOW)
 def test_forged_checkpoints_are_refused_by_name_wherever_they_are_read(mode, tmp_path):
-    worker = saved(tmp_path, mode)
+    worker = save_training_state(tmp_path, mode)
     spec = ModelSpec("tiny:addition", seed=1, **HOW[mode])
     weights = "model/adapter_model.safetensors" if "lora" in mode else "model/model.safetensors"
     files = {
@@ -254,7 +254,7 @@ def test_forged_checkpoints_are_refused_by_name_wherever_they_are_read(mode, tmp
 
 
 def test_an_adapter_folder_of_somebody_else_is_looked_at_too(tmp_path):
-    saved(tmp_path, "lora")
+    save_training_state(tmp_path, "lora")
     plain = tmp_path / "plain"
     plain.mkdir()
     for path in (tmp_path / "weights").iterdir():
@@ -277,7 +277,7 @@ def test_an_adapter_folder_of_somebody_else_is_looked_at_too(tmp_path):
 def test_weights_may_be_read_by_whom_the_umask_lets(umask, tmp_path):
     before = os.umask(umask)
     try:
-        saved(tmp_path, "lora and head")
+        save_training_state(tmp_path, "lora and head")
         plain = tmp_path / "plain"
         plain.touch()
     finally:
@@ -306,7 +306,7 @@ def test_a_model_with_tied_weights_is_written_with_the_same_bytes_every_time(kin
     """
     from transformers import AutoModelForCausalLM
 
-    tiny(kind).save_pretrained(tmp_path / "base")
+    make_tiny_model(kind).save_pretrained(tmp_path / "base")
     with ServiceClient(output_dir=tmp_path / "out") as service:
         client = service.create_full_training_client(str(tmp_path / "base"))
         written = [

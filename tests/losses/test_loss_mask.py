@@ -5,7 +5,7 @@ and metrics, plain and fused.
 import numpy as np
 import pytest
 import torch
-from helpers import gradient, make_worker, random_datums, relative_difference
+from helpers import compute_relative_difference, gradient, make_worker, random_datums
 
 from rl.losses import LOSSES, get_loss
 from rl.types import Datum
@@ -135,4 +135,4 @@ def test_a_model_is_trained_as_if_advantages_outside_the_mask_were_zero(name):
             batch, get_loss(name), {}, temperature=1.0, divisor=1.0, backward=True
         )
         results.append(gradient(worker))
-    assert relative_difference(results[1], results[0]) < 1e-6
+    assert compute_relative_difference(results[1], results[0]) < 1e-6

@@ -48,7 +48,7 @@ def warm_up() -> int:
     return status("VmRSS")
 
 
-def datums(count: int, s: dict) -> list[Datum]:
+def make_datums(count: int, s: dict) -> list[Datum]:
     rng = np.random.default_rng(0)
     results = []
     for _ in range(count):
@@ -84,7 +84,7 @@ def main(out: Path, s: dict) -> None:
         client = service.create_full_training_client(s["model"])
     adam = types.AdamParams(learning_rate=1e-4)
     sampler = client.save_weights_and_get_sampling_client()
-    few = datums(s["world"], {"prompt": 2, "answer": 2})
+    few = make_datums(s["world"], {"prompt": 2, "answer": 2})
     # Take a step, so that the optimizer's state exists.
     client.forward_backward(few, "ppo", {"temperature": 0.8}).result()
     client.optim_step(adam).result()
@@ -102,7 +102,7 @@ def main(out: Path, s: dict) -> None:
     for future in futures:
         future.result()
     for _ in range(2):  # the second has the gradients of the first
-        client.forward_backward(datums(s["datums"], s), "ppo", {"temperature": 0.8}).result()
+        client.forward_backward(make_datums(s["datums"], s), "ppo", {"temperature": 0.8}).result()
     client.optim_step(adam).result()
     service.close()
 

@@ -37,7 +37,7 @@ def sums_of(size: int, prompt: int) -> tuple[float, float]:
     return sums["sample"], max(sums["sample"], sums["train"] + cache, sums["update"] + cache)
 
 
-def fitted(memory: float, *words: str) -> int:
+def fit_cache_tokens(memory: float, *words: str) -> int:
     sized = fit_cache_size(read(*words), GPU, DeviceMemory("GPU", memory))
     return sized.stages[0].settings.sampling.kv_cache_tokens
 
@@ -58,7 +58,7 @@ def test_the_size_is_the_one_that_the_rule_names_for_any_memory():
         expected = max(large, default=max(small, default=DEFAULT))
         while expected // 2 >= most:
             expected //= 2
-        size = fitted(memory)
+        size = fit_cache_tokens(memory)
         assert size == expected, f"{memory:.0f} bytes"
         if small:
             assert size >= before  # a larger GPU never has a smaller cache
@@ -68,7 +68,7 @@ def test_the_size_is_the_one_that_the_rule_names_for_any_memory():
 
 
 def test_a_size_that_is_set_and_a_cpu_keep_theirs():
-    assert fitted(1e13, "--kv-cache-tokens", "5000") == 5000
+    assert fit_cache_tokens(1e13, "--kv-cache-tokens", "5000") == 5000
     cpu = fit_cache_size(read(), LaunchShape(cuda=False, bf16=False), DeviceMemory("CPU", 1e13))
     assert cpu.stages[0].settings.sampling.kv_cache_tokens == DEFAULT
     assert choose_cache_size(read()) == cpu
@@ -77,8 +77,10 @@ def test_a_size_that_is_set_and_a_cpu_keep_theirs():
 
 
 def test_rows_that_batches_do_not_fill_do_not_enlarge_it():
-    assert fitted(1e13, "--max-rows", "64") == DEFAULT
-    assert fitted(1e13, "--max-rows", "256") == 2 * DEFAULT  # 256 x (512 + 1024) = 393,216
+    assert fit_cache_tokens(1e13, "--max-rows", "64") == DEFAULT
+    assert (
+        fit_cache_tokens(1e13, "--max-rows", "256") == 2 * DEFAULT
+    )  # 256 x (512 + 1024) = 393,216
 
 
 def test_a_service_samples_the_same_in_a_cache_of_another_size(tmp_path):

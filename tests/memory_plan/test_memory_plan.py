@@ -93,7 +93,7 @@ def folder_of(model: dict, path: Path) -> str:
     return str(path)
 
 
-def planned(folder: str, s: dict, sharding: Sharding) -> MemoryPlan:
+def predict_memory(folder: str, s: dict, sharding: Sharding) -> MemoryPlan:
     lora = LoraConfig(s["lora_rank"], train_unembed=True) if s["lora_rank"] else None
     skeleton = ModelSkeleton(folder, None, lora)
     length = s["prompt"] + s["answer"]
@@ -136,7 +136,7 @@ def ranks() -> Iterator[Ranks]:
     server.close()
 
 
-def measured(folder: str, s: dict, out: Path, config: str | None, ranks: Ranks) -> list[int]:
+def measure_memory(folder: str, s: dict, out: Path, config: str | None, ranks: Ranks) -> list[int]:
     """Return the bytes of each rank."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -164,8 +164,8 @@ def test_the_plan_is_within_15_percent_of_a_process(case, ranks, tmp_path):
     folder = folder_of({name: s[name] for name in MODEL}, tmp_path / "model")
     config = case if s["world"] > 1 else None
     shardings = {"zero3": ZeroSharding(stage=3), "fsdp2": FSDPSharding()}
-    expected = planned(folder, s, shardings.get(case, Sharding()))
-    for got in measured(folder, s, tmp_path / "out", config, ranks):
+    expected = predict_memory(folder, s, shardings.get(case, Sharding()))
+    for got in measure_memory(folder, s, tmp_path / "out", config, ranks):
         assert abs(expected.peak / got - 1) < 0.15, (
             f"{case}: planned {expected.peak / 2**20:.0f} MiB, measured {got / 2**20:.0f}"
         )

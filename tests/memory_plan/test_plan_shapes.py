@@ -23,7 +23,7 @@ MIXTURES = [row["architecture"] for row in TABLE if " experts" in row["layers"]]
 BATCH = MicroBatch(2, 16, 32)
 
 
-def some(names, quick):
+def make_params(names, quick):
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
@@ -43,7 +43,7 @@ def deep_config(name):
         return config
 
 
-def skeletons(folder, lora=None):
+def make_skeletons(folder, lora=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ModelSkeleton(str(folder), None, lora), ModelSkeleton(
@@ -52,13 +52,13 @@ def skeletons(folder, lora=None):
 
 
 @pytest.mark.parametrize(
-    "name", some(NAMES, ("qwen3", "gpt2", "gemma3_text", "gemma4_text", "mixtral", "zamba2"))
+    "name", make_params(NAMES, ("qwen3", "gpt2", "gemma3_text", "gemma4_text", "mixtral", "zamba2"))
 )
 def test_a_cut_model_has_the_numbers_of_the_whole(name, tmp_path):
     deep_config(name).save_pretrained(tmp_path)
     for lora in (None, LoraConfig(2)):
         try:
-            cut, whole = skeletons(tmp_path, lora)
+            cut, whole = make_skeletons(tmp_path, lora)
         except UserError as error:
             assert lora is not None and "LoRA" in str(error)
             continue
@@ -82,7 +82,7 @@ HOW = {
 }
 
 
-def mixtures():
+def list_mixtures():
     """Yield every precision for a few quick models, bf16 for the rest (slow), and the remaining
     precisions (campaign).
     """
@@ -93,7 +93,7 @@ def mixtures():
             yield pytest.param(name, mode, marks=[] if quick else marks, id=f"{name}-{mode}")
 
 
-@pytest.mark.parametrize(("name", "options"), mixtures())
+@pytest.mark.parametrize(("name", "options"), list_mixtures())
 def test_a_mixture_of_experts_is_planned_in_every_precision(name, options, tmp_path, monkeypatch):
     """The plan from tensors without memory matches real tensors, grouped matmul kernels included,
     or the error gives the reason.

@@ -31,7 +31,7 @@ def shape_of(model, folder, lora: LoraConfig | None = None):
     return ModelSkeleton(str(folder), None, lora).shape
 
 
-def counted(model, **inputs) -> int:
+def count_flops(model, **inputs) -> int:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(**inputs)
     return counter.get_total_flops()
@@ -49,7 +49,7 @@ def test_a_mixture_computes_with_the_experts_that_a_token_is_sent_to(per_token, 
     ids = torch.arange(TOKENS)[None]
     attention = 4 * TOKENS**2 * shape.heads * shape.head_width * shape.layers
     table = VOCAB * shape.hidden  # embedding rows are looked up, not multiplied
-    result = counted(model, input_ids=ids, use_cache=False) - attention
+    result = count_flops(model, input_ids=ids, use_cache=False) - attention
     # norms are not matrix products
     assert result == pytest.approx(2 * TOKENS * (shape.active_parameters - table), rel=0.02)
     assert result < 0.9 * 2 * TOKENS * (shape.parameters - table)
@@ -58,7 +58,7 @@ def test_a_mixture_computes_with_the_experts_that_a_token_is_sent_to(per_token, 
 def test_a_token_sent_to_two_experts_more_costs_those_and_nothing_else(tmp_path):
     shapes = {k: shape_of(mixture(k), tmp_path / str(k)) for k in (1, 3)}
     ids = torch.arange(TOKENS)[None]
-    more = counted(mixture(3), input_ids=ids, use_cache=False) - counted(
+    more = count_flops(mixture(3), input_ids=ids, use_cache=False) - count_flops(
         mixture(1), input_ids=ids, use_cache=False
     )
     assert more == 2 * TOKENS * (shapes[3].active_parameters - shapes[1].active_parameters) > 0
@@ -74,7 +74,7 @@ def test_all_experts_are_sent_and_gathered_and_few_are_computed_with(tmp_path):
     # including gradients of experts that no token reached
     assert ddp["all_reduce"] == 4 * shape.parameters
     assert (
-        scaling.arithmetic(dense, load) - scaling.arithmetic(shape, load)
+        scaling.compute_flops(dense, load) - scaling.compute_flops(shape, load)
         == 8 * shape.idle_experts * load.tokens
     )
 
@@ -99,16 +99,16 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path)
     assert frozen.seeing == tower and frozen.seeing_trained == 0
     side = 4  # patches per side of a 16 x 16 image
     pixels = torch.zeros(side * side, 3 * 4 * 4)
-    result = counted(
+    result = count_flops(
         model.model.visual, hidden_states=pixels, grid_thw=torch.tensor([[1, side, side]])
     )
     assert 0.6 * 2 * tower * side**2 < result < 1.1 * 2 * tower * side**2
     load = scaling.Load(patches=256)
-    blind = scaling.arithmetic(reference, scaling.Load())
+    blind = scaling.compute_flops(reference, scaling.Load())
     assert blind == 8 * reference.active_parameters * load.tokens
-    assert scaling.arithmetic(reference, load) - blind == 8 * tower * load.answers * 256
+    assert scaling.compute_flops(reference, load) - blind == 8 * tower * load.answers * 256
     assert (
-        scaling.arithmetic(frozen, load) - scaling.arithmetic(frozen, scaling.Load())
+        scaling.compute_flops(frozen, load) - scaling.compute_flops(frozen, scaling.Load())
         == 2 * tower * load.answers * 256
     )
 
@@ -116,7 +116,7 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path)
 # ----------------------------------------------------------------- samplers split over several GPUs
 
 
-class Counting:
+class CountingTeam:
     """A rank of a team that counts its all-reduces, all-gathers and broadcasts."""
 
     def __init__(self, team):
@@ -153,7 +153,7 @@ def test_a_teams_traffic_is_what_its_ranks_send(tmp_path):
     load = scaling.Load(answers=4, group=2, prompt=6, answer=5)
 
     def counted(threads):
-        team = Counting(threads)
+        team = CountingTeam(threads)
         # no self-test of the decoder, hence no collectives yet
         engine = Engine(
             split(model, team, weights=list(model.named_parameters())), eos_token_ids=(), max_rows=8
@@ -183,12 +183,12 @@ def test_a_teams_traffic_is_what_its_ranks_send(tmp_path):
 
 def test_seconds_of_a_team_by_hand():
     hardware = scaling.Hardware(nvlink=100.0, collective_seconds=2.0)
-    sent = scaling.Sent(calls=3, summed=400.0, gathered=200.0, copied=50.0)
+    sent = scaling.CollectiveTraffic(calls=3, summed=400.0, gathered=200.0, copied=50.0)
     assert (
-        scaling.ring_seconds(sent, 4, hardware)
+        scaling.compute_ring_seconds(sent, 4, hardware)
         == 3 * 2.0 + (2 * 0.75 * 400 + 0.75 * 200 + 50) / 100
     )
-    assert scaling.ring_seconds(sent, 1, hardware) == 0
+    assert scaling.compute_ring_seconds(sent, 1, hardware) == 0
 
 
 def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(tmp_path):
@@ -205,7 +205,7 @@ def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(tmp_path):
             name="32B",
             shape=shape,
             hardware=scaling.Hardware(memory_gib=memory),
-            driver=scaling.Driver(),
+            driver=scaling.DriverRates(),
             load=scaling.Load(),
             sampling_rate=1200.0,
         )

@@ -65,7 +65,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def accelerator(bf16: bool = False):
+def make_fake_accelerator(bf16: bool = False):
     """Return a stand-in for the parts of accelerate's Accelerator that a single-process learner
     uses. The real class allows only a single precision per process.
     """
@@ -80,10 +80,12 @@ def make_learner(model, *, bf16: bool = False, **settings) -> Learner:
     loaded = model_loading.LoadedModel(
         model_loading._disable_randomness(copy.deepcopy(model)), None, "tiny", ()
     )
-    return Learner(loaded, accelerator(bf16), LearnerSettings(**{"token_budget": 300, **settings}))
+    return Learner(
+        loaded, make_fake_accelerator(bf16), LearnerSettings(**{"token_budget": 300, **settings})
+    )
 
 
-def datums(groups=((24, (20, 8, 46)), (6, (6, 48)), (50, (1,))), seed: int = 5) -> list[Datum]:
+def make_datums(groups=((24, (20, 8, 46)), (6, (6, 48)), (50, (1,))), seed: int = 5) -> list[Datum]:
     """Return answers to prompts of these lengths; most are longer than a window."""
     rng, results = np.random.default_rng(seed), []
     for length, answers in groups:
@@ -124,7 +126,7 @@ def compute_plain_logprobs(model, data):
     }
 
 
-def learnt(learner, data):
+def run_learner(learner, data):
     learner.drop_gradients()
     outputs, _ = learner.run(
         data, get_loss("cross_entropy"), {}, temperature=1.0, divisor=1.0, backward=True
@@ -148,7 +150,7 @@ def model_of(name: str, attention: str | None = None):
 
 
 def check_every_layout(model, takes: set[str]) -> None:
-    data = datums()
+    data = make_datums()
     logprobs, gradient = compute_plain_logprobs(model, data)
     for layout in LAYOUTS:
         if layout != "auto" and layout not in takes:
@@ -156,7 +158,7 @@ def check_every_layout(model, takes: set[str]) -> None:
                 make_learner(model, layout=layout)
             continue
         learner = make_learner(model, layout=layout)
-        np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-4, err_msg=layout)
+        np.testing.assert_allclose(run_learner(learner, data), logprobs, atol=1e-4, err_msg=layout)
         assert gradient_error(learner, gradient) < 1e-4, layout
 
 
@@ -216,14 +218,14 @@ def test_a_layout_under_bf16_is_no_further_off_than_the_model_alone(name):
     """The test compares root mean squares: an expert that changes through rounding moves a single
     token by as much as a leak would.
     """
-    model, data = model_of(name), datums()
+    model, data = model_of(name), make_datums()
     exact, _ = compute_plain_logprobs(model, data)
     with torch.autocast("cpu", torch.bfloat16):
         rounded, _ = compute_plain_logprobs(model, data)
     spread = float(np.sqrt(np.mean((rounded - exact) ** 2)))
     assert spread > 1e-3
     for layout in ("auto", *sorted(KINDS[name][1])):
-        result = learnt(make_learner(model, bf16=True, layout=layout), data)
+        result = run_learner(make_learner(model, bf16=True, layout=layout), data)
         assert float(np.sqrt(np.mean((result - exact) ** 2))) < 2 * spread, layout
 
 
@@ -231,10 +233,10 @@ def test_dpo_like_pairs_have_the_gradient_of_sequences_alone():
     """If answers saw each other, the first loss would still be ln 2, but its gradient would be half
     off.
     """
-    model, data = model_of("lfm2"), datums(((9, (7, 5)), (4, (3, 12))))
+    model, data = model_of("lfm2"), make_datums(((9, (7, 5)), (4, (3, 12))))
     logprobs, gradient = compute_plain_logprobs(model, data)
     learner = make_learner(model)
-    np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-4)
+    np.testing.assert_allclose(run_learner(learner, data), logprobs, atol=1e-4)
     assert gradient_error(learner, gradient) < 1e-4
 
 
@@ -252,12 +254,12 @@ RANDOM = {
 @pytest.mark.parametrize("name", sorted(RANDOM))
 def test_nothing_is_random_under_gradient_checkpointing(name):
     model = tiny_model(name, **RANDOM[name])
-    data = datums(((9, (7, 5)), (4, (3, 12))))
+    data = make_datums(((9, (7, 5)), (4, (3, 12))))
     logprobs, gradient = compute_plain_logprobs(copy.deepcopy(model).eval(), data)
     learner = make_learner(model, gradient_checkpointing=True)
     assert learner.model.training  # otherwise nothing is checkpointed
     for _ in range(2):
-        np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-4)
+        np.testing.assert_allclose(run_learner(learner, data), logprobs, atol=1e-4)
         assert gradient_error(learner, gradient) < 1e-4
 
 
@@ -267,10 +269,10 @@ def test_phi_moe_is_not_changed_by_turning_noise_off_and_its_training_mode_is_re
     experts are sampled.
     """
     model = tiny_model("phimoe", router_jitter_noise=noise, sliding_window=None)
-    data = datums(((9, (7, 5)), (4, (3, 12))))
+    data = make_datums(((9, (7, 5)), (4, (3, 12))))
     logprobs, _ = compute_plain_logprobs(copy.deepcopy(model), data)
     np.testing.assert_allclose(
-        learnt(make_learner(model, layout="padded"), data), logprobs, atol=1e-4
+        run_learner(make_learner(model, layout="padded"), data), logprobs, atol=1e-4
     )
     with pytest.raises(UserError, match="PhimoeForCausalLM.*training mode"):
         make_learner(model, gradient_checkpointing=True)
@@ -295,13 +297,13 @@ def test_a_model_without_gradient_checkpointing_is_refused():
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_softcap_that_bends_the_logits_is_the_models_own(fused):
     """Use a cap of the size of the logits: a tiny model's logits are far below the usual 30."""
-    model, data = model_of("gemma2"), datums(((5, (4, 9)), (3, (6,))))
+    model, data = model_of("gemma2"), make_datums(((5, (4, 9)), (3, (6,))))
     model.config.final_logit_softcapping = 0.05
     logprobs, gradient = compute_plain_logprobs(model, data)
     learner = make_learner(model, fused=fused)
     # the fused head passes its probe with this softcap, so it stays on
     assert learner.head.fused == fused
-    np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-5)
+    np.testing.assert_allclose(run_learner(learner, data), logprobs, atol=1e-5)
     assert gradient_error(learner, gradient) < 1e-4
     model.config.final_logit_softcapping = None
     assert np.abs(compute_plain_logprobs(model, data)[0] - logprobs).max() > 1e-2
@@ -310,7 +312,7 @@ def test_a_softcap_that_bends_the_logits_is_the_models_own(fused):
 # -------------------------------------------------------------- frequencies and the length of a row
 
 
-def longrope(name: str = "phi3"):
+def make_longrope_model(name: str = "phi3"):
     rng = np.random.default_rng(0)
     factors = {
         "short_factor": rng.uniform(1, 2, 4).tolist(),
@@ -335,11 +337,14 @@ def test_the_longest_row_does_not_choose_the_frequencies_of_others(layout):
     """Rows of 31, 32 (the original length), 33 and more tokens in one call, and one prompt with
     answers on both sides of that length.
     """
-    model, data = longrope(), datums(((20, (8, 12, 13, 14, 40)), (3, (5,)), (31, (2, 1, 3))))
+    model, data = (
+        make_longrope_model(),
+        make_datums(((20, (8, 12, 13, 14, 40)), (3, (5,)), (31, (2, 1, 3)))),
+    )
     assert {32, 33} <= {d.model_input.length for d in data}
     logprobs, gradient = compute_plain_logprobs(model, data)
     learner = make_learner(model, layout=layout)
-    np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-4)
+    np.testing.assert_allclose(run_learner(learner, data), logprobs, atol=1e-4)
     assert gradient_error(learner, gradient) < 1e-4
 
 
@@ -348,7 +353,7 @@ def pair_of(prompt: int, chosen: int, rejected: int, seed: int) -> list[Datum]:
     random reference logprobs.
     """
     results = []
-    for datum in datums(((prompt, (chosen, rejected)),), seed):
+    for datum in make_datums(((prompt, (chosen, rejected)),), seed):
         mask = (datum.loss_fn_inputs["weights"].array != 0).astype(np.float32)
         reference = mask * np.random.default_rng(seed).uniform(-3.5, -2.5, len(mask)).astype(
             np.float32
@@ -410,7 +415,10 @@ def dpo_alone(model, pairs, beta: float = 0.1):
 def test_a_pair_on_both_sides_of_the_original_length_is_learnt_by_the_frequencies_of_each_answer(
     settings,
 ):
-    model, pairs = longrope(), [pair_of(*lengths, seed) for seed, lengths in enumerate(PAIRS)]
+    model, pairs = (
+        make_longrope_model(),
+        [pair_of(*lengths, seed) for seed, lengths in enumerate(PAIRS)],
+    )
     loss, logprobs, gradient = dpo_alone(model, pairs)
     learner = make_learner(model, **settings)
     flat = [datum for pair in pairs for datum in pair]
@@ -425,7 +433,7 @@ def test_a_pair_on_both_sides_of_the_original_length_is_learnt_by_the_frequencie
 
 def test_the_parts_of_such_a_call_are_the_whole():
     flat = [datum for seed, lengths in enumerate(PAIRS) for datum in pair_of(*lengths, seed)]
-    whole, parts = (make_learner(longrope(), token_budget=120) for _ in range(2))
+    whole, parts = (make_learner(make_longrope_model(), token_budget=120) for _ in range(2))
     options = {"temperature": 1.0, "divisor": 1.0, "backward": True}
     outputs, sums = whole.run(flat, get_loss("dpo"), {}, **options)
     number, total, results = 0, 0.0, {}
@@ -442,8 +450,10 @@ def test_the_parts_of_such_a_call_are_the_whole():
 def test_rewards_of_such_a_pair_are_those_of_each_answer_alone():
     """Bradley-Terry reads the value head at the last position of each answer."""
     pairs = [pair_of(*lengths, seed) for seed, lengths in enumerate(PAIRS)]
-    loaded = model_loading.add_value_head(model_loading.LoadedModel(longrope(), None, "tiny", ()))
-    learner = Learner(loaded, accelerator(False), LearnerSettings(token_budget=300))
+    loaded = model_loading.add_value_head(
+        model_loading.LoadedModel(make_longrope_model(), None, "tiny", ())
+    )
+    learner = Learner(loaded, make_fake_accelerator(False), LearnerSettings(token_budget=300))
     with torch.no_grad():
         for name in learner.value_head_names:
             learner.trainable[name].add_(
@@ -479,7 +489,7 @@ def test_an_episode_that_grows_past_the_original_length_is_scored_as_it_was_draw
     """Turns of 20 and 29 tokens lie before the original length, turns of 35 and 44 beyond it. They
     give two datums, each scored with the frequencies that sampled its answers.
     """
-    longrope().save_pretrained(tmp_path / "model")
+    make_longrope_model().save_pretrained(tmp_path / "model")
     rng, read, turns = np.random.default_rng(4), [], []
     with ServiceClient(output_dir=tmp_path / "out") as service:
         client = service.create_full_training_client(str(tmp_path / "model"))
@@ -518,11 +528,11 @@ def test_an_episode_that_grows_past_the_original_length_is_scored_as_it_was_draw
 def test_rows_beyond_the_length_of_dynamic_frequencies_are_an_error():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     learner = make_learner(tiny_model("llama", rope_parameters=rope, max_position_embeddings=32))
-    learnt(learner, datums(((20, (8, 13)),)))
+    run_learner(learner, make_datums(((20, (8, 13)),)))
     with pytest.raises(
         ValueError, match="33 tokens is longer than this model.s original context of 32,.*dynamic"
     ):
-        learnt(learner, datums(((20, (8, 14)),)))
+        run_learner(learner, make_datums(((20, (8, 14)),)))
 
 
 # ------------------------------------------------------------ the share of weights that LoRA adapts

@@ -5,8 +5,15 @@ injected faults.
 import numpy as np
 import pytest
 import torch
-from test_architectures import accelerator, one_thread  # noqa: F401  (a fixture of its own)
-from test_images import compute_plain_logits, datum, learnt, of_logits, rows, tiny
+from test_architectures import make_fake_accelerator, one_thread  # noqa: F401  (a fixture of its own)
+from test_images import (
+    compute_logprobs,
+    compute_plain_logits,
+    datum,
+    make_tiny_model,
+    of_logits,
+    rows,
+)
 
 from bench import architectures_seeing as table
 from rl.images import ImageReader, get_image_reader, vision_families
@@ -24,7 +31,7 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_two_images_that_are_swapped_turn_a_row_red(name, monkeypatch):
     """Only the pixels are swapped; tokens, grids and positions stay the same."""
-    assert table.measured(name) == "exact"
+    assert table.measure_images(name) == "exact"
     pixels, swaps = KINDS[name].pixels, []
 
     def faulty(self, images):
@@ -34,7 +41,7 @@ def test_two_images_that_are_swapped_turn_a_row_red(name, monkeypatch):
         return pixels(self, images) | {"pixel_values": pixels(self, images[::-1])["pixel_values"]}
 
     monkeypatch.setattr(KINDS[name], "pixels", faulty)
-    text = table.measured(name)
+    text = table.measure_images(name)
     assert swaps and text.startswith("WRONG") and "learner" in text and "sampler" in text
 
 
@@ -47,7 +54,7 @@ def test_one_wrong_position_of_an_image_turns_a_row_red(monkeypatch):
         return result
 
     monkeypatch.setattr(vision_families.QwenVisionFamily, "positions", faulty)
-    text = table.measured("qwen3_vl")
+    text = table.measure_images("qwen3_vl")
     assert text.startswith("WRONG") and "learner" in text and "sampler" in text
 
 
@@ -59,9 +66,9 @@ def test_an_image_that_stands_for_another_turns_a_row_red(monkeypatch):
         result = read(self, chunk)
         return kept.setdefault(result.count, result)
 
-    assert table.measured("gemma3") == "exact"  # all of its images have the same size
+    assert table.measure_images("gemma3") == "exact"  # all of its images have the same size
     monkeypatch.setattr(ImageReader, "process", faulty)
-    assert table.measured("gemma3").startswith("WRONG")
+    assert table.measure_images("gemma3").startswith("WRONG")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -69,7 +76,7 @@ def test_in_bf16_rows_with_images_are_no_further_off_than_the_model_alone(name):
     """Learner and sampler on a batch of mixed rows, compared with float32 by root mean square. The
     reference is the error of the plain model under autocast.
     """
-    loaded, _ = tiny(name)
+    loaded, _ = make_tiny_model(name)
     reader = get_image_reader(loaded.model)
     prompts = rows(loaded.tokenizer, reader, get_renderer("chat_template", loaded.tokenizer))
 
@@ -91,8 +98,8 @@ def test_in_bf16_rows_with_images_are_no_further_off_than_the_model_alone(name):
     )
     sampler = np.concatenate([np.array(item[1:]) for item in read])
     learner = np.concatenate(
-        learnt(
-            Learner(loaded, accelerator(bf16=True), LearnerSettings()),
+        compute_logprobs(
+            Learner(loaded, make_fake_accelerator(bf16=True), LearnerSettings()),
             [datum(item) for item in prompts],
         )
     )

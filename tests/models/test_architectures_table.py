@@ -53,11 +53,11 @@ def test_a_row_is_exact_or_refused(name):
 # ---------------------------------------------------------------------------------- injected faults
 
 
-def judged(name, layout):
+def judge_layout(name, layout):
     model, datums = tiny_model(name), table.sequences()
     plain = model_loading._disable_randomness(copy.deepcopy(model))
     settings = table.LearnerSettings(token_budget=400, layout=layout)
-    return table.judged(
+    return table.judge_architecture(
         model,
         name,
         datums,
@@ -68,15 +68,15 @@ def judged(name, layout):
 
 
 @pytest.fixture
-def untried(monkeypatch):
+def exact_layouts(monkeypatch):
     """Make learners consider every layout exact, so that only the table's comparison can detect
     errors.
     """
     monkeypatch.setattr(Learner, "_find_exact_layouts", lambda self, model: {"padded", "packed"})
 
 
-def test_one_wrong_position_turns_a_row_red(untried, monkeypatch):
-    assert judged("llama", "packed") == "exact"
+def test_one_wrong_position_turns_a_row_red(exact_layouts, monkeypatch):
+    assert judge_layout("llama", "packed") == "exact"
     lay_out = packing._packed
 
     def faulty(tokens, chunk, datums):
@@ -86,12 +86,12 @@ def test_one_wrong_position_turns_a_row_red(untried, monkeypatch):
         return ids, positions, mask, index
 
     monkeypatch.setattr(packing, "_packed", faulty)
-    assert judged("llama", "packed").startswith("WRONG")
+    assert judge_layout("llama", "packed").startswith("WRONG")
 
 
-def test_a_state_that_runs_on_turns_a_row_red(untried):
-    assert judged("qwen3_next", "padded") == "exact"
-    assert judged("qwen3_next", "packed").startswith("WRONG")
+def test_a_state_that_runs_on_turns_a_row_red(exact_layouts):
+    assert judge_layout("qwen3_next", "padded") == "exact"
+    assert judge_layout("qwen3_next", "packed").startswith("WRONG")
 
 
 def test_a_state_of_another_row_turns_a_row_red(monkeypatch):
@@ -125,7 +125,7 @@ def test_an_optimizer_that_is_not_read_turns_a_row_red(monkeypatch):
         "load_learner_state",
         lambda learner, path, with_optimizer, rank: load_state(learner, path, False, rank),
     )
-    result = table.saved(tiny_model("llama"))
+    result = table.measure_saved_columns(tiny_model("llama"))
     assert result["resume"].startswith("WRONG") and result["reload"] == result["adapter"] == "exact"
 
 
@@ -141,7 +141,7 @@ def test_a_weight_that_is_written_otherwise_turns_a_row_red(monkeypatch):
             save_file(tensors, str(file), {"format": "pt"})
 
     monkeypatch.setattr(saved.learner_checkpoint, "write_model", faulty)
-    result = table.saved(tiny_model("llama"))
+    result = table.measure_saved_columns(tiny_model("llama"))
     assert (
         result["resume"] == "exact"
         and result["reload"].startswith("WRONG")
@@ -163,7 +163,7 @@ def test_layers_whose_adapters_would_not_come_back_get_none(name):
     assert none and not {key.removesuffix(".weight") for key in none} & set(
         lora_targets.find_lora_targets(model, LoraConfig())
     )
-    assert table.saved(model)["adapter"] == "exact"
+    assert table.measure_saved_columns(model)["adapter"] == "exact"
 
 
 def test_a_config_without_an_end_of_text_can_be_read(tmp_path):
@@ -181,7 +181,7 @@ def test_a_padding_row_is_read_as_it_was_written():
     """transformers zeroes Youtu's padding row on loading, so a continued run would start from other
     weights.
     """
-    result = table.saved(tiny_model("youtu"))
+    result = table.measure_saved_columns(tiny_model("youtu"))
     assert result["resume"] == "exact"
     for column in ("reload", "adapter"):
         assert (

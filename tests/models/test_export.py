@@ -363,14 +363,14 @@ def test_merging_is_right_over_the_span_of_architectures(tmp_path):
 UNMERGEABLE = {"git", "zamba", "zamba2"}
 
 
-def built_architectures() -> list[str]:
+def list_built_architectures() -> list[str]:
     with (REPO / "bench" / "results" / "architectures.csv").open() as file:
         rows = csv.DictReader(file)
         return [row["architecture"] for row in rows if not row["class"].startswith("not ")]
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", built_architectures())
+@pytest.mark.parametrize("name", list_built_architectures())
 def test_merging_is_right_for_every_architecture(name, tmp_path):
     if name in UNMERGEABLE:
         with pytest.raises(UserError):

@@ -86,7 +86,7 @@ def start_run(folder, method, config, *more):
     return start_launch(config, folder.parent, *words, script="train.py")
 
 
-def ended(launch) -> None:
+def wait_for_success(launch) -> None:
     assert set(launch.wait(280)) == {0}, launch.output()[-3000:]
 
 
@@ -113,8 +113,8 @@ def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_after_a_kill(
     in the middle changes no bit.
     """
     folders = {name: tmp_path / name for name in ("one", "two", "cut")}
-    ended(start_run(folders["one"], method, None))
-    ended(start_run(folders["two"], method, config))
+    wait_for_success(start_run(folders["one"], method, None))
+    wait_for_success(start_run(folders["two"], method, config))
     for first, second in zip(rows(folders["one"]), rows(folders["two"]), strict=True):
         for key in ("optim/loss", "optim/policy_loss", "optim/grad_norm", "env/all/reward/total"):
             if key in first:
@@ -128,7 +128,7 @@ def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_after_a_kill(
         launch.kill(rank)
     launch.wait(30)
     assert not (folders["cut"] / "checkpoints" / f"{method}-final").exists()
-    ended(start_run(folders["cut"], method, config, "--resume"))
+    wait_for_success(start_run(folders["cut"], method, config, "--resume"))
     assert rows(folders["cut"]) == rows(folders["two"])
     first, other = weights(folders["two"], method), weights(folders["cut"], method)
     assert first.keys() == other.keys() and all(

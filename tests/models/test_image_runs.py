@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from seeing import chunk, spelt
+from seeing import chunk, encode_parts
 from whole_runs import train, two_and_two
 
 from rl.images import get_image_reader
@@ -25,7 +25,7 @@ SMALL = (
 
 def example(tokenizer):
     result = get_image_reader(tokenizer).resolve_tokens(
-        spelt(
+        encode_parts(
             tokenizer,
             "<|user|><|vision_start|>",
             chunk(1),
@@ -75,10 +75,10 @@ def test_what_is_saved_sees_again_here_and_in_plain_transformers(tmp_path):
 
     plain = AutoModelForImageTextToText.from_pretrained(str(tmp_path / "m"))
     processor = AutoImageProcessor.from_pretrained(str(tmp_path / "m"))
-    from seeing import picture
+    from seeing import make_image
 
     ids = torch.tensor([first.model_input.flat()])
-    inputs = dict(processor(images=[picture(1)], return_tensors="pt"))
+    inputs = dict(processor(images=[make_image(1)], return_tensors="pt"))
     logits = (
         plain(
             input_ids=ids, mm_token_type_ids=(ids == plain.config.image_token_id).long(), **inputs

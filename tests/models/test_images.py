@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from seeing import FAMILIES, chunk, compute_plain_logits, permuted, picture, tiny
+from seeing import (
+    FAMILIES,
+    chunk,
+    compute_plain_logits,
+    make_image,
+    make_tiny_model,
+    permute_pixels,
+)
 
 from rl.images import get_image_reader
 from rl.learner import Learner, LearnerSettings
@@ -45,7 +52,7 @@ def datum(inputs):
     )
 
 
-def learnt(learner, datums, temperature=1.0):
+def compute_logprobs(learner, datums, temperature=1.0):
     outputs, _ = learner.run(
         datums, get_loss("cross_entropy"), {}, temperature=temperature, divisor=1.0, backward=False
     )
@@ -62,8 +69,8 @@ def of_logits(logits, inputs, temperature=1.0):
     scope="module",
     params=[pytest.param(f, marks=[] if f == "qwen3_vl" else pytest.mark.slow) for f in FAMILIES],
 )
-def seeing(request):
-    loaded, _ = tiny(request.param)
+def image_model(request):
+    loaded, _ = make_tiny_model(request.param)
     reader, renderer = (
         get_image_reader(loaded.model),
         get_renderer("chat_template", loaded.tokenizer),
@@ -72,11 +79,11 @@ def seeing(request):
     return loaded, reader, renderer, learner
 
 
-def test_learner_sampler_and_the_model_alone_agree(seeing):
+def test_learner_sampler_and_the_model_alone_agree(image_model):
     """Mixed rows in one call, at two temperatures: the logprobs of sampling, scoring and learning
     equal the plain model's. A group prefills its prompt only once.
     """
-    loaded, reader, renderer, learner = seeing
+    loaded, reader, renderer, learner = image_model
     prompts = rows(loaded.tokenizer, reader, renderer)
     decoder = make_decoder(loaded.model)
     for temperature in (1.0, 0.7):
@@ -101,7 +108,7 @@ def test_learner_sampler_and_the_model_alone_agree(seeing):
                     whole.append(ModelInput.of([*prompt.flat(), *sequence.tokens], prompt.placed()))
                     drawn.append(np.array(sequence.logprobs))
         assert len(whole) >= 8
-        result = learnt(learner, [datum(item) for item in whole], temperature)
+        result = compute_logprobs(learner, [datum(item) for item in whole], temperature)
         read = score_sequences(
             decoder, [item.flat() for item in whole], temperature, [item.placed() for item in whole]
         )
@@ -114,8 +121,8 @@ def test_learner_sampler_and_the_model_alone_agree(seeing):
             assert np.abs(logprobs - expected[-len(logprobs) :]).max() < 1e-4
 
 
-def test_permuted_pixels_and_swapped_images_change_the_logprobs(seeing):
-    loaded, reader, renderer, learner = seeing
+def test_permuted_pixels_and_swapped_images_change_the_logprobs(image_model):
+    loaded, reader, renderer, learner = image_model
     a, b = chunk(5), chunk(6)
 
     def request(*images):
@@ -124,9 +131,9 @@ def test_permuted_pixels_and_swapped_images_change_the_logprobs(seeing):
             [{"role": "user", "content": [parts[0], {"type": "text", "text": "or"}, parts[1]]}]
         )
 
-    inputs = [request(a, b), request(b, a), request(permuted(a), b)]
+    inputs = [request(a, b), request(b, a), request(permute_pixels(a), b)]
     assert inputs[0].flat() == inputs[1].flat() == inputs[2].flat()
-    right, swapped, blind = learnt(learner, [datum(item) for item in inputs])
+    right, swapped, blind = compute_logprobs(learner, [datum(item) for item in inputs])
     for other in (swapped, blind):
         assert np.abs(right[-6:] - other[-6:]).max() > 1e-4  # text after both images
     decoder = make_decoder(loaded.model)
@@ -157,12 +164,12 @@ def test_permuted_pixels_and_swapped_images_change_the_logprobs(seeing):
         )
 
 
-def test_a_batch_of_mixed_rows_equals_each_alone_and_so_do_gradients(seeing):
-    loaded, reader, renderer, learner = seeing
+def test_a_batch_of_mixed_rows_equals_each_alone_and_so_do_gradients(image_model):
+    loaded, reader, renderer, learner = image_model
     datums = [datum(item) for item in rows(loaded.tokenizer, reader, renderer)]
-    together = learnt(learner, datums)
+    together = compute_logprobs(learner, datums)
     for item, results in zip(datums, together, strict=True):
-        assert np.abs(learnt(learner, [item])[0] - results).max() < 1e-5
+        assert np.abs(compute_logprobs(learner, [item])[0] - results).max() < 1e-5
 
     def gradient(calls):
         for call in calls:
@@ -185,7 +192,7 @@ def test_an_image_token_that_was_drawn_is_read_alike_by_both_sides():
     """After an image, the model would treat every image token as part of the image. Sampler and
     learner both feed another token in place of a sampled image token.
     """
-    loaded, _ = tiny("qwen3_vl")
+    loaded, _ = make_tiny_model("qwen3_vl")
     reader, renderer = (
         get_image_reader(loaded.model),
         get_renderer("chat_template", loaded.tokenizer),
@@ -209,16 +216,16 @@ def test_an_image_token_that_was_drawn_is_read_alike_by_both_sides():
         ModelInput.of([*prompt.flat(), *sequence.tokens], prompt.placed()) for sequence in sequences
     ]
     for sequence, result in zip(
-        sequences, learnt(learner, [datum(item) for item in whole]), strict=True
+        sequences, compute_logprobs(learner, [datum(item) for item in whole]), strict=True
     ):
         assert np.abs(result[-len(sequence.tokens) :] - sequence.logprobs).max() < 1e-4
 
 
-def test_the_renderers_tokens_are_those_of_the_families_own_processor(seeing):
+def test_the_renderers_tokens_are_those_of_the_families_own_processor(image_model):
     """transformers' processor, if it can be built, gives the same tokens and pixels for a
     conversation.
     """
-    loaded, reader, renderer, _ = seeing
+    loaded, reader, renderer, _ = image_model
     family = loaded.model.config.model_type
     if family not in ("gemma3",):  # the others need a video processor, which needs torchvision
         pytest.skip("its processor cannot be made without torchvision")
@@ -239,12 +246,15 @@ def test_the_renderers_tokens_are_those_of_the_families_own_processor(seeing):
     output = [
         {
             "role": "user",
-            "content": [{"type": "image", "image": picture(1)}, {"type": "text", "text": "what?"}],
+            "content": [
+                {"type": "image", "image": make_image(1)},
+                {"type": "text", "text": "what?"},
+            ],
         }
     ]
     text = tokenizer.apply_chat_template(output, tokenize=False, add_generation_prompt=True)
     theirs = processor(
-        images=[[picture(1)]], text=[text], add_special_tokens=False, return_tensors="pt"
+        images=[[make_image(1)]], text=[text], add_special_tokens=False, return_tensors="pt"
     )
     mine = renderer.build_generation_prompt(output)
     assert mine.flat() == theirs["input_ids"][0].tolist()

@@ -25,7 +25,7 @@ def model_of(name: str = "llama", **changes):
     return model_loading._disable_randomness(tiny_model(name, **changes))
 
 
-def spoil(model, change) -> None:
+def change_attention(model, change) -> None:
     """Make the first layer's attention return `change(output)`."""
     layer = model.model.layers[0].self_attn
     original = layer.forward
@@ -40,14 +40,14 @@ def spoil(model, change) -> None:
 @pytest.mark.parametrize("strength", [1.0, 1e-3, 1e-5])
 def test_a_faint_leak_from_the_right_is_seen(strength):
     model = model_of()
-    spoil(model, lambda out: out + strength * out.mean(1, keepdim=True))
+    change_attention(model, lambda out: out + strength * out.mean(1, keepdim=True))
     assert "depends on tokens to its right" in find_layout_faults(model, ["padded"])["padded"]
 
 
 @pytest.mark.parametrize("strength", [1.0, 1e-5])
 def test_a_faint_state_that_goes_on_is_seen(strength):
     model = model_of()
-    spoil(model, lambda out: out + strength * out.cumsum(1))
+    change_attention(model, lambda out: out + strength * out.cumsum(1))
     faults = find_layout_faults(model, LAYOUTS)
     assert faults.keys() == {"packed", "shared"} and all(
         "a sequence depends on" in why for why in faults.values()
@@ -114,13 +114,13 @@ def test_a_model_that_looks_ahead_is_refused_by_name():
 
 
 def test_randomness_under_any_name_is_found_in_training_mode():
-    class Shaky(nn.Module):
+    class NoisyModule(nn.Module):
         def forward(self, x):
             return x + 1e-3 * torch.randn_like(x) if self.training else x
 
     model = model_of()
     model.model.layers[1].mlp.down_proj = nn.Sequential(
-        model.model.layers[1].mlp.down_proj, Shaky()
+        model.model.layers[1].mlp.down_proj, NoisyModule()
     )
     assert find_layout_faults(model, ["padded"]) == {}
     assert find_layout_faults(model, ["padded"], training=True).keys() == {"training"}
@@ -129,12 +129,14 @@ def test_randomness_under_any_name_is_found_in_training_mode():
 def test_randomness_that_seldom_matters_is_found():
     """The fault hits one token in a million, so a small sample of tokens would not show it."""
 
-    class Rare(nn.Module):
+    class RareFlipModule(nn.Module):
         def forward(self, x):
             return torch.where(torch.rand_like(x) < 1e-6, -x, x) if self.training else x
 
     model = model_of()
-    model.model.layers[1].mlp.down_proj = nn.Sequential(model.model.layers[1].mlp.down_proj, Rare())
+    model.model.layers[1].mlp.down_proj = nn.Sequential(
+        model.model.layers[1].mlp.down_proj, RareFlipModule()
+    )
     assert (
         "uses random numbers (rand_like)"
         in find_layout_faults(model, ["padded"], training=True)["training"]

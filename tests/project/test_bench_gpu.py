@@ -149,15 +149,15 @@ def test_every_part_has_its_seconds_and_what_is_left_over_goes_to_the_next_ones(
 def test_every_row_is_some_prompts():
     for rows, prompts in ((1, 1), (4, 1), (7, 3), (1024, 128)):
         assert (
-            len(gpu_models.shares(rows, prompts)) == prompts
-            and sum(gpu_models.shares(rows, prompts)) == rows
+            len(gpu_models.split_rows(rows, prompts)) == prompts
+            and sum(gpu_models.split_rows(rows, prompts)) == rows
         )
 
 
 def test_the_engine_that_the_product_takes_is_timed():
     assert (
-        gpu_models.caches(False) == {"ours": "auto", "plain": "plain"}
-        and gpu_models.caches(True)["ours"] == "paged"
+        gpu_models.get_cache_settings(False) == {"ours": "auto", "plain": "plain"}
+        and gpu_models.get_cache_settings(True)["ours"] == "paged"
     )
 
 
@@ -221,7 +221,7 @@ def decoder():
 def test_tokens_are_counted_as_the_engine_drew_them(tmp_path, monkeypatch, decoder, name):
     table = gpu.Table("decode", tmp_path / "decode.csv")
     monkeypatch.setattr(gpu_decode, "seconds_of", lambda run, device: (run(), 2.0)[::-1])
-    gpu_decode.speed(table, "tiny", name, decoder, 24, True)
+    gpu_decode.measure_speed(table, "tiny", name, decoder, 24, True)
     first, speed, step = rows_of(table.path)
     assert (first["metric"], speed["metric"], step["metric"]) == (
         "first_two_calls",
@@ -238,7 +238,9 @@ def test_tokens_are_counted_as_the_engine_drew_them(tmp_path, monkeypatch, decod
         return engine
 
     monkeypatch.setattr(gpu_decode, "engine_of", fewer)
-    table.attempt("fewer", name, lambda: gpu_decode.speed(table, "fewer", name, decoder, 24, True))
+    table.attempt(
+        "fewer", name, lambda: gpu_decode.measure_speed(table, "fewer", name, decoder, 24, True)
+    )
     assert failed(rows_of(table.path)) == [("fewer", name, "RuntimeError")]
 
 

@@ -105,13 +105,13 @@ def shell(tmp_path_factory):
 def write_inputs(folder: Path) -> None:
     """Write the rows and images that commands refer to."""
     import pandas
-    from seeing import picture
+    from seeing import make_image
 
     for name, row in ROWS.items():
         (folder / name).write_text(f"{json.dumps(row)}\n" * 12)
     pandas.DataFrame([SUM] * 12).to_parquet(folder / "problems.parquet")
     for name in PICTURES:
-        picture(0).save(folder / name)
+        make_image(0).save(folder / name)
 
 
 @pytest.fixture(scope="module")

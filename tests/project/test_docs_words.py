@@ -79,7 +79,7 @@ def flags_of(script: str) -> set[str]:
     return set(re.findall(r'add_argument\(\s*(?:"-\w", )?"--([\w-]+)"', text))
 
 
-def known() -> set[str]:
+def list_known_flags() -> set[str]:
     reference = {key.replace("_", "-") for key in SETTINGS}
     theirs = set().union(
         *map(flags_of, SCRIPTS), *(flags_of(f"bench/{script}") for script in BENCH)
@@ -93,7 +93,7 @@ def named(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_of_a_page_exists(page):
-    present = known()
+    present = list_known_flags()
     # --environment.key and --template.key accept the settings of an environment or a template.
     # --STAGE.key is a setting of a single stage.
     flags = {
@@ -125,7 +125,7 @@ def section_ids(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def broken_links(page: Path, text: str) -> list[str]:
+def find_broken_links(page: Path, text: str) -> list[str]:
     broken = []
     for target, section in LINK.findall(re.sub(r"```.*?```", "", text, flags=re.S)):
         path = (page.parent / target).resolve() if target else page
@@ -136,12 +136,15 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_of_a_page_lead_somewhere(page):
-    assert broken_links(page, page.read_text()) == []
+    assert find_broken_links(page, page.read_text()) == []
 
 
 def test_a_broken_link_is_seen():
     text = "[a](docs/nothing.md) [b](docs/running.md#nothing) [c](docs/running.md#does-it-fit)"
-    assert broken_links(ROOT / "README.md", text) == ["docs/nothing.md#", "docs/running.md#nothing"]
+    assert find_broken_links(ROOT / "README.md", text) == [
+        "docs/nothing.md#",
+        "docs/running.md#nothing",
+    ]
 
 
 PARTS = ["Start", "Guides", "Internals"]

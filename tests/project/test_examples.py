@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_docs_words import broken_links
+from test_docs_words import find_broken_links
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run
@@ -73,7 +73,7 @@ def test_the_table_lists_every_example():
         *(EXAMPLES / name / "train.py" for name in re.findall(r"^\| \[(\w+)\]", text, re.M)),
     ]
     assert {ROOT / command for command in commands} == {*NOTEBOOKS, *SCRIPTS}
-    assert broken_links(page, text) == []
+    assert find_broken_links(page, text) == []
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.parent.name)
@@ -98,7 +98,7 @@ def test_the_run_on_a_gpu_is_accepted(path, monkeypatch):
     stub = SimpleNamespace(train=lambda what, **settings: runs.append(resolve_run(what, settings)))
     exec(block, {"rl": stub})
     assert runs[0].stages[0].settings.model.lora_rank == 32
-    assert broken_links(path, text) == []
+    assert find_broken_links(path, text) == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

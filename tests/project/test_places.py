@@ -85,12 +85,12 @@ def is_there(dotted: str) -> bool:
             return (
                 parts[end] in names
                 or (parts[:end] == ["rl"] and parts[end] in rl.__all__)
-                or alias(dotted)
+                or is_client_address(dotted)
             )
     return False
 
 
-def alias(dotted: str) -> bool:
+def is_client_address(dotted: str) -> bool:
     """Return whether a name is an address of Tinker's client, which has no file here."""
     known = [
         "rl.model_info",

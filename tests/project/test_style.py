@@ -72,13 +72,13 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def words(name: str) -> list[str]:
+def split_words(name: str) -> list[str]:
     """Return the words of a name in lower case: ["kv", "cache", "pool"] for KVCachePool."""
     parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)
     return [part.lower() for part in parts]
 
 
-def singular(word: str) -> str:
+def strip_plural(word: str) -> str:
     """Return a word without its plural ending."""
     if word.endswith("ies") and len(word) > 4:
         return word[:-3] + "y"
@@ -89,7 +89,7 @@ def singular(word: str) -> str:
 
 
 @cache
-def glossary() -> dict[str, str]:
+def read_glossary() -> dict[str, str]:
     """Return a mapping of term to explanation from docs/glossary.md."""
     text = (REPO / "docs" / "glossary.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|$", text, re.MULTILINE)
@@ -100,19 +100,19 @@ def glossary() -> dict[str, str]:
 def known_heads() -> frozenset[str]:
     """Return the words that may end a name: those of the glossary, Python and Tinker."""
     known: set[str] = set()
-    for term in glossary():
+    for term in read_glossary():
         for variant in re.split(r"[,/]", term):
-            known.update(singular(word) for word in words(variant.strip())[-1:])
+            known.update(strip_plural(word) for word in split_words(variant.strip())[-1:])
     python = [*dir(builtins), *sys.stdlib_module_names]
     for module in ("abc", "argparse", "asyncio", "collections", "concurrent.futures", "contextlib",
                    "dataclasses", "logging", "multiprocessing", "pathlib", "threading", "typing"):  # fmt: skip
         python += dir(__import__(module, fromlist=["_"]))
     for name in [*python, *dir(rl.types)]:
-        known.update(singular(word) for word in words(name))
+        known.update(strip_plural(word) for word in split_words(name))
     return frozenset(known)
 
 
-def public_classes() -> list[tuple[Path, ast.ClassDef]]:
+def list_public_classes() -> list[tuple[Path, ast.ClassDef]]:
     return [
         (path, node)
         for path in PACKAGE
@@ -126,7 +126,7 @@ def code_tokens(path: Path) -> list[tokenize.TokenInfo]:
     layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     layout |= {tokenize.ENCODING, tokenize.ENDMARKER}
     prose: set[int] = set()
-    for node in documented(path):
+    for node in find_documented_nodes(path):
         text = node.body[0]
         prose.update(range(text.lineno, text.end_lineno + 1))
     source = io.StringIO(path.read_text(encoding="utf-8"))
@@ -134,7 +134,7 @@ def code_tokens(path: Path) -> list[tokenize.TokenInfo]:
     return [token for token in tokens if token.type not in layout and token.start[0] not in prose]
 
 
-def documented(path: Path) -> list[ast.AST]:
+def find_documented_nodes(path: Path) -> list[ast.AST]:
     """Return the modules, classes and functions of a file that have a docstring."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [
@@ -144,7 +144,7 @@ def documented(path: Path) -> list[ast.AST]:
     ]
 
 
-def everyday_identifiers(path: Path) -> list[str]:
+def find_everyday_identifiers(path: Path) -> list[str]:
     """Return file:line of each identifier that is an everyday word."""
     lines = []
     for node in ast.walk(tree(path)):
@@ -175,15 +175,15 @@ def test_names_end_in_a_word_of_the_glossary():
     heads: dict[str, list[str]] = defaultdict(list)
     for path in PACKAGE:
         if path.stem != "__init__":
-            heads[singular(words(path.stem)[-1])].append(name_of(path))
-    for path, node in public_classes():
-        heads[singular(words(node.name)[-1])].append(f"{name_of(path)}::{node.name}")
+            heads[strip_plural(split_words(path.stem)[-1])].append(name_of(path))
+    for path, node in list_public_classes():
+        heads[strip_plural(split_words(node.name)[-1])].append(f"{name_of(path)}::{node.name}")
     assert {head: places for head, places in heads.items() if head not in known_heads()} == {}
 
 
 @pytest.mark.parametrize("path", [*PACKAGE, *SCRIPTS], ids=name_of)
 def test_no_identifier_is_an_everyday_word(path):
-    assert everyday_identifiers(path) == []
+    assert find_everyday_identifiers(path) == []
 
 
 def test_everyday_words_are_seen(tmp_path, monkeypatch):
@@ -192,7 +192,7 @@ def test_everyday_words_are_seen(tmp_path, monkeypatch):
     file.write_text(
         "def given(own):\n    found = f(wanted=own)\n    return [one for one in found.left]\n"
     )
-    names = Counter(line.split()[1] for line in everyday_identifiers(file))
+    names = Counter(line.split()[1] for line in find_everyday_identifiers(file))
     assert names == {"given": 1, "own": 2, "found": 2, "wanted": 1, "one": 2}
 
 
@@ -209,7 +209,7 @@ def test_a_public_name_of_reporting_has_one_meaning():
 
 def test_a_class_name_has_one_meaning():
     places: dict[str, list[str]] = defaultdict(list)
-    for path, node in public_classes():
+    for path, node in list_public_classes():
         places[node.name].append(name_of(path))
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
@@ -217,7 +217,7 @@ def test_a_class_name_has_one_meaning():
 @pytest.mark.parametrize("path", PACKAGE, ids=name_of)
 def test_docstrings_begin_with_a_verb(path):
     wrong = []
-    for node in documented(path):
+    for node in find_documented_nodes(path):
         name, text = getattr(node, "name", "module"), ast.get_docstring(node) or ""
         shown = name.endswith("Settings") or (name in SHOWN_TEXTS and "/envs/" in str(path))
         if not shown and re.split(r"\W", text)[0] not in VERBS:

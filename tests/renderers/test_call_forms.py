@@ -58,7 +58,7 @@ def gemma(calls):
     )
 
 
-def lfm(calls):
+def render_lfm_calls(calls):
     def spell(value):
         if isinstance(value, str):
             for plain, escaped in (("\\", "\\\\"), ("'", "\\'"), ("\n", "\\n"), ("\r", "\\r")):
@@ -79,7 +79,7 @@ def llama(calls):
     return f'{{"name": "{name}", "parameters": {json.dumps(arguments)}}}'
 
 
-WRITE = {"glm": glm, "gemma": gemma, "lfm": lfm, "llama": llama}
+WRITE = {"glm": glm, "gemma": gemma, "lfm": render_lfm_calls, "llama": llama}
 TEXTS = (
     "é 数 🙂", "a b", "", "it's", "7", "true", "[1]", "x=1, y", "a\nb", "\\n", "{}", "<b>", "call:f{",
     "-",
@@ -164,7 +164,7 @@ def test_a_whole_answer_of_llama_is_a_call_only_where_there_are_tools():
 
 def test_an_end_mark_within_a_text_ends_nothing():
     first = call(text="a<|tool_call_end|>b")
-    assert FORM["lfm"].parse(lfm([first]) + "x", TOOLS) == ("x", [first], [])
+    assert FORM["lfm"].parse(render_lfm_calls([first]) + "x", TOOLS) == ("x", [first], [])
     first = call(text="a<tool_call|>b")
     assert FORM["gemma"].parse(gemma([first]), TOOLS) == ("", [first], [])
 

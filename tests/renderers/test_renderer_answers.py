@@ -8,11 +8,11 @@ from test_renderer_specials import (  # noqa: F401
     ASK,
     CHAT,
     LARGE,
+    make_word_tokenizer,
     pairs,
     renderers,
     special_ids,
     tokenizers,
-    words,
 )
 
 from rl import ServiceClient, get_tokenizer
@@ -41,10 +41,10 @@ def test_an_answer_ends_at_every_eos_of_the_model(tokenizers, name, model):  # n
 
 
 def test_the_ends_come_with_the_model_and_from_the_files_beside_a_tokenizer(tokenizers, tmp_path):  # noqa: F811
-    tokenizer = words()
+    tokenizer = make_word_tokenizer()
     assert get_end_tokens(tokenizer) == {1}
     assert get_end_tokens(set_end_tokens(tokenizer, [1, 5])) == {1, 5}
-    words().save_pretrained(tmp_path / "model")
+    make_word_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(
         json.dumps({"model_type": "qwen3", "text_config": {"eos_token_id": 3}})
     )

@@ -46,7 +46,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def learnt(renderer, messages):
+def find_trained_span(renderer, messages):
     """Return the trained part of the last message as ids and text. It must be a single span
     directly after the prompt.
     """
@@ -62,14 +62,14 @@ def test_glm_ends_an_answer_with_the_mark_of_who_speaks_next():
     tokenizer = glm()
     renderer = get_renderer("chat_template", tokenizer)
     ask, output = user("2+2?"), {"role": "assistant", "content": "4", "reasoning_content": "hm"}
-    tokens, text = learnt(renderer, [ask, output])
+    tokens, text = find_trained_span(renderer, [ask, output])
     assert text == "\n<think>hm</think>\n4<|user|>"
     assert (
         tokenizer.decode(renderer.build_generation_prompt([ask]).to_ints())
         == "[gMASK]<sop><|user|>\n2+2?<|assistant|>"
     )
     assert renderer.parse_response(tokens) == (output, True)
-    tokens, text = learnt(
+    tokens, text = find_trained_span(
         renderer, [ask, {"role": "assistant", "content": "I add.", "tool_calls": CALLS}]
     )
     assert text.startswith(
@@ -98,7 +98,7 @@ def test_glm_goes_on_from_the_mark_or_refuses(thoughts):
     text = {"role": "assistant", "content": "4", "reasoning_content": thoughts}
     calling = {"role": "assistant", "content": "", "tool_calls": CALLS}
     seen = renderer.build_generation_prompt([ask]).to_ints()
-    answer, _ = learnt(renderer, [ask, text])
+    answer, _ = find_trained_span(renderer, [ask, text])
     after = renderer.extend_prompt([ask], seen, answer, [user("and 3+3?")])
     if thoughts:
         assert after is None  # its template drops thoughts from history
@@ -116,7 +116,7 @@ def test_glm_goes_on_from_the_mark_or_refuses(thoughts):
         renderer.extend_prompt([ask], seen, answer, [{"role": "system", "content": "!"}, user("b")])
         is None
     )
-    called, _ = learnt(renderer, [ask, calling])
+    called, _ = find_trained_span(renderer, [ask, calling])
     after = renderer.extend_prompt([ask], seen, called, [tool])
     assert after.to_ints() == [
         *seen, *called, *tokenizer.encode("\n4<|assistant|>", add_special_tokens=False),
@@ -140,7 +140,7 @@ def test_a_mark_in_a_users_text_ends_no_answer_of_glm():
             {"type": "function", "function": {"name": "f", "arguments": {"a": "<|user|>"}}}
         ],
     }
-    tokens, text = learnt(renderer, [user("a"), calling])
+    tokens, text = find_trained_span(renderer, [user("a"), calling])
     assert renderer.parse_response(tokens)[0]["tool_calls"] == calling[
         "tool_calls"
     ] and text.endswith("<|observation|>")
@@ -161,7 +161,7 @@ def test_thoughts_of_gemma_are_taken_out_and_rendered_back():
     tokenizer.chat_template = GEMMA
     renderer = get_renderer("chat_template", tokenizer)
     ask, output = user("2+2?"), {"role": "assistant", "content": "4", "reasoning_content": "hm\nso"}
-    tokens, text = learnt(renderer, [ask, output])
+    tokens, text = find_trained_span(renderer, [ask, output])
     assert text == "<|channel>thought\nhm\nso\n<channel|>4<turn|>"
     assert renderer.parse_response(tokens) == (output, True)
     assert renderer.parse_response(tokenizer.encode("4<turn|>", add_special_tokens=False))[0] == {

@@ -18,7 +18,7 @@ ALL = [*TEMPLATES, "gpt2", "words"]
 ASK = {"role": "user", "content": "2+2?"}
 
 
-def metaspace(model):
+def make_metaspace_tokenizer(model):
     """Return a tokenizer like Llama's: spaces become a mark, and special tokens are in the
     vocabulary.
     """
@@ -40,41 +40,43 @@ def metaspace(model):
     return made
 
 
-def characters():
+def list_characters():
     return [chr(i) for i in range(32, 127)] + ["\n", "▁"]
 
 
 def llama_like():
     from tokenizers import models
 
-    tokens = ["<unk>", "<s>", "</s>", *characters(), "▁a", "ab", "ar", "st"]
+    tokens = ["<unk>", "<s>", "</s>", *list_characters(), "▁a", "ab", "ar", "st"]
     merges = [("▁", "a"), ("a", "b"), ("a", "r"), ("s", "t")]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    return metaspace(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True))
+    return make_metaspace_tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True)
+    )
 
 
-def unigram():
+def make_unigram_tokenizer():
     """Return a Unigram tokenizer. It would encode "</s>" in a text as the piece of that name if the
     piece were not renamed.
     """
     from tokenizers import models
 
     pieces = [
-        ("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((c, -5.0) for c in characters()),
+        ("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((c, -5.0) for c in list_characters()),
         ("▁a", -3.0), ("st", -3.0),
     ]  # fmt: skip
-    return metaspace(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    return make_metaspace_tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
 
 
-def words():
+def make_word_tokenizer():
     """Return a tokenizer of single characters. Of its special tokens, the vocabulary contains
     "<eos>".
     """
     special = {"eos_token": "<eos>", "pad_token": "<pad>"}
-    return character_tokenizer(["<pad>", "<eos>", *characters()], **special)
+    return character_tokenizer(["<pad>", "<eos>", *list_characters()], **special)
 
 
-MADE = {"llama-like": llama_like, "unigram": unigram, "words": words}
+MADE = {"llama-like": llama_like, "unigram": make_unigram_tokenizer, "words": make_word_tokenizer}
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +275,7 @@ def test_the_second_spelling_is_made_once_whatever_tools_there_are(monkeypatch, 
     """Groups of episodes with tools use separate renderers."""
     from tokenizers import Tokenizer
 
-    tokenizer = llama_like() if kind == "chat_template" else words()
+    tokenizer = llama_like() if kind == "chat_template" else make_word_tokenizer()
     copies, from_str = [], Tokenizer.from_str
     monkeypatch.setattr(
         "tokenizers.Tokenizer",
@@ -332,7 +334,7 @@ def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
 def test_a_tokenizer_that_has_no_other_spelling_says_so():
     from transformers import AddedToken
 
-    class Slow:
+    class SlowTokenizer:
         """A tokenizer without a fast backend that recognizes special tokens regardless of flags."""
 
         eos_token_id, bos_token_id, name_or_path = 0, None, ""
@@ -354,7 +356,7 @@ def test_a_tokenizer_that_has_no_other_spelling_says_so():
         def convert_tokens_to_ids(self, word):
             return 0
 
-    tokenizer = Slow()
+    tokenizer = SlowTokenizer()
     tokenizer.stubborn = False
     renderer = get_renderer("plain", tokenizer)
     assert renderer.encode("a</s>b") == [ord(c) for c in "a</s>b"]

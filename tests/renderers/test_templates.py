@@ -133,11 +133,11 @@ def answer(rng, can, call):
     return message
 
 
-def filled(messages, word):
+def fill_messages(messages, word):
     return json.loads(json.dumps(messages).replace("\\u0000", json.dumps(word)[1:-1]))
 
 
-def abilities(renderer, name) -> set[str]:
+def probe_template_features(renderer, name) -> set[str]:
     """Return what the template accepts when tried, plus what the table says can be parsed back."""
     template, result = str(renderer.tokenizer.chat_template), set()
     try:
@@ -153,14 +153,14 @@ def abilities(renderer, name) -> set[str]:
     return result | set(known.split()) | ({"tools"} if "tools" in template else set())
 
 
-def whole(tokenizer, messages, settings, tools, generation):
+def apply_template(tokenizer, messages, settings, tools, generation):
     inputs = {"tools": [TOOL]} if tools else {}
     return tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=generation, **settings, **inputs
     )
 
 
-def thought_aloud(renderer, messages, thought, answer):
+def check_thought(renderer, messages, thought, answer):
     """Check an answer to a prompt that opened its thought. Return counts of bridges."""
     seen = renderer.build_generation_prompt(messages[:-1]).to_ints()
     written = (
@@ -183,7 +183,7 @@ def thought_aloud(renderer, messages, thought, answer):
 def check(renderer, name):
     """Return the numbers of compared prompts, answers and bridges. Raise on any difference."""
     tokenizer, settings = renderer.tokenizer, FOLDER.get(name, {})
-    rng, can = random.Random(name), abilities(renderer, name)
+    rng, can = random.Random(name), probe_template_features(renderer, name)
     with_tools = renderer.with_tools([TOOL]) if "tools" in can else renderer
     words = sorted(renderer.escaper.control)
     control = {tokenizer.convert_tokens_to_ids(word) for word in words}
@@ -191,18 +191,20 @@ def check(renderer, name):
     for _ in range(COUNT):
         messages, tools = conversation(rng, can)
         first = with_tools if tools else renderer
-        harmless, word = filled(messages, "x"), rng.choice(words)
+        harmless, word = fill_messages(messages, "x"), rng.choice(words)
         for upto in (len(messages), len(messages) - 1):
             plain = harmless[:upto]
             expected = tokenizer.encode(
-                whole(tokenizer, plain, settings, tools, True), add_special_tokens=False
+                apply_template(tokenizer, plain, settings, tools, True), add_special_tokens=False
             )
             assert first.build_generation_prompt(plain).to_ints() == expected
             counts["prompts"] += 1
-            forged = filled(messages, word)[:upto]
+            forged = fill_messages(messages, word)[:upto]
             if forged != plain:
                 tokens = first.build_generation_prompt(forged).to_ints()
-                assert tokenizer.decode(tokens) == whole(tokenizer, forged, settings, tools, True)
+                assert tokenizer.decode(tokens) == apply_template(
+                    tokenizer, forged, settings, tools, True
+                )
                 assert [t for t in tokens if t in control] == [
                     t for t in expected if t in control
                 ], word
@@ -216,7 +218,7 @@ def check(renderer, name):
             if "</think>" in str(refused) or "<think>" in tokenizer.decode(
                 first.build_generation_prompt(harmless[:-1]).to_ints()[-8:]
             ):
-                for name_of, count in thought_aloud(
+                for name_of, count in check_thought(
                     first, harmless, make_text(rng), make_text(rng)
                 ).items():
                     counts[name_of] += count
@@ -225,7 +227,7 @@ def check(renderer, name):
         end = NEXT[name]["tool_calls" in harmless[-1]] if name in NEXT else ""
         assert (
             tokenizer.decode(example.to_ints())
-            == whole(tokenizer, harmless, settings, tools, False) + end
+            == apply_template(tokenizer, harmless, settings, tools, False) + end
         )
         message, ended = first.parse_response(learnt)
         target = (
@@ -246,7 +248,7 @@ def check(renderer, name):
         counts["anew" if following is None else "bridged"] += 1
         if following is not None:
             assert following.to_ints()[: len(seen) + len(learnt)] == [*seen, *learnt]
-            assert tokenizer.decode(following.to_ints()) == whole(
+            assert tokenizer.decode(following.to_ints()) == apply_template(
                 tokenizer, [*harmless, *new], settings, tools, True
             )
     return counts
@@ -326,7 +328,9 @@ def test_calls_of_glm_are_read_as_its_template_writes_them(shared_data):
         message["tool_calls"] = [
             answer(rng, set(), call=True)["tool_calls"][0] for _ in range(rng.randrange(1, 4))
         ]
-        text = whole(tokenizer, [{"role": "user", "content": "a"}, message], {}, True, False)
+        text = apply_template(
+            tokenizer, [{"role": "user", "content": "a"}, message], {}, True, False
+        )
         content, calls, unparsed = form.parse(text.rpartition("</think>")[2], [TOOL])
         assert (content.strip(), calls, unparsed) == (message["content"], message["tool_calls"], [])
 

@@ -41,7 +41,7 @@ def test_a_continued_prompt_is_the_templates_own(named):
     assert check_canonical(name, renderer, 8) > 14
 
 
-def chatml(*output: tuple[str, str]) -> str:
+def render_chatml(*output: tuple[str, str]) -> str:
     return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in output)
 
 
@@ -58,7 +58,7 @@ USER, MORE, TOOL = (
 )
 
 
-def bridged(renderer, messages, answer, new):
+def extend_and_decode(renderer, messages, answer, new):
     seen = renderer.build_generation_prompt(messages).to_ints()
     tokens = renderer.tokenizer.encode(answer)
     result = renderer.extend_prompt(messages, seen, tokens, new)
@@ -73,27 +73,29 @@ def test_bridges_by_hand(qwen):
     plain = get_renderer("chat_template", qwen("qwen2.5"))
     begins = "<|im_start|>assistant\n"
     assert (
-        bridged(plain, [USER], "4<|im_end|>", [MORE]) == "\n" + chatml(("user", "sure?")) + begins
+        extend_and_decode(plain, [USER], "4<|im_end|>", [MORE])
+        == "\n" + render_chatml(("user", "sure?")) + begins
     )
     # cut off
     assert (
-        bridged(plain, [USER], "4", [MORE]) == "<|im_end|>\n" + chatml(("user", "sure?")) + begins
+        extend_and_decode(plain, [USER], "4", [MORE])
+        == "<|im_end|>\n" + render_chatml(("user", "sure?")) + begins
     )
     both_end = get_renderer(
         "chat_template", qwen("qwen2.5"), eos_token_ids=qwen("qwen2.5").encode("<|endoftext|>")
     )
     # another end token
     assert (
-        bridged(both_end, [USER], "4<|endoftext|>", [MORE])
-        == "\n" + chatml(("user", "sure?")) + begins
+        extend_and_decode(both_end, [USER], "4<|endoftext|>", [MORE])
+        == "\n" + render_chatml(("user", "sure?")) + begins
     )
     call = '<tool_call>\n{"name":"add","arguments":{"a":2}}\n</tool_call><|im_end|>'
-    response = chatml(("user", "<tool_response>\n4\n</tool_response>"))
-    assert bridged(plain, [USER], call, [TOOL]) == "\n" + response + begins
-    both = chatml(
+    response = render_chatml(("user", "<tool_response>\n4\n</tool_response>"))
+    assert extend_and_decode(plain, [USER], call, [TOOL]) == "\n" + response + begins
+    both = render_chatml(
         ("user", "<tool_response>\n4\n</tool_response>\n<tool_response>\n4\n</tool_response>")
     )
-    assert bridged(plain, [USER], call, [TOOL, TOOL]) == "\n" + both + begins
+    assert extend_and_decode(plain, [USER], call, [TOOL, TOOL]) == "\n" + both + begins
 
 
 @pytest.mark.slow
@@ -101,15 +103,17 @@ def test_a_template_that_drops_thoughts_says_that_it_cannot_go_on(qwen):
     thinking = get_renderer("chat_template", qwen("qwen3"))
     thought = "<think>\nhm\n</think>\n\n4<|im_end|>"
     # at a new question, Qwen3's template drops earlier thoughts
-    assert bridged(thinking, [USER], thought, [MORE]) is None
-    answered = bridged(thinking, [USER], thought, [TOOL])  # thoughts stay between tool responses
+    assert extend_and_decode(thinking, [USER], thought, [MORE]) is None
+    answered = extend_and_decode(
+        thinking, [USER], thought, [TOOL]
+    )  # thoughts stay between tool responses
     assert answered is not None and "<tool_response>\n4\n</tool_response>" in answered
     again = [USER, {"role": "assistant", "content": "4"}, MORE]
     # without a thought, the template drops nothing
-    assert bridged(thinking, again, "yes<|im_end|>", [MORE]) is not None
+    assert extend_and_decode(thinking, again, "yes<|im_end|>", [MORE]) is not None
     without = get_renderer("qwen3_disable_thinking", qwen("qwen3"))
     # the template drops the empty thought of the prompt from history
-    assert bridged(without, [USER], "4<|im_end|>", [MORE]) is None
+    assert extend_and_decode(without, [USER], "4<|im_end|>", [MORE]) is None
 
 
 @pytest.mark.slow

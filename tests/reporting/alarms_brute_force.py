@@ -46,7 +46,7 @@ def column(rows: Sequence[Row], name: str) -> list[float]:
     return [number(row, name) for row in rows]
 
 
-def ends(rows: Sequence[Row], name: str, count: int) -> tuple[list[float], list[float]] | None:
+def get_ends(rows: Sequence[Row], name: str, count: int) -> tuple[list[float], list[float]] | None:
     """Return the metric's first and last `count` values, which do not overlap; None for fewer
     values.
     """
@@ -54,13 +54,13 @@ def ends(rows: Sequence[Row], name: str, count: int) -> tuple[list[float], list[
     return (values[:count], values[-count:]) if len(values) >= 2 * count else None
 
 
-def rises(first: Sequence[float], last: Sequence[float]) -> bool:
+def check_rise(first: Sequence[float], last: Sequence[float]) -> bool:
     """Return whether the mean rises by more than two standard errors."""
     error = math.sqrt(pvariance(first) / len(first) + pvariance(last) / len(last))
     return fmean(last) - fmean(first) > 2 * error
 
 
-def solved(rows: Sequence[Row]) -> bool:
+def is_solved(rows: Sequence[Row]) -> bool:
     """Return whether every answer earned the highest reward ever seen, and earlier answers earned
     less.
     """
@@ -68,7 +68,7 @@ def solved(rows: Sequence[Row]) -> bool:
     return number(rows[-1], LOW) >= best and min(column(rows, LOW)) < best
 
 
-def mastered(rows: Sequence[Row]) -> bool:
+def is_mastered(rows: Sequence[Row]) -> bool:
     """Return whether the last five batches earned at least nine tenths of the range of rewards."""
     low, high = min(column(rows, LOW)), max(column(rows, HIGH))
     return high > low and fmean(column(rows[-SOME:], REWARD)) >= low + 0.9 * (high - low)
@@ -101,7 +101,7 @@ def large_gradient(rows: Sequence[Row]) -> str | None:
     if number(rows[-1], SKIPPED) > 0:
         return "the gradient is not finite: the optimizer step was skipped"
     last, ones = rows[-FEW:], [1.0] * FEW
-    shares = [row.get(CREDITED, 1.0) for row in last] if mastered(rows) else ones
+    shares = [row.get(CREDITED, 1.0) for row in last] if is_mastered(rows) else ones
     for what, name, weights in (
         ("gradient norm", GRAD_NORM, shares),
         ("the critic's gradient norm", CRITIC_NORM, ones),
@@ -125,7 +125,7 @@ def zero_advantages(rows: Sequence[Row]) -> str | None:
     batches).
     """
     last = rows[-FEW:]
-    if len(last) < FEW or solved(rows) or mastered(rows):
+    if len(last) < FEW or is_solved(rows) or is_mastered(rows):
         return None
     value = f"mean reward {number(rows[-1], REWARD):.3g}"
     if all(number(row, CREDITED) == 0 for row in last):
@@ -146,8 +146,8 @@ def zero_advantages(rows: Sequence[Row]) -> str | None:
 
 def reward_flat(rows: Sequence[Row]) -> str | None:
     """Report that the last 20 batches earn no more than the first 20 while more can be earned."""
-    result = ends(rows, REWARD, MANY)
-    if result is None or rises(*result) or mastered(rows):
+    result = get_ends(rows, REWARD, MANY)
+    if result is None or check_rise(*result) or is_mastered(rows):
         return None
     row = rows[-1]
     spread = (
@@ -167,12 +167,12 @@ def entropy_collapse(rows: Sequence[Row]) -> str | None:
     A mastered task may have no entropy. Certain means below 0.1 nats per answer, which a run may
     have from its first batch.
     """
-    if mastered(rows):
+    if is_mastered(rows):
         return None
     newest = [number(row, ENTROPY) * number(row, LENGTH) for row in rows[-SOME:]]
     if len(newest) == SOME and max_or_nan(newest) < CERTAIN:
         return f"answers are certain: {fmean(newest):.2g} nats of entropy an answer"
-    result = ends(rows, ENTROPY, SOME)
+    result = get_ends(rows, ENTROPY, SOME)
     if result is None:
         return None
     first, last = fmean(result[0]), max(result[1])
@@ -188,7 +188,7 @@ def low_temperature(rows: Sequence[Row]) -> str | None:
         len(mixed) < SOME
         or not temperature < LOW_TEMPERATURE
         or not fmean(mixed) < 0.5
-        or mastered(rows)
+        or is_mastered(rows)
         or not _in_groups(rows[-1])
     ):
         return None
@@ -202,7 +202,7 @@ def mode_collapse(rows: Sequence[Row]) -> str | None:
     """Report fewer distinct beginnings than half the problems and than a quarter of the initial
     share.
     """
-    result = ends(rows, BEGINNINGS, SOME)
+    result = get_ends(rows, BEGINNINGS, SOME)
     if result is None:
         return None
     first, last = fmean(result[0]), fmean(result[1])
@@ -216,7 +216,7 @@ def length_running_away(rows: Sequence[Row]) -> str | None:
     """Report answers three times as long as at first, or 1.5 times as long and truncated far more
     often.
     """
-    result, cut = ends(rows, LENGTH, SOME), ends(rows, TRUNCATED, SOME)
+    result, cut = get_ends(rows, LENGTH, SOME), get_ends(rows, TRUNCATED, SOME)
     if result is None or cut is None:
         return None
     growth, cut_first, cut_last = (
@@ -232,13 +232,13 @@ def length_running_away(rows: Sequence[Row]) -> str | None:
 
 def format_alone(rows: Sequence[Row]) -> str | None:
     """Report that over at least 20 batches the format improved and correctness did not."""
-    form, right = ends(rows, FORMAT, MANY // 2), ends(rows, CORRECT, MANY // 2)
+    form, right = get_ends(rows, FORMAT, MANY // 2), get_ends(rows, CORRECT, MANY // 2)
     if (
         form is None
         or right is None
-        or not rises(*form)
+        or not check_rise(*form)
         or fmean(form[1]) - fmean(form[0]) < 0.05
-        or rises(*right)
+        or check_rise(*right)
     ):
         return None
     return (

@@ -1,7 +1,7 @@
 """Define a console that records its messages."""
 
 
-class Listener:
+class MessageRecorder:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.warnings: list[str] = []

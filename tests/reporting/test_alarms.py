@@ -70,7 +70,7 @@ def test_a_healthy_run_is_silent(seed):
     assert play(seed=seed) == ({}, [])
 
 
-def fault(**values):
+def plant_fault(**values):
     """Return an edit that sets values (numbers, or functions of the step) in each row from step 10
     on.
     """
@@ -96,43 +96,43 @@ def fault(**values):
     return edit
 
 
-def jitter(middle: float):
+def make_jitter(middle: float):
     return lambda step: middle + 0.01 * math.sin(7 * step)
 
 
 @pytest.mark.parametrize(("edit", "expected", "words"), [
-    (fault(v1=-0.02), {"kl_0.01"}, "0.02, above 0.01"),
-    (fault(v2=0.3), {"kl_0.01", "kl_0.1"}, "0.3, above 0.1"),
-    (fault(v1=2.0), {"kl_0.01", "kl_0.1", "kl_1"}, "stop, return to a checkpoint"),
-    (fault(v2=0.3, age=1.5), {"kl_0.01", "kl_0.1"}, "(tokens are 1.5 updates old on average)"),
-    (fault(norm=30.0), {"grad_norm"}, "Lower learning_rate"),
-    (fault(v1=math.nan), {"kl_0.01", "kl_0.1", "kl_1"}, "is nan, above 1"),
-    (fault(v2=math.nan), {"kl_0.01", "kl_0.1", "kl_1"}, "is nan, above 1"),
+    (plant_fault(v1=-0.02), {"kl_0.01"}, "0.02, above 0.01"),
+    (plant_fault(v2=0.3), {"kl_0.01", "kl_0.1"}, "0.3, above 0.1"),
+    (plant_fault(v1=2.0), {"kl_0.01", "kl_0.1", "kl_1"}, "stop, return to a checkpoint"),
+    (plant_fault(v2=0.3, age=1.5), {"kl_0.01", "kl_0.1"}, "(tokens are 1.5 updates old on average)"),
+    (plant_fault(norm=30.0), {"grad_norm"}, "Lower learning_rate"),
+    (plant_fault(v1=math.nan), {"kl_0.01", "kl_0.1", "kl_1"}, "is nan, above 1"),
+    (plant_fault(v2=math.nan), {"kl_0.01", "kl_0.1", "kl_1"}, "is nan, above 1"),
     # a norm from few tokens counts as well
-    (fault(norm=50.0, credited=0.1), {"grad_norm"}, "gradient norm 50, above 10"),
-    (fault(norm=math.nan), {"grad_norm"}, "not finite"),
-    (fault(skipped=1.0), {"grad_norm"}, "the optimizer step was skipped"),
-    (fault(critic=30.0), {"grad_norm"}, "the critic's gradient norm 30"),
-    (fault(critic=math.inf), {"grad_norm"}, "the critic's gradient norm is not finite"),
-    (fault(credited=0.0), {"zero_advantages"}, "all advantages are zero"),
+    (plant_fault(norm=50.0, credited=0.1), {"grad_norm"}, "gradient norm 50, above 10"),
+    (plant_fault(norm=math.nan), {"grad_norm"}, "not finite"),
+    (plant_fault(skipped=1.0), {"grad_norm"}, "the optimizer step was skipped"),
+    (plant_fault(critic=30.0), {"grad_norm"}, "the critic's gradient norm 30"),
+    (plant_fault(critic=math.inf), {"grad_norm"}, "the critic's gradient norm is not finite"),
+    (plant_fault(credited=0.0), {"zero_advantages"}, "all advantages are zero"),
     # while a KL penalty credits every token
-    (fault(mixed=0.0), {"zero_advantages"}, "rewards are equal within every group"),
-    (fault(low=0.4, high=0.4, groups=256), {"zero_advantages"}, "rewards are all equal"),
-    (fault(reward=jitter(0.3)), {"reward_flat"}, "min 0, max 1, std 0.4"),
-    (fault(reward=lambda step: 0.5 - 0.005 * step), {"reward_flat"}, "has not risen"),
-    (fault(entropy=0.01), {"entropy_collapse"}, "from 0.8"),
+    (plant_fault(mixed=0.0), {"zero_advantages"}, "rewards are equal within every group"),
+    (plant_fault(low=0.4, high=0.4, groups=256), {"zero_advantages"}, "rewards are all equal"),
+    (plant_fault(reward=make_jitter(0.3)), {"reward_flat"}, "min 0, max 1, std 0.4"),
+    (plant_fault(reward=lambda step: 0.5 - 0.005 * step), {"reward_flat"}, "has not risen"),
+    (plant_fault(entropy=0.01), {"entropy_collapse"}, "from 0.8"),
     # from the first step on
     (lambda row, step: row.update({"optim/entropy": 5e-4}), {"entropy_collapse"},
      "answers are certain: 0.0"),
-    (fault(mixed=0.2, temperature=0.2), {"low_temperature"},
+    (plant_fault(mixed=0.2, temperature=0.2), {"low_temperature"},
      "temperature 0.2 explores little: in 80%"),
-    (fault(beginnings=1 / 256), {"mode_collapse"}, "0.4% distinct"),
-    (fault(tokens=lambda step: 100 + 30 * step), {"length"}, "answers grew from"),
-    (fault(tokens=180, cut=0.6), {"length"}, "cut off, 5% at first"),
-    (fault(correct=jitter(0.2)), {"format_alone"}, "only the format improves"),
-    (fault(failed=255, scored=1, groups=1), {"rewards_failing"},
+    (plant_fault(beginnings=1 / 256), {"mode_collapse"}, "0.4% distinct"),
+    (plant_fault(tokens=lambda step: 100 + 30 * step), {"length"}, "answers grew from"),
+    (plant_fault(tokens=180, cut=0.6), {"length"}, "cut off, 5% at first"),
+    (plant_fault(correct=make_jitter(0.2)), {"format_alone"}, "only the format improves"),
+    (plant_fault(failed=255, scored=1, groups=1), {"rewards_failing"},
      "255 of the 256 samples of this batch could not be scored"),
-    (fault(failed=32), {"rewards_failing"}, "11% of the samples of 3 batches could not be scored"),
+    (plant_fault(failed=32), {"rewards_failing"}, "11% of the samples of 3 batches could not be scored"),
 ])  # fmt: skip
 def test_each_fault_sets_off_its_alarm_and_no_other_and_is_said_once(edit, expected, words):
     on, output = play(edit)
@@ -336,7 +336,7 @@ def test_the_same_where_every_token_has_an_advantage_all_the_same(
 def test_a_learner_that_scores_at_another_temperature_is_said_by_a_real_run(
     tmp_path, capsys, monkeypatch, sampled, learnt, expected
 ):
-    class Mistaken(GRPO):
+    class WrongTemperatureGRPO(GRPO):
         def update(self, models, datums, progress):
             right = self.settings
             self.settings = dataclasses.replace(
@@ -346,7 +346,7 @@ def test_a_learner_that_scores_at_another_temperature_is_said_by_a_real_run(
             self.settings = right
             return metrics
 
-    monkeypatch.setitem(METHODS, "grpo", Mistaken)
+    monkeypatch.setitem(METHODS, "grpo", WrongTemperatureGRPO)
     rows = run(tmp_path, "--reward", "exact_match", "--steps", "2", "--temperature", str(sampled))
     assert all(on(row) == expected for row in rows), [on(row) for row in rows]
     assert capsys.readouterr().out.count("KL between sampler and learner") >= len(expected)

@@ -20,7 +20,7 @@ NEEDS = {alarm.name: alarm.required_metrics for alarm in ALARMS}
 REMEDIES = {alarm.name: alarm.remedy for alarm in ALARMS}
 
 
-def series(seed: int, steps: int) -> list[dict[str, Any]]:
+def make_series(seed: int, steps: int) -> list[dict[str, Any]]:
     """Return rows that drift, jump, omit metrics, and contain null and NaN."""
     draw = random.Random(seed)
     spread = {
@@ -86,7 +86,7 @@ def iter_warnings(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_bounded_windows_say_what_the_formulas_over_all_rows_say(seed: int) -> None:
-    rows = series(seed, 90)
+    rows = make_series(seed, 90)
     expected = brute_force(rows, NEEDS)
     assert list(iter_warnings(AlarmMonitor(), rows)) == expected
     written = [
@@ -103,7 +103,7 @@ def test_the_random_series_set_off_every_alarm_and_leave_each_off_at_times() -> 
     """Otherwise the equivalence above would show little."""
     on: dict[str, set[float]] = {}
     for seed in range(12):
-        for metrics, _ in iter_warnings(AlarmMonitor(), series(seed, 90)):
+        for metrics, _ in iter_warnings(AlarmMonitor(), make_series(seed, 90)):
             for name, value in metrics.items():
                 on.setdefault(name.removeprefix("alarm/"), set()).add(value)
     assert on == {name: {0.0, 1.0} for name in CHECKS}
@@ -128,7 +128,7 @@ def _size(obj: Any, seen: set[int]) -> int:
 
 
 def test_what_is_kept_and_a_rows_time_do_not_grow_with_the_rows() -> None:
-    rows = series(3, 200)
+    rows = make_series(3, 200)
     alarms, sizes, seconds = AlarmMonitor(), [], []
     for _ in range(10):
         start = time.process_time()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from listener import Listener
+from listener import MessageRecorder
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, SettingsError, read_run
@@ -28,7 +28,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "addition.yaml"
 def test_a_page_that_cannot_be_written_costs_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ear = Listener()
+    ear = MessageRecorder()
     monkeypatch.setattr(rollout_html, "render_page", lambda *_, **__: 1 / 0)
     with Logbook(tmp_path / "run", console=ear) as logbook:
         logbook.write_rollouts(1, [{"prompt": "a", "response": "b", "reward": 1.0}])
@@ -43,7 +43,7 @@ def test_a_page_that_cannot_be_written_costs_the_page(
 def test_a_broken_plot_backend_never_fails_a_finished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ear = Listener()
+    ear = MessageRecorder()
 
     def broken(*_: Any) -> None:
         raise RuntimeError("no such backend")
@@ -56,7 +56,7 @@ def test_a_broken_plot_backend_never_fails_a_finished_run(
 
 @pytest.mark.parametrize("name", ["a$b", "$", "price $5 $x^", "$$", r"\$", "$\\frac$"])
 def test_a_folders_name_with_dollars_is_drawn_as_it_stands(tmp_path: Path, name: str) -> None:
-    ear = Listener()
+    ear = MessageRecorder()
     with Logbook(tmp_path / name, console=ear) as logbook:
         for stage in ("sft", "$x_$"):
             for step in range(3):
@@ -143,7 +143,7 @@ def test_the_kl_to_a_reference_is_on_the_console_when_there_is_one() -> None:
 # ------------------------------------------------------------------------------------------ recipes
 
 
-def bomb() -> str:
+def make_yaml_bomb() -> str:
     lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
     for last, name in zip("abcdefghi", "bcdefghij", strict=True):
         lines.append(f"{name}: &{name} [{', '.join([f'*{last}'] * 9)}]")
@@ -154,7 +154,7 @@ RECIPES: dict[str, tuple[bytes, str]] = {
     "recursion": (b"method: grpo\nrewards: &a [*a]\n", "contains itself"),
     "recursion in a mapping": (b"method: grpo\nrewards: &a {x: *a}\n", "contains itself"),
     "recursion of stages": (b"stages: &a\n  - *a\n", "contains itself"),
-    "a bomb": (bomb().encode(), "more than 20000 values"),
+    "a bomb": (make_yaml_bomb().encode(), "more than 20000 values"),
     "deep": (b"method: grpo\nrewards: " + b"[" * 5000 + b"]" * 5000, "deep"),
     "deep blocks": (b"a:\n" + b"".join(b" " * i + b"a:\n" for i in range(1, 600)), "deep"),
     "huge": (b"# " + b"x" * (1 << 20), "bytes are too large for a recipe"),

@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from test_logbook import Page
+from test_logbook import PageParser
 
 from rl.data.rollout_file import _find_rollout_files as stored_files
 from rl.reporting import Logbook, rollout_html
@@ -44,7 +44,7 @@ def row(turns, **more):
 CALL = {"name": "calculator", "arguments": {"expression": "2*3"}, "seconds": 0.25, "answer": "6"}
 
 
-def episode(first="call", **more):
+def make_episode(first="call", **more):
     messages = [make_message("system", "Be careful."), make_message("user", "What is 2*3?")]
     last = turn("It is 6", reward=1.5, logs={"x": 1})
     return row(
@@ -60,9 +60,9 @@ def episode(first="call", **more):
 
 def test_an_episode_is_shown_turn_by_turn():
     text = rollout_html.render_page(
-        [episode(), episode(index=1, reward=0.0, advantage=-0.5)], title="t", step=3
+        [make_episode(), make_episode(index=1, reward=0.0, advantage=-0.5)], title="t", step=3
     )
-    page = Page(text)
+    page = PageParser(text)
     assert page.tags.count("article") == 2 and page.tags.count("section") == 1
     (first, _) = page.articles
     assert [
@@ -83,7 +83,7 @@ def test_what_the_model_reads_at_a_turn_stands_before_it_and_a_tools_answer_with
     two = row(
         [make_message("user", "one?"), turn("first"), make_message("user", "two?"), turn("second")]
     )
-    (text,) = Page(rollout_html.render_page([two], title="", step=1)).articles
+    (text,) = PageParser(rollout_html.render_page([two], title="", step=1)).articles
     assert text.index("first") < text.index("two?") < text.index("second")
     single = row([
         make_message("user", "one?"), turn("first"), make_message("tool", "from a tool", name="clock"),
@@ -91,7 +91,7 @@ def test_what_the_model_reads_at_a_turn_stands_before_it_and_a_tools_answer_with
     ])  # fmt: skip
     assert (
         "tool clock: from a tool"
-        in Page(rollout_html.render_page([single], title="", step=1)).articles[0]
+        in PageParser(rollout_html.render_page([single], title="", step=1)).articles[0]
     )
 
 
@@ -117,7 +117,7 @@ def test_seats_stand_side_by_side_and_others_are_grey():
     ]
     turns += [make_message("user", "board 3"), turn("again", seat=0, reward=-1.0)]
     text = rollout_html.render_page([row(turns, seats=[None, "random"])], title="", step=1)
-    page = Page(text)
+    page = PageParser(text)
     assert "grid-template-columns:repeat(2, minmax(0, 1fr))" in text
     assert "seat 0: the policy" in page.articles[0] and "seat 1: random" in page.articles[0]
     assert [int(n) for n in re.findall(r"grid-column:(\d)", text)] == [1, 2, 1]
@@ -153,18 +153,18 @@ def test_hostile_texts_are_text_wherever_they_stand(place):
             [messages, {**first, "tool_calls": [call]}, make_message("user", "more"), turn("y")],
             **more,
         ),
-        episode(group=1),
+        make_episode(group=1),
     ]
-    # Page checks that every tag is closed in the right place
-    page = Page(rollout_html.render_page(rows, title=EVIL, step=1))
+    # PageParser checks that every tag is closed in the right place
+    page = PageParser(rollout_html.render_page(rows, title=EVIL, step=1))
     assert not {"script", "img"} & set(page.tags) and page.loads == []
 
 
 def test_filters_hide_by_tag_reward_and_stop_reason_without_a_script():
     rows = [
-        episode(tag="a"),
-        episode(tag="b", group=1, reward=-1.0),
-        episode(tag="b", group=2, reward=0.0),
+        make_episode(tag="a"),
+        make_episode(tag="b", group=1, reward=-1.0),
+        make_episode(tag="b", group=2, reward=0.0),
     ]
     rows[2]["turns"][-1]["metrics"] = {"truncated": 1.0}
     text = rollout_html.render_page(rows, title="", step=1)
@@ -184,7 +184,7 @@ def test_filters_hide_by_tag_reward_and_stop_reason_without_a_script():
 def test_pages_of_a_run_link_to_each_other(tmp_path):
     with Logbook(tmp_path / "run") as logbook:
         for step in (1, 6, 11):
-            logbook.write_rollouts(step, [episode()])
+            logbook.write_rollouts(step, [make_episode()])
     pages = {
         step: (tmp_path / "run" / "rollouts" / f"step_{step:06d}.html").read_text()
         for step in (1, 6, 11)
@@ -194,7 +194,7 @@ def test_pages_of_a_run_link_to_each_other(tmp_path):
     assert links[1] == [(six, "step 6 &rarr;")] and links[11] == [(six, "&larr; step 6")]
     assert links[6] == [(first, "&larr; step 1"), (eleven, "step 11 &rarr;")]
     with Logbook(tmp_path / "run", resume_step=6) as logbook:
-        logbook.write_rollouts(8, [episode()])
+        logbook.write_rollouts(8, [make_episode()])
     assert 'href="step_000008.html">step 8' in (tmp_path / "run" / "rollouts" / six).read_text()
     assert "step_000011" not in (tmp_path / "run" / "rollouts" / six).read_text()
 
@@ -203,7 +203,7 @@ def test_the_files_of_a_later_stage_say_its_name(tmp_path):
     folder = tmp_path / "run" / "rollouts"
     with Logbook(tmp_path / "run") as logbook:
         for step, stage in ((3, ""), (4, "grpo"), (5, "grpo")):
-            logbook.write_rollouts(step, [episode()], stage)
+            logbook.write_rollouts(step, [make_episode()], stage)
     assert sorted(path.stem for path in folder.glob("*.jsonl")) == [
         "step_000003", "step_000004_grpo", "step_000005_grpo",
     ]  # fmt: skip
@@ -221,5 +221,5 @@ def test_the_files_of_a_later_stage_say_its_name(tmp_path):
 def test_rows_without_turns_and_of_real_runs_are_shown_as_before(shared_data):
     files = sorted(shared_data.glob("rollouts/**/*.jsonl"))
     rows = [json.loads(line) for path in files[:2] for line in path.read_text().splitlines()[:20]]
-    page = Page(rollout_html.render_page(rows, title="", step=1))
+    page = PageParser(rollout_html.render_page(rows, title="", step=1))
     assert len(page.articles) > 0 and "script" not in page.tags

@@ -50,7 +50,7 @@ def miller_error(clusters: list[list[float]]) -> float:
     return math.sqrt(independent + pairs / n**2)
 
 
-def clustered(clusters: list[list[float]]) -> float:
+def compute_error(clusters: list[list[float]]) -> float:
     return compute_clustered_error([sum(c) for c in clusters], [float(len(c)) for c in clusters])
 
 
@@ -59,16 +59,16 @@ def test_the_clustered_error_is_millers_sum_over_pairs():
     for sizes in ([3] * 5, [1, 4, 2, 7], [1] * 6):
         clusters = [list(rng.random(size)) for size in sizes]
         count = len(sizes)
-        assert clustered(clusters) == pytest.approx(
+        assert compute_error(clusters) == pytest.approx(
             miller_error(clusters) * math.sqrt(count / (count - 1))
         )
     # clusters of equal size: the standard error of the mean of their means
     clusters = [list(rng.random(4)) for _ in range(9)]
     means = [np.mean(cluster) for cluster in clusters]
-    assert clustered(clusters) == pytest.approx(np.std(means, ddof=1) / 3)
+    assert compute_error(clusters) == pytest.approx(np.std(means, ddof=1) / 3)
     # repeated answers add no information
     once = [[0.0], [1.0], [1.0], [0.0], [1.0]]
-    assert clustered([cluster * 8 for cluster in once]) == pytest.approx(clustered(once))
+    assert compute_error([cluster * 8 for cluster in once]) == pytest.approx(compute_error(once))
 
 
 def test_the_clustered_error_is_that_of_all_resampled_problems():

@@ -18,7 +18,7 @@ from rl.jsonl import read_jsonl, write_atomically
 from rl.reporting import Logbook, claim_folder, console, has_no_steps, rollout_html
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_contents(folder: Path) -> dict[str, bytes]:
     """Return the content of every file except the plot, which adds no information."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".png"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
@@ -60,8 +60,8 @@ def test_a_killed_and_resumed_run_leaves_the_files_of_an_undisturbed_one(
         assert [kept["batch"] for kept in second.checkpoints()] == [0, 2, 4]
         for step in range(5, 9):
             one_step(second, step)
-    assert contents(broken) == contents(whole)
-    assert len(contents(whole)) == 2 + 2 * 5
+    assert read_contents(broken) == read_contents(whole)
+    assert len(read_contents(whole)) == 2 + 2 * 5
 
 
 def test_lines_are_strict_json_and_complete_at_once(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_second_logbook_in_a_folder_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- rollout page
 
 
-class Page(HTMLParser):
+class PageParser(HTMLParser):
     """Parse a page into tags, texts of articles, classes of token spans, and links."""
 
     def __init__(self, text: str):
@@ -213,7 +213,7 @@ def test_the_page_shows_each_answer_escaped_and_loads_nothing() -> None:
         row(tag="maths", problem=4, reward=None, advantage=None, group=1),
         row(tag="maths", problem=4, group=2),  # the same problem again, in a separate group
     ]
-    page = Page(rollout_html.render_page(rows, title="run & step", step=7))
+    page = PageParser(rollout_html.render_page(rows, title="run & step", step=7))
     # two answers side by side, then single answers
     assert page.tags.count("section") == 3 and len(page.articles) == 4
     assert all(text in page.articles[0] for text in (evil, "reward <timed> out", "length"))
@@ -228,7 +228,7 @@ def test_the_page_shows_each_answer_escaped_and_loads_nothing() -> None:
 def test_the_page_says_what_it_leaves_out() -> None:
     rows = [row(problem=i, tokens=["x"] * 10, logprobs=[-1.0] * 10) for i in range(10)]
     page = rollout_html.render_page(rows, title="", step=12, max_tokens=35)
-    assert len(Page(page).articles) == 3
+    assert len(PageParser(page).articles) == 3
     assert (
         "10 problems, 10 answers, mean reward 1; the first 3 problems are shown, all are in "
         "step_000012.jsonl" in page
@@ -238,7 +238,7 @@ def test_the_page_says_what_it_leaves_out() -> None:
 # ------------------------------------------------------------------------------------------ console
 
 
-class Clock:
+class FakeClock:
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -248,7 +248,7 @@ class Clock:
 
 def play(**options: Any) -> str:
     """Return the output of a run of one stage with a fake clock, two seconds per step."""
-    stream, clock = io.StringIO(), Clock()
+    stream, clock = io.StringIO(), FakeClock()
     with console.Console(stream=stream, clock=clock, **options) as out:
         out.start("addition", {"model": "tiny", "writes to": "runs/[a]"})
         out.stage("grpo", 200, first=50)
@@ -296,7 +296,7 @@ def test_quiet_keeps_warnings_and_the_end() -> None:
 
 
 def test_a_resumed_stage_counts_from_where_it_was() -> None:
-    stream, clock = io.StringIO(), Clock()
+    stream, clock = io.StringIO(), FakeClock()
     out = console.Console(stream=stream, clock=clock, terminal=False, every=1)
     out.stage("grpo", 100, done=80)
     for step in (81, 82):
@@ -307,7 +307,7 @@ def test_a_resumed_stage_counts_from_where_it_was() -> None:
 
 
 def test_the_remaining_time_excludes_the_self_test_the_first_evaluation_and_compilation() -> None:
-    stream, clock = io.StringIO(), Clock()
+    stream, clock = io.StringIO(), FakeClock()
     out = console.Console(stream=stream, clock=clock, terminal=False, every=1)
     out.stage("grpo", 10)
     clock.now += 60  # the self-test

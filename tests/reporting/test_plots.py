@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from listener import Listener
+from listener import MessageRecorder
 
 from rl.reporting import Logbook, metric_plots
 
@@ -55,7 +55,7 @@ def axes_by_title(curves: Sequence[metric_plots.RunCurve]) -> dict[str, Any]:
     return {axis.get_title(loc="left"): axis for axis in figure.axes if axis.get_title(loc="left")}
 
 
-def drawn(axis: Any) -> list[tuple[list[float], list[float]]]:
+def get_line_data(axis: Any) -> list[tuple[list[float], list[float]]]:
     return [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.get_lines()]
 
 
@@ -63,18 +63,18 @@ def test_what_is_drawn_is_what_was_logged(tmp_path: Path) -> None:
     curve = metric_plots.read_curve(write(tmp_path / "a", two_stages()))
     axes = axes_by_title([curve])
     # the curve spans both stages and is not smoothed
-    assert drawn(axes["held-out accuracy"]) == [([60, 100], [0.3, 0.5])]
+    assert get_line_data(axes["held-out accuracy"]) == [([60, 100], [0.3, 0.5])]
     assert [
         text.get_text() for text in axes["held-out accuracy"].texts if "." in text.get_text()
     ] == ["0.30", "0.50"]
-    raw, mean = drawn(axes["reward"])
+    raw, mean = get_line_data(axes["reward"])
     assert raw == (list(range(61, 101)), [i / 100 for i in range(61, 101)])
     # the running mean of a straight line equals the line in its middle
     assert mean[1][20] == pytest.approx(0.81)
     # The loss of the RL stage (5.0 throughout) is not a supervised loss and is not drawn.
     assert all(
         max(ys) <= 1 and max(xs) == 60
-        for xs, ys in drawn(axes["loss, supervised (nats a token or pair)"])
+        for xs, ys in get_line_data(axes["loss, supervised (nats a token or pair)"])
     )
 
 
@@ -91,7 +91,7 @@ def test_the_axis_of_a_reward_between_0_and_1_begins_at_0_and_every_panel_names_
 
 def test_no_line_and_no_mean_runs_over_the_end_of_a_stage(tmp_path: Path) -> None:
     axes = axes_by_title([metric_plots.read_curve(write(tmp_path / "a", two_stages()))])
-    lines = drawn(axes["gradient norm, before clipping"])
+    lines = get_line_data(axes["gradient norm, before clipping"])
     assert sorted({(min(xs), max(xs)) for xs, _ in lines}) == [(1, 60), (61, 100)]
     # a mean across both stages would have intermediate values
     assert {value for _, ys in lines for value in ys} == {10.0, 1.0}
@@ -114,7 +114,7 @@ def test_null_and_missing_values_are_left_out(tmp_path: Path) -> None:
     ]
     axes = axes_by_title([metric_plots.read_curve(write(tmp_path / "a", rows))])
     assert set(axes) == {"reward", "entropy (nats a token)"}
-    assert drawn(axes["reward"]) == [([1], [0.5])]
+    assert get_line_data(axes["reward"]) == [([1], [0.5])]
 
 
 def test_odd_folders_draw(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_run_ends_with_its_curves_and_never_fails_for_want_of_them(tmp_path: P
         for row in two_stages():
             book.log(row["step"], row)
     assert is_png(tmp_path / "run/curves.png")
-    ear = Listener()
+    ear = MessageRecorder()
     with Logbook(tmp_path / "bare", console=ear) as book:
         book.log(0, {"something": 1.0})
     assert len(ear.warnings) == 1 and ear.warnings[0].startswith("no curves.png")
@@ -227,7 +227,7 @@ def test_curves_over_tokens_and_hours_and_named_metrics(tmp_path, monkeypatch):
         metric_plots.draw_curves(folder, tmp_path / "a.png", axis=axis, metrics=["other/metric"])
         (panel,) = [item for item in figures[-1].axes if item.get_title(loc="left")]
         assert panel.get_title(loc="left") == "other/metric" and panel.get_xlabel() == axis
-        assert drawn(panel) == [(places, [2.0, 4.0, 6.0, 8.0])]
+        assert get_line_data(panel) == [(places, [2.0, 4.0, 6.0, 8.0])]
     with pytest.raises(metric_plots.NoCurvesError):
         metric_plots.draw_curves(folder, tmp_path / "a.png", metrics=["no/metric"])
 
@@ -266,7 +266,7 @@ def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path, monkeypatch):
         return panel, figures[-1]
 
     panel, figure = draw(folders)
-    mean, other = drawn(panel)
+    mean, other = get_line_data(panel)
     assert mean == (list(range(1, 21)), [step + 1 for step in range(1, 21)])  # the common steps
     assert other[0] == list(range(1, 24)) and other[1][0] == 4.0
     (band,) = panel.collections
@@ -278,16 +278,16 @@ def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path, monkeypatch):
     assert any("standard deviation" in text.get_text() for text in figure.texts)
 
     panel, _ = draw(folders[:3], axis="hours")
-    ((hours, values),) = drawn(panel)
+    ((hours, values),) = get_line_data(panel)
     assert hours[4] == pytest.approx(5 * 37 / 3600, rel=1e-5) and values[4] == 6.0
 
     panel, figure = draw(folders, each_run=True)
-    assert len(drawn(panel)) == 4 and not panel.collections
+    assert len(get_line_data(panel)) == 4 and not panel.collections
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["run0", "run1", "run2", "run3"]
     for path in folders:  # without them it is unknown that only the seed differs
         (path / "config.json").unlink()
-    assert len(drawn(draw(folders)[0])) == 4
+    assert len(get_line_data(draw(folders)[0])) == 4
 
 
 def test_a_band_of_a_long_run_is_smoothed_within_its_stage(tmp_path):
@@ -298,8 +298,8 @@ def test_a_band_of_a_long_run_is_smoothed_within_its_stage(tmp_path):
     panels = [p for p in metric_plots.PANELS if p.names == ("optim/grad_norm",)]
     groups = metric_plots.group_curves(curves, [0, 0], "steps")
     axis = metric_plots._build_figure(groups, panels).axes[0]
-    assert sorted({(min(xs), max(xs)) for xs, _ in drawn(axis)}) == [(1, 60), (61, 100)]
-    assert {value for _, ys in drawn(axis) for value in ys} == {12.0, 3.0}
+    assert sorted({(min(xs), max(xs)) for xs, _ in get_line_data(axis)}) == [(1, 60), (61, 100)]
+    assert {value for _, ys in get_line_data(axis) for value in ys} == {12.0, 3.0}
     assert len(axis.collections) == 2
 
 

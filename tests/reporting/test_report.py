@@ -15,7 +15,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import torch
-from listener import Listener
+from listener import MessageRecorder
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run, resolve_config
@@ -387,8 +387,8 @@ def test_the_command_is_listed_and_explains_itself():
     assert "report" in whetstone.SCRIPTS
 
 
-def make_writer(folder: Path, **more) -> tuple[ReportWriter, Listener]:
-    listener = Listener()
+def make_writer(folder: Path, **more) -> tuple[ReportWriter, MessageRecorder]:
+    listener = MessageRecorder()
     launches = LaunchLog(folder, describe_launch(0, {"world": 1, "device": "cpu"}, []))
     return ReportWriter(folder, listener, launches, **more), listener
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from listener import Listener
+from listener import MessageRecorder
 
 from rl.config import RunSettings
 from rl.errors import RunFolderError
@@ -137,7 +137,7 @@ def test_a_resumed_run_is_read_back_under_a_single_id(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.chdir(tmp_path)
-    folder, warnings = tmp_path / "my run", Listener()
+    folder, warnings = tmp_path / "my run", MessageRecorder()
     for resume_step, steps in ((None, (0, 1, 2)), (2, (3, 4))):
         with Logbook(
             folder,
@@ -282,7 +282,7 @@ def test_a_failing_tracker_costs_one_warning(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     calls = install_fake(mode, tmp_path, monkeypatch)
-    warnings, folder = Listener(), tmp_path / "run"
+    warnings, folder = MessageRecorder(), tmp_path / "run"
     folder.mkdir()
     seconds = 1.0 if mode == "hang" else 60.0
     trackers = RunTrackers(["wandb"], "p", folder, CONFIG, console=warnings, finish_seconds=seconds)

@@ -153,12 +153,15 @@ DOUBLE = {
 }
 
 
-def fenced(program: str) -> str:
+def fence_program(program: str) -> str:
     return f"```python\n{program}\n```"
 
 
 def test_what_programs_earn(scorers: Any):
-    whole, half = fenced("def f(x): return 2 * abs(x) - (x < 0)"), fenced("def f(x): return 2 * x")
+    whole, half = (
+        fence_program("def f(x): return 2 * abs(x) - (x < 0)"),
+        fence_program("def f(x): return 2 * x"),
+    )
     single = "def f(x): return 2 * abs(x) - (x < 0)"
     items = [
         ("", text, DOUBLE)
@@ -166,9 +169,9 @@ def test_what_programs_earn(scorers: Any):
             whole,
             half,
             single,
-            fenced("def f(x"),
-            fenced(""),
-            fenced("import os; os._exit(0)"),
+            fence_program("def f(x"),
+            fence_program(""),
+            fence_program("import os; os._exit(0)"),
         )
     ]
     results = [(score.reward, score.metrics) for score in scorers().score_many(items)]
@@ -192,18 +195,20 @@ def test_what_programs_earn(scorers: Any):
 
 def test_what_is_printed_is_compared_but_for_space_at_the_ends(scorers: Any):
     meta = {"stdin": "3\n4\n", "expected_output": "7\ndone"}
-    right = fenced("a, b = int(input()), int(input())\nprint(a + b, ' ')\nprint('done\\n')")
+    right = fence_program("a, b = int(input()), int(input())\nprint(a + b, ' ')\nprint('done\\n')")
     for text, reward in (
         (right, 1.0),
-        (fenced("print(7)"), 0.0),
-        (fenced("print('7 done')"), 0.0),
+        (fence_program("print(7)"), 0.0),
+        (fence_program("print('7 done')"), 0.0),
         ("7\ndone", -0.1),
     ):
         assert scorers("code_output").score_many([("", text, meta)])[0].reward == pytest.approx(
             reward
         ), text
     assert (
-        scorers("code_output").score_many([("", fenced("print(6*7)"), {"answer": "42"})])[0].reward
+        scorers("code_output")
+        .score_many([("", fence_program("print(6*7)"), {"answer": "42"})])[0]
+        .reward
         == 1.0
     )
     shell = {"language": "sh", "answer": "42"}
@@ -215,9 +220,9 @@ def test_what_is_printed_is_compared_but_for_space_at_the_ends(scorers: Any):
 
 def test_a_program_without_end_costs_itself_alone(scorers: Any):
     scorer = scorers(seconds=1.0)
-    good = fenced("def f(x): return 2 * abs(x) - (x < 0)")
+    good = fence_program("def f(x): return 2 * abs(x) - (x < 0)")
     scores = scorer.score_many(
-        [("", fenced("def f(x):\n    while True: pass"), DOUBLE), ("", good, DOUBLE)]
+        [("", fence_program("def f(x):\n    while True: pass"), DOUBLE), ("", good, DOUBLE)]
     )
     assert [score.reward for score in scores] == [0.0, 1.0] and scorer.counts["timeouts"] == 0
 
@@ -275,7 +280,9 @@ def test_settings_reach_the_reward():
 
 def test_a_sandbox_stays_where_it_was_made(kind: str):
     reward = resolve_reward("code_tests")
-    result = reward.evaluate("", fenced("def f(x): return 1"), {"tests": ["assert f(0) == 1"]})
+    result = reward.evaluate(
+        "", fence_program("def f(x): return 1"), {"tests": ["assert f(0) == 1"]}
+    )
     assert result == RewardResult(1.0, {"correct": 1.0, "format": 1.0})
     sandbox = reward.function.sandbox()
     copied = pickle.loads(pickle.dumps(reward))

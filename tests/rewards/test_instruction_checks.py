@@ -275,7 +275,9 @@ def list_cases() -> list[Any]:
     ]
 
 
-def follows(name: str, parameters: dict[str, Any], text: str, loose: bool = False) -> bool:
+def check_instruction(
+    name: str, parameters: dict[str, Any], text: str, loose: bool = False
+) -> bool:
     return follow_instructions(bind_instructions([name], [parameters]), text, loose=loose)[0]
 
 
@@ -287,20 +289,22 @@ def test_every_instruction_has_answers_of_both_kinds():
 @pytest.mark.parametrize(("name", "parameters", "good", "bad"), list_cases())
 def test_an_instruction_by_hand(name: str, parameters: dict[str, Any], good: Any, bad: Any):
     for text in good:
-        assert follows(name, parameters, text), (name, text)
+        assert check_instruction(name, parameters, text), (name, text)
         # an answer that passes the strict check passes the loose check
-        assert follows(name, parameters, text, loose=True), (name, text)
+        assert check_instruction(name, parameters, text, loose=True), (name, text)
     for text in bad:
-        assert not follows(name, parameters, text), (name, text)
+        assert not check_instruction(name, parameters, text), (name, text)
     # an empty response follows no instruction, not even "less than" and "no comma"
-    assert not follows(name, parameters, " \n") and not follows(name, parameters, "", loose=True)
+    assert not check_instruction(name, parameters, " \n") and not check_instruction(
+        name, parameters, "", loose=True
+    )
 
 
 @pytest.mark.parametrize("name", ["language:response_language", "change_case:english_capital"])
 def test_the_library_agrees(name: str, library: None):
     for parameters, good, bad in CASES[name]:
-        assert all(follows(name, parameters, text) for text in good)
-        assert not any(follows(name, parameters, text) for text in bad)
+        assert all(check_instruction(name, parameters, text) for text in good)
+        assert not any(check_instruction(name, parameters, text) for text in bad)
 
 
 def test_sentences_are_counted():
@@ -326,9 +330,9 @@ def test_the_loose_accuracy_removes_lines_and_stars():
     }  # fmt: skip
     name, parameters = "startend:quotation", {}
     for text in ('Sure:\n"yes"', '"yes"\nBye', 'Sure:\n"yes"\nBye', '*"yes"*'):
-        assert not follows(name, parameters, text)
-        assert follows(name, parameters, text, loose=True)
-    assert not follows(name, parameters, 'A\nB\n"yes"', loose=True)
+        assert not check_instruction(name, parameters, text)
+        assert check_instruction(name, parameters, text, loose=True)
+    assert not check_instruction(name, parameters, 'A\nB\n"yes"', loose=True)
 
 
 @pytest.mark.parametrize(

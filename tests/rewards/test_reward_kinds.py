@@ -62,19 +62,19 @@ def all_turns(episodes, metas):
 
 
 @pytest.fixture(scope="module")
-def mine(tmp_path_factory):
+def reward_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("rewards") / "kinds_of_rewards.py"
     path.write_text(REWARDS)
     return str(path)
 
 
-def scored(reward, items, timeout=30.0, workers=1):
+def score_items(reward, items, timeout=30.0, workers=1):
     with Scorer(reward, timeout=timeout, workers=workers) as scorer:
         return scorer.score_many(items), scorer
 
 
-def test_a_batched_reward_is_called_once_with_all_that_was_submitted(mine):
-    result, scorer = scored(resolve_reward(f"{mine}:lengths", factor=2.0), RIGHT)
+def test_a_batched_reward_is_called_once_with_all_that_was_submitted(reward_file):
+    result, scorer = score_items(resolve_reward(f"{reward_file}:lengths", factor=2.0), RIGHT)
     assert [score.reward for score in result] == [2.0 * n for n in range(12)]
     assert [score.metrics for score in result] == [
         {"calls": 12.0, "n": float(n)} for n in range(12)
@@ -84,10 +84,10 @@ def test_a_batched_reward_is_called_once_with_all_that_was_submitted(mine):
 
 
 @pytest.mark.parametrize("kind", ["raise", "die", "nonsense", "nan", "drop", "print"])
-def test_one_bad_answer_of_a_batch_costs_itself_alone(mine, kind, caplog):
+def test_one_bad_answer_of_a_batch_costs_itself_alone(reward_file, kind, caplog):
     caplog.set_level(logging.ERROR)
     items = [*RIGHT[:5], ("the bad one", kind, {"n": 0}), *RIGHT[5:]]
-    result, scorer = scored(f"{mine}:lengths", items)
+    result, scorer = score_items(f"{reward_file}:lengths", items)
     bad = result.pop(5)
     assert [score.reward for score in result] == [float(n) for n in range(12)]
     if kind == "print":
@@ -106,20 +106,23 @@ def test_one_bad_answer_of_a_batch_costs_itself_alone(mine, kind, caplog):
 
 
 @pytest.mark.slow
-def test_an_answer_on_which_a_batch_hangs_costs_itself_alone(mine):
-    result, scorer = scored(
-        f"{mine}:lengths", [*RIGHT[:2], ("p", "hang", {"n": 0}), RIGHT[3]], timeout=4.0, workers=2
+def test_an_answer_on_which_a_batch_hangs_costs_itself_alone(reward_file):
+    result, scorer = score_items(
+        f"{reward_file}:lengths",
+        [*RIGHT[:2], ("p", "hang", {"n": 0}), RIGHT[3]],
+        timeout=4.0,
+        workers=2,
     )
     assert [score.reward for score in result] == [0.0, 1.0, None, 3.0]
     assert scorer.counts["timeouts"] == 1 and "did not end within 4 s" in result[2].error
 
 
 @pytest.mark.slow
-def test_coroutines_wait_side_by_side_each_within_its_limit(mine):
+def test_coroutines_wait_side_by_side_each_within_its_limit(reward_file):
     items = [(f"p{n}", "x" * n, None) for n in range(60)]
     for place, text in [(3, "raise"), (7, "hang"), (11, "nonsense"), (12, "exit")]:
         items[place] = (f"p{place}", text, None)
-    with Scorer(f"{mine}:waits", timeout=5.0) as scorer:
+    with Scorer(f"{reward_file}:waits", timeout=5.0) as scorer:
         begin = time.monotonic()
         result = scorer.score_many(items)
         # sequentially they would take 57 * 0.3 s = 17 s and more
@@ -139,7 +142,7 @@ def test_a_coroutine_of_the_script_itself_runs_in_a_thread_and_by_itself():
         await asyncio.sleep(0.01)
         return len(response) / 2
 
-    result, scorer = scored(mean, [("p", "four", None), ("p", "ab", None)])
+    result, scorer = score_items(mean, [("p", "four", None), ("p", "ab", None)])
     assert scorer.place == "thread" and [score.reward for score in result] == [2.0, 1.0]
     assert resolve_reward(mean)("p", "four") == 2.0
 
@@ -160,8 +163,8 @@ EPISODE = Episode(
 )
 
 
-def test_a_reward_sees_the_whole_episode(mine):
-    reward = resolve_reward(f"{mine}:turns", factor=3.0)
+def test_a_reward_sees_the_whole_episode(reward_file):
+    reward = resolve_reward(f"{reward_file}:turns", factor=3.0)
     assert reward.episode and not reward.batched
     with Scorer(reward) as scorer:
         pending = scorer.submit("2*3?", "6", {}, EPISODE)
@@ -169,18 +172,18 @@ def test_a_reward_sees_the_whole_episode(mine):
         assert pending.result().reward == 6.0 and pending.result().metrics == {"tools": 1.0}
         assert "takes whole episodes" in without.error
     assert EPISODE.reward == 0.75
-    with Scorer(f"{mine}:all_turns") as scorer:
+    with Scorer(f"{reward_file}:all_turns") as scorer:
         assert [
             p.result().reward for p in [scorer.submit("p", "6", None, EPISODE) for _ in range(5)]
         ] == [2.05] * 5
 
 
-def test_a_sum_of_all_kinds_at_once(mine):
+def test_a_sum_of_all_kinds_at_once(reward_file):
     weights = {
         "exact_match": 1.0,
-        f"{mine}:lengths": 0.5,
-        f"{mine}:waits": 0.1,
-        f"{mine}:turns": 10.0,
+        f"{reward_file}:lengths": 0.5,
+        f"{reward_file}:waits": 0.1,
+        f"{reward_file}:turns": 10.0,
     }
     reward = resolve_reward("composite", weights=weights)
     assert reward.batched and reward.episode and not reward.inline_safe
@@ -345,7 +348,7 @@ def trajectory(*turns):
     return Trajectory(made)
 
 
-def test_whole_episodes_earn_beside_what_their_environment_gave(mine):
+def test_whole_episodes_earn_beside_what_their_environment_gave(reward_file):
     first = trajectory(
         ([("system", "s"), ("user", "2*3?")], "call", 0.25), ([("tool", "6")], "6", 0.5)
     )
@@ -371,7 +374,7 @@ def test_whole_episodes_earn_beside_what_their_environment_gave(mine):
         0.0,
     )
     assert add_episode_rewards(inputs, None) is inputs
-    with Scorer(resolve_reward(f"{mine}:turns", factor=10.0)) as scorer:
+    with Scorer(resolve_reward(f"{reward_file}:turns", factor=10.0)) as scorer:
         result = add_episode_rewards(inputs, scorer)
     (group,) = result.groups
     assert group.get_total_rewards() == [0.75 + 20, 1 + 2 + 10] and result.errors == ["lost"]
@@ -400,9 +403,9 @@ def test_an_episode_on_which_a_reward_fails_is_left_out_and_named():
     assert len(result.errors) == 2 and all("ZeroDivisionError" in error for error in result.errors)
 
 
-def test_a_single_answer_is_an_episode_of_one_turn(mine):
+def test_a_single_answer_is_an_episode_of_one_turn(reward_file):
     renderer = get_renderer("plain", load_model("tiny:ascii").tokenizer)
-    with Scorer(f"{mine}:turns") as scorer:
+    with Scorer(f"{reward_file}:turns") as scorer:
         problem = Problem([{"role": "user", "content": "2*3="}], {"answer": "6"})
         (env,) = ProblemGroupBuilder(problem, 1, renderer, scorer).make_envs()
         result = env.step(SampledSequence(renderer.encode("6"), [-1.0], "stop"))
@@ -410,14 +413,14 @@ def test_a_single_answer_is_an_episode_of_one_turn(mine):
 
 
 @pytest.mark.slow
-def test_a_run_adds_an_episodes_reward_to_its_environments(mine, tmp_path):
+def test_a_run_adds_an_episodes_reward_to_its_environments(reward_file, tmp_path):
     words = (
         "grpo --base-model tiny:ascii --environment calculator --environment.without_tool --steps "
         "2 --batch-size 2"
     )
     rows = train(
         f"{words} --group-size 2 --max-tokens 4 --eval-every 0 --save-every 0 --reward "
-        f"{mine}:turns",
+        f"{reward_file}:turns",
         tmp_path,
     )
     rows = [row for row in rows if "progress/batch" in row]

@@ -211,31 +211,31 @@ ROWS = [
 ]
 
 
-def tried(spec, rows=ROWS):
+def check_spec(spec, rows=ROWS):
     with Scorer(spec, workers=1) as scorer:
         return check_reward(scorer, rows)
 
 
 def test_a_reward_is_tried_on_rows_with_their_own_answers(file):
-    assert tried("exact_match") == [] and tried(f"{file}:by_list") == []
+    assert check_spec("exact_match") == [] and check_spec(f"{file}:by_list") == []
     with pytest.raises(
         UserError, match="takes the column 'gold', and the rows of sums have 'answer'"
     ):
-        tried(f"{file}:needs_gold")
+        check_spec(f"{file}:needs_gold")
     with pytest.raises(
         UserError, match="(?s)tried on the reference answers of 6 rows of sums.*KeyError: 'colour'"
     ):
-        tried(f"{file}:breaks")
-    assert tried(f"{file}:whole") == []
+        check_spec(f"{file}:breaks")
+    assert check_spec(f"{file}:whole") == []
     with pytest.raises(UserError, match="(?s)tried on the reference answers.*AttributeError"):
-        tried(f"{file}:whole_and_broken")
+        check_spec(f"{file}:whole_and_broken")
     bare = [Problem(({"role": "user", "content": "a"},), {}, tag="bare")]
     with pytest.raises(UserError, match="no expected answer"):
-        tried("exact_match", bare)
-    (text,) = tried(f"{file}:picky", bare)  # a reward may refuse an empty answer
+        check_spec("exact_match", bare)
+    (text,) = check_spec(f"{file}:picky", bare)  # a reward may refuse an empty answer
     assert "ValueError" in text and "left out of training" in text
     wrong = [Problem(row.messages, row.meta, response="the sum is 7", tag="sums") for row in ROWS]
-    (text,) = tried("exact_match", wrong)
+    (text,) = check_spec("exact_match", wrong)
     assert (
         "calls the data's reference answers wrong, all of 6 rows tried" in text
         and "the sum is 7" in text

@@ -108,7 +108,7 @@ if os.path.exists(os.environ.get("PYTHON_BOMB", "/nowhere")) and open(os.environ
 
 
 @pytest.fixture
-def bomb(tmp_path, monkeypatch) -> Path:
+def bomb_file(tmp_path, monkeypatch) -> Path:
     """Put the module on the path; yield the path of a file that the trainer must never create."""
     (tmp_path / "hostile.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -122,14 +122,14 @@ def items(words) -> list:
 
 
 @pytest.mark.parametrize("name", ["forks", "forks_below_python", "child_raises"])
-def test_a_reward_that_forks_gets_its_own_reward(bomb, name):
+def test_a_reward_that_forks_gets_its_own_reward(bomb_file, name):
     with Scorer(f"hostile:{name}", timeout=20, workers=2) as scorer:
         scores = scorer.score_many(items(["n"] * 64))
         again = scorer.score_many(items(["n"] * 64))  # would show late replies
     assert [score.reward for score in scores + again] == [float(i) for i in range(64)] * 2
 
 
-def test_what_is_no_reply_fails_its_item_by_name_and_is_not_run(bomb):
+def test_what_is_no_reply_fails_its_item_by_name_and_is_not_run(bomb_file):
     words = ["fine", "garbage", "fine", "fine", "pickle", "framed", "reply", "fine", "huge"]
     with Scorer("hostile:forges", timeout=20, workers=1) as scorer:
         scores = scorer.score_many(items(words))
@@ -143,10 +143,10 @@ def test_what_is_no_reply_fails_its_item_by_name_and_is_not_run(bomb):
                 and "sent an invalid reply" in score.error
                 and f"ask {i}" in score.error
             )
-    assert not bomb.exists()
+    assert not bomb_file.exists()
 
 
-def test_an_error_text_is_bounded_and_plain(bomb):
+def test_an_error_text_is_bounded_and_plain(bomb_file):
     with Scorer("hostile:raises", timeout=20, workers=1) as scorer:
         (score,) = scorer.score_many(items(["n"]))
     assert score.failure == "error" and "ValueError" in score.error and "hostile.py:" in score.error
@@ -155,7 +155,7 @@ def test_an_error_text_is_bounded_and_plain(bomb):
 
 
 @pytest.mark.parametrize("place", ["process", "thread"])
-def test_an_exception_whose_text_cannot_be_had_is_named(bomb, place):
+def test_an_exception_whose_text_cannot_be_had_is_named(bomb_file, place):
     import hostile
 
     reward = (
@@ -199,7 +199,7 @@ def test_a_closure_that_raises_what_ends_a_process_fails_its_item_at_once():
     assert "KeyboardInterrupt" in scores[0].error and "GeneratorExit" in scores[1].error
 
 
-def test_metrics_travel_by_name_and_are_bounded(bomb):
+def test_metrics_travel_by_name_and_are_bounded(bomb_file):
     with Scorer("hostile:metrics", timeout=20, workers=1) as scorer:
         odd, many = scorer.score_many([("ask", "odd", None), ("ask", "many", None)])
     assert (
@@ -210,7 +210,7 @@ def test_metrics_travel_by_name_and_are_bounded(bomb):
     assert many.failure == "error" and "metrics of" in many.error
 
 
-def test_what_a_reward_prints_is_bounded_and_plain(bomb, capfd):
+def test_what_a_reward_prints_is_bounded_and_plain(bomb_file, capfd):
     with Scorer("hostile:prints", timeout=60, workers=1) as scorer:
         scores = scorer.score_many(
             [("ask", f"{size} {i}", None) for i, size in enumerate(("0.00001", "30", "5", "5"))]
@@ -265,7 +265,7 @@ def test_prints_of_many_workers_share_one_bound(monkeypatch):
     assert len(out.getvalue()) < 1200 and out.getvalue().count("the rest is dropped") == 1
 
 
-def test_what_a_reward_starts_inherits_none_of_the_workers_descriptors(bomb):
+def test_what_a_reward_starts_inherits_none_of_the_workers_descriptors(bomb_file):
     with Scorer("hostile:descriptors", timeout=60, workers=1) as scorer:
         (score,) = scorer.score_many(items(["n"]))
     assert score.reward == 3.0, score  # standard input, output and error
@@ -280,7 +280,7 @@ SECRETS = {
 }
 
 
-def test_the_environment_handed_over_is_named(bomb, monkeypatch):
+def test_the_environment_handed_over_is_named(bomb_file, monkeypatch):
     for name, text in {**SECRETS, "LC_TIME": "C", "OMP_SCHEDULE": "static"}.items():
         monkeypatch.setenv(name, text)
     with Scorer("hostile:environment", timeout=20, workers=1) as plain:
@@ -353,7 +353,7 @@ def test_a_named_variable_wins_over_the_defaults(monkeypatch):
 
 
 @pytest.mark.parametrize("name, word", [("stops", "stop"), ("closes", "close")])
-def test_a_worker_that_stops_itself_or_closes_its_socket_costs_its_item(bomb, name, word):
+def test_a_worker_that_stops_itself_or_closes_its_socket_costs_its_item(bomb_file, name, word):
     words = ["n", word, "n", "n", "n"]
     big = "x" * 200_000  # exceeds the socket's buffer, so a send would block
     with Scorer(f"hostile:{name}", timeout=2.0, workers=1) as scorer:
@@ -366,7 +366,7 @@ def test_a_worker_that_stops_itself_or_closes_its_socket_costs_its_item(bomb, na
 # ------------------------------------------------------------------- a pool that cannot be restored
 
 
-def test_a_pool_that_cannot_be_restored_ends_with_the_cause(bomb, monkeypatch):
+def test_a_pool_that_cannot_be_restored_ends_with_the_cause(bomb_file, monkeypatch):
     monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
     scorer = Scorer("hostile:dies_for_good", timeout=20, workers=2)
     pending = [scorer.submit("ask", f"n {i}", None) for i in range(40)]
@@ -389,7 +389,7 @@ def test_a_pool_that_cannot_be_restored_ends_with_the_cause(bomb, monkeypatch):
     "error",
     [BlockingIOError(11, "Resource temporarily unavailable"), RuntimeError("a fault of our own")],
 )
-def test_whatever_keeps_a_worker_from_starting_ends_every_wait(bomb, monkeypatch, error):
+def test_whatever_keeps_a_worker_from_starting_ends_every_wait(bomb_file, monkeypatch, error):
     monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
     with Scorer("hostile:closes", timeout=20, workers=2) as scorer:
         assert scorer.submit("ask", "n 1", None).result(30).reward == 1.0
@@ -408,7 +408,7 @@ def test_whatever_keeps_a_worker_from_starting_ends_every_wait(bomb, monkeypatch
     assert "lost" in outcomes and set(outcomes) <= {"death", "lost"}
 
 
-def test_why_a_workers_interpreter_does_not_start_is_said(bomb, monkeypatch):
+def test_why_a_workers_interpreter_does_not_start_is_said(bomb_file, monkeypatch):
     monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
     with Scorer("hostile:closes", timeout=20, workers=1) as scorer:
         scorer._environment["PYTHONHOME"] = "/nowhere"
@@ -417,7 +417,7 @@ def test_why_a_workers_interpreter_does_not_start_is_said(bomb, monkeypatch):
             scorer.submit("ask", "n 2", None).result(30)
 
 
-def test_one_worker_that_cannot_come_back_leaves_its_items_to_the_others(bomb, monkeypatch):
+def test_one_worker_that_cannot_come_back_leaves_its_items_to_the_others(bomb_file, monkeypatch):
     monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
     scorer = Scorer("hostile:closes", timeout=20, workers=2)
 
@@ -453,7 +453,7 @@ scorer.close()
 
 
 @pytest.mark.slow
-def test_without_descriptors_the_run_ends_with_the_cause(bomb, tmp_path):
+def test_without_descriptors_the_run_ends_with_the_cause(bomb_file, tmp_path):
     """The limit is really reached, not simulated."""
     code = LIMITED.format(repo=str(REPO), here=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -118,7 +118,7 @@ def test_a_built_in_grader_whose_worker_is_killed_scores_0():
 
 
 @pytest.fixture
-def breaks():
+def failing_reward():
     """Yield the name of a built-in reward that raises or overflows."""
 
     def breaks(prompt, response, meta=None):
@@ -131,15 +131,15 @@ def breaks():
     _REGISTRY.update(before)
 
 
-def test_a_built_in_grader_that_raises_scores_0_with_its_metrics(breaks):
-    with Scorer(breaks) as scorer:
+def test_a_built_in_grader_that_raises_scores_0_with_its_metrics(failing_reward):
+    with Scorer(failing_reward) as scorer:
         scores = scorer.score_many([("", "large", {}), ("", "missing", {})])
     assert [(score.reward, score.metrics) for score in scores] == [
         (0.0, {"correct": 0.0, "gave_up": 1.0})
     ] * 2
 
 
-def test_a_run_counts_what_its_grader_gave_up_on(breaks, tmp_path):
+def test_a_run_counts_what_its_grader_gave_up_on(failing_reward, tmp_path):
     small = {
         "steps": 1,
         "batch_size": 2,
@@ -148,7 +148,7 @@ def test_a_run_counts_what_its_grader_gave_up_on(breaks, tmp_path):
         "eval_every": 0,
         "quiet": True,
     }
-    row = rl.train("grpo", reward=breaks, output_dir=tmp_path / "run", **small).metrics[-1]
+    row = rl.train("grpo", reward=failing_reward, output_dir=tmp_path / "run", **small).metrics[-1]
     assert (row["reward/gave_up"], row["reward/failed"], row["env/all/correct"]) == (4, 0, 0.0)
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from test_rollout import (
     PARAMS,
-    Countdown,
-    Countdowns,
+    CountdownEnv,
+    CountdownGroupBuilder,
     check_owed,
     get_tokens,
-    owed_kinds,
+    list_owed_results,
     owing_group,
 )
 
@@ -55,12 +55,12 @@ def sampler(tmp_path_factory):
         yield client.save_weights_and_get_sampling_client()
 
 
-def continuous(builders, sampler, *, params=PARAMS, seed, event_log=None, **more):
+def run_continuous(builders, sampler, *, params=PARAMS, seed, event_log=None, **more):
     schedule = RolloutSchedule(make_stream=SampleStream, **more)
     return rollout(builders, sampler, params, seed=seed, schedule=schedule, event_log=event_log)
 
 
-def facts(rollouts):
+def describe_rollouts(rollouts):
     """Return all results except logprobs."""
     return [
         [
@@ -93,7 +93,7 @@ def logprobs(rollouts):
     ]
 
 
-class Slow(Countdown):
+class SlowEnv(CountdownEnv):
     """Each step takes a random time."""
 
     chance = random.Random(0)
@@ -103,13 +103,13 @@ class Slow(Countdown):
         return super().step(action)
 
 
-class Awaited(Countdown):
+class AsyncEnv(CountdownEnv):
     async def step(self, action):
         await asyncio.sleep(0.01)
         return super().step(action)
 
 
-class Of(Countdowns):
+class Of(CountdownGroupBuilder):
     def __init__(self, kind, *words, **more):
         super().__init__(*words, **more)
         self.kind = kind
@@ -118,21 +118,24 @@ class Of(Countdowns):
         return [self.kind(self.first, turns, self.limit) for turns in self.turns]
 
 
-@pytest.mark.parametrize("kind", [Countdown, Slow, Awaited])
+@pytest.mark.parametrize("kind", [CountdownEnv, SlowEnv, AsyncEnv])
 def test_the_same_samples_as_turn_by_turn_whoever_is_slow(sampler, kind):
     turns = [[1, 3], [2, 2, 5], [4], [1, 1, 1]]
     expected = rollout(
-        [Countdowns(i, t, limit=i == 1) for i, t in enumerate(turns)], sampler, PARAMS, seed=5
+        [CountdownGroupBuilder(i, t, limit=i == 1) for i, t in enumerate(turns)],
+        sampler,
+        PARAMS,
+        seed=5,
     )
     for limit, steps in ((256, 16), (2, 1)):
-        result = continuous(
+        result = run_continuous(
             [Of(kind, i, t, limit=i == 1) for i, t in enumerate(turns)],
             sampler,
             seed=5,
             max_environments=limit,
             steps=steps,
         )
-        assert facts(result) == facts(expected)
+        assert describe_rollouts(result) == describe_rollouts(expected)
         np.testing.assert_allclose(logprobs(result), logprobs(expected), atol=1e-5)
         for name in ("emitted_tokens", "finished_samples", "prefill_prompts"):
             if name != "prefill_prompts" or steps == 16:
@@ -151,8 +154,8 @@ def test_answers_to_problems_are_scored_as_they_come(sampler, place):
     with Scorer("exact_match" if place == "inline" else "rl.rewards.text:exact_match") as scorer:
         builders = [ProblemGroupBuilder(p, 4, renderer, scorer) for p in problems]
         expected = rollout(builders, sampler, PARAMS, seed=2)
-        result = continuous(builders, sampler, seed=2)
-    assert facts(result) == facts(expected) and scorer.counts["calls"] == 32
+        result = run_continuous(builders, sampler, seed=2)
+    assert describe_rollouts(result) == describe_rollouts(expected) and scorer.counts["calls"] == 32
     # the prompt of a group is prefilled once for all members
     assert result.counters["prefill_tokens"] == expected.counters["prefill_tokens"]
 
@@ -169,12 +172,12 @@ def test_a_built_in_game_and_tools_play_alike(sampler):
     ]
     expected, result = (
         rollout(groups, sampler, params, seed=4),
-        continuous(again, sampler, params=params, seed=4),
+        run_continuous(again, sampler, params=params, seed=4),
     )
-    assert facts(result) == facts(expected)
+    assert describe_rollouts(result) == describe_rollouts(expected)
 
 
-class Hangs(Countdown):
+class HangingEnv(CountdownEnv):
     """The second member never answers, the third fails."""
 
     count = 0
@@ -189,8 +192,8 @@ class Hangs(Countdown):
 
 def test_an_environment_that_never_answers_costs_its_episode_within_its_limit(sampler):
     start = time.monotonic()
-    result = continuous(
-        [Of(Hangs, 0, [1, 2, 3, 1]), Of(Hangs, 1, [1, 1])],
+    result = run_continuous(
+        [Of(HangingEnv, 0, [1, 2, 3, 1]), Of(HangingEnv, 1, [1, 1])],
         sampler,
         seed=1,
         max_environments=2,
@@ -204,27 +207,31 @@ def test_an_environment_that_never_answers_costs_its_episode_within_its_limit(sa
     ]
 
 
-class Counted(Countdown):
+class ConcurrencyCountingEnv(CountdownEnv):
     """Counts how many environments of this class work at the same time."""
 
     lock, working, most = threading.Lock(), 0, 0
 
     def step(self, action):
-        with Counted.lock:
-            Counted.working += 1
-            Counted.most = max(Counted.most, Counted.working)
+        with ConcurrencyCountingEnv.lock:
+            ConcurrencyCountingEnv.working += 1
+            ConcurrencyCountingEnv.most = max(
+                ConcurrencyCountingEnv.most, ConcurrencyCountingEnv.working
+            )
         time.sleep(0.01)
-        with Counted.lock:
-            Counted.working -= 1
+        with ConcurrencyCountingEnv.lock:
+            ConcurrencyCountingEnv.working -= 1
         return super().step(action)
 
 
 def test_at_most_max_environments_work_at_the_same_time(sampler):
-    result = continuous([Of(Counted, 0, [2] * 12)], sampler, seed=1, max_environments=3)
-    assert len(result.groups[0].trajectories_G) == 12 and 1 < Counted.most <= 3
+    result = run_continuous(
+        [Of(ConcurrencyCountingEnv, 0, [2] * 12)], sampler, seed=1, max_environments=3
+    )
+    assert len(result.groups[0].trajectories_G) == 12 and 1 < ConcurrencyCountingEnv.most <= 3
 
 
-class Tenths(Countdown):
+class RandomDelayEnv(CountdownEnv):
     def step(self, action):
         time.sleep(self.chance())
         return super().step(action)
@@ -239,7 +246,7 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
     def groups(chances, fails):
         made = []
         for i, t in enumerate(turns):
-            group = Of(Tenths, i, t)
+            group = Of(RandomDelayEnv, i, t)
             envs = group.make_envs()
             for j, env in enumerate(envs):
                 env.chance = lambda chances=chances, hang=fails and (i, j) == (1, 1): (
@@ -249,7 +256,7 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
             made.append(group)
         return made
 
-    first = continuous(
+    first = run_continuous(
         groups(random.Random(1), True),
         sampler,
         seed=3,
@@ -258,7 +265,7 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
         event_log=EventLog(log.append),
     )
     second: list = []
-    again = continuous(
+    again = run_continuous(
         groups(random.Random(2), False),
         sampler,
         seed=3,
@@ -268,12 +275,12 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
     )
     assert (
         len(first.errors) == 1
-        and facts(again) == facts(first)
+        and describe_rollouts(again) == describe_rollouts(first)
         and logprobs(again) == logprobs(first)
         and second == log
     )
     assert again.counters == first.counters and len(log) > 5
-    other = continuous(
+    other = run_continuous(
         groups(random.Random(2), False), sampler, seed=3, steps=2, event_log=EventLog()
     )
     assert get_tokens(other.groups[0]) == get_tokens(first.groups[0])
@@ -282,10 +289,12 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
 def test_a_log_of_another_run_is_refused(sampler):
     log = [{"tick": 0, "arrived": [[0, 0], [0, 1]]}, {"tick": 1, "arrived": [[5, 0]]}]
     with pytest.raises(Exception, match="log of decisions belongs to another run"):
-        continuous([Countdowns(0, [2, 2])], sampler, seed=3, event_log=ReplayedEventLog(log))
+        run_continuous(
+            [CountdownGroupBuilder(0, [2, 2])], sampler, seed=3, event_log=ReplayedEventLog(log)
+        )
 
 
-class Strays(Environment):
+class WrongSeatEnvironment(Environment):
     """Its second member gives its next turn to somebody who does not play."""
 
     seats = (None, None)
@@ -305,18 +314,20 @@ class Strays(Environment):
 def test_a_seat_of_nobody_costs_its_episode_and_a_group_that_is_not_made_itself(sampler):
     renderer = get_renderer("plain", sampler.get_tokenizer())
 
-    class Unmade:
+    class FailingGroupBuilder:
         async def make_envs(self):
             raise OSError("no luck")
 
-    game = EnvironmentGroup(resolve_environment(Strays), Problem((), {}, index=0), 2, renderer)
-    result = continuous([game, TinkerGroup(Unmade(), 1)], sampler, seed=1)
+    game = EnvironmentGroup(
+        resolve_environment(WrongSeatEnvironment), Problem((), {}, index=0), 2, renderer
+    )
+    result = run_continuous([game, TinkerGroup(FailingGroupBuilder(), 1)], sampler, seed=1)
     assert [group.get_total_rewards() for group in result.groups] == [[2.0]], result.errors
     first, second = result.errors
     assert "assigned seat 1 to 'nobody'" in first and "raised OSError: no luck" in second
 
 
-class Leaves(Countdown):
+class CloseCountingEnv(CountdownEnv):
     """Counts its close calls. `options`: the call that fails, if any."""
 
     options, closed = "", 0
@@ -331,7 +342,7 @@ class Leaves(Countdown):
         if self.options == where:
             raise EpisodeFailed(f"no {where}")
         return (
-            Promised(where == "score" or self.options == f"promised {where}", answer)
+            DeferredResult(where == "score" or self.options == f"promised {where}", answer)
             if not self.blocks
             else answer
         )
@@ -340,7 +351,7 @@ class Leaves(Countdown):
         self.closed += 1
 
 
-class Promised:
+class DeferredResult:
     def __init__(self, fails, answer):
         self.fails, self.answer = fails, answer
 
@@ -354,32 +365,32 @@ class Promised:
 
 
 @pytest.mark.parametrize("blocks", [True, False])
-@pytest.mark.parametrize("play", [rollout, continuous])
+@pytest.mark.parametrize("play", [rollout, run_continuous])
 def test_every_environment_is_closed_once_however_its_episode_ends(sampler, play, blocks):
     """Episodes end normally, or fail at the first observation or at a step, directly or in a
     promise.
     """
     hows = ["", "start", "step"] if blocks else ["", "promised start", "promised step"]
-    group = Countdowns(0, [2] * len(hows))
-    envs = [Leaves(group.first, 2, False) for _ in hows]
+    group = CountdownGroupBuilder(0, [2] * len(hows))
+    envs = [CloseCountingEnv(group.first, 2, False) for _ in hows]
     for env, options in zip(envs, hows, strict=True):
         env.options, env.blocks = options, blocks
     group.make_envs = lambda: envs
     result = (
         rollout([group], sampler, PARAMS, seed=3)
         if play is rollout
-        else continuous([group], sampler, seed=3)
+        else run_continuous([group], sampler, seed=3)
     )
     assert len(result.errors) == len(hows) - 1 and len(result.groups[0].trajectories_G) == 1
     assert [env.closed for env in envs] == [1] * len(hows)
 
 
 def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler):
-    group = owing_group(sampler.info["max_context"], owed_kinds())
-    check_owed(continuous([group], sampler, seed=2), group)
+    group = owing_group(sampler.info["max_context"], list_owed_results())
+    check_owed(run_continuous([group], sampler, seed=2), group)
 
 
-class Sleeps(Countdown):
+class SleepingEnv(CountdownEnv):
     blocks = False
 
     def step(self, action):
@@ -388,10 +399,10 @@ class Sleeps(Countdown):
 
 
 def test_steps_in_the_callers_thread_count_as_scoring(sampler):
-    assert rollout([Of(Sleeps, 0, [1, 1])], sampler, PARAMS, seed=1).score_seconds >= 0.1
+    assert rollout([Of(SleepingEnv, 0, [1, 1])], sampler, PARAMS, seed=1).score_seconds >= 0.1
 
 
-class Stored(Countdown):
+class ThreadBoundEnv(CountdownEnv):
     """Has a connection that only the thread that created it may use. `order` covers all episodes."""
 
     order: list = []
@@ -410,11 +421,13 @@ class Stored(Countdown):
 
 
 def test_lockstep_calls_environments_in_its_thread_in_their_order(sampler):
-    result = rollout([Of(Stored, 0, [2, 3]), Of(Stored, 1, [4])], sampler, PARAMS, seed=1)
-    assert not result.errors and Stored.order == [2, 3, 4, 2, 3, 4, 3, 4, 4]
+    result = rollout(
+        [Of(ThreadBoundEnv, 0, [2, 3]), Of(ThreadBoundEnv, 1, [4])], sampler, PARAMS, seed=1
+    )
+    assert not result.errors and ThreadBoundEnv.order == [2, 3, 4, 2, 3, 4, 3, 4, 4]
 
 
-class Scored(Countdown):
+class BatchRewardEnv(CountdownEnv):
     """Has rewards computed in batches: requesting a reward computes all pending rewards."""
 
     batches: list = []
@@ -435,11 +448,13 @@ class Scored(Countdown):
 
 
 def test_lockstep_scores_a_turn_in_a_single_batch(sampler):
-    result = rollout([Of(Scored, 0, [1] * 5), Of(Scored, 1, [1] * 3)], sampler, PARAMS, seed=1)
-    assert not result.errors and Scored.batches == [8]
+    result = rollout(
+        [Of(BatchRewardEnv, 0, [1] * 5), Of(BatchRewardEnv, 1, [1] * 3)], sampler, PARAMS, seed=1
+    )
+    assert not result.errors and BatchRewardEnv.batches == [8]
 
 
-class Promises(Countdown):
+class DeferredEnv(CountdownEnv):
     """Returns what `promise` makes of the result, and does not block."""
 
     blocks = False
@@ -448,15 +463,15 @@ class Promises(Countdown):
         return self.promise(super().step(action))
 
 
-@pytest.mark.parametrize("play", [rollout, continuous])
+@pytest.mark.parametrize("play", [rollout, run_continuous])
 def test_a_future_is_a_promise_and_an_error_of_a_promise_ends_the_rollout(sampler, play):
-    class Done(Promises):
+    class Done(DeferredEnv):
         def promise(self, result):
             future = Future()
             threading.Timer(0.02, future.set_result, [result]).start()
             return future
 
-    class Broken(Promises):
+    class FailingDeferredEnv(DeferredEnv):
         def promise(self, result):
             return self
 
@@ -466,7 +481,7 @@ def test_a_future_is_a_promise_and_an_error_of_a_promise_ends_the_rollout(sample
     more = {"params": PARAMS, "seed": 1}
     assert not play([Of(Done, 0, [1, 2])], sampler, **more).errors
     with pytest.raises(LookupError, match="a bug"):
-        play([Of(Broken, 0, [1, 2])], sampler, **more)
+        play([Of(FailingDeferredEnv, 0, [1, 2])], sampler, **more)
 
 
 def test_a_call_that_is_cancelled_fails_and_calls_in_a_queue_have_their_whole_time():

@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=3, temperature=1.0, stop=[])
 MARK = 13  # the environment's text between two answers
 
 
-class Countdown(Env):
+class CountdownEnv(Env):
     """Answers each action with a mark and ends after `turns` turns, truncated if `limit`. The
     reward of a step is its number.
     """
@@ -48,13 +48,13 @@ class Countdown(Env):
         )
 
 
-class Countdowns(EnvGroupBuilder):
+class CountdownGroupBuilder(EnvGroupBuilder):
     def __init__(self, index: int, turns: list[int], limit: bool = False):
         self.problem_index, self.tag, self.turns, self.limit = index, "count", turns, limit
         self.first = ModelInput.from_ints([3 + index, 4, 12])
 
     def make_envs(self):
-        return [Countdown(self.first, turns, self.limit) for turns in self.turns]
+        return [CountdownEnv(self.first, turns, self.limit) for turns in self.turns]
 
     def compute_group_rewards(self, trajectories_G):
         return [
@@ -76,7 +76,10 @@ def get_tokens(group):
 
 def test_turns_follow_each_other_and_rewards_add_up(sampler):
     result = rollout(
-        [Countdowns(0, [1, 3]), Countdowns(1, [2, 2], limit=True)], sampler, PARAMS, seed=5
+        [CountdownGroupBuilder(0, [1, 3]), CountdownGroupBuilder(1, [2, 2], limit=True)],
+        sampler,
+        PARAMS,
+        seed=5,
     )
     ended, cut = result.groups
     assert [[len(e.transitions) for e in g.trajectories_G] for g in (ended, cut)] == [
@@ -113,7 +116,7 @@ def test_turns_follow_each_other_and_rewards_add_up(sampler):
 
 def test_an_answer_carries_its_logprobs_at_every_turn(sampler):
     """They equal the sampler's scores of the whole conversation afterwards."""
-    (group,) = rollout([Countdowns(2, [3])], sampler, PARAMS, seed=1).groups
+    (group,) = rollout([CountdownGroupBuilder(2, [3])], sampler, PARAMS, seed=1).groups
     (episode,) = group.trajectories_G
     whole = [*episode.transitions[-1].ob.to_ints(), *episode.transitions[-1].ac.tokens]
     scored = sampler.compute_logprobs(ModelInput.from_ints(whole)).result()
@@ -123,7 +126,7 @@ def test_an_answer_carries_its_logprobs_at_every_turn(sampler):
 
 
 def test_samples_depend_on_the_seed_and_not_on_the_batch(sampler):
-    builders = [Countdowns(i, [2, 3]) for i in range(3)]
+    builders = [CountdownGroupBuilder(i, [2, 3]) for i in range(3)]
     together = rollout(builders, sampler, PARAMS, seed=9)
     single = rollout(builders[1:2], sampler, PARAMS, seed=9)
     other = rollout(builders[1:2], sampler, PARAMS, seed=10)
@@ -141,7 +144,7 @@ def test_samples_depend_on_the_seed_and_not_on_the_batch(sampler):
     )
 
 
-class Forgetful(Countdown):
+class ForgetfulEnv(CountdownEnv):
     """Shows the same observation at every turn."""
 
     def step(self, action: SampledSequence) -> StepResult:
@@ -150,32 +153,38 @@ class Forgetful(Countdown):
         return result
 
 
-class Forgetfuls(Countdowns):
+class ForgetfulGroupBuilder(CountdownGroupBuilder):
     def make_envs(self):
-        return [Forgetful(self.first, turns, self.limit) for turns in self.turns]
+        return [ForgetfulEnv(self.first, turns, self.limit) for turns in self.turns]
 
 
 def test_each_turn_draws_from_a_stream_of_its_own(sampler):
     """The prompt is the same at every turn, so only the random streams can make the answers differ."""
-    (group,) = rollout([Forgetfuls(3, [4, 4])], sampler, PARAMS, seed=6).groups
+    (group,) = rollout([ForgetfulGroupBuilder(3, [4, 4])], sampler, PARAMS, seed=6).groups
     answers = [tuple(tokens) for episode in get_tokens(group) for tokens in episode]
     assert len(set(answers)) == len(answers) == 8
 
 
 def test_a_group_reads_its_prompt_once_and_later_turns_one_by_one(sampler):
-    counters = rollout([Countdowns(0, [2, 2, 2])], sampler, PARAMS, seed=0).counters
+    counters = rollout([CountdownGroupBuilder(0, [2, 2, 2])], sampler, PARAMS, seed=0).counters
     # 3 tokens once, then three conversations of 3 + 3 + 1 tokens; every answer has 3 tokens
     assert counters["prefill_tokens"] == 3 + 3 * 7 and counters["emitted_tokens"] == 6 * 3
 
 
 def test_an_episode_without_end_is_an_error(sampler):
     with pytest.raises(RuntimeError, match=r"an episode has not ended after 4 turns \(problem 7\)"):
-        rollout([Countdowns(1, [1]), Countdowns(7, [99, 99])], sampler, PARAMS, seed=0, max_turns=4)
+        rollout(
+            [CountdownGroupBuilder(1, [1]), CountdownGroupBuilder(7, [99, 99])],
+            sampler,
+            PARAMS,
+            seed=0,
+            max_turns=4,
+        )
 
 
 def test_a_group_without_members_is_named(sampler):
     with pytest.raises(ValueError, match="the group of problem 4 .count. has no environments"):
-        rollout([Countdowns(4, [])], sampler, PARAMS, seed=0)
+        rollout([CountdownGroupBuilder(4, [])], sampler, PARAMS, seed=0)
 
 
 def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
@@ -186,9 +195,9 @@ def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
     for room in (0, 1, 2, 3):
         # After one turn (3 tokens and a mark) these first observations lack `room` tokens of
         # context.
-        long = Countdowns(0, [3, 3])
+        long = CountdownGroupBuilder(0, [3, 3])
         long.first = ModelInput.from_ints([3] * (limit + 1 - 3 - 4 + room))
-        result = rollout([long, Countdowns(1, [3, 2])], sampler, PARAMS, seed=2)
+        result = rollout([long, CountdownGroupBuilder(1, [3, 2])], sampler, PARAMS, seed=2)
         grown, other = result.groups
         assert [len(e.transitions) for e in other.trajectories_G] == [3, 2] and not result.errors
         for episode in grown.trajectories_G:
@@ -205,15 +214,15 @@ def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
         # step rewards so far plus the group reward
         assert grown.get_total_rewards() == ([1 + 2 + 20] * 2 if room == 0 else [1 + 10] * 2)
         assert get_tokens(other) == get_tokens(
-            rollout([Countdowns(1, [3, 2])], sampler, PARAMS, seed=2).groups[0]
+            rollout([CountdownGroupBuilder(1, [3, 2])], sampler, PARAMS, seed=2).groups[0]
         )
 
 
 def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
     limit = sampler.info["max_context"]
-    long = Countdowns(5, [1, 1])
+    long = CountdownGroupBuilder(5, [1, 1])
     long.first = ModelInput.from_ints([3] * (limit - 1))
-    result = rollout([long, Countdowns(1, [1])], sampler, PARAMS, seed=0)
+    result = rollout([long, CountdownGroupBuilder(1, [1])], sampler, PARAMS, seed=0)
     assert [g.problem_index for g in result.groups] == [1] and len(result.errors) == 2
     assert (
         f"problem 5 has {limit - 1} tokens, which with max_tokens=3 exceed the model's context of "
@@ -223,7 +232,7 @@ def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
     assert len(rollout([long], sampler, PARAMS, seed=0).groups) == 1
 
 
-class Owing(Countdown):
+class DeferredResultEnv(CountdownEnv):
     """Returns what is due when the context is full: a result, a promise of a result, nothing, or a
     failure.
     """
@@ -238,7 +247,7 @@ class Owing(Countdown):
         self.closed += 1
 
 
-class Promise:
+class FakeFuture:
     def __init__(self, result):
         self.inputs = result
 
@@ -248,20 +257,26 @@ class Promise:
         return self.inputs
 
 
-def owing_group(limit: int, kinds) -> Countdowns:
+def owing_group(limit: int, kinds) -> CountdownGroupBuilder:
     """Return a group of episodes with room for a single turn."""
-    group = Countdowns(0, [3] * len(kinds))
+    group = CountdownGroupBuilder(0, [3] * len(kinds))
     group.first = ModelInput.from_ints([3] * (limit + 1 - 3 - 4 + 1))
-    group.envs = [Owing(group.first, 3, False) for _ in kinds]
+    group.envs = [DeferredResultEnv(group.first, 3, False) for _ in kinds]
     for env, owes in zip(group.envs, kinds, strict=True):
         env.owes = owes
     group.make_envs = lambda: group.envs
     return group
 
 
-def owed_kinds() -> list:
+def list_owed_results() -> list:
     last = StepResult(5.0, True, metrics={"late": 2.0})
-    return [None, last, Promise(last), Promise(EpisodeFailed("lost the score")), Promise(None)]
+    return [
+        None,
+        last,
+        FakeFuture(last),
+        FakeFuture(EpisodeFailed("lost the score")),
+        FakeFuture(None),
+    ]
 
 
 def check_owed(result, group) -> None:
@@ -288,7 +303,7 @@ def check_owed(result, group) -> None:
 
 
 def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler):
-    group = owing_group(sampler.info["max_context"], owed_kinds())
+    group = owing_group(sampler.info["max_context"], list_owed_results())
     check_owed(rollout([group], sampler, PARAMS, seed=2), group)
 
 

@@ -35,7 +35,7 @@ from rl.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
 STAGE_SEED, CODES = 11, 1 << 20
 
 
-class Killed(Exception):
+class SimulatedKill(Exception):
     """Ends the process after a checkpoint."""
 
 
@@ -44,7 +44,7 @@ def token(version: int, seed: int, problem: int, index: int, position: int) -> i
     return version * CODES + derive_seed("token", seed, problem, index, position) % CODES
 
 
-class Talk(Env):
+class ConversationEnv(Env):
     """Answers every action with a mark until its turns are over."""
 
     blocks = False
@@ -61,12 +61,12 @@ class Talk(Env):
         return StepResult(1.0, self.turns == 0, ModelInput.from_ints(list(self.read)))
 
 
-class Talks(EnvGroupBuilder):
+class ConversationGroupBuilder(EnvGroupBuilder):
     def __init__(self, problem: int, turns: list[int]):
         self.problem_index, self.turns = problem, turns
 
     def make_envs(self):
-        return [Talk(self.problem_index, turns) for turns in self.turns]
+        return [ConversationEnv(self.problem_index, turns) for turns in self.turns]
 
 
 class Client:
@@ -288,7 +288,10 @@ class Loop:
         return [SimpleNamespace(index=batch * size + i) for i in range(size)]
 
     def build_groups(self, problems, group_size):
-        return [Talks(problem.index, self.plan.turns[problem.index]) for problem in problems]
+        return [
+            ConversationGroupBuilder(problem.index, self.plan.turns[problem.index])
+            for problem in problems
+        ]
 
     def progress(self, batch: int) -> int:
         return batch
@@ -332,7 +335,7 @@ class Loop:
             self.saved = json.loads(json.dumps(self.get_engine_state()))
             if self.done in self.plan.kills:
                 self.plan.kills.discard(self.done)
-                raise Killed
+                raise SimulatedKill
 
     def end(self) -> None:
         for seeds in self.stream.first_seeds.values():
@@ -348,14 +351,14 @@ def play(seed: int) -> tuple[Plan, list[tuple[int, list[int], list[int]]], int]:
     while True:
         try:
             train(loop)
-        except Killed:
+        except SimulatedKill:
             batches, redrawn = batches + loop.batches_seen, redrawn + loop.redrawn
             loop = Loop(plan, loop.done, loop.saved)
             continue
         return plan, batches + loop.batches_seen, redrawn + loop.redrawn
 
 
-def population(seeds: range) -> None:
+def check_population(seeds: range) -> None:
     ages, redrawn, killed = set(), 0, 0
     for seed in seeds:
         kills = len(Plan(seed).kills)
@@ -382,9 +385,9 @@ def population(seeds: range) -> None:
 
 
 def test_no_token_is_older_than_the_bound_and_every_label_is_true():
-    population(range(250))
+    check_population(range(250))
 
 
 @pytest.mark.campaign
 def test_no_token_is_older_than_the_bound_under_four_thousand_schedules():
-    population(range(10_000, 14_000))
+    check_population(range(10_000, 14_000))

@@ -60,7 +60,7 @@ def plain_datum(sequence, advantage=1.0):
     return Datum(ModelInput.from_ints(tokens[:-1]), fields)
 
 
-def worst(output, datums):
+def compute_worst_difference(output, datums):
     actions = [d.loss_fn_inputs["advantages"].array != 0 for d in datums]
     pairs = zip(output.loss_fn_outputs, datums, actions, strict=True)
     return max(
@@ -75,10 +75,13 @@ def test_evaluating_at_one_temperature_and_training_at_another_needs_no_word(cli
     training = [plain_datum(s) for s in draw(sampler, 0.7)]
     draw(sampler, 1.0)  # an evaluation in between
     output = client.forward(training, "importance_sampling").result()
-    assert worst(output, training) < 1e-5 and output.metrics["temperature:mean"] == 0.7
+    assert (
+        compute_worst_difference(output, training) < 1e-5
+        and output.metrics["temperature:mean"] == 0.7
+    )
     # an explicit override
     assert (
-        worst(
+        compute_worst_difference(
             client.forward(training, "importance_sampling", {"temperature": 1.0}).result(), training
         )
         > 0.01
@@ -94,7 +97,9 @@ def test_greedy_samples_are_scored_as_their_logprobs_are(client):
     datums = [plain_datum(s) for s in (*sampled, *greedy)]
     text = Datum(datums[-1].model_input, datums[-1].loss_fn_inputs, temperature=0.0)
     assert (
-        worst(client.forward([*datums, text], "importance_sampling").result(), [*datums, text])
+        compute_worst_difference(
+            client.forward([*datums, text], "importance_sampling").result(), [*datums, text]
+        )
         < 1e-5
     )
 
@@ -113,9 +118,9 @@ def test_a_batch_may_mix_them(client, name):
     mixed = [datum for trio in zip(*parts.values(), strict=True) for datum in trio]
     together = client.forward_backward(mixed, name).result()
     norm_together = client.optim_step(KEEP).result().metrics["grad_norm"]
-    assert worst(together, mixed) < 1e-5 and together.metrics["temperature:mean"] == pytest.approx(
-        np.mean(TEMPERATURES)
-    )
+    assert compute_worst_difference(together, mixed) < 1e-5 and together.metrics[
+        "temperature:mean"
+    ] == pytest.approx(np.mean(TEMPERATURES))
     losses = []
     for temperature, datums in parts.items():
         losses.append(

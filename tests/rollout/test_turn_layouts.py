@@ -7,8 +7,8 @@ import pytest
 import torch
 from conversations import PARAMS, Writer, groups, load
 from games import MadeUp, play, tokenizer
-from helpers import GRADIENT_BOUND, call, gradient, make_worker, relative_difference
-from test_games import anything
+from helpers import GRADIENT_BOUND, call, compute_relative_difference, gradient, make_worker
+from test_games import draw_any_reply
 
 from rl.models import load_model
 from rl.rollout import rollout, trajectory_to_datums
@@ -23,14 +23,14 @@ GAMES = [
 ]
 
 
-def episodes(name: str, renderer: str, settings: dict) -> list:
+def make_episodes(name: str, renderer: str, settings: dict) -> list:
     if name == "talk":
         made = load(renderer, None)
         result = rollout(
             groups(made, renderer, 6), Writer(made, 0, ascii_only=True), PARAMS, seed=0
         )
     else:
-        policy = MadeUp(TOKENIZER, anything, logprob=-3.0)
+        policy = MadeUp(TOKENIZER, draw_any_reply, logprob=-3.0)
         result = play(name, policy, groups=3, members=2, renderer=renderer, **settings)
     assert not result.errors
     played = [episode for group in result.groups for episode in group.trajectories_G]
@@ -40,7 +40,9 @@ def episodes(name: str, renderer: str, settings: dict) -> list:
     return played
 
 
-def turns_alone(weights: dict, names: list[str], played: list) -> tuple[torch.Tensor, dict]:
+def compute_turn_gradient(
+    weights: dict, names: list[str], played: list
+) -> tuple[torch.Tensor, dict]:
     """Return the gradient of -sum exp(logp - logprob when sampled) advantage, each turn as a
     separate sequence, and logp by (episode, turn).
     """
@@ -68,7 +70,7 @@ def turns_alone(weights: dict, names: list[str], played: list) -> tuple[torch.Te
     ids=[f"{name}-{renderer}" for name, renderer, _ in GAMES],
 )
 def test_turns_together_have_the_gradient_of_each_alone(name, renderer, settings):
-    played = episodes(name, renderer, settings)
+    played = make_episodes(name, renderer, settings)
     turns = [len(episode.transitions) for episode in played]
     assert max(turns) >= 2 and sum(turns) >= 10
     datums = [trajectory_to_datums(episode) for episode in played]
@@ -79,9 +81,14 @@ def test_turns_together_have_the_gradient_of_each_alone(name, renderer, settings
         worker = make_worker("tiny:ascii", layout=layout, token_budget=budget)
         learner = worker.learners[0]
         if truth is None:
-            truth, logps = turns_alone(learner.model.state_dict(), list(learner.trainable), played)
+            truth, logps = compute_turn_gradient(
+                learner.model.state_dict(), list(learner.trainable), played
+            )
         outputs, _ = call(worker, "forward_backward", 0, flat, "importance_sampling", {}, 1.0, True)
-        assert relative_difference(gradient(worker), truth) < GRADIENT_BOUND, (layout, budget)
+        assert compute_relative_difference(gradient(worker), truth) < GRADIENT_BOUND, (
+            layout,
+            budget,
+        )
         at = iter(outputs)
         for i, made in enumerate(datums):
             read = [next(at)["logprobs"][datum.loss_fn_inputs["mask"].array > 0] for datum in made]
@@ -91,12 +98,12 @@ def test_turns_together_have_the_gradient_of_each_alone(name, renderer, settings
 
 def test_a_wrong_turn_would_be_seen():
     """Masking a single token of a correct batch exceeds the bound."""
-    played = episodes(*GAMES[0])
+    played = make_episodes(*GAMES[0])
     worker = make_worker("tiny:ascii", layout="packed", token_budget=4096)
     learner = worker.learners[0]
-    truth, _ = turns_alone(learner.model.state_dict(), list(learner.trainable), played)
+    truth, _ = compute_turn_gradient(learner.model.state_dict(), list(learner.trainable), played)
     flat = [datum for episode in played for datum in trajectory_to_datums(episode)]
     mask = flat[0].loss_fn_inputs["mask"].array
     mask[mask.nonzero()[0][-1]] = 0.0
     call(worker, "forward_backward", 0, flat, "importance_sampling", {}, 1.0, True)
-    assert relative_difference(gradient(worker), truth) > 10 * GRADIENT_BOUND
+    assert compute_relative_difference(gradient(worker), truth) > 10 * GRADIENT_BOUND

@@ -51,7 +51,7 @@ LATE = "--max-steps-off-policy 2 --slice-steps 2"
 # ------------------------------------------------------------------------------------------- chunks
 
 
-class Shelf:
+class FakeDecoder:
     """Stands in for a decoder: it keeps the weights it loads."""
 
     def __init__(self):
@@ -75,16 +75,16 @@ def staged() -> WeightSnapshot:
     )
 
 
-def landing(sent: WeightSnapshot) -> WeightTransfer:
+def make_weight_transfer(sent: WeightSnapshot) -> WeightTransfer:
     return WeightTransfer(
-        sent.make_manifest(), Shelf(), None, 0.0, sent.make_manifest().tensor_bytes()
+        sent.make_manifest(), FakeDecoder(), None, 0.0, sent.make_manifest().tensor_bytes()
     )
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1628, 10**6])
 def test_weights_in_pieces_of_any_size_are_the_weights(size):
     sent = staged()
-    here, pieces = landing(sent), list(sent.iter_chunks(size))
+    here, pieces = make_weight_transfer(sent), list(sent.iter_chunks(size))
     assert all(sum(len(raw) for _, _, raw in piece.parts) == size for piece in pieces[:-1])
     for piece in pieces:
         here.receive(piece)
@@ -112,7 +112,7 @@ def test_weights_cross_in_the_dtype_that_they_are_kept_in(size):
     assert dtypes == {"large": torch.bfloat16, "number": torch.bfloat16}
     manifest = sent.make_manifest().with_dtypes(dtypes)
     here, pieces = (
-        WeightTransfer(manifest, Shelf(), None, 0.0, manifest.tensor_bytes()),
+        WeightTransfer(manifest, FakeDecoder(), None, 0.0, manifest.tensor_bytes()),
         list(sent.iter_chunks(size, dtypes)),
     )
     assert (
@@ -131,7 +131,7 @@ def test_weights_cross_in_the_dtype_that_they_are_kept_in(size):
 @pytest.mark.parametrize("lost", [0, 3, -1])
 def test_a_piece_that_does_not_come_is_named_and_a_damaged_one_refused(lost):
     sent = staged()
-    here, pieces = landing(sent), list(sent.iter_chunks(100))
+    here, pieces = make_weight_transfer(sent), list(sent.iter_chunks(100))
     del pieces[lost]
     for piece in pieces:
         here.receive(piece)
@@ -144,7 +144,7 @@ def test_a_piece_that_does_not_come_is_named_and_a_damaged_one_refused(lost):
     name, at, raw = good.parts[0]
     for wrong in ([(name, at, raw + 1)], [(name, at + 1, raw)], [("half", at, raw)]):
         with pytest.raises(RuntimeError, match="were corrupted in transfer"):
-            landing(sent).receive(WeightChunk(wrong, good.checksum))
+            make_weight_transfer(sent).receive(WeightChunk(wrong, good.checksum))
 
 
 def test_bytes_of_a_tensor_are_its_own():
@@ -174,7 +174,7 @@ class Counter(queue.Queue):
 
 
 @pytest.fixture
-def between(monkeypatch):
+def router_parts(monkeypatch):
     """Return (the router, the samplers' queue, the learners' verbs in order)."""
     counter, near = Counter(), []
     crew = SimpleNamespace(queue=counter, thread=SimpleNamespace(is_alive=lambda: True))
@@ -187,32 +187,32 @@ def between(monkeypatch):
     return VerbRouter(settings, learners), counter, near
 
 
-def put(far, verb, *arguments) -> Future:
+def submit_call(far, verb, *arguments) -> Future:
     call = VerbCall(verb, arguments)
     far.submit(call)
     return call.future
 
 
-def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(between):
-    far, counter, near = between
-    fresh = put(far, "snapshot", 0, 5)
+def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(router_parts):
+    far, counter, near = router_parts
+    fresh = submit_call(far, "snapshot", 0, 5)
     (verb, arguments, present) = near.pop()
     assert (verb, arguments) == ("take_snapshot", (0, True))
-    waiting = [put(far, "compute_logprobs", 5, []), put(far, "free_version", 5)]
-    older = put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
+    waiting = [submit_call(far, "compute_logprobs", 5, []), submit_call(far, "free_version", 5)]
+    older = submit_call(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
     assert (
         counter.next("of the old weights") == "run_steps 1"
         and older.result() == "of the old weights"
     )
     present.set_result(staged())
     assert counter.next() == "begin_transfer 5"
-    put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
+    submit_call(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
     results = [counter.next() for _ in range(2)]
     assert sorted(results) == ["receive_chunk 5", "run_steps 1"]
     assert not any(future.done() for future in (fresh, *waiting))
     assert counter.next({"version": 7}) == "end_transfer 5" and fresh.result() == {"version": 7}
     assert [counter.next(), counter.next()] == ["compute_logprobs 5", "free_version 5"]
-    put(far, "snapshot", 0, 6)
+    submit_call(far, "snapshot", 0, 6)
     assert near.pop()[:2] == ("take_snapshot", (0, False))  # the samplers have frozen weights
 
 
@@ -228,21 +228,21 @@ class SmallChunks(WeightSnapshot):
     [(0.05, 0.002, 0.5), (0.05, 0.0005, 0.24), (0.001, 0.004, 0.87), (None, 0.002, 1.0)],
 )
 def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
-    between, monkeypatch, step_seconds, chunk_seconds, share
+    router_parts, monkeypatch, step_seconds, chunk_seconds, share
 ):
     """A stream requests its next steps while chunks arrive. At least two and at most 32 chunks are
     sent between two requests; without sampling all are sent at once.
     """
-    far, counter, near = between
+    far, counter, near = router_parts
     clock, steps, chunks, longest = 0.0, 0, 0, 0
     monkeypatch.setattr(weight_sync, "time", SimpleNamespace(perf_counter=lambda: clock))
     tensors = {"all": torch.randn(2000)}
     spec = ModelSpec("tiny:addition", None, None, 0, False)
-    fresh = put(far, "snapshot", 0, 5)
+    fresh = submit_call(far, "snapshot", 0, 5)
     near.pop()[2].set_result(SmallChunks(0, spec, ("tiny:addition", None, 0), 7, tensors))
     assert counter.next() == "begin_transfer 5"
     if step_seconds:
-        put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
+        submit_call(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
     between_steps = 0
     while not fresh.done():
         while not any(call.verb != "run_steps" for _, call in list(counter.queue)):
@@ -255,25 +255,25 @@ def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
             clock, chunks, between_steps = clock + chunk_seconds, chunks + 1, between_steps + 1
             longest = max(longest, between_steps)
         if verb == "run_steps":  # while queued chunks arrive
-            put(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
+            submit_call(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
         call.future.set_result({"version": 7})
     assert chunks == 2000
     assert chunks * chunk_seconds / clock == pytest.approx(share, abs=0.05)
     assert longest <= 32 or not step_seconds
 
 
-def test_weights_that_cannot_be_staged_fail_what_waits_for_them(between):
-    far, counter, near = between
-    fresh, waits = put(far, "snapshot", 0, 5), put(far, "sample", 5, [])
+def test_weights_that_cannot_be_staged_fail_what_waits_for_them(router_parts):
+    far, counter, near = router_parts
+    fresh, waits = submit_call(far, "snapshot", 0, 5), submit_call(far, "sample", 5, [])
     near.pop()[2].set_exception(RuntimeError("out of memory"))
     for future in (fresh, waits):
         assert "out of memory" in str(future.exception())
     assert counter.empty()
 
 
-def test_what_is_on_its_way_arrives_before_the_service_is_left(between):
-    far, counter, near = between
-    fresh = put(far, "snapshot", 0, 5)
+def test_what_is_on_its_way_arrives_before_the_service_is_left(router_parts):
+    far, counter, near = router_parts
+    fresh = submit_call(far, "snapshot", 0, 5)
     leaving = threading.Thread(target=far.close, args=(30,))
     leaving.start()
     near.pop()[2].set_result(staged())
@@ -284,27 +284,27 @@ def test_what_is_on_its_way_arrives_before_the_service_is_left(between):
     ] and fresh.done()
     leaving.join(10)
     assert counter.next() == "close 0"
-    put(far, "snapshot", 0, 6)
+    submit_call(far, "snapshot", 0, 6)
     begin = time.monotonic()
     far.close(0.2)  # waits no longer than the limit for weights that never arrive
     assert 0.2 <= time.monotonic() - begin < 5 and counter.next() == "close 0"
 
 
-def test_a_hand_over_that_failed_leaves_nothing_and_the_next_is_whole(between):
-    far, counter, near = between
-    fresh = put(far, "snapshot", 0, 5)
+def test_a_hand_over_that_failed_leaves_nothing_and_the_next_is_whole(router_parts):
+    far, counter, near = router_parts
+    fresh = submit_call(far, "snapshot", 0, 5)
     near.pop()[2].set_result(staged())
     counter.get_nowait()[1].future.set_exception(RuntimeError("were corrupted in transfer"))
     assert "corrupted in transfer" in str(fresh.exception()) and counter.next() == "free_version 5"
-    put(far, "snapshot", 0, 6)
+    submit_call(far, "snapshot", 0, 6)
     assert near.pop()[:2] == ("take_snapshot", (0, True)), "what is frozen never came"
 
 
-def test_a_model_is_forgotten_after_what_was_staged_of_it(between):
-    far, counter, near = between
-    put(far, "snapshot", 0, 5)
+def test_a_model_is_forgotten_after_what_was_staged_of_it(router_parts):
+    far, counter, near = router_parts
+    submit_call(far, "snapshot", 0, 5)
     present = near.pop()[2]
-    put(far, "free_model", 0)
+    submit_call(far, "free_model", 0)
     assert near[-1][:2] == ("free_model", (0,)), "the learners forget it as well"
     present.set_result(staged())
     near.pop()[2].set_result(None)
@@ -317,15 +317,15 @@ def test_a_verb_of_a_service_that_was_left_is_an_error_and_no_dead_rank():
         gone.begin_transfer(1, None)
 
 
-def test_learners_are_told_once_how_is_drawn_from_their_weights(between):
-    far, counter, near = between
-    fresh = put(far, "snapshot", 3, 5)
+def test_learners_are_told_once_how_is_drawn_from_their_weights(router_parts):
+    far, counter, near = router_parts
+    fresh = submit_call(far, "snapshot", 3, 5)
     near.pop()[2].set_result(replace(staged(), model_id=3))
     while not fresh.done():
         counter.next()
     request = SimpleNamespace(params=SamplingParams(temperature=0.7))
     for _ in range(3):
-        put(far, "sample", 5, [request, request])
+        submit_call(far, "sample", 5, [request, request])
     assert [(verb, arguments[:2]) for verb, arguments, _ in near] == [("record_params", (3, 7))]
 
 

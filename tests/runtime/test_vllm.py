@@ -37,7 +37,7 @@ BASE = "tiny:addition-small"
 PARAMS = SamplingParams(max_tokens=6, temperature=0.7)
 
 
-def spoil(fault, reply):
+def corrupt_reply(fault, reply):
     reply = copy.deepcopy(reply)
     choice = reply["choices"][0]
     content = choice["logprobs"]["content"]
@@ -94,20 +94,20 @@ FAULTS = {
 
 
 @contextmanager
-def starting():
+def start_stubs():
     """Yield a function that starts stubs and returns (the stubs, their addresses)."""
     with ExitStack() as stack:
 
         def start(count=1):
             stubs = [StubServer() for _ in range(count)]
-            urls = tuple(stack.enter_context(vllm_server(stub, spoil)) for stub in stubs)
+            urls = tuple(stack.enter_context(vllm_server(stub, corrupt_reply)) for stub in stubs)
             return stubs, urls
 
         yield start
 
 
 @contextmanager
-def connecting(folder):
+def connect_services(folder):
     """Yield a function that creates a service which samples from these addresses."""
     with ExitStack() as stack:
 
@@ -129,21 +129,21 @@ def connecting(folder):
 
 @pytest.fixture
 def servers():
-    with starting() as start:
+    with start_stubs() as start:
         yield start
 
 
 @pytest.fixture
 def connect(tmp_path):
-    with connecting(tmp_path) as make:
+    with connect_services(tmp_path) as make:
         yield make
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def stub_pair(tmp_path_factory):
     """Yield two stubs, their addresses and a policy that samples from them."""
     folder = tmp_path_factory.mktemp("pair")
-    with starting() as start, connecting(folder) as make:
+    with start_stubs() as start, connect_services(folder) as make:
         stubs, urls = start(2)
         yield stubs, urls, make_policy(make(urls))
 
@@ -397,9 +397,9 @@ def test_the_self_test_advises_a_correction_where_none_is_set(advises, servers, 
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "hangs"])
-def test_servers_that_misbehave_are_named_and_their_samples_are_made_by_others(fault, pair):
+def test_servers_that_misbehave_are_named_and_their_samples_are_made_by_others(fault, stub_pair):
     """First a single server has the fault, then both; afterwards both sample again."""
-    (bad, good), urls, policy = pair
+    (bad, good), urls, policy = stub_pair
     bad.fault = good.fault = None
     update(policy)
     sampler = policy.save_weights_and_get_sampling_client()
@@ -739,7 +739,7 @@ def digests_of(folder, seed, dtype, changed=()):
     return weights, FolderManifest(folder, dtype)
 
 
-def hold(weights, ranks, dtype=torch.float32):
+def shard_digests(weights, ranks, dtype=torch.float32):
     """Return the checksums that a server reports for these weights, sharded over `ranks` processes."""
     weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
     fused = {
@@ -762,15 +762,17 @@ def test_a_tensor_that_was_not_taken_over_shows_in_every_form(ranks, dtype, tmp_
     tested in turn.
     """
     old, old_digests = digests_of(tmp_path / "old", 1, str(dtype))
-    previous = (old_digests, hold(old, ranks, dtype))
+    previous = (old_digests, shard_digests(old, ranks, dtype))
     assert find_transfer_error(*previous, None, ranks) is None
     for name in ("a.q_proj", "a.v_proj", "a.norm", "b.o_proj"):
         new, digests = digests_of(tmp_path / name, 1, str(dtype), changed=(name,))
-        assert find_transfer_error(digests, hold(new, ranks, dtype), previous, ranks) is None
+        assert (
+            find_transfer_error(digests, shard_digests(new, ranks, dtype), previous, ranks) is None
+        )
         error = find_transfer_error(digests, previous[1], previous, ranks)
         assert "a.qkv_proj" in error if "proj" in name and "a." in name else name in error
         # a tensor that changed although the learner's did not
-        assert find_transfer_error(old_digests, hold(new, ranks, dtype), previous, ranks)
+        assert find_transfer_error(old_digests, shard_digests(new, ranks, dtype), previous, ranks)
 
 
 def test_a_change_in_the_rows_of_one_part_changes_no_other(tmp_path):
@@ -781,12 +783,12 @@ def test_a_change_in_the_rows_of_one_part_changes_no_other(tmp_path):
     (tmp_path / "new").mkdir()
     save_file(new, tmp_path / "new" / "model.safetensors")
     digests = FolderManifest(tmp_path / "new", "torch.float32")
-    replica = {key.replace("dp0", "dp1"): digest for key, digest in hold(old, 2).items()}
-    previous = old_digests, hold(old, 2) | replica
-    error = find_transfer_error(digests, hold(new, 2) | replica, previous, 2)
+    replica = {key.replace("dp0", "dp1"): digest for key, digest in shard_digests(old, 2).items()}
+    previous = old_digests, shard_digests(old, 2) | replica
+    error = find_transfer_error(digests, shard_digests(new, 2) | replica, previous, 2)
     assert "1 of 12 parameters differ (b.o_proj.weight)" in error
-    replica = {key.replace("dp0", "dp1"): digest for key, digest in hold(new, 2).items()}
-    assert find_transfer_error(digests, hold(new, 2) | replica, previous, 2) is None
+    replica = {key.replace("dp0", "dp1"): digest for key, digest in shard_digests(new, 2).items()}
+    assert find_transfer_error(digests, shard_digests(new, 2) | replica, previous, 2) is None
 
 
 def test_a_server_of_another_model_is_refused(tmp_path):

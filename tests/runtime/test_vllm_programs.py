@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 from test_started_server import REPO, list_processes, make_command
-from test_vllm import learner_logprobs, make_policy, spoil, update
+from test_vllm import corrupt_reply, learner_logprobs, make_policy, update
 from vllm_stub import StubServer, vllm_server
 from whole_runs import train
 
@@ -37,7 +37,7 @@ def run(tmp_path_factory):
 @pytest.fixture
 def server():
     stub = StubServer()
-    with vllm_server(stub, spoil) as url:
+    with vllm_server(stub, corrupt_reply) as url:
         yield stub, url
 
 

@@ -18,7 +18,7 @@ LOADING = threading.Lock()  # transformers loads one model at a time
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def digest(tensor):
+def compute_digest(tensor):
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
 
 
@@ -113,7 +113,7 @@ class StubServer:
             if "embed" in name:
                 rows = -len(tensor) % 64
                 tensor = torch.cat([tensor, torch.zeros(rows, tensor.shape[1])])
-            held[f"dp0:pp0:pcp0:tp0:{name}"] = digest(tensor)
+            held[f"dp0:pp0:pcp0:tp0:{name}"] = compute_digest(tensor)
         return held
 
     def logits(self, tokens):

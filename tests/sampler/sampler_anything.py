@@ -58,7 +58,7 @@ def two_weights(models: tuple[Any, Any] | None = None, team: Any = None) -> tupl
     return first, other
 
 
-class Alone:
+class ReferenceSampler:
     """Computes the result of a request by itself, with these weights."""
 
     def __init__(self, decoder: Any):
@@ -74,12 +74,12 @@ class Alone:
         return self.known[id(request)][1]
 
 
-class Asked:
+class RequestGenerator:
     """Generates random requests. `single` gives the expected samples, so the next turn of a
     conversation or a resumed request can be made before the engine has answered.
     """
 
-    def __init__(self, rng: np.random.Generator, single: Alone, most: int):
+    def __init__(self, rng: np.random.Generator, single: ReferenceSampler, most: int):
         # most: maximum number of positions of a request
         self.rng, self.single, self.most = rng, single, most
         self.vocab = single.decoder.vocab_size
@@ -208,12 +208,14 @@ def engine_of(
     return engine
 
 
-class Play:
+class EngineWorkload:
     """Runs a workload through an engine. `finished` is keyed by the index of the request in
     `requests_seen.made`.
     """
 
-    def __init__(self, kind: str, seed: int, decoders: tuple[Any, Any], single: Alone, change: str):
+    def __init__(
+        self, kind: str, seed: int, decoders: tuple[Any, Any], single: ReferenceSampler, change: str
+    ):
         """Set up the workload. `change`: new weights have other numbers ("other"), the same numbers
         ("same"), or never come ("none").
         """
@@ -221,7 +223,7 @@ class Play:
         # Requests must not depend on the engine's speed, so they have a separate random stream.
         self.rng, asking = np.random.default_rng(seed), np.random.default_rng(seed + 1_000_000)
         self.page, self.most = int(self.rng.choice(PAGES)), int(self.rng.integers(20, 60))
-        self.requests_seen = Asked(asking, single, self.most)
+        self.requests_seen = RequestGenerator(asking, single, self.most)
         self.version, self.decoder = 0, decoders[0]
         self.between = IdleKVCachePool()  # the KV cache pool that the next engine takes over
         self.engine = engine_of(
@@ -388,10 +390,10 @@ def play(
     """Run a workload and return the counts of events. Raises AssertionError if a sample, a version
     or a page is wrong. `split`: the engine's decoders if several ranks shard them.
     """
-    single = Alone(decoders[0])
-    item = Play(kind, seed, split or decoders, single, change)
+    single = ReferenceSampler(decoders[0])
+    item = EngineWorkload(kind, seed, split or decoders, single, change)
     item.all()
-    others = Alone(decoders[1])
+    others = ReferenceSampler(decoders[1])
     compared = 0
     for place, sequences in item.finished.items():
         request = item.requests_seen.made[place]

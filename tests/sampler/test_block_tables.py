@@ -194,7 +194,7 @@ OPERATIONS = {
 }
 
 
-def population(seeds: range, steps: int = 60) -> Counter:
+def check_population(seeds: range, steps: int = 60) -> Counter:
     done: Counter[str] = Counter()
     weights = np.array(list(OPERATIONS.values())) / sum(OPERATIONS.values())
     for seed in seeds:
@@ -212,13 +212,13 @@ def population(seeds: range, steps: int = 60) -> Counter:
 
 
 def test_random_operations_leave_every_reader_its_contents():
-    done = population(range(150))
+    done = check_population(range(150))
     assert min(done[name] for name in (*OPERATIONS, "copies")) > 100, done
 
 
 @pytest.mark.campaign
 def test_random_operations_leave_every_reader_its_contents_in_many_runs():
-    population(range(1000, 21_000))
+    check_population(range(1000, 21_000))
 
 
 def test_room_for_the_next_tokens_is_the_blocks_they_need():

@@ -24,7 +24,7 @@ from rl.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
 TURNS, LENGTH = 4, 5
 
 
-class Duel(Env):
+class DuelEnv(Env):
     """The policy and a rival act in turn; the rival is first in every second member."""
 
     blocks, several_turns = False, True
@@ -44,11 +44,11 @@ class Duel(Env):
 
 
 @dataclass
-class Duels(EnvGroupBuilder):
+class DuelGroupBuilder(EnvGroupBuilder):
     problem_index: int
 
     def make_envs(self):
-        return [Duel(self.problem_index, member) for member in range(3)]
+        return [DuelEnv(self.problem_index, member) for member in range(3)]
 
 
 class SlowStream:
@@ -120,7 +120,7 @@ def play_out(engine: RolloutEngine) -> list[list[tuple[list[int], float]]]:
 def test_samples_of_two_players_with_the_same_tickets_are_restored():
     engine, streams = make_engine()
     for problem in range(2):
-        engine.start_group(problem, Duels(problem), seed=3, problem=problem)
+        engine.start_group(problem, DuelGroupBuilder(problem), seed=3, problem=problem)
     for _ in range(LENGTH + 2):  # every episode reaches its second turn
         engine.tick()
     assert streams[None].running.keys() & streams["rival"].running.keys()
@@ -129,7 +129,7 @@ def test_samples_of_two_players_with_the_same_tickets_are_restored():
     assert len(state["acting"]) == 6
 
     restored, restored_streams = make_engine()
-    assert restore_engine_state(restored, state, Duels) == []
+    assert restore_engine_state(restored, state, DuelGroupBuilder) == []
     assert play_out(restored) == play_out(engine)
     for player, stream in restored_streams.items():  # no token is sampled twice
         assert stream.sampled == streams[player].sampled - before[player] > 0

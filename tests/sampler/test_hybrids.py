@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 import torch
 from sampler_models import random_prompts
-from test_architectures import compute_plain_logprobs, datums, gradient_error, learnt, make_learner
+from test_architectures import (
+    compute_plain_logprobs,
+    gradient_error,
+    make_datums,
+    make_learner,
+    run_learner,
+)
 from tiny_models import VOCAB, tiny_model
 from whole_runs import final_weights, train
 
@@ -140,10 +146,10 @@ def test_a_state_in_the_wrong_slot_is_seen_by_the_trial(fault, monkeypatch):
 @pytest.mark.parametrize("name", EACH)
 def test_the_gradient_of_padded_rows_is_that_of_sequences_alone(name):
     """In float64, so that any difference is not rounding; packed rows are refused."""
-    model, data = in_float64(name), datums(((9, (7, 5)), (4, (3, 12))))
+    model, data = in_float64(name), make_datums(((9, (7, 5)), (4, (3, 12))))
     logprobs, gradient = compute_plain_logprobs(model, data)
     learner = make_learner(model, layout="padded", fused=False)
-    np.testing.assert_allclose(learnt(learner, data), logprobs, atol=1e-6)
+    np.testing.assert_allclose(run_learner(learner, data), logprobs, atol=1e-6)
     assert gradient_error(learner, gradient) < 1e-6
     with pytest.raises(ValueError, match="layout packed is not exact"):
         make_learner(model, layout="packed")
@@ -159,7 +165,7 @@ def test_every_adapter_of_a_lora_learns_and_is_sampled_with(name, tmp_path):
     model_of(name).save_pretrained(tmp_path / "base")
     loaded = add_lora(load_model(str(tmp_path / "base")), LoraConfig(rank=2, seed=0))
     learner = make_learner(loaded.model, layout="padded")
-    learnt(learner, datums(((9, (7, 5)), (4, (3, 12)))))
+    run_learner(learner, make_datums(((9, (7, 5)), (4, (3, 12)))))
     # Zamba's lists hold unused layers
     adapters = {
         n: p for n, p in learner.trainable.items() if "lora_B" in n and "adapter_list" not in n

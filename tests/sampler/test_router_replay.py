@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from sampler_models import add_lora, reference_logprobs
-from test_architectures import datums, learnt, make_learner
+from test_architectures import make_datums, make_learner, run_learner
 from test_asynchronous import ENVIRONMENT, same
 from tiny_models import VOCAB, tiny_model
 from whole_runs import train, two_and_two, updates_end_while_answers_are_drawn
@@ -61,7 +61,7 @@ def model_of(name: str = "qwen3_moe", **changes):
     )
 
 
-def own_choices(model, tokens) -> np.ndarray:
+def record_own_experts(model, tokens) -> np.ndarray:
     """Return the experts of a plain forward: [tokens, blocks * experts per token]."""
     with torch.no_grad(), record_experts(model, describe_layers(model).experts) as chosen:
         model(input_ids=torch.tensor([tokens]), use_cache=False)
@@ -120,13 +120,15 @@ def test_what_is_noted_of_a_sample_is_what_its_finished_sequence_chooses(name):
         experts = np.sort(sequence.experts.reshape(len(sequence.experts), -1, 2))
         assert np.array_equal(
             experts,
-            np.sort(own_choices(model, [*prompt, *sequence.tokens[:-1]]).reshape(experts.shape)),
+            np.sort(
+                record_own_experts(model, [*prompt, *sequence.tokens[:-1]]).reshape(experts.shape)
+            ),
         )
 
 
 def check_record(model, prompt, sequence) -> None:
     """Check that the record equals the experts of a plain forward of the finished sequence."""
-    expected = own_choices(model, [*prompt, *sequence.tokens[:-1]]).reshape(-1, 2)
+    expected = record_own_experts(model, [*prompt, *sequence.tokens[:-1]]).reshape(-1, 2)
     assert np.array_equal(np.sort(sequence.experts.reshape(-1, 2)), np.sort(expected))
 
 
@@ -195,7 +197,11 @@ def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(
     """The experts differ from the routers' choice, in rows of all lengths. Logprobs and gradients
     equal those of each sequence alone with the same experts.
     """
-    model, data, rng = model_of(), datums(((9, (7, 5)), (4, (3, 12)))), np.random.default_rng(3)
+    model, data, rng = (
+        model_of(),
+        make_datums(((9, (7, 5)), (4, (3, 12)))),
+        np.random.default_rng(3),
+    )
     experts = describe_layers(model).experts
     prompts: dict[tuple, np.ndarray] = {}
     for datum in data:  # all samples of a prompt share its record
@@ -230,7 +236,7 @@ def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(
     learner = make_learner(
         model, layout=layout, gradient_checkpointing=checkpointing, router_replay=True
     )
-    np.testing.assert_allclose(learnt(learner, data), np.concatenate(expected), atol=1e-4)
+    np.testing.assert_allclose(run_learner(learner, data), np.concatenate(expected), atol=1e-4)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
             learner.trainable[name].grad, parameter.grad, atol=2e-4, rtol=1e-3, msg=name
@@ -239,7 +245,7 @@ def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(
     assert len(routers) == 4 and all(grad.abs().max() > 1e-3 for grad in routers)
     plain = make_learner(model, layout=layout)
     # without replay the routing differs
-    assert np.abs(learnt(plain, data) - np.concatenate(expected)).max() > 0.1
+    assert np.abs(run_learner(plain, data) - np.concatenate(expected)).max() > 0.1
 
 
 def test_datums_with_and_without_a_record_of_experts_share_no_micro_batch():
@@ -247,7 +253,7 @@ def test_datums_with_and_without_a_record_of_experts_share_no_micro_batch():
     batch.
     """
     model, rng = model_of(), np.random.default_rng(5)
-    data = datums(((6, (5, 5, 5, 5)),))
+    data = make_datums(((6, (5, 5, 5, 5)),))
     for datum in data[1::2]:
         tokens = datum.model_input.length
         datum.experts = (
@@ -258,9 +264,9 @@ def test_datums_with_and_without_a_record_of_experts_share_no_micro_batch():
     data[3].experts[:6] = data[1].experts[:6]  # all samples of a prompt share its record
     for layout in ("padded", "packed", "shared"):
         learner = make_learner(model, layout=layout, router_replay=True)
-        single = np.concatenate([learnt(learner, [datum]) for datum in data])
-        np.testing.assert_allclose(learnt(learner, data), single, atol=1e-4)
-        messages = [learnt(learner, [Datum(d.model_input, d.loss_fn_inputs)]) for d in data]
+        single = np.concatenate([run_learner(learner, [datum]) for datum in data])
+        np.testing.assert_allclose(run_learner(learner, data), single, atol=1e-4)
+        messages = [run_learner(learner, [Datum(d.model_input, d.loss_fn_inputs)]) for d in data]
         apart = [np.abs(a - b).max() for a, b in zip(np.split(single, 4), messages, strict=True)]
         assert [gap > 0.05 for gap in apart] == [False, True, False, True], (
             "the record decides where there is one"
@@ -328,10 +334,10 @@ def test_a_model_whose_experts_cannot_be_told_is_refused_by_name():
         UserError, match=r"PhimoeForCausalLM cannot replay the choice of experts.*turn it off"
     ):
         enable_expert_recording(make_decoder(model_of("phimoe")))
-    learner, data = make_learner(model_of(), router_replay=True), datums(((9, (7,)),))
+    learner, data = make_learner(model_of(), router_replay=True), make_datums(((9, (7,)),))
     data[0].experts = np.zeros((data[0].model_input.length, 6), np.int16)
     with pytest.raises(ValueError, match="datums with 6 experts a token do not fit this model"):
-        learnt(learner, data)
+        run_learner(learner, data)
 
 
 def test_the_model_is_as_it_was_afterwards():
@@ -423,7 +429,7 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
     first = len(prompt) + drawn_first - 1
     assert np.array_equal(
         np.sort(whole.experts.reshape(-1, 2)),
-        np.sort(own_choices(item, [*prompt, *whole.tokens[:-1]]).reshape(-1, 2)),
+        np.sort(record_own_experts(item, [*prompt, *whole.tokens[:-1]]).reshape(-1, 2)),
     )
     changed = half(engine_of(item))
     # a weight version without recorded experts so far
@@ -449,7 +455,7 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
     text = [*prompt, *sequence.tokens[:-1]]
     assert np.array_equal(
         np.sort(sequence.experts[first:].reshape(-1, 2)),
-        np.sort(own_choices(other, text)[first:].reshape(-1, 2)),
+        np.sort(record_own_experts(other, text)[first:].reshape(-1, 2)),
     )
 
 
@@ -474,7 +480,7 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
              f"--learning-rate 1e-2 --no-self-test --router-replay {options}")  # fmt: skip
     with updates_end_while_answers_are_drawn():
         rows = train(words, tmp_path / "first")
-    messages = rollouts(tmp_path / "first")
+    messages = read_rollouts(tmp_path / "first")
     assert (
         all(len(experts_from_text(turn["experts"])[0]) == 8 for turn in messages)
         and len(messages) > 4 * 4 * 2
@@ -486,7 +492,7 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
     again = train(f"{words} --replay {tmp_path / 'first'}", tmp_path / "again")
     assert (
         again == rows
-        and rollouts(tmp_path / "again") == messages
+        and read_rollouts(tmp_path / "again") == messages
         and same(tmp_path / "first", tmp_path / "again")
     )
     shutil.copytree(tmp_path / "first", tmp_path / "cut")
@@ -498,12 +504,12 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
     on = train(f"{words} --resume --replay {tmp_path / 'first'}", tmp_path / "cut")
     assert (
         on == rows
-        and rollouts(tmp_path / "cut") == messages
+        and read_rollouts(tmp_path / "cut") == messages
         and same(tmp_path / "first", tmp_path / "cut")
     )
 
 
-def rollouts(folder) -> list[dict]:
+def read_rollouts(folder) -> list[dict]:
     """Return every answer in a run's rollout files, with its experts."""
     rows = [
         json.loads(line)

@@ -217,7 +217,7 @@ def test_every_decoder_goes_on_where_a_sample_was_cut(kind):
     assert len(done) == 3
 
 
-class Talk:
+class ConversationDriver:
     """Conversations of several turns on an engine: each prompt extends the previous text by new
     tokens.
     """
@@ -256,7 +256,10 @@ def test_a_conversation_is_read_once_whatever_its_turns(path):
     decoder = make_decoder(model, kind="fast")
     if path == "torch":
         decoder.cpu_kernels = None
-    talk, plain = Talk(Engine(decoder), 4), Talk(Engine(decoder), 4, named=False)
+    talk, plain = (
+        ConversationDriver(Engine(decoder), 4),
+        ConversationDriver(Engine(decoder), 4, named=False),
+    )
     for turn in range(3):
         talk.turn(turn)
         plain.turn(turn)
@@ -283,8 +286,8 @@ def test_a_conversation_is_read_once_whatever_its_turns(path):
 
 def test_conversations_make_room_end_and_are_not_taken_for_others():
     model = tiny_model("qwen3")
-    tight = Talk(Engine(make_decoder(model, kind="fast"), kv_cache_tokens=60), 4)
-    roomy = Talk(Engine(make_decoder(model, kind="fast")), 4, named=False)
+    tight = ConversationDriver(Engine(make_decoder(model, kind="fast"), kv_cache_tokens=60), 4)
+    roomy = ConversationDriver(Engine(make_decoder(model, kind="fast")), 4, named=False)
     for turn in range(3):
         tight.turn(turn)
         roomy.turn(turn)
@@ -292,7 +295,7 @@ def test_conversations_make_room_end_and_are_not_taken_for_others():
         [s.tokens for _, s in d] for d in roomy.drawn.values()
     ]
     assert 0 < tight.engine.counters.peak_cache_tokens <= 60
-    talk = Talk(Engine(make_decoder(model, kind="fast")), 3)
+    talk = ConversationDriver(Engine(make_decoder(model, kind="fast")), 3)
     talk.turn(0)
     talk.engine.evict_conversation("talk 0")
     talk.texts[1] = [9, *talk.texts[1][1:]]  # changed: none of it is in the cache
@@ -313,7 +316,7 @@ def test_an_episode_that_is_drawn_again_goes_on_by_its_own_cache():
     a name.
     """
     model = tiny_model("qwen3")
-    talk = Talk(Engine(make_decoder(model, kind="fast")), 3)
+    talk = ConversationDriver(Engine(make_decoder(model, kind="fast")), 3)
     begun = dict(talk.texts)
     talk.turn(0)
     talk.texts = dict(begun)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sampler_models import crowded, one_thread, random_prompts, tiny_model  # noqa: F401
-from test_sampler_stepped import answers, same, tight
+from sampler_models import crowded_engines, one_thread, random_prompts, tiny_model  # noqa: F401
+from test_sampler_stepped import make_tight_engine, run_requests, same
 
 from rl.sampler import Engine, MultiStepEngine, SamplingRequest, make_decoder
 from rl.sampler.cuda_graphs import CUDAGraphRunner
@@ -79,8 +79,8 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
         )
         for i, prompt in enumerate(prompts)
     ]
-    result = answers(MultiStepEngine(decoder, page=4, max_rows=4, steps_per_sync=5), requests)
-    same(result, answers(Engine(decoder), requests))
+    result = run_requests(MultiStepEngine(decoder, page=4, max_rows=4, steps_per_sync=5), requests)
+    same(result, run_requests(Engine(decoder), requests))
     looks = [i for i, event in enumerate(events) if event == "launched"]
     assert len(looks) > 4
     for i in looks:
@@ -102,7 +102,7 @@ def test_rows_that_wait_for_pages_are_prepared_first(decoder, events):
         )
         for i, prompt in enumerate(random_prompts([9, 6, 5]))
     ]
-    same(answers(engine, requests), answers(Engine(decoder), requests))
+    same(run_requests(engine, requests), run_requests(Engine(decoder), requests))
     begun = [
         item
         for event in events
@@ -167,8 +167,8 @@ def test_the_samples_are_the_same_however_late_the_device_is(decoder, events, se
     """Groups, stops, temperatures, few pages and few rows. A sync that is too early would return
     the tokens of the previous sync.
     """
-    engine, requests = tight(np.random.default_rng(seed), decoder)
-    same(answers(engine, requests), answers(Engine(decoder, (3,)), requests))
+    engine, requests = make_tight_engine(np.random.default_rng(seed), decoder)
+    same(run_requests(engine, requests), run_requests(Engine(decoder, (3,)), requests))
     assert engine.num_syncs == events.count("launched") == events.count("waited")
 
 

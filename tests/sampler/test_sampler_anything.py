@@ -3,7 +3,7 @@
 import collections
 
 import pytest
-from sampler_anything import KINDS, Alone, play, same, two_models, two_weights
+from sampler_anything import KINDS, ReferenceSampler, play, same, two_models, two_weights
 from sampler_models import one_thread, random_prompts  # noqa: F401
 from test_sampler_split import on_ranks
 
@@ -16,7 +16,7 @@ def decoders():
     return two_weights()
 
 
-def many(kind, seeds, decoders):
+def run_seeds(kind, seeds, decoders):
     result = collections.Counter()
     for seed in seeds:
         result.update(play(kind, seed, decoders, ("none", "same", "other")[seed % 3]))
@@ -28,7 +28,7 @@ def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind, decoders):
     """Requests of all kinds, cancelled or moved to another engine, with new weights midway: each
     result equals that of the request alone.
     """
-    result = many(kind, range(9), decoders)
+    result = run_seeds(kind, range(9), decoders)
     assert result["compared"] > 200 and all(
         result[what] for what in ("dropped", "changed", "moved", "begun")
     ), result
@@ -39,7 +39,7 @@ def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind, decoders):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_to_an_engine_in_many_workloads(kind, decoders):
-    result = many(kind, range(100, 160), decoders)
+    result = run_seeds(kind, range(100, 160), decoders)
     assert result["compared"] > 2000 and result["kept"], result
 
 
@@ -47,7 +47,7 @@ def test_whatever_happens_to_an_engine_in_many_workloads(kind, decoders):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_to_an_engine_in_a_thousand_workloads(kind, decoders):
-    many(kind, range(1000, 2000), decoders)
+    run_seeds(kind, range(1000, 2000), decoders)
 
 
 @pytest.mark.parametrize("kind", ["plain", "paged"])
@@ -92,7 +92,7 @@ def test_a_prompt_of_a_row_that_waited_through_new_weights_is_read_anew(decoders
     finished = {}
     while engine.busy:
         finished.update({done.request_id: done.result() for done in engine.step()})
-    same(finished[number].sequences[0], Alone(new)(late)[0])
+    same(finished[number].sequences[0], ReferenceSampler(new)(late)[0])
 
 
 @pytest.mark.parametrize("kind", [Engine, PagedEngine, MultiStepEngine])
@@ -100,7 +100,7 @@ def test_one_of_two_that_go_on_with_a_conversation_reads_it_anew(kind, decoders)
     """Both requests arrive at once and extend the same turn with different tokens; the first takes
     over the cache.
     """
-    single, engine = Alone(decoders[0]), kind(decoders[0], (3,))
+    single, engine = ReferenceSampler(decoders[0]), kind(decoders[0], (3,))
     params = SamplingParams(max_tokens=6, stop=[])
     first = SamplingRequest(prompt=random_prompts([7])[0], params=params, conversation="one")
     engine.add(first)
@@ -132,5 +132,5 @@ def test_what_was_read_with_other_weights_is_no_conversations_beginning(decoders
         conversation="one",
     )
     engine.add(after)
-    same(engine.run()[0].sequences[0], Alone(decoders[1])(after)[0])
+    same(engine.run()[0].sequences[0], ReferenceSampler(decoders[1])(after)[0])
     assert engine.counters.kept_tokens == 0

@@ -37,7 +37,7 @@ from rl.types import SamplingParams
 LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-class Played:
+class FakeCUDAGraph:
     """A fake graph: a step over the tensors that existed when it was captured."""
 
     def __init__(self, steps: CUDAGraphRunner, rows: int, shared: bool):
@@ -64,7 +64,7 @@ def captured(monkeypatch):
         results.append((id(steps.model), rows, shared))
         steps.buffers.remaining.zero_()  # a capture runs steps as well
         steps.buffers.at.fill_(3)
-        return Played(steps, rows, shared)
+        return FakeCUDAGraph(steps, rows, shared)
 
     monkeypatch.setattr(CUDAGraphRunner, "uses_graphs", True)
     monkeypatch.setattr(CUDAGraphRunner, "_capture", capture)
@@ -88,7 +88,7 @@ def requests(seed: int = 0, groups: tuple[int, ...] = (4, 1, 3)) -> list[Samplin
     ]
 
 
-def drawn(engine, query) -> list[tuple[list[int], list[float]]]:
+def run_requests(engine, query) -> list[tuple[list[int], list[float]]]:
     for request in query:
         engine.add(request)
     return [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
@@ -110,10 +110,10 @@ def test_three_calls_with_new_weights_between_capture_once(captured, kind):
     decoder, between, pages, seen = make_decoder(model, kind="fast"), IdleKVCachePool(), set(), []
     for call in range(3):
         engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
-        result = drawn(engine, requests(call))
+        result = run_requests(engine, requests(call))
         pages.add(engine._state.kv[0].data_ptr())
         engine.close()
-        same(result, drawn(Engine(make_decoder(model, kind="fast")), requests(call)))
+        same(result, run_requests(Engine(make_decoder(model, kind="fast")), requests(call)))
         seen.append([tokens for tokens, _ in result])
         with torch.no_grad():
             for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -130,10 +130,10 @@ def test_a_batchs_graphs_are_captured_the_largest_first(captured):
     engine = MultiStepEngine(
         make_decoder(tiny_model("qwen3"), kind="fast"), page=4, kv_cache_tokens=400, max_rows=16
     )
-    drawn(engine, requests(groups=(5,)))
+    run_requests(engine, requests(groups=(5,)))
     assert [(rows, shared) for _, rows, shared in captured][:3] == [(8, True), (4, True), (2, True)]
     before = len(captured)
-    drawn(engine, requests(groups=(5, 5)))
+    run_requests(engine, requests(groups=(5, 5)))
     assert [(rows, shared) for _, rows, shared in captured][before] == (16, True)
 
 
@@ -193,7 +193,7 @@ def test_engines_that_leave_nothing_capture_anew(captured):
     decoder = make_decoder(tiny_model("qwen3"), kind="fast")
     for _ in range(2):
         engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=400, max_rows=16)
-        drawn(engine, requests())
+        run_requests(engine, requests())
         engine.close()
     assert len(captured) == 2 * len(set(captured))
 
@@ -205,17 +205,17 @@ def test_another_decoder_has_graphs_of_its_own_over_the_same_pages(captured):
     first = make_decoder(tiny_model("qwen3"), kind="fast")
     second, between = first.fork(), IdleKVCachePool()
     second.load_((name, first.weights.view(name) * 1.2) for name in first.weights.slices)
-    expected = [drawn(Engine(decoder), requests()) for decoder in (first, second)]
+    expected = [run_requests(Engine(decoder), requests()) for decoder in (first, second)]
     for turn in (0, 1, 0, 1):
         engine = MultiStepEngine(
             (first, second)[turn], page=4, kv_cache_tokens=400, max_rows=16, kept=between
         )
-        same(drawn(engine, requests()), expected[turn])
+        same(run_requests(engine, requests()), expected[turn])
         engine.close()
     engine = MultiStepEngine(first, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
     for turn in (0, 1, 0):
         engine.change_weights((first, second)[turn], turn)
-        same(drawn(engine, requests()), expected[turn])
+        same(run_requests(engine, requests()), expected[turn])
     assert len(captured) == len(set(captured)) and {which for which, *_ in captured} == {
         id(first),
         id(second),
@@ -238,7 +238,7 @@ def test_stops_of_another_engine_are_not_the_next_ones():
             for i, stop in enumerate(stops)
         ]
         engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=4000, max_rows=64, kept=between)
-        same(drawn(engine, queries), drawn(Engine(decoder), queries))
+        same(run_requests(engine, queries), run_requests(Engine(decoder), queries))
         engine.close()
 
 
@@ -247,7 +247,7 @@ def test_what_a_decoder_captured_goes_with_it():
     other = decoder.fork()
     for item in (decoder, other):
         engine = MultiStepEngine(item, page=4, kv_cache_tokens=400, kept=between)
-        drawn(engine, requests())
+        run_requests(engine, requests())
         engine.close()
     gone = weakref.ref(other)
     del item, other, engine
@@ -269,7 +269,7 @@ def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeyp
     monkeypatch.setattr(kv_cache_pool.KVCachePool, "__init__", counted)
     for tokens in (400, 400, 800, 400):
         engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=tokens, kept=between)
-        drawn(engine, requests())
+        run_requests(engine, requests())
         engine.close()
         engine.close()  # closing twice is a no-op
         del engine
@@ -280,7 +280,7 @@ def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeyp
     assert with_one._state.kv[0] is not second._state.kv[0]
     with_one.close()
     with pytest.raises(IndexError):
-        drawn(with_one, requests())  # its pages may belong to another engine by now
+        run_requests(with_one, requests())  # its pages may belong to another engine by now
 
 
 def test_a_learner_gets_the_memory_until_it_has_left_room():
@@ -327,7 +327,7 @@ def test_room_is_what_this_process_may_have_less_the_most_it_took(monkeypatch):
     ) and not kv_cache_pool.has_free_memory(torch.device("cuda"), 25)
 
 
-def sums(seed: int = 0) -> list[SamplingRequest]:
+def make_sum_requests(seed: int = 0) -> list[SamplingRequest]:
     """Return requests like `requests`, with tokens and lengths that the smallest model supports."""
     return [
         SamplingRequest(
@@ -364,11 +364,11 @@ def test_a_rank_keeps_them_over_its_verbs(captured, worker):
     counts, tokens = [], []
     for version in range(4):
         worker.snapshot(0, version)
-        responses, _ = worker.sample(version, sums(version))
+        responses, _ = worker.sample(version, make_sum_requests(version))
         tokens.append([s.tokens for i in sorted(responses) for s in responses[i].sequences])
-        plain = drawn(
+        plain = run_requests(
             Engine(worker.versions[version].decoder, worker.versions[version].loaded.eos_token_ids),
-            sums(version),
+            make_sum_requests(version),
         )
         assert tokens[-1] == [first for first, _ in plain]
         counts.append(len(captured))
@@ -381,11 +381,11 @@ def test_a_rank_keeps_them_over_its_verbs(captured, worker):
 
 def test_on_a_host_a_learner_finds_what_it_found_before(worker):
     worker.snapshot(0, 0)
-    worker.sample(0, sums())
+    worker.sample(0, make_sum_requests())
     assert worker.kv_cache_pool._idle is not None
     learn(worker)
     assert worker.kv_cache_pool._idle is None
-    worker.sample(0, sums())
+    worker.sample(0, make_sum_requests())
     worker.free_all()
     assert worker.kv_cache_pool._idle is None
 
@@ -398,13 +398,13 @@ def test_a_call_that_failed_leaves_nothing(worker):
     )
     worker.versions[0].decoder.weights.view(name).fill_(torch.nan)
     with pytest.raises(FloatingPointError, match="diverged"):
-        worker.sample(0, sums())
+        worker.sample(0, make_sum_requests())
     assert worker.kv_cache_pool._idle is None
 
 
 def test_a_stream_that_is_closed_or_begun_anew_gives_its_pages_on(worker):
     worker.snapshot(0, 0)
-    queries = [(ticket, 0, request) for ticket, request in enumerate(sums())]
+    queries = [(ticket, 0, request) for ticket, request in enumerate(make_sum_requests())]
     worker.run_steps(7, 0, StepRequest(steps=3, new_requests=queries))
     pages = worker.streams[7].engine._pool
     done = worker.run_steps(7, 0, StepRequest(steps=1000, recompute=True))
@@ -422,7 +422,7 @@ def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not
         name for name in worker.versions[0].decoder.weights.slices if name.endswith("norm.weight")
     )
     worker.versions[0].decoder.weights.view(name).fill_(torch.nan)
-    queries = [(ticket, 0, request) for ticket, request in enumerate(sums())]
+    queries = [(ticket, 0, request) for ticket, request in enumerate(make_sum_requests())]
     with pytest.raises(FloatingPointError, match="diverged"):
         worker.run_steps(7, 0, StepRequest(steps=3, new_requests=queries))
     bad = worker.streams[7].engine._pool
@@ -431,9 +431,10 @@ def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not
     else:
         worker.streams[7].move_to_new_engine(lambda _: Engine(worker.versions[1].decoder, ()))
     assert worker.kv_cache_pool._idle is None
-    responses, _ = worker.sample(1, sums())
-    plain = drawn(
-        Engine(worker.versions[1].decoder, worker.versions[1].loaded.eos_token_ids), sums()
+    responses, _ = worker.sample(1, make_sum_requests())
+    plain = run_requests(
+        Engine(worker.versions[1].decoder, worker.versions[1].loaded.eos_token_ids),
+        make_sum_requests(),
     )
     assert [s.tokens for i in sorted(responses) for s in responses[i].sequences] == [
         first for first, _ in plain
@@ -446,7 +447,7 @@ def test_what_lies_behind_a_rows_last_position_is_not_seen_whatever_it_is():
     engine = MultiStepEngine(decoder, page=16, kv_cache_tokens=640, max_rows=16)
     for block in engine._pool.kv:
         block.fill_(torch.nan)
-    same(drawn(engine, request), drawn(Engine(decoder), request))
+    same(run_requests(engine, request), run_requests(Engine(decoder), request))
 
 
 def test_what_another_learner_takes_is_seen_anew(worker):
@@ -456,19 +457,19 @@ def test_what_another_learner_takes_is_seen_anew(worker):
     worker.kv_cache_pool._has_room = lambda device, size: True
     learn(worker)
     worker.snapshot(0, 0)
-    worker.sample(0, sums())
+    worker.sample(0, make_sum_requests())
     learn(worker)
     assert worker.kv_cache_pool._idle is not None and worker.kv_cache_pool._has_learned
     worker.create_model(1, ModelSpec("tiny:addition", seed=2), None, False)
-    worker.sample(0, sums())
+    worker.sample(0, make_sum_requests())
     worker.forward_backward(1, random_datums(4), "cross_entropy", {}, 4.0, True)
     assert worker.kv_cache_pool._idle is None
     worker.optim_step(1, ADAM)
-    worker.sample(0, sums())
+    worker.sample(0, make_sum_requests())
     for verb in ("run", "step"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(worker.learners[1]), verb, out_of_memory)
-            worker.sample(0, sums())
+            worker.sample(0, make_sum_requests())
             with pytest.raises(torch.OutOfMemoryError):
                 learn(worker)
         assert worker.kv_cache_pool._idle is None and not worker.kv_cache_pool._has_learned

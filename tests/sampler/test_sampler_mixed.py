@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampler_models import add_lora, crowded, one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import add_lora, crowded_engines, one_thread, random_prompts, tiny_model  # noqa: F401
 
 from rl.errors import UserError
 from rl.sampler import (
@@ -40,7 +40,7 @@ ADAPTERS: list[dict[str, Any]] = [
 
 
 @functools.cache
-def family(kind: str, count: int = 4) -> tuple[FastDecoder, list[FastDecoder]]:
+def make_family(kind: str, count: int = 4) -> tuple[FastDecoder, list[FastDecoder]]:
     """Return a base, and decoders of random adapters that share its memory. Callers fork them
     before changing them.
     """
@@ -89,7 +89,7 @@ def check(response: Any, expected: Any) -> None:
 
 
 def test_adapters_hold_nothing_of_the_base_but_themselves():
-    base, decoders = family("qwen3")
+    base, decoders = make_family("qwen3")
     held = {buffer.data_ptr() for buffer in base.weights.buffers.values()}
     for decoder in decoders:
         reference = {
@@ -123,7 +123,7 @@ def test_weights_that_are_not_the_bases_are_not_shared():
 def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, pages, monkeypatch):
     if not kernels:
         monkeypatch.setattr("rl.sampler.cpu_kernels.load_cpu_kernels", lambda: None)
-    base, decoders = family(kind)
+    base, decoders = make_family(kind)
     engine = mixed(base, decoders, pages, max_rows=9)
     prompts = random_prompts([5, 17, 9, 5, 12, 3, 30, 8, 11, 2])
     requests = []
@@ -157,7 +157,7 @@ def test_random_workloads(seed, pages):
     models get new weights while others are sampled. With pages, rows also wait and are recomputed.
     """
     rng = np.random.default_rng(seed)
-    base, decoders = family(["qwen3", "llama"][seed % 2])
+    base, decoders = make_family(["qwen3", "llama"][seed % 2])
     torch.manual_seed(seed + 20)  # for the changed weights
     engine = mixed(
         base,
@@ -239,7 +239,7 @@ def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind
 ):
     if not kernels:
         monkeypatch.setattr("rl.sampler.cpu_kernels.load_cpu_kernels", lambda: None)
-    base, decoders = family("qwen3")
+    base, decoders = make_family("qwen3")
     decoders = [decoder.fork() for decoder in decoders[:2]]
     for name, piece in decoders[0].weights.slices.items():
         if piece.trainable and "layers.0.self_attn.v_proj" in name:
@@ -269,7 +269,7 @@ def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind
 
 
 def test_weights_that_nobody_knows_are_refused_and_forgotten_ones_given_back():
-    base, decoders = family("llama")
+    base, decoders = make_family("llama")
     engine = mixed(base, decoders)
     with pytest.raises(ValueError, match=r"unknown weights 7"):
         engine.add(SamplingRequest(prompt=[5], adapter_id=7))

@@ -24,7 +24,7 @@ made = []
 
 
 @pytest.fixture(autouse=True, params=["paged", "stepped"])
-def pages(monkeypatch, request):
+def small_pages(monkeypatch, request):
     if request.param == "stepped" and "no_row_is_decoded_in_vain" in request.node.name:
         pytest.skip("it counts calls of a state, which steps that run by themselves do not make")
 

@@ -20,7 +20,7 @@ WIDE = dict(
 )
 
 
-def wide(kind="qwen3"):
+def make_wide_model(kind="qwen3"):
     """Return a model with gate_up and head matrices large enough for the layout."""
     return tiny_model(kind, **WIDE)
 
@@ -52,7 +52,7 @@ def test_a_wide_model_samples_what_transformers_scores(kind, monkeypatch):
     monkeypatch.setattr(
         mkldnn_layout, "packed_linear", lambda *inputs: calls.append(product(*inputs)) or calls[-1]
     )
-    model = wide(kind)
+    model = make_wide_model(kind)
     for tokens, logprobs in answer(make_decoder(model, kind="fast")):
         torch.testing.assert_close(
             torch.tensor(logprobs),
@@ -64,7 +64,7 @@ def test_a_wide_model_samples_what_transformers_scores(kind, monkeypatch):
 
 
 def test_weights_that_are_loaded_in_place_are_the_next_products():
-    model = wide()
+    model = make_wide_model()
     decoder = make_decoder(model, kind="fast")
     before = answer(decoder)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_forks_share_the_layout_of_what_they_share():
     """Versions of an adapter share a base: each has separate adapters, and the base's matrices are
     copied to the layout once.
     """
-    decoder = make_decoder(add_lora(wide(), ["q_proj", "down_proj"]), kind="fast")
+    decoder = make_decoder(add_lora(make_wide_model(), ["q_proj", "down_proj"]), kind="fast")
     answer(decoder)
     held = len(mkldnn_layout._layouts)
     other = decoder.fork()
@@ -104,7 +104,7 @@ def test_small_low_and_large_matrices_stay_as_they_are(monkeypatch):
     )
     monkeypatch.setattr(mkldnn_layout, "MAX_BYTES", large.nbytes)
     assert mkldnn_layout.fits_budget([large]) and not mkldnn_layout.fits_budget([large, large])
-    assert not make_decoder(wide(), kind="fast").head.may_pack
+    assert not make_decoder(make_wide_model(), kind="fast").head.may_pack
 
 
 def test_the_plan_counts_what_is_held_twice():
@@ -113,7 +113,7 @@ def test_the_plan_counts_what_is_held_twice():
         "rl.memory_plan.byte_counts"
     )  # the module, for names that the package does not export
 
-    model = wide()
+    model = make_wide_model()
     c = model.config
     sizes = dict(
         hidden=c.hidden_size,

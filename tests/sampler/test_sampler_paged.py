@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from sampler_models import crowded, one_thread  # noqa: F401
+from sampler_models import crowded_engines, one_thread  # noqa: F401
 
 from rl.models import load_model
 from rl.sampler import Engine, PagedEngine, SamplingRequest, make_decoder
@@ -135,7 +135,7 @@ def decoder():
     return perturbed_decoder()
 
 
-def workload(rng: np.random.Generator) -> list[SamplingRequest]:
+def make_workload(rng: np.random.Generator) -> list[SamplingRequest]:
     prompts = [rng.integers(0, 14, int(rng.integers(1, 14))).tolist() for _ in range(3)]
     return [
         SamplingRequest(
@@ -153,7 +153,7 @@ def workload(rng: np.random.Generator) -> list[SamplingRequest]:
     ]
 
 
-def answers(
+def run_requests(
     engine: Engine, requests: list[SamplingRequest]
 ) -> list[list[tuple[list[int], list[float]]]]:
     for request in requests:
@@ -166,7 +166,7 @@ def same_samples(decoder, seeds: range) -> int:
     waited = 0
     for seed in seeds:
         rng = np.random.default_rng(seed)
-        requests, page = workload(rng), int(rng.choice([2, 4, 8]))
+        requests, page = make_workload(rng), int(rng.choice([2, 4, 8]))
         most = max(-(-(len(r.prompt) + r.params.max_tokens) // page) for r in requests)
         paged = PagedEngine(
             decoder,
@@ -174,8 +174,8 @@ def same_samples(decoder, seeds: range) -> int:
             max_rows=int(rng.integers(1, 12)),
             page=page,
         )
-        result = answers(paged, requests)
-        expected = answers(Engine(decoder, kv_cache_tokens=100_000, max_rows=64), requests)
+        result = run_requests(paged, requests)
+        expected = run_requests(Engine(decoder, kv_cache_tokens=100_000, max_rows=64), requests)
         for mine, plain in zip(itertools.chain(*result), itertools.chain(*expected), strict=True):
             assert mine[0] == plain[0]
             np.testing.assert_allclose(mine[1], plain[1], atol=1e-4)

@@ -91,7 +91,7 @@ class SameAgain(Env):
         return StepResult(0.0, self.remaining == 0, self.requests_seen, [], {}, {}, False)
 
 
-class Questions(EnvGroupBuilder):
+class QuestionGroupBuilder(EnvGroupBuilder):
     tag = "again"
 
     def __init__(self, index: int, members: int, turns: int):
@@ -105,7 +105,7 @@ def test_each_turn_of_an_episode_has_a_random_stream_of_its_own(tmp_path):
     params = SamplingParams(max_tokens=6)
     with ServiceClient(output_dir=tmp_path, seed=1) as service:
         sampler = service.create_sampling_client(base_model="tiny:addition")
-        (group,) = rollout([Questions(5, 4, 3)], sampler, params, seed=9).groups
+        (group,) = rollout([QuestionGroupBuilder(5, 4, 3)], sampler, params, seed=9).groups
         text = [
             [turn.ac.tokens for turn in episode.transitions] for episode in group.trajectories_G
         ]
@@ -125,7 +125,7 @@ def test_each_turn_of_an_episode_has_a_random_stream_of_its_own(tmp_path):
                 assert response.sequences[0].tokens == text[member][turn]
 
 
-class Digits:
+class DigitRenderer:
     """The renderer for the teacher's prompts."""
 
     def get_stop_sequences(self):
@@ -148,7 +148,7 @@ def test_a_teachers_answers_do_not_depend_on_the_batch_around_them(tmp_path):
     )
 
     def answers(teacher, chosen, seed=7):
-        datums = method._sample_teacher(chosen, Digits(), teacher, seed)
+        datums = method._sample_teacher(chosen, DigitRenderer(), teacher, seed)
         return [
             [d.loss_fn_inputs["target_tokens"].array.tolist() for d in datums[i : i + 3]]
             for i in range(0, len(datums), 3)

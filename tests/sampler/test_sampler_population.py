@@ -109,7 +109,7 @@ def test_recomputing_is_said_and_a_cache_is_not():
         make_decoder(build("gpt2"))
 
 
-class Leaky(torch.nn.Module):
+class LeakyModule(torch.nn.Module):
     """Add a trace of the batch mean to every row, like a layer that mixes rows."""
 
     def __init__(self, inner: torch.nn.Module, size: float):
@@ -124,7 +124,7 @@ class Leaky(torch.nn.Module):
 @pytest.mark.parametrize("size", [1e-2, 1.0])
 def test_rows_that_feel_each_other_are_run_one_at_a_time(size):
     model = build("gpt2")
-    model.transformer.h[0].mlp = Leaky(model.transformer.h[0].mlp, size)
+    model.transformer.h[0].mlp = LeakyModule(model.transformer.h[0].mlp, size)
     decoder = decoder_of(model)
     assert decoder.plan.rows == "recompute" and not decoder.plan.together
     check_sampled(decoder, model)

@@ -19,7 +19,7 @@ import torch
 from sampler_models import (  # noqa: F401
     VOCAB,
     add_lora,
-    crowded,
+    crowded_engines,
     one_thread,
     random_prompts,
     reference_logprobs,
@@ -122,7 +122,7 @@ def split(model: torch.nn.Module, team: Threads, **settings: Any) -> FastDecoder
     return decoder
 
 
-def drawn(decoder: FastDecoder, kind: type[Engine] = Engine, **settings: Any) -> list[Any]:
+def sample_groups(decoder: FastDecoder, kind: type[Engine] = Engine, **settings: Any) -> list[Any]:
     """Sample groups of prompts of several lengths, more rows than fit at once, some with prompt
     logprobs.
     """
@@ -160,8 +160,8 @@ def check(result: list[Any], expected: list[Any], atol: float = 1e-5) -> None:
 def test_samples_are_those_of_one_rank_and_of_the_model_itself(family):
     kind, changes = FAMILIES[family]
     model = tiny_model(kind, **changes)
-    expected = drawn(make_decoder(model, kind="fast"))
-    result = on_ranks(2, lambda team: drawn(split(model, team)))
+    expected = sample_groups(make_decoder(model, kind="fast"))
+    result = on_ranks(2, lambda team: sample_groups(split(model, team)))
     for rank in result:
         check(rank, expected)
     for prompt, response in zip(random_prompts([4, 11, 1]), result[1], strict=False):
@@ -178,11 +178,12 @@ def test_without_the_kernels_of_a_cpu_and_from_pages(size):
     model = tiny_model("qwen3", num_key_value_heads=4).double()
     decoder = make_decoder(model, kind="fast")
     assert isinstance(decoder, FastDecoder) and decoder.cpu_kernels is None
-    expected = drawn(decoder)
-    for rank in on_ranks(size, lambda team: drawn(split(model, team))):
+    expected = sample_groups(decoder)
+    for rank in on_ranks(size, lambda team: sample_groups(split(model, team))):
         check(rank, expected, 2e-6)
     for rank in on_ranks(
-        size, lambda team: drawn(split(model, team), PagedEngine, page=4, kv_cache_tokens=80)
+        size,
+        lambda team: sample_groups(split(model, team), PagedEngine, page=4, kv_cache_tokens=80),
     ):
         check(rank, expected, 2e-6)
 
@@ -191,12 +192,14 @@ def test_without_the_kernels_of_a_cpu_and_from_pages(size):
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_adapters_unmerged(kind, targets):
     model = add_lora(tiny_model(kind, tie_word_embeddings=False), ADAPTERS[targets])
-    expected = drawn(make_decoder(model, kind="fast"))
-    for rank in on_ranks(2, lambda team: drawn(split(model, team))):
+    expected = sample_groups(make_decoder(model, kind="fast"))
+    for rank in on_ranks(2, lambda team: sample_groups(split(model, team))):
         check(rank, expected)
     model.disable_adapter_layers()  # control: without the adapter the samples differ
     assert [s.tokens for r in expected for s in r.sequences] != [
-        s.tokens for r in drawn(make_decoder(model.unload(), kind="fast")) for s in r.sequences
+        s.tokens
+        for r in sample_groups(make_decoder(model.unload(), kind="fast"))
+        for s in r.sequences
     ]
 
 
@@ -260,10 +263,10 @@ def test_a_sum_that_is_left_out_is_seen():
     ):
         on_ranks(2, lambda team: split(model, team), fault=3)
     weights = [(name, p.detach()) for name, p in model.named_parameters(remove_duplicate=False)]
-    expected = drawn(make_decoder(model, kind="fast"))
-    hollow = on_ranks(2, lambda team: drawn(split(model, team, weights=weights)))
+    expected = sample_groups(make_decoder(model, kind="fast"))
+    hollow = on_ranks(2, lambda team: sample_groups(split(model, team, weights=weights)))
     check(hollow[0], expected)
-    broken = on_ranks(2, lambda team: drawn(split(model, team, weights=weights)), fault=30)
+    broken = on_ranks(2, lambda team: sample_groups(split(model, team, weights=weights)), fault=30)
     with pytest.raises(AssertionError):
         check(broken[0], expected)
 
@@ -279,7 +282,7 @@ def test_new_weights_come_whole_one_at_a_time_and_each_rank_takes_its_part():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
                 assert "lora" in name
-    expected = drawn(make_decoder(other, kind="fast"))
+    expected = sample_groups(make_decoder(other, kind="fast"))
     changed = [(name, p.detach()) for name, p in other.named_parameters() if p.requires_grad]
 
     def run(team: Threads) -> list[Any]:
@@ -290,9 +293,9 @@ def test_new_weights_come_whole_one_at_a_time_and_each_rank_takes_its_part():
             second.weights.shared
             and second.weights.buffers["embed"] is first.weights.buffers["embed"]
         )
-        return [drawn(second), drawn(first)]
+        return [sample_groups(second), sample_groups(first)]
 
-    before = drawn(make_decoder(model, kind="fast"))
+    before = sample_groups(make_decoder(model, kind="fast"))
     for loaded, untouched in on_ranks(2, run):
         check(loaded, expected)
         check(untouched, before)

@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
         return out
 
 
-class Launched:
+class FakeKernel:
     """A kernel that counts launches and does not run."""
 
     def __init__(self, wire, name):
@@ -154,7 +154,7 @@ def record_launches(monkeypatch):
         for name, first in list(vars(module).items()):
             if isinstance(first, triton.JITFunction) and name.endswith("_kernel"):
                 monkeypatch.setattr(
-                    module, name, Launched(wire, name.strip("_").removesuffix("_kernel"))
+                    module, name, FakeKernel(wire, name.strip("_").removesuffix("_kernel"))
                 )
         for name in (
             "fused_add_rms_norm",

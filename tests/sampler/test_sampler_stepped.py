@@ -12,7 +12,7 @@ import pytest
 import torch
 from sampler_models import (  # noqa: F401
     add_lora,
-    crowded,
+    crowded_engines,
     one_thread,
     random_prompts,
     reference_logprobs,
@@ -30,7 +30,7 @@ LORA = [
 ]
 
 
-def answers(engine, requests):
+def run_requests(engine, requests):
     for request in requests:
         engine.add(request)
     return [
@@ -45,7 +45,7 @@ def same(result, expected):
         np.testing.assert_allclose(mine[1], plain[1], atol=1e-4)
 
 
-def workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]:
+def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]:
     """Return groups on prompts of any length, with greedy rows, temperatures, several kinds of
     stops, and sometimes top-k.
     """
@@ -68,9 +68,11 @@ def workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]:
     return requests
 
 
-def tight(rng: np.random.Generator, decoder) -> tuple[MultiStepEngine, list[SamplingRequest]]:
+def make_tight_engine(
+    rng: np.random.Generator, decoder
+) -> tuple[MultiStepEngine, list[SamplingRequest]]:
     """Return an engine with few pages and few rows, and requests for it."""
-    requests, page = workload(rng, decoder.vocab_size), int(rng.choice([2, 4, 8]))
+    requests, page = make_workload(rng, decoder.vocab_size), int(rng.choice([2, 4, 8]))
     most = max(-(-(len(r.prompt) + r.params.max_tokens) // page) for r in requests)
     limits = dict(
         kv_cache_tokens=page * (most + int(rng.integers(0, 12))), max_rows=int(rng.integers(1, 12))
@@ -87,8 +89,8 @@ def random_workloads(decoder, seeds) -> tuple[int, int, int]:
     waited, looks, steps = 0, 0, 0
     for seed in seeds:
         rng = np.random.default_rng(seed)
-        engine, requests = tight(rng, decoder)
-        same(answers(engine, requests), answers(Engine(decoder, (3,)), requests))
+        engine, requests = make_tight_engine(rng, decoder)
+        same(run_requests(engine, requests), run_requests(Engine(decoder, (3,)), requests))
         tables = engine._state.block_manager
         assert tables.pool.num_free == len(tables.pool.ref_counts) and not tables.rows
         waited, looks, steps = (
@@ -160,10 +162,10 @@ def test_every_family_and_adapters_by_every_look(kind):
             zip(random_prompts([5, 17, 12, 9]), (4, 3, 1, 5), strict=True)
         )
     ]
-    expected = answers(Engine(decoder, (3, 4)), requests)
+    expected = run_requests(Engine(decoder, (3, 4)), requests)
     for look in (1, 5, 32):
         engine = MultiStepEngine(decoder, (3, 4), page=4, steps_per_sync=look, max_rows=9)
-        same(answers(engine, requests), expected)
+        same(run_requests(engine, requests), expected)
         assert engine.num_syncs <= engine.counters.steps and (
             look == 1 or engine.num_syncs < engine.counters.steps / 2
         )
@@ -180,7 +182,8 @@ def test_in_bfloat16_too():
         for i, prompt in enumerate(prompts)
     ]
     mine, plain = (
-        answers(engine, requests) for engine in (MultiStepEngine(decoder, page=4), Engine(decoder))
+        run_requests(engine, requests)
+        for engine in (MultiStepEngine(decoder, page=4), Engine(decoder))
     )
     together = 0
     for first, other in zip(itertools.chain(*mine), itertools.chain(*plain), strict=True):
@@ -201,7 +204,7 @@ def test_weights_that_are_loaded_in_place_are_the_next_steps(decoder):
     decoder = make_decoder(model, kind="fast")
     engine = MultiStepEngine(decoder, page=4)
     request = SamplingRequest(prompt=[4, 9, 2], num_samples=2, params=SamplingParams(max_tokens=10))
-    answers(engine, [request])
+    run_requests(engine, [request])
     steps, before = (
         engine._steps,
         {key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()},
@@ -210,7 +213,10 @@ def test_weights_that_are_loaded_in_place_are_the_next_steps(decoder):
         for parameter in model.parameters():
             parameter.mul_(1.1)
     decoder.load_(model.named_parameters())
-    same(answers(engine, [request]), answers(Engine(make_decoder(model, kind="fast")), [request]))
+    same(
+        run_requests(engine, [request]),
+        run_requests(Engine(make_decoder(model, kind="fast")), [request]),
+    )
     assert engine._steps is steps and before == {
         key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()
     }
@@ -313,14 +319,14 @@ def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_pree
     """No step uses `PagedState.decode`: new prompts get their first token and join."""
     waiting = preempted = 0
     for seed in range(6):
-        engine, requests = tight(np.random.default_rng(seed), decoder)
+        engine, requests = make_tight_engine(np.random.default_rng(seed), decoder)
         requests = [
             dataclasses.replace(r, params=dataclasses.replace(r.params, top_k=-1)) for r in requests
         ]
-        expected = answers(Engine(decoder, (3,)), requests)
+        expected = run_requests(Engine(decoder, (3,)), requests)
         with monkeypatch.context() as patch:
             patch.setattr(PagedState, "decode", None)
-            same(answers(engine, requests), expected)
+            same(run_requests(engine, requests), expected)
         waiting += sum(r.num_samples for r in requests) > engine.max_rows
         preempted += engine.preemptions
     assert waiting and preempted
@@ -341,12 +347,12 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
 
     monkeypatch.setattr(MultiStepEngine, "_launch_next", launch_next)
     for seed in range(12):
-        engine, requests = tight(np.random.default_rng(seed), decoder)
+        engine, requests = make_tight_engine(np.random.default_rng(seed), decoder)
         engine.runs_ahead = True
         if seed % 2:  # rows for all requests, so that none wait
             engine = MultiStepEngine(decoder, (3,), page=4, steps_per_sync=1 + seed % 5)
             engine.runs_ahead = True
-        same(answers(engine, requests), answers(Engine(decoder, (3,)), requests))
+        same(run_requests(engine, requests), run_requests(Engine(decoder, (3,)), requests))
         tables = engine._state.block_manager
         assert tables.pool.num_free == len(tables.pool.ref_counts) and not tables.rows
         assert engine._in_flight is None

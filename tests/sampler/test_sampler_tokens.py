@@ -24,7 +24,7 @@ def settings_of(rows: list[tuple], vocab: int) -> RowSamplingSettings:
     )
 
 
-def brute_distribution(
+def compute_brute_distribution(
     logits: list[float], temperature: float, top_k: int, top_p: float
 ) -> list[float]:
     """Return the probabilities after truncation: rank by (-logit, id), keep k, keep until the mass
@@ -56,7 +56,7 @@ def test_cuts_and_logprobs_against_brute_force(temperature, top_k, top_p):
     uniform = torch.rand(40, dtype=torch.float64)
     tokens, logprobs = sample_tokens(logits, uniform, settings)
     for row in range(40):
-        expected = brute_distribution(logits[row].tolist(), temperature, top_k, top_p)
+        expected = compute_brute_distribution(logits[row].tolist(), temperature, top_k, top_p)
         cumulative = np.cumsum(expected)
         assert tokens[row] == int(
             np.searchsorted(cumulative, uniform[row].item() * cumulative[-1], side="right")
@@ -80,7 +80,9 @@ def test_logprobs_of_the_whole_distribution_beside_cuts(temperature):
     usual_tokens, usual = sample_tokens(logits, uniform, settings_of([row[:3] for row in rows], 12))
     assert tokens.tolist() == usual_tokens.tolist()
     for i, (_, _, _, whole) in enumerate(rows):
-        expected = brute_distribution(logits[i].tolist(), temperature or 1.0, -1, 1.0)[tokens[i]]
+        expected = compute_brute_distribution(logits[i].tolist(), temperature or 1.0, -1, 1.0)[
+            tokens[i]
+        ]
         assert (
             math.isclose(logprobs[i], math.log(expected), abs_tol=1e-5)
             if whole

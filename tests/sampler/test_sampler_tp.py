@@ -163,15 +163,15 @@ def test_the_plan_counts_what_ranks_really_hold(case, size, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory) -> str:
+def large_model(tmp_path_factory) -> str:
     """Return a folder with the config of a policy of 32.8e9 parameters."""
     folder = tmp_path_factory.mktemp("32B")
     config_of("32B").save_pretrained(folder)
     return str(folder)
 
 
-def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
-    words = LINE.format(large) + (
+def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large_model, capsys):
+    words = LINE.format(large_model) + (
         " --lora-rank 32 --gradient-checkpointing --plan --plan-gpus 8 --plan-gpu-memory 80 "
         "--plan-zero 3"
     )
@@ -211,8 +211,8 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large, capsys):
     assert rows[1] == 64 < rows[2] == 128 and rows[8] <= 512
 
 
-def test_all_weights_of_it_fit_with_the_optimizer_in_host_memory(large):
-    run = read_config(LINE.format(large) + " --gradient-checkpointing --token-budget 4096")
+def test_all_weights_of_it_fit_with_the_optimizer_in_host_memory(large_model):
+    run = read_config(LINE.format(large_model) + " --gradient-checkpointing --token-budget 4096")
     launch = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, sharding=ZeroSharding(stage=3))
     room = 0.92 * 80 * GIB
     changes = find_savings(run, launch, 512)
@@ -246,10 +246,10 @@ def test_a_judge_is_split_and_a_reward_model_is_not():
 
 
 def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_cannot_be(
-    large, tmp_path
+    large_model, tmp_path
 ):
     run, first = (
-        read_config(LINE.format(large) + " --lora-rank 8 --gradient-checkpointing"),
+        read_config(LINE.format(large_model) + " --lora-rank 8 --gradient-checkpointing"),
         LaunchShape(cuda=True, bf16=True),
     )
     messages = {
@@ -399,7 +399,7 @@ TRAIN = (
 TRAIN += "--learning-rate 1e-2 --rollouts-every 1 --save-every 0 --no-eval-greedy --quiet"
 
 
-def rollouts(folder: Path, step: int) -> list[dict]:
+def read_rollouts(folder: Path, step: int) -> list[dict]:
     return [
         json.loads(line)
         for line in (folder / "run" / "rollouts" / f"step_{step:06d}.jsonl")
@@ -437,7 +437,7 @@ def test_a_run_draws_and_learns_the_same(config, one_process, tmp_path):
     """The second step samples from weights that were handed over in parts."""
     folder = trained(config, tmp_path, 2)
     for step in (1, 2):
-        first, second = rollouts(one_process, step), rollouts(folder, step)
+        first, second = read_rollouts(one_process, step), read_rollouts(folder, step)
         assert len(first) == len(second) == 16 and len({row["reward"] for row in first}) > 2
         assert [row["response_tokens"] for row in first] == [
             row["response_tokens"] for row in second

@@ -19,7 +19,7 @@ import torch
 from helpers import ADAM, call, make_worker, random_datums
 from sampler_models import (  # noqa: F401
     VOCAB,
-    crowded,
+    crowded_engines,
     one_thread,
     random_prompts,
     reference_logprobs,
@@ -162,7 +162,7 @@ def check(models, request: SamplingRequest, sequence: SampledSequence) -> int:
     return len(expected)
 
 
-def population(models, decoders, seeds: range) -> Events:
+def check_population(models, decoders, seeds: range) -> Events:
     events = Events()
     for seed in seeds:
         for request, sequence in play(decoders, seed, events):
@@ -182,13 +182,13 @@ def test_versions_tell_themselves_apart(models):
 
 
 def test_every_logprob_is_that_of_the_version_it_names(models, decoders):
-    events = population(models, decoders, range(60))
+    events = check_population(models, decoders, range(60))
     assert min(events.preempted, events.moved, events.dropped, events.mixed) > 20, events
 
 
 @pytest.mark.campaign
 def test_every_logprob_is_that_of_the_version_it_names_in_many_schedules(models, decoders):
-    events = population(models, decoders, range(1000, 2500))
+    events = check_population(models, decoders, range(1000, 2500))
     assert min(events.preempted, events.moved, events.dropped, events.mixed) > 500, events
 
 

@@ -41,7 +41,7 @@ def answer(request):
 """
 
 
-def adversary(messages: list[object], bare: bool = False) -> str:
+def make_adversary(messages: list[object], bare: bool = False) -> str:
     """Return a program whose f(i) is answered by `messages[i]`, cyclically.
 
     A message is an object (an "id" of 0 is replaced by the request's id), or the bytes of an
@@ -168,6 +168,6 @@ MALFORMED = {
 }
 
 
-def forged() -> dict[str, object]:
+def make_forged_replies() -> dict[str, object]:
     """Return every item of `COMPUTING` and `MALFORMED` as a reply."""
     return {**{name: value(encoded) for name, encoded in COMPUTING.items()}, **MALFORMED}

@@ -7,7 +7,7 @@ A text may contain {f}, which stands for `def f(n): return n * n + 1`.
 from typing import NamedTuple
 
 
-class Honest(NamedTuple):
+class HonestProgram(NamedTuple):
     name: str
     text: str
     style: str  # asserts, calls, dialogue, pytest
@@ -22,9 +22,9 @@ _PRINT = "print(n * n + 1)"
 
 def _of(
     style: str, programs: dict[str, str], language: str = "python", package: str = ""
-) -> list[Honest]:
+) -> list[HonestProgram]:
     return [
-        Honest(name, text.replace("{f}", _F), style, language, package)
+        HonestProgram(name, text.replace("{f}", _F), style, language, package)
         for name, text in programs.items()
     ]
 

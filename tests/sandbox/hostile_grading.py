@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rl.sandbox import Asserts, Calls, Pytest, StdinStdoutTests, Tests, extract_helpers
 
 
-class Cheat(NamedTuple):
+class CheatingProgram(NamedTuple):
     family: int
     name: str
     text: str
@@ -61,13 +61,13 @@ DEATHS = {
 _OFTEN = ("os._exit(0)", "raises SystemExit", "closes its descriptors")
 
 
-def _dying() -> list[Cheat]:
+def _dying() -> list[CheatingProgram]:
     results = []
     for style, tests in STYLES.items():
         for name, death in DEATHS.items():
             if style in ("pytest", "asserts", "calls") or name in _OFTEN:
                 results.append(
-                    Cheat(
+                    CheatingProgram(
                         15,
                         f"{name} ({style})",
                         f"def f(n):\n    if n == 0: return 1\n    {death}\n    return 0\n",
@@ -134,16 +134,16 @@ STARS = {
 }  # fmt: skip
 
 
-def _replacing() -> list[Cheat]:
+def _replacing() -> list[CheatingProgram]:
     results = []
     for number, (head, name, check) in HEADS.items():
         tests = Asserts(extract_helpers(head, name), [check], name)
         results += [
-            Cheat(16, f"HumanEval/{number}, {i}", f"{head}    pass\n{text}", tests)
+            CheatingProgram(16, f"HumanEval/{number}, {i}", f"{head}    pass\n{text}", tests)
             for i, text in enumerate(REPLACED[number])
         ]
     results += [
-        Cheat(16, f"a star import: {name}", text, Pytest({"test_it.py": _STAR}))
+        CheatingProgram(16, f"a star import: {name}", text, Pytest({"test_it.py": _STAR}))
         for name, text in STARS.items()
     ]
     other = {
@@ -153,7 +153,7 @@ def _replacing() -> list[Cheat]:
         )
     }
     results += [
-        Cheat(16, f"a star import first: {name}", text, Pytest(other))
+        CheatingProgram(16, f"a star import first: {name}", text, Pytest(other))
         for name, text in STARS.items()
         if name in _FIRST
     ]
@@ -199,9 +199,9 @@ ALMOST: list[tuple[str, str, object]] = [
 ]
 
 
-def _almost() -> list[Cheat]:
+def _almost() -> list[CheatingProgram]:
     results = [
-        Cheat(
+        CheatingProgram(
             17,
             f"{compare}: {code} for {str(expected)[:30]!r}",
             f"def f(): return {code}",
@@ -212,7 +212,7 @@ def _almost() -> list[Cheat]:
     for compare, code, expected in ALMOST:
         if isinstance(expected, str):
             results.append(
-                Cheat(
+                CheatingProgram(
                     17,
                     f"{compare}, printed: {code}",
                     f"print({code})",
@@ -222,5 +222,5 @@ def _almost() -> list[Cheat]:
     return results
 
 
-def cheats() -> list[Cheat]:
+def list_cheating_programs() -> list[CheatingProgram]:
     return _dying() + _replacing() + _almost()

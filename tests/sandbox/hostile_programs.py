@@ -11,7 +11,7 @@ from typing import NamedTuple
 import hostile_replies
 
 
-class Program(NamedTuple):
+class HostileProgram(NamedTuple):
     family: int
     name: str
     text: str
@@ -240,60 +240,62 @@ VALUES = {
 }  # fmt: skip
 
 
-def hostile() -> list[Program]:
+def list_hostile_programs() -> list[HostileProgram]:
     results = []
     for (family, name), text in BOTH.items():
-        results.append(Program(family, name, text + _MAIN, "dialogue"))
-        results.append(Program(family, name, text + _F, "calls" if family in (2, 3) else "asserts"))
+        results.append(HostileProgram(family, name, text + _MAIN, "dialogue"))
+        results.append(
+            HostileProgram(family, name, text + _F, "calls" if family in (2, 3) else "asserts")
+        )
     for number, ((family, name), text) in enumerate(VALUES.items()):
-        results.append(Program(family, name, text, "asserts"))
-        results.append(Program(family, name, text, "pytest" if number % 6 == 0 else "calls"))
-    return results + [Program(*program) for program in hostile_replies.programs()]
+        results.append(HostileProgram(family, name, text, "asserts"))
+        results.append(HostileProgram(family, name, text, "pytest" if number % 6 == 0 else "calls"))
+    return results + [HostileProgram(*program) for program in hostile_replies.list_programs()]
 
 
 _G = "def f(n):\n    return n * n + 1\n"
 BENIGN = [
-    Program(0, "plain", _G, "asserts"),
-    Program(0, "plain", _G, "calls"),
-    Program(0, "plain", _G, "pytest"),
-    Program(0, "slow but right", "import time\ndef f(n):\n    time.sleep(0.3)\n    return n * n + 1", "asserts"),
-    Program(0, "busy but right", "def f(n):\n    sum(range(10**6))\n    return n * n + 1", "calls"),
-    Program(0, "recursion of 10^5", "import sys\nsys.setrecursionlimit(10**6)\ndef g(k): return 0 if k == 0 else 1 + g(k - 1)\n"
+    HostileProgram(0, "plain", _G, "asserts"),
+    HostileProgram(0, "plain", _G, "calls"),
+    HostileProgram(0, "plain", _G, "pytest"),
+    HostileProgram(0, "slow but right", "import time\ndef f(n):\n    time.sleep(0.3)\n    return n * n + 1", "asserts"),
+    HostileProgram(0, "busy but right", "def f(n):\n    sum(range(10**6))\n    return n * n + 1", "calls"),
+    HostileProgram(0, "recursion of 10^5", "import sys\nsys.setrecursionlimit(10**6)\ndef g(k): return 0 if k == 0 else 1 + g(k - 1)\n"
             "def f(n): return n * n + 1 + g(10**5) - 10**5", "asserts"),
-    Program(0, "threads", "import threading\ndef f(n):\n    r = []\n    t = [threading.Thread(target=r.append, args=(n * n,)) for _ in range(8)]\n"
+    HostileProgram(0, "threads", "import threading\ndef f(n):\n    r = []\n    t = [threading.Thread(target=r.append, args=(n * n,)) for _ in range(8)]\n"
             "    [x.start() for x in t]\n    [x.join() for x in t]\n    return r[0] + 1", "calls"),
-    Program(0, "a pool of threads", "from concurrent.futures import ThreadPoolExecutor\ndef f(n):\n    with ThreadPoolExecutor(4) as p:\n"
+    HostileProgram(0, "a pool of threads", "from concurrent.futures import ThreadPoolExecutor\ndef f(n):\n    with ThreadPoolExecutor(4) as p:\n"
             "        return sum(p.map(lambda x: x, [n * n, 1]))", "asserts"),
-    Program(0, "subprocess", "import subprocess, sys\ndef f(n):\n    return int(subprocess.run([sys.executable, '-c', f'print({n}*{n}+1)'],\n"
+    HostileProgram(0, "subprocess", "import subprocess, sys\ndef f(n):\n    return int(subprocess.run([sys.executable, '-c', f'print({n}*{n}+1)'],\n"
             "        capture_output=True, text=True).stdout)", "calls"),
-    Program(0, "multiprocessing", "import multiprocessing as mp\ndef f(n):\n    r, w = mp.Pipe(False)\n"
+    HostileProgram(0, "multiprocessing", "import multiprocessing as mp\ndef f(n):\n    r, w = mp.Pipe(False)\n"
             "    p = mp.get_context('fork').Process(target=lambda: w.send(n * n + 1))\n    p.start()\n    p.join()\n    return r.recv()", "calls"),
-    Program(0, "files in its folder", "def f(n):\n    with open('x.txt', 'w') as o: o.write(str(n * n + 1))\n    return int(open('x.txt').read())", "asserts"),
-    Program(0, "tempfile", "import tempfile\ndef f(n):\n    with tempfile.TemporaryFile('w+') as o:\n        o.write(str(n * n + 1))\n"
+    HostileProgram(0, "files in its folder", "def f(n):\n    with open('x.txt', 'w') as o: o.write(str(n * n + 1))\n    return int(open('x.txt').read())", "asserts"),
+    HostileProgram(0, "tempfile", "import tempfile\ndef f(n):\n    with tempfile.TemporaryFile('w+') as o:\n        o.write(str(n * n + 1))\n"
             "        o.seek(0)\n        return int(o.read())", "asserts"),
-    Program(0, "asyncio", "import asyncio\nasync def g(n):\n    await asyncio.sleep(0)\n    return n * n + 1\ndef f(n): return asyncio.run(g(n))", "asserts"),
-    Program(0, "a main guard", _G + "if __name__ == '__main__':\n    print(f(int(input())))", "asserts"),
-    Program(0, "a main guard", _G + "if __name__ == '__main__':\n    print(f(int(input())))", "dialogue"),
-    Program(0, "a class Solution", "class Solution:\n    def f(self, n):\n        return n * n + 1", "calls"),
-    Program(0, "prints on the way", "def f(n):\n    print('working', n)\n    return n * n + 1", "asserts"),
-    Program(0, "a dataclass and types", "from dataclasses import dataclass\nfrom typing import Optional\n@dataclass\nclass P:\n    n: int\n"
+    HostileProgram(0, "asyncio", "import asyncio\nasync def g(n):\n    await asyncio.sleep(0)\n    return n * n + 1\ndef f(n): return asyncio.run(g(n))", "asserts"),
+    HostileProgram(0, "a main guard", _G + "if __name__ == '__main__':\n    print(f(int(input())))", "asserts"),
+    HostileProgram(0, "a main guard", _G + "if __name__ == '__main__':\n    print(f(int(input())))", "dialogue"),
+    HostileProgram(0, "a class Solution", "class Solution:\n    def f(self, n):\n        return n * n + 1", "calls"),
+    HostileProgram(0, "prints on the way", "def f(n):\n    print('working', n)\n    return n * n + 1", "asserts"),
+    HostileProgram(0, "a dataclass and types", "from dataclasses import dataclass\nfrom typing import Optional\n@dataclass\nclass P:\n    n: int\n"
             "    m: Optional[int] = None\ndef f(n): return P(n).n ** 2 + 1", "asserts"),
-    Program(0, "numbers of other kinds", "from fractions import Fraction\ndef f(n): return int(Fraction(n) ** 2 + 1)", "calls"),
-    Program(0, "a subclass of int", "class I(int): pass\ndef f(n): return I(n * n + 1)", "asserts"),
-    Program(0, "lru_cache", "import functools\n@functools.lru_cache(None)\ndef f(n): return n * n + 1", "asserts"),
-    Program(0, "much output but right", "import sys\nn = int(input())\nsys.stderr.write('x' * 500000)\nprint(n * n + 1)", "dialogue"),
-    Program(0, "trailing spaces", "n = int(input())\nprint(n * n + 1, '  ')\nprint()", "dialogue"),
-    Program(0, "sys.stdin.read", "import sys\nn = int(sys.stdin.read())\nsys.stdout.write(str(n * n + 1))", "dialogue"),
-    Program(0, "sys.stdin lines", "import sys\nfor line in sys.stdin:\n    print(int(line) ** 2 + 1)", "dialogue"),
-    Program(0, "sys.stdin.buffer", "import sys\ninput = sys.stdin.buffer.readline\nprint(int(input()) ** 2 + 1)", "dialogue"),
-    Program(0, "open(0)", "print(int(open(0).read()) ** 2 + 1)", "dialogue"),
-    Program(0, "os.read", "import os\nprint(int(os.read(0, 100)) ** 2 + 1)", "dialogue"),
-    Program(0, "fileinput", "import fileinput\nfor line in fileinput.input():\n    print(int(line) ** 2 + 1)", "dialogue"),
-    Program(0, "ends with sys.exit", "import sys\nprint(int(input()) ** 2 + 1)\nsys.exit(0)", "dialogue"),
-    Program(0, "no newline at the end", "print(int(input()) ** 2 + 1, end='')", "dialogue"),
-    Program(0, "a big stack for a thread", "import threading, sys\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\n"
+    HostileProgram(0, "numbers of other kinds", "from fractions import Fraction\ndef f(n): return int(Fraction(n) ** 2 + 1)", "calls"),
+    HostileProgram(0, "a subclass of int", "class I(int): pass\ndef f(n): return I(n * n + 1)", "asserts"),
+    HostileProgram(0, "lru_cache", "import functools\n@functools.lru_cache(None)\ndef f(n): return n * n + 1", "asserts"),
+    HostileProgram(0, "much output but right", "import sys\nn = int(input())\nsys.stderr.write('x' * 500000)\nprint(n * n + 1)", "dialogue"),
+    HostileProgram(0, "trailing spaces", "n = int(input())\nprint(n * n + 1, '  ')\nprint()", "dialogue"),
+    HostileProgram(0, "sys.stdin.read", "import sys\nn = int(sys.stdin.read())\nsys.stdout.write(str(n * n + 1))", "dialogue"),
+    HostileProgram(0, "sys.stdin lines", "import sys\nfor line in sys.stdin:\n    print(int(line) ** 2 + 1)", "dialogue"),
+    HostileProgram(0, "sys.stdin.buffer", "import sys\ninput = sys.stdin.buffer.readline\nprint(int(input()) ** 2 + 1)", "dialogue"),
+    HostileProgram(0, "open(0)", "print(int(open(0).read()) ** 2 + 1)", "dialogue"),
+    HostileProgram(0, "os.read", "import os\nprint(int(os.read(0, 100)) ** 2 + 1)", "dialogue"),
+    HostileProgram(0, "fileinput", "import fileinput\nfor line in fileinput.input():\n    print(int(line) ** 2 + 1)", "dialogue"),
+    HostileProgram(0, "ends with sys.exit", "import sys\nprint(int(input()) ** 2 + 1)\nsys.exit(0)", "dialogue"),
+    HostileProgram(0, "no newline at the end", "print(int(input()) ** 2 + 1, end='')", "dialogue"),
+    HostileProgram(0, "a big stack for a thread", "import threading, sys\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\n"
             "def main(): print(int(input()) ** 2 + 1)\nt = threading.Thread(target=main)\nt.start()\nt.join()", "dialogue"),
-    Program(0, "atexit prints", "import atexit\natexit.register(lambda: print(int(input()) ** 2 + 1))", "dialogue"),
-    Program(0, "input with a prompt on stderr", "import sys\nprint('n?', file=sys.stderr)\nprint(int(input()) ** 2 + 1)", "dialogue"),
-    *[Program(0, *program) for program in hostile_replies.HONEST],
+    HostileProgram(0, "atexit prints", "import atexit\natexit.register(lambda: print(int(input()) ** 2 + 1))", "dialogue"),
+    HostileProgram(0, "input with a prompt on stderr", "import sys\nprint('n?', file=sys.stderr)\nprint(int(input()) ** 2 + 1)", "dialogue"),
+    *[HostileProgram(0, *program) for program in hostile_replies.HONEST],
 ]  # fmt: skip

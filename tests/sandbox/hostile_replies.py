@@ -6,7 +6,7 @@ Items are (family, name, text, style) as in hostile_programs.py, which includes 
 Style "in place" uses IN_PLACE.
 """
 
-from adversary import COMPUTING, MALFORMED, TAKE_OVER, adversary, value
+from adversary import COMPUTING, MALFORMED, TAKE_OVER, make_adversary, value
 
 FAMILIES = {12: "malformed replies", 13: "constructors that compute", 14: "forged arguments"}
 SORTS = [
@@ -57,7 +57,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-def programs() -> list[tuple[int, str, str, str]]:
+def list_programs() -> list[tuple[int, str, str, str]]:
     """Return each malformed reply once, alternating between asserts and calls, and forged arguments
     against a test that they would make pass.
     """
@@ -66,7 +66,7 @@ def programs() -> list[tuple[int, str, str, str]]:
     chosen = []
     for number, (family, name, message) in enumerate(messages):
         style = "pytest" if number % 12 == 0 else ("asserts", "calls")[number % 2]
-        chosen.append((family, name, adversary([message]), style))
+        chosen.append((family, name, make_adversary([message]), style))
     return chosen + [(14, name, text, "sorting") for name, text in ARGUMENTS.items()]
 
 

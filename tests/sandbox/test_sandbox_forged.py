@@ -10,7 +10,7 @@ import random
 import time
 
 import pytest
-from adversary import COMPUTING, TAKE_OVER, adversary, forged, value
+from adversary import COMPUTING, TAKE_OVER, make_adversary, make_forged_replies, value
 from games import example_address, load_example
 
 from rl.envs import resolve_environment
@@ -118,8 +118,8 @@ serve(answer)
 
 def test_every_malformed_reply_is_forged_whatever_asks(sandbox):
     """Covers calls, and asserts that catch all that a program can raise."""
-    replies = forged()
-    program = adversary(list(replies.values()))
+    replies = make_forged_replies()
+    program = make_adversary(list(replies.values()))
     grade = sandbox.grade(program, Calls("f", [([i], None) for i in range(len(replies))]))
     catching = "try:\n    f({})\nexcept BaseException:\n    pass"
     in_asserts = sandbox.grade(
@@ -173,7 +173,7 @@ def test_bytes_that_are_no_frames(sandbox):
         (3).to_bytes(8, "big") + b"abc",
         b"HTTP/1.1 200 OK\r\n\r\n",
     ]
-    program = adversary(list(raw), bare=True)
+    program = make_adversary(list(raw), bare=True)
     grade = sandbox.grade(program, Calls("f", [([i], None) for i in range(len(raw))]))
     assert [reason.split(":")[0] for reason in grade.reasons] == [
         "forged",
@@ -193,14 +193,14 @@ def test_bytes_that_are_no_frames(sandbox):
 
 
 def test_a_program_that_forges_one_reply_is_asked_the_next(sandbox):
-    program = adversary([value(["R", "1e9"]), value(["l", 1]), value([]), value(7)])
+    program = make_adversary([value(["R", "1e9"]), value(["l", 1]), value([]), value(7)])
     grade = sandbox.grade(program, Calls("f", [([0], 0), ([1], [1]), ([2], 0), ([3], 7)]))
     assert grade.passed == [False, True, False, True], grade.reasons
 
 
 def test_a_forged_reply_loses_nobodys_list(sandbox):
     tests = Calls("f", [([0], 1)])
-    programs = [adversary([value(encoded)]) for encoded in list(COMPUTING.values())[::5]]
+    programs = [make_adversary([value(encoded)]) for encoded in list(COMPUTING.values())[::5]]
     grades = sandbox.grade_many(
         [(text, tests) for program in programs for text in (program, "def f(x): return 1")]
     )
@@ -213,7 +213,7 @@ def test_a_forged_reply_earns_nothing_and_is_scored():
 
     reward = CodeTests(score="fraction")
     tests = {"style": "calls", "function": "f", "cases": [[[0], 5], [[1], 5]]}
-    program = adversary([value(["R", "1e9999999999"]), value(5)])
+    program = make_adversary([value(["R", "1e9999999999"]), value(5)])
     try:
         scored = reward("", f"```python\n{program}```", {"tests": tests})
         assert scored.reward == 0.5 and scored.metrics["correct"] == 0.0

@@ -13,7 +13,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from adversary import adversary
+from adversary import make_adversary
 
 from rl.sandbox import Asserts, Calls, Sandbox, SandboxLimits, grade_tests
 from rl.sandbox.inside import tester, value_codec
@@ -106,7 +106,7 @@ def any_json(draw: random.Random, deep: int = 0):
     return items if kind < 0.62 else [draw.choice(_TAGS), *items]
 
 
-def plain(draw: random.Random, deep: int = 0, hashed: bool = False):
+def make_random_value(draw: random.Random, deep: int = 0, hashed: bool = False):
     """Return a value of any type that the codec supports."""
     zone = datetime.timezone(datetime.timedelta(minutes=draw.randrange(-700, 700)))
     scalars = [
@@ -130,14 +130,14 @@ def plain(draw: random.Random, deep: int = 0, hashed: bool = False):
     ]
     if deep > 3 or draw.random() < 0.5:
         return draw.choice(scalars)()
-    items = [plain(draw, deep + 1, hashed) for _ in range(draw.randrange(4))]
+    items = [make_random_value(draw, deep + 1, hashed) for _ in range(draw.randrange(4))]
     if hashed:
         return (
             draw.choice([tuple, frozenset])(items)
             if all(not isinstance(item, Decimal) or item == item for item in items)
             else tuple(items)
         )
-    keys = [plain(draw, deep + 1, hashed=True) for _ in range(draw.randrange(4))]
+    keys = [make_random_value(draw, deep + 1, hashed=True) for _ in range(draw.randrange(4))]
     kinds = [
         lambda: items,
         lambda: tuple(items),
@@ -151,15 +151,19 @@ def plain(draw: random.Random, deep: int = 0, hashed: bool = False):
     return draw.choice(kinds)()
 
 
-def mutated(draw: random.Random, value):
+def mutate_value(draw: random.Random, value):
     """Return `value` with a single random change."""
     if isinstance(value, dict) and value and draw.random() < 0.8:
         key = draw.choice(list(value))
-        return {**value, key: mutated(draw, value[key])}
+        return {**value, key: mutate_value(draw, value[key])}
     if isinstance(value, list) and len(value) > 0 and draw.random() < 0.8:
         i, mode = draw.randrange(len(value)), draw.random()
         new = (
-            [] if mode < 0.2 else [value[i], value[i]] if mode < 0.4 else [mutated(draw, value[i])]
+            []
+            if mode < 0.2
+            else [value[i], value[i]]
+            if mode < 0.4
+            else [mutate_value(draw, value[i])]
         )
         return [*value[:i], *new, *value[i + 1 :]]
     return any_json(draw)
@@ -183,7 +187,7 @@ def frame(draw: random.Random, number: int) -> bytes:
     elif kind < 0.6:
         message = any_json(draw)
     else:
-        value = value_codec.encode(plain(draw))
+        value = value_codec.encode(make_random_value(draw))
         message = draw.choice(
             [
                 {"id": number, "value": value},
@@ -195,11 +199,11 @@ def frame(draw: random.Random, number: int) -> bytes:
             ]
         )
         if draw.random() < 0.7:
-            message = mutated(draw, message)
+            message = mutate_value(draw, message)
     return json.dumps(message).encode()
 
 
-class Claims:
+class ScriptedJob:
     """Stand-in for a job: a candidate's server that answers with the frames of a list, after the
     monitor's checks.
     """
@@ -223,7 +227,7 @@ def check_calls(count: int, seed: int) -> Counter:
             bodies.append(frame(draw, 1).decode("utf-8"))
         except UnicodeDecodeError:
             continue
-    job, no_one = Claims(bodies), object()
+    job, no_one = ScriptedJob(bodies), object()
     words = Counter()
     start = time.thread_time()
     tests = Calls(
@@ -246,12 +250,12 @@ def check_calls(count: int, seed: int) -> Counter:
     return words
 
 
-class Ended(BaseException):
+class TesterExit(BaseException):
     """The tester's process has ended."""
 
 
 def end(by: str, why: str):
-    raise Ended(by)
+    raise TesterExit(by)
 
 
 def check_link(count: int, seed: int) -> Counter:
@@ -271,7 +275,7 @@ def check_link(count: int, seed: int) -> Counter:
         try:
             link.request("call", 0, (argument,))
             words["value"] += 1
-        except Ended as ended:
+        except TesterExit as ended:
             words[str(ended)] += 1
         except Exception as error:
             assert json.loads(body).keys() == {"id", "raised"}, (body, error)
@@ -294,12 +298,12 @@ def check_link(count: int, seed: int) -> Counter:
 def check_values(count: int, seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(count):
-        value = plain(draw)
+        value = make_random_value(draw)
         back = value_codec.decode(json.loads(json.dumps(value_codec.encode(value))))
         assert type(back) is type(value) and back == value, value
         body = json.dumps({"id": 1, "value": value_codec.encode(value)})
         (verdict,) = grade_tests.grade_tests(
-            Claims([body]),
+            ScriptedJob([body]),
             Calls("f", [([1], value)], compare=lambda a, b: a == b),
             SandboxLimits(),
             False,
@@ -334,7 +338,7 @@ def test_random_bytes_from_the_candidates_process():
                 for _ in range(60)
             ]
             raw = [body if body or not bare else b"\x00" * 9 for body in raw]
-            program = adversary(raw, bare)
+            program = make_adversary(raw, bare)
             cases = [([i], "never sent") for i in range(len(raw))]
             asserts = [f"assert f({i}) == 'never sent'" for i in range(len(raw))]
             for tests in (Calls("f", cases), Asserts("", asserts, "f")):

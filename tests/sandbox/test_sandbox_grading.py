@@ -6,7 +6,7 @@ import collections
 import json
 
 import pytest
-from hostile_grading import DEATHS, FAMILIES, HEADS, STYLES, cheats
+from hostile_grading import DEATHS, FAMILIES, HEADS, STYLES, list_cheating_programs
 
 from rl.data import load_problems
 from rl.rewards import resolve_reward
@@ -25,7 +25,7 @@ def sandbox():
 
 
 def test_no_program_gets_more_than_it_earns(sandbox):
-    programs = cheats()
+    programs = list_cheating_programs()
     assert {p.family for p in programs} == set(FAMILIES)
     assert min(collections.Counter(p.family for p in programs).values()) >= 18
     grades = sandbox.grade_many([(p.text, p.tests) for p in programs], cache=False)
@@ -150,7 +150,9 @@ def test_a_row_of_humaneval_gives_no_reward_for_a_replaced_helper(tmp_path, numb
         {"head": head, "tests": {"style": "asserts", "asserts": [check], "entry_point": name}},
     ]
     for meta in rows:
-        for cheat in [c for c in cheats() if c.name.startswith(f"HumanEval/{number},")]:
+        for cheat in [
+            c for c in list_cheating_programs() if c.name.startswith(f"HumanEval/{number},")
+        ]:
             reference = cheat.text.removeprefix(f"{head}    pass\n")
             assert reward.evaluate("", f"```python\n{reference}\n```", meta).reward == 0.0, (
                 reference

@@ -5,7 +5,7 @@ and in four languages.
 import importlib.util
 
 import pytest
-from honest_programs import HONEST, Honest
+from honest_programs import HONEST, HonestProgram
 from hostile_programs import ASSERTS, BENIGN, CALLS, CASES
 
 from rl.errors import UserError
@@ -43,7 +43,7 @@ def test_there_are_more_than_a_hundred():
 @pytest.mark.parametrize(
     "program", HONEST, ids=[f"{p.name}, {p.style}, {p.language}" for p in HONEST]
 )
-def test_an_honest_program_gets_its_reward(sandbox: Sandbox, program: Honest):
+def test_an_honest_program_gets_its_reward(sandbox: Sandbox, program: HonestProgram):
     try:
         find_command(program.language)
     except UserError as error:

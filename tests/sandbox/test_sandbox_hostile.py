@@ -10,7 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
-from hostile_programs import ASSERTS, BENIGN, CALLS, CASES, FAMILIES, PYTESTS, Program, hostile
+from hostile_programs import (
+    ASSERTS,
+    BENIGN,
+    CALLS,
+    CASES,
+    FAMILIES,
+    PYTESTS,
+    HostileProgram,
+    list_hostile_programs,
+)
 from hostile_replies import IN_PLACE, SORTS
 
 from rl.sandbox import Asserts, Calls, Grade, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
@@ -31,7 +40,7 @@ GENEROUS = SandboxLimits(wall_s=20.0, cpu_s=10.0, total_s=60.0)
 SECRET = "SECRET-" + "3fd1c9"
 
 
-def grade(sandbox: Sandbox, program: Program, limits: SandboxLimits) -> Grade:
+def grade(sandbox: Sandbox, program: HostileProgram, limits: SandboxLimits) -> Grade:
     tests = {
         "asserts": Asserts("import math", ASSERTS, "f"),
         "calls": Calls("f", CALLS),
@@ -52,7 +61,7 @@ def sandbox():
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory):
+def planted_secrets(tmp_path_factory):
     """Plant a secret in a file, in the environment, on a port, on an abstract socket, and in the
     memory of this process.
     """
@@ -95,24 +104,24 @@ def left_behind() -> dict[str, list[str]]:
     }
 
 
-def below(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     results = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):
-            results += [child, *below(child)]
+            results += [child, *list_descendants(child)]
     return results
 
 
 def test_the_set_is_large_enough():
-    programs = hostile()
+    programs = list_hostile_programs()
     assert len({p.text for p in programs}) >= 150 and {p.family for p in programs} == set(FAMILIES)
     assert min(collections.Counter(p.family for p in programs).values()) >= 3
     assert len(BENIGN) >= 30
 
 
 @pytest.mark.timeout(400)
-def test_no_hostile_program_gets_anything(sandbox, planted):
-    programs, faults, before = hostile(), [], left_behind()
+def test_no_hostile_program_gets_anything(sandbox, planted_secrets):
+    programs, faults, before = list_hostile_programs(), [], left_behind()
     lock = threading.Lock()
     waiting = list(programs)
 
@@ -123,7 +132,7 @@ def test_no_hostile_program_gets_anything(sandbox, planted):
                     return
                 program = waiting.pop()
             text = program.text
-            for key, value in planted.items():
+            for key, value in planted_secrets.items():
                 text = text.replace(key, value)
             start = time.monotonic()
             result = grade(sandbox, program._replace(text=text), LIMITS)
@@ -162,7 +171,7 @@ def test_no_hostile_program_gets_anything(sandbox, planted):
     assert not faults, "\n".join(faults)
     assert left_behind() == before
     remaining = [
-        len(below(slot.zygote.process.pid))
+        len(list_descendants(slot.zygote.process.pid))
         for slot in sandbox._worker_pool._workers
         if slot.zygote is not None
     ]
@@ -173,7 +182,9 @@ def test_the_set_fools_a_grader_that_trusts_the_program(sandbox):
     """Control: with the asserts at the end of a single file and the exit code as the verdict, many
     of these programs get a reward.
     """
-    programs = [p for p in hostile() if p.style in ("asserts", "calls") and p.family in (2, 4)]
+    programs = [
+        p for p in list_hostile_programs() if p.style in ("asserts", "calls") and p.family in (2, 4)
+    ]
     runs = [sandbox.run("\n".join([p.text, *ASSERTS[:2]]), limits=LIMITS) for p in programs]
     fooled = {p.name for p, run in zip(programs, runs, strict=True) if run.ok}
     assert (

@@ -16,7 +16,7 @@ SYSCALL = "import ctypes\nl = ctypes.CDLL(None)\n"
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 
 
-class Escape(NamedTuple):
+class SandboxEscape(NamedTuple):
     """`program` prints "through" if the mechanism is disabled. `first`: program that runs before it
     in the same sandbox. `covers`: mechanisms that block the same escape, disabled in both halves.
     """
@@ -28,20 +28,20 @@ class Escape(NamedTuple):
 
 LEAVE = "open('/tmp/wsx-left', 'w').write('x')"
 ESCAPES = {
-    "user": Escape("import os\nif os.path.exists('/tmp/wsx-left'): print('through')", LEAVE),
-    "mounts": Escape("import os\nif os.path.exists('/tmp/wsx-left'): print('through')", LEAVE),
-    "pid": Escape("import os\ntry: os.kill(1, 0)\nexcept PermissionError: print('through')\nif os.getpid() > 2: print('through')"),
-    "ipc": Escape(SYSCALL + "if l.shmget(4711, 100, 0o666) >= 0: print('through')", SYSCALL + "l.shmget(4711, 100, 0o1666)", ("seccomp",)),
-    "proc": Escape("import os\nif os.path.exists('/proc/1') or os.path.exists('/proc/meminfo'): print('through')", "", ()),
-    "capabilities": Escape(SYSCALL + "if l.mount(b'x', b'/tmp', b'tmpfs', 0, None) == 0: print('through')", "", ("seccomp",)),
-    "seccomp": Escape(SYSCALL + "if l.unshare(0x10000000) == 0: print('through')"),
-    "limits": Escape("x = []\ntry:\n    for _ in range(600): x.append(open('/dev/null'))\nexcept OSError: pass\nelse: print('through')"),
-    "watch": Escape("import os, time\nfor _ in range(4):\n    if os.fork() == 0:\n        x = b'x' * (60 << 20)\n        time.sleep(0.7)\n"
+    "user": SandboxEscape("import os\nif os.path.exists('/tmp/wsx-left'): print('through')", LEAVE),
+    "mounts": SandboxEscape("import os\nif os.path.exists('/tmp/wsx-left'): print('through')", LEAVE),
+    "pid": SandboxEscape("import os\ntry: os.kill(1, 0)\nexcept PermissionError: print('through')\nif os.getpid() > 2: print('through')"),
+    "ipc": SandboxEscape(SYSCALL + "if l.shmget(4711, 100, 0o666) >= 0: print('through')", SYSCALL + "l.shmget(4711, 100, 0o1666)", ("seccomp",)),
+    "proc": SandboxEscape("import os\nif os.path.exists('/proc/1') or os.path.exists('/proc/meminfo'): print('through')", "", ()),
+    "capabilities": SandboxEscape(SYSCALL + "if l.mount(b'x', b'/tmp', b'tmpfs', 0, None) == 0: print('through')", "", ("seccomp",)),
+    "seccomp": SandboxEscape(SYSCALL + "if l.unshare(0x10000000) == 0: print('through')"),
+    "limits": SandboxEscape("x = []\ntry:\n    for _ in range(600): x.append(open('/dev/null'))\nexcept OSError: pass\nelse: print('through')"),
+    "watch": SandboxEscape("import os, time\nfor _ in range(4):\n    if os.fork() == 0:\n        x = b'x' * (60 << 20)\n        time.sleep(0.7)\n"
                     "        os._exit(0)\nfor _ in range(4): os.wait()\nprint('through')"),
-    "cores": Escape("import os\nif len(os.sched_getaffinity(0)) > 1: print('through')"),
-    "network": Escape("import socket\nprint(socket.create_connection(('127.0.0.1', {PORT}), 2).recv(20).decode())", "", ("seccomp",)),
-    "root": Escape("if open('/etc/passwd').read(): print('through')"),
-    "environment": Escape("import os\nif 'WSX_SECRET' in os.environ: print('through')"),
+    "cores": SandboxEscape("import os\nif len(os.sched_getaffinity(0)) > 1: print('through')"),
+    "network": SandboxEscape("import socket\nprint(socket.create_connection(('127.0.0.1', {PORT}), 2).recv(20).decode())", "", ("seccomp",)),
+    "root": SandboxEscape("if open('/etc/passwd').read(): print('through')"),
+    "environment": SandboxEscape("import os\nif 'WSX_SECRET' in os.environ: print('through')"),
 }  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def port():
     listener.close()
 
 
-def goes_through(escape: Escape, without: tuple[str, ...], port: int) -> bool:
+def try_escape(escape: SandboxEscape, without: tuple[str, ...], port: int) -> bool:
     with Sandbox(
         "bubblewrap", SandboxLimits(wall_s=10, memory_mb=128), workers=1, without=without
     ) as sandbox:
@@ -82,8 +82,8 @@ def test_a_wall_taken_down_lets_its_escape_through(wall, port, monkeypatch):
         pytest.skip("one core: there is no other to escape to")
     monkeypatch.setenv("WSX_SECRET", "x")
     escape = ESCAPES[wall]
-    assert not goes_through(escape, escape.covers, port)
-    assert goes_through(escape, (*escape.covers, wall), port)
+    assert not try_escape(escape, escape.covers, port)
+    assert try_escape(escape, (*escape.covers, wall), port)
 
 
 def test_every_wall_has_its_escape():

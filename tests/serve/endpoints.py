@@ -15,7 +15,7 @@ from rl.serve import AgentSessions, HttpError, ServedModel, make_openai_routes
 from rl.types import ModelInput, SampledSequence, SampleResponse
 
 
-class TinyDesk:
+class TinyBackend:
     """A sampling client with the interface of the server's desk."""
 
     def __init__(
@@ -64,7 +64,7 @@ class TinyDesk:
         return self._renderer
 
 
-class ScriptedDesk:
+class ScriptedBackend:
     """Sample scripted answers: `say(prompt text, turn)`."""
 
     def __init__(self, say, renderer, tokenizer):

@@ -14,7 +14,7 @@ from tinker.proto import tinker_public_pb2
 BASE = "tiny:ascii-small"
 
 
-def texts(count, seed):
+def make_text_datums(count, seed):
     generator = torch.Generator().manual_seed(seed)
     data = []
     for i in range(count):
@@ -45,7 +45,7 @@ def sampled(client, prompt, count, seed):
     return [[item.tokens, item.logprobs] for item in actual.sequences]
 
 
-async def wave(client):
+async def sample_concurrently(client):
     params = types.SamplingParams(max_tokens=4, seed=5)
     result = await asyncio.gather(
         *(client.sample(types.ModelInput.from_ints([4, 5 + i]), 1, params) for i in range(8))
@@ -61,14 +61,16 @@ def steps(service):
     results["info"] = [client.get_info().lora_rank for client in clients]
     for step in range(2):
         for i, client in enumerate(clients):
-            learnt = client.forward_backward(texts(5, step), "cross_entropy")
+            learnt = client.forward_backward(make_text_datums(5, step), "cross_entropy")
             stepped = client.optim_step(types.AdamParams(learning_rate=1e-2))
             results[f"learnt {step} {i}"], results[f"stepped {step} {i}"] = (
                 outputs(learnt.result()),
                 stepped.result().metrics,
             )
     client = clients[0]
-    results["custom"] = client.forward_backward_custom(texts(3, 9), squared).result().metrics
+    results["custom"] = (
+        client.forward_backward_custom(make_text_datums(3, 9), squared).result().metrics
+    )
     results["custom stepped"] = (
         client.optim_step(types.AdamParams(learning_rate=1e-2)).result().metrics
     )
@@ -78,7 +80,7 @@ def steps(service):
     )
     results["sampled"], results["wave"] = (
         sampled(sampler, [5, 9, 30], 3, 11),
-        asyncio.run(wave(sampler)),
+        asyncio.run(sample_concurrently(sampler)),
     )
     results["scored"] = sampler.compute_logprobs(
         types.ModelInput.from_ints([5, 9, 30, 31])
@@ -90,7 +92,7 @@ def steps(service):
     again = service.create_training_client_from_state_with_optimizer(state).result()
     for name, first in (("went on", client), ("resumed", again)):
         learnt, stepped = (
-            first.forward_backward(texts(4, 3), "cross_entropy"),
+            first.forward_backward(make_text_datums(4, 3), "cross_entropy"),
             first.optim_step(types.AdamParams(learning_rate=1e-2)),
         )
         results[name] = [outputs(learnt.result()), stepped.result().metrics]
@@ -98,7 +100,7 @@ def steps(service):
     return results, client, sampler, state
 
 
-def refusals(service, client, sampler):
+def collect_refusals(service, client, sampler):
     """Return the kind and message of each error."""
     results = {}
     wrong = types.Datum(
@@ -108,7 +110,7 @@ def refusals(service, client, sampler):
     requests = {
         "datum": lambda: client.forward_backward([wrong], "cross_entropy").result(),
         "after it": lambda: client.optim_step(types.AdamParams()).result(),
-        "loss": lambda: client.forward(texts(2, 0), "stable_reinforce").result(),
+        "loss": lambda: client.forward(make_text_datums(2, 0), "stable_reinforce").result(),
         "base": lambda: service.create_lora_training_client("no/such-model", rank=4).result(),
         "path": lambda: service.create_sampling_client(model_path="tinker://../../etc").result(),
         "image": lambda: sampler.sample(
@@ -130,7 +132,9 @@ def refusals(service, client, sampler):
                 str(getattr(error, "category", "")),
                 round(time.monotonic() - begin, 1),
             ]
-    results["goes on"] = outputs(client.forward(texts(2, 0), "cross_entropy").result())["metrics"]
+    results["goes on"] = outputs(client.forward(make_text_datums(2, 0), "cross_entropy").result())[
+        "metrics"
+    ]
     return results
 
 
@@ -139,7 +143,7 @@ def main():
     tinker_public_pb2.DESCRIPTOR.CopyToProto(schema)
     service = tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-a-key-of-a-test")
     actual, client, sampler, state = steps(service)
-    actual["refused"] = refusals(service, client, sampler)
+    actual["refused"] = collect_refusals(service, client, sampler)
     rest = tinker.RestClient(base_url=sys.argv[1], api_key="tml-a-key-of-a-test")
     actual["models"] = [
         item.model_name for item in rest.get_server_capabilities().result().supported_models

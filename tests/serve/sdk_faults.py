@@ -8,13 +8,13 @@ import sys
 import threading
 
 import tinker
-from sdk_client import BASE, outputs, sampled, texts
+from sdk_client import BASE, make_text_datums, outputs, sampled
 from tinker import types
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 
 
-def refusal(ask):
+def describe_refusal(ask):
     """Return the kind of error, its message, and its category (user or server)."""
     try:
         return ["nothing", str(ask())[:80], ""]
@@ -26,13 +26,13 @@ def refusal(ask):
         ]
 
 
-def through_faults(service):
+def train_through_faults(service):
     """Train and sample while the server injects faults at every step."""
     results = {}
     client = service.create_lora_training_client(BASE, rank=4, seed=7).result()
     for step in range(2):
         learnt, stepped = (
-            client.forward_backward(texts(5, step), "cross_entropy"),
+            client.forward_backward(make_text_datums(5, step), "cross_entropy"),
             client.optim_step(ADAM),
         )
         results[f"learnt {step}"], results[f"stepped {step}"] = (
@@ -45,20 +45,27 @@ def through_faults(service):
         model_input=types.ModelInput.from_ints([4, 5]), loss_fn_inputs={"target_tokens": [5, 500]}
     )
     # the first call fails in the server
-    results["server's"] = refusal(lambda: client.forward(texts(2, 0), "cross_entropy").result())
-    results["goes on"] = outputs(client.forward(texts(2, 0), "cross_entropy").result())
-    results["user's"] = refusal(lambda: client.forward(([wrong]), "cross_entropy").result())
+    results["server's"] = describe_refusal(
+        lambda: client.forward(make_text_datums(2, 0), "cross_entropy").result()
+    )
+    results["goes on"] = outputs(client.forward(make_text_datums(2, 0), "cross_entropy").result())
+    results["user's"] = describe_refusal(
+        lambda: client.forward(([wrong]), "cross_entropy").result()
+    )
     return results
 
 
-def beside_another(training, sampling):
+def train_two_clients(training, sampling):
     client = training.create_lora_training_client(BASE, rank=6, seed=3).result()
     other = sampling.create_lora_training_client(BASE, rank=4, seed=9).result()
-    learnt, stepped = other.forward_backward(texts(6, 5), "cross_entropy"), other.optim_step(ADAM)
+    learnt, stepped = (
+        other.forward_backward(make_text_datums(6, 5), "cross_entropy"),
+        other.optim_step(ADAM),
+    )
     learnt.result(), stepped.result()
     sampler = other.save_weights_and_get_sampling_client().result()
     ended, results = threading.Event(), {"alone": [], "before": 0}
-    data = [item for i in range(80) for item in texts(12, i)]
+    data = [item for i in range(80) for item in make_text_datums(12, i)]
     long = client.forward_backward(data, "cross_entropy")
 
     def wait():
@@ -88,7 +95,11 @@ def beside_another(training, sampling):
 def main():
     url, *keys = sys.argv[1:]
     first, other = (tinker.ServiceClient(base_url=url, api_key=key) for key in keys)
-    print(json.dumps({"faults": through_faults(first), "beside": beside_another(first, other)}))
+    print(
+        json.dumps(
+            {"faults": train_through_faults(first), "beside": train_two_clients(first, other)}
+        )
+    )
 
 
 if __name__ == "__main__":

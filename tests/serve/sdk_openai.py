@@ -52,7 +52,7 @@ for name, wish in {"refused": {"frequency_penalty": 3.0}, "unknown": {"model": "
         seen[name] = [type(error).__name__, error.param, error.status_code]
 
 
-async def wave() -> list[str]:
+async def request_concurrently() -> list[str]:
     async with openai.AsyncOpenAI(base_url=f"{url}/session/wave/v1", api_key="none") as many:
         asks = [
             many.chat.completions.create(model=model, messages=ASK, max_tokens=3) for _ in range(16)
@@ -60,7 +60,7 @@ async def wave() -> list[str]:
         return [item.choices[0].message.content for item in await asyncio.gather(*asks)]
 
 
-seen["wave"] = len(asyncio.run(wave()))
+seen["wave"] = len(asyncio.run(request_concurrently()))
 
 tools = [
     {"type": "function",

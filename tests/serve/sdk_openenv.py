@@ -29,7 +29,7 @@ def port() -> int:
         return first.getsockname()[1]
 
 
-def report(result) -> dict:
+def dump_result(result) -> dict:
     return {**dataclasses.asdict(result), "rollout_type": result.rollout_type}
 
 
@@ -52,11 +52,11 @@ asks: dict[str, tuple[str, str, dict]] = {
     "trained": (url, trained, {}),
 }
 for name, (where, model, more) in asks.items():
-    seen["reports"][name] = report(validate_llm(where, model, api_key=key, **more))
-seen["reports"]["tools"] = report(validate_llm(scripted, "scripted"))
-seen["required"] = report(require_llm(url, trained, api_key=key, require_tokens=True))
-seen["refused"]["key"] = report(validate_llm(url, base, api_key="tml-none-that-is-known"))
-seen["refused"]["model"] = report(validate_llm(url, "gpt-9", api_key=key))
+    seen["reports"][name] = dump_result(validate_llm(where, model, api_key=key, **more))
+seen["reports"]["tools"] = dump_result(validate_llm(scripted, "scripted"))
+seen["required"] = dump_result(require_llm(url, trained, api_key=key, require_tokens=True))
+seen["refused"]["key"] = dump_result(validate_llm(url, base, api_key="tml-none-that-is-known"))
+seen["refused"]["model"] = dump_result(validate_llm(url, "gpt-9", api_key=key))
 
 # 2. A rollout of several turns through its capture server, and the data a trainer gets from it.
 capture = CaptureServer(llm_url=url, model=trained, port=port(), api_key=key)

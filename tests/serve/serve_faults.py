@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:3]]
 import peft  # noqa: E402, F401
 from serving import BASE, Wire, server  # noqa: E402
-from test_serve import texts  # noqa: E402
+from test_serve import make_text_datums  # noqa: E402
 
 from rl.models import load_model  # noqa: E402
 from rl.serve import ModelServer  # noqa: E402
@@ -27,12 +27,14 @@ def score(wires: Wire, model: str, seq: int) -> list[float]:
     """Return logprobs of some texts, which distinguish versions of the weights."""
     return [
         float(x)
-        for row in wires.output(wires.ask(model, seq, texts(3, 99), forward_only=True))[0]
+        for row in wires.output(wires.ask(model, seq, make_text_datums(3, 99), forward_only=True))[
+            0
+        ]
         for x in row
     ]
 
 
-def opened(first: ModelServer, session: str | None = None) -> tuple[Wire, str]:
+def open_client(first: ModelServer, session: str | None = None) -> tuple[Wire, str]:
     wires = Wire(first)
     wires.session = session or wires.open()
     return wires, f"{wires.session}:train:0" if session else wires.model()
@@ -41,10 +43,10 @@ def opened(first: ModelServer, session: str | None = None) -> tuple[Wire, str]:
 def plain_scores(folder: Path, updates: int) -> list[list[float]]:
     """Return the scores before the first update and after each update, without faults."""
     with server(folder) as first:
-        wires, model = opened(first)
+        wires, model = open_client(first)
         scores = [score(wires, model, 1)]
         for i in range(updates):
-            wires.output(wires.ask(model, 2 + 3 * i, texts(4, i)))
+            wires.output(wires.ask(model, 2 + 3 * i, make_text_datums(4, i)))
             wires.wait(wires.step(model, 3 + 3 * i))
             scores.append(score(wires, model, 4 + 3 * i))
     return scores
@@ -54,11 +56,11 @@ def full(folder: Path, stride: int) -> dict[str, int]:
     """Check that a failed update has no effect, and that repeating it applies it once."""
     seq, counts = iter(range(1, 10**6)), {"undone": 0, "done": 0}
     with server(folder / "durable", durable=True) as first:
-        wires, model = opened(first)
+        wires, model = open_client(first)
         scores, k = [score(wires, model, next(seq))], 1
         while counts["done"] == 0:
             update = len(scores) - 1
-            wires.output(wires.ask(model, next(seq), texts(4, update)))
+            wires.output(wires.ask(model, next(seq), make_text_datums(4, update)))
             DISK.arm(k, 2)
             answer = wires.wait(wires.step(model, next(seq)))
             DISK.disarm()
@@ -69,7 +71,7 @@ def full(folder: Path, stride: int) -> dict[str, int]:
                 )
                 bare = wires.wait(wires.step(model, next(seq)))
                 assert "repeat the forward_backward" in bare["error"], (k, bare)
-                wires.output(wires.ask(model, next(seq), texts(4, update)))
+                wires.output(wires.ask(model, next(seq), make_text_datums(4, update)))
                 assert "error" not in wires.wait(wires.step(model, next(seq))), k
             remaining = [path.name for path in (folder / "durable").rglob("*.partial*")]
             assert not remaining or "error" not in answer, (
@@ -110,22 +112,22 @@ def kill(folder: Path, stride: int) -> dict[str, int]:
 
     def begin() -> None:
         with server(base, durable=True) as first:
-            wires, model = opened(first)
-            wires.output(wires.ask(model, 1, texts(4, 0)))
+            wires, model = open_client(first)
+            wires.output(wires.ask(model, 1, make_text_datums(4, 0)))
             wires.wait(wires.step(model, 2))
             (folder / "session").write_text(wires.session)
 
     def update(k: int) -> None:
         with server(place, durable=True, resume=True) as first:
-            wires, model = opened(first, (folder / "session").read_text())
-            wires.output(wires.ask(model, 3, texts(4, 1)))
+            wires, model = open_client(first, (folder / "session").read_text())
+            wires.output(wires.ask(model, 3, make_text_datums(4, 1)))
             DISK.arm(k, 1)
             wires.wait(wires.step(model, 4))
             DISK.disarm()
 
     def go_on() -> None:
         with server(place, durable=True, resume=True) as first:
-            wires, model = opened(first, (folder / "session").read_text())
+            wires, model = open_client(first, (folder / "session").read_text())
             remaining = [path.name for path in place.rglob("*.partial*")]
             assert not remaining, f"{remaining} was left behind"
             happened = first.session_store.models[model].next_seq == 5
@@ -134,10 +136,10 @@ def kill(folder: Path, stride: int) -> dict[str, int]:
                 answer = wires.wait(wires.step(model, 4))
                 assert answer["metrics"]["grad_norm"] > 0, "it is answered as it was"
             else:
-                wires.output(wires.ask(model, 3, texts(4, 1)))
+                wires.output(wires.ask(model, 3, make_text_datums(4, 1)))
                 wires.wait(wires.step(model, 4))
             results = [score(wires, model, 5)]
-            wires.output(wires.ask(model, 6, texts(4, 2)))
+            wires.output(wires.ask(model, 6, make_text_datums(4, 2)))
             wires.wait(wires.step(model, 7))
             seen.write_text(
                 json.dumps({"happened": happened, "scores": [*results, score(wires, model, 8)]})

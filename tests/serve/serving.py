@@ -26,7 +26,7 @@ PROTOBUF = "application/x-protobuf"
 
 
 @contextmanager
-def held(served: ModelServer) -> Iterator[None]:
+def hold_requests(served: ModelServer) -> Iterator[None]:
     """Hold the engine: requests made within wait, and are queued together when it continues."""
     begun, gate = threading.Event(), threading.Event()
 
@@ -61,7 +61,7 @@ def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384,
 
 
 @contextmanager
-def opened(folder: Path, **settings: Any) -> Iterator[tuple[ModelServer, Wire]]:
+def open_server(folder: Path, **settings: Any) -> Iterator[tuple[ModelServer, Wire]]:
     """Open a server, and a client with a session."""
     with server(folder, **settings) as served:
         wires = Wire(served)

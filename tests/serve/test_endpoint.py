@@ -11,7 +11,7 @@ httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from endpoints import Endpoint, ScriptedDesk, TinyDesk  # noqa: E402
+from endpoints import Endpoint, ScriptedBackend, TinyBackend  # noqa: E402
 
 from rl.envs import resolve_environment  # noqa: E402
 from rl.programs import program_env  # noqa: E402
@@ -27,8 +27,8 @@ TOOLS = [
 
 
 @pytest.fixture(scope="module")
-def tiny():
-    endpoint = Endpoint(TinyDesk())
+def tiny_endpoint():
+    endpoint = Endpoint(TinyBackend())
     with httpx.Client(base_url=endpoint.url, timeout=60) as client:
         endpoint.http = client
         yield endpoint
@@ -36,13 +36,13 @@ def tiny():
 
 
 @pytest.fixture
-def scripted(shared_data):
+def make_scripted_endpoint(shared_data):
     """Return `make(say, renderer, tokenizer)`, which builds an endpoint with scripted answers."""
     made = []
 
     def make(say, renderer="chat_template", tokenizer="qwen3"):
         endpoint = Endpoint(
-            ScriptedDesk(
+            ScriptedBackend(
                 say,
                 renderer,
                 None if tokenizer is None else str(shared_data / "tokenizers" / tokenizer),
@@ -69,12 +69,12 @@ def chat(endpoint, messages=ASK, path="", headers=None, **body):
 # ------------------------------------------------------------------------------------------ answers
 
 
-def test_answers_are_the_clients_own_to_the_bit(tiny):
+def test_answers_are_the_clients_own_to_the_bit(tiny_endpoint):
     options = {"n": 3, "seed": 7, "temperature": 0.7, "max_tokens": 6}
-    text = chat(tiny, **options, logprobs=True, return_token_ids=True)
-    prompt = tiny.engine._renderer.build_generation_prompt(ASK)
+    text = chat(tiny_endpoint, **options, logprobs=True, return_token_ids=True)
+    prompt = tiny_endpoint.engine._renderer.build_generation_prompt(ASK)
     params = SamplingParams(max_tokens=6, temperature=0.7, seed=7, stop=[1])
-    reference = tiny.engine.client.sample(prompt, 3, params).result()
+    reference = tiny_endpoint.engine.client.sample(prompt, 3, params).result()
     assert text["prompt_token_ids"] == prompt.to_ints() and text["object"] == "chat.completion"
     assert [choice["index"] for choice in text["choices"]] == [0, 1, 2]
     for choice, sequence in zip(text["choices"], reference.sequences, strict=True):
@@ -83,7 +83,7 @@ def test_answers_are_the_clients_own_to_the_bit(tiny):
         assert [item["logprob"] for item in content] == sequence.logprobs
         assert [item["token"] for item in content] == [f"token_id:{t}" for t in sequence.tokens]
         assert choice["finish_reason"] == sequence.stop_reason
-        parsed, _ = tiny.engine._renderer.parse_response(sequence.tokens)
+        parsed, _ = tiny_endpoint.engine._renderer.parse_response(sequence.tokens)
         assert choice["message"]["content"] == parsed["content"]
     drawn = sum(len(sequence.tokens) for sequence in reference.sequences)
     assert text["usage"] == {
@@ -92,7 +92,7 @@ def test_answers_are_the_clients_own_to_the_bit(tiny):
     }  # fmt: skip
     body = {"token_ids": prompt.to_ints(),
             "sampling_params": {**options, "logprobs": 1, "stop_token_ids": [1]}}  # fmt: skip
-    ids = tiny.http.post("/inference/v1/generate", json=body).json()
+    ids = tiny_endpoint.http.post("/inference/v1/generate", json=body).json()
     assert ids["prompt_token_ids"] == prompt.to_ints()
     for choice, sequence in zip(ids["choices"], reference.sequences, strict=True):
         assert choice["token_ids"] == sequence.tokens
@@ -102,10 +102,12 @@ def test_answers_are_the_clients_own_to_the_bit(tiny):
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.3}, {"top_k": 3}, {"top_k": 8, "top_p": 0.5}])
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
-def test_logprobs_are_of_the_untruncated_distribution_at_the_temperature(tiny, temperature, cut):
+def test_logprobs_are_of_the_untruncated_distribution_at_the_temperature(
+    tiny_endpoint, temperature, cut
+):
     """The logprobs match the model's scores (of greedy answers: at temperature 1)."""
     text = chat(
-        tiny, seed=3, temperature=temperature, max_tokens=4, logprobs=True, top_logprobs=4,
+        tiny_endpoint, seed=3, temperature=temperature, max_tokens=4, logprobs=True, top_logprobs=4,
         return_token_ids=True, **cut,
     )  # fmt: skip
     prompt, (choice,) = text["prompt_token_ids"], text["choices"]
@@ -117,18 +119,20 @@ def test_logprobs_are_of_the_untruncated_distribution_at_the_temperature(tiny, t
             token = int(item["token"].removeprefix("token_id:"))
             sequences.append(ModelInput.from_ints([*prompt, *choice["token_ids"][:i], token]))
             results.append(item["logprob"])
-    scores = tiny.engine.client.compute_logprobs_many(sequences, temperature or 1.0).result()
+    scores = tiny_endpoint.engine.client.compute_logprobs_many(
+        sequences, temperature or 1.0
+    ).result()
     assert results == pytest.approx([score[-1] for score in scores], abs=2e-5)
 
 
-def test_a_stream_put_together_is_the_whole(tiny):
+def test_a_stream_put_together_is_the_whole(tiny_endpoint):
     body = {
         "messages": ASK, "seed": 5, "max_tokens": 9, "n": 2, "logprobs": True,
         "return_token_ids": True,
     }  # fmt: skip
-    whole = tiny.http.post("/v1/chat/completions", json=body).json()
+    whole = tiny_endpoint.http.post("/v1/chat/completions", json=body).json()
     streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
-    with tiny.http.stream("POST", "/v1/chat/completions", json=streamed) as reply:
+    with tiny_endpoint.http.stream("POST", "/v1/chat/completions", json=streamed) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in reply.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
@@ -151,10 +155,10 @@ def test_a_stream_put_together_is_the_whole(tiny):
         assert tokens == choice["token_ids"]
 
 
-def test_tools_are_called_and_answered(scripted):
+def test_tools_are_called_and_answered(make_scripted_endpoint):
     text = iter(['<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}\n</tool_call>',
                  "It is 3.", "No tools."])  # fmt: skip
-    endpoint = scripted(lambda *_: next(text))
+    endpoint = make_scripted_endpoint(lambda *_: next(text))
     first = chat(endpoint, tools=TOOLS, path="/session/a")
     (choice,) = first["choices"]
     (call,) = choice["message"]["tool_calls"]
@@ -177,9 +181,9 @@ def test_tools_are_called_and_answered(scripted):
 
 
 @pytest.mark.parametrize("wish", [{"stop": "lo"}, {"stop": ["zz", "lo"]}])
-def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(scripted, wish):
+def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(make_scripted_endpoint, wish):
     # The script plays the sampler: its answer ends with the stop text.
-    endpoint = scripted(lambda *_: "Hello...")
+    endpoint = make_scripted_endpoint(lambda *_: "Hello...")
     endpoint.engine.reason = "stop"
     choice = chat(endpoint, **wish)["choices"][0]
     assert choice["message"]["content"] == "Hel" and choice["finish_reason"] == "stop"
@@ -191,9 +195,9 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(scripted, wish):
 
 
 @pytest.mark.parametrize("most", [0, 1])
-def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
+def test_loglikelihoods_as_a_harness_asks_for_them(tiny_endpoint, most):
     """Send requests and read scores as lm-evaluation-harness's local-completions does."""
-    greedy = tiny.engine.client.sample(
+    greedy = tiny_endpoint.engine.client.sample(
         ModelInput.from_ints([20, 30]), 1, SamplingParams(max_tokens=3, temperature=0.0, stop=[])
     ).result()
     rows = [([20, 30], greedy.sequences[0].tokens), ([5], [9, 9]), ([40, 41, 42], [7])]
@@ -201,10 +205,10 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
         "model": "tiny:ascii", "prompt": [[*context, *answer] for context, answer in rows],
         "echo": True, "logprobs": 1, "temperature": 0, "max_tokens": most, "seed": 1234,
     }  # fmt: skip
-    output = tiny.http.post("/v1/completions", json=body)
+    output = tiny_endpoint.http.post("/v1/completions", json=body)
     assert output.status_code == 200, output.text
     choices = sorted(output.json()["choices"], key=lambda first: first["index"])
-    reference = tiny.engine.client.compute_logprobs_many(
+    reference = tiny_endpoint.engine.client.compute_logprobs_many(
         [ModelInput.from_ints([*context, *answer]) for context, answer in rows]
     ).result()
     for (context, answer), choice, scores in zip(rows, choices, reference, strict=True):
@@ -220,19 +224,21 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
         pairs = list(zip(actual["tokens"], actual["top_logprobs"], strict=True))[len(context) : end]
         assert all(max(top, key=top.get) == token for token, top in pairs) == (answer is rows[0][1])
         if most == 0:
-            assert choice["text"] == tiny.engine.tokenizer(None, "").decode([*context, *answer])
+            assert choice["text"] == tiny_endpoint.engine.tokenizer(None, "").decode(
+                [*context, *answer]
+            )
 
 
-def test_several_texts_are_continued(tiny):
+def test_several_texts_are_continued(tiny_endpoint):
     body = {
         "prompt": ["ab", "12+3"], "n": 2, "max_tokens": 3, "seed": 1, "temperature": 1.5,
         "logprobs": 0, "return_token_ids": True,
     }  # fmt: skip
-    choices = tiny.http.post("/v1/completions", json=body).json()["choices"]
+    choices = tiny_endpoint.http.post("/v1/completions", json=body).json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     for p, text in enumerate(body["prompt"]):
-        prompt = tiny.engine.tokenizer(None, "").encode(text)
-        reference = tiny.engine.client.sample(
+        prompt = tiny_endpoint.engine.tokenizer(None, "").encode(text)
+        reference = tiny_endpoint.engine.client.sample(
             ModelInput.from_ints(prompt), 2, SamplingParams(max_tokens=3, seed=1, temperature=1.5)
         ).result()
         for choice, sequence in zip(choices[2 * p : 2 * p + 2], reference.sequences, strict=True):
@@ -245,13 +251,18 @@ def test_several_texts_are_continued(tiny):
             assert choice["logprobs"]["top_logprobs"] is None
 
 
-def test_models_say_how_long_prompt_and_answer_may_be(tiny):
-    (model,) = tiny.http.get("/v1/models").json()["data"]
+def test_models_say_how_long_prompt_and_answer_may_be(tiny_endpoint):
+    (model,) = tiny_endpoint.http.get("/v1/models").json()["data"]
     longest = model["max_model_len"]
-    assert model["id"] == "tiny:ascii" and tiny.http.get("/v1/models/tiny:ascii").json() == model
-    assert tiny.http.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+    assert (
+        model["id"] == "tiny:ascii"
+        and tiny_endpoint.http.get("/v1/models/tiny:ascii").json() == model
+    )
+    assert tiny_endpoint.http.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
     for length, status in ((longest - 1, 200), (longest, 400)):
-        reply = tiny.http.post("/v1/completions", json={"prompt": [5] * length, "max_tokens": 1})
+        reply = tiny_endpoint.http.post(
+            "/v1/completions", json={"prompt": [5] * length, "max_tokens": 1}
+        )
         assert reply.status_code == status
     assert reply.json()["error"]["code"] == "context_length_exceeded"
 
@@ -323,16 +334,16 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("path, body, named", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(tiny, path, body, named):
-    before = len(tiny.engine.requests_seen)
-    reply = tiny.http.post(path, json={**FINE[path], **body})
+def test_what_is_not_supported_is_refused_by_name(tiny_endpoint, path, body, named):
+    before = len(tiny_endpoint.engine.requests_seen)
+    reply = tiny_endpoint.http.post(path, json={**FINE[path], **body})
     error = reply.json()["error"]
     assert reply.status_code == 400
     assert error["type"] == "invalid_request_error"
     assert error["param"] == named
     assert (
         named.split(".")[-1].split("[")[0] in error["message"]
-        and len(tiny.engine.requests_seen) == before
+        and len(tiny_endpoint.engine.requests_seen) == before
     )
 
 
@@ -345,9 +356,9 @@ REASONS = {
 
 
 @pytest.mark.parametrize("field", REASONS)
-def test_what_would_constrain_the_model_is_refused_with_a_reason_and_a_remedy(tiny, field):
+def test_what_would_constrain_the_model_is_refused_with_a_reason_and_a_remedy(tiny_endpoint, field):
     body = {**FINE[CHAT], "tools": TOOLS, field: REASONS[field]}
-    message = tiny.http.post(CHAT, json=body).json()["error"]["message"]
+    message = tiny_endpoint.http.post(CHAT, json=body).json()["error"]["message"]
     assert field in message
     assert "not constrain the model to a grammar" in message
     assert "in the messages" in message
@@ -363,7 +374,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("mode", HOW)
-def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, mode):
+def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny_endpoint, mode):
     """Every route samples the same tokens as the client; logprobs ignore biases and truncation."""
     body, prompt = HOW[mode], [5, 9, 6]
     same = {"n": 4, "seed": 3, "max_tokens": 8, "temperature": 0.8, **body}
@@ -374,15 +385,15 @@ def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, mode):
         else {}
     )
     usual = SamplingParams(max_tokens=8, temperature=0.8, seed=3, untruncated_logprobs=True)
-    start, client = ModelInput.from_ints(prompt), tiny.engine.client
+    start, client = ModelInput.from_ints(prompt), tiny_endpoint.engine.client
     reference, plain = (
         client.sample(start, 4, item).result().sequences
         for item in (replace(usual, **params), usual)
     )
-    text = tiny.http.post(
+    text = tiny_endpoint.http.post(
         TEXT, json={"prompt": prompt, "return_token_ids": True, "logprobs": 0, **same}
     ).json()
-    ids = tiny.http.post(IDS, json={"token_ids": prompt, "sampling_params": same}).json()
+    ids = tiny_endpoint.http.post(IDS, json={"token_ids": prompt, "sampling_params": same}).json()
     for output in (text, ids):
         assert [choice["token_ids"] for choice in output["choices"]] == [
             sequence.tokens for sequence in reference
@@ -400,18 +411,20 @@ def test_how_tokens_are_drawn_is_the_clients_own_to_the_bit(tiny, mode):
         assert all(1 not in item.tokens[:6] for item in reference)
 
 
-def test_a_chat_takes_them_too(tiny):
+def test_a_chat_takes_them_too(tiny_endpoint):
     options = {"min_p": 0.2, "min_tokens": 4}
     body = {
         **options, "logit_bias": {"5": 4}, "seed": 1, "max_tokens": 6, "return_token_ids": True,
         "logprobs": True,
     }  # fmt: skip
-    text = chat(tiny, **body)
+    text = chat(tiny_endpoint, **body)
     params = SamplingParams(
         max_tokens=6, seed=1, stop=[1], logit_bias={5: 4.0}, untruncated_logprobs=True, **options
     )
     (reference,) = (
-        tiny.engine.client.sample(tiny.engine._renderer.build_generation_prompt(ASK), 1, params)
+        tiny_endpoint.engine.client.sample(
+            tiny_endpoint.engine._renderer.build_generation_prompt(ASK), 1, params
+        )
         .result()
         .sequences
     )
@@ -420,9 +433,9 @@ def test_a_chat_takes_them_too(tiny):
     assert [item["logprob"] for item in choice["logprobs"]["content"]] == reference.logprobs
 
 
-def test_chat_template_kwargs_reach_the_template(scripted):
+def test_chat_template_kwargs_reach_the_template(make_scripted_endpoint):
     """The prompt equals that of transformers' chat template."""
-    endpoint = scripted(lambda *_: "hm")
+    endpoint = make_scripted_endpoint(lambda *_: "hm")
     tokenizer = endpoint.engine._renderer.tokenizer
     for settings in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
         text = chat(endpoint, chat_template_kwargs=settings, return_token_ids=True)
@@ -446,18 +459,18 @@ def test_chat_template_kwargs_reach_the_template(scripted):
         )
 
 
-def test_what_asks_for_nothing_is_taken(tiny):
+def test_what_asks_for_nothing_is_taken(tiny_endpoint):
     neutral = {
         "min_p": 0, "min_tokens": 0, "ignore_eos": False, "chat_template_kwargs": {},
         "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {},
         "response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}, "store": False,
         "parallel_tool_calls": True, "stop": None, "tools": [], "seed": 3,
     }  # fmt: skip
-    assert chat(tiny, max_tokens=2, **neutral)["choices"]
+    assert chat(tiny_endpoint, max_tokens=2, **neutral)["choices"]
 
 
 @pytest.mark.slow
-def test_no_body_makes_the_server_stumble(tiny):
+def test_no_body_makes_the_server_stumble(tiny_endpoint):
     """Send every field of every route with every kind of value. The server answers or refuses with
     a reason, never with a traceback.
     """
@@ -532,7 +545,7 @@ def test_no_body_makes_the_server_stumble(tiny):
     ]
 
     async def ask_all():
-        async with httpx.AsyncClient(base_url=tiny.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=tiny_endpoint.url, timeout=60) as client:
             return [
                 await client.post(path, content=text.encode("utf-8", "surrogatepass"))
                 for path, text in bodies
@@ -597,9 +610,11 @@ RENDERERS = [
 
 
 @pytest.mark.parametrize("renderer, tokenizer, parents", RENDERERS)
-def test_turns_of_a_session_are_trained_as_they_were_drawn(scripted, renderer, tokenizer, parents):
+def test_turns_of_a_session_are_trained_as_they_were_drawn(
+    make_scripted_endpoint, renderer, tokenizer, parents
+):
     """Answers consist of one token per character, which no tokenizer would choose."""
-    endpoint = scripted(lambda *_: "It is so.", renderer, tokenizer)
+    endpoint = make_scripted_endpoint(lambda *_: "It is so.", renderer, tokenizer)
     endpoint.engine.by_character = True
     conversation(endpoint, 3, {"X-Session-ID": "s"})
     trajectory = endpoint.sessions.find("", "s").make_trajectory()
@@ -620,11 +635,11 @@ def test_turns_of_a_session_are_trained_as_they_were_drawn(scripted, renderer, t
     assert [turn["token_ids"] for turn in shown["turns"]] == answers
 
 
-def test_thoughts_that_clients_drop_are_read_as_the_template_says(scripted):
+def test_thoughts_that_clients_drop_are_read_as_the_template_says(make_scripted_endpoint):
     """Qwen3's template drops thoughts after a user message and keeps them after a tool message."""
     call = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
     text = iter([call, "<think>\nso\n</think>\n\nIt is 3.", "<think>\nyes\n</think>\n\nBye."])
-    endpoint = scripted(lambda *_: next(text))
+    endpoint = make_scripted_endpoint(lambda *_: next(text))
     messages = [*ASK]
     for more in ({"role": "tool", "content": "3"}, {"role": "user", "content": "Thanks."}, None):
         message = chat(endpoint, messages, path="/session/t", tools=TOOLS)["choices"][0]["message"]
@@ -644,8 +659,10 @@ def test_thoughts_that_clients_drop_are_read_as_the_template_says(scripted):
     assert len(datums) == 2 and trained_tokens(datums) == drawn
 
 
-def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice(scripted):
-    endpoint = scripted(lambda _, turn: f"Answer {turn}.", "chat_template", "qwen2.5")
+def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice(
+    make_scripted_endpoint,
+):
+    endpoint = make_scripted_endpoint(lambda _, turn: f"Answer {turn}.", "chat_template", "qwen2.5")
     headers = {"X-Session-ID": "b"}
     messages = conversation(endpoint, 2, headers)
     chat(endpoint, messages, headers=headers)
@@ -667,9 +684,9 @@ def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice
     )
 
 
-def test_a_session_is_scored_shown_and_dropped(tiny):
-    chat(tiny, path="/session/x", max_tokens=2)
-    assert tiny.http.post(
+def test_a_session_is_scored_shown_and_dropped(tiny_endpoint):
+    chat(tiny_endpoint, path="/session/x", max_tokens=2)
+    assert tiny_endpoint.http.post(
         "/session/x/reward", json={"reward": 0.5, "metrics": {"steps": 3}}
     ).json() == {"reward": 0.5, "turns": 1}
     for wrong in (
@@ -679,26 +696,26 @@ def test_a_session_is_scored_shown_and_dropped(tiny):
         {"reward": 1, "metrics": {"a": None}},
         {"reward": 1, "rewrad": 2},
     ):
-        reply = tiny.http.post("/session/x/reward", content=json.dumps(wrong))
+        reply = tiny_endpoint.http.post("/session/x/reward", content=json.dumps(wrong))
         assert reply.status_code == 400 and reply.json()["error"]["param"]
-    shown = tiny.http.get("/session/x").json()
+    shown = tiny_endpoint.http.get("/session/x").json()
     assert shown["reward"] == 0.5 and shown["metrics"] == {"steps": 3.0} and shown["done"]
-    assert "x" in tiny.http.get("/sessions").json()["sessions"]
-    last = tiny.sessions.find("", "x").make_trajectory().transitions[-1]
+    assert "x" in tiny_endpoint.http.get("/sessions").json()["sessions"]
+    last = tiny_endpoint.sessions.find("", "x").make_trajectory().transitions[-1]
     assert last.reward == 0.5 and last.episode_done and last.metrics["steps"] == 3.0
-    assert tiny.http.delete("/session/x").json() == {"deleted": True}
-    assert tiny.http.get("/session/x").json()["error"]["code"] == "session_not_found"
+    assert tiny_endpoint.http.delete("/session/x").json() == {"deleted": True}
+    assert tiny_endpoint.http.get("/session/x").json()["error"]["code"] == "session_not_found"
 
 
-def test_a_request_that_comes_again_after_a_lost_answer_is_drawn_once(tiny):
+def test_a_request_that_comes_again_after_a_lost_answer_is_drawn_once(tiny_endpoint):
     body = {"messages": ASK, "max_tokens": 3, "return_token_ids": True}
-    first = tiny.http.post("/session/r/v1/chat/completions", json=body).json()
-    again = tiny.http.post(
+    first = tiny_endpoint.http.post("/session/r/v1/chat/completions", json=body).json()
+    again = tiny_endpoint.http.post(
         "/session/r/v1/chat/completions", json=body, headers={"x-stainless-retry-count": "1"}
     ).json()
-    restarted = tiny.http.post("/session/r/v1/chat/completions", json=body).json()
+    restarted = tiny_endpoint.http.post("/session/r/v1/chat/completions", json=body).json()
     assert again == first and restarted["id"] != first["id"]
-    assert len(tiny.sessions.find("", "r").turns) == 2
+    assert len(tiny_endpoint.sessions.find("", "r").turns) == 2
 
 
 def test_nobody_sees_anothers_session():

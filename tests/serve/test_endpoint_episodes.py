@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from scripted import Scripted  # noqa: E402
+from scripted import ScriptedSampler  # noqa: E402
 
 from rl.config import SettingsError  # noqa: E402
 from rl.envs import EpisodeLimits, parse_environment, resolve_environment  # noqa: E402
@@ -87,7 +87,7 @@ def play(tmp_path, tokenizer):
             groups.append(
                 spec.token_level(problem, members, get_renderer("plain", tokenizer), **reference)
             )
-        sampler = sampler or Scripted(tokenizer, say)
+        sampler = sampler or ScriptedSampler(tokenizer, say)
         result = rollout(groups, sampler, SamplingParams(max_tokens=max_tokens), seed=1)
         play.requests_seen = [tokenizer.decode(prompt) for prompt in sampler.requests_seen]
         return result
@@ -278,7 +278,7 @@ def test_where_there_is_no_room_the_program_is_told_and_scored(play, tokenizer, 
         assert ask([user("a")])[0] == 400
         score(given)
     """
-    sampler = Scripted(tokenizer, lambda *_: "ok", max_context=context)
+    sampler = ScriptedSampler(tokenizer, lambda *_: "ok", max_context=context)
     result = play([growing], limits=EpisodeLimits(tokens=tokens, seconds=20.0), sampler=sampler)
     (group,) = result.groups
     (trajectory,) = group.trajectories_G
@@ -294,13 +294,13 @@ def test_the_run_says_how_tokens_are_drawn(play):
     asking = "answer([user('a')], temperature=0.2, seed=4, max_tokens=3, stop=['z']); score(1.0)"
     seen = []
 
-    class Spy(Scripted):
+    class RecordingSampler(ScriptedSampler):
         def sample_many(self, requests):
             seen.extend(requests)
             return super().sample_many(requests)
 
     tokenizer = load_tokenizer("tiny:ascii")
-    result = play([asking], sampler=Spy(tokenizer, lambda *_: "k"))
+    result = play([asking], sampler=RecordingSampler(tokenizer, lambda *_: "k"))
     ((request,), (group,)) = seen, result.groups
     assert request.params.temperature == 1.0
     assert request.params.max_tokens == 3

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 
-from endpoints import Endpoint, ScriptedDesk, TinyDesk  # noqa: E402
+from endpoints import Endpoint, ScriptedBackend, TinyBackend  # noqa: E402
 
 from rl.types import ModelInput, SamplingParams  # noqa: E402
 
@@ -18,15 +18,15 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
-def seen(shared_data):
+def sdk_results(shared_data):
     """Return the results of sdk_openai.py for a tiny and a scripted model, and the tiny model."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with openai and openenv (the extra sdk)")
-    tiny = Endpoint(TinyDesk(renderer="role_colon"))
+    tiny = Endpoint(TinyBackend(renderer="role_colon"))
     output = iter([CALL, "It is 3.", CALL])
     scripted = Endpoint(
-        ScriptedDesk(
+        ScriptedBackend(
             lambda *_: next(output), "chat_template", str(shared_data / "tokenizers" / "qwen3")
         )
     )
@@ -41,8 +41,8 @@ def seen(shared_data):
         scripted.close()
 
 
-def test_answers_and_streams(seen):
-    actual, desk, sessions = seen
+def test_answers_and_streams(sdk_results):
+    actual, desk, sessions = sdk_results
     prompt = desk.renderer(None, "").build_generation_prompt(
         [{"role": "user", "content": "Hello?"}]
     )
@@ -69,14 +69,14 @@ def test_answers_and_streams(seen):
     ] == ["NotFoundError", 404]
 
 
-def test_tools(seen):
-    name, arguments, answer, streamed = seen[0]["tools"]
+def test_tools(sdk_results):
+    name, arguments, answer, streamed = sdk_results[0]["tools"]
     assert name == "add" and json.loads(arguments) == {"a": 1} and answer == "It is 3."
     assert streamed == {"name": "add", "arguments": arguments}
 
 
-def test_openenvs_checker(seen):
-    result = seen[0]["openenv"]
+def test_openenvs_checker(sdk_results):
+    result = sdk_results[0]["openenv"]
     if isinstance(result, str):
         pytest.skip(result)
     assert result["response"] == [] and result["turns"] == [] and result["spelt"]

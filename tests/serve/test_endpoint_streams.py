@@ -10,7 +10,7 @@ httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from endpoints import Endpoint, ScriptedDesk, TinyDesk  # noqa: E402
+from endpoints import Endpoint, ScriptedBackend, TinyBackend  # noqa: E402
 from serving import BASE, server  # noqa: E402
 
 from rl.models import load_tokenizer  # noqa: E402
@@ -80,7 +80,7 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(
             # a well-formed answer: the stream shows the message that is trained on
             if not whole.get("unparsed_tool_calls") and "<think>" not in whole["content"]:
                 assert read_message(last) == read_message(whole), text
-            begun += bool(seen(renderer, tokens[:-1], within)["content"])
+            begun += bool(parse_partial_text(renderer, tokens[:-1], within)["content"])
     assert begun >= len(ANSWERS), "next to nothing is ever certain"
 
 
@@ -91,10 +91,13 @@ def by_character(tokenizer, text):
 
 def stages_of(renderer, tokens, part):
     """Return the stages in which a part of an answer is shown while it is sampled."""
-    return {json.dumps(seen(renderer, tokens[:k], False)[part]) for k in range(len(tokens))}
+    return {
+        json.dumps(parse_partial_text(renderer, tokens[:k], False)[part])
+        for k in range(len(tokens))
+    }
 
 
-def seen(renderer, tokens, within, ended=False):
+def parse_partial_text(renderer, tokens, within, ended=False):
     result = parse_partial_answer(renderer, tokens, within, ended)
     calls = [
         (call["function"]["name"], call["function"]["arguments"])
@@ -116,10 +119,10 @@ def read_message(message):
 
 def check_prefixes(renderer, tokens, within, text):
     """Check that each prefix shows a continuation of the last prefix; return the whole answer."""
-    whole = seen(renderer, tokens, within, ended=True)
-    before = seen(renderer, [], within)
+    whole = parse_partial_text(renderer, tokens, within, ended=True)
+    before = parse_partial_text(renderer, [], within)
     for k in range(1, len(tokens) + 1):
-        now = seen(renderer, tokens[:k], within) if k < len(tokens) else whole
+        now = parse_partial_text(renderer, tokens[:k], within) if k < len(tokens) else whole
         for later in (now, whole):
             assert all(
                 later[name].startswith(before[name]) for name in ("content", "reasoning_content")
@@ -181,7 +184,7 @@ def test_what_is_certain_of_messages_in_channels(shared_data):
     renderer = get_renderer("chat_template", tokenizer)
     for text in IN_CHANNELS:
         tokens = by_character(tokenizer, text)
-        stages = [seen(renderer, tokens[:k], False) for k in range(len(tokens))]
+        stages = [parse_partial_text(renderer, tokens[:k], False) for k in range(len(tokens))]
         whole = check_prefixes(renderer, tokens, False, text)
         assert not any("<|" in str(stage) for stage in stages)
         message = renderer.parse_response(tokens)[0]
@@ -225,7 +228,7 @@ def test_what_is_certain_of_an_answer_with_calls_of_other_forms(shared_data, sig
         for text in (*FORMS[sign], "No call <at> all, 🙂 {"):
             tokens = by_character(tokenizer, text)
             whole = check_prefixes(wrapped, tokens, False, text)
-            stages = [seen(wrapped, tokens[:k], False) for k in range(len(tokens))]
+            stages = [parse_partial_text(wrapped, tokens[:k], False) for k in range(len(tokens))]
             assert not any("add" in stage["content"] or stage["calls"] for stage in stages)
             assert read_message(whole) == read_message(wrapped.parse_response(tokens)[0]), text
 
@@ -264,7 +267,7 @@ def events(http, path, body):
 
 def test_a_token_is_sent_while_the_next_is_not_drawn_yet(shared_data):
     """Before each token, the model waits until the client has read the text of the last token."""
-    desk = ScriptedDesk(
+    desk = ScriptedBackend(
         lambda *_: "It is so.", "chat_template", str(shared_data / "tokenizers" / "qwen3")
     )
     desk.by_character, read, waited = True, threading.Semaphore(0), []
@@ -289,7 +292,9 @@ def test_a_token_is_sent_while_the_next_is_not_drawn_yet(shared_data):
 
 @pytest.mark.parametrize("text", ANSWERS, ids=range(len(ANSWERS)))
 def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
-    desk = ScriptedDesk(lambda *_: text, "chat_template", str(shared_data / "tokenizers" / "qwen3"))
+    desk = ScriptedBackend(
+        lambda *_: text, "chat_template", str(shared_data / "tokenizers" / "qwen3")
+    )
     endpoint = Endpoint(desk)
     body = {
         "messages": ASK, "tools": TOOLS, "logprobs": True, "return_token_ids": True,
@@ -338,7 +343,7 @@ def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
 
 
 def test_several_completions_are_streamed_side_by_side():
-    endpoint = Endpoint(TinyDesk())
+    endpoint = Endpoint(TinyBackend())
     try:
         with httpx.Client(base_url=endpoint.url, timeout=60) as http:
             body = {

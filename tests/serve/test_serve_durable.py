@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving import Wire, opened, server
+from serving import Wire, open_server, server
 from test_crash_safety import faulty_disk  # noqa: F401  (a fixture)
 from test_run import environment
-from test_serve import texts
+from test_serve import make_text_datums
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -92,10 +92,10 @@ def test_a_session_and_a_model_that_cannot_be_written_leave_nothing_behind(tmp_p
 
 def test_a_load_that_is_undone_names_the_gradient_that_went_with_it(tmp_path, monkeypatch):
     """The disk is full while weights are loaded."""
-    with opened(tmp_path, durable=True) as (first, wires):
+    with open_server(tmp_path, durable=True) as (first, wires):
         model = wires.model()
         path = wires.save(model, 1, "a")
-        wires.output(wires.ask(model, 2, texts()))
+        wires.output(wires.ask(model, 2, make_text_datums()))
 
         def full(model):
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -108,5 +108,5 @@ def test_a_load_that_is_undone_names_the_gradient_that_went_with_it(tmp_path, mo
         assert "undone" in undone["error"]
         refused = wires.wait(wires.step(model, 4))
         assert "load_weights was undone" in refused.get("error", ""), refused
-        wires.output(wires.ask(model, 5, texts()))
+        wires.output(wires.ask(model, 5, make_text_datums()))
         assert "skipped" not in wires.wait(wires.step(model, 6))["metrics"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from serving import BASE, server
-from test_serve_sdk import outputs, sampled, texts
+from test_serve_sdk import make_text_datums, outputs, sampled
 
 from rl.client import ServiceClient
 from rl.learner import LearnerSettings
@@ -36,7 +36,7 @@ FAULTS = {
 }
 
 
-class Faulty:
+class FaultyApp:
     """An application whose first responses fail. `seen` counts the requests by route."""
 
     def __init__(self, app):
@@ -85,14 +85,14 @@ def _breaks_once(tenants):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def sdk_results(tmp_path_factory):
     """Return the results of tests/serve/sdk_faults.py, and its server."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with the tinker SDK (the extra sdk)")
     with server(tmp_path_factory.mktemp("served"), keys=KEYS, token_budget=BUDGET) as first:
         _breaks_once(first.model_manager)
-        faulty = Faulty(first.app)
+        faulty = FaultyApp(first.app)
         listening = LoopServer(lambda: faulty, "the test's server")
         try:
             command = [python, str(Path(__file__).with_name("sdk_faults.py")), listening.url, *KEYS]
@@ -104,27 +104,27 @@ def seen(tmp_path_factory):
 
 
 @pytest.fixture
-def here(tmp_path):
+def local_service(tmp_path):
     with ServiceClient(
         output_dir=tmp_path, settings=WorkerSettings(learner=LearnerSettings(token_budget=BUDGET))
     ) as service:
         yield service
 
 
-def test_what_the_sdk_does_again_after_a_fault_is_done_once(seen, here):
+def test_what_the_sdk_does_again_after_a_fault_is_done_once(sdk_results, local_service):
     """A retried request runs once, if it was refused and if its response was lost."""
-    actual, first, faulty = seen[0]["faults"], *seen[1:]
+    actual, first, faulty = sdk_results[0]["faults"], *sdk_results[1:]
     assert not any(faulty.remaining.values()), f"faults that nobody met: {faulty.remaining}"
-    client = here.create_lora_training_client(BASE, 4, 7)
+    client = local_service.create_lora_training_client(BASE, 4, 7)
     for step in range(2):
         assert (
-            outputs(client.forward_backward(texts(5, step), "cross_entropy").result())
+            outputs(client.forward_backward(make_text_datums(5, step), "cross_entropy").result())
             == actual[f"learnt {step}"]
         )
         assert client.optim_step(ADAM).result().metrics == actual[f"stepped {step}"]
     sampler = client.save_weights_and_get_sampling_client()
     assert [sampled(sampler, [5, 9, 30 + i], 2, 11 + i) for i in range(2)] == actual["sampled"]
-    owner, neighbor = first.session_store.list_models, seen[0]["beside"]
+    owner, neighbor = first.session_store.list_models, sdk_results[0]["beside"]
     assert len([model for key in first.app._keys for model in owner(key[1])]) == 3, (
         "a model that was asked for twice was made twice"
     )
@@ -143,18 +143,22 @@ def test_what_the_sdk_does_again_after_a_fault_is_done_once(seen, here):
     )
 
 
-def test_whose_fault_it_was_is_told_and_the_callers_own_is_not_tried_again(seen, here):
+def test_whose_fault_it_was_is_told_and_the_callers_own_is_not_tried_again(
+    sdk_results, local_service
+):
     """Errors name the faulty side. SDK 0.38 raises a failed future at once for either side."""
-    actual, _, faulty = seen[0]["faults"], *seen[1:]
+    actual, _, faulty = sdk_results[0]["faults"], *sdk_results[1:]
     kind, text, category = actual["server's"]
     assert (kind, category) == ("RequestFailedError", "server")
     assert "its log says why" in text
     assert "nobody is to see" not in text
-    client = here.create_lora_training_client(BASE, 4, 7)
+    client = local_service.create_lora_training_client(BASE, 4, 7)
     for step in range(2):
-        client.forward_backward(texts(5, step), "cross_entropy")
+        client.forward_backward(make_text_datums(5, step), "cross_entropy")
         client.optim_step(ADAM).result()
-    assert actual["goes on"] == outputs(client.forward(texts(2, 0), "cross_entropy").result())
+    assert actual["goes on"] == outputs(
+        client.forward(make_text_datums(2, 0), "cross_entropy").result()
+    )
     kind, text, category = actual["user's"]
     assert (kind, category) == ("RequestFailedError", "user") and "500" in text
     calls = 2 + 3 + 2  # forward_backwards, forwards, and those of the test below
@@ -163,13 +167,15 @@ def test_whose_fault_it_was_is_told_and_the_callers_own_is_not_tried_again(seen,
     )
 
 
-def test_one_key_samples_while_another_trains_and_both_get_what_they_get_alone(seen, here):
-    actual = seen[0]["beside"]
+def test_one_key_samples_while_another_trains_and_both_get_what_they_get_alone(
+    sdk_results, local_service
+):
+    actual = sdk_results[0]["beside"]
     client, other = (
-        here.create_lora_training_client(BASE, 6, 3),
-        here.create_lora_training_client(BASE, 4, 9),
+        local_service.create_lora_training_client(BASE, 6, 3),
+        local_service.create_lora_training_client(BASE, 4, 9),
     )
-    other.forward_backward(texts(6, 5), "cross_entropy")
+    other.forward_backward(make_text_datums(6, 5), "cross_entropy")
     other.optim_step(ADAM).result()
     sampler = other.save_weights_and_get_sampling_client()
     assert [sampled(sampler, [5, 9, 4 + i], 1, i) for i in range(6)] == actual["alone"]
@@ -185,7 +191,7 @@ def test_one_key_samples_while_another_trains_and_both_get_what_they_get_alone(s
     assert (
         outputs(
             client.forward_backward(
-                [item for i in range(80) for item in texts(12, i)], "cross_entropy"
+                [item for i in range(80) for item in make_text_datums(12, i)], "cross_entropy"
             ).result()
         )
         == actual["learnt"]

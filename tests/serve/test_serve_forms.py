@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from serving import BASE, PROTOBUF, Wire, server
-from test_serve import WITHOUT_VALUES, _for_loss, texts
+from test_serve import WITHOUT_VALUES, _for_loss, make_text_datums
 
 from rl.client import ServiceClient
 from rl.serve import tinker_pb2
@@ -11,22 +11,22 @@ from rl.types import Datum, ModelInput, SamplingParams, TensorData
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def model_server(tmp_path_factory):
     with server(tmp_path_factory.mktemp("served")) as first:
         yield first
 
 
 @pytest.fixture
-def wires(served):
-    first = Wire(served)
+def wire_client(model_server):
+    first = Wire(model_server)
     first.open()
     return first
 
 
-def both(wires, request):
+def get_both_forms(wire_client, request):
     """Return the protobuf response and the JSON result of a request."""
-    plain = wires.wait(request)
-    raw = wires.http.post(
+    plain = wire_client.wait(request)
+    raw = wire_client.http.post(
         "/api/v1/retrieve_future",
         json={"request_id": request["request_id"]},
         headers={"accept": PROTOBUF},
@@ -71,17 +71,18 @@ def check_rows(message, plain):
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_what_a_loss_gives_is_the_same_in_both_forms(wires, forward_only):
-    model = wires.model()
+def test_what_a_loss_gives_is_the_same_in_both_forms(wire_client, forward_only):
+    model = wire_client.model()
     for seq, name in enumerate(WITHOUT_VALUES, start=1):
-        raw, plain = both(
-            wires, wires.ask(model, seq, _for_loss(name), name, forward_only=forward_only)
+        raw, plain = get_both_forms(
+            wire_client,
+            wire_client.ask(model, seq, _for_loss(name), name, forward_only=forward_only),
         )
         assert raw.headers["content-type"].startswith(PROTOBUF), (name, raw.text)
         check_rows(tinker_pb2.ForwardBackwardOutput.FromString(raw.content), plain)
 
 
-def test_logprobs_of_several_targets_a_position_are_the_same_in_both_forms(wires, tmp_path):
+def test_logprobs_of_several_targets_a_position_are_the_same_in_both_forms(wire_client, tmp_path):
     data = []
     for n in (3, 5):
         targets = TensorData(np.arange(2 * n).reshape(n, 2) + 3)
@@ -91,7 +92,7 @@ def test_logprobs_of_several_targets_a_position_are_the_same_in_both_forms(wires
                 {"target_tokens": targets, "weights": np.ones((n, 2), "<f4")},
             )
         )
-    raw, plain = both(wires, wires.ask(wires.model(), 1, data))
+    raw, plain = get_both_forms(wire_client, wire_client.ask(wire_client.model(), 1, data))
     check_rows(tinker_pb2.ForwardBackwardOutput.FromString(raw.content), plain)
     assert [row["logprobs"]["shape"] for row in plain["loss_fn_outputs"]] == [[3, 2], [5, 2]]
     with ServiceClient(output_dir=tmp_path) as service:
@@ -106,8 +107,8 @@ def test_logprobs_of_several_targets_a_position_are_the_same_in_both_forms(wires
         )
 
 
-def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
-    sampler = wires.sampler(wires.model(), 1)
+def test_a_sample_is_the_same_in_both_forms(wire_client, tmp_path):
+    sampler = wire_client.sampler(wire_client.model(), 1)
     targets = {"data": [9, -1, 3, 90], "dtype": "int64", "shape": [2, 2]}
     asks = [
         {}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 3, "prompt_logprobs": True},
@@ -117,9 +118,11 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
     reasons = {tinker_pb2.STOP_REASON_STOP: "stop", tinker_pb2.STOP_REASON_LENGTH: "length"}
     seen = []
     for seq, request in enumerate(asks):
-        raw, plain = both(
-            wires,
-            wires.ask_sample(sampler, seq, [5, 6, 7], 2, seed=4, max_tokens=3 + seq, **request),
+        raw, plain = get_both_forms(
+            wire_client,
+            wire_client.ask_sample(
+                sampler, seq, [5, 6, 7], 2, seed=4, max_tokens=3 + seq, **request
+            ),
         )
         message = tinker_pb2.SampleResponse.FromString(raw.content)
         assert len(message.sequences) == len(plain["sequences"]) == 2 and plain["type"] == "sample"
@@ -162,24 +165,26 @@ def test_a_sample_is_the_same_in_both_forms(wires, tmp_path):
     ]
 
 
-def test_what_has_no_protobuf_is_json_in_both_and_so_is_every_refusal(wires):
-    model = wires.model()
-    wires.output(wires.ask(model, 1, texts()))
+def test_what_has_no_protobuf_is_json_in_both_and_so_is_every_refusal(wire_client):
+    model = wire_client.model()
+    wire_client.output(wire_client.ask(model, 1, make_text_datums()))
     requests = [
-        wires.step(model, 2),
-        wires.post("save_weights", model_id=model, seq_id=3, path="a"),
-        wires.post("save_weights_for_sampler", model_id=model, seq_id=4, path="b"),
-        wires.post("save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=3),
-        wires.post("save_weights_external", model_id=model, seq_id=6, path="c"),
+        wire_client.step(model, 2),
+        wire_client.post("save_weights", model_id=model, seq_id=3, path="a"),
+        wire_client.post("save_weights_for_sampler", model_id=model, seq_id=4, path="b"),
+        wire_client.post(
+            "save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=3
+        ),
+        wire_client.post("save_weights_external", model_id=model, seq_id=6, path="c"),
     ]
-    path = wires.wait(requests[1])["path"]
+    path = wire_client.wait(requests[1])["path"]
     requests += [
-        wires.post("load_weights", model_id=model, seq_id=7, path=path, optimizer=True),
-        wires.post("unload_model", model_id=model),
+        wire_client.post("load_weights", model_id=model, seq_id=7, path=path, optimizer=True),
+        wire_client.post("unload_model", model_id=model),
     ]
     kinds = []
     for item in requests:
-        raw, plain = both(wires, item)
+        raw, plain = get_both_forms(wire_client, item)
         assert raw.headers["content-type"] == "application/json"
         assert raw.json() == plain
         assert "error" not in plain
@@ -189,21 +194,24 @@ def test_what_has_no_protobuf_is_json_in_both_and_so_is_every_refusal(wires):
         "load_weights", "unload_model",
     ]  # fmt: skip
     assert kinds == named
-    raw, plain = both(
-        wires, wires.ask(model, 8, [Datum(ModelInput.from_ints([4]), {"target_tokens": [999]})])
+    raw, plain = get_both_forms(
+        wire_client,
+        wire_client.ask(model, 8, [Datum(ModelInput.from_ints([4]), {"target_tokens": [999]})]),
     )
     assert raw.json() == plain and plain["category"] == "user"
 
 
-def test_numbers_that_are_none_travel_in_both_forms(wires):
-    model = wires.model()
-    wires.output(wires.ask(model, 1, texts()))
-    wires.wait(wires.step(model, 2, learning_rate=1e30))
+def test_numbers_that_are_none_travel_in_both_forms(wire_client):
+    model = wire_client.model()
+    wire_client.output(wire_client.ask(model, 1, make_text_datums()))
+    wire_client.wait(wire_client.step(model, 2, learning_rate=1e30))
     for seq in (3, 4):
-        raw, plain = both(wires, wires.ask(model, seq, texts(), forward_only=seq == 3))
+        raw, plain = get_both_forms(
+            wire_client, wire_client.ask(model, seq, make_text_datums(), forward_only=seq == 3)
+        )
         if "error" in plain:
             assert raw.json() == plain and plain["category"] == "user"
         else:
             check_rows(tinker_pb2.ForwardBackwardOutput.FromString(raw.content), plain)
-    raw, plain = both(wires, wires.step(model, 5))
+    raw, plain = get_both_forms(wire_client, wire_client.step(model, 5))
     assert raw.json() == plain and ("error" in plain or "metrics" in plain)

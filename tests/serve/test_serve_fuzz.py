@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from seeing import chunk as picture
 from serving import BASE, PROTOBUF, Wire, server
-from test_serve import KEYS, rewarded, texts
+from test_serve import KEYS, make_rewarded_datums, make_text_datums
 
 from rl.losses import LOSSES
 from rl.serve import tinker_pb2
@@ -32,7 +32,7 @@ WILD = [
 ]  # fmt: skip
 
 
-def places(tree, at=()):
+def list_places(tree, at=()):
     """Return the paths of all values in a JSON tree."""
     result = [at] if at else []
     pairs = (
@@ -43,15 +43,15 @@ def places(tree, at=()):
         else ()
     )
     for key, value in pairs:
-        result += places(value, (*at, key))
+        result += list_places(value, (*at, key))
     return result
 
 
-def bent(rng, tree, foreign):
+def mutate_tree(rng, tree, foreign):
     """Return a copy with one to three values removed, doubled or replaced."""
     tree, strange = json.loads(json.dumps(tree)), [*WILD, *foreign]
     for _ in range(int(rng.integers(1, 4))):
-        at = places(tree)
+        at = list_places(tree)
         if not at:
             break
         *before, last = at[int(rng.integers(len(at)))]
@@ -179,7 +179,7 @@ def wild_training(rng, model, seq):
     return message.SerializeToString()
 
 
-class Fuzzer:
+class FuzzClient:
     """A client with a key, which sends malformed requests."""
 
     def __init__(self, served, foreign):
@@ -419,7 +419,7 @@ class Fuzzer:
         self.failed[route] += failed
 
 
-class Bystander:
+class BackgroundClient:
     """A client with another key, which trains and samples during the fuzzing."""
 
     def __init__(self, served):
@@ -436,7 +436,7 @@ class Bystander:
         self.seq = 3
 
     def live(self):
-        data = [texts(3, self.seq), rewarded(3, self.seq)]
+        data = [make_text_datums(3, self.seq), make_rewarded_datums(3, self.seq)]
         for loss, rows in zip(("cross_entropy", "importance_sampling"), data, strict=True):
             logprobs, metrics = self.wire.output(self.wire.ask(self.model, self.seq, rows, loss))
             self.saw.append(([row.tobytes() for row in logprobs], metrics))
@@ -454,8 +454,8 @@ def test_wild_values_are_refused_and_nobody_else_notices(tmp_path, caplog):
     limits = {"tokens": 20_000, "sessions": 10**6, "models": 10**6}
     caplog.set_level(logging.ERROR, "whetstone.serve")
     with server(tmp_path / "wild", keys=KEYS, **limits) as first:
-        neighbor = Bystander(first)
-        fuzzer = Fuzzer(first, neighbor.reference)
+        neighbor = BackgroundClient(first)
+        fuzzer = FuzzClient(first, neighbor.reference)
         for i in range(COUNT):
             if i % 300 == 0:
                 neighbor.live()
@@ -472,7 +472,7 @@ def test_wild_values_are_refused_and_nobody_else_notices(tmp_path, caplog):
             ]
             key = heavy if fuzzer.rng.random() < 0.45 else sorted(table)
             key = key[int(fuzzer.rng.integers(len(key)))]
-            fuzzer.ask(*key, bent(fuzzer.rng, table[key], fuzzer.foreign))
+            fuzzer.ask(*key, mutate_tree(fuzzer.rng, table[key], fuzzer.foreign))
         kinds = {(route, status, output): text for route, status, text, output in fuzzer.wrong}
         assert not kinds, f"{len(fuzzer.wrong)} answers that should not be: " + "\n".join(
             map(str, kinds.items())
@@ -490,7 +490,7 @@ def test_wild_values_are_refused_and_nobody_else_notices(tmp_path, caplog):
             for method in (route.methods or set()) - {"HEAD"}  # the chat page has no methods
         ]
     with server(tmp_path / "calm", keys=KEYS, **limits) as first:
-        single = Bystander(first)
+        single = BackgroundClient(first)
         for _ in range(0, COUNT, 300):
             single.live()
     assert single.saw == neighbor.saw

@@ -8,8 +8,8 @@ import weakref
 
 import numpy as np
 import pytest
-from serving import BASE, Wire, held, opened, server, until
-from test_serve import KEYS, rewarded, texts
+from serving import BASE, Wire, hold_requests, open_server, server, until
+from test_serve import KEYS, make_rewarded_datums, make_text_datums
 
 from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.scheduler import SamplingJob
@@ -19,7 +19,7 @@ httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 LONG = 200  # tokens of an abandoned request
 
 
-def drawn(message):
+def unpack_sequences(message):
     return [(item.tokens, item.logprobs, item.stop_reason) for item in message.sequences]
 
 
@@ -35,7 +35,10 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
             staying.sampler(staying.model(seed=2), 1),
         )
         asks = [(i, [4, 5 + i], {"seed": i, "max_tokens": 40, "stop": []}) for i in range(3)]
-        single = [drawn(staying.sample(mine, i, prompt, 2, **fields)) for i, prompt, fields in asks]
+        single = [
+            unpack_sequences(staying.sample(mine, i, prompt, 2, **fields))
+            for i, prompt, fields in asks
+        ]
         before = first.engine.metrics.get_value("sampled_tokens_total")
         kept, slices, begun, go, draw = (
             weakref.WeakSet(), [], threading.Event(), threading.Event(),
@@ -58,7 +61,7 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
         )
         monkeypatch.setattr(SamplingJob, "__hash__", object.__hash__)
         monkeypatch.setattr(first.engine, "_run_batch_slice", watched)
-        with held(first):
+        with hold_requests(first):
             tickets = [
                 staying.ask_sample(mine, 10 + i, prompt, 2, **fields) for i, prompt, fields in asks
             ]
@@ -74,7 +77,7 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
             going.post("cancel_future", 204, request_id=ticket["request_id"])
             going.post("cancel_future", 204, request_id=ticket["request_id"])
         go.set()
-        results = [drawn(staying.wait(ticket, "SampleResponse")) for ticket in tickets]
+        results = [unpack_sequences(staying.wait(ticket, "SampleResponse")) for ticket in tickets]
         for rows, expected in zip(results, single, strict=True):
             assert [(tokens, reason) for tokens, _, reason in rows] == [
                 (tokens, reason) for tokens, _, reason in expected
@@ -94,7 +97,7 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
             assert going.wait(ticket)["category"] == "user"
         gc.collect()
         assert not first.engine.queue._tenant_counts and not kept, "what was asked for is kept"
-        assert drawn(going.sample(theirs, 50, [4, 5], 1, seed=1)) == drawn(
+        assert unpack_sequences(going.sample(theirs, 50, [4, 5], 1, seed=1)) == unpack_sequences(
             going.sample(theirs, 51, [4, 5], 1, seed=1)
         )
 
@@ -106,7 +109,7 @@ def test_what_trains_is_not_cancelled_and_the_update_after_it_is_whole(tmp_path)
         steps = []
         for wires, cancels in ((a, True), (b, False)):
             model = wires.model()
-            request, step = wires.ask(model, 1, texts(60)), wires.step(model, 2)
+            request, step = wires.ask(model, 1, make_text_datums(60)), wires.step(model, 2)
             for ticket in (request, step) if cancels else ():
                 wires.post("cancel_future", 204, request_id=ticket["request_id"])
             steps.append((wires.output(request)[1], wires.wait(step)))
@@ -114,9 +117,9 @@ def test_what_trains_is_not_cancelled_and_the_update_after_it_is_whole(tmp_path)
 
 
 def test_cancelled_samples_give_their_places_in_the_queue_back(tmp_path):
-    with opened(tmp_path, queued=5) as (item, wires):
+    with open_server(tmp_path, queued=5) as (item, wires):
         sampler = wires.sampler(wires.model(), 1)
-        with held(item):
+        with hold_requests(item):
 
             def ask(first):
                 body = {
@@ -263,13 +266,15 @@ def test_a_client_that_never_asks_after_its_answers_holds_nothing_up(tmp_path):
         early = careless.step(model, 90)  # its sequence number is never due
         for i in range(6):
             careless.ask_sample(sampler, i, [4, 5])
-            careless.ask(model, 2 + i, rewarded(), "importance_sampling", forward_only=True)
+            careless.ask(
+                model, 2 + i, make_rewarded_datums(), "importance_sampling", forward_only=True
+            )
         assert until(lambda: len(first.engine.queue) == 0 and not first.engine._streams)
-        other.output(other.ask(theirs, 1, texts(), forward_only=True))
+        other.output(other.ask(theirs, 1, make_text_datums(), forward_only=True))
         time.sleep(0.4)
-        other.output(other.ask(theirs, 2, texts(), forward_only=True))
+        other.output(other.ask(theirs, 2, make_text_datums(), forward_only=True))
         time.sleep(0.4)
-        other.ask(theirs, 3, texts(), forward_only=True)
+        other.ask(theirs, 3, make_text_datums(), forward_only=True)
         kept = {promise.request_id for promise in first.request_store._requests.values()}
         assert (
             early["request_id"] in kept

@@ -5,8 +5,8 @@ import threading
 import time
 
 import pytest
-from serving import Wire, held, opened, server
-from test_serve import KEYS, texts
+from serving import Wire, hold_requests, open_server, server
+from test_serve import KEYS, make_text_datums
 
 from rl.serve import serving_engine
 
@@ -14,26 +14,26 @@ httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
 
 def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):
-    with opened(tmp_path, models_in_memory=2) as (first, wires):
+    with open_server(tmp_path, models_in_memory=2) as (first, wires):
         a, b = wires.model(0), wires.model(1)
         # b becomes the least recently used model
-        wires.output(wires.ask(a, 1, texts(), forward_only=True))
+        wires.output(wires.ask(a, 1, make_text_datums(), forward_only=True))
         c = wires.model(2)
         assert [first.session_store.models[model].client is not None for model in (a, b, c)] == [
             True, False, True,
         ]  # fmt: skip
-        wires.output(wires.ask(b, 1, texts(), forward_only=True))
+        wires.output(wires.ask(b, 1, make_text_datums(), forward_only=True))
         assert [first.session_store.models[model].client is not None for model in (a, b, c)] == [
             False, True, True,
         ]  # fmt: skip
 
 
 def test_a_sampler_that_was_given_back_is_read_again(tmp_path):
-    with opened(tmp_path, samplers_in_memory=1) as (item, wires):
+    with open_server(tmp_path, samplers_in_memory=1) as (item, wires):
         samplers = []
         for seed in (1, 2):
             model = wires.model(seed, seed=seed)
-            wires.output(wires.ask(model, 1, texts(4, seed)))
+            wires.output(wires.ask(model, 1, make_text_datums(4, seed)))
             wires.wait(wires.step(model, 2, learning_rate=0.3))
             path = wires.save(model, 3, "kept", "_for_sampler")
             numbers = {"session_id": wires.session, "sampling_session_seq_id": seed}
@@ -62,7 +62,7 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
         model = wires.model()
         full = wires.http.post("/api/v1/create_model", json=wires.model_body(1))
         assert full.status_code == 429 and "--models" in full.text
-        refused = wires.wait(wires.ask(model, 1, texts(12)))
+        refused = wires.wait(wires.ask(model, 1, make_text_datums(12)))
         assert refused["category"] == "user" and "takes 40: send less" in refused["error"]
         for path, prompt in (
             ("completions", {"prompt": [4, 5]}),
@@ -89,12 +89,12 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
 
 
 def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
-    with opened(tmp_path) as (first, wires):
+    with open_server(tmp_path) as (first, wires):
         model, sampler = wires.model(0), None
         sampler = wires.sampler(model, 1)
-        with held(first):
+        with hold_requests(first):
             waiting = [
-                wires.ask(model, 2, texts()), wires.step(model, 3), wires.ask(model, 9, texts()),
+                wires.ask(model, 2, make_text_datums()), wires.step(model, 3), wires.ask(model, 9, make_text_datums()),
             ]  # fmt: skip
             drawn = wires.ask_sample(sampler, 0, [4, 5])
             first.engine.shut_down()
@@ -160,7 +160,7 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
     """Sixteen concurrent samples are drawn in a single stream, including the first."""
     monkeypatch.setattr(serving_engine, "_BATCH_WAIT_SECONDS", 0.8)  # enough on a busy machine
     monkeypatch.setattr(serving_engine, "_MAX_BATCH_WAIT_SECONDS", 20.0)
-    with opened(tmp_path) as (item, wires):
+    with open_server(tmp_path) as (item, wires):
         sampler = wires.sampler(wires.model(), 1)
         rounds, let_in = [], item.engine._admit_samples
         monkeypatch.setattr(
@@ -204,7 +204,7 @@ def test_a_wave_of_coroutines_is_one_batch(tmp_path, monkeypatch):
         monkeypatch.setattr(item.engine.queue, "finish_job", slowly)
         asking = threading.Thread(target=halves)
         asking.start()
-        with held(item):
+        with hold_requests(item):
             pass
         asking.join(60)
         assert len([len(wires.wait(item, "SampleResponse").sequences) for item in requests]) == 16
@@ -235,7 +235,7 @@ def test_metrics_have_the_documented_names_and_each_server_counts_for_itself(tmp
         wires = Wire(first)
         wires.open()
         model = wires.model()
-        wires.output(wires.ask(model, 1, texts(2), forward_only=True))
+        wires.output(wires.ask(model, 1, make_text_datums(2), forward_only=True))
         sampler = wires.wait(
             wires.post(
                 "save_weights_for_sampler", model_id=model, seq_id=2, sampling_session_seq_id=0

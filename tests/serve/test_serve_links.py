@@ -16,7 +16,7 @@ from rl.serve.app import JsonLineFormatter
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved_export(tmp_path_factory):
     """Return a server with keys, a client with a key, and its model with an export."""
     with server(tmp_path_factory.mktemp("served"), keys=KEYS) as first:
         wires = Wire(first, KEYS[0])
@@ -27,16 +27,16 @@ def saved(tmp_path_factory):
         yield first, wires, model
 
 
-def archive(wires, model, kind="weights/a"):
+def get_archive(wires, model, kind="weights/a"):
     """Return the response to the SDK's request for a download, without following redirects."""
     return wires.http.get(
         f"/api/v1/training_runs/{model}/checkpoints/{kind}/archive", follow_redirects=False
     )
 
 
-def test_a_download_goes_to_a_link_that_needs_no_key(saved):
-    first, wires, model = saved
-    answer = archive(wires, model)
+def test_a_download_goes_to_a_link_that_needs_no_key(saved_export):
+    first, wires, model = saved_export
+    answer = get_archive(wires, model)
     assert answer.status_code == 302
     remaining = parsedate_to_datetime(answer.headers["expires"]).timestamp() - time.time()
     assert 3500 < remaining <= 3600
@@ -63,10 +63,10 @@ def test_a_download_goes_to_a_link_that_needs_no_key(saved):
         )
 
 
-def test_a_link_is_for_one_thing_and_one_hour(saved, monkeypatch):
-    first, wires, model = saved
+def test_a_link_is_for_one_thing_and_one_hour(saved_export, monkeypatch):
+    first, wires, model = saved_export
     stranger, other = TestClient(first.app), Wire(first, KEYS[1])
-    link = archive(wires, model).headers["location"]
+    link = get_archive(wires, model).headers["location"]
     expires, sign = link.split("/files/")[1].split("/")[:2]
     changed = [
         link.replace("archive.tar", "state.json"),
@@ -78,17 +78,17 @@ def test_a_link_is_for_one_thing_and_one_hour(saved, monkeypatch):
         link.replace(expires, "9" * 400),
     ]
     assert [stranger.get(url).status_code for url in changed] == [404] * len(changed)
-    assert archive(other, model).status_code == 404, "another key's"
+    assert get_archive(other, model).status_code == 404, "another key's"
     assert stranger.get("/api/v1/training_runs").status_code == 401, "nothing else is open"
     assert stranger.get(link).status_code == 200
     monkeypatch.setattr(time, "time", lambda now=time.time: now() + 3601)
     assert stranger.get(link).status_code == 404
 
 
-def test_no_link_stands_in_the_log(saved, caplog):
-    first, wires, model = saved
+def test_no_link_stands_in_the_log(saved_export, caplog):
+    first, wires, model = saved_export
     caplog.set_level(logging.INFO, "whetstone.serve")
-    link = archive(wires, model).headers["location"]
+    link = get_archive(wires, model).headers["location"]
     sign = link.split("/files/")[1].split("/")[1]
     for url in (link, link.replace("/a/", "/none/"), link + "/..", link.replace("/weights/", "//")):
         TestClient(first.app, raise_server_exceptions=False).get(url)
@@ -97,10 +97,12 @@ def test_no_link_stands_in_the_log(saved, caplog):
     assert not [line for line in lines if sign in line or sign[:16] in line]
 
 
-def test_an_archive_that_is_removed_before_its_files_are_open_is_not_there(saved, monkeypatch):
-    first, wires, model = saved
+def test_an_archive_that_is_removed_before_its_files_are_open_is_not_there(
+    saved_export, monkeypatch
+):
+    first, wires, model = saved_export
     path = wires.save(model, 3, "soon-gone")
-    link = archive(wires, model, "weights/soon-gone").headers["location"]
+    link = get_archive(wires, model, "weights/soon-gone").headers["location"]
     look = first.session_store.find_folder
 
     def then_gone(*arguments, **named):
@@ -121,7 +123,7 @@ def test_a_link_counts_for_the_tenant_who_created_it(tmp_path):
             wires.open()
             model = wires.model()
             wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))
-            links.append(archive(wires, model).headers["location"])
+            links.append(get_archive(wires, model).headers["location"])
         owners, stranger = [owner for _, owner in first.app._keys], TestClient(first.app)
         forged = links[0].replace(links[0].split("/files/")[1].split("/")[1], "0" * 64)
         for index, owner in enumerate(owners):

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from serving import BASE, Wire, held, opened, server, until
-from test_serve import KEYS, texts
+from serving import BASE, Wire, hold_requests, open_server, server, until
+from test_serve import KEYS, make_text_datums
 
 from rl.serve import session_store, tenant_limit, tinker_pb2
 from rl.serve.request_store import PendingRequest, RequestStore
@@ -19,24 +19,24 @@ from rl.types import Datum, ModelInput, SampledSequence, SampleResponse
 TOKENS = 5_000  # of a large request: 60 KB on the wire
 
 
-def large(**replaced):
+def make_large_datum(**replaced):
     """Return a datum that makes a large request. `replaced`: fields that do not fit."""
     tokens = np.arange(TOKENS) % 50 + 4
     return Datum(ModelInput.from_ints(tokens.tolist()), {"target_tokens": tokens, **replaced})
 
 
 FAULTS = {
-    "a field that is too short": (large(target_tokens=np.arange(6)), "cross_entropy", {}),
-    "a loss that there is none of": (large(), "stable_reinforce", {}),
-    "a setting that there is none of": (large(), "cross_entropy", {"nothing": 1.0}),
+    "a field that is too short": (make_large_datum(target_tokens=np.arange(6)), "cross_entropy", {}),
+    "a loss that there is none of": (make_large_datum(), "stable_reinforce", {}),
+    "a setting that there is none of": (make_large_datum(), "cross_entropy", {"nothing": 1.0}),
     "a token beyond the vocabulary": (
-        large(target_tokens=np.full(TOKENS, 10**6)), "cross_entropy", {}),
-    "an input beyond the context": (large(), "cross_entropy", {}),
+        make_large_datum(target_tokens=np.full(TOKENS, 10**6)), "cross_entropy", {}),
+    "an input beyond the context": (make_large_datum(), "cross_entropy", {}),
 }  # fmt: skip
 
 
 def test_failed_requests_keep_no_body(tmp_path):
-    with opened(tmp_path) as (first, wires):
+    with open_server(tmp_path) as (first, wires):
         model, seq = wires.model(), 0
 
         def fail(datum, loss, config):
@@ -120,11 +120,11 @@ def test_a_stored_answer_takes_eight_bytes_a_token():
 
 
 def test_a_sent_answer_can_be_asked_for_again_for_a_while_and_an_unsent_one_for_longer(tmp_path):
-    with opened(tmp_path, told_seconds=1.0) as (item, wires):
+    with open_server(tmp_path, told_seconds=1.0) as (item, wires):
         model = wires.model()
-        sent = wires.ask(model, 1, texts(), forward_only=True)
+        sent = wires.ask(model, 1, make_text_datums(), forward_only=True)
         first = wires.wait(sent)
-        unsent = wires.ask(model, 2, texts(), forward_only=True)
+        unsent = wires.ask(model, 2, make_text_datums(), forward_only=True)
         assert wires.wait(sent) == first, "whose connection broke asks again"
         time.sleep(1.2)
         item.do_upkeep()
@@ -159,7 +159,7 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
                 "/api/v1/forward_backward", content=message.SerializeToString(), headers=headers
             )
 
-        with held(first):
+        with hold_requests(first):
             answers = [send(greedy, model, 1 + i) for i in range(8)]
             taken = [answer for answer in answers if answer.status_code == 200]
             assert [answer.status_code for answer in answers] == [200] * len(taken) + [429] * (
@@ -183,13 +183,15 @@ def test_bytes_are_bounded_and_shared_like_everything_else(tmp_path):
 def test_a_cancel_while_an_answer_is_stored_loses_no_answer():
     """The owner cancels at the worst moment, just before the answer is stored."""
 
-    class Late(Future):
+    class LateFuture(Future):
         def set_result(self, result):
             promise.work_future.cancel()
             super().set_result(result)
 
     promises = RequestStore(3600.0)
-    promise = promises.add(PendingRequest("1", "me", "sample", tenant="me", result_future=Late()))
+    promise = promises.add(
+        PendingRequest("1", "me", "sample", tenant="me", result_future=LateFuture())
+    )
     promise.work_future.set_result({"fine": 1})
     assert promises.find_request("1", "me").encoded_result.body == b'{"fine":1}'
 
@@ -214,15 +216,15 @@ def test_kept_answers_are_looked_through_only_where_room_is_short(monkeypatch):
 def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path):
     """A repeated request gets the same answer, from this server and from the next."""
     bodies = [{"base_model": BASE, "lora_config": {"rank": 4, "seed": 7}}, {"optimizer": True}]
-    with opened(tmp_path, told_seconds=0.05, durable=True) as (first, wires):
+    with open_server(tmp_path, told_seconds=0.05, durable=True) as (first, wires):
         made = wires.model()
-        wires.ask(made, 1, texts())
+        wires.ask(made, 1, make_text_datums())
         wires.wait(wires.step(made, 2))
         bodies[1]["path"] = wires.save(made, 3, "a")
         calls = [(verb, {"session_id": wires.session, "model_seq_id": seq, **bodies[seq]})
                  for seq, verb in enumerate(("create_model", "load_weights"))]  # fmt: skip
         wires.wait(wires.post("load_weights", **calls[1][1]))
-        trained = wires.output(wires.ask(made, 4, texts(), forward_only=True))
+        trained = wires.output(wires.ask(made, 4, make_text_datums(), forward_only=True))
         answers = [
             {"model_id": made, "type": "create_model"},
             {"model_id": f"{wires.session}:train:1", "path": bodies[1]["path"],
@@ -239,7 +241,7 @@ def test_a_model_is_made_once_even_where_its_answer_has_been_forgotten(tmp_path)
                 assert wires.wait(wires.post(verb, **body)) == answer
 
         again(wires, first)
-        after = wires.output(wires.ask(made, 5, texts(), forward_only=True))
+        after = wires.output(wires.ask(made, 5, make_text_datums(), forward_only=True))
         np.testing.assert_array_equal(np.concatenate(trained[0]), np.concatenate(after[0]))
     with server(tmp_path, told_seconds=0.05, durable=True, resume=True) as first:
         next_one = Wire(first)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import random_datums
 from sampler_models import one_thread  # noqa: F401
-from serving import BASE, PROTOBUF, Wire, held, server
+from serving import BASE, PROTOBUF, Wire, hold_requests, server
 
 from rl.client import SampleStream, ServiceClient
 from rl.errors import UserError
@@ -20,7 +20,7 @@ LEARN = AdamParams(learning_rate=0.05)
 
 
 @pytest.fixture
-def together(monkeypatch):
+def mixed_steps(monkeypatch):
     """Record the adapters of each engine step that runs several."""
     seen, step = [], MultiAdapterEngine.step
 
@@ -69,7 +69,7 @@ def check(result, expected):
 
 
 def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
-    service, together, tmp_path
+    service, mixed_steps, tmp_path
 ):
     models = [
         trained(service, 4, 2),
@@ -102,7 +102,7 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
             if len(tickets) in (6, 15):
                 stream.recompute_cache()  # recomputes every cache, each with its adapter
             results |= stream.run_steps(3).finished
-    assert late is not None and results.keys() == tickets.keys() and max(map(len, together)) >= 4
+    assert late is not None and results.keys() == tickets.keys() and max(map(len, mixed_steps)) >= 4
     for ticket, (client, request) in tickets.items():
         check(results[ticket], client.sample_many([request]).result()[0][0])
     differ = [
@@ -140,14 +140,14 @@ def learn(client: Wire, model: str, seq: int, **params: float) -> None:
     client.wait(client.step(model, seq + 1, **params))
 
 
-def drawn(message) -> list[tuple[list[int], np.ndarray]]:
+def unpack_sequences(message) -> list[tuple[list[int], np.ndarray]]:
     return [
         (np.frombuffer(s.tokens, "<i4").tolist(), np.frombuffer(s.logprobs, "<f4"))
         for s in message.sequences
     ]
 
 
-def test_a_tenant_whose_weights_diverged_fails_alone(tmp_path, together):
+def test_a_tenant_whose_weights_diverged_fails_alone(tmp_path, mixed_steps):
     with server(tmp_path) as served:
         a, b = Wire(served), Wire(served)
         a.open(), b.open()
@@ -155,9 +155,9 @@ def test_a_tenant_whose_weights_diverged_fails_alone(tmp_path, together):
         learn(a, good, 1, learning_rate=0.05)
         learn(b, bad, 1, learning_rate=1e30)
         sampler, broken = a.sampler(good, 3), b.sampler(bad, 3)
-        single = drawn(a.sample(sampler, 0, [5, 6, 7], 4, max_tokens=30, seed=1))
+        single = unpack_sequences(a.sample(sampler, 0, [5, 6, 7], 4, max_tokens=30, seed=1))
         tickets = []
-        with held(served):
+        with hold_requests(served):
             for i in range(3):
                 tickets.append((b, b.ask_sample(broken, i, [5, 6, 7], 3, max_tokens=30)))
                 tickets.append(
@@ -172,6 +172,6 @@ def test_a_tenant_whose_weights_diverged_fails_alone(tmp_path, together):
             if client is b:
                 assert answer.json()["category"] == "user" and "NaN" in answer.json()["error"]
             else:
-                result = drawn(client.wait(ticket, "SampleResponse"))
+                result = unpack_sequences(client.wait(ticket, "SampleResponse"))
                 assert [tokens for tokens, _ in result] == [tokens for tokens, _ in single]
-        assert together
+        assert mixed_steps

@@ -31,7 +31,7 @@ def wire(tmp_path_factory):
         yield made
 
 
-def variants(schema):
+def list_variants(schema):
     """Return the alternatives of a field's schema, without null."""
     return [item for item in schema.get("anyOf", [schema]) if item.get("type") != "null"]
 
@@ -81,7 +81,7 @@ def test_a_body_that_is_not_as_described_is_refused_by_the_field(wire):
         if is_openai:
             good = {name: GOOD[name] for name in schema["required"]}
         for name, field in schema["properties"].items():
-            kind = None if is_openai else variants(field)[0].get("type")
+            kind = None if is_openai else list_variants(field)[0].get("type")
             good.setdefault(name, {"string": "x", "integer": 1, "object": {}}.get(kind))
         url = path.replace("{session_id}", "x").replace("{session}", "mine")
 
@@ -98,7 +98,7 @@ def test_a_body_that_is_not_as_described_is_refused_by_the_field(wire):
             assert text.startswith("the body lacks") and name in text, (path, text)
             sent += 1
         for name, field in schema["properties"].items():
-            (first, *_) = variants(field)
+            (first, *_) = list_variants(field)
             is_late = "save_weights" in path and name in runs_later
             if first.get("type") not in OTHERS or is_late:
                 continue

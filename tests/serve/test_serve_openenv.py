@@ -11,7 +11,7 @@ from serving import Wire, server
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 
-from endpoints import Endpoint, ScriptedDesk  # noqa: E402
+from endpoints import Endpoint, ScriptedBackend  # noqa: E402
 
 from rl.programs.loop_server import LoopServer  # noqa: E402
 from rl.types import Datum, ModelInput, SamplingParams  # noqa: E402
@@ -40,13 +40,13 @@ def learn_to_begin(wires, model, prompt, tokens, steps=8):
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory, shared_data):
+def sdk_results(tmp_path_factory, shared_data):
     """Return the results of tests/serve/sdk_openenv.py, and a client of the trained model."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with openenv (the extra sdk)")
     scripted = Endpoint(
-        ScriptedDesk(lambda *_: CALL, "chat_template", str(shared_data / "tokenizers" / "qwen3"))
+        ScriptedBackend(lambda *_: CALL, "chat_template", str(shared_data / "tokenizers" / "qwen3"))
     )
     with server(tmp_path_factory.mktemp("served"), keys=(KEY,), base=BASE) as first:
         wires = Wire(first, KEY)
@@ -74,8 +74,8 @@ def seen(tmp_path_factory, shared_data):
             scripted.close()
 
 
-def test_every_way_of_asking_finds_an_endpoint_to_train_from(seen):
-    result, path, _ = seen
+def test_every_way_of_asking_finds_an_endpoint_to_train_from(sdk_results):
+    result, path, _ = sdk_results
     for name, report in result["reports"].items():
         assert report["ok"] and report["reachable"] and report["capture_level"] == "tokens", (
             name,
@@ -107,8 +107,8 @@ def test_every_way_of_asking_finds_an_endpoint_to_train_from(seen):
     assert "not served" in result["refused"]["model"]["findings"][0]
 
 
-def test_a_rollout_through_its_capture_server_is_one_that_a_trainer_takes(seen):
-    actual, path, first = seen
+def test_a_rollout_through_its_capture_server_is_one_that_a_trainer_takes(sdk_results):
+    actual, path, first = sdk_results
     rollout = actual["rollout"]
     assert (
         rollout["trainable"]
@@ -129,8 +129,8 @@ def test_a_rollout_through_its_capture_server_is_one_that_a_trainer_takes(seen):
         assert len(drawn) == len(logprobs) > 0 and np.allclose(scored, logprobs, atol=1e-4)
 
 
-def test_turns_by_ids_pass_the_same_checks_as_one_sequence(seen):
-    actual, path, first = seen
+def test_turns_by_ids_pass_the_same_checks_as_one_sequence(sdk_results):
+    actual, path, first = sdk_results
     ids = actual["ids"]
     assert ids["fatal"] == [] and ids["stats"]["n_turns"] == 3 and ids["stats"]["n_roots"] == 1
     client = first.model_manager.resolve_name(

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from serving import BASE, TestClient, held, server  # noqa: E402
+from serving import BASE, TestClient, hold_requests, server  # noqa: E402
 
 from rl.programs.loop_server import LoopServer  # noqa: E402
 
@@ -22,13 +22,13 @@ HOSTILE = "<img src=x onerror=\"document.title='taken'\"><b>bold</b>"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def model_server(tmp_path_factory):
     with server(tmp_path_factory.mktemp("page"), keys=[KEY]) as parts:
         yield parts
 
 
-def test_a_browser_gets_the_page_without_a_key_and_other_clients_what_they_got(served):
-    http = TestClient(served.app, raise_server_exceptions=False)
+def test_a_browser_gets_the_page_without_a_key_and_other_clients_what_they_got(model_server):
+    http = TestClient(model_server.app, raise_server_exceptions=False)
     page = http.get("/", headers={"accept": BROWSER})
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert http.head("/", headers={"accept": BROWSER}).status_code == 200
@@ -43,8 +43,8 @@ def test_a_browser_gets_the_page_without_a_key_and_other_clients_what_they_got(s
     assert http.get("/index.html", headers={"accept": BROWSER}).status_code == 401
 
 
-def test_the_policy_of_the_page_allows_its_own_code_and_nothing_else(served):
-    http = TestClient(served.app, raise_server_exceptions=False)
+def test_the_policy_of_the_page_allows_its_own_code_and_nothing_else(model_server):
+    http = TestClient(model_server.app, raise_server_exceptions=False)
     page = http.get("/", headers={"accept": BROWSER})
     policy = dict(
         part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";")
@@ -62,8 +62,8 @@ def test_the_policy_of_the_page_allows_its_own_code_and_nothing_else(served):
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_script_of_the_page_parses(served, tmp_path):
-    http = TestClient(served.app, raise_server_exceptions=False)
+def test_the_script_of_the_page_parses(model_server, tmp_path):
+    http = TestClient(model_server.app, raise_server_exceptions=False)
     page = http.get("/", headers={"accept": BROWSER}).text
     ((kind, text),) = re.findall(r"<script([^>]*)>(.*?)</script>", page, re.DOTALL)
     file = tmp_path / f"page.{'mjs' if 'module' in kind else 'cjs'}"
@@ -75,8 +75,8 @@ def test_the_script_of_the_page_parses(served, tmp_path):
 
 @pytest.mark.extras
 @pytest.mark.slow
-def test_a_conversation_in_a_browser(served, browser):
-    loop_server = LoopServer(lambda: served.app, "the chat page")
+def test_a_conversation_in_a_browser(model_server, browser):
+    loop_server = LoopServer(lambda: model_server.app, "the chat page")
     page = browser.new_page()
     requests, bodies, problems = [], [], []
     page.on("request", lambda request: requests.append(request.url))
@@ -126,7 +126,7 @@ def test_a_conversation_in_a_browser(served, browser):
 
         # stop
         page.fill("#max-tokens", "8")
-        with held(served):
+        with hold_requests(model_server):
             send("to be stopped")
             page.click("#stop")
             wait_for_answers()

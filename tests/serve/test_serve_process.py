@@ -20,7 +20,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 from sampler_models import tiny_model  # noqa: E402
 from serving import BASE, Wire, server  # noqa: E402
-from test_serve import texts  # noqa: E402
+from test_serve import make_text_datums  # noqa: E402
 
 from rl.errors import UserError  # noqa: E402
 from rl.serve import (  # noqa: E402
@@ -118,7 +118,7 @@ def test_files_of_tls_that_do_not_fit_are_named(certificate, tmp_path):
         check_certificate(cert, tmp_path / "nothing")
 
 
-def started(folder, *flags, launcher=()):
+def start_server(folder, *flags, launcher=()):
     """Start serve.py with its standard error in `folder`/log; return the process and its URL."""
     words = [
         *launcher, "serve.py", "--base-model", BASE, "--port", "0", "--output-dir",
@@ -146,7 +146,7 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
         "--keys-file",
         keys,
     )
-    process, url = started(tmp_path, *flags)
+    process, url = start_server(tmp_path, *flags)
     secret = "a prompt that nobody else should read"
     try:
         with httpx.Client(base_url=url, verify=str(certificate / "cert"), timeout=60) as http:
@@ -198,7 +198,7 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
     rows = [json.loads(line) for line in log.splitlines()]
     assert sum(row.get("status") == 401 for row in rows) == 2
     assert not any(word in log for word in (secret, *KEYS, "Traceback"))
-    process, url = started(tmp_path, *flags, "--resume")
+    process, url = start_server(tmp_path, *flags, "--resume")
     try:
         with httpx.Client(base_url=url, verify=str(certificate / "cert"), timeout=60) as http:
             for key, session in sessions.items():
@@ -224,9 +224,9 @@ def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_tol
     def learns(wires):
         wires.open()
         model = wires.model()
-        seen = [wires.output(wires.ask(model, 1, texts(5, 0)))[0]]
+        seen = [wires.output(wires.ask(model, 1, make_text_datums(5, 0)))[0]]
         norm = wires.wait(wires.step(model, 2))["metrics"]["grad_norm"]
-        seen.append(wires.output(wires.ask(model, 3, texts(5, 1), forward_only=True))[0])
+        seen.append(wires.output(wires.ask(model, 3, make_text_datums(5, 1), forward_only=True))[0])
         drawn = [
             item.tokens
             for item in wires.sample(wires.sampler(model, 4), 0, [4, 5], 3, seed=3).sequences
@@ -243,7 +243,7 @@ def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_tol
         "--num_processes",
         "2",
     ]
-    process, url = started(tmp_path, launcher=[*launcher, "--main_process_port", "0"])
+    process, url = start_server(tmp_path, launcher=[*launcher, "--main_process_port", "0"])
     try:
         wires = Wire.over(
             httpx.Client(base_url=url, headers={"x-api-key": "tml-nobody"}, timeout=120)
@@ -260,7 +260,7 @@ def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_tol
     assert result[1] == pytest.approx(norm, rel=1e-5) and result[2] == drawn
     with server(tmp_path / "out", resume=True) as item:  # now in a single process
         again = Wire(item)
-        after = again.output(again.ask(model, 5, texts(5, 1), forward_only=True))[0]
+        after = again.output(again.ask(model, 5, make_text_datums(5, 1), forward_only=True))[0]
     for a, b in zip(after, result[0][1], strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -270,20 +270,20 @@ def test_a_stop_right_after_a_restart_ends_within_its_grace(tmp_path):
     """Stop it twice: as soon as it listens, and while a million tokens are being sampled. No saved
     state is lost.
     """
-    process, url = started(tmp_path)
+    process, url = start_server(tmp_path)
     try:
         wires = Wire.over(
             httpx.Client(base_url=url, headers={"x-api-key": "tml-nobody"}, timeout=60)
         )
         wires.open()
         model = wires.model()
-        expected = wires.output(wires.ask(model, 1, texts(3, 0), forward_only=True))[0]
+        expected = wires.output(wires.ask(model, 1, make_text_datums(3, 0), forward_only=True))[0]
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
         process.kill()
     for busy in (False, True):
-        process, url = started(tmp_path, "--resume", "--stop-grace", "6")
+        process, url = start_server(tmp_path, "--resume", "--stop-grace", "6")
         try:
             if busy:
                 body = {
@@ -294,7 +294,7 @@ def test_a_stop_right_after_a_restart_ends_within_its_grace(tmp_path):
                     "ignore_eos": True,
                 }
                 asking = threading.Thread(
-                    target=ended_early, args=(f"{url}/v1/completions", body), daemon=True
+                    target=post_ignoring_errors, args=(f"{url}/v1/completions", body), daemon=True
                 )
                 asking.start()
                 time.sleep(2.0)
@@ -308,12 +308,12 @@ def test_a_stop_right_after_a_restart_ends_within_its_grace(tmp_path):
             process.kill()
     with server(tmp_path / "out", resume=True) as first:
         after = Wire(first)
-        result = after.output(after.ask(model, 2, texts(3, 0), forward_only=True))[0]
+        result = after.output(after.ask(model, 2, make_text_datums(3, 0), forward_only=True))[0]
     for mine, theirs in zip(result, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
-def ended_early(url, body):
+def post_ignoring_errors(url, body):
     with contextlib.suppress(httpx.HTTPError):
         httpx.post(url, json=body, timeout=60)
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.sdk, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory) -> dict:
+def sdk_results(tmp_path_factory) -> dict:
     """Return the results of tests/serve/sdk_client.py."""
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
@@ -45,7 +45,7 @@ def seen(tmp_path_factory) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def texts(count, seed):
+def make_text_datums(count, seed):
     generator, data = torch.Generator().manual_seed(seed), []
     for i in range(count):
         row = torch.randint(2, 90, (5 + i,), generator=generator).tolist()
@@ -86,26 +86,32 @@ def custom(client, data):
     return float(loss)
 
 
-def test_the_sdk_sees_what_the_clients_in_this_process_see_to_the_bit(seen, tmp_path):
+def test_the_sdk_sees_what_the_clients_in_this_process_see_to_the_bit(sdk_results, tmp_path):
     with ServiceClient(output_dir=tmp_path) as service:
         clients = [service.create_lora_training_client(BASE, rank, 7) for rank in (4, 6)]
-        assert seen["info"] == [4, 6]
+        assert sdk_results["info"] == [4, 6]
         for step in range(2):
             for i, client in enumerate(clients):
                 assert (
-                    outputs(client.forward_backward(texts(5, step), "cross_entropy").result())
-                    == seen[f"learnt {step} {i}"]
+                    outputs(
+                        client.forward_backward(make_text_datums(5, step), "cross_entropy").result()
+                    )
+                    == sdk_results[f"learnt {step} {i}"]
                 )
                 assert (
                     client.optim_step(AdamParams(1e-2)).result().metrics
-                    == seen[f"stepped {step} {i}"]
+                    == sdk_results[f"stepped {step} {i}"]
                 )
         client = clients[0]
-        loss = custom(client, texts(3, 9))
-        assert seen["custom"]["loss:sum"] == seen["custom"]["squares"] == loss
-        assert client.optim_step(AdamParams(1e-2)).result().metrics == seen["custom stepped"]
+        loss = custom(client, make_text_datums(3, 9))
+        assert sdk_results["custom"]["loss:sum"] == sdk_results["custom"]["squares"] == loss
+        assert client.optim_step(AdamParams(1e-2)).result().metrics == sdk_results["custom stepped"]
         sampler = client.save_weights_and_get_sampling_client()
-        assert sampled(sampler, [5, 9, 30], 3, 11) == seen["sampled"] == seen["sampled from a path"]
+        assert (
+            sampled(sampler, [5, 9, 30], 3, 11)
+            == sdk_results["sampled"]
+            == sdk_results["sampled from a path"]
+        )
         reference = [
             sampler.sample(ModelInput.from_ints([4, 5 + i]), 1, SamplingParams(4, 5))
             .result()
@@ -113,41 +119,43 @@ def test_the_sdk_sees_what_the_clients_in_this_process_see_to_the_bit(seen, tmp_
             .tokens
             for i in range(8)
         ]
-        assert reference == seen["wave"]
+        assert reference == sdk_results["wave"]
         scored = sampler.compute_logprobs(ModelInput.from_ints([5, 9, 30, 31])).result()
-        assert scored[0] is seen["scored"][0] is None and seen["scored"][1:] == pytest.approx(
-            scored[1:], abs=1e-5
-        )
-        went_on = [outputs(client.forward_backward(texts(4, 3), "cross_entropy").result())]
+        assert scored[0] is sdk_results["scored"][0] is None and sdk_results["scored"][
+            1:
+        ] == pytest.approx(scored[1:], abs=1e-5)
+        went_on = [
+            outputs(client.forward_backward(make_text_datums(4, 3), "cross_entropy").result())
+        ]
         went_on.append(client.optim_step(AdamParams(1e-2)).result().metrics)
-        assert seen["went on"] == seen["resumed"] == went_on
-        assert seen["tokens"] == client.get_tokenizer().encode("hello")
+        assert sdk_results["went on"] == sdk_results["resumed"] == went_on
+        assert sdk_results["tokens"] == client.get_tokenizer().encode("hello")
 
 
-def test_what_is_refused_raises_at_once_in_the_sdk_and_says_why(seen):
+def test_what_is_refused_raises_at_once_in_the_sdk_and_says_why(sdk_results):
     output = {
         "datum": "500", "after it": "not run", "loss": "stable_reinforce", "base": "no/such-model",
         "path": "tinker://", "image": "an image", "draws": "prompt_alt_tokens_k", "prompt": "999",
     }  # fmt: skip
     for name, text in output.items():
-        kind, message, *rest = seen["refused"][name]
-        assert text in message and "Traceback" not in message, (name, seen["refused"][name])
+        kind, message, *rest = sdk_results["refused"][name]
+        assert text in message and "Traceback" not in message, (name, sdk_results["refused"][name])
         assert kind in ("RequestFailedError", "BadRequestError", "NotFoundError"), (name, kind)
         assert kind != "RequestFailedError" or rest[0].lower().endswith("user"), (name, rest)
         assert rest[1] < 30
-    assert seen["refused"]["goes on"]["loss:sum"] > 0
+    assert sdk_results["refused"]["goes on"]["loss:sum"] > 0
 
 
-def test_what_was_saved_is_listed_given_a_time_to_live_and_removed(seen):
-    assert seen["models"] == [BASE] and seen["run"] == BASE and seen["expires"]
-    assert [path.split("/", 3)[3] for path in seen["checkpoints"]] == [
+def test_what_was_saved_is_listed_given_a_time_to_live_and_removed(sdk_results):
+    assert sdk_results["models"] == [BASE] and sdk_results["run"] == BASE and sdk_results["expires"]
+    assert [path.split("/", 3)[3] for path in sdk_results["checkpoints"]] == [
         "weights/state",
         "sampler_weights/weights",
     ]
-    assert [path.split("/", 3)[3] for path in seen["left"]] == ["sampler_weights/weights"]
+    assert [path.split("/", 3)[3] for path in sdk_results["left"]] == ["sampler_weights/weights"]
 
 
-def test_our_messages_are_the_sdks_on_the_wire(seen):
+def test_our_messages_are_the_sdks_on_the_wire(sdk_results):
     from google.protobuf import descriptor_pb2
 
     from rl.serve import tinker_pb2
@@ -182,7 +190,7 @@ def test_our_messages_are_the_sdks_on_the_wire(seen):
         }
 
     theirs, their_enums = fields(
-        descriptor_pb2.FileDescriptorProto.FromString(bytes.fromhex(seen["schema"]))
+        descriptor_pb2.FileDescriptorProto.FromString(bytes.fromhex(sdk_results["schema"]))
     )
     schema = descriptor_pb2.FileDescriptorProto()
     tinker_pb2.DESCRIPTOR.CopyToProto(schema)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from serving import Wire, opened, server
+from serving import Wire, open_server, server
 from test_serve import KEYS
 
 from rl.serve import HttpError
@@ -90,7 +90,7 @@ def test_one_key_cannot_push_anothers_samplers_out(tmp_path):
 
 
 def test_a_sampler_that_was_just_made_is_not_the_one_that_is_forgotten(tmp_path):
-    with opened(tmp_path, samplers=1) as (first, wires):
+    with open_server(tmp_path, samplers=1) as (first, wires):
         base = first.engine.settings.bases[0]
         for name in "ab":
             first.session_store.add_sampler(SamplerRecord(name, "local", wires.session, base))

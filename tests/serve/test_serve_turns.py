@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from serving import Wire, held, opened, server, until
-from test_serve import KEYS, rewarded, texts
+from serving import Wire, hold_requests, open_server, server, until
+from test_serve import KEYS, make_rewarded_datums, make_text_datums
 
 from rl.client import SampleStream
 from rl.errors import UserError
@@ -20,7 +20,7 @@ from rl.serve.served_models import ModelManager
 from rl.serve.session_store import ModelRecord
 
 
-def nothing():
+def make_empty_job():
     yield
 
 
@@ -60,7 +60,9 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
         monkeypatch.setattr(first.engine, "_run_job_slice", counting)
         monkeypatch.setattr(first.engine.queue, "add_sample", coming)
         monkeypatch.setattr(SampleStream, "add", drawing)
-        requests = [training.ask(model, 1, texts(150, i)) for i, model in enumerate(models)]
+        requests = [
+            training.ask(model, 1, make_text_datums(150, i)) for i, model in enumerate(models)
+        ]
         owner, drawn = first.session_store.models[models[0]].owner, []
         kept = [first.request_store.find_request(ask["request_id"], owner) for ask in requests]
         for i in range(12):
@@ -78,7 +80,7 @@ def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path,
 
 def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, monkeypatch):
     """However long the slice, no other job begins in between, though two models have work."""
-    with opened(tmp_path, token_budget=32) as (first, wires):
+    with open_server(tmp_path, token_budget=32) as (first, wires):
         models = [wires.model(i, seed=i) for i in range(2)]
         sampler = wires.sampler(models[0], 1)
         order, within, go = [], threading.Event(), threading.Event()
@@ -95,7 +97,10 @@ def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, m
         monkeypatch.setattr(
             first.engine, "_run_batch_slice", lambda drawing: (order.append("draw"), draw(drawing))
         )
-        requests = [wires.ask(models[0], 2, texts(60)), wires.ask(models[1], 1, texts(60))]
+        requests = [
+            wires.ask(models[0], 2, make_text_datums(60)),
+            wires.ask(models[1], 1, make_text_datums(60)),
+        ]
         assert within.wait(60)
         drawn = wires.ask_sample(sampler, 0, [4, 5], max_tokens=2)
         go.set()
@@ -121,7 +126,7 @@ def test_no_tenant_fills_the_queue_while_there_are_others():
             count += 1
 
     def job(tenant):
-        turns.add(EngineJob(tenant, f"{tenant}'s", "work", nothing))
+        turns.add(EngineJob(tenant, f"{tenant}'s", "work", make_empty_job))
 
     def sample(tenant):
         turns.add_sample(SamplingJob(tenant, lambda: None, {}))
@@ -149,7 +154,7 @@ def test_tenants_take_turns_and_not_models():
     turns = FairQueue(64)
     for tenant, lane in (("a", 0), ("a", 1), ("a", 2), ("b", 0)):
         for _ in range(3):
-            turns.add(EngineJob("local", f"{tenant}:{lane}", "work", nothing, tenant=tenant))
+            turns.add(EngineJob("local", f"{tenant}:{lane}", "work", make_empty_job, tenant=tenant))
     order = []
     for _ in range(12):
         job = turns.next_job()
@@ -166,8 +171,8 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
         flood.open(), calm.open()
         models, mine = [flood.model(i) for i in range(2)], calm.model()
         sampler = flood.sampler(models[0], 1)
-        expected = calm.output(calm.ask(mine, 1, rewarded(), "importance_sampling"))
-        with held(item):
+        expected = calm.output(calm.ask(mine, 1, make_rewarded_datums(), "importance_sampling"))
+        with hold_requests(item):
             taken, refused = [], []
 
             def send(path, **body):
@@ -192,8 +197,10 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
                 and item.headers["retry-after"] == "1"
                 for item in refused
             )
-            request = calm.ask(mine, 2, rewarded(), "importance_sampling")
-            forward = calm.ask(mine, 3, rewarded(), "importance_sampling", forward_only=True)
+            request = calm.ask(mine, 2, make_rewarded_datums(), "importance_sampling")
+            forward = calm.ask(
+                mine, 3, make_rewarded_datums(), "importance_sampling", forward_only=True
+            )
         result = calm.output(request)
         assert result[1] == expected[1] and all(
             np.array_equal(a, b) for a, b in zip(result[0], expected[0], strict=True)
@@ -207,7 +214,7 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
 
 
 def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_all(tmp_path):
-    with opened(tmp_path, queued=9) as (first, single):
+    with open_server(tmp_path, queued=9) as (first, single):
         model = single.model()
 
         def steps(wires, model, begin, count=12):
@@ -235,7 +242,7 @@ def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_
         other = Wire(first)
         other.open()
         second = other.model()
-        with held(first):
+        with hold_requests(first):
             assert steps(single, model, 10) == 4 and steps(other, second, 1) == 2
 
 
@@ -250,7 +257,7 @@ def test_the_number_that_others_wait_for_finds_room(tmp_path):
             body = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.0}}
             return wires.http.post("/api/v1/optim_step", json=body).status_code
 
-        with held(first):
+        with hold_requests(first):
             assert [step(seq) for seq in range(1, 9)] == [200] * 7 + [429]
         assert until(
             lambda: (
@@ -264,13 +271,13 @@ def test_the_number_that_others_wait_for_finds_room(tmp_path):
 
 
 def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
-    with opened(tmp_path) as (first, wires):
+    with open_server(tmp_path) as (first, wires):
         tenants, done = ModelManager(first.engine, first.session_store), Future()
         model = first.session_store.models["m"] = ModelRecord(
             "m", "local", wires.session, tmp_path / "m", first.engine.settings.bases[0], {}
         )
         tenants.enqueue_request(
-            model, 2, SimpleNamespace(verb="optim_step", work_future=done), nothing
+            model, 2, SimpleNamespace(verb="optim_step", work_future=done), make_empty_job
         )
         assert not done.done() and first.engine.queue._early_counts
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import BASE, PROTOBUF, Wire, opened, server, until
-from test_serve import texts
+from serving import BASE, PROTOBUF, Wire, open_server, server, until
+from test_serve import make_text_datums
 from transformers import PreTrainedTokenizerFast
 
 from rl.client import ServiceClient
@@ -51,7 +51,7 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
     def slowly(call):
         return lambda *arguments, **named: (time.sleep(slow), call(*arguments, **named))[1]
 
-    with opened(tmp_path) as (first, wires):
+    with open_server(tmp_path) as (first, wires):
         model = wires.model()
         path = wires.save(model, 1, "a")
         monkeypatch.setattr(
@@ -103,7 +103,7 @@ def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
 
 
 def test_a_short_request_cannot_ask_for_much_memory(tmp_path):
-    with opened(tmp_path) as (first, wires):
+    with open_server(tmp_path) as (first, wires):
         model = wires.model()
         sampler = wires.sampler(model, 1)
         empty = {
@@ -175,7 +175,7 @@ def test_half_sent_requests_are_closed_and_slow_answers_are_not(tmp_path):
         writer.close()
         return time.perf_counter() - begin, received
 
-    with opened(tmp_path, body_seconds=1.0, poll_seconds=2.5) as (item, wires):
+    with open_server(tmp_path, body_seconds=1.0, poll_seconds=2.5) as (item, wires):
         # Its sequence number is never due: a poll for it is held for 2.5 s.
         waiting = wires.step(wires.model(), 9)
 
@@ -293,9 +293,9 @@ def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypat
 
 
 def test_a_server_ends_in_time_and_writes_its_models_though_work_never_ends(tmp_path):
-    with opened(tmp_path) as (first, wires):
+    with open_server(tmp_path) as (first, wires):
         model = wires.model()
-        wires.output(wires.ask(model, 1, texts()))
+        wires.output(wires.ask(model, 1, make_text_datums()))
         wires.wait(wires.step(model, 2))
 
         def endless():
@@ -325,7 +325,7 @@ def test_a_process_that_cannot_end_is_ended(tmp_path):
 
 
 def test_a_protobuf_body_is_not_held_to_the_limit_of_json(tmp_path):
-    with opened(tmp_path) as (first, wires):
+    with open_server(tmp_path) as (first, wires):
         large = b" " * (32 * 2**20 + 1)
         assert wires.http.post("/api/v1/create_session", content=large).status_code == 413
         answer = wires.http.post(

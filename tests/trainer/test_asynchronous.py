@@ -92,7 +92,7 @@ def metrics(folder: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
-def drawn(folder: Path) -> list:
+def read_trained_rows(folder: Path) -> list:
     """Return what each step trained on: problem, member, tokens of each turn."""
     results = []
     for path in sorted((folder / "rollouts").glob("step_*.jsonl")):
@@ -118,7 +118,7 @@ def test_a_batch_in_parts_is_the_update_of_the_whole_batch(trained):
         ("halves", "--stream-minibatches 2"),
     ):
         result = trained(name, f"--steps 2 --adam-eps 1e-3 {words}")
-        assert drawn(result) == drawn(whole)
+        assert read_trained_rows(result) == read_trained_rows(whole)
         for key, value in weights(whole).items():
             np.testing.assert_allclose(weights(result)[key], value, atol=1e-6)
         for got, expected in zip(metrics(result), metrics(whole), strict=True):
@@ -170,7 +170,7 @@ def test_episodes_that_go_on_by_themselves_train_every_method_alike(method, tmp_
         return weights(folder, f"{method}-final")
 
     whole, single = go("whole"), go("alone", "--rollout-mode async --slice-steps 2")
-    assert drawn(single) == drawn(whole)
+    assert read_trained_rows(single) == read_trained_rows(whole)
     for key, value in trained(whole).items():
         np.testing.assert_allclose(trained(single)[key], value, atol=1e-6)
     again = go("again", f"--rollout-mode async --slice-steps 2 --replay {single}")
@@ -186,7 +186,7 @@ def test_asynchronous_runs_hold_their_bound_train_each_group_once_and_repeat_bit
     assert max(row["async/age/max"] for row in rows) in (1, 2)
     for row in rows:
         assert sum(row[f"async/age/{age}"] for age in range(3)) == pytest.approx(1.0)
-    problems = [(problem, index) for _, problem, index, _ in drawn(first)]
+    problems = [(problem, index) for _, problem, index, _ in read_trained_rows(first)]
     assert len(problems) == len(set(problems)) == 4 * 4 * 2
     assert any(
         "versions" in turn
@@ -207,7 +207,7 @@ def test_asynchronous_runs_hold_their_bound_train_each_group_once_and_repeat_bit
     assert (
         same(first, gone_on)
         and metrics(gone_on) == metrics(first)
-        and drawn(gone_on) == drawn(first)
+        and read_trained_rows(gone_on) == read_trained_rows(first)
     )
 
 
@@ -304,7 +304,7 @@ def test_what_does_not_go_together_is_refused_by_name(inputs, says):
             AsyncRolloutSettings(**single)
 
 
-def sent(source, result):
+def attach_weights(source, result):
     """Return the result of an update that sends its weights to ranks that only sample."""
     policy = source.trainer.models.policy
     return replace(result, new_weights=policy.save_weights_and_get_sampling_client())
@@ -328,7 +328,7 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
         begun.append((batch.number, before is not None))
         if before is not None:
             arrive(before)
-        return sent(source, credit(source, batch, before))
+        return attach_weights(source, credit(source, batch, before))
 
     with monkeypatch.context() as patched:
         patched.setattr(AsyncSource, "update_and_send", learn)
@@ -346,7 +346,11 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
     assert sum(row.get("landed", False) for row in rows) == 4
     assert max(row["async/age/max"] for row in metrics(first)) == 2
     again = trained("far-again", f"{LATE} --steps 6 --save-every 3 --replay {first}")
-    assert same(first, again) and metrics(again) == metrics(first) and drawn(again) == drawn(first)
+    assert (
+        same(first, again)
+        and metrics(again) == metrics(first)
+        and read_trained_rows(again) == read_trained_rows(first)
+    )
     assert (again / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
     for path in (again / "checkpoints").iterdir():
         if path.name != "grpo-000003":
@@ -360,7 +364,7 @@ def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise
     trained, monkeypatch, capsys
 ):
     def learn(source, batch, before):
-        return sent(source, credit(source, batch, before))
+        return attach_weights(source, credit(source, batch, before))
 
     credit = AsyncSource.update_and_send
     with monkeypatch.context() as patched:
@@ -372,7 +376,7 @@ def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise
     assert "the replayed run had a weight sync in flight" in text
     differs = "will not be bit-identical, because settings differ: save_every 0 -> 1"
     assert f"this replay of {first} {differs}" in text
-    assert drawn(again)[:8] == drawn(first)[:8]
+    assert read_trained_rows(again)[:8] == read_trained_rows(first)[:8]
     trained("as-before", f"{LATE} --save-every 0 --keep-last 3 --replay {first}")
     assert "bit-identical" not in capsys.readouterr().out
     # No weights are in flight here, although the log of decisions says that they land.

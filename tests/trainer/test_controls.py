@@ -41,7 +41,7 @@ def group(*rewards_G: list[float], tokens: int = 1, final: float = 0.0) -> Traje
     return TrajectoryGroup(members, [final] * len(members), [{}] * len(members))
 
 
-def settings(*words: str, method: str = "grpo"):
+def make_settings(*words: str, method: str = "grpo"):
     (stage,) = stages_of(method, *words)
     return stage.settings
 
@@ -169,7 +169,7 @@ def test_step_rewards_keep_their_place():
 # --------------------------------------------------------------------------------------- curriculum
 
 
-def levelled(**inputs) -> Curriculum:
+def make_curriculum(**inputs) -> Curriculum:
     """Return a curriculum of ten problems at each of the levels 1, 2, 3."""
     problems = [
         Problem([{"role": "user", "content": str(i)}], {"level": 1 + i // 10}, index=i)
@@ -183,16 +183,16 @@ def get_levels(curriculum: Curriculum, step: int) -> set[int]:
 
 
 def test_by_step():
-    curriculum = levelled(curriculum="steps", curriculum_steps=(10, 30))
+    curriculum = make_curriculum(curriculum="steps", curriculum_steps=(10, 30))
     assert [get_levels(curriculum, step) for step in (0, 9, 10, 29, 30, 99, 5)] == [
         {1}, {1}, {1, 2}, {1, 2}, {1, 2, 3}, {1, 2, 3}, {1},
     ]  # fmt: skip
-    only = levelled(curriculum="steps", curriculum_steps=(10, 30), curriculum_mix="only")
+    only = make_curriculum(curriculum="steps", curriculum_steps=(10, 30), curriculum_mix="only")
     assert [get_levels(only, step) for step in (9, 10, 30)] == [{1}, {2}, {3}]
 
 
 def test_by_success_up_and_back():
-    curriculum = levelled(
+    curriculum = make_curriculum(
         curriculum="success", curriculum_up=0.8, curriculum_down=0.2, curriculum_window=2,
         curriculum_mix="only",
     )  # fmt: skip
@@ -208,7 +208,11 @@ def test_by_success_up_and_back():
 
 def test_its_state_goes_on_in_the_middle_of_a_window():
     inputs = {"curriculum": "success", "curriculum_window": 3}
-    whole, first, second = levelled(**inputs), levelled(**inputs), levelled(**inputs)
+    whole, first, second = (
+        make_curriculum(**inputs),
+        make_curriculum(**inputs),
+        make_curriculum(**inputs),
+    )
     for success in (0.9, 0.9):
         whole.record_success(success)
         first.record_success(success)
@@ -219,7 +223,7 @@ def test_its_state_goes_on_in_the_middle_of_a_window():
 
 
 def test_a_level_has_every_one_of_its_problems_once_an_epoch():
-    curriculum = levelled(curriculum="steps", curriculum_steps=(10, 30))
+    curriculum = make_curriculum(curriculum="steps", curriculum_steps=(10, 30))
     indices = [problem.index for step in (10, 11) for problem in curriculum.batch(step, 10, seed=0)]
     assert sorted(indices) == list(range(20))
 
@@ -232,7 +236,7 @@ def test_a_level_has_every_one_of_its_problems_once_an_epoch():
 ])  # fmt: skip
 def test_problems_that_do_not_fit_the_curriculum_are_errors(inputs, message):
     with pytest.raises(UserError, match=message):
-        levelled(**inputs)
+        make_curriculum(**inputs)
     with pytest.raises(ValueError, match="ascending"):
         DataSettings(curriculum="steps", curriculum_steps=(30, 10))
 
@@ -258,7 +262,9 @@ def test_several_rewards_are_weighted_and_logged(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def short(prompt, response, meta):\n    return -len(response)\n"
     )
-    data = settings("--rewards", "exact_match", "1", f"{tmp_path / 'mine.py'}:short", "0.1").data
+    data = make_settings(
+        "--rewards", "exact_match", "1", f"{tmp_path / 'mine.py'}:short", "0.1"
+    ).data
     result = resolve_stage_reward(data).evaluate("1+1=", "2", {"answer": "2"})
     assert result.reward == pytest.approx(0.9)
     assert result.metrics == {"exact_match": 1.0, "correct": 1.0, "short": -1.0}
@@ -314,7 +320,7 @@ def test_settings_that_mean_nothing_are_refused():
         (["--variant", "dapoo"], "dapo"),
     ):
         with pytest.raises(SettingsError, match=message):
-            settings(*words)
+            make_settings(*words)
 
 
 WITHOUT_EFFECT = [
@@ -380,17 +386,17 @@ def test_a_setting_without_effect_is_refused_and_the_remedy_works(words, says, r
 
 def test_what_a_variant_stands_for_gives_way_to_what_is_asked_for():
     """dapo widens a clip range that importance_sampling does not have."""
-    changed = settings("--variant", "dapo", "--loss", "importance_sampling")
+    changed = make_settings("--variant", "dapo", "--loss", "importance_sampling")
     assert (changed.policy_gradient.loss, changed.policy_gradient.clip_high) == (
         "importance_sampling",
         1.2,
     )
     assert (
-        settings("--variant", "dapo").policy_gradient.clip_high,
+        make_settings("--variant", "dapo").policy_gradient.clip_high,
         changed.sampling.dynamic_sampling,
     ) == (1.28, 10)
     with pytest.raises(SettingsError, match="--clip-high 1.3 has no effect"):
-        settings("--variant", "dapo", "--loss", "importance_sampling", "--clip-high", "1.3")
+        make_settings("--variant", "dapo", "--loss", "importance_sampling", "--clip-high", "1.3")
 
 
 @pytest.mark.parametrize(("recipe", "words"), [
@@ -414,7 +420,7 @@ def test_a_flag_that_some_stages_use_is_taken_by_those(recipe, words):
 
 
 def test_settings_that_were_saved_before_they_were_errors_still_open():
-    plain = settings(method="ppo")
+    plain = make_settings(method="ppo")
     # refused on the command line, without critic_model
     saved = flatten_settings(plain) | {"critic_learning_rate": 1e-3}
     problems = []

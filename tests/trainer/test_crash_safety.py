@@ -68,7 +68,7 @@ def test_a_save_that_goes_wrong_at_any_disk_operation_loses_nothing(faulty_disk,
     assert result["from_step_1"] > 20 and result["from_step_2"] > 5, result
 
 
-class Heard:
+class RecordingConsole:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
@@ -108,7 +108,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
     refused = 0
     for damaged in damages:
         file.write_bytes(damaged)
-        console = Heard()
+        console = RecordingConsole()
         result = CheckpointManager.find_newest_intact(tmp_path, named, console)
         assert result is not None
         if console.texts:
@@ -124,7 +124,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
             )
     assert refused == len(damages) if name != "manifest.json" else refused > 0.8 * len(damages)
     file.write_bytes(whole)
-    assert CheckpointManager.find_newest_intact(tmp_path, named, Heard())[0]["name"] == "s-2"
+    assert (
+        CheckpointManager.find_newest_intact(tmp_path, named, RecordingConsole())[0]["name"]
+        == "s-2"
+    )
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -221,7 +224,7 @@ with StopRequest(float(sys.argv[1])) as request:
 """
 
 
-def listening(*words: str) -> subprocess.Popen:
+def start_listener(*words: str) -> subprocess.Popen:
     code = LISTEN.format(repo=str(REPO))
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words],
@@ -237,7 +240,7 @@ def listening(*words: str) -> subprocess.Popen:
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
 )
 def test_one_request_may_come_several_times(number, code):
-    process = listening("30", "0.3")
+    process = start_listener("30", "0.3")
     for _ in range(3):  # from the launcher, from the scheduler, ...
         process.send_signal(number)
         time.sleep(0.02)
@@ -245,13 +248,13 @@ def test_one_request_may_come_several_times(number, code):
 
 
 def test_before_the_first_step_there_is_nothing_to_save():
-    process = listening("30", "5", "starting")
+    process = start_listener("30", "5", "starting")
     process.send_signal(signal.SIGTERM)
     assert process.wait(4) == 75 and "before the first step" in process.stderr.read()
 
 
 def test_a_second_signal_ends_at_once():
-    process = listening("30")
+    process = start_listener("30")
     process.send_signal(signal.SIGUSR1)
     time.sleep(1.2)
     process.send_signal(signal.SIGTERM)
@@ -259,7 +262,7 @@ def test_a_second_signal_ends_at_once():
 
 
 def test_an_exceeded_grace_time_ends_at_once():
-    process, begin = listening("0.3"), time.monotonic()
+    process, begin = start_listener("0.3"), time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(15) == 75 and "stop_grace" in process.stderr.read()
     assert time.monotonic() - begin < 10
@@ -288,7 +291,7 @@ def flat(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ranks, tmp_path_factory) -> tuple[Path, float]:
+def reference_run(ranks, tmp_path_factory) -> tuple[Path, float]:
     return undisturbed_run(ranks, tmp_path_factory.mktemp("undisturbed"))
 
 
@@ -305,14 +308,16 @@ def undisturbed_run(ranks: Ranks, cwd: Path) -> tuple[Path, float]:
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=[pytest.mark.campaign] * (n > 2)) for n in SEEDS]
 )
-def test_kill_9_of_a_random_rank_at_a_random_point(ranks, undisturbed, tmp_path, seed):
-    killed_and_resumed(ranks, undisturbed, tmp_path, seed)
+def test_kill_9_of_a_random_rank_at_a_random_point(ranks, reference_run, tmp_path, seed):
+    killed_and_resumed(ranks, reference_run, tmp_path, seed)
     assert ranks.nothing_left() == []
 
 
-def killed_and_resumed(ranks: Ranks, undisturbed: tuple[Path, float], cwd: Path, seed: int) -> str:
+def killed_and_resumed(
+    ranks: Ranks, reference_run: tuple[Path, float], cwd: Path, seed: int
+) -> str:
     """Kill a random rank at a random moment and resume; return a description of what happened."""
-    rng, (whole, seconds) = random.Random(seed), undisturbed
+    rng, (whole, seconds) = random.Random(seed), reference_run
     victim, moment = rng.randrange(2), rng.uniform(0.02, 0.95) * seconds
     recipe = write(cwd)
     launch = ranks.start(recipe, "--output-dir", "out", *QUICK, cwd=cwd, world=2)
@@ -362,7 +367,7 @@ def test_a_rank_that_hangs_is_named_within_the_bound(ranks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_told_to_stop_two_processes_save_and_ask_to_be_requeued(
-    ranks, undisturbed, tmp_path, number
+    ranks, reference_run, tmp_path, number
 ):
     recipe = write(tmp_path)
     launch = ranks.start(recipe, "--output-dir", "out", *QUICK, cwd=tmp_path, world=2)
@@ -374,13 +379,13 @@ def test_told_to_stop_two_processes_save_and_ask_to_be_requeued(
     resumed = ranks.start(recipe, "--output-dir", "out", "--resume", *QUICK, cwd=tmp_path, world=2)
     assert resumed.wait(240) == [0, 0], resumed.output()
     assert "resuming from grpo-" in resumed.output(0)
-    assert 0 < done < len(rows(undisturbed[0]))
-    assert_same(tmp_path / "out", undisturbed[0], "grpo")
+    assert 0 < done < len(rows(reference_run[0]))
+    assert_same(tmp_path / "out", reference_run[0], "grpo")
     assert ranks.nothing_left() == []
 
 
 @pytest.mark.slow
-def test_a_step_that_does_not_fit_into_the_grace_time_is_left_out(ranks, undisturbed, tmp_path):
+def test_a_step_that_does_not_fit_into_the_grace_time_is_left_out(ranks, reference_run, tmp_path):
     """Each update takes four seconds, and the grace time is three. The signal arrives while the
     step samples, so the state before the step is saved, in time.
     """
@@ -549,16 +554,16 @@ def test_under_the_launcher_a_killed_rank_ends_all_of_them(tmp_path):
             tmp_path / "log"
         ).read_text()
         time.sleep(0.01)
-    victims = [pid for pid in tagged(str(tmp_path)) if b"RANK=1" in environ_of(pid)]
+    victims = [pid for pid in find_tagged_processes(str(tmp_path)) if b"RANK=1" in environ_of(pid)]
     assert len(victims) == 1
-    os_kill(victims[0])
+    kill_process(victims[0])
     assert process.wait(60) == 1
     text = (tmp_path / "log").read_text()
     assert f"rank 1 (process {victims[0]} on" in flat(text), text
     deadline = time.monotonic() + 5
-    while tagged(str(tmp_path)) and time.monotonic() < deadline:
+    while find_tagged_processes(str(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert tagged(str(tmp_path)) == []
+    assert find_tagged_processes(str(tmp_path)) == []
 
 
 def environ_of(pid: int) -> list[bytes]:
@@ -568,12 +573,12 @@ def environ_of(pid: int) -> list[bytes]:
         return []
 
 
-def tagged(tag: str) -> list[int]:
+def find_tagged_processes(tag: str) -> list[int]:
     pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]
     return [pid for pid in pids if f"{TAG}={tag}".encode() in environ_of(pid)]
 
 
-def os_kill(pid: int) -> None:
+def kill_process(pid: int) -> None:
     import os
 
     os.kill(pid, signal.SIGKILL)

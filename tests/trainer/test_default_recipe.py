@@ -78,7 +78,7 @@ def sorted_rows() -> dict[str, str]:
     return {f"{row}=": answer for row in rows if (answer := "".join(sorted(row))) not in trained}
 
 
-def sums() -> dict[str, str]:
+def list_sums() -> dict[str, str]:
     """Return the held-out sums of two-digit addition."""
     from rl.data.synthetic.addition_dataset import is_test
 
@@ -161,9 +161,9 @@ def test_addition_is_mostly_sharpened(tmp_path):
     taught, final = (
         tmp_path / "run" / "checkpoints" / f"{stage}-final" / "model" for stage in ("sft", "grpo")
     )
-    assert accuracy_by_generate(taught, sums(), sample=False) > before + 0.3
+    assert accuracy_by_generate(taught, list_sums(), sample=False) > before + 0.3
     # All 800 sums here; the evaluation uses the first 512.
-    assert abs(accuracy_by_generate(final, sums(), sample=True) - after) < 0.05
+    assert abs(accuracy_by_generate(final, list_sums(), sample=True) - after) < 0.05
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from fuzzing import ACCEPTED, REFUSED
-from test_run_folder import Heard, load_run_config, recipe, whole
+from test_run_folder import RecordingConsole, list_valid_checkpoints, load_run_config, write_recipe
 from whole_runs import train
 
 from rl.distributed import checkpoint_folder
@@ -42,7 +42,7 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-def places(value, path=()):
+def list_places(value, path=()):
     """Yield every path in a JSON value, as keys and indices."""
     yield path
     items = (
@@ -53,13 +53,13 @@ def places(value, path=()):
         else ()
     )
     for key, item in items:
-        yield from places(item, (*path, key))
+        yield from list_places(item, (*path, key))
 
 
-def changed(value, rng: random.Random):
+def change_field(value, rng: random.Random):
     """Return a copy with a field removed, doubled, renamed, or of another value or type."""
     value = json.loads(json.dumps(value))
-    path = rng.choice([path for path in places(value) if path])
+    path = rng.choice([path for path in list_places(value) if path])
     holder = value
     for key in path[:-1]:
         holder = holder[key]
@@ -73,7 +73,7 @@ def changed(value, rng: random.Random):
     return value
 
 
-def damaged(data: bytes, rng: random.Random) -> bytes:
+def damage_bytes(data: bytes, rng: random.Random) -> bytes:
     """Return a copy with bytes flipped, cut off, inserted or removed."""
     kind = rng.randrange(8)
     if kind == 0:
@@ -95,17 +95,17 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     if text.count("\n{") and kind < 7:
         lines = text.splitlines()
         at = rng.randrange(len(lines))
-        lines[at] = json.dumps(changed(json.loads(lines[at]), rng))
+        lines[at] = json.dumps(change_field(json.loads(lines[at]), rng))
         return ("\n".join(lines) + "\n").encode()
     try:
-        return json.dumps(changed(json.loads(text), rng)).encode()
+        return json.dumps(change_field(json.loads(text), rng)).encode()
     except ValueError:
         return data[1:]
 
 
 def stopped_run(folder: Path) -> Path:
     """Return a folder with a run stopped in its second stage, so that it can be resumed."""
-    train(str(recipe(folder)), folder / "run")
+    train(str(write_recipe(folder)), folder / "run")
     shutil.rmtree(folder / "run" / "checkpoints" / "grpo-final")
     return folder
 
@@ -115,13 +115,13 @@ def done(tmp_path_factory) -> Path:
     return stopped_run(tmp_path_factory.mktemp("fuzz"))
 
 
-def resumed(folder: Path, plan):
-    position = find_resume_point(plan, folder, Heard())
+def find_valid_resume_point(folder: Path, plan):
+    position = find_resume_point(plan, folder, RecordingConsole())
     remove_damaged_checkpoints(folder, position)
     return position
 
 
-def opened(folder: Path):
+def check_open_weights(folder: Path):
     result = open_weights(str(folder))
     assert result.path is not None and result.path.resolve().is_relative_to(folder.resolve())
     # config.json no longer describes a run: the folder is read as model weights, which it lacks
@@ -131,7 +131,7 @@ def opened(folder: Path):
     return result.path, result.stage.name, read_spec(result.path)
 
 
-def claimed(folder: Path):
+def check_claim(folder: Path):
     check_claim_folder(folder, resume=True)
     try:
         check_claim_folder(folder)
@@ -139,7 +139,7 @@ def claimed(folder: Path):
         assert str(folder) in str(error)
 
 
-def drawn(folder: Path):
+def read_curve_steps(folder: Path):
     return [row["step"] for row in read_curve(folder).rows]
 
 
@@ -151,7 +151,7 @@ def outcome(read, *args):
         return None, str(error)
 
 
-class Damaged:
+class DamagedRun:
     """A copy of a run's folder, damaged in one file at a time."""
 
     def __init__(self, done: Path, to: Path):
@@ -163,7 +163,7 @@ class Damaged:
             self.folder / "checkpoints" / "grpo-000006",
         )
         self.right = {name: read(*args) for name, read, args in self.readers() if name != "claimed"}
-        self.before, self.whole = self.listing(), whole(self.folder)
+        self.before, self.whole = self.listing(), list_valid_checkpoints(self.folder)
         best = next((self.folder / "sampler_weights").iterdir()).name
         self.files = ["config.json", "metrics.jsonl", "checkpoints.jsonl"]
         self.files += [
@@ -175,11 +175,11 @@ class Damaged:
     def readers(self):
         folder = self.folder
         return (
-            ("drawn", drawn, (folder,)),
-            ("opened", opened, (folder,)),
-            ("claimed", claimed, (folder,)),
+            ("drawn", read_curve_steps, (folder,)),
+            ("opened", check_open_weights, (folder,)),
+            ("claimed", check_claim, (folder,)),
             ("state", read_learner_state, (self.newest,)),
-            ("resumed", resumed, (folder, self.plan)),
+            ("resumed", find_valid_resume_point, (folder, self.plan)),
         )
 
     def listing(self) -> dict[str, tuple[int, int]]:
@@ -208,7 +208,7 @@ class Damaged:
     def check(self, name: str, rng: random.Random) -> list[str]:
         """Damage a file, read the folder in every way, restore the file; return the outcomes."""
         path, data = self.folder / name, (self.folder / name).read_bytes()
-        path.write_bytes(damaged(data, rng))
+        path.write_bytes(damage_bytes(data, rng))
         forged = rng.random() < 0.3 and name.endswith("state.json")
         manifest = path.parent / "manifest.json"
         kept = manifest.read_bytes() if forged else b""
@@ -231,7 +231,7 @@ class Damaged:
             still.append(reference)
         try:
             seen = [self._read(name, forged, *reader) for reader in self.readers()]
-            left = whole(self.folder)
+            left = list_valid_checkpoints(self.folder)
             assert [item for item in still if item not in left] == [], (
                 f"{name}: something whole was removed"
             )
@@ -269,7 +269,7 @@ class Damaged:
 
 def fuzz(done: Path, to: Path, count: int, seed: int) -> Counter[str]:
     """Damage a file at a time; return the count of each outcome."""
-    run, rng = Damaged(done, to), random.Random(seed)
+    run, rng = DamagedRun(done, to), random.Random(seed)
     seen: Counter[str] = Counter()
     for i in range(count):
         seen.update(run.check(run.files[i % len(run.files)], rng))
@@ -316,9 +316,9 @@ SHARE = 0.1
 
 
 @functools.cache
-def own_run() -> Damaged:
+def own_run() -> DamagedRun:
     folder = tempfile.TemporaryDirectory(prefix="fuzz-")
     atexit.register(folder.cleanup)
     (Path(folder.name) / "copy").mkdir()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return Damaged(stopped_run(Path(folder.name) / "made"), Path(folder.name) / "copy")
+        return DamagedRun(stopped_run(Path(folder.name) / "made"), Path(folder.name) / "copy")

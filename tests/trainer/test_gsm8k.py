@@ -105,7 +105,7 @@ def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def untimed(run: Path) -> list[dict]:
+def read_untimed_metrics(run: Path) -> list[dict]:
     return [
         {key: value for key, value in row.items() if not key.startswith("time/")}
         for row in metrics(run)
@@ -275,7 +275,7 @@ def test_a_run_killed_in_the_middle_of_grpo_ends_as_if_it_had_not_been(
     )
 
     assert "resuming from grpo-" in finish(train(recipe, broken, "--resume"))
-    assert untimed(broken) == untimed(run)
+    assert read_untimed_metrics(broken) == read_untimed_metrics(run)
     for file in ("model/model.safetensors", "optimizer.safetensors"):
         ours, theirs = (
             tensors(folder / "checkpoints" / "grpo-final" / file) for folder in (broken, run)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from test_controls import levelled
+from test_controls import make_curriculum
 
 from rl.algorithms import GrpoSettings
 from rl.algorithms.update import make_adam_params
@@ -135,7 +135,7 @@ def test_the_old_sampler_is_let_go_before_the_new_weights_are_taken():
     assert stage.next_sampler(None) == "new"
 
 
-class Notes:
+class StateRecorder:
     """A method and a checkpoint manager that record their state."""
 
     def __init__(self):
@@ -154,15 +154,15 @@ class Notes:
 @pytest.mark.parametrize("curriculum", ["success", "steps", None])
 def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
 
-    keeper = Notes()
+    keeper = StateRecorder()
 
     def fresh():
         inputs = (
             {"curriculum_window": 3} if curriculum == "success" else {"curriculum_steps": (2, 4)}
         )
-        problems = None if curriculum is None else levelled(curriculum=curriculum, **inputs)
+        problems = None if curriculum is None else make_curriculum(curriculum=curriculum, **inputs)
         models = SimpleNamespace(policy=None, trainable={}, opponents=None)
-        return bare_stage(problems=problems, method=Notes(), keeper=keeper, models=models)
+        return bare_stage(problems=problems, method=StateRecorder(), keeper=keeper, models=models)
 
     first, second = fresh(), fresh()
     first.evaluator.held_out, first.method.method = (

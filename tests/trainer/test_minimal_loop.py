@@ -48,8 +48,8 @@ def test_it_runs(tmp_path):
 @pytest.mark.campaign
 def test_it_learns(tmp_path):
     rewards = rewards_of(tmp_path, sft_steps=400, steps=16)
-    learning.clears("mean reward of the first step", rewards[0], above=0.05)
-    learning.clears(
+    learning.check_figure("mean reward of the first step", rewards[0], above=0.05)
+    learning.check_figure(
         "last four steps over the first four, in sum",
         sum(rewards[-4:]) - sum(rewards[:4]),
         above=0.0,

@@ -82,7 +82,7 @@ def write_inputs(here: Path) -> None:
     (here / "stages.yaml").write_text(STAGES.replace("PAIRS", str(here / "pairs.jsonl")))
 
 
-def printed_commands(text: str) -> list[str]:
+def extract_commands(text: str) -> list[str]:
     lines = text[text.index("Next:") :].splitlines()[1:]
     return [line.strip(" \u2502") for line in lines if "python " in line or "accelerate " in line]
 
@@ -109,7 +109,7 @@ def test_printed_commands_run_as_printed(kind, shell, tmp_path, capsys, monkeypa
         options=RunSettings,
     )
     execute(run)
-    commands = printed_commands(capsys.readouterr().out)
+    commands = extract_commands(capsys.readouterr().out)
     assert len(commands) == count
     for command in commands:
         if "#" not in command:  # it names a package to install first

@@ -39,14 +39,14 @@ def digits(prompt, response, meta):
 
 @dataclass(frozen=True)
 class Case:
-    """`words` of a run, in which FOLDER is the folder that `made` returns."""
+    """`words` of a run, in which FOLDER is the folder that `case_inputs` returns."""
 
     words: str
     moving: tuple[str, ...] = ()
     holds: Callable[[list[dict]], bool] = bool
 
 
-def levels(rows: list[dict]) -> bool:
+def check_levels(rows: list[dict]) -> bool:
     return [row["curriculum/level"] for row in rows if "curriculum/level" in row] == [0, 1, 1, 2]
 
 
@@ -58,7 +58,7 @@ def learned_rewards(rows: list[dict]) -> bool:
     )
 
 
-def drifts(rows: list[dict]) -> bool:
+def check_drift(rows: list[dict]) -> bool:
     """Check that the answers come from the initial policy, before and after the resume."""
     drift = [abs(row["optim/kl_behaviour_v1"]) for row in rows]
     return drift[0] < 1e-5 < 1e-3 < drift[-1]
@@ -115,7 +115,7 @@ CASES: dict[str, dict[str, Case]] = {
         )
     },
     "sft": {
-        "levels": Case(f"{HELD_OUT} {LEVELS} --reward exact_match", holds=levels),
+        "levels": Case(f"{HELD_OUT} {LEVELS} --reward exact_match", holds=check_levels),
         "lora": Case(f"{HELD_OUT} --lora-rank 4"),
     },
     "online_dpo": {
@@ -139,7 +139,7 @@ CASES: dict[str, dict[str, Case]] = {
     "dpo": {
         "precomputed, levels": Case(
             f"{HELD_OUT} --precompute-reference {LEVELS}",
-            holds=lambda rows: has_moved(rows) and levels(rows),
+            holds=lambda rows: has_moved(rows) and check_levels(rows),
         ),
         "reference": Case(HELD_OUT, holds=has_moved),
         "lora": Case(f"{HELD_OUT} --lora-rank 4", holds=has_moved),
@@ -148,20 +148,22 @@ CASES: dict[str, dict[str, Case]] = {
         ),
     },
     "reward_model": {
-        "levels": Case(f"{HELD_OUT} {LEVELS}", holds=levels),
+        "levels": Case(f"{HELD_OUT} {LEVELS}", holds=check_levels),
         "lora": Case(f"{HELD_OUT} --lora-rank 4 --num-substeps 2"),
         "comparison": Case(f"{HELD_OUT} --form comparison --base-model tiny:ascii"),
     },
     "offline": {
-        "lora": Case("--dataset FOLDER/answers.jsonl --loss dro --lora-rank 4", holds=drifts),
+        "lora": Case("--dataset FOLDER/answers.jsonl --loss dro --lora-rank 4", holds=check_drift),
         "learned baseline": Case(
-            "--dataset FOLDER/answers.jsonl --loss dro --baseline learned", holds=drifts
+            "--dataset FOLDER/answers.jsonl --loss dro --baseline learned", holds=check_drift
         ),
         "ilql": Case("--dataset FOLDER/answers.jsonl --loss ilql"),
         "cloning": Case("--dataset FOLDER/answers.jsonl --loss bc --top-fraction 0.5"),
     },
     "distill": {
-        "student": Case(f"{STUDENT} --learn-from student --group-size 2 {LEVELS}", holds=levels),
+        "student": Case(
+            f"{STUDENT} --learn-from student --group-size 2 {LEVELS}", holds=check_levels
+        ),
         "teacher": Case(f"{STUDENT} --learn-from teacher --group-size 2"),
     },
 }
@@ -183,7 +185,7 @@ EACH = [
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
+def case_inputs(tmp_path_factory) -> Path:
     """Return a folder with the inputs of the cases: a reward, answers, a reward model and a
     teacher.
     """
@@ -201,7 +203,7 @@ def test_no_method_is_left_out():
 
 
 @pytest.mark.parametrize(("method", "name"), EACH)
-def test_two_steps_and_two_resumed_are_four_to_the_bit(method, name, made, tmp_path):
+def test_two_steps_and_two_resumed_are_four_to_the_bit(method, name, case_inputs, tmp_path):
     case = CASES[method][name]
     samples = (
         SAMPLED
@@ -214,7 +216,9 @@ def test_two_steps_and_two_resumed_are_four_to_the_bit(method, name, made, tmp_p
         if method in ("offline", "distill")
         else samples
     )
-    words = f"{method} --learning-rate 1e-2 {samples} {case.words}".replace("FOLDER", str(made))
+    words = f"{method} --learning-rate 1e-2 {samples} {case.words}".replace(
+        "FOLDER", str(case_inputs)
+    )
     rows = two_and_two(words, tmp_path)
     assert len([row for row in rows if "progress/batch" in row]) == 4 and case.holds(rows)
     for metric in case.moving:

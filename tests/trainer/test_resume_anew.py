@@ -45,7 +45,7 @@ def read_config(words: str):
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory) -> Path:
+def stopped_run(tmp_path_factory) -> Path:
     """Return a run of four steps with a checkpoint of each; `cut` removes the last two."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     train(f"{WORDS} --steps 4 --save-every 1 --keep-last 9 --seed 3", folder)
@@ -53,9 +53,9 @@ def stopped(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def cut(stopped, tmp_path) -> Path:
+def truncated_run(stopped_run, tmp_path) -> Path:
     folder = tmp_path / "run"
-    shutil.copytree(stopped, folder)
+    shutil.copytree(stopped_run, folder)
     for name in ("grpo-000003", "grpo-final"):
         shutil.rmtree(folder / "checkpoints" / name)
     return folder
@@ -68,41 +68,43 @@ def console_notes(monkeypatch):
     return notes
 
 
-def test_the_folder_alone_is_enough(stopped, cut):
-    train("--resume", cut)
-    assert same_weights(stopped, cut)
-    assert config(cut)["stages"] == config(stopped)["stages"]
-    assert config(cut)["name"] == "grpo"
+def test_the_folder_alone_is_enough(stopped_run, truncated_run):
+    train("--resume", truncated_run)
+    assert same_weights(stopped_run, truncated_run)
+    assert config(truncated_run)["stages"] == config(stopped_run)["stages"]
+    assert config(truncated_run)["name"] == "grpo"
 
 
 @pytest.mark.slow
-def test_what_changes_no_result_may_change(stopped, cut, console_notes):
+def test_what_changes_no_result_may_change(stopped_run, truncated_run, console_notes):
     free = (
         "--token-budget 64 --save-every 3 --eval-every 0 --rollouts-every 1 --keep-last 1 "
         "--reward-timeout 20 --kv-cache-tokens 5000"
     )
-    train(f"--resume {free}", cut)
-    a, b = final_weights(stopped), final_weights(cut)
+    train(f"--resume {free}", truncated_run)
+    a, b = final_weights(stopped_run), final_weights(truncated_run)
     for name in a:
         # Smaller micro-batches: equal up to rounding.
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
     assert any("eval_every 2 -> 0" in text for text in console_notes) and {
-        note["setting"] for note in config(cut)["changes"]
+        note["setting"] for note in config(truncated_run)["changes"]
     } >= {"eval_every"}
-    assert list((cut / "rollouts").glob("*.jsonl"))
+    assert list((truncated_run / "rollouts").glob("*.jsonl"))
 
 
 @pytest.mark.parametrize("again", ["", WORDS + " --seed 3 --save-every 1 --keep-last 9 "])
-def test_what_changes_the_result_needs_to_be_named(cut, again):
+def test_what_changes_the_result_needs_to_be_named(truncated_run, again):
     with pytest.raises(RunFolderError, match=r"learning_rate 0.01 -> 0.5.*--change"):
-        train(f"{again} --resume --steps 4 --learning-rate 0.5", cut)
-    assert "changes" not in config(cut) or not config(cut)["changes"]
+        train(f"{again} --resume --steps 4 --learning-rate 0.5", truncated_run)
+    assert "changes" not in config(truncated_run) or not config(truncated_run)["changes"]
 
 
 @pytest.mark.slow
-def test_a_change_takes_effect_from_its_step_on_and_is_noted(cut, stopped, console_notes):
-    rows = train("--resume --change learning_rate=5e-3 kl-coef=0.5", cut)
-    before = [json.loads(line) for line in (stopped / "metrics.jsonl").read_text().splitlines()]
+def test_a_change_takes_effect_from_its_step_on_and_is_noted(
+    truncated_run, stopped_run, console_notes
+):
+    rows = train("--resume --change learning_rate=5e-3 kl-coef=0.5", truncated_run)
+    before = [json.loads(line) for line in (stopped_run / "metrics.jsonl").read_text().splitlines()]
     assert [row["reward/total"] for row in rows if row["step"] in (1, 2)] == [
         r["reward/total"] for r in before if r["step"] in (1, 2)
     ]
@@ -112,7 +114,7 @@ def test_a_change_takes_effect_from_its_step_on_and_is_noted(cut, stopped, conso
         3: 5e-3,
         4: 5e-3,
     }
-    notes = {note["setting"]: note for note in config(cut)["changes"]}
+    notes = {note["setting"]: note for note in config(truncated_run)["changes"]}
     assert notes["learning_rate"] == {
         "step": 2,
         "stage": "grpo",
@@ -120,37 +122,42 @@ def test_a_change_takes_effect_from_its_step_on_and_is_noted(cut, stopped, conso
         "from": 0.01,
         "to": 0.005,
     }
-    assert config(cut)["stages"][0]["settings"]["kl_coef"] == 0.5
-    state = json.loads((cut / "checkpoints/grpo-final/state.json").read_text())
+    assert config(truncated_run)["stages"][0]["settings"]["kl_coef"] == 0.5
+    state = json.loads((truncated_run / "checkpoints/grpo-final/state.json").read_text())
     assert state["metadata"]["method"]["kl_coef"] == 0.5
-    assert not same_weights(cut, stopped)
-    train("--resume --steps 5", cut)  # the recorded changes remain
-    assert [note["setting"] for note in config(cut)["changes"]].count("learning_rate") == 1
+    assert not same_weights(truncated_run, stopped_run)
+    train("--resume --steps 5", truncated_run)  # the recorded changes remain
+    assert [note["setting"] for note in config(truncated_run)["changes"]].count(
+        "learning_rate"
+    ) == 1
 
 
-def test_a_change_may_use_a_former_name(cut):
-    train("--resume --change kl_coef=0.5 kl_in=loss", cut)
-    assert config(cut)["stages"][0]["settings"]["kl_placement"] == "loss"
-    assert {note["setting"] for note in config(cut)["changes"]} == {"kl_coef", "kl_placement"}
+def test_a_change_may_use_a_former_name(truncated_run):
+    train("--resume --change kl_coef=0.5 kl_in=loss", truncated_run)
+    assert config(truncated_run)["stages"][0]["settings"]["kl_placement"] == "loss"
+    assert {note["setting"] for note in config(truncated_run)["changes"]} == {
+        "kl_coef",
+        "kl_placement",
+    }
 
 
 @pytest.mark.parametrize("change", ["lora_rank=4", "base_model=tiny:ascii", "seed=9"])
-def test_a_checkpoint_stays_that_of_its_model(cut, change):
+def test_a_checkpoint_stays_that_of_its_model(truncated_run, change):
     with pytest.raises(RunFolderError, match="--base-model"):
-        train(f"--resume --change {change}", cut)
+        train(f"--resume --change {change}", truncated_run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ended", [False, True])
-def test_steps_may_be_added(stopped, cut, ended, tmp_path, console_notes):
+def test_steps_may_be_added(stopped_run, truncated_run, ended, tmp_path, console_notes):
     """Add steps to an interrupted run and to a finished run: the weights equal those of a run with
     all steps from the start.
     """
     train(f"{WORDS} --steps 6 --save-every 1 --keep-last 9 --seed 3", tmp_path / "whole")
-    folder = cut
+    folder = truncated_run
     if ended:
         folder = tmp_path / "ended"
-        shutil.copytree(stopped, folder)
+        shutil.copytree(stopped_run, folder)
     train("--resume --steps 6", folder)
     assert same_weights(folder, tmp_path / "whole")
     rows = [

@@ -37,7 +37,7 @@ class Duel(Environment):
 '''
 
 
-class Killed(BaseException):
+class SimulatedKill(BaseException):
     """Raised as if by a signal: a BaseException, so no code catches it as an error."""
 
 
@@ -62,7 +62,7 @@ def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(
     def killed(self, requests, /):
         queries["batches"] += 1
         if queries["batches"] == queries["at"]:
-            raise Killed
+            raise SimulatedKill
         return ask(self, requests)
 
     # Every batch asks the policy and its opponent in each round of its level: 2 rounds, and more at
@@ -72,7 +72,7 @@ def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(
     train(words, tmp_path / "counted")
     total = queries["batches"]
     queries |= {"batches": 0, "at": total - 3}  # within the last batch, after some of its turns
-    with pytest.raises(Killed):
+    with pytest.raises(SimulatedKill):
         train(words, tmp_path / "cut")
     monkeypatch.setattr(SamplingClient, "sample_many", ask)
     remaining = sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir())

@@ -100,16 +100,18 @@ def final_weights(folder: Path, stage: str) -> dict[str, torch.Tensor]:
     )
 
 
-def assert_same(resumed: Path, undisturbed: Path, stage: str) -> None:
-    assert rows(resumed) == rows(undisturbed)
-    a, b = final_weights(resumed, stage), final_weights(undisturbed, stage)
+def assert_same(resumed: Path, reference_run: Path, stage: str) -> None:
+    assert rows(resumed) == rows(reference_run)
+    a, b = final_weights(resumed, stage), final_weights(reference_run, stage)
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     optimizer = [
         load_file(str(f / "checkpoints" / f"{stage}-final" / "optimizer.safetensors"))
-        for f in (resumed, undisturbed)
+        for f in (resumed, reference_run)
     ]
     assert all(torch.equal(optimizer[0][k], optimizer[1][k]) for k in optimizer[1])
-    names = [sorted(p.name for p in (f / "checkpoints").iterdir()) for f in (resumed, undisturbed)]
+    names = [
+        sorted(p.name for p in (f / "checkpoints").iterdir()) for f in (resumed, reference_run)
+    ]
     assert names[0] == names[1]
 
 
@@ -130,7 +132,7 @@ def kill_when(process: Launch, folder: Path, ready, options: int = signal.SIGKIL
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Path:
+def reference_run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     words = command(write(folder), "--output-dir", "out")
     done = subprocess.run(
@@ -145,7 +147,7 @@ def undisturbed(tmp_path_factory) -> Path:
     "where",
     ["first stage before any checkpoint", "first stage", "second stage", "second stage late"],
 )
-def test_a_killed_run_resumes_to_the_same_bits(undisturbed, tmp_path, where):
+def test_a_killed_run_resumes_to_the_same_bits(reference_run, tmp_path, where):
     stage, batch = {
         "first stage before any checkpoint": ("sft", 1),
         "first stage": ("sft", 4),
@@ -166,7 +168,7 @@ def test_a_killed_run_resumes_to_the_same_bits(undisturbed, tmp_path, where):
     assert (
         "no complete checkpoint yet" if "before any" in where else "resuming from"
     ) in done.stdout
-    assert_same(tmp_path / "out", undisturbed, "grpo")
+    assert_same(tmp_path / "out", reference_run, "grpo")
 
 
 @pytest.mark.slow
@@ -197,7 +199,7 @@ def test_every_method_stopped_by_sigterm_resumes_to_the_same_bits(tmp_path, meth
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "grpo"])
 def test_a_run_stopped_in_the_last_step_of_a_stage_ends_as_if_it_had_not_been(
-    undisturbed, tmp_path, stage
+    reference_run, tmp_path, stage
 ):
     """The signal arrives between the last update and the stage's final checkpoint: from a reward,
     or while rows are read.
@@ -221,8 +223,8 @@ runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
     done = run(cwd=tmp_path, ok=False, script=str(tmp_path / "script.py"))
     assert done.returncode == 75, done.stderr
     run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
-    assert rows(tmp_path / "out") == rows(undisturbed)
-    a, b = final_weights(tmp_path / "out", "grpo"), final_weights(undisturbed, "grpo")
+    assert rows(tmp_path / "out") == rows(reference_run)
+    a, b = final_weights(tmp_path / "out", "grpo"), final_weights(reference_run, "grpo")
     assert all(torch.equal(a[k], b[k]) for k in b)
 
 
@@ -248,7 +250,7 @@ def test_rows_that_do_not_fit_are_named_before_anything_is_done(tmp_path):
 
 
 @pytest.mark.slow
-def test_resume_falls_back_to_an_older_checkpoint_and_says_so(undisturbed, tmp_path):
+def test_resume_falls_back_to_an_older_checkpoint_and_says_so(reference_run, tmp_path):
     recipe = write(tmp_path)
     process = start(recipe, "--output-dir", "out", cwd=tmp_path)
     kill_when(
@@ -261,12 +263,12 @@ def test_resume_falls_back_to_an_older_checkpoint_and_says_so(undisturbed, tmp_p
     file.write_bytes(file.read_bytes()[:-10])
     done = run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
     assert f"checkpoint {newest.name} cannot be used" in " ".join(done.stdout.split())
-    assert_same(tmp_path / "out", undisturbed, "grpo")
+    assert_same(tmp_path / "out", reference_run, "grpo")
 
 
 @pytest.mark.slow
-def test_a_runs_folder_holds_what_it_promises(undisturbed):
-    names = {p.name for p in undisturbed.iterdir()}
+def test_a_runs_folder_holds_what_it_promises(reference_run):
+    names = {p.name for p in reference_run.iterdir()}
     assert names >= {
         "config.json",
         "metrics.jsonl",
@@ -275,9 +277,9 @@ def test_a_runs_folder_holds_what_it_promises(undisturbed):
         "rollouts",
         "checkpoints",
     }
-    last = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()][
-        -1
-    ]
+    last = [
+        json.loads(line) for line in (reference_run / "metrics.jsonl").read_text().splitlines()
+    ][-1]
     expected = """reward/total env/all/reward/total progress/batch progress/done_frac optim/lr optim/kl_sample_train_v1
         optim/kl_sample_train_v2 optim/entropy optim/grad_norm env/all/ac_tokens_per_turn env/all/ob_tokens_per_turn
         env/all/turns_per_episode env/all/total_episodes env/all/by_group/frac_mixed env/all/by_group/frac_all_good
@@ -288,13 +290,13 @@ def test_a_runs_folder_holds_what_it_promises(undisturbed):
     )
     assert last["optim/max_logprob_difference"] < 1e-4
     checkpoints = [
-        json.loads(line) for line in (undisturbed / "checkpoints.jsonl").read_text().splitlines()
+        json.loads(line) for line in (reference_run / "checkpoints.jsonl").read_text().splitlines()
     ]
     assert all({"name", "batch", "state_path", "sampler_path"} <= row.keys() for row in checkpoints)
-    assert all((undisturbed.parent / row["sampler_path"]).is_dir() for row in checkpoints)
+    assert all((reference_run.parent / row["sampler_path"]).is_dir() for row in checkpoints)
     sampled = [
         json.loads(line)
-        for line in next(iter((undisturbed / "rollouts").glob("step_*.jsonl")))
+        for line in next(iter((reference_run / "rollouts").glob("step_*.jsonl")))
         .read_text()
         .splitlines()
     ]
@@ -304,9 +306,9 @@ def test_a_runs_folder_holds_what_it_promises(undisturbed):
 
 
 @pytest.mark.slow
-def test_a_folder_with_a_run_is_not_written_to(undisturbed):
-    recipe = undisturbed.parent / "recipe.yaml"
-    done = run(recipe, "--output-dir", "out", cwd=undisturbed.parent, ok=False)
+def test_a_folder_with_a_run_is_not_written_to(reference_run):
+    recipe = reference_run.parent / "recipe.yaml"
+    done = run(recipe, "--output-dir", "out", cwd=reference_run.parent, ok=False)
     assert (
         done.returncode == 2
         and "--resume" in done.stderr
@@ -320,7 +322,7 @@ def test_a_folder_with_a_run_is_not_written_to(undisturbed):
         "--resume",
         "--learning-rate",
         "0.5",
-        cwd=undisturbed.parent,
+        cwd=reference_run.parent,
         ok=False,
     )
     assert (
@@ -328,7 +330,7 @@ def test_a_folder_with_a_run_is_not_written_to(undisturbed):
     )
     assert "nothing was started" in done.stderr
     # A finished run reports that it is done and changes nothing.
-    done = run(recipe, "--output-dir", "out", "--resume", cwd=undisturbed.parent)
+    done = run(recipe, "--output-dir", "out", "--resume", cwd=reference_run.parent)
     assert "done" in done.stdout
 
 

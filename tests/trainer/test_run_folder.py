@@ -43,7 +43,7 @@ eval_limit: 4
 """
 
 
-def recipe(folder: Path, extra: str = "keep_last: 2", text: str = RECIPE) -> Path:
+def write_recipe(folder: Path, extra: str = "keep_last: 2", text: str = RECIPE) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.yaml"
     path.write_text(text.format(extra=extra))
@@ -54,20 +54,20 @@ def recipe(folder: Path, extra: str = "keep_last: 2", text: str = RECIPE) -> Pat
 def done(tmp_path_factory) -> Path:
     """Return a finished run of two stages, to be copied."""
     folder = tmp_path_factory.mktemp("done")
-    train(str(recipe(folder)), folder / "run")
+    train(str(write_recipe(folder)), folder / "run")
     return folder
 
 
-def copied(done: Path, to: Path) -> Path:
+def copy_run(done: Path, to: Path) -> Path:
     shutil.copytree(done, to / "copy", symlinks=True)
     return to / "copy" / "run"
 
 
-def again(folder: Path, *words: str) -> list[dict]:
+def resume_run(folder: Path, *words: str) -> list[dict]:
     return train(" ".join([str(folder.parent / "recipe.yaml"), "--resume", *words]), folder)
 
 
-def whole(folder: Path) -> list[str]:
+def list_valid_checkpoints(folder: Path) -> list[str]:
     results = []
     for manifest in sorted(folder.rglob("manifest.json")):
         try:
@@ -78,7 +78,7 @@ def whole(folder: Path) -> list[str]:
     return results
 
 
-class Heard(Console):
+class RecordingConsole(Console):
     def __init__(self) -> None:
         super().__init__(quiet=True)
         self.texts: list[str] = []
@@ -113,7 +113,7 @@ def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, chan
         )
     train(
         str(
-            recipe(
+            write_recipe(
                 tmp_path,
                 text=RECIPE.replace("steps: 3", "steps: 1").replace("steps: 4", "steps: 1"),
             )
@@ -127,7 +127,7 @@ def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, chan
 # -------------------------------------------------------------------------- the list of checkpoints
 
 
-def damages(text: str, count: int, seed: int = 0):
+def generate_damages(text: str, count: int, seed: int = 0):
     """Yield damaged lists: missing, cut off, changed in bits, lines and fields, or forged."""
     rng, data, lines = random.Random(seed), text.encode(), text.splitlines(keepends=True)
     values = [
@@ -158,9 +158,9 @@ def damages(text: str, count: int, seed: int = 0):
             yield "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def survives(done: Path, to: Path, count: int, seed: int) -> int:
+def resume_from_damages(done: Path, to: Path, count: int, seed: int) -> int:
     """Resume from each damaged list, up to training; return the number of damages noticed."""
-    folder = copied(done, to)
+    folder = copy_run(done, to)
     outside = to / "outside"
     outside.mkdir()
     (outside / "thesis.txt").write_text("years of work")
@@ -172,40 +172,43 @@ def survives(done: Path, to: Path, count: int, seed: int) -> int:
     os.symlink(outside, folder / "checkpoints" / "linked")
     os.symlink(outside, folder / "sampler_weights" / "grpo-best-linked")
     text = (folder / CHECKPOINTS).read_text()
-    before, plan = whole(to), load_run_config(folder)
-    right = find_resume_point(plan, folder, Heard())
+    before, plan = list_valid_checkpoints(to), load_run_config(folder)
+    right = find_resume_point(plan, folder, RecordingConsole())
     assert len(before) >= 7 and right.step == 8
     noticed = 0
-    for damaged in damages(text, count, seed):
+    for damaged in generate_damages(text, count, seed):
         if damaged is None:
             (folder / CHECKPOINTS).unlink()
         else:
             (folder / CHECKPOINTS).write_bytes(damaged)
-        console = Heard()
+        console = RecordingConsole()
         position = find_resume_point(plan, folder, console)
         assert position == right, damaged
         remove_damaged_checkpoints(folder, position)
         noticed += len(console.texts) > 0
-    assert whole(to) == before and (outside / "thesis.txt").read_text() == "years of work"
+    assert (
+        list_valid_checkpoints(to) == before
+        and (outside / "thesis.txt").read_text() == "years of work"
+    )
     return noticed
 
 
 def test_a_damaged_list_of_checkpoints_costs_nothing(done, tmp_path):
-    assert survives(done, tmp_path, 60, seed=0) > 20
+    assert resume_from_damages(done, tmp_path, 60, seed=0) > 20
 
 
 @pytest.mark.slow
 def test_a_thousand_damaged_lists_of_checkpoints_cost_nothing(done, tmp_path):
-    assert survives(done, tmp_path, 1014, seed=1) > 400
+    assert resume_from_damages(done, tmp_path, 1014, seed=1) > 400
 
 
 @pytest.mark.slow
 def test_a_lost_list_is_made_again_as_it_was(done, tmp_path):
-    folder = copied(done, tmp_path)
+    folder = copy_run(done, tmp_path)
     text = (folder / CHECKPOINTS).read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     (folder / CHECKPOINTS).unlink()
-    assert again(folder)
+    assert resume_run(folder)
     made = [json.loads(line) for line in (folder / CHECKPOINTS).read_text().splitlines()]
     for row in rows + made:
         row["state_path"], row["sampler_path"] = (
@@ -223,12 +226,12 @@ def test_a_lost_list_is_made_again_as_it_was(done, tmp_path):
 
 @pytest.mark.slow
 def test_a_link_in_the_way_is_left_alone_and_named(done, tmp_path):
-    folder = copied(done, tmp_path)
+    folder = copy_run(done, tmp_path)
     shutil.rmtree(folder / "checkpoints" / "grpo-final")
     (tmp_path / "elsewhere").mkdir()
     os.symlink(tmp_path / "elsewhere", folder / "checkpoints" / "grpo-final")
     with pytest.raises(RunFolderError, match="grpo-final is in the way.*it is a link"):
-        again(folder)
+        resume_run(folder)
     assert (folder / "checkpoints" / "grpo-final").is_symlink() and (
         tmp_path / "elsewhere"
     ).is_dir()
@@ -236,7 +239,7 @@ def test_a_link_in_the_way_is_left_alone_and_named(done, tmp_path):
     # complete, but not from this run
     shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
     with pytest.raises(RunFolderError, match="grpo-final is in the way.*not from this run"):
-        again(folder)
+        resume_run(folder)
     checkpoint_folder.verify_checkpoint(folder / "checkpoints" / "grpo-final")
 
 
@@ -244,15 +247,15 @@ def test_what_lies_at_the_step_gone_on_from_is_in_the_way_where_it_is_none_of_it
     done, tmp_path
 ):
     """All steps are done, but the stage's final checkpoint is not yet written under its name."""
-    folder = copied(done, tmp_path)
+    folder = copy_run(done, tmp_path)
     os.rename(folder / "checkpoints" / "grpo-final", folder / "checkpoints" / "grpo-000008")
     plan = load_run_config(folder)
-    assert find_resume_point(plan, folder, Heard()).step == 8
+    assert find_resume_point(plan, folder, RecordingConsole()).step == 8
     shutil.copytree(folder / "checkpoints" / "sft-final", folder / "checkpoints" / "grpo-final")
     with pytest.raises(
         RunFolderError, match="grpo-final is in the way.*its step 8.*not from this run"
     ):
-        find_resume_point(plan, folder, Heard())
+        find_resume_point(plan, folder, RecordingConsole())
     checkpoint_folder.verify_checkpoint(folder / "checkpoints" / "grpo-final")
 
 
@@ -276,7 +279,7 @@ def test_a_checkpoint_is_never_looked_for_outside_of_the_folder(tmp_path):
 # ------------------------------------------------------------------------ checkpoints of other runs
 
 
-def swap(folder: Path, name: str, change) -> None:
+def edit_checkpoint_state(folder: Path, name: str, change) -> None:
     """Change a checkpoint's state.json and update its manifest."""
     place = folder / "checkpoints" / name
     state = json.loads((place / "state.json").read_text())
@@ -293,7 +296,7 @@ def swap(folder: Path, name: str, change) -> None:
     checkpoint_folder.verify_checkpoint(place)
 
 
-def put(key: str, value, *path: str):
+def set_field(key: str, value, *path: str):
     def change(state):
         for part in path:
             state = state[part]
@@ -306,32 +309,32 @@ def put(key: str, value, *path: str):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put("id", "another", "metadata", "run"), "its run is 'another'"),
-        (put("seed", 7, "metadata", "run"), "its seed is 7, this run's is 0"),
-        (put("stage", "polish", "metadata", "run"), "its stage is 'polish'"),
-        (put("seed", 5, "spec"), "seed of its model is 5"),
-        (put("lora", {"rank": 4}, "spec"), "lora of its model"),
-        (put("value_head", True, "spec"), "value_head of its model is True"),
-        (put("base_model", "tiny:chat", "spec"), "it was made from tiny:chat"),
-        (put("data", "0" * 32, "metadata", "run"), "the data of stage grpo"),
-        (put("next_batch", 1, "metadata"), "grpo-000006 is in the way"),
-        (put("stage", 9, "metadata"), "grpo-000006 is in the way"),
-        (put("stage", 0, "metadata"), "grpo-000006 is in the way"),
-        (put("stage", "x", "metadata"), "grpo-000006 is in the way"),
-        (put("next_batch", 2.0, "metadata"), "its next_batch is 2.0"),
-        (put("first_step", 3, "metadata"), "which is outside of the run's stage"),
-        (put("metadata", []), "no 'metadata' as save_state writes it"),
+        (set_field("id", "another", "metadata", "run"), "its run is 'another'"),
+        (set_field("seed", 7, "metadata", "run"), "its seed is 7, this run's is 0"),
+        (set_field("stage", "polish", "metadata", "run"), "its stage is 'polish'"),
+        (set_field("seed", 5, "spec"), "seed of its model is 5"),
+        (set_field("lora", {"rank": 4}, "spec"), "lora of its model"),
+        (set_field("value_head", True, "spec"), "value_head of its model is True"),
+        (set_field("base_model", "tiny:chat", "spec"), "it was made from tiny:chat"),
+        (set_field("data", "0" * 32, "metadata", "run"), "the data of stage grpo"),
+        (set_field("next_batch", 1, "metadata"), "grpo-000006 is in the way"),
+        (set_field("stage", 9, "metadata"), "grpo-000006 is in the way"),
+        (set_field("stage", 0, "metadata"), "grpo-000006 is in the way"),
+        (set_field("stage", "x", "metadata"), "grpo-000006 is in the way"),
+        (set_field("next_batch", 2.0, "metadata"), "its next_batch is 2.0"),
+        (set_field("first_step", 3, "metadata"), "which is outside of the run's stage"),
+        (set_field("metadata", []), "no 'metadata' as save_state writes it"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_with_what_differs(done, tmp_path, change, message):
-    folder = copied(done, tmp_path)
+    folder = copy_run(done, tmp_path)
     shutil.rmtree(folder / "checkpoints" / "grpo-final")
-    swap(folder, "grpo-000006", change)
+    edit_checkpoint_state(folder, "grpo-000006", change)
     if message.startswith("no 'metadata'"):  # no run wrote this: treated as damaged
-        assert again(folder)
+        assert resume_run(folder)
         return
     with pytest.raises(UserError, match=message) as error:
-        again(folder)
+        resume_run(folder)
     assert any(
         remedy in str(error.value)
         for remedy in ("--base-model", "Move it out", "Move it elsewhere")
@@ -343,15 +346,15 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(done, tmp_path
 def test_checkpoints_of_before_runs_had_names_go_on(done, tmp_path):
     whole_rows, folder = (
         (done / "run" / "metrics.jsonl").read_text().count("\n"),
-        copied(done, tmp_path),
+        copy_run(done, tmp_path),
     )
     shutil.rmtree(folder / "checkpoints" / "grpo-final")
     for place in (folder / "checkpoints").iterdir():
-        swap(folder, place.name, lambda state: state["metadata"].pop("run"))
+        edit_checkpoint_state(folder, place.name, lambda state: state["metadata"].pop("run"))
     config = json.loads((folder / "config.json").read_text())
     del config["id"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert len(again(folder)) == whole_rows
+    assert len(resume_run(folder)) == whole_rows
     new, old = final_weights_of(folder), final_weights_of(done / "run")
     assert all((new[name] == old[name]).all() for name in old)
     assert json.loads((folder / "config.json").read_text())["id"]
@@ -365,7 +368,7 @@ def final_weights_of(folder: Path):
 
 @pytest.mark.slow
 def test_metrics_with_holes_are_refused(done, tmp_path):
-    folder = copied(done, tmp_path)
+    folder = copy_run(done, tmp_path)
     shutil.rmtree(folder / "checkpoints" / "grpo-final")
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     for change, message in (
@@ -379,11 +382,11 @@ def test_metrics_with_holes_are_refused(done, tmp_path):
     ):
         (folder / "metrics.jsonl").write_text("".join(change))
         with pytest.raises(UserError, match=message) as error:
-            again(folder)
+            resume_run(folder)
         assert "metrics.jsonl" in str(error.value)
     # This row is later than the checkpoint, so it is removed anyway.
     (folder / "metrics.jsonl").write_text("".join(lines[:-1]) + lines[-1][:20])
-    again(folder)
+    resume_run(folder)
 
 
 @pytest.mark.slow
@@ -504,13 +507,13 @@ def test_a_stage_has_a_name_that_its_checkpoints_can_have(name, tmp_path, capsys
 
 @pytest.mark.slow
 def test_a_mended_recipe_keeps_the_stages_that_are_done(done, tmp_path):
-    folder = copied(done, tmp_path)
+    folder = copy_run(done, tmp_path)
     for name in ("grpo-final", "grpo-000006"):
         shutil.rmtree(folder / "checkpoints" / name)
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     kept = (folder / "checkpoints" / "sft-final" / "manifest.json").stat().st_mtime_ns
-    recipe(folder.parent, "learning_rate: 1e-5\n    keep_last: 1")
-    rows = again(folder)
+    write_recipe(folder.parent, "learning_rate: 1e-5\n    keep_last: 1")
+    rows = resume_run(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert (folder / "metrics.jsonl").read_text().splitlines(keepends=True)[:3] == lines[:3]
     assert (folder / "checkpoints" / "sft-final" / "manifest.json").stat().st_mtime_ns == kept
@@ -518,19 +521,19 @@ def test_a_mended_recipe_keeps_the_stages_that_are_done(done, tmp_path):
         json.loads((folder / "config.json").read_text())["stages"][1]["settings"]["learning_rate"]
         == 1e-5
     )
-    recipe(folder.parent, "learning_rate: 1e-4")  # now the stage is done
+    write_recipe(folder.parent, "learning_rate: 1e-4")  # now the stage is done
     with pytest.raises(RunFolderError, match="these differ: stage grpo: learning_rate"):
-        again(folder)
+        resume_run(folder)
 
 
 @pytest.mark.slow
 def test_a_damaged_end_of_a_stage_is_made_again_from_the_checkpoint_before(done, tmp_path):
-    folder = copied(done, tmp_path)
+    folder = copy_run(done, tmp_path)
     for name in ("grpo-final", "grpo-000006"):
         shutil.rmtree(folder / "checkpoints" / name)
     file = folder / "checkpoints" / "sft-final" / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x00")
-    again(folder)
+    resume_run(folder)
     checkpoint_folder.verify_checkpoint(folder / "checkpoints" / "sft-final")
     assert all(
         (final_weights_of(folder)[key] == value).all()
@@ -547,7 +550,7 @@ def test_the_lost_end_of_a_stage_that_a_later_one_begins_from_is_known_at_the_st
         "    group_size: 2\n    eval_every: 0\ndataset: addition\n",
     )
     folder = tmp_path / "run"
-    train(str(recipe(tmp_path, text=text)), folder)
+    train(str(write_recipe(tmp_path, text=text)), folder)
     for name in ("grpo-final", "last-final"):
         shutil.rmtree(folder / "checkpoints" / name)
     lines = (folder / "metrics.jsonl").read_text()
@@ -555,7 +558,7 @@ def test_the_lost_end_of_a_stage_that_a_later_one_begins_from_is_known_at_the_st
     with pytest.raises(
         UserError, match="begins from the end of stage sft, but that checkpoint is damaged"
     ):
-        again(folder)
+        resume_run(folder)
     assert (folder / "metrics.jsonl").read_text() == lines
 
 
@@ -567,7 +570,7 @@ def test_two_runs_are_kept_apart(done, tmp_path, monkeypatch):
     """During a live run, --resume, --overwrite, --auto-resume and a first start are refused before
     any file changes.
     """
-    folder, held = copied(done, tmp_path), []
+    folder, held = copy_run(done, tmp_path), []
     log = BatchLog.write_row
 
     def neighbor(self, done, metrics):

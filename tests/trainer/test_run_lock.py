@@ -26,7 +26,7 @@ lock.release()
 """
 
 
-def holding(folder: Path, seconds: float = 60) -> subprocess.Popen:
+def start_lock_holder(folder: Path, seconds: float = 60) -> subprocess.Popen:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True
     )
@@ -38,7 +38,7 @@ def list_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def another_hosts(folder: Path, seconds_ago: float, **more) -> dict:
+def make_foreign_lock(folder: Path, seconds_ago: float, **more) -> dict:
     """Write the lock of a process on an unreachable machine; return its record."""
     owner = {
         "host": "node17", "boot": "else", "pid": 4242, "began": "1", "slurm": None,
@@ -52,7 +52,7 @@ def another_hosts(folder: Path, seconds_ago: float, **more) -> dict:
 
 
 def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
-    process = holding(tmp_path)
+    process = start_lock_holder(tmp_path)
     with pytest.raises(
         RunFolderError,
         match=rf"in use by process {process.pid} on \S+, started \d+ s ago, last heartbeat \d s ago",
@@ -79,7 +79,7 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
 
 
 def test_a_process_that_ended_but_is_not_waited_for_is_dead(tmp_path):
-    process = holding(tmp_path)
+    process = start_lock_holder(tmp_path)
     process.kill()
     deadline = time.monotonic() + 20
     while (
@@ -107,13 +107,13 @@ def test_a_process_id_that_was_given_again_is_another_process(tmp_path):
 
 
 def test_a_lock_of_another_host_ends_with_its_heartbeat(tmp_path):
-    another_hosts(tmp_path, 30)
+    make_foreign_lock(tmp_path, 30)
     with pytest.raises(
         RunFolderError,
         match=r"process 4242 on node17, started 60 min ago, last heartbeat (30|31) s ago",
     ):
         RunLock(tmp_path).acquire()
-    another_hosts(tmp_path, 61)
+    make_foreign_lock(tmp_path, 61)
     with RunLock(tmp_path) as lock:
         lock.acquire()
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
@@ -122,26 +122,26 @@ def test_a_lock_of_another_host_ends_with_its_heartbeat(tmp_path):
 def test_a_requeued_job_waits_until_it_knows_and_takes_over_its_own_earlier_start(
     tmp_path, monkeypatch
 ):
-    another_hosts(tmp_path, 0)
+    make_foreign_lock(tmp_path, 0)
     begin, text = time.monotonic(), []
     with RunLock(tmp_path, patient=True, heartbeat_seconds=0.1, stale_seconds=1.0) as lock:
         lock.acquire(text.append)
     assert 0.8 < time.monotonic() - begin < 30
     assert "waiting up to 1 s" in text[0]
     assert "taken over" in text[1]
-    another_hosts(tmp_path, 0, slurm=["70012", 0])
+    make_foreign_lock(tmp_path, 0, slurm=["70012", 0])
     monkeypatch.setenv("SLURM_JOB_ID", "70012")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     with RunLock(tmp_path) as lock:
         lock.acquire(text.append)
     assert "earlier start of this Slurm job 70012" in text[-1]
-    another_hosts(tmp_path, 0, slurm=["70012", 1])  # the same start: two processes of a job
+    make_foreign_lock(tmp_path, 0, slurm=["70012", 1])  # the same start: two processes of a job
     with pytest.raises(RunFolderError, match="node17"):
         RunLock(tmp_path).acquire()
 
 
 def test_a_heart_that_beats_again_is_alive(tmp_path):
-    another_hosts(tmp_path, 5)
+    make_foreign_lock(tmp_path, 5)
     code = (
         f"import os, time\nfor _ in range(600):\n    time.sleep(0.1)\n    "
         f"os.utime({str(tmp_path / 'run.lock')!r})"
@@ -236,7 +236,7 @@ except ChildProcessError:
 
 def test_who_takes_a_dead_owners_place_looks_again_whether_it_is_still_his(tmp_path):
     """In between, another process has replaced the lock and is running."""
-    another_hosts(tmp_path, 61)
+    make_foreign_lock(tmp_path, 61)
     first, second = RunLock(tmp_path), RunLock(tmp_path)
     verdict = first._find_end_reason
 

@@ -11,7 +11,7 @@ from rl.trainer.evaluator import HeldOutMetrics
 
 
 @pytest.fixture
-def printed(monkeypatch) -> dict[str, dict]:
+def printed_facts(monkeypatch) -> dict[str, dict]:
     """Record the console's lines at the start and end of a run."""
     calls: dict[str, dict] = {}
     monkeypatch.setattr(Console, "start", lambda self, title, facts: calls.update(start=facts))
@@ -20,7 +20,7 @@ def printed(monkeypatch) -> dict[str, dict]:
 
 
 def test_the_data_line_names_held_out_rows_and_the_end_the_best_weights(
-    printed, tmp_path, monkeypatch
+    printed_facts, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(40)]
@@ -31,22 +31,26 @@ def test_the_data_line_names_held_out_rows_and_the_end_the_best_weights(
         "--batch-size 8 --eval-every 3",
         tmp_path / "run",
     )
-    assert printed["start"]["data"] == ("36 training rows of rows.jsonl, its last 4 rows held out")
+    assert printed_facts["start"]["data"] == (
+        "36 training rows of rows.jsonl, its last 4 rows held out"
+    )
     measured = {
         row["step"]: row["test/loss"] for row in metrics if row["step"] and "test/loss" in row
     }
     best = min(measured, key=measured.__getitem__)
     assert best < max(measured)
-    (remark,) = [text for text in printed["end"]["remarks"] if "--checkpoint best" in text]
+    (remark,) = [text for text in printed_facts["end"]["remarks"] if "--checkpoint best" in text]
     assert [int(step) for step in re.findall(r"step (\d+)", remark)] == [best]
     assert [float(value) for value in re.findall(r"\d\.\d+", remark)] == pytest.approx(
         [measured[best], measured[max(measured)]], abs=1e-3
     )
-    assert any(command.endswith("run") and "report" in command for command in _commands(printed))
+    assert any(
+        command.endswith("run") and "report" in command for command in _commands(printed_facts)
+    )
 
 
-def _commands(printed: dict[str, dict]) -> list[str]:
-    return [command.partition("  #")[0] for command in printed["end"]["commands"]]
+def _commands(printed_facts: dict[str, dict]) -> list[str]:
+    return [command.partition("  #")[0] for command in printed_facts["end"]["commands"]]
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_what_is_right_passes(run, policy, sampler):
     assert observe() == before
 
 
-def decoders(monkeypatch, change):
+def patch_decoders(monkeypatch, change):
     """Make the checked decoder load its weights through `change` from now on."""
     real = training_worker.TrainingWorker.check_sync
 
@@ -95,7 +95,7 @@ def decoders(monkeypatch, change):
 
 
 def test_a_hand_over_that_delivers_nothing(run, monkeypatch):
-    decoders(monkeypatch, lambda pieces: ())
+    patch_decoders(monkeypatch, lambda pieces: ())
     with pytest.raises(SelfTestFailed, match="the weight sync delivers nothing"):
         run()
 
@@ -109,7 +109,7 @@ def test_a_tensor_or_an_adapter_left_out(run, monkeypatch, number, healthy):
         del whole[number]
         return whole
 
-    decoders(monkeypatch, without)
+    patch_decoders(monkeypatch, without)
     with pytest.raises(SelfTestFailed, match="only a part of the weights|delivers nothing"):
         run()
 
@@ -133,7 +133,7 @@ def test_a_stale_version_label(run, sampler, monkeypatch):
         run()
 
 
-def shifted(names, by):
+def shift_fields(names, by):
     real = module.trajectory_to_datums
 
     def made(trajectory):
@@ -153,7 +153,7 @@ def shifted(names, by):
 @pytest.mark.parametrize("by", [-1, 1])
 @pytest.mark.parametrize("names", [("mask",), ("logprobs",), ("mask", "logprobs")])
 def test_a_mask_or_logprobs_shifted_by_one(run, monkeypatch, names, by):
-    monkeypatch.setattr(module, "trajectory_to_datums", shifted(names, by))
+    monkeypatch.setattr(module, "trajectory_to_datums", shift_fields(names, by))
     with pytest.raises(
         SelfTestFailed,
         match="not the tokens that were sampled|not the logprobs of the sampled tokens",
@@ -161,7 +161,7 @@ def test_a_mask_or_logprobs_shifted_by_one(run, monkeypatch, names, by):
         run()
 
 
-def drawn_otherwise(monkeypatch, change):
+def patch_sampled_answers(monkeypatch, change):
     real = module._sample_answers
     monkeypatch.setattr(
         module,
@@ -172,7 +172,7 @@ def drawn_otherwise(monkeypatch, change):
 
 @ONE
 def test_a_fragment_taken_for_an_ended_answer(run, monkeypatch):
-    drawn_otherwise(
+    patch_sampled_answers(
         monkeypatch,
         lambda s: replace(s, stop_reason="stop" if s.stop_reason == "length" else "length"),
     )

@@ -28,28 +28,28 @@ SLACK = {
 }  # fmt: skip
 
 
-def descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """Return the ids of the processes below `pid`."""
     pids = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):
-            pids += [child, *descendants(child)]
+            pids += [child, *list_descendants(child)]
     return pids
 
 
-def resident_mib(pid: int) -> float:
+def read_resident_mib(pid: int) -> float:
     """Return the resident memory of a process in MiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:")), 0.0)
 
 
-def observe(pid: int) -> dict[str, Any]:
+def measure_process(pid: int) -> dict[str, Any]:
     """Return the resources that a process and its workers hold."""
-    workers = descendants(pid)
+    workers = list_descendants(pid)
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return {
-        "rss_mib": resident_mib(pid),
-        "workers_rss_mib": sum(map(resident_mib, workers)),
+        "rss_mib": read_resident_mib(pid),
+        "workers_rss_mib": sum(map(read_resident_mib, workers)),
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         "threads": len(os.listdir(f"/proc/{pid}/task")),
         "processes": 1 + len(workers),
@@ -85,7 +85,7 @@ def test_a_long_run_stays_flat(tmp_path):
         if step < before["step"] + STEPS // OBSERVATIONS:
             continue
         try:
-            row = {"step": step, **observe(run.pid)}
+            row = {"step": step, **measure_process(run.pid)}
         except OSError:
             continue
         spent = row["cpu_seconds"] - before["cpu_seconds"]

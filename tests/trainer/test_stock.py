@@ -44,7 +44,7 @@ def test_everything_that_is_asked_or_answered_counts_in_the_fingerprint():
     assert compute_data_fingerprint(ProblemSet(rows[::-1])) != known
 
 
-class Book:
+class FakeLogbook:
     """A stub of the logbook's list of checkpoints."""
 
     def __init__(self, folder):
@@ -73,7 +73,7 @@ def test_each_stage_keeps_the_best_weights_of_its_own(tmp_path):
 
         return write
 
-    keeper = CheckpointManager(Book(tmp_path))
+    keeper = CheckpointManager(FakeLogbook(tmp_path))
     policy = SimpleNamespace(
         save_state=written("checkpoints"), save_weights_for_sampler=written("sampler_weights")
     )

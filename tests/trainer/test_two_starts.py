@@ -66,7 +66,7 @@ def result(folder: Path) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> tuple[tuple[Any, ...], float]:
+def reference_run(tmp_path_factory) -> tuple[tuple[Any, ...], float]:
     """Return (result, seconds) of an undisturbed run."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     begin = time.monotonic()
@@ -82,9 +82,9 @@ def undisturbed(tmp_path_factory) -> tuple[tuple[Any, ...], float]:
         for n in range(INTERLEAVINGS)
     ],
 )
-def test_a_second_start_leaves_the_run_as_an_undisturbed_run(undisturbed, tmp_path, number):
+def test_a_second_start_leaves_the_run_as_an_undisturbed_run(reference_run, tmp_path, number):
     """Half of the first processes are killed at another random moment."""
-    expected, seconds = undisturbed
+    expected, seconds = reference_run
     rng, folder = random.Random(number), tmp_path / "run"
     flag = rng.choice(["--resume", "--overwrite", "--auto-resume", ""])
     kills = rng.random() < 0.5
