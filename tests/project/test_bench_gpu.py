@@ -180,7 +180,7 @@ def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(
         gpu_models, "SIZES", dict.fromkeys(("tiny", "0.5B", "1.7B", "8B"), gpu_models.SIZES["tiny"])
     )
-    for name in ("speed", "peer_speed"):
+    for name in ("measure_speed", "peer_speed"):
         monkeypatch.setattr(
             gpu_decode, name, lambda table, case, name, *inputs: table.row(case, name, "done", 1)
         )

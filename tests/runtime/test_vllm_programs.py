@@ -190,6 +190,7 @@ def test_a_saved_adapter_is_merged(tmp_path, server):
 
 @pytest.mark.extras
 def test_a_server_of_several_weights_refuses_vllm(tmp_path):
+    pytest.importorskip("fastapi", reason="needs the extra serve")
     words = ["serve.py", "--base-model", "tiny:addition", "--port", "0", "--sampler", "vllm"]
     done = subprocess.run(
         [sys.executable, *words, "--output-dir", tmp_path / "served"],
