@@ -78,9 +78,9 @@ def main() -> None:
     parser.add_argument("--one", choices=VARIANTS, help="measure this variant in this process")
     args = parser.parse_args()
     sizes = {name: getattr(args, name) for name in SIZES}
-    if args.first:
+    if args.one:
         torch.set_num_threads(sizes.pop("threads"))
-        print(json.dumps(measure(args.first, **sizes)))
+        print(json.dumps(measure(args.one, **sizes)))
         return
     result: dict[str, dict[str, float]] = {}
     rows = []
