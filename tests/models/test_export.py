@@ -218,7 +218,10 @@ def test_pushing_makes_a_private_repository_and_says_what_went_wrong(runs, tmp_p
 def test_the_script_exports_and_says_what_to_do_next(runs, tmp_path):
     words = [runs["lora"], tmp_path / "my out", "--merge", "--dtype", "bf16"]
     done = run_script("export.py", *words, cwd=REPO)
-    assert done.returncode == 0 and f"sample.py '{tmp_path / 'my out'}'" in done.stdout, done.stderr
+    assert (
+        done.returncode == 0
+        and f"python {REPO / 'sample.py'} '{tmp_path / 'my out'}'" in done.stdout
+    ), done.stderr
 
 
 # ------------------------------------------------------------------------------- every architecture
