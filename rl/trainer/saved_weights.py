@@ -175,10 +175,7 @@ class SavedWeights:
         )
         # only training needs recorded experts
         sampler = make_sampler_settings(sampling or self.prompt_settings[1], router_replay=False)
-        # tensor-parallel samplers have no paged KV cache
-        cache = sampler.cache if sampler_tp == 1 else "auto"
-        sampler = replace(sampler, tp=sampler_tp, cache=cache)
-        settings = replace(settings, sampler_ranks=0, sampler=sampler)
+        settings = replace(settings, sampler_ranks=0, sampler=replace(sampler, tp=sampler_tp))
         return ServiceClient(seed=seed, settings=settings)
 
     def create_sampler(
