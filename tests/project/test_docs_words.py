@@ -154,7 +154,7 @@ def index_parts() -> dict[str, list[str]]:
     """Return the pages that docs/index.md lists, by part."""
     _, *sections = re.split(r"^## (.*)\n", (DOCS / "index.md").read_text(), flags=re.M)
     return {
-        part: re.findall(r"^\| \[([^]]+)\]\(\1\) \|", text, re.M)
+        part: re.findall(r"^\| \[[^]]+\]\(([^)]+)\) \|", text, re.M)
         for part, text in zip(sections[::2], sections[1::2], strict=True)
     }
 
