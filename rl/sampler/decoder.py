@@ -31,6 +31,7 @@ class Decoder(abc.ABC):
     length_switch: RopeLengthSwitch | None = None
     device: torch.device
     dtype: torch.dtype
+    multi_adapter = False  # whether rows may use different adapters (`MultiAdapterDecoder`)
     # The decoder of the model without adapters, if this decoder shares all memory but the adapters
     # with it.
     base: Decoder | None = None

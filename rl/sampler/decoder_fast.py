@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from kernels import AttentionBounds
+from rl.errors import UserError
 from rl.layers import describe_layers
 from rl.models import is_value_head_parameter
 from rl.sampler.contiguous_state import ContiguousState
@@ -30,7 +31,7 @@ from rl.sampler.forward_fast import (
 )
 from rl.sampler.layer_specs import LAYER_SPECS, ExpertSpec, LayerSpec
 from rl.sampler.linear_layers import Projection, TokenEmbedding
-from rl.sampler.tensor_parallel import TensorParallelGroup, check_model_shards
+from rl.sampler.tensor_parallel import TensorParallelGroup, check_shard_counts, find_mlp_divisor
 from rl.types import PlacedImage
 
 # rope types whose frequencies do not depend on the length of the sequence
@@ -77,7 +78,8 @@ class FastDecoder(FastForward, Decoder):
         if tp_group is not None:
             if len(LAYER_SPECS[type(plain).__name__].qkv) == 1:
                 raise UnsupportedModel("fused projections that several ranks split")
-            check_model_shards(plain.config, tp_group)
+            heads, key_heads = plain.config.num_attention_heads, plain.config.num_key_value_heads
+            check_shard_counts(tp_group.size, heads, key_heads, find_mlp_divisor(plain.config))
         embedding = unwrap_lora_layer(plain.model.embed_tokens).base.weight
         base_weights = None if base is None else base.weights
         builder = WeightsBuilder(
@@ -146,6 +148,64 @@ class FastDecoder(FastForward, Decoder):
         images: Sequence[Sequence[PlacedImage]] = (),
     ) -> None:
         self.forward_prompts(prompts, readers, store_kv=None)
+
+
+class MultiAdapterDecoder(FastDecoder):
+    """Decode with a frozen base and any number of LoRA adapters on it, each under a number, and the
+    bare base: rows of several models share a batch.
+
+    Adapters may have any ranks and targets. Each matrix of the base is read once for all rows, and
+    each row adds the output of its adapter (rl.sampler.linear_layers), so each sample equals a
+    sample of its model in a separate batch. Nothing is copied: the adapters' own decoders keep
+    their memory.
+    """
+
+    multi_adapter = True
+
+    def __init__(self, base: FastDecoder):
+        super().__init__(base.architecture, base.weights)
+        self.base_decoder = base
+        self.decoders: dict[int, FastDecoder] = {}
+        self.versions: dict[int, int] = {}
+
+    @classmethod
+    def on_base_of(cls, decoder: Decoder) -> MultiAdapterDecoder:
+        """Return a decoder for all models on the base of `decoder`, without any adapter yet."""
+        assert isinstance(decoder.base, FastDecoder), (
+            "`Decoder.base` of this decoder must be a FastDecoder"
+        )
+        return cls(decoder.base)
+
+    def check_adapter(self, adapter_id: int | None) -> None:
+        """Raise ValueError if the weights are unknown."""
+        if adapter_id not in self.decoders:
+            raise ValueError(
+                f"unknown weights {adapter_id}: this batch samples from {sorted(self.decoders)}"
+            )
+
+    def add_adapter(self, adapter_id: int, decoder: Decoder, version: int) -> None:
+        """Map `adapter_id` to the weights of `decoder`. Raises UserError if they belong to another
+        base.
+        """
+        if not isinstance(decoder, FastDecoder) or self.base_decoder not in (decoder, decoder.base):
+            raise UserError(
+                "weights on another base cannot be sampled in this batch: sample them in a "
+                "separate batch"
+            )
+        self.decoders[adapter_id], self.versions[adapter_id] = decoder, version
+        for projection, other in zip(
+            self.iter_adaptable_modules(), decoder.iter_adaptable_modules(), strict=True
+        ):
+            if other.adapter is not None and decoder is not self.base_decoder:
+                # Both adapters are of the same kind.
+                projection.row_lora[adapter_id] = other.adapter  # type: ignore[assignment]
+
+    def remove_adapter(self, adapter_id: int) -> None:
+        """Remove the weights of `adapter_id`."""
+        self.decoders.pop(adapter_id)
+        self.versions.pop(adapter_id)
+        for projection in self.iter_adaptable_modules():
+            projection.row_lora.pop(adapter_id, None)
 
 
 # ---------------------------------------------------------------------------------- reading a model
@@ -296,14 +356,15 @@ def _read_weights(base: Any, builder: WeightsBuilder) -> dict[str, Any]:
     """Return the fields of an `DecoderArchitecture` that hold buffer keys."""
     spec = LAYER_SPECS[type(base).__name__]
     embedding = unwrap_lora_layer(base.model.embed_tokens)
-    embed = builder.add_tensor("embed", embedding.base.weight, 0)
+    embed = builder.add("embed", [embedding.base.weight], 0)
     adapter = None
     if embedding.lora_a is not None and embedding.lora_b is not None:
-        a_key, b_key = (
-            builder.add_adapter("embed.lora_a", embedding.lora_a, 1),
-            builder.add_adapter("embed.lora_b", embedding.lora_b),
+        dtypes = embedding.lora_a.dtype, embedding.lora_b.dtype
+        adapter = (
+            builder.add("embed.lora_a", [embedding.lora_a], 1, dtype=dtypes[0]),
+            builder.add("embed.lora_b", [embedding.lora_b], dtype=dtypes[1]),
+            embedding.scale,
         )
-        adapter = (a_key, b_key, embedding.scale)
     tied = unwrap_lora_layer(base.lm_head).base.weight is embedding.base.weight
     return {
         "layers": tuple(
@@ -314,7 +375,7 @@ def _read_weights(base: Any, builder: WeightsBuilder) -> dict[str, Any]:
         ),
         "embed": embed,
         "embed_adapter": adapter,
-        "norm": builder.add_norm("norm", [base.model.norm.weight], spec.norm_offset),
+        "norm": builder.add("norm", [base.model.norm.weight], offset=spec.norm_offset),
         "head": builder.add_projection("head", [base.lm_head], tied_to=embed if tied else None),
     }
 
@@ -334,14 +395,14 @@ def _read_layer(
         norm = None if module is None else getattr(layer, module)
         if norm is None or isinstance(norm, nn.Identity):
             return None
-        return builder.add_norm(f"{key}.{name}", [norm.weight], offset)
+        return builder.add(f"{key}.{name}", [norm.weight], offset=offset)
 
     def add_qk_norm(name: str, kind: str, dim: int | None) -> str | None:
         if spec.qk_norm != kind:
             return None
         weights = [attention.q_norm.weight, attention.k_norm.weight]
         scale = _query_scale(base) if kind == "head" else 1.0
-        return builder.add_norm(f"{key}.{name}", weights, offset, dim, scale)
+        return builder.add(f"{key}.{name}", weights, dim, offset=offset, scale=scale)
 
     return LayerKeys(
         qkv=builder.add_projection(f"{key}.qkv", [getattr(attention, name) for name in spec.qkv]),
@@ -376,9 +437,9 @@ def _read_experts(
             raise UnsupportedModel(f"experts of type {type(module).__name__}")
     gate = None if spec.shared is None else getattr(block, spec.shared[1])
     return ExpertKeys(
-        router=builder.add_tensor(f"{key}.router", router.weight),
-        gate_up=builder.add_tensor(f"{key}.gate_up", experts.gate_up_proj, 1, parts=2),
-        down=builder.add_tensor(f"{key}.down", experts.down_proj, 2),
+        router=builder.add(f"{key}.router", [router.weight]),
+        gate_up=builder.add(f"{key}.gate_up", [experts.gate_up_proj], 1, parts=2),
+        down=builder.add(f"{key}.down", [experts.down_proj], 2),
         per_token=config.num_experts_per_tok,
         normalizes=spec.normalizes(config),
         shared_gate=None

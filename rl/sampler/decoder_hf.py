@@ -18,10 +18,8 @@ from rl.sampler.decode_state import DecodeState, LogitsReader
 from rl.sampler.decoder import Decoder, NamedTensors, batch_prompts
 from rl.sampler.decoder_weights import check_shared_unchanged
 from rl.sampler.forward_hf import PREFILL_TOKENS, HFForward
-from rl.sampler.padded_state import PaddedState
+from rl.sampler.hf_states import EqualLengthState, PaddedState, RecomputeState, RecurrentState
 from rl.sampler.precision import LOW_PRECISION, cast_matrices_
-from rl.sampler.recurrent_state import RecurrentState
-from rl.sampler.unpadded_states import EqualLengthState, RecomputeState
 from rl.types import PlacedImage
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sampler_models import crowded_engines, one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import crowded_engines, multistep_engine, one_thread, random_prompts, tiny_model  # noqa: F401
 from test_sampler_stepped import make_tight_engine, run_requests, same
 
-from rl.sampler import Engine, MultiStepEngine, SamplingRequest, make_decoder
+from rl.sampler import Engine, SamplingRequest, make_decoder
 from rl.sampler.cuda_graphs import CUDAGraphRunner
+from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.paged_state import PagedState
 from rl.types import SamplingParams
 
@@ -26,7 +27,7 @@ def events(monkeypatch):
     results, queue = [], []
     run, wait, bring, read = (
         CUDAGraphRunner.run,
-        MultiStepEngine._copy_results,
+        DeviceSteps.copy_results,
         PagedState.copy_ahead,
         PagedState._prefill_into,
     )
@@ -54,7 +55,7 @@ def events(monkeypatch):
         return read(self, prompts, readers, tables, adapter_ids, experts)
 
     monkeypatch.setattr(CUDAGraphRunner, "run", launch)
-    monkeypatch.setattr(MultiStepEngine, "_copy_results", staticmethod(waited))
+    monkeypatch.setattr(DeviceSteps, "copy_results", waited)
     monkeypatch.setattr(PagedState, "copy_ahead", brought)
     monkeypatch.setattr(PagedState, "_prefill_into", reads)
     return results
@@ -79,7 +80,7 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
         )
         for i, prompt in enumerate(prompts)
     ]
-    result = run_requests(MultiStepEngine(decoder, page=4, max_rows=4, steps_per_sync=5), requests)
+    result = run_requests(multistep_engine(decoder, page=4, max_rows=4, steps_per_sync=5), requests)
     same(result, run_requests(Engine(decoder), requests))
     looks = [i for i, event in enumerate(events) if event == "launched"]
     assert len(looks) > 4
@@ -95,7 +96,7 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
 
 def test_rows_that_wait_for_pages_are_prepared_first(decoder, events):
     """Preempted rows resume before new requests, by a prefill of prompt and response."""
-    engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=40, max_rows=6, steps_per_sync=2)
+    engine = multistep_engine(decoder, page=4, kv_cache_tokens=40, max_rows=6, steps_per_sync=2)
     requests = [
         SamplingRequest(
             prompt=prompt, num_samples=2, problem=i, params=SamplingParams(max_tokens=20, stop=[])
@@ -117,7 +118,7 @@ def test_as_much_is_prepared_as_there_may_be_room_for(decoder, events):
     """All four rows may become free within a sync, so the prompts of the next four samples are
     copied, unless cached.
     """
-    engine = MultiStepEngine(decoder, page=4, max_rows=4, steps_per_sync=4)
+    engine = multistep_engine(decoder, page=4, max_rows=4, steps_per_sync=4)
     prompts = random_prompts([6] * 9)
     for i, (which, n) in enumerate([(0, 1), (1, 3), (1, 2), (2, 1), (2, 1), (3, 1)]):
         engine.add(
@@ -136,16 +137,16 @@ def test_as_much_is_prepared_as_there_may_be_room_for(decoder, events):
 
 
 def test_what_is_prepared_has_a_bound_and_is_sent_once(decoder, monkeypatch):
-    from rl.sampler import multistep_engine, paged_state
+    from rl.sampler import paged_state, sampling_engine
 
     sent, send = [], paged_state.copy_to_device
-    monkeypatch.setattr(multistep_engine, "_PREFETCH_TOKENS", 10)
+    monkeypatch.setattr(sampling_engine, "_PREFETCH_TOKENS", 10)
     monkeypatch.setattr(
         paged_state,
         "copy_to_device",
         lambda numbers, device: sent.append(tuple(numbers)) or send(numbers, device),
     )
-    engine = MultiStepEngine(decoder, page=4, max_rows=2, steps_per_sync=2)
+    engine = multistep_engine(decoder, page=4, max_rows=2, steps_per_sync=2)
     prompts = random_prompts([6, 7, 8, 9, 5])
     for i, prompt in enumerate(prompts):
         engine.add(
@@ -169,7 +170,7 @@ def test_the_samples_are_the_same_however_late_the_device_is(decoder, events, se
     """
     engine, requests = make_tight_engine(np.random.default_rng(seed), decoder)
     same(run_requests(engine, requests), run_requests(Engine(decoder, (3,)), requests))
-    assert engine.num_syncs == events.count("launched") == events.count("waited")
+    assert engine._device_steps.num_syncs == events.count("launched") == events.count("waited")
 
 
 def test_a_brought_prompt_is_read_as_any_other(decoder):

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from rl.sampler.philox import as_uint64, philox4x32, philox_uniforms
-from rl.sampler.running_rows import RunningRows
+from rl.sampler.running_rows import RunningRows, as_uint64, philox4x32, philox_uniforms
 from rl.types import SamplingParams
 
 
