@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.sampler.sampling_requests import SequenceGroup
 from rl.types import SampledSequence, SamplingParams
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
@@ -82,36 +83,29 @@ class RunningRows:
         """Return the array of a field, with an entry for each row."""
         return self._fields[name]
 
-    def add(
-        self,
-        first_sample: list[int],
-        count: list[int],
-        first_index: list[int],
-        params: Sequence[SamplingParams],
-        **per_request: list,
-    ) -> None:
-        """Add `count` rows for each of some requests, from sample `first_sample` on.
-
-        `first_index` is the stream index of a request's sample 0. `per_request`: the values of the
-        fields that are not of `params`.
-        """
-        counts = np.array(count)
-        per_request["seed"] = [as_uint64(seed) for seed in per_request["seed"]]
-        per_request["problem"] = [as_uint64(problem) for problem in per_request["problem"]]
-        new: dict[str, np.ndarray] = {}
-        for name, values in per_request.items():
-            new[name] = np.repeat(np.array(values, _FIELDS[name]), counts)
-        for name, column in make_param_columns(params).items():
-            new[name] = np.repeat(column, counts)
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        new["sample"] = np.repeat(first_sample, counts) + within
-        new["index"] = (new["sample"] + np.repeat(first_index, counts)).astype(np.uint64)
-        new["drawn"] = np.zeros(len(within), np.int64)
-        new["buffer"] = self._take_buffers(len(within))
+    def add(self, groups: Sequence[SequenceGroup], counts: Sequence[int]) -> None:
+        """Add rows for the next `counts` waiting samples of these groups."""
+        requests = [group.request for group in groups]
+        columns = make_param_columns([request.params for request in requests])
+        values: dict[str, list] = {
+            "job": [group.request_id for group in groups],
+            "sample": [group.num_admitted for group in groups],
+            "max_tokens": [group.max_tokens for group in groups],
+            "stop_row": [group.stop_row for group in groups],
+            "has_strings": [bool(group.stop_strings) for group in groups],
+            "seed": [as_uint64(request.seed) for request in requests],
+            "problem": [as_uint64(request.problem) for request in requests],
+        }
+        columns |= {name: np.array(column, _FIELDS[name]) for name, column in values.items()}
+        new = {name: np.repeat(column, counts) for name, column in columns.items()}
+        new["sample"] += np.concatenate([np.arange(count) for count in counts])
+        first_index = np.repeat([request.first_index for request in requests], counts)
+        new["index"] = (new["sample"] + first_index).astype(np.uint64)
+        new["drawn"] = np.zeros(len(first_index), np.int64)
+        new["buffer"] = self._take_buffers(len(first_index))
         for buffer in new["buffer"].tolist():
             self._version_ends.pop(buffer, None)
-        self._uniforms = None
-        self._fields = {name: np.concatenate([self._fields[name], new[name]]) for name in _FIELDS}
+        self.restore(new)
 
     def resume(self, row: int, resume_from: SampledSequence) -> None:
         """Restore a partial sample's tokens, logprobs and versions in a newly entered row."""

@@ -165,20 +165,9 @@ class Scheduler:
 
     def _add_rows(self, entering: list[tuple[SequenceGroup, int, int]]) -> Tensor:
         """Add rows for the samples and return the logits of their first tokens, [new rows, V]."""
-        requests = [group.request for group, _, _ in entering]
-        self._rows.add(
-            first_sample=[group.num_admitted for group, _, _ in entering],
-            count=[count for _, _, count in entering],
-            first_index=[request.first_index for request in requests],
-            job=[group.request_id for group, _, _ in entering],
-            max_tokens=[group.max_tokens for group, _, _ in entering],
-            stop_row=[group.stop_row for group, _, _ in entering],
-            has_strings=[bool(group.stop_strings) for group, _, _ in entering],
-            seed=[request.seed for request in requests],
-            problem=[request.problem for request in requests],
-            params=[request.params for request in requests],
-        )
-        first = len(self._rows) - sum(count for _, _, count in entering)
+        counts = [count for _, _, count in entering]
+        self._rows.add([group for group, _, _ in entering], counts)
+        first = len(self._rows) - sum(counts)
         for group, slot, count in entering:
             if group.request.resume_from is not None and group.num_resumed:
                 self._rows.resume(first, group.request.resume_from)
@@ -186,7 +175,7 @@ class Scheduler:
             self._running[group.request_id] = group
             group.reader = self._prompts[slot].reader
             group.num_admitted += count
-        slots = np.repeat([slot for _, slot, _ in entering], [count for _, _, count in entering])
+        slots = np.repeat([slot for _, slot, _ in entering], counts)
         self._state.add_rows(slots)
         self._settings = None
         return torch.stack([self._prompts[slot].logits_V for slot in slots])
