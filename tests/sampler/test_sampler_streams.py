@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rl.sampler.running_rows import RunningRows, as_uint64, philox4x32, philox_uniforms
+from rl.sampler.sampling_requests import SamplingRequest, SequenceGroup
 
 
 @pytest.mark.parametrize(
