@@ -91,26 +91,27 @@ class DeviceSteps:
         `most_rows`: the most rows that the present requests can run at once, `may_share`: whether
         some of these may share blocks. Their graphs are captured first.
         """
-        rows, state, manager = len(self._rows), self._state, self._state.block_manager
-        runner, remaining, written = (
-            self._prepare_runner(),
-            self.remaining_tokens(),
-            state.lengths(),
-        )
+        state, manager, runner = self._state, self._state.block_manager, self._prepare_runner()
+        remaining, written = self.remaining_tokens(), state.lengths()
         state.copy_blocks(
             [
                 manager.append_positions(row, int(n))
                 for row, n in zip(manager.rows, np.minimum(remaining, count), strict=True)
             ]
         )
-        shared, bucket = manager.shared_prefixes(), runner.bucket_for(rows)
+        shared, bucket = manager.shared_prefixes(), runner.bucket_for(len(self._rows))
         runner.prepare(most_rows, bool(shared) or may_share)
-        self._skip = self._upload_rows(runner.buffers, bucket, remaining, written, shared)
-        upload(runner.buffers.uniform[:count, :rows], self._rows.uniforms_ahead(count))
-        width = max(len(row.block_table) for row in manager.rows)
-        runner.run(bucket, min(width, runner.max_blocks), bool(shared), count)
-        self.num_syncs += 1
+        width = self._upload_rows(runner.buffers, bucket, remaining, written, shared)
+        self._run(runner, bucket, width, bool(shared), self._rows.uniforms_ahead(count))
         return bool(shared)
+
+    def _run(
+        self, runner: CUDAGraphRunner, bucket: int, width: int, shared: bool, uniforms: np.ndarray
+    ) -> None:
+        """Run a step for each row of `uniforms` [S, device rows]."""
+        upload(runner.buffers.uniform, uniforms)
+        runner.run(bucket, min(width, runner.max_blocks), shared, len(uniforms))
+        self.num_syncs += 1
 
     def copy_results(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Copy the tokens and logprobs [S, N] and the experts [S, N, B * K] of the started steps to
@@ -156,12 +157,10 @@ class DeviceSteps:
             by_device_row[column] = row.block_table
         bucket, width = runner.bucket_for(device_rows), max(map(len, by_device_row))
         table = private_tables(by_device_row, self._skip // manager.block_size, bucket, width)
-        upload(runner.buffers.table[:bucket, :width], table)
+        upload(runner.buffers.table, table)
         uniforms = np.zeros((count, device_rows))
         uniforms[:, chunk.columns] = self._rows.uniforms_ahead(chunk.count + count)[chunk.count :]
-        upload(runner.buffers.uniform[:count, :device_rows], uniforms)
-        runner.run(bucket, min(width, runner.max_blocks), chunk.shared, count)
-        self.num_syncs += 1
+        self._run(runner, bucket, width, chunk.shared, uniforms)
         return self._start_copy(count, device_rows, chunk.shared, chunk.columns)
 
     def _start_copy(self, count: int, rows: int, shared: bool, columns: np.ndarray) -> Chunk:
@@ -204,7 +203,7 @@ class DeviceSteps:
         )
         buffers, known_stops = self._stop_table_copy
         if buffers is not runner.buffers or known_stops < len(table):
-            upload(runner.buffers.stops[: len(table)], table)
+            upload(runner.buffers.stops, table)
             self._stop_table_copy = (runner.buffers, len(table))
         return runner
 
@@ -215,42 +214,44 @@ class DeviceSteps:
         remaining: np.ndarray,
         written: np.ndarray,
         shared: list[tuple[list[int], list[int]]],
-    ) -> np.ndarray:
+    ) -> int:
         """Copy the present rows to the device. The padding rows of the bucket are marked as ended.
 
-        Returns the positions of each row that are in shared blocks, [R].
+        Returns the blocks of the longest table: no row reads a table past this width.
         """
         rows, tables = self._rows, [row.block_table for row in self._state.block_manager.rows]
-        groups = max(bucket // 2, 1)
-        width = max(len(blocks) for blocks in tables)  # no row reads the table past this width
-        skip, table, _, shared_fields = split_block_tables(
-            tables, written + 1, shared, self._state.block_size, bucket, groups, width
+        width = max(len(blocks) for blocks in tables)
+        self._skip, table, _, shared_fields = split_block_tables(
+            tables, written + 1, shared, self._state.block_size, bucket, max(bucket // 2, 1), width
         )
+        shared_table, shared_length = shared_fields.pop("table"), shared_fields.pop("length")
         greedy = rows["temperature"] == 0
         temperature = np.where(greedy, 1.0, rows["temperature"]).astype(np.float32)
-        by_row: dict[str, np.ndarray] = {
+        inputs: dict[str, np.ndarray] = {
             "token": _pad_to(rows.last_tokens(), bucket),
             "position": _pad_to(written, bucket),
             "remaining": _pad_to(remaining, bucket),
             "stop_row": _pad_to(rows["stop_row"], bucket),
-            "skip": skip,
-            **{name: shared_fields[name] for name in ("order", "place", "group", "shares")},
+            "skip": self._skip,
             "greedy": _pad_to(greedy, bucket),
             "temperature": _pad_to(temperature, bucket, 1.0),
+            "table": table,
+            "shared_table": shared_table,
+            "shared_length": shared_length,
+            **shared_fields,
         }
-        for name, values in by_row.items():
-            upload(getattr(b, name)[:bucket], values)
-        upload(b.starts[: groups + 1], shared_fields["starts"])
-        upload(b.table[:bucket, :width], table)
-        upload(b.shared_table[:groups, :width], shared_fields["table"])
-        upload(b.shared_length[:groups], shared_fields["length"])
-        return skip
+        for name, values in inputs.items():
+            upload(getattr(b, name), values)
+        return width
 
 
 def upload(target: Tensor, values: np.ndarray) -> None:
-    """Copy an array to a device tensor, from pinned memory, so that the host does not wait."""
+    """Copy an array to the first entries of a device tensor, from pinned memory, so that the host
+    does not wait.
+    """
     host = torch.from_numpy(np.ascontiguousarray(values))
-    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+    region = target[tuple(map(slice, values.shape))]
+    region.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
 
 
 def _as_numpy(values: Tensor | None) -> np.ndarray | None:

@@ -2,7 +2,7 @@
 
 Memory is proportional to the tokens that exist, not to the longest row times all rows. The samples
 equal those of `contiguous_state`. block_manager.py decides which rows share blocks, and builds the
-block tables of a step. When no blocks are free, rows are preempted (see paged_engine.py). Shapes: P
+block tables of a step. When no blocks are free, rows are preempted (see scheduler.py). Shapes: P
 prompts, N rows, K key heads, S positions of a block, D head width.
 """
 
