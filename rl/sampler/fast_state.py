@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl.sampler.decode_state import DecodeState
 from rl.sampler.expert_layers import copy_choices
-from rl.sampler.forward_fast import Attend, FastForward
+from rl.sampler.forward_fast import Attend, FastForward, make_ops
 from rl.sampler.linear_layers import RowAdapters, group_rows_by_adapter
 from rl.sampler.prefix_attention import SuffixBatch
 
@@ -40,14 +40,14 @@ class FastState(DecodeState):
         if self._row_adapters is None:
             self._row_adapters = self._group_by_adapter(self.prompt_of_row)
         choices: list[Tensor] | None = [] if self.records_experts else None
-        on_cpu = self.uses_cpu_kernels and decoder.cpu_kernels is not None
+        kernels = decoder.cpu_kernels if self.uses_cpu_kernels else None
         hidden = decoder.forward(
             torch.from_numpy(tokens).to(decoder.device),
             self._make_attention(positions),
             self._row_adapters,
             None,
             choices,
-            decoder.cpu_ops if on_cpu else None,
+            make_ops(kernels, decoder.cpu_kernels),
         )
         self.response_lengths = self.response_lengths + 1
         logits_NV = decoder.head(hidden, self._row_adapters)

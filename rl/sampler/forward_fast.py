@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kernels import AttentionBounds
 from rl.sampler import cpu_kernels
+from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import LogitsReader
 from rl.sampler.decoder import batch_prompts
 from rl.sampler.decoder_weights import DecoderWeights
-from rl.sampler.expert_layers import Activate, ExpertKeys, ExpertLayer, copy_choices
+from rl.sampler.expert_layers import ExpertKeys, ExpertLayer, copy_choices
 from rl.sampler.linear_layers import (
     HeadProjection,
     Projection,
@@ -189,11 +190,6 @@ class FastForward:
         self._ropes = torch.empty(len(architecture.ropes), 2, 0, architecture.head_width)
         on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
         self.cpu_kernels = cpu_kernels.load_cpu_kernels() if on_cpu else None
-        kernels, silu_mul = self.cpu_kernels, partial(activate_gate, "silu")
-        if kernels is not None:
-            silu_mul = kernels.silu_mul
-            self.cpu_ops = make_ops(kernels.rms_norm, silu_mul)
-        self.torch_ops = make_ops(rms_norm, silu_mul)
         products = [self.head, *(p for layer in self.layers for p in layer.projections())]
         if on_cpu and fits_budget(projection.weight for projection in products):
             for projection in products:
@@ -248,7 +244,7 @@ class FastForward:
         `choices` receives the experts of each layer, [.., K], of all positions. `ops`: by default
         those of torch.
         """
-        ops, eps = ops or self.torch_ops, self.architecture.eps
+        ops, eps = ops or make_ops(None, self.cpu_kernels), self.architecture.eps
         last_layer = self.layers[-1] if choices is None else None
         x, part = self.embed_tokens(ids, row_adapters), None
         for i, layer in enumerate(self.layers):
@@ -482,8 +478,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def make_ops(norm: Callable[[Tensor, Tensor, float], Tensor], silu_mul: Activate) -> ForwardOps:
-    """Return the operations with a norm that is computed after the sum."""
+@cache
+def make_ops(norm_kernels: CpuKernels | None, silu_kernels: CpuKernels | None) -> ForwardOps:
+    """Return the operations of a CPU's kernels, or of torch where they are None."""
+    norm = rms_norm if norm_kernels is None else norm_kernels.rms_norm
+    silu_mul = partial(activate_gate, "silu") if silu_kernels is None else silu_kernels.silu_mul
 
     def add_and_norm(
         part: Tensor | None, x: Tensor, weight: Tensor | None, eps: float
