@@ -45,6 +45,7 @@ from rl.sampler import (  # noqa: E402
     paged_state,
 )
 from rl.sampler.cuda_graphs import CUDAGraphRunner, _record_tokens  # noqa: E402
+from rl.sampler.decode_state import PromptBatch  # noqa: E402
 from rl.sampler.decoder import batch_prompts  # noqa: E402
 from rl.sampler.forward_fast import _PREFILL_TOKENS  # noqa: E402
 from rl.sampler.kv_cache_pool import KVCachePool  # noqa: E402
@@ -97,9 +98,9 @@ def count_prefill_launches() -> tuple[int, int]:
             state = PagedState(decoder, KVCachePool(decoder, 256, 256).kv)
             with torch.inference_mode(), recorder:
                 if cached:
-                    state.prefill(prompts, readers)
+                    state.prefill(PromptBatch(prompts, readers))
                 else:
-                    decoder.forward_prompts(prompts, readers, None)
+                    decoder.forward_prompts(PromptBatch(prompts, readers), None)
             counts.append(count_launches(recorder))
     batches = sum(1 for _ in batch_prompts(lengths, _PREFILL_TOKENS))
     return counts[0] - counts[1], LAYERS * batches
@@ -184,7 +185,7 @@ def scripted_device() -> Iterator[None]:
         patch.setattr(
             paged_state.PagedState,
             "_prefill_into",
-            lambda state, prompts, *args: torch.zeros(len(prompts), VOCAB),
+            lambda state, batch, tables: torch.zeros(len(batch.prompts), VOCAB),
         )
         patch.setattr(
             "rl.sampler.forward_fast.FastForward.forward",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels import UNBOUNDED
 from rl.sampler.cpu_kernels import CpuKernels
-from rl.sampler.decode_state import BatchSize, LogitsReader
+from rl.sampler.decode_state import BatchSize, PromptBatch
 from rl.sampler.fast_state import FastState, StoreSuffixes
 from rl.sampler.forward_fast import Attend, FastForward
 from rl.sampler.prefix_attention import (
@@ -28,7 +28,6 @@ from rl.sampler.prefix_attention import (
     row_attention,
     shared_attention,
 )
-from rl.types import PlacedImage
 
 CacheAttention = Callable[[int, Tensor], Tensor]
 _CACHE_LINE_BYTES = 64  # bytes of a cache line
@@ -103,23 +102,16 @@ class ContiguousState(FastState):
             self.prompt_kv[layer], self.row_kv[layer] = prompt, row
         self.joint_kv = joint
 
-    def _prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        readers: Sequence[LogitsReader | None],
-        images: Sequence[Sequence[PlacedImage]],
-        adapter_ids: Sequence[int],
-        experts: dict[int, np.ndarray] | None,
-    ) -> Tensor:
+    def _prefill(self, batch: PromptBatch) -> Tensor:
         first = len(self.prompt_lengths)
 
-        def keep(layer: int, batch: list[int], k: Tensor, v: Tensor) -> None:
-            slots = torch.tensor(batch, device=k.device) + first
+        def keep(layer: int, members: list[int], k: Tensor, v: Tensor) -> None:
+            slots = torch.tensor(members, device=k.device) + first
             block = self.prompt_kv[layer]
             block[0, slots, :, : k.shape[2]] = k
             block[1, slots, :, : k.shape[2]] = v
 
-        return self.decoder.forward_prompts(prompts, readers, keep, adapter_ids, experts=experts)
+        return self.decoder.forward_prompts(batch, keep)
 
     def _copy_row(self, row: int, length: int) -> None:
         slot, prompt = len(self.prompt_lengths), int(self.prompt_of_row[row])

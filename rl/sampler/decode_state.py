@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +43,35 @@ class BatchSize(NamedTuple):
     longest_prompt: int = 0
     rows: int = 0
     longest_response: int = 0
+
+
+@dataclass(slots=True)
+class PromptBatch:
+    """Hold prompts to read.
+
+    If the reader of a prompt is not None, it receives the logits of all positions in slices.
+    `images` holds the images of each prompt, if any prompt has images (see `Decoder.check_images`).
+    `adapter_ids`: the model index of each prompt, if the decoder mixes. `device_tokens`: the tokens
+    of prompts that are on the device already. `experts` receives the experts of each prompt's
+    tokens, int16 [tokens, B * K], unless it is None.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    readers: Sequence[LogitsReader | None]
+    images: Sequence[Sequence[PlacedImage]] = ()
+    adapter_ids: Sequence[int] = ()
+    device_tokens: Sequence[Tensor | None] = ()
+    experts: dict[int, np.ndarray] | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the number of tokens of each prompt."""
+        return [len(prompt) for prompt in self.prompts]
+
+    @property
+    def placed_images(self) -> Sequence[Sequence[PlacedImage]]:
+        """Return the images of each prompt."""
+        return self.images or [()] * len(self.prompts)
 
 
 class DecodeState(abc.ABC):
@@ -83,39 +113,22 @@ class DecodeState(abc.ABC):
         """Return the part of the budget that a batch of this size takes (see `cost`)."""
         return self.cost(size)
 
-    def prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        readers: Sequence[LogitsReader | None],
-        images: Sequence[Sequence[PlacedImage]] = (),
-        adapter_ids: Sequence[int] = (),
-    ) -> Tensor:
+    def prefill(self, batch: PromptBatch) -> Tensor:
         """Prefill new prompts into the slots after the present slots.
 
-        Returns the logits of the last positions, [prompts, V]. If the reader of a prompt is not
-        None, it receives the logits of all positions in slices. `images` holds the images of each
-        prompt, if any prompt has images (see `Decoder.check_images`). `adapter_ids`: the model
-        index of each prompt, if the decoder mixes.
+        Returns the logits of the last positions, [prompts, V].
         """
-        experts: dict[int, np.ndarray] | None = {} if self.records_experts else None
-        logits_PV = self._prefill(prompts, readers, images, adapter_ids, experts)
-        lengths = [len(prompt) for prompt in prompts]
-        self._append_prompts(lengths, adapter_ids, [experts[i] for i in sorted(experts or ())])
+        if self.records_experts:
+            batch.experts = {}
+        logits_PV, experts = self._prefill(batch), batch.experts or {}
+        self._append_prompts(
+            batch.lengths, batch.adapter_ids, [experts[i] for i in sorted(experts)]
+        )
         return logits_PV
 
     @abc.abstractmethod
-    def _prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        readers: Sequence[LogitsReader | None],
-        images: Sequence[Sequence[PlacedImage]],
-        adapter_ids: Sequence[int],
-        experts: dict[int, np.ndarray] | None,
-    ) -> Tensor:
-        """Store new prompts and return the logits of their last positions.
-
-        `experts` receives the experts of each prompt's tokens, [tokens, B * K].
-        """
+    def _prefill(self, batch: PromptBatch) -> Tensor:
+        """Store new prompts and return the logits of their last positions."""
 
     def _append_prompts(
         self, lengths: Sequence[int], adapter_ids: Sequence[int], experts: Sequence[np.ndarray]

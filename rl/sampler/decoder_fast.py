@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from rl.errors import UserError
 from rl.layers import describe_layers
 from rl.models import is_value_head_parameter
 from rl.sampler.contiguous_state import ContiguousState
-from rl.sampler.decode_state import LogitsReader
+from rl.sampler.decode_state import PromptBatch
 from rl.sampler.decoder import Decoder, NamedTensors
 from rl.sampler.decoder_weights import UnsupportedModel, WeightsBuilder, unwrap_lora_layer
 from rl.sampler.expert_layers import ExpertKeys
@@ -32,7 +32,6 @@ from rl.sampler.forward_fast import (
 from rl.sampler.layer_specs import LAYER_SPECS, ExpertSpec, LayerSpec
 from rl.sampler.linear_layers import Projection, TokenEmbedding
 from rl.sampler.tensor_parallel import TensorParallelGroup, check_shard_counts, find_mlp_divisor
-from rl.types import PlacedImage
 
 # rope types whose frequencies do not depend on the length of the sequence
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -141,13 +140,8 @@ class FastDecoder(FastForward, Decoder):
     def new_state(self, kv_cache_tokens: int) -> ContiguousState:
         return ContiguousState(self, kv_cache_tokens)
 
-    def read_prompts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        readers: Sequence[LogitsReader],
-        images: Sequence[Sequence[PlacedImage]] = (),
-    ) -> None:
-        self.forward_prompts(prompts, readers, store_kv=None)
+    def read_prompts(self, batch: PromptBatch) -> None:
+        self.forward_prompts(batch, store_kv=None)
 
 
 class MultiAdapterDecoder(FastDecoder):

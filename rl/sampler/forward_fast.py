@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kernels import AttentionBounds
 from rl.sampler import cpu_kernels
 from rl.sampler.cpu_kernels import CpuKernels
-from rl.sampler.decode_state import LogitsReader
+from rl.sampler.decode_state import LogitsReader, PromptBatch
 from rl.sampler.decoder import batch_prompts
 from rl.sampler.decoder_weights import DecoderWeights
 from rl.sampler.expert_layers import ExpertKeys, ExpertLayer, copy_choices
@@ -361,70 +360,51 @@ class FastForward:
         """Compute the RMS norm of `x`; without weight, return `x`."""
         return x if weight is None else rms_norm(x, weight, self.architecture.eps)
 
-    def forward_prompts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        readers: Sequence[LogitsReader | None],
-        store_kv: StoreKeyValues | None,
-        adapter_ids: Sequence[int] = (),
-        uploaded_tokens: Sequence[Tensor | None] = (),
-        experts: dict[int, np.ndarray] | None = None,
-    ) -> Tensor:
+    def forward_prompts(self, batch: PromptBatch, store_kv: StoreKeyValues | None) -> Tensor:
         """Prefill prompts and return the logits of their last positions [P, V].
 
         Prompts are padded on the right if their lengths differ (causal attention does not see the
         padding). `store_kv` receives (layer, indices of the prompts, keys [B, K, T, D], values) to
-        store. `adapter_ids`: the adapter index of each prompt, if the decoder mixes.
-        `uploaded_tokens`: the tokens of prompts that are on the device already. `experts` receives
-        the experts of each prompt's tokens, int16 [T, B K].
+        store.
         """
-        logits_PV = torch.empty(
-            len(prompts), self.vocab_size, dtype=torch.float32, device=self.device
-        )
-        for batch in batch_prompts([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
-            longest = len(prompts[batch[0]])
-            ids = self._stack_prompts(
-                [prompts[i] for i in batch],
-                [uploaded_tokens[i] for i in batch] if uploaded_tokens else [],
-            )
-            rope = self.rope(torch.arange(longest, device=self.device), longest)
+        lengths, adapter_ids, device = batch.lengths, batch.adapter_ids, self.device
+        logits_PV = torch.empty(len(lengths), self.vocab_size, dtype=torch.float32, device=device)
+        for members in batch_prompts(lengths, _PREFILL_TOKENS):
+            ids = self._stack_prompts(batch, members)
+            longest = ids.shape[1]
+            rope = self.rope(torch.arange(longest, device=device), longest)
             row_adapters = (
-                group_rows_by_adapter([adapter_ids[i] for i in batch], self.device)
+                group_rows_by_adapter([adapter_ids[i] for i in members], device)
                 if adapter_ids
                 else None
             )
-            last_B = torch.tensor([len(prompts[i]) - 1 for i in batch], device=self.device)
-            all_read = any(readers[i] is not None for i in batch)
-            choices: list[Tensor] | None = None if experts is None else []
-            attend = self._prompt_attention(batch, rope, store_kv)
+            last_B = torch.tensor([lengths[i] - 1 for i in members], device=device)
+            all_read = any(batch.readers[i] is not None for i in members)
+            choices: list[Tensor] | None = None if batch.experts is None else []
+            attend = self._prompt_attention(members, rope, store_kv)
             hidden = self.forward(ids, attend, row_adapters, None if all_read else last_B, choices)
-            if experts is not None and (chosen := copy_choices(choices)) is not None:
+            if batch.experts is not None and (chosen := copy_choices(choices)) is not None:
                 # copies, so that no prompt keeps the experts of the padded batch
-                lengths = [len(prompts[i]) for i in batch]
-                experts.update(
-                    (i, chosen[row, : lengths[row]].copy()) for row, i in enumerate(batch)
-                )
-            last = (
-                hidden[torch.arange(len(batch), device=self.device), last_B] if all_read else hidden
-            )
-            logits_PV[torch.tensor(batch, device=self.device)] = self.head(
-                last, row_adapters
-            ).float()
-            for row, i in enumerate(batch if all_read else ()):
+                for row, i in enumerate(members):
+                    batch.experts[i] = chosen[row, : lengths[i]].copy()
+            last = hidden[torch.arange(len(members), device=device), last_B] if all_read else hidden
+            logits = self.head(last, row_adapters).float()
+            logits_PV[torch.tensor(members, device=device)] = logits
+            for row, i in enumerate(members if all_read else ()):
                 self._pass_logits(
-                    readers[i],
-                    hidden[row, : len(prompts[i])],
+                    batch.readers[i],
+                    hidden[row, : lengths[i]],
                     [(adapter_ids[i], None)] if adapter_ids else None,
                 )
         return logits_PV
 
-    def _stack_prompts(
-        self, prompts: Sequence[Sequence[int]], uploaded_tokens: Sequence[Tensor | None]
-    ) -> Tensor:
+    def _stack_prompts(self, batch: PromptBatch, members: list[int]) -> Tensor:
         """Return the tokens of prompts, the longest first, padded on the right: [B, T]."""
-        uploaded = [sequence for sequence in uploaded_tokens if sequence is not None]
-        if len(uploaded) == len(prompts):
-            return pad_sequence(uploaded, batch_first=True)
+        copied = [batch.device_tokens[i] for i in members] if batch.device_tokens else [None]
+        present = [tokens for tokens in copied if tokens is not None]
+        if len(present) == len(members):
+            return pad_sequence(present, batch_first=True)
+        prompts = [batch.prompts[i] for i in members]
         longest = len(prompts[0])
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         return torch.tensor(padded).to(self.device)
@@ -440,7 +420,7 @@ class FastForward:
             reader(start, self.head(hidden_TE[start : start + step], row_adapters))
 
     def _prompt_attention(
-        self, batch: list[int], rope: RotaryTables, store_kv: StoreKeyValues | None
+        self, members: list[int], rope: RotaryTables, store_kv: StoreKeyValues | None
     ) -> Attend:
         """Return the causal attention function of a prefill batch, which stores keys and values
         with `store_kv`.
@@ -450,7 +430,7 @@ class FastForward:
         def attend(layer: int, qkv: Tensor) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in self.split_qkv(layer, qkv, rope))  # [B, H, T, D]
             if store_kv is not None:
-                store_kv(layer, batch, k, v)
+                store_kv(layer, members, k, v)
             if repeat > 1:
                 k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
             return causal_attention(q, k, v, self.layers[layer].bounds).transpose(1, 2).flatten(2)

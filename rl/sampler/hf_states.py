@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.sampler.decode_state import DecodeState, LogitsReader
+from rl.sampler.decode_state import DecodeState, PromptBatch
 from rl.sampler.decoder import batch_prompts
 from rl.sampler.forward_hf import PREFILL_TOKENS, HFForward
 from rl.types import PlacedImage
@@ -41,29 +41,22 @@ class HFState(DecodeState):
         super().__init__(decoder)
         self.prompts: list[Any] = []
 
-    def _prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        readers: Sequence[LogitsReader | None],
-        images: Images,
-        adapter_ids: Sequence[int],
-        experts: dict[int, np.ndarray] | None,
-    ) -> Tensor:
+    def _prefill(self, batch: PromptBatch) -> Tensor:
+        prompts, placed, lengths = batch.prompts, batch.placed_images, batch.lengths
         last: list[Tensor] = [torch.empty(0)] * len(prompts)
         cached: list[Any] = [None] * len(prompts)
-        placed = images or [()] * len(prompts)
-        for batch in self._batch_prompts([len(prompt) for prompt in prompts], placed):
-            members = [prompts[i] for i in batch]
-            last_only = all(readers[i] is None for i in batch)
-            logits, cache = self._forward_prompts(members, [placed[i] for i in batch], last_only)
-            for row, i in enumerate(batch):
-                length = len(prompts[i])
+        for members in self._batch_prompts(lengths, placed):
+            last_only = all(batch.readers[i] is None for i in members)
+            logits, cache = self._forward_prompts(
+                [prompts[i] for i in members], [placed[i] for i in members], last_only
+            )
+            for row, i in enumerate(members):
                 last[i] = logits[row, -1].float()
                 cached[i] = self._read_prompt(cache, row, prompts[i])
-                if experts is not None and self.decoder.experts is not None:
-                    experts[i] = self.decoder.experts[row, -length:]
-                if (reader := readers[i]) is not None:
-                    reader(0, logits[row, -length:])
+                if batch.experts is not None and self.decoder.experts is not None:
+                    batch.experts[i] = self.decoder.experts[row, -lengths[i] :]
+                if (reader := batch.readers[i]) is not None:
+                    reader(0, logits[row, -lengths[i] :])
         self.prompts += cached
         return torch.stack(last)
 

@@ -17,11 +17,10 @@ from torch import Tensor
 from kernels import compute_paged_attention
 from kernels.decode_ops import append_to_cache
 from rl.sampler.block_manager import BlockManager, PromptBlockTable, make_block_tables
-from rl.sampler.decode_state import BatchSize, LogitsReader
+from rl.sampler.decode_state import BatchSize, PromptBatch
 from rl.sampler.fast_state import FastState, StoreSuffixes
 from rl.sampler.forward_fast import Attend, FastForward
 from rl.sampler.prefix_attention import SuffixBatch
-from rl.types import PlacedImage
 
 BLOCK_SIZE = 256  # positions: the block size of torch's varlen attention
 
@@ -65,39 +64,24 @@ class PagedState(FastState):
                 before[tokens] if tokens in before else copy_to_device(tokens, self.decoder.device)
             )
 
-    def _prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        readers: Sequence[LogitsReader | None],
-        images: Sequence[Sequence[PlacedImage]],
-        adapter_ids: Sequence[int],
-        experts: dict[int, np.ndarray] | None,
-    ) -> Tensor:
-        tables = [self.block_manager.add_prompt(len(prompt)).block_table for prompt in prompts]
-        return self._prefill_into(prompts, readers, tables, adapter_ids, experts)
+    def _prefill(self, batch: PromptBatch) -> Tensor:
+        tables = [self.block_manager.add_prompt(length).block_table for length in batch.lengths]
+        return self._prefill_into(batch, tables)
 
-    def _prefill_into(
-        self,
-        prompts: Sequence[Sequence[int]],
-        readers: Sequence[LogitsReader | None],
-        tables: Sequence[Sequence[int]],
-        adapter_ids: Sequence[int] = (),
-        experts: dict[int, np.ndarray] | None = None,
-    ) -> Tensor:
+    def _prefill_into(self, batch: PromptBatch, tables: Sequence[Sequence[int]]) -> Tensor:
         """Prefill sequences and write their keys and values to the blocks of the tables."""
-        device_tokens = [self._copied_tokens.get(tuple(prompt)) for prompt in prompts]
+        batch.device_tokens = [self._copied_tokens.get(tuple(prompt)) for prompt in batch.prompts]
+        lengths = batch.lengths
         slots: dict[int, Tensor] = {}  # by the first prompt of a batch, equal in all layers
 
-        def keep(layer: int, batch: list[int], k: Tensor, v: Tensor) -> None:
-            if batch[0] not in slots:
-                slots[batch[0]] = self._locate_slots(
-                    [len(prompts[i]) for i in batch], [tables[i] for i in batch]
+        def keep(layer: int, members: list[int], k: Tensor, v: Tensor) -> None:
+            if members[0] not in slots:
+                slots[members[0]] = self._locate_slots(
+                    [lengths[i] for i in members], [tables[i] for i in members]
                 )
-            append_to_cache(k.transpose(1, 2), v.transpose(1, 2), self.kv[layer], slots[batch[0]])
+            append_to_cache(k.transpose(1, 2), v.transpose(1, 2), self.kv[layer], slots[members[0]])
 
-        return self.decoder.forward_prompts(
-            prompts, readers, keep, adapter_ids, device_tokens, experts
-        )
+        return self.decoder.forward_prompts(batch, keep)
 
     def _locate_slots(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> Tensor:
         """Return the places of the prompts' positions in the cache, as `append_to_cache` takes
@@ -171,7 +155,7 @@ class PagedState(FastState):
         """
         row = self.block_manager.add_resumed_row(slot, len(fed))
         adapter_ids = self.prompt_adapters[slot : slot + 1]
-        self._prefill_into([fed], [None], [row.block_table], adapter_ids)
+        self._prefill_into(PromptBatch([fed], [None], adapter_ids=adapter_ids), [row.block_table])
         super().add_rows(np.array([slot]))
         self.response_lengths[-1] = len(fed) - self.prompt_lengths[slot]
         if experts is not None:

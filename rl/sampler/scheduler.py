@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rl.sampler.block_manager import BlockManager, choose_pool_size, max_blocks
-from rl.sampler.decode_state import BatchSize, compact_slots
+from rl.sampler.decode_state import BatchSize, PromptBatch, compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.kv_cache_pool import IdleKVCachePool
@@ -150,12 +150,14 @@ class Scheduler:
             for group in groups
         ]
         images = [group.request.images for group in groups]
-        logits_PV = self._state.prefill(
+        mixes = self.decoder.multi_adapter
+        batch = PromptBatch(
             [group.key[0] for group in groups],
             [reader.add_logits if reader else None for reader in readers],
             images if any(images) else (),
-            [group.request.adapter_id for group in groups] if self.decoder.multi_adapter else (),
+            [group.request.adapter_id for group in groups] if mixes else (),
         )
+        logits_PV = self._state.prefill(batch)
         for group, reader, logits_V in zip(groups, readers, logits_PV, strict=True):
             self._prompts.append(
                 CachedPrompt(group.key, logits_V, reader, group.request.adapter_id)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rl.errors import UserError, warn_on_rank_zero
 from rl.layers import describe_layers, replay_experts, truncate_layers_
-from rl.sampler.decode_state import BatchSize, compact_slots
+from rl.sampler.decode_state import BatchSize, PromptBatch, compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
@@ -396,9 +396,8 @@ def _decode_rows(
             longest_prompt = max(len(prompt) for _, prompt, _ in rows)
             longest_response = max(len(response) for _, _, response in rows)
             state.reserve(BatchSize(len(rows), longest_prompt, len(rows), longest_response))
-            for i, first in zip(
-                entering, state.prefill(prompts, [None] * len(prompts)), strict=True
-            ):
+            last = state.prefill(PromptBatch(prompts, [None] * len(prompts)))
+            for i, first in zip(entering, last, strict=True):
                 logits[i].append(first.float().clone())
             state.add_rows(slots)
             running += entering

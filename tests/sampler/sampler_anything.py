@@ -23,6 +23,7 @@ from rl.sampler import (
     SamplingRequest,
     make_decoder,
 )
+from rl.sampler.decode_state import PromptBatch
 from rl.sampler.running_rows import as_uint64, philox_uniforms
 from rl.types import SampledSequence, SamplingParams
 
@@ -344,7 +345,8 @@ def on_a_border(decoder: Any, request: SamplingRequest, index: int, drawn: list[
     if params.temperature == 0 or params.changes_distribution:
         return False
     with torch.inference_mode():
-        decoder.read_prompts([[*request.prompt, *drawn]], [lambda start, some: logits.append(some)])
+        prompt, reader = [*request.prompt, *drawn], lambda start, some: logits.append(some)
+        decoder.read_prompts(PromptBatch([prompt], [reader]))
     ends = (torch.cat(logits)[-1].double() / params.temperature).softmax(-1).cumsum(-1)
     seed, problem, member, place = (
         as_uint64(n)

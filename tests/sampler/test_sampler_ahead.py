@@ -14,6 +14,7 @@ from test_sampler_stepped import make_tight_engine, run_requests, same
 
 from rl.sampler import Engine, SamplingRequest, make_decoder
 from rl.sampler.cuda_graphs import CUDAGraphRunner
+from rl.sampler.decode_state import PromptBatch
 from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.paged_state import PagedState
 from rl.types import SamplingParams
@@ -47,12 +48,16 @@ def events(monkeypatch):
         results.append(("brought", [tuple(item) for item in sequences]))
         bring(self, sequences)
 
-    def reads(self, prompts, readers, tables, adapter_ids=(), experts=None):
+    def reads(self, batch, tables):
         assert not queue
         results.append(
-            ("read", len(prompts), sum(tuple(prompt) in self._copied_tokens for prompt in prompts))
+            (
+                "read",
+                len(batch.prompts),
+                sum(tuple(prompt) in self._copied_tokens for prompt in batch.prompts),
+            )
         )
-        return read(self, prompts, readers, tables, adapter_ids, experts)
+        return read(self, batch, tables)
 
     monkeypatch.setattr(CUDAGraphRunner, "run", launch)
     monkeypatch.setattr(DeviceSteps, "copy_results", waited)
@@ -178,9 +183,10 @@ def test_a_brought_prompt_is_read_as_any_other(decoder):
     copied.
     """
     prompts = [tuple(prompt) for prompt in random_prompts([5, 9, 9, 7])]
-    expected = decoder.forward_prompts(prompts, [None] * 4, None)
+    expected = decoder.forward_prompts(PromptBatch(prompts, [None] * 4), None)
     present = [torch.tensor(prompt) for prompt in prompts]
     for inputs in (present, [*present[:2], None, None]):
         assert torch.equal(
-            decoder.forward_prompts(prompts, [None] * 4, None, uploaded_tokens=inputs), expected
+            decoder.forward_prompts(PromptBatch(prompts, [None] * 4, device_tokens=inputs), None),
+            expected,
         )
