@@ -139,8 +139,10 @@ class RecurrentState(HFState):
         return self.decoder.new_full_cache()
 
     def _read_prompt(self, cache: Any, row: int, prompt: Sequence[int]) -> _CachedPrompt:
-        one = slice(row, row + 1)
-        return _CachedPrompt([_read_layer(layer).rows(one, len(prompt)) for layer in cache.layers])
+        index = slice(row, row + 1)
+        return _CachedPrompt(
+            [_read_layer(layer).rows(index, len(prompt)) for layer in cache.layers]
+        )
 
     def add_rows(self, prompt_of_row: np.ndarray) -> None:
         super().add_rows(prompt_of_row)

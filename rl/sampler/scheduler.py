@@ -36,7 +36,7 @@ from rl.sampler.token_sampling import RowSamplingSettings
 
 
 @dataclass(slots=True)
-class Admission:
+class _Admission:
     """Hold the samples that move to the running queue, and the batch's size with them."""
 
     slots: dict[Any, int]  # slot by key of a prompt
@@ -48,7 +48,7 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class PreemptedRow:
+class _PreemptedRow:
     """Hold a preempted row: its fields (a single row), its prompt, the prompt's length, all fed
     tokens.
     """
@@ -90,7 +90,7 @@ class Scheduler:
         self.preemptions = 0
         self._waiting: deque[SequenceGroup] = deque()
         self._running: dict[int, SequenceGroup] = {}  # running or preempted, by id
-        self._preempted: list[PreemptedRow] = []  # oldest first
+        self._preempted: list[_PreemptedRow] = []  # oldest first
         self._rows = RunningRows()
         self._prompts: list[CachedPrompt] = []  # by slot of the state
         self._settings: RowSamplingSettings | None = None  # of the rows, made when they are sampled
@@ -182,11 +182,11 @@ class Scheduler:
         self._settings = None
         return torch.stack([self._prompts[slot].logits_V for slot in slots])
 
-    def _select_waiting(self) -> Admission:
+    def _select_waiting(self) -> _Admission:
         """Take samples from the waiting queue, first come first served, as long as the budget holds
         them.
         """
-        admission = Admission(
+        admission = _Admission(
             {prompt.key: slot for slot, prompt in enumerate(self._prompts)}, self._running_size()
         )
         slots = admission.slots
@@ -405,7 +405,7 @@ class Scheduler:
         """Preempt a row."""
         group = self._running[int(self._rows["job"][row])]
         fed_tokens = self._rows.response(row)[0][:-1].tolist()  # the next step feeds the last token
-        preempted = PreemptedRow(
+        preempted = _PreemptedRow(
             self._rows.preempt(np.array([row])),
             self._prompts[int(self._state.prompt_of_row[row])],
             len(group.key[0]),

@@ -23,7 +23,7 @@ _BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Truncation:
+class TruncatedRows:
     """Hold the indices of the rows with min-p, top-k or top-p, and their values of these.
 
     `top_k` is the vocabulary size for none. `whole`: indices of the rows that report the logprob of
@@ -47,7 +47,7 @@ class RowSamplingSettings:
 
     temperature_N: Tensor | None = None
     greedy_N: Tensor | None = None
-    truncation: Truncation | None = None
+    truncation: TruncatedRows | None = None
 
 
 class RowColumns(Protocol):
@@ -82,7 +82,7 @@ def make_row_settings(rows: RowColumns, *, vocab: int, device: torch.device) -> 
         top_k, min_p = rows["top_k"][cut_N], rows["min_p"][cut_N]
         top_k = np.where((top_k < 1) | (top_k > vocab), vocab, top_k)
         whole = np.flatnonzero(cut_N & rows["untruncated_logprobs"])
-        truncation = Truncation(
+        truncation = TruncatedRows(
             *(
                 torch.from_numpy(values).to(device)
                 for values in (np.flatnonzero(cut_N), top_k, rows["top_p"][cut_N])
