@@ -103,7 +103,7 @@ class DecodeInputs:
 
         `narrow` is used because Python's indexing queries the device even of fake tensors.
         """
-        groups, views = max(rows // 2, 1), {}
+        groups, views = max(rows // 2, 1), dict[str, Tensor]()
         counts = {"R": rows, "G": groups, "+": groups + 1}
         for buffer in fields(self):
             view = getattr(self, buffer.name)

@@ -225,6 +225,7 @@ def compare_engines(decoder: FastDecoder) -> str | None:
     bound, diverged, compared = (1e-3 if small.dtype == torch.float32 else 0.1), 0, 0
     for stepped, plain in zip(*samples, strict=True):
         same = _count_equal_tokens(stepped, plain, small.experts_per_token)
+        assert stepped.logprobs is not None and plain.logprobs is not None
         gap = np.abs(np.subtract(stepped.logprobs[:same], plain.logprobs[:same])).max(initial=0.0)
         if not gap <= bound:  # NaN counts as a difference
             return f"logprobs of the same tokens differ by {gap:.2g}"

@@ -257,6 +257,7 @@ class FastForward:
             part = self._apply_mlp(layer, normed, ops, row_adapters, choices)
             part = self._finish_part(part, layer.norm_mlp_out)
         if last_B is not None and last_layer is None:
+            assert part is not None
             rows = torch.arange(len(ids), device=ids.device)
             part, x = part[rows, last_B], x[rows, last_B]
         return self._scale(

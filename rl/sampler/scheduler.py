@@ -26,7 +26,7 @@ from rl.sampler.block_manager import BlockManager, choose_pool_size, max_blocks
 from rl.sampler.decode_state import BatchSize, PromptBatch, compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
-from rl.sampler.kv_cache_pool import IdleKVCachePool
+from rl.sampler.kv_cache_pool import IdleKVCachePool, KVCachePool
 from rl.sampler.length_estimator import LengthEstimator
 from rl.sampler.paged_state import PagedState
 from rl.sampler.prompt_logprobs import PromptLogprobs
@@ -95,7 +95,8 @@ class Scheduler:
         self._prompts: list[CachedPrompt] = []  # by slot of the state
         self._settings: RowSamplingSettings | None = None  # of the rows, made when they are sampled
         self._lengths = LengthEstimator()
-        self._idle_pool, self._pool = kept or IdleKVCachePool(), None
+        self._idle_pool = kept or IdleKVCachePool()
+        self._pool: KVCachePool | None = None
         self._blocks: BlockManager | None = None  # None over a contiguous cache
         self._state: Any  # a `DecodeState`
         if block_size is None:
@@ -155,7 +156,7 @@ class Scheduler:
             [group.key[0] for group in groups],
             [reader.add_logits if reader else None for reader in readers],
             images if any(images) else (),
-            [group.request.adapter_id for group in groups] if mixes else (),
+            [group.request.adapter_id or 0 for group in groups] if mixes else (),
         )
         logits_PV = self._state.prefill(batch)
         for group, reader, logits_V in zip(groups, readers, logits_PV, strict=True):

@@ -121,11 +121,14 @@ class VllmEngine:
             params.stop, () if params.ignore_eos else self.eos_token_ids
         )
         check_params(params, condition.token_ids, vocab, max_tokens)
-        strings, matcher, matches = condition.strings, self._stop_strings, None
-        if strings:
-            if matcher is None:
-                raise ValueError(f"stop={params.stop!r} holds strings, which need a tokenizer")
-            matches = lambda tokens: matcher.matches(strings, np.array(tokens))  # noqa: E731
+        strings, matcher = condition.strings, self._stop_strings
+        if strings and matcher is None:
+            raise ValueError(f"stop={params.stop!r} holds strings, which need a tokenizer")
+        matches = (
+            (lambda tokens: matcher.matches(strings, np.array(tokens)))
+            if strings and matcher is not None
+            else None
+        )
         rules = ReplyRules(max_tokens, vocab, condition.token_ids, matches)
         request_id, self._next_id = self._next_id, self._next_id + 1
         self._states[request_id] = state = _RequestState(request, rules, strings)
