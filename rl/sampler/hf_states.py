@@ -144,6 +144,10 @@ class RecurrentState(HFState):
             [_read_layer(layer).rows(index, len(prompt)) for layer in cache.layers]
         )
 
+    def _caches_keys(self) -> bool:
+        """Return whether any layer caches keys, of which the padding is masked."""
+        return self.decoder.layers.num_kv_layers > 0
+
     def add_rows(self, prompt_of_row: np.ndarray) -> None:
         super().add_rows(prompt_of_row)
         longest = int(self.lengths().max())
@@ -173,7 +177,7 @@ class RecurrentState(HFState):
         longest = int(lengths.max())
         mask = (
             (torch.arange(longest + 1) >= longest - lengths[:, None]).long()
-            if self.decoder.layers.num_kv_layers
+            if self._caches_keys()
             else None
         )
         prompts = [self.prompts[slot] for slot in self.prompt_of_row]
@@ -210,6 +214,9 @@ class PaddedState(RecurrentState):
 
     def _batch_prompts(self, lengths: Sequence[int], images: Images) -> list[list[int]]:
         return batch_prompts(lengths, PREFILL_TOKENS, [bool(placed) for placed in images])
+
+    def _caches_keys(self) -> bool:
+        return True
 
     def _new_cache(self) -> Any:
         from transformers import DynamicCache
