@@ -401,8 +401,8 @@ def _fill_layer(cache: Any, number: int, rows: _LayerCache) -> None:
     """Fill the empty layer `number` of a cache."""
     if rows.keys is not None:
         cache.update(*rows.keys, number)
-    layer = cache.layers[number] if rows.states else None
     for (kind, i), state in rows.states.items():
+        layer = cache.layers[number]
         getattr(layer, f"{kind}_states")[i] = state
         getattr(layer, f"is_{kind}_states_initialized")[i] = True
         layer.has_previous_state[i] = True

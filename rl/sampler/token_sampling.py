@@ -83,12 +83,11 @@ def make_row_settings(rows: RowColumns, *, vocab: int, device: torch.device) -> 
         top_k = np.where((top_k < 1) | (top_k > vocab), vocab, top_k)
         whole = np.flatnonzero(cut_N & rows["untruncated_logprobs"])
         truncation = TruncatedRows(
-            *(
-                torch.from_numpy(values).to(device)
-                for values in (np.flatnonzero(cut_N), top_k, rows["top_p"][cut_N])
-            ),
-            torch.from_numpy(min_p).to(device) if (min_p > 0).any() else None,
-            torch.from_numpy(whole).to(device) if len(whole) else None,
+            rows=torch.from_numpy(np.flatnonzero(cut_N)).to(device),
+            top_k=torch.from_numpy(top_k).to(device),
+            top_p=torch.from_numpy(rows["top_p"][cut_N]).to(device),
+            min_p=torch.from_numpy(min_p).to(device) if (min_p > 0).any() else None,
+            whole=torch.from_numpy(whole).to(device) if len(whole) else None,
         )
     return RowSamplingSettings(
         None if plain_temperature else torch.where(greedy, 1.0, temperature).to(device),
