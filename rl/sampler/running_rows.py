@@ -98,7 +98,8 @@ class RunningRows:
         }
         columns |= {name: np.array(column, _FIELDS[name]) for name, column in values.items()}
         new = {name: np.repeat(column, counts) for name, column in columns.items()}
-        new["sample"] += np.concatenate([np.arange(count) for count in counts])
+        starts = np.cumsum(counts) - counts
+        new["sample"] += np.arange(len(new["sample"])) - np.repeat(starts, counts)
         first_index = np.repeat([request.first_index for request in requests], counts)
         new["index"] = (new["sample"] + first_index).astype(np.uint64)
         new["drawn"] = np.zeros(len(first_index), np.int64)

@@ -342,9 +342,8 @@ class Engine(Scheduler):
         )
         for row, job_id, sample, (tokens, logprobs) in owners:
             group = self._running[job_id]
-            sequence = self._describe_sample(
-                row, SampledSequence(tokens, logprobs, "stop" if stopped[row] else "length")
-            )
+            sequence = SampledSequence(tokens, logprobs, "stop" if stopped[row] else "length")
+            self._describe_sample(row, group.request, sequence)
             sequence.temperature = group.request.params.temperature
             sequence.beyond = switch is not None and len(group.request.prompt) > switch.threshold
             group.sequences[sample] = sequence
@@ -358,14 +357,15 @@ class Engine(Scheduler):
         self._remove_rows(ended)
         return finished
 
-    def _describe_sample(self, row: int, sequence: SampledSequence) -> SampledSequence:
+    def _describe_sample(
+        self, row: int, request: SamplingRequest, sequence: SampledSequence
+    ) -> None:
         """Record the weight version in a sample (the oldest, and the version of each token if they
         differ), and the experts of its tokens if these are recorded.
 
         Rows after the running rows are the preempted rows. Tokens that were sampled elsewhere, and
         are only prefilled here, keep the experts of their sampling.
         """
-        request = self._running[int(self._rows["job"][row])].request
         if isinstance(self.decoder, MultiAdapterDecoder):
             sequence.version = self.decoder.versions[request.adapter_id or 0]
         else:
@@ -379,7 +379,6 @@ class Engine(Scheduler):
             )
             if resumed is not None and resumed.experts is not None and sequence.experts is not None:
                 sequence.experts[: len(resumed.experts)] = resumed.experts
-        return sequence
 
     # ------------------------------------------------------------------------------- device steps
 
@@ -560,10 +559,10 @@ class Engine(Scheduler):
             np.isin(self._rows["job"], list(self._running if request_ids is None else request_ids))
         )
         for index, lists in zip(rows.tolist(), self._rows.responses(rows), strict=True):
-            group, sample = int(self._rows["job"][index]), int(self._rows["sample"][index])
-            partial.setdefault(group, {})[sample] = self._describe_sample(
-                index, SampledSequence(*lists, "length")
-            )
+            job, sample = int(self._rows["job"][index]), int(self._rows["sample"][index])
+            sequence = SampledSequence(*lists, "length")
+            self._describe_sample(index, self._running[job].request, sequence)
+            partial.setdefault(job, {})[sample] = sequence
         self._rows.reorder(np.arange(running))
         return partial
 

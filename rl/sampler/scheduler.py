@@ -237,7 +237,9 @@ class Scheduler:
         """
         count = min(group.request.num_samples - group.num_admitted, self.max_rows - size.rows)
         tables = self._blocks
-        if tables is None:  # the cost grows with the rows
+        if tables is None:  # the cost grows with the rows; mostly all samples fit
+            if self._state.cost(size._replace(rows=size.rows + count)) <= self.kv_cache_tokens:
+                return max(count, 0)
             return bisect.bisect_right(
                 range(1, count + 1),
                 self.kv_cache_tokens,
