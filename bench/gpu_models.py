@@ -195,7 +195,7 @@ PEERS: dict[str, Callable[[str, str], Peer]] = {  # of a model size, on a device
 
 def part_group(table: Any, dry: bool) -> None:
     """Time 16 answers to a long prompt until all have 64 tokens, compared with `generate`."""
-    from rl.sampler import IdleKVCachePool, PagedEngine, make_decoder
+    from rl.sampler import IdleKVCachePool, make_decoder
 
     device, (size, length, new) = device_of(dry), ("tiny", 64, 4) if dry else ("0.5B", 4096, 64)
     case = f"{size}, 16 answers to {length} tokens"
@@ -210,10 +210,9 @@ def part_group(table: Any, dry: bool) -> None:
         for _ in range(2):
             engine = engine_of(decoder, cache, 16, prompt, new, kept)
             seconds, responses = seconds_of(engine.run, device)
-            if isinstance(engine, PagedEngine):
-                engine.close()
+            engine.close()
         tokens = sum(len(s.tokens) for response in responses for s in response.sequences)
-        put(name, tokens, seconds, type(engine).__name__)
+        put(name, tokens, seconds, "paged" if engine.is_paged else "plain")
 
     def theirs() -> None:
         peer = make_generating_peer(model)

@@ -31,21 +31,21 @@ sys.path += [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "sampler")]
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from sampler_models import tiny_model  # noqa: E402
+from sampler_models import multistep_engine, tiny_model  # noqa: E402
 from test_sampler_step_fake import VIEWS, record_launches, two_steps  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from kernels import decode_ops_triton  # noqa: E402
 from rl.models import LoadedModel, add_lora  # noqa: E402
 from rl.sampler import (  # noqa: E402
-    MultiStepEngine,
+    Engine,
     SamplingRequest,
     cuda_graphs,
     make_decoder,
     paged_state,
 )
-from rl.sampler.cuda_graphs import CUDAGraphRunner  # noqa: E402
-from rl.sampler.decode_inputs import _record_tokens  # noqa: E402
+from rl.sampler.cuda_graphs import CUDAGraphRunner, _record_tokens  # noqa: E402
+from rl.sampler.decode_state import PromptBatch  # noqa: E402
 from rl.sampler.decoder import batch_prompts  # noqa: E402
 from rl.sampler.forward_fast import _PREFILL_TOKENS  # noqa: E402
 from rl.sampler.kv_cache_pool import KVCachePool  # noqa: E402
@@ -98,9 +98,9 @@ def count_prefill_launches() -> tuple[int, int]:
             state = PagedState(decoder, KVCachePool(decoder, 256, 256).kv)
             with torch.inference_mode(), recorder:
                 if cached:
-                    state.prefill(prompts, readers)
+                    state.prefill(PromptBatch(prompts, readers))
                 else:
-                    decoder.forward_prompts(prompts, readers, None)
+                    decoder.forward_prompts(PromptBatch(prompts, readers), None)
             counts.append(count_launches(recorder))
     batches = sum(1 for _ in batch_prompts(lengths, _PREFILL_TOKENS))
     return counts[0] - counts[1], LAYERS * batches
@@ -185,7 +185,7 @@ def scripted_device() -> Iterator[None]:
         patch.setattr(
             paged_state.PagedState,
             "_prefill_into",
-            lambda state, prompts, *args: torch.zeros(len(prompts), VOCAB),
+            lambda state, batch, tables: torch.zeros(len(batch.prompts), VOCAB),
         )
         patch.setattr(
             "rl.sampler.forward_fast.FastForward.forward",
@@ -204,9 +204,9 @@ def blank_decoder() -> Any:
     return make_decoder(model, kind="fast")
 
 
-def make_engine(max_rows: int = 1024, **settings: Any) -> MultiStepEngine:
+def make_engine(max_rows: int = 1024, **settings: Any) -> Engine:
     """Return an engine over the blank decoder; token 0 ends a sample."""
-    return MultiStepEngine(blank_decoder(), (0,), max_rows=max_rows, **settings)
+    return multistep_engine(blank_decoder(), (0,), max_rows=max_rows, **settings)
 
 
 def make_request(problem: int, length: int, samples: int, most: int = MOST) -> SamplingRequest:
@@ -256,7 +256,7 @@ def host_seconds(rows: int, ahead: bool, chunks: int = 10, repeats: int = 3) -> 
     `run` with no request waiting; otherwise step by step.
     """
     marks: list[tuple[str, float]] = []
-    run, process = CUDAGraphRunner.run, MultiStepEngine._process_steps
+    run, process = CUDAGraphRunner.run, Engine._process_steps
 
     def launch(*args: Any) -> None:
         marks.append(("launch", time.perf_counter()))
@@ -271,7 +271,7 @@ def host_seconds(rows: int, ahead: bool, chunks: int = 10, repeats: int = 3) -> 
     gaps: list[float] = []
     with pytest.MonkeyPatch.context() as patch, scripted_device():
         patch.setattr(CUDAGraphRunner, "run", launch)
-        patch.setattr(MultiStepEngine, "_process_steps", read)
+        patch.setattr(Engine, "_process_steps", read)
         for _ in range(repeats):
             marks.clear()
             engine = make_engine(kv_cache_tokens=rows * 2048)

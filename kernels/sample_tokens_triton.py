@@ -4,7 +4,7 @@ that a uniform number falls into, then the token in that slice.
 A slice has SLICE_COLUMNS columns. The chosen slice of a row is computed a second time from SUB rows
 of W: at D = 4096 this reads half a megabyte for each row, whereas writing and reading logits would
 take four passes over 2 V bytes. Sums within a slice are float32, sums over slices float64. The
-random numbers come from the host (rl/sampler/philox.py).
+random numbers come from the host (rl/sampler/running_rows.py).
 """
 
 from __future__ import annotations

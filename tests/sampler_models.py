@@ -24,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rl.sampler import PagedEngine
+from rl.sampler import BLOCK_SIZE, Engine
 from rl.sampler.running_rows import make_param_columns
 from rl.sampler.token_sampling import RowSamplingSettings, make_row_settings
 from rl.types import SamplingParams
@@ -107,7 +107,17 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def crowded_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make paged engines admit rows while pages are free, so that small pools preempt."""
-    monkeypatch.setattr(PagedEngine, "expects_lengths", False)
+    monkeypatch.setattr(Engine, "expects_lengths", False)
+
+
+def paged_engine(decoder: Any, *args: Any, page: int = BLOCK_SIZE, **settings: Any) -> Engine:
+    """Return an engine over a paged cache with blocks of `page` positions."""
+    return Engine(decoder, *args, block_size=page, **settings)
+
+
+def multistep_engine(decoder: Any, *args: Any, **settings: Any) -> Engine:
+    """Return an engine over a paged cache that runs several steps per host sync."""
+    return paged_engine(decoder, *args, **{"steps_per_sync": 8, **settings})
 
 
 def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:

@@ -30,7 +30,7 @@ from rl.sampler import BLOCK_SIZE
 
 GIB = float(1 << 30)
 PREFILL_TOKENS = 8192  # see rl.sampler
-PACKED_MIN_SIZE, PACKED_MAX_SIZE = 1 << 18, 512 << 20  # see rl.sampler.mkldnn_layout
+PACKED_MIN_SIZE, PACKED_MAX_SIZE = 1 << 18, 512 << 20  # see rl.sampler.linear_layers
 CUDA_BYTES = 1 << 30  # context, cuBLAS, NCCL: an assumption
 USABLE_FRACTION = (
     0.92  # usable fraction of a GPU's memory: above it, fragmentation may not leave enough

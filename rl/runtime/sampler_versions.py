@@ -16,8 +16,7 @@ from rl.sampler import (
     Decoder,
     Engine,
     IdleKVCachePool,
-    MultiAdapterEngine,
-    PagedEngine,
+    MultiAdapterDecoder,
     SamplingRequest,
     check_features,
     has_experts,
@@ -112,8 +111,7 @@ def close_engine(engine: RankEngine) -> None:
 
     A paged engine gives its KV cache pool back for reuse. Other engines hold nothing to give back.
     """
-    if isinstance(engine, PagedEngine | VllmEngine):
-        engine.close()
+    engine.close()
 
 
 def add_versions(
@@ -126,7 +124,7 @@ def add_versions(
 
     The engine refuses a request with freed weights; other requests are unaffected.
     """
-    assert isinstance(engine, MultiAdapterEngine)
+    assert isinstance(engine, Engine) and isinstance(engine.decoder, MultiAdapterDecoder)
     engine.keep_weights(versions)
     for number in {
         request.adapter_id for request in new_requests if request.adapter_id in versions

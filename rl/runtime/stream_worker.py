@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from rl.runtime.sampler_versions import RankEngine, close_engine
-from rl.sampler import MultiStepEngine, SamplingRequest
+from rl.sampler import Engine, SamplingRequest
 from rl.types import SampledSequence, SampleResponse
 
 
@@ -75,7 +75,7 @@ class WorkerStream:
         engine = self.engine
         while steps > 0 and engine.busy:
             steps_before = engine.counters.steps
-            if isinstance(engine, MultiStepEngine):
+            if isinstance(engine, Engine):
                 # steps between host syncs must not pass the end of a step request, where weights
                 # may change
                 engine.max_steps = steps

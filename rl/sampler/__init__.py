@@ -9,19 +9,20 @@ responses = engine.run()
 
 from rl.sampler.block_manager import choose_pool_size, max_blocks
 from rl.sampler.decoder import Decoder
-from rl.sampler.decoder_factory import make_base_decoder, make_decoder
-from rl.sampler.decoder_fast import check_supported, count_unsharded_parameters
+from rl.sampler.decoder_factory import (
+    enable_expert_recording,
+    has_experts,
+    make_base_decoder,
+    make_decoder,
+)
+from rl.sampler.decoder_fast import (
+    MultiAdapterDecoder,
+    check_supported,
+    count_unsharded_parameters,
+)
 from rl.sampler.decoder_weights import UnsupportedModel
 from rl.sampler.engine_selection import check_features, make_engine
-from rl.sampler.expert_recording import enable_expert_recording, has_experts
 from rl.sampler.kv_cache_pool import IdleKVCachePool
-from rl.sampler.multi_adapter import (
-    MultiAdapterDecoder,
-    MultiAdapterEngine,
-    PagedMultiAdapterEngine,
-)
-from rl.sampler.multistep_engine import MultiStepEngine
-from rl.sampler.paged_engine import PagedEngine
 from rl.sampler.paged_state import BLOCK_SIZE
 from rl.sampler.precision import cast_frozen_, iter_frozen_matrices
 from rl.sampler.prefix_attention import disable_cudnn_attention
@@ -43,17 +44,13 @@ __all__ = [
     "Engine",
     "IdleKVCachePool",
     "MultiAdapterDecoder",
-    "MultiAdapterEngine",
     "BLOCK_SIZE",
-    "PagedEngine",
-    "PagedMultiAdapterEngine",
     "EngineCounters",
     "FinishedRequest",
     "SamplingRequest",
     "StopStringMatcher",
     "build_stop_condition",
     "check_params",
-    "MultiStepEngine",
     "UnsupportedModel",
     "check_features",
     "check_shard_counts",

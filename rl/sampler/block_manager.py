@@ -177,24 +177,6 @@ class BlockManager:
             )
         )
 
-    def extend_prompt(self, slot: int, count: int) -> tuple[int, int] | None:
-        """Extend a prompt without rows by `count` positions.
-
-        Returns (source, target) if its last block has to be copied first, else None. Raises
-        OutOfBlocks.
-        """
-        prompt, copy = self.prompts[slot], None
-        if prompt.length % self.block_size and self.pool.ref_counts[prompt.block_table[-1]] > 1:
-            (new_block,) = self._allocate(1)
-            copy = (prompt.block_table[-1], new_block)
-            self.pool.release(prompt.block_table[-1:])
-            prompt.block_table[-1] = new_block
-        prompt.length += count
-        prompt.block_table += self._allocate(
-            self.num_blocks_for(prompt.length) - len(prompt.block_table)
-        )
-        return copy
-
     def blocks_needed(self, counts: Sequence[int] | None = None) -> int:
         """Return the number of new blocks for the next token of every row, or for `counts` tokens
         of each row.
@@ -215,39 +197,25 @@ class BlockManager:
         most = len(self.rows) * (self.num_blocks_for(max(counts, default=0)) + 1)
         return most <= self.pool.num_free or self.blocks_needed(counts) <= self.pool.num_free
 
-    def append_position(self, row: RowBlockTable) -> tuple[int, int, tuple[int, int] | None]:
-        """Make room for the row's next position.
+    def append_positions(
+        self, table: PromptBlockTable | RowBlockTable, count: int
+    ) -> tuple[int, int] | None:
+        """Make room for `count` more positions of a row, or of a prompt without rows.
 
-        Returns (block, offset in it, copy); copy is (source, target) if a block has to be copied
-        first, else None.
+        Returns (source, target) if its last block has to be copied first, else None. Raises
+        OutOfBlocks.
         """
-        index, place = divmod(row.length, self.block_size)
-        copy = None
-        if index == len(row.block_table):
-            row.block_table.append(self.pool.allocate())
-        elif self.pool.ref_counts[row.block_table[index]] > 1:
+        # on the critical path of the device: the common case is two comparisons
+        blocks, index, copy = table.block_table, table.length // self.block_size, None
+        end = table.length + count
+        if index < len(blocks) and self.pool.ref_counts[blocks[index]] > 1:
             new_block = self.pool.allocate()
-            copy = (row.block_table[index], new_block)
-            self.pool.release([row.block_table[index]])
-            row.block_table[index] = new_block
-        row.length += 1
-        return row.block_table[index], place, copy
-
-    def append_positions(self, row: RowBlockTable, count: int) -> tuple[int, int] | None:
-        """Make room for `count` more positions of a row; return (source, target) if a block must be
-        copied first.
-        """
-        index, end = row.length // self.block_size, row.length + count
-        # the common case, on the critical path of the device
-        if (
-            end <= len(row.block_table) * self.block_size
-            and self.pool.ref_counts[row.block_table[index]] == 1
-        ):
-            row.length = end
-            return None
-        _, _, copy = self.append_position(row)
-        row.length += count - 1
-        row.block_table += self._allocate(self.num_blocks_for(row.length) - len(row.block_table))
+            copy = (blocks[index], new_block)
+            self.pool.release([blocks[index]])
+            blocks[index] = new_block
+        if end > len(blocks) * self.block_size:
+            blocks += self._allocate(self.num_blocks_for(end) - len(blocks))
+        table.length = end
         return copy
 
     def drop_row(self, row: RowBlockTable) -> None:

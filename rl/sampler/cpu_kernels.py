@@ -83,13 +83,12 @@ class CpuKernels:
         self._rms_norm(x_NE.data_ptr(), weight_E.data_ptr(), eps, *x_NE.shape, out.data_ptr())
         return out
 
-    def silu_mul(self, gate_up_N2I: Tensor) -> Tensor:
-        """Compute silu(gate) * up, [N, I]."""
-        rows, width = gate_up_N2I.shape
-        out = gate_up_N2I.new_empty(rows, width // 2)
-        self._silu_mul(
-            gate_up_N2I.data_ptr(), rows, width // 2, torch.get_num_threads(), out.data_ptr()
-        )
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Compute silu(gate) * up, from [.., 2 I] to [.., I]."""
+        width = gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], width)
+        rows = out.numel() // width
+        self._silu_mul(gate_up.data_ptr(), rows, width, torch.get_num_threads(), out.data_ptr())
         return out
 
     def sample(

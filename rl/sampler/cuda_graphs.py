@@ -1,24 +1,225 @@
 """Run several decode steps over static buffers between two host synchronizations.
 
-On CUDA the steps are graphs, captured for each bucket of rows. A graph refers to addresses: weights
-that are loaded in place (`Decoder.load_`) take effect at its next replay, while another decoder
-needs separate graphs. Adapters are captured unmerged. kv_cache_pool.py keeps graphs beyond the life
-of an engine.
+All inputs and outputs of a step are in buffers at fixed addresses. On CUDA the steps are graphs,
+captured for each bucket of rows; other devices call the same function directly, which verifies the
+graph. A graph refers to addresses: weights that are loaded in place (`Decoder.load_`) take effect
+at its next replay, while another decoder needs separate graphs. Adapters are captured unmerged.
+kv_cache_pool.py keeps graphs beyond the life of an engine.
+
+A finished row (`remaining` 0) still takes part: it writes to an unused page, and its token does not
+change. Shapes: R rows (of a bucket), B pages of a table, S positions of a page, G groups, H query
+heads, K key heads, D head width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from rl.sampler.decode_inputs import DecodeInputs, decode_step
-from rl.sampler.forward_fast import FastForward
+from kernels import SharedPages, compute_paged_attention, decode_ops, sample_tokens
+from rl.sampler.expert_layers import stack_choices
+from rl.sampler.forward_fast import FastForward, ForwardOps
+from rl.sampler.token_sampling import RowSamplingSettings
+from rl.sampler.token_sampling import sample_tokens as draw_from_logits
 
 # written by a step
 _STEP_OUTPUTS = ("token", "position", "remaining", "at", "tokens", "logprobs", "experts")
+
+
+def _buffer(dims: str, dtype: torch.dtype = torch.int64) -> Any:
+    """Describe a buffer: its dimensions, as `DecodeInputs.allocate` names them, and its dtype."""
+    return field(metadata={"dims": dims, "dtype": dtype})
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """Hold the inputs and outputs of a step, for the largest number of rows; `allocate` sets the
+    sizes.
+
+    By row: the `token` to feed, its `position`, the number of `remaining` tokens to sample (0:
+    finished), `skip` positions that are in shared pages, `table` of the other pages, `stop_row` of
+    `stops`. `shares` to `shared_length` are `kernels.SharedPages`. `at`: the step since the last
+    host synchronization; it selects the row of `uniform`, `tokens` and `logprobs`.
+    """
+
+    token: Tensor = _buffer("R")
+    position: Tensor = _buffer("R")
+    remaining: Tensor = _buffer("R")
+    skip: Tensor = _buffer("R")
+    table: Tensor = _buffer("RB", torch.int32)
+    stop_row: Tensor = _buffer("R")
+    temperature: Tensor = _buffer("R", torch.float32)  # above 0; 1 for greedy rows
+    greedy: Tensor = _buffer("R", torch.bool)
+    shares: Tensor = _buffer("R", torch.bool)  # whether the row is in a group
+    order: Tensor = _buffer("R")
+    place: Tensor = _buffer("R")
+    group: Tensor = _buffer("R")
+    starts: Tensor = _buffer("+", torch.int32)  # start of each group's rows in `order`
+    shared_table: Tensor = _buffer("GB", torch.int32)
+    shared_length: Tensor = _buffer("G", torch.int32)  # positions
+    stops: Tensor = _buffer("CV", torch.bool)
+    at: Tensor = _buffer("1")
+    uniform: Tensor = _buffer("SR", torch.float64)
+    tokens: Tensor = _buffer("SR")
+    logprobs: Tensor = _buffer("SR", torch.float32)
+    experts: Tensor = _buffer("SRK", torch.int16)  # of the fed tokens
+
+    @classmethod
+    def allocate(
+        cls,
+        rows: int,
+        pages: int,
+        steps: int,
+        conditions: int,
+        vocab: int,
+        device: torch.device,
+        choices: int = 0,
+    ) -> DecodeInputs:
+        """Allocate the buffers: zeros, and temperature 1. `choices`: recorded experts per token.
+
+        Dimensions: R rows, G groups, + groups and 1 more, B pages of a table, S steps, C stop
+        conditions, V vocabulary, K choices.
+        """
+        groups = max(rows // 2, 1)
+        sizes = {"R": rows, "G": groups, "+": groups + 1, "B": pages, "S": steps, "1": 1}
+        sizes |= {"C": conditions, "V": vocab, "K": choices}
+        buffers = {
+            buffer.name: torch.zeros(
+                [sizes[dim] for dim in buffer.metadata["dims"]],
+                dtype=buffer.metadata["dtype"],
+                device=device,
+            )
+            for buffer in fields(cls)
+        }
+        buffers["temperature"].fill_(1.0)
+        return cls(**buffers)
+
+    def first_rows(self, rows: int) -> DecodeInputs:
+        """Return views of the first `rows` rows.
+
+        `narrow` is used because Python's indexing queries the device even of fake tensors.
+        """
+        groups, views = max(rows // 2, 1), dict[str, Tensor]()
+        counts = {"R": rows, "G": groups, "+": groups + 1}
+        for buffer in fields(self):
+            view = getattr(self, buffer.name)
+            for dim, name in enumerate(buffer.metadata["dims"]):
+                if name in counts:
+                    view = view.narrow(dim, 0, counts[name])
+            views[buffer.name] = view
+        return DecodeInputs(**views)
+
+
+def decode_step(
+    model: FastForward,
+    kv: list[Tensor],
+    ropes: Tensor,
+    buffers: DecodeInputs,
+    rows: int,
+    width: int,
+    shared: bool,
+) -> None:
+    """Sample a token for each of the first `rows` rows that has not finished.
+
+    `width`: the largest number of pages of a table to read. `kv` [2, pages + 1, S, K, D] of each
+    layer; the last page belongs to no sequence. `ropes` [ropes, 2, positions, D]
+    (`FastForward.rope_tables`). `shared`: whether some rows are in groups with shared pages, which
+    are read once for all rows of a group.
+    """
+    a, b = model.architecture, buffers.first_rows(rows)
+    position = b.position
+    page, place, length = _locate_cache_entries(b, kv[0])
+    table = b.table.narrow(1, 0, width)
+    shared_table = b.shared_table.narrow(1, 0, width)
+    groups = (
+        SharedPages(b.order, b.place, b.group, b.shares, b.starts, shared_table, b.shared_length)
+        if shared
+        else None
+    )
+    choices: list[Tensor] | None = [] if b.experts.shape[2] else None
+
+    def attend(index: int, qkv: Tensor) -> Tensor:
+        layer = model.layers[index]
+        qkv = qkv.unflatten(-1, (a.heads + 2 * a.key_heads, a.head_width))
+        norm_qk = None if layer.norm_qk is None else layer.norm_qk.view(2, -1)
+        rope = ropes.select(0, layer.rope)
+        q = decode_ops.rope_to_cache(
+            qkv, norm_qk, a.eps, rope, position, kv[index], page, place, a.heads
+        )
+        return compute_paged_attention(q, kv[index], table, length, groups, layer.bounds).flatten(1)
+
+    hidden = model.forward(b.token, attend, None, None, choices, _DEVICE_OPS)
+    token, logprob = _sample(
+        model, hidden, b.uniform.index_select(0, b.at).squeeze(0), b.temperature, b.greedy
+    )
+    _record_tokens(b, token, logprob, choices)
+
+
+def _add_and_norm(
+    part: Tensor | None, x: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add a part to x in place (None: nothing); return x and its norm (see `ForwardOps`)."""
+    if weight is not None:
+        return x, decode_ops.fused_add_rms_norm(part, x, weight, eps)
+    x = x if part is None else x.add_(part)
+    return x, x
+
+
+_DEVICE_OPS = ForwardOps(
+    _add_and_norm, lambda gate_up: decode_ops.silu_mul(gate_up), fixed_shapes=True
+)
+
+
+def _locate_cache_entries(b: DecodeInputs, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the page [R] and the place in it [R] of each row's new key and value, and the number
+    of positions that the row reads [R]. A finished row writes to the unused last page and reads one
+    position.
+    """
+    unused_page, block_size = kv.shape[1] - 1, kv.shape[2]
+    ended = b.remaining < 1
+    private_position = b.position - b.skip
+    page = (
+        b.table.gather(1, (private_position // block_size).unsqueeze(1))
+        .squeeze(1)
+        .long()
+        .masked_fill(ended, unused_page)
+    )
+    return page, b.position % block_size, (private_position + 1).int().masked_fill_(ended, 1)
+
+
+def _record_tokens(
+    b: DecodeInputs, token: Tensor, logprob: Tensor, choices: list[Tensor] | None
+) -> None:
+    """Store the sampled tokens [R] and logprobs [R] of the rows that have not finished, and advance
+    these rows by one position. `choices`: the experts [R, K] of each layer, if recorded.
+    """
+    if choices is not None:
+        b.experts.index_copy_(0, b.at, stack_choices(choices).unsqueeze(0))
+    lives = b.remaining > 0
+    token = torch.where(lives, token, b.token, out=b.token)
+    b.tokens.index_copy_(0, b.at, token.unsqueeze(0))
+    b.logprobs.index_copy_(0, b.at, logprob.unsqueeze(0))
+    stopped = b.stops.view(-1).index_select(0, b.stop_row * b.stops.shape[1] + token)
+    b.position.add_(lives)
+    b.remaining.sub_(lives.long()).masked_fill_(stopped, 0)
+    b.at.add_(1)
+
+
+def _sample(
+    model: FastForward, hidden: Tensor, uniform: Tensor, temperature: Tensor, greedy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sample tokens and logprobs, without storing logits if the head is a plain matrix."""
+    head = model.head
+    plain = head.adapter is None and head.bias is None and not head.softcap
+    if plain and hidden.dtype == head.weight.dtype:
+        return sample_tokens(hidden, head.weight, temperature, uniform, greedy)
+    return draw_from_logits(
+        head(hidden), uniform, RowSamplingSettings(temperature_N=temperature, greedy_N=greedy)
+    )
 
 
 def row_buckets(max_rows: int) -> list[int]:

@@ -9,14 +9,13 @@ slots move.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from rl.sampler.expert_layers import copy_choices
-from rl.sampler.linear_layers import RowAdapters
 from rl.types import PlacedImage
 
 # Called with (first position, logits [positions, V]), slice after slice, as a prompt is read.
@@ -37,52 +36,107 @@ def compact_slots(keep: np.ndarray) -> np.ndarray:
     return source
 
 
+class BatchSize(NamedTuple):
+    """Hold the numbers of prompts and rows of a batch, and the positions of the longest of each."""
+
+    prompts: int = 0
+    longest_prompt: int = 0
+    rows: int = 0
+    longest_response: int = 0
+
+
+@dataclass(slots=True)
+class PromptBatch:
+    """Hold prompts to read.
+
+    If the reader of a prompt is not None, it receives the logits of all positions in slices.
+    `images` holds the images of each prompt, if any prompt has images (see `Decoder.check_images`).
+    `adapter_ids`: the model index of each prompt, if the decoder mixes. `device_tokens`: the tokens
+    of prompts that are on the device already. `experts` receives the experts of each prompt's
+    tokens, int16 [tokens, B * K], unless it is None.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    readers: Sequence[LogitsReader | None]
+    images: Sequence[Sequence[PlacedImage]] = ()
+    adapter_ids: Sequence[int] = ()
+    device_tokens: Sequence[Tensor | None] = ()
+    experts: dict[int, np.ndarray] | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the number of tokens of each prompt."""
+        return [len(prompt) for prompt in self.prompts]
+
+    @property
+    def placed_images(self) -> Sequence[Sequence[PlacedImage]]:
+        """Return the images of each prompt."""
+        return self.images or [()] * len(self.prompts)
+
+
 class DecodeState(abc.ABC):
     """Hold the running batch of an engine, as the decoder sees it.
 
-    Lengths are numpy int64 arrays [prompts] and [rows].
+    `decoder` holds the weights. It may be replaced by another version of the weights between two
+    steps. Lengths are numpy int64 arrays [prompts] and [rows].
     """
 
-    # Holds the weights. May be replaced by another version of the weights between two steps.
-    decoder: Any
+    supports_extend = False  # whether `cache_row` and `extend_prompts` are implemented
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: Any) -> None:
+        self.decoder = decoder
         self.prompt_lengths = np.zeros(0, np.int64)
         self.prompt_of_row = np.zeros(0, np.int64)
         # tokens fed so far: 1 less than the sampled tokens
         self.response_lengths = np.zeros(0, np.int64)
         # The model index of each prompt and its rows, if the batch uses several models.
         self.prompt_adapters: list[int] = []
-        self._row_adapters: RowAdapters | None = None  # rebuilt after rows were added or removed
         self.records_experts = False  # set by the engine before the first prompt
         # Recorded experts, if recording is on: [tokens, B * K] of each prompt,
         self._prompt_experts: list[np.ndarray] = []
         # and [B * K] of each response token of each row.
         self._row_experts: list[list[np.ndarray]] = []
 
-    @abc.abstractmethod
-    def cost(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> int:
+    def cost(self, size: BatchSize) -> int:
         """Return the cache tokens that a batch of this size takes; compared with the configured
         budget.
         """
+        longest = size.longest_prompt + size.longest_response
+        return size.prompts * size.longest_prompt + size.rows * longest
 
-    @abc.abstractmethod
-    def reserve(self, prompts: int, longest_prompt: int, rows: int, longest_response: int) -> None:
-        """Reserve memory for a batch of this size. The running batch is copied."""
+    def reserve(self, size: BatchSize) -> None:  # noqa: B027  (nothing, by default)
+        """Reserve memory for a batch of this size, if the cache does not grow by itself. The
+        running batch is copied.
+        """
 
-    @abc.abstractmethod
-    def prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        readers: Sequence[LogitsReader | None],
-        images: Sequence[Sequence[PlacedImage]] = (),
-    ) -> Tensor:
+    def used_tokens(self, size: BatchSize) -> int:
+        """Return the part of the budget that a batch of this size takes (see `cost`)."""
+        return self.cost(size)
+
+    def prefill(self, batch: PromptBatch) -> Tensor:
         """Prefill new prompts into the slots after the present slots.
 
-        Returns the logits of the last positions, [prompts, V]. If the reader of a prompt is not
-        None, it receives the logits of all positions in slices. `images` holds the images of each
-        prompt, if any prompt has images (see `Decoder.check_images`).
+        Returns the logits of the last positions, [prompts, V].
         """
+        if self.records_experts:
+            batch.experts = {}
+        logits_PV, experts = self._prefill(batch), batch.experts or {}
+        self._append_prompts(
+            batch.lengths, batch.adapter_ids, [experts[i] for i in sorted(experts)]
+        )
+        return logits_PV
+
+    @abc.abstractmethod
+    def _prefill(self, batch: PromptBatch) -> Tensor:
+        """Store new prompts and return the logits of their last positions."""
+
+    def _append_prompts(
+        self, lengths: Sequence[int], adapter_ids: Sequence[int], experts: Sequence[np.ndarray]
+    ) -> None:
+        """Append slots of prompts; `experts` is empty if none are recorded."""
+        self.prompt_lengths = np.concatenate([self.prompt_lengths, np.array(lengths, np.int64)])
+        self.prompt_adapters = [*self.prompt_adapters, *adapter_ids]
+        self._prompt_experts += experts
 
     def add_rows(self, prompt_of_row: np.ndarray) -> None:
         """Add rows after the present rows, each with an empty response to the prompt in the
@@ -94,6 +148,10 @@ class DecodeState(abc.ABC):
         )
         self._row_experts += [[] for _ in prompt_of_row]
         self._rows_changed()
+
+    def lengths(self) -> np.ndarray:
+        """Return the cached positions of each row, prompt and response."""
+        return self.prompt_lengths[self.prompt_of_row] + self.response_lengths
 
     def experts_of_row(self, row: int) -> np.ndarray | None:
         """Return the experts of the tokens of a row, prompt and response, [tokens fed, B * K].
@@ -111,45 +169,9 @@ class DecodeState(abc.ABC):
             for row, experts in zip(self._row_experts, step_experts, strict=True):
                 row.append(experts.copy())  # a view would keep the experts of all rows
 
-    def _new_choices(self) -> list[Tensor] | None:
-        """Return a list for the experts of a forward; None if experts are not recorded."""
-        return [] if self.records_experts else None
-
-    def _new_prompt_experts(self) -> dict[int, np.ndarray] | None:
-        """Return a dict for the experts of new prompts; None if experts are not recorded."""
-        return {} if self.records_experts else None
-
-    def _record_cached_row(self, row: int) -> None:
-        """Append the experts of a row's tokens as those of a new prompt."""
-        if (experts := self.experts_of_row(row)) is not None:
-            self._prompt_experts.append(experts)
-
-    def _extend_prompt_experts(
-        self,
-        slots: Sequence[int],
-        tokens: Sequence[Sequence[int]],
-        choices: list[Tensor] | None,
-    ) -> None:
-        """Append the experts of new tokens to those of the prompts in these slots.
-
-        `choices`: the experts [slots, T, K] of each layer, padded on the right.
-        """
-        experts = copy_choices(choices)
-        if experts is None:
-            return
-        for i, slot in enumerate(slots):
-            parts = (self._prompt_experts[slot], experts[i, : len(tokens[i])])
-            self._prompt_experts[slot] = np.concatenate(parts)
-
-    def _record_prompts(self, experts: Mapping[int, np.ndarray]) -> None:
-        """Append the experts of new prompts, [tokens, B * K] of each by its index."""
-        self._prompt_experts += [experts[i] for i in sorted(experts)]
-
     @abc.abstractmethod
     def decode(self, tokens: np.ndarray) -> Tensor:
         """Feed each row its last token and return the logits of its next token, [rows, V]."""
-
-    supports_extend = False  # whether `cache_row` and `extend_prompts` are implemented
 
     def cache_row(self, row: int) -> None:
         """Add the tokens that a row has been fed (prompt and response) as a new prompt.
@@ -182,17 +204,8 @@ class DecodeState(abc.ABC):
             self._prompt_experts = [self._prompt_experts[slot] for slot in prompt_source]
         self._rows_changed()
 
-    def _rows_changed(self) -> None:
-        """Handle a change of the rows. Called after rows were added or removed."""
-        self._row_adapters = None
-
-    def _get_row_adapters(self) -> RowAdapters | None:
-        """Return the rows grouped by adapter, or None if the decoder does not mix adapters."""
-        if self._row_adapters is None and self.decoder.multi_adapter:
-            self._row_adapters = self.decoder.group_by_adapter(
-                [self.prompt_adapters[slot] for slot in self.prompt_of_row]
-            )
-        return self._row_adapters
+    def _rows_changed(self) -> None:  # noqa: B027
+        """Handle a change of the rows or prompts. Called after it."""
 
     @abc.abstractmethod
     def _move_rows(self, source: np.ndarray) -> None: ...

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl.images import make_no_images_error
-from rl.sampler.decode_state import DecodeState, LogitsReader
+from rl.sampler.decode_state import DecodeState, PromptBatch
 from rl.sampler.rope_switch import RopeLengthSwitch
 from rl.types import PlacedImage
 
@@ -31,6 +31,7 @@ class Decoder(abc.ABC):
     length_switch: RopeLengthSwitch | None = None
     device: torch.device
     dtype: torch.dtype
+    multi_adapter = False  # whether rows may use different adapters (`MultiAdapterDecoder`)
     # The decoder of the model without adapters, if this decoder shares all memory but the adapters
     # with it.
     base: Decoder | None = None
@@ -65,16 +66,8 @@ class Decoder(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read_prompts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        readers: Sequence[LogitsReader],
-        images: Sequence[Sequence[PlacedImage]] = (),
-    ) -> None:
-        """Pass the logits of every position of each prompt to its reader. Nothing is cached.
-
-        `images` holds the images of each prompt, if any prompt has images.
-        """
+    def read_prompts(self, batch: PromptBatch) -> None:
+        """Pass the logits of every position of each prompt to its reader. Nothing is cached."""
 
     def broadcast_tokens(self, sampled: Tensor) -> Tensor:
         """Return the sampled tokens; if several ranks split the decoder, those of the first rank,

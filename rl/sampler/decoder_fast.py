@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from kernels import AttentionBounds
+from rl.errors import UserError
 from rl.layers import describe_layers
 from rl.models import is_value_head_parameter
 from rl.sampler.contiguous_state import ContiguousState
-from rl.sampler.decode_state import LogitsReader
+from rl.sampler.decode_state import PromptBatch
 from rl.sampler.decoder import Decoder, NamedTensors
 from rl.sampler.decoder_weights import UnsupportedModel, WeightsBuilder, unwrap_lora_layer
 from rl.sampler.expert_layers import ExpertKeys
@@ -30,8 +31,7 @@ from rl.sampler.forward_fast import (
 )
 from rl.sampler.layer_specs import LAYER_SPECS, ExpertSpec, LayerSpec
 from rl.sampler.linear_layers import Projection, TokenEmbedding
-from rl.sampler.tensor_parallel import TensorParallelGroup, check_model_shards
-from rl.types import PlacedImage
+from rl.sampler.tensor_parallel import TensorParallelGroup, check_shard_counts, find_mlp_divisor
 
 # rope types whose frequencies do not depend on the length of the sequence
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -77,14 +77,15 @@ class FastDecoder(FastForward, Decoder):
         if tp_group is not None:
             if len(LAYER_SPECS[type(plain).__name__].qkv) == 1:
                 raise UnsupportedModel("fused projections that several ranks split")
-            check_model_shards(plain.config, tp_group)
+            heads, key_heads = plain.config.num_attention_heads, plain.config.num_key_value_heads
+            check_shard_counts(tp_group.size, heads, key_heads, find_mlp_divisor(plain.config))
         embedding = unwrap_lora_layer(plain.model.embed_tokens).base.weight
         base_weights = None if base is None else base.weights
         builder = WeightsBuilder(
             model, dtype or embedding.dtype, device or embedding.device, base_weights, tp_group
         )
         with torch.no_grad():
-            decoder = cls(_read_architecture(plain, builder), builder.weights)
+            decoder = cls(_ModelReader(plain, builder).read_architecture(), builder.weights)
         for name in sum(builder.names.values(), []):
             if name not in builder.weights.slices and not is_value_head_parameter(name):
                 raise UnsupportedModel(f"the parameter {name}")
@@ -139,13 +140,66 @@ class FastDecoder(FastForward, Decoder):
     def new_state(self, kv_cache_tokens: int) -> ContiguousState:
         return ContiguousState(self, kv_cache_tokens)
 
-    def read_prompts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        readers: Sequence[LogitsReader],
-        images: Sequence[Sequence[PlacedImage]] = (),
-    ) -> None:
-        self.forward_prompts(prompts, readers, store_kv=None)
+    def read_prompts(self, batch: PromptBatch) -> None:
+        self.forward_prompts(batch, store_kv=None)
+
+
+class MultiAdapterDecoder(FastDecoder):
+    """Decode with a frozen base and any number of LoRA adapters on it, each under a number, and the
+    bare base: rows of several models share a batch.
+
+    Adapters may have any ranks and targets. Each matrix of the base is read once for all rows, and
+    each row adds the output of its adapter (rl.sampler.linear_layers), so each sample equals a
+    sample of its model in a separate batch. Nothing is copied: the adapters' own decoders keep
+    their memory.
+    """
+
+    multi_adapter = True
+
+    def __init__(self, base: FastDecoder):
+        super().__init__(base.architecture, base.weights)
+        self.base_decoder = base
+        self.decoders: dict[int, FastDecoder] = {}
+        self.versions: dict[int, int] = {}
+
+    @classmethod
+    def on_base_of(cls, decoder: Decoder) -> MultiAdapterDecoder:
+        """Return a decoder for all models on the base of `decoder`, without any adapter yet."""
+        assert isinstance(decoder.base, FastDecoder), (
+            "`Decoder.base` of this decoder must be a FastDecoder"
+        )
+        return cls(decoder.base)
+
+    def check_adapter(self, adapter_id: int | None) -> None:
+        """Raise ValueError if the weights are unknown."""
+        if adapter_id not in self.decoders:
+            raise ValueError(
+                f"unknown weights {adapter_id}: this batch samples from {sorted(self.decoders)}"
+            )
+
+    def add_adapter(self, adapter_id: int, decoder: Decoder, version: int) -> None:
+        """Map `adapter_id` to the weights of `decoder`. Raises UserError if they belong to another
+        base.
+        """
+        if not isinstance(decoder, FastDecoder) or self.base_decoder not in (decoder, decoder.base):
+            raise UserError(
+                "weights on another base cannot be sampled in this batch: sample them in a "
+                "separate batch"
+            )
+        self.decoders[adapter_id], self.versions[adapter_id] = decoder, version
+        for projection, other in zip(
+            self.iter_adaptable_modules(), decoder.iter_adaptable_modules(), strict=True
+        ):
+            if other.adapter is not None and decoder is not self.base_decoder:
+                # Both adapters are of the same kind.
+                projection.row_lora[adapter_id] = other.adapter  # type: ignore[assignment]
+
+    def remove_adapter(self, adapter_id: int) -> None:
+        """Remove the weights of `adapter_id`."""
+        self.decoders.pop(adapter_id)
+        self.versions.pop(adapter_id)
+        for projection in self.iter_adaptable_modules():
+            projection.row_lora.pop(adapter_id, None)
 
 
 # ---------------------------------------------------------------------------------- reading a model
@@ -177,7 +231,7 @@ def check_supported(base: Any) -> None:
             f"rope of type {changing[0]}, its frequencies change with the length"
         )
     head_width = base.model.layers[0].self_attn.head_dim
-    for width in {2 * len(_find_inv_freq(rotary, name)) for name in _name_ropes(base)[0]}:
+    for width in {2 * len(_find_inv_freq(rotary, name)) for name in _name_ropes(base)}:
         if width != head_width:
             raise UnsupportedModel(f"rope over {width} of {head_width} channels")
 
@@ -190,7 +244,7 @@ def count_unsharded_parameters(model: Any) -> tuple[int, int]:
     """
     plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
     builder = WeightsBuilder(model, torch.float32, torch.device("meta"), tp_group=_PlannedGroup())
-    _read_weights(plain, builder)
+    _ModelReader(plain, builder).read_weights()
     whole = {
         (piece.buffer, piece.start): (name, piece)
         for name, piece in builder.weights.slices.items()
@@ -217,54 +271,14 @@ class _PlannedGroup:
     broadcast_ = all_reduce_
 
 
-def _read_architecture(base: Any, builder: WeightsBuilder) -> DecoderArchitecture:
-    """Copy every weight into the builder's buffers and record its buffer key."""
-    config, spec = base.config, LAYER_SPECS[type(base).__name__]
-    head_width = base.model.layers[0].self_attn.head_dim
-    ranks = 1 if builder.tp_group is None else builder.tp_group.size
-    return DecoderArchitecture(
-        **_read_weights(base, builder),
-        heads=config.num_attention_heads // ranks,
-        key_heads=config.num_key_value_heads // ranks,
-        head_width=head_width,
-        eps=config.rms_norm_eps,
-        ropes=tuple(_read_rope(base.model.rotary_emb, name) for name in _name_ropes(base)[0]),
-        vocab_size=unwrap_lora_layer(base.model.embed_tokens).base.weight.shape[0],
-        max_positions=config.max_position_embeddings,
-        activation=spec.activation,
-        query_scale=1.0 if spec.qk_norm == "head" else _query_scale(base),
-        embedding_scale=spec.embedding_scale(config),
-        residual_scale=spec.residual_scale(config),
-        logit_scale=spec.logit_scale(config),
-        logit_softcap=spec.logit_softcap(config),
-    )
-
-
-def _query_scale(base: Any) -> float:
-    """Return the factor of the queries that leaves D^-0.5 of the attention scale."""
-    scale = LAYER_SPECS[type(base).__name__].attention_scale
-    if scale is None:
-        return 1.0
-    return scale(base.config) * base.model.layers[0].self_attn.head_dim ** 0.5
-
-
-def _read_bounds(base: Any) -> list[AttentionBounds]:
-    """Return the attention bounds of each layer, of which the model may hold the first only."""
-    softcap = LAYER_SPECS[type(base).__name__].attention_softcap(base.config)
-    return [
-        AttentionBounds(base.config.sliding_window if kind == "sliding" else 0, softcap)
-        for kind in describe_layers(base).kinds[: len(base.model.layers)]
-    ]
-
-
-def _name_ropes(base: Any) -> tuple[list[str | None], list[int]]:
-    """Return the names of the model's different rotary tables, and the index of each layer's name.
+def _name_ropes(base: Any) -> list[str | None]:
+    """Return the name of the rotary table of each layer.
 
     Models with rotary tables for each type of layer name them by the type; other models have the
     name "". The name of layers without rotation is None.
     """
     spec, kinds = LAYER_SPECS[type(base).__name__], base.model.rotary_emb.rope_type
-    names = [
+    return [
         None
         if not spec.rotates(layer.self_attn)
         else f"{base.config.layer_types[i]}_"
@@ -272,8 +286,6 @@ def _name_ropes(base: Any) -> tuple[list[str | None], list[int]]:
         else ""
         for i, layer in enumerate(base.model.layers)
     ]
-    distinct = list(dict.fromkeys(names))
-    return distinct, [distinct.index(name) for name in names]
 
 
 def _find_inv_freq(rotary: Any, name: str | None) -> torch.Tensor:
@@ -283,105 +295,131 @@ def _find_inv_freq(rotary: Any, name: str | None) -> torch.Tensor:
     return getattr(rotary, f"{name}inv_freq")
 
 
-def _read_rope(rotary: Any, name: str | None) -> RotarySpec:
-    """Return the frequencies of the rotary table of that name, zeros without name."""
-    inv_freq = _find_inv_freq(rotary, name)
-    if name is None:
-        return RotarySpec(torch.zeros(inv_freq.shape))
-    scale = float(getattr(rotary, f"{name}attention_scaling"))
-    return RotarySpec(inv_freq.detach().float().cpu(), scale)
+class _ModelReader:
+    """Copy the weights of the bare model `base` into the buffers of a builder, and describe it."""
 
+    def __init__(self, base: Any, builder: WeightsBuilder):
+        self.base, self.builder, self.config = base, builder, base.config
+        self.spec = LAYER_SPECS[type(base).__name__]
+        self.head_width = base.model.layers[0].self_attn.head_dim
+        self.rope_names = list(dict.fromkeys(_name_ropes(base)))
+        scale = self.spec.attention_scale
+        # the factor of the queries that leaves D^-0.5 of the attention scale
+        self.query_scale = 1.0 if scale is None else scale(self.config) * self.head_width**0.5
 
-def _read_weights(base: Any, builder: WeightsBuilder) -> dict[str, Any]:
-    """Return the fields of an `DecoderArchitecture` that hold buffer keys."""
-    spec = LAYER_SPECS[type(base).__name__]
-    embedding = unwrap_lora_layer(base.model.embed_tokens)
-    embed = builder.add_tensor("embed", embedding.base.weight, 0)
-    adapter = None
-    if embedding.lora_a is not None and embedding.lora_b is not None:
-        a_key, b_key = (
-            builder.add_adapter("embed.lora_a", embedding.lora_a, 1),
-            builder.add_adapter("embed.lora_b", embedding.lora_b),
+    def read_architecture(self) -> DecoderArchitecture:
+        """Copy every weight and return the architecture with the buffer keys."""
+        config, spec = self.config, self.spec
+        ranks = 1 if self.builder.tp_group is None else self.builder.tp_group.size
+        return DecoderArchitecture(
+            **self.read_weights(),
+            heads=config.num_attention_heads // ranks,
+            key_heads=config.num_key_value_heads // ranks,
+            head_width=self.head_width,
+            eps=config.rms_norm_eps,
+            ropes=tuple(self._read_rope(name) for name in self.rope_names),
+            vocab_size=unwrap_lora_layer(self.base.model.embed_tokens).base.weight.shape[0],
+            max_positions=config.max_position_embeddings,
+            activation=spec.activation,
+            query_scale=1.0 if spec.qk_norm == "head" else self.query_scale,
+            embedding_scale=spec.embedding_scale(config),
+            residual_scale=spec.residual_scale(config),
+            logit_scale=spec.logit_scale(config),
+            logit_softcap=spec.logit_softcap(config),
         )
-        adapter = (a_key, b_key, embedding.scale)
-    tied = unwrap_lora_layer(base.lm_head).base.weight is embedding.base.weight
-    return {
-        "layers": tuple(
-            _read_layer(f"layers.{i}", base, i, builder, rope, bounds)
-            for i, (rope, bounds) in enumerate(
-                zip(_name_ropes(base)[1], _read_bounds(base), strict=True)
+
+    def _read_rope(self, name: str | None) -> RotarySpec:
+        """Return the frequencies of the rotary table of that name, zeros without name."""
+        rotary = self.base.model.rotary_emb
+        inv_freq = _find_inv_freq(rotary, name)
+        if name is None:
+            return RotarySpec(torch.zeros(inv_freq.shape))
+        scale = float(getattr(rotary, f"{name}attention_scaling"))
+        return RotarySpec(inv_freq.detach().float().cpu(), scale)
+
+    def read_weights(self) -> dict[str, Any]:
+        """Copy every weight; return the fields of a `DecoderArchitecture` that hold buffer keys."""
+        base, builder = self.base, self.builder
+        embedding = unwrap_lora_layer(base.model.embed_tokens)
+        embed = builder.add("embed", [embedding.base.weight], 0)
+        adapter = None
+        if embedding.lora_a is not None and embedding.lora_b is not None:
+            adapter = (
+                builder.add("embed.lora_a", [embedding.lora_a], 1, dtype=embedding.lora_a.dtype),
+                builder.add("embed.lora_b", [embedding.lora_b], dtype=embedding.lora_b.dtype),
+                embedding.scale,
             )
-        ),
-        "embed": embed,
-        "embed_adapter": adapter,
-        "norm": builder.add_norm("norm", [base.model.norm.weight], spec.norm_offset),
-        "head": builder.add_projection("head", [base.lm_head], tied_to=embed if tied else None),
-    }
+        tied = unwrap_lora_layer(base.lm_head).base.weight is embedding.base.weight
+        # the model may hold the first layers only
+        kinds, ropes = describe_layers(base).kinds, _name_ropes(base)
+        return {
+            "layers": tuple(
+                self._read_layer(f"layers.{i}", layer, kinds[i], self.rope_names.index(ropes[i]))
+                for i, layer in enumerate(base.model.layers)
+            ),
+            "embed": embed,
+            "embed_adapter": adapter,
+            "norm": builder.add("norm", [base.model.norm.weight], offset=self.spec.norm_offset),
+            "head": builder.add_projection("head", [base.lm_head], tied_to=embed if tied else None),
+        }
 
+    def _read_layer(self, key: str, layer: Any, kind: str, rope: int) -> LayerKeys:
+        """Copy the weights of a layer of that kind and return their buffer keys. `rope`: index of
+        its table.
+        """
+        spec, add, project = self.spec, self.builder.add, self.builder.add_projection
+        attention, mlp = layer.self_attn, getattr(layer, spec.mlp)
+        experts, gate_up, down, dense = None, None, None, mlp
+        if spec.experts is not None and hasattr(mlp, "experts"):
+            experts = self._read_experts(f"{key}.experts", mlp, spec.experts)
+            dense = None if spec.experts.shared is None else getattr(mlp, spec.experts.shared[0])
+        if dense is not None:
+            gate_up = project(f"{key}.gate_up", [getattr(dense, name) for name in spec.gate_up])
+            down = project(f"{key}.down", [dense.down_proj], shard_inputs=True)
 
-def _read_layer(
-    key: str, base: Any, index: int, builder: WeightsBuilder, rope: int, bounds: AttentionBounds
-) -> LayerKeys:
-    """Copy the weights of a layer and return their buffer keys. `rope`: index of its table."""
-    layer, spec = base.model.layers[index], LAYER_SPECS[type(base).__name__]
-    attention, mlp, offset = layer.self_attn, getattr(layer, spec.mlp), spec.norm_offset
-    experts, dense = None, mlp
-    if spec.experts is not None and hasattr(mlp, "experts"):
-        experts = _read_experts(f"{key}.experts", base.config, mlp, spec.experts, builder)
-        dense = None if spec.experts.shared is None else getattr(mlp, spec.experts.shared[0])
+        def add_norm(name: str, module: str | None) -> str | None:
+            norm = None if module is None else getattr(layer, module)
+            if norm is None or isinstance(norm, nn.Identity):
+                return None
+            return add(f"{key}.{name}", [norm.weight], offset=spec.norm_offset)
 
-    def add_norm(name: str, module: str | None) -> str | None:
-        norm = None if module is None else getattr(layer, module)
-        if norm is None or isinstance(norm, nn.Identity):
-            return None
-        return builder.add_norm(f"{key}.{name}", [norm.weight], offset)
+        def add_qk_norm(name: str, kind: str, dim: int | None, scale: float) -> str | None:
+            if spec.qk_norm != kind:
+                return None
+            weights = [attention.q_norm.weight, attention.k_norm.weight]
+            return add(f"{key}.{name}", weights, dim, offset=spec.norm_offset, scale=scale)
 
-    def add_qk_norm(name: str, kind: str, dim: int | None) -> str | None:
-        if spec.qk_norm != kind:
-            return None
-        weights = [attention.q_norm.weight, attention.k_norm.weight]
-        scale = _query_scale(base) if kind == "head" else 1.0
-        return builder.add_norm(f"{key}.{name}", weights, offset, dim, scale)
+        window = self.config.sliding_window if kind == "sliding" else 0
+        return LayerKeys(
+            qkv=project(f"{key}.qkv", [getattr(attention, name) for name in spec.qkv]),
+            out=project(f"{key}.out", [attention.o_proj], shard_inputs=True),
+            gate_up=gate_up,
+            down=down,
+            norm_in=add_norm("norm_in", spec.norms[0]),
+            norm_attention_out=add_norm("norm_attention_out", spec.norms[1]),
+            norm_mlp=add_norm("norm_mlp", spec.norms[2]),
+            norm_mlp_out=add_norm("norm_mlp_out", spec.norms[3]),
+            norm_qk=add_qk_norm("norm_qk", "head", None, self.query_scale),
+            norm_qk_all=add_qk_norm("norm_qk_all", "projection", 0, 1.0),
+            rope=rope,
+            bounds=AttentionBounds(window, spec.attention_softcap(self.config)),
+            experts=experts,
+        )
 
-    return LayerKeys(
-        qkv=builder.add_projection(f"{key}.qkv", [getattr(attention, name) for name in spec.qkv]),
-        out=builder.add_projection(f"{key}.out", [attention.o_proj], shard_inputs=True),
-        gate_up=None
-        if dense is None
-        else builder.add_projection(
-            f"{key}.gate_up", [getattr(dense, name) for name in spec.gate_up]
-        ),
-        down=None
-        if dense is None
-        else builder.add_projection(f"{key}.down", [dense.down_proj], shard_inputs=True),
-        norm_in=add_norm("norm_in", spec.norms[0]),
-        norm_attention_out=add_norm("norm_attention_out", spec.norms[1]),
-        norm_mlp=add_norm("norm_mlp", spec.norms[2]),
-        norm_mlp_out=add_norm("norm_mlp_out", spec.norms[3]),
-        norm_qk=add_qk_norm("norm_qk", "head", None),
-        norm_qk_all=add_qk_norm("norm_qk_all", "projection", 0),
-        rope=rope,
-        bounds=bounds,
-        experts=experts,
-    )
-
-
-def _read_experts(
-    key: str, config: Any, block: Any, spec: ExpertSpec, builder: WeightsBuilder
-) -> ExpertKeys:
-    """Copy the weights of a layer's experts and return their buffer keys."""
-    router, experts = getattr(block, spec.router), block.experts
-    for module in (block, router, experts):
-        if not type(module).__module__.startswith("transformers."):
-            raise UnsupportedModel(f"experts of type {type(module).__name__}")
-    gate = None if spec.shared is None else getattr(block, spec.shared[1])
-    return ExpertKeys(
-        router=builder.add_tensor(f"{key}.router", router.weight),
-        gate_up=builder.add_tensor(f"{key}.gate_up", experts.gate_up_proj, 1, parts=2),
-        down=builder.add_tensor(f"{key}.down", experts.down_proj, 2),
-        per_token=config.num_experts_per_tok,
-        normalizes=spec.normalizes(config),
-        shared_gate=None
-        if gate is None
-        else builder.without_shards().add_projection(f"{key}.shared_gate", [gate]),
-    )
+    def _read_experts(self, key: str, block: Any, spec: ExpertSpec) -> ExpertKeys:
+        """Copy the weights of a layer's experts and return their buffer keys."""
+        router, experts, builder = getattr(block, spec.router), block.experts, self.builder
+        for module in (block, router, experts):
+            if not type(module).__module__.startswith("transformers."):
+                raise UnsupportedModel(f"experts of type {type(module).__name__}")
+        gate = None if spec.shared is None else getattr(block, spec.shared[1])
+        return ExpertKeys(
+            router=builder.add(f"{key}.router", [router.weight]),
+            gate_up=builder.add(f"{key}.gate_up", [experts.gate_up_proj], 1, parts=2),
+            down=builder.add(f"{key}.down", [experts.down_proj], 2),
+            per_token=self.config.num_experts_per_tok,
+            normalizes=spec.normalizes(self.config),
+            shared_gate=None
+            if gate is None
+            else builder.without_shards().add_projection(f"{key}.shared_gate", [gate]),
+        )

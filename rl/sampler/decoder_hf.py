@@ -14,14 +14,12 @@ from torch import nn
 
 from rl.errors import UserError
 from rl.images import make_no_images_error
-from rl.sampler.decode_state import DecodeState, LogitsReader
+from rl.sampler.decode_state import DecodeState, PromptBatch
 from rl.sampler.decoder import Decoder, NamedTensors, batch_prompts
 from rl.sampler.decoder_weights import check_shared_unchanged
 from rl.sampler.forward_hf import PREFILL_TOKENS, HFForward
-from rl.sampler.padded_state import PaddedState
+from rl.sampler.hf_states import EqualLengthState, PaddedState, RecomputeState, RecurrentState
 from rl.sampler.precision import LOW_PRECISION, cast_matrices_
-from rl.sampler.recurrent_state import RecurrentState
-from rl.sampler.unpadded_states import EqualLengthState, RecomputeState
 from rl.types import PlacedImage
 
 
@@ -103,18 +101,16 @@ class HFDecoder(HFForward, Decoder):
         }
         return kinds[self.plan.rows](self)
 
-    def read_prompts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        readers: Sequence[LogitsReader],
-        images: Sequence[Sequence[PlacedImage]] = (),
-    ) -> None:
-        sees = [bool(images and images[i]) for i in range(len(prompts))]
-        for batch in self._batches_for_reading([len(prompt) for prompt in prompts], sees):
-            placed = [images[i] for i in batch] if images else ()
-            logits = self.plain_forward([prompts[i] for i in batch], last_only=False, images=placed)
-            for row, i in enumerate(batch):
-                readers[i](0, logits[row, : len(prompts[i])])
+    def read_prompts(self, batch: PromptBatch) -> None:
+        prompts, placed = batch.prompts, batch.placed_images
+        sees = [bool(images) for images in placed]
+        for members in self._batches_for_reading(batch.lengths, sees):
+            logits = self.plain_forward(
+                [prompts[i] for i in members], last_only=False, images=[placed[i] for i in members]
+            )
+            for row, i in enumerate(members):
+                if (reader := batch.readers[i]) is not None:
+                    reader(0, logits[row, : len(prompts[i])])
 
     def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:
         if not images:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from rl.sampler.tensor_parallel import (
     UNSHARDED,
     Shard,
     TensorParallelGroup,
-    first_rank_shard,
     shard_of,
 )
 
@@ -260,63 +259,43 @@ class WeightsBuilder:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(id(parameter), []).append(name)
 
-    def _named_parameters(
-        self, parameters: Iterable[Tensor], dim: int | None = None, parts: int = 1
-    ) -> list[NamedParameter]:
-        """Return parameters with all their names; `dim`: the dimension along which each of its
-        `parts` is sharded.
-        """
-        cuts = (
-            (p, UNSHARDED if dim is None else shard_of(p.shape[dim], dim, self.tp_group, parts))
-            for p in parameters
-        )
-        return [
-            NamedParameter(self.names[id(parameter)], parameter, part_cut)
-            for parameter, part_cut in cuts
-        ]
-
     def without_shards(self) -> WeightsBuilder:
         """Return a builder that adds whole parameters to the same weights on every rank."""
         other = copy.copy(self)
         other.tp_group = None
         return other
 
-    def add_tensor(
-        self, key: str, parameter: Tensor, dim: int | None = None, parts: int = 1
-    ) -> str:
-        """Add a single parameter (a norm's weight, an embedding) and return its key.
-
-        `dim`: the dimension along which a team shards it (None: whole on every rank), which
-        consists of `parts` equal parts.
-        """
-        named = self._named_parameters([parameter], dim, parts)
-        self.weights.add(key, named, self.dtype, self.device, self.base)
-        return key
-
-    def add_norm(
+    def add(
         self,
         key: str,
-        parameters: Sequence[Tensor],
-        offset: float = 0.0,
+        parameters: Iterable[Tensor],
         dim: int | None = None,
+        *,
+        parts: int = 1,
+        dtype: torch.dtype | None = None,
+        offset: float = 0.0,
         scale: float = 1.0,
+        shard: Shard = UNSHARDED,
     ) -> str:
-        """Add the weights of norms, stacked, and return their key.
+        """Stack parameters in a buffer and return its key.
 
-        The buffer holds the weights plus `offset`, those of the first norm times `scale`, then in
-        float32, because half precision would round them. `dim`: see `add_tensor`.
+        `dim`: the dimension along which a team shards each of them (None: the team holds `shard`),
+        which consists of `parts` equal parts. `dtype`: by default that of the weights. The buffer
+        holds the parameters plus `offset`, the first of them times `scale`, then in float32,
+        because half precision would round them.
         """
-        dtype = torch.float32 if offset or scale != 1.0 else self.dtype
-        named = self._named_parameters(parameters, dim)
-        named[0] = replace(named[0], scale=scale)
-        self.weights.add(key, named, dtype, self.device, self.base, offset)
-        return key
-
-    def add_adapter(self, key: str, parameter: Tensor, dim: int | None = None) -> str:
-        """Add an adapter's matrix in its own dtype and return its key. `dim`: see `add_tensor`."""
-        self.weights.add(
-            key, self._named_parameters([parameter], dim), parameter.dtype, self.device
-        )
+        named = [
+            NamedParameter(
+                self.names[id(p)],
+                p,
+                shard if dim is None else shard_of(p.shape[dim], dim, self.tp_group, parts),
+                1.0 if i else scale,
+            )
+            for i, p in enumerate(parameters)
+        ]
+        if offset or scale != 1.0:
+            dtype = torch.float32
+        self.weights.add(key, named, dtype or self.dtype, self.device, self.base, offset)
         return key
 
     def add_projection(
@@ -333,55 +312,35 @@ class WeightsBuilder:
         layers, or with `shard_inputs` their inputs; each rank then computes its term of a sum.
         Raises `UnsupportedModel` if only some of the layers have a bias.
         """
-        parts = [unwrap_lora_layer(module) for module in modules]
+        layers = [unwrap_lora_layer(module) for module in modules]
+        # of what is sharded by outputs and of what is sharded by inputs
+        by_output, by_input = (None, 1) if shard_inputs else (0, None)
         weight, bias, lora_a = tied_to or f"{key}.weight", None, None
         if tied_to is None:
-            self.weights.add(
-                weight,
-                self._named_parameters((part.base.weight for part in parts), int(shard_inputs)),
-                self.dtype,
-                self.device,
-                self.base,
-            )
-        biased = [part.base.bias for part in parts if part.base.bias is not None]
-        if biased:
-            if len(biased) < len(parts):
+            self.add(weight, [layer.base.weight for layer in layers], int(shard_inputs))
+        biases = [layer.base.bias for layer in layers if layer.base.bias is not None]
+        if biases:
+            if len(biases) < len(layers):
                 raise UnsupportedModel(f"a bias on only some layers of {key}")
-            bias = f"{key}.bias"
-            named = self._named_parameters(biased, None if shard_inputs else 0)
-            bias_parts = (
-                [replace(part, shard=first_rank_shard(self.tp_group)) for part in named]
-                if shard_inputs
-                else named
-            )
-            self.weights.add(bias, bias_parts, self.dtype, self.device, self.base)
-        adapters, first_rank, first_column = [], 0, 0
-        for i, part in enumerate(parts):
-            outputs = (
-                UNSHARDED if shard_inputs else shard_of(part.base.out_features, 0, self.tp_group)
-            )
-            columns = slice(first_column, first_column + outputs.num_rows(part.base.weight))
+            # the bias of a sum over the team enters it once
+            is_first = self.tp_group is None or self.tp_group.rank == 0
+            whole = UNSHARDED if is_first else Shard(empty=True)
+            bias = self.add(f"{key}.bias", biases, by_output, shard=whole)
+        adapters, matrices, first_rank, first_column = [], [], 0, 0
+        for i, layer in enumerate(layers):
+            outputs = layer.base.out_features
+            shard = UNSHARDED if shard_inputs else shard_of(outputs, 0, self.tp_group)
+            columns = slice(first_column, first_column + shard.num_rows(layer.base.weight))
             first_column = columns.stop
-            if part.lora_a is None or part.lora_b is None:
+            if layer.lora_a is None or layer.lora_b is None:
                 continue
-            ranks = slice(first_rank, first_rank + len(part.lora_a))
+            ranks = slice(first_rank, first_rank + len(layer.lora_a))
             first_rank = ranks.stop
-            b_key = f"{key}.lora_b.{i}"
-            adapters.append(
-                LoraSpec(
-                    self.add_adapter(b_key, part.lora_b, None if shard_inputs else 0),
-                    part.scale,
-                    columns,
-                    ranks,
-                )
+            matrices.append(layer.lora_a)
+            b_key = self.add(
+                f"{key}.lora_b.{i}", [layer.lora_b], by_output, dtype=layer.lora_b.dtype
             )
-        matrices = [part.lora_a for part in parts if part.lora_a is not None]
+            adapters.append(LoraSpec(b_key, layer.scale, columns, ranks))
         if matrices:
-            lora_a = f"{key}.lora_a"
-            self.weights.add(
-                lora_a,
-                self._named_parameters(matrices, 1 if shard_inputs else None),
-                matrices[0].dtype,
-                self.device,
-            )
+            lora_a = self.add(f"{key}.lora_a", matrices, by_input, dtype=matrices[0].dtype)
         return ProjectionSpec(weight, bias, lora_a, tuple(adapters))

@@ -7,7 +7,6 @@ On CUDA the cache is chosen by a trial of both.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,10 @@ import torch
 
 from rl.errors import UserError, warn_on_rank_zero
 from rl.sampler.decoder import Decoder
-from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.decoder_fast import FastDecoder, MultiAdapterDecoder
 from rl.sampler.kv_cache_pool import IdleKVCachePool
-from rl.sampler.multi_adapter import MultiAdapterEngine, PagedMultiAdapterEngine
-from rl.sampler.multistep_engine import MultiStepEngine
-from rl.sampler.paged_engine import PagedEngine
-from rl.sampler.sampling_engine import Engine
+from rl.sampler.paged_state import BLOCK_SIZE
+from rl.sampler.sampling_engine import STEPS_PER_SYNC, Engine
 from rl.sampler.sampling_requests import SamplingRequest
 from rl.types import SampledSequence, SamplingParams
 
@@ -30,72 +27,68 @@ _TRIAL_LAYERS, _TRIAL_VOCAB, _TRIAL_ROWS = 2, 4096, 4  # sizes of a trial
 
 # Pairs of features that do not combine, and why. Features of a decoder: "fast decoder", "generic
 # decoder", "tensor parallelism". Features of an engine: "paged cache", "adapters per row", "router
-# replay", and "device steps": several steps without the host between them (`MultiStepEngine`).
+# replay", and "device steps": several steps without the host between them (`Engine`).
 # "vllm": servers decode (rl.vllm); of a run, "sampler ranks" (processes that only sample),
 # "cache recomputation" and "replay"; of a program, "several models"; of a learner, "context
 # parallelism" and "router aux loss".
 # Every other pair combines, also with images, conversations, prompt logprobs, all of
 # `SamplingParams`, new weights, cancelled and resumed requests.
-EXCLUDED_PAIRS: Mapping[frozenset[str], str] = {
-    frozenset(("paged cache", "generic decoder")): (
+EXCLUDED_PAIRS: Mapping[tuple[str, str], str] = {
+    ("paged cache", "generic decoder"): (
         "sampler_cache paged is supported only by the fast decoder (docs/models.md lists its "
         "families): leave sampler_cache at auto, or sample such a model"
     ),
-    frozenset(("tensor parallelism", "generic decoder")): (
+    ("tensor parallelism", "generic decoder"): (
         "sampler_tp shards models of the fast decoder (docs/models.md lists its families), and the "
         "sampler is hf, the model's original forward: leave sampler_tp at 1, or the sampler at auto"
     ),
-    frozenset(("adapters per row", "generic decoder")): (
+    ("adapters per row", "generic decoder"): (
         "the generic decoder has the same weights for all rows: sample each model in a separate "
         "batch"
     ),
-    frozenset(("device steps", "generic decoder")): (
+    ("device steps", "generic decoder"): (
         "the steps of a device call the kernels of the fast decoder"
     ),
-    frozenset(("device steps", "tensor parallelism")): (
-        "the steps of a device contain no sums over ranks"
-    ),
-    frozenset(("device steps", "adapters per row")): (
-        "the steps of a device have one adapter for all rows"
-    ),
-    frozenset(("vllm", "paged cache")): (
+    ("device steps", "tensor parallelism"): ("the steps of a device contain no sums over ranks"),
+    ("device steps", "adapters per row"): ("the steps of a device have one adapter for all rows"),
+    ("vllm", "paged cache"): (
         "sampler_cache is the layout of the sampler in this process, and sampler is vllm: leave "
         "sampler_cache at auto"
     ),
-    frozenset(("vllm", "router replay")): (
+    ("vllm", "router replay"): (
         "router_replay records experts, which the sampler vllm does not return yet: turn "
         "router_replay off, or leave the sampler at auto"
     ),
-    frozenset(("vllm", "tensor parallelism")): (
+    ("vllm", "tensor parallelism"): (
         "sampler_tp shards the sampler in this process, and sampler is vllm: leave sampler_tp at 1 "
         "and start the server with --tensor-parallel-size"
     ),
-    frozenset(("vllm", "sampler ranks")): (
+    ("vllm", "sampler ranks"): (
         "sampler_ranks are processes that sample, and with sampler vllm its servers do: leave "
         "sampler_ranks at 0"
     ),
-    frozenset(("vllm", "cache recomputation")): (
+    ("vllm", "cache recomputation"): (
         "recompute_cache computes the KV cache of the sampler in this process again, and sampler "
         "is vllm: leave recompute_cache out"
     ),
-    frozenset(("vllm", "replay")): (
+    ("vllm", "replay"): (
         "a replay repeats a run bit for bit, and with sampler vllm the samples depend on rounding "
         "and on the order of requests in its servers: leave replay out, or the sampler at auto"
     ),
-    frozenset(("context parallelism", "router replay")): (
+    ("context parallelism", "router replay"): (
         "context_parallel_size divides a micro-batch among ranks, and router_replay counts the "
         "experts of a whole micro-batch: set context_parallel_size to 1, or turn router_replay off"
     ),
-    frozenset(("context parallelism", "router aux loss")): (
+    ("context parallelism", "router aux loss"): (
         "context_parallel_size divides a micro-batch among ranks, and router_aux_loss_coef "
         "balances the experts of a whole micro-batch: set context_parallel_size to 1, or "
         "router_aux_loss_coef to 0"
     ),
-    frozenset(("vllm", "several models")): (
+    ("vllm", "several models"): (
         "vLLM servers hold the weights of one model: sample from one model at a time, or leave the "
         "sampler at auto"
     ),
-    frozenset(("vllm", "adapters per row")): (
+    ("vllm", "adapters per row"): (
         "the sampler vllm has the same weights for all rows: sample each model in a separate batch"
     ),
 }
@@ -103,7 +96,7 @@ EXCLUDED_PAIRS: Mapping[frozenset[str], str] = {
 
 def find_conflict(features: Collection[str]) -> str | None:
     """Return why features do not combine (`EXCLUDED_PAIRS`); None if they do."""
-    return next((reason for pair, reason in EXCLUDED_PAIRS.items() if pair <= {*features}), None)
+    return next((reason for pair, reason in EXCLUDED_PAIRS.items() if {*pair} <= {*features}), None)
 
 
 def check_features(features: Collection[str]) -> None:
@@ -129,8 +122,8 @@ def make_engine(
     a warning is printed and "auto" is plain.
 
     `idle_pool` provides the KV cache pool of an earlier paged engine, and receives the pool when
-    this engine is closed. `sizes`: see `PagedEngine`. `features`: "adapters per row" (a
-    `MultiAdapterEngine` on the base of the decoder), "router replay" (the engine records experts).
+    this engine is closed. `sizes`: see `Engine`. `features`: "adapters per row" (the engine samples
+    from the models on the base of the decoder), "router replay" (the engine records experts).
     `settings` are those of `Engine`. Raises ValueError if `cache` is unknown, UserError for
     features that do not combine.
     """
@@ -145,55 +138,42 @@ def make_engine(
     settings["record_experts"] = "router replay" in present
     device_steps = find_conflict({*present, "device steps"}) is None
     if cache == "auto" and fast is not None and device_steps and fast.device.type == "cuda":
-        cache = "paged" if _paged_engine_failure(_TrialKey(fast)) is None else "plain"
-    adapters = "adapters per row" in present
-    if fast is None or cache != "paged":
-        return (MultiAdapterEngine.on_base_of if adapters else Engine)(decoder, **settings)
-    if adapters:
-        return PagedMultiAdapterEngine.on_base_of(fast, kept=idle_pool, sizes=sizes, **settings)
-    return (MultiStepEngine if device_steps else PagedEngine)(
-        fast, kept=idle_pool, sizes=sizes, **settings
-    )
+        cache = "paged" if _find_paged_failure(fast) is None else "plain"
+    if "adapters per row" in present:
+        decoder = MultiAdapterDecoder.on_base_of(decoder)
+    if cache == "paged":
+        settings |= {"block_size": BLOCK_SIZE, "kept": idle_pool, "sizes": sizes}
+        settings["steps_per_sync"] = STEPS_PER_SYNC if device_steps else None
+    return Engine(decoder, **settings)
 
 
-class _TrialKey:
-    """Wrap a decoder as the cache key of a trial.
-
-    Decoders of the same architecture, dtype and device are equal.
-    """
-
-    def __init__(self, decoder: FastDecoder):
-        a = decoder.architecture
-        self.decoder = decoder
-        sizes = (
-            len(decoder.layers),
-            a.heads,
-            a.key_heads,
-            a.head_width,
-            a.vocab_size,
-            decoder.norm_E.shape,
-            repr(a.layers[:_TRIAL_LAYERS]),
-            (a.activation, a.query_scale, a.embedding_scale, a.residual_scale, a.logit_scale),
-            a.logit_softcap,
-        )
-        self.key = (*sizes, decoder.dtype, decoder.device)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TrialKey) and self.key == other.key
+# Why a device does not support the paged engine (None: it does), by architecture, dtype and device.
+_trial_failures: dict[tuple, str | None] = {}
 
 
-@cache
-def _paged_engine_failure(trial: _TrialKey) -> str | None:
+def _find_paged_failure(decoder: FastDecoder) -> str | None:
     """Return why this device does not support the paged engine, and warn once; None if it does."""
-    decoder = trial.decoder
-    trial.decoder = None  # type: ignore[assignment]  # the key persists, the weights are released
+    a = decoder.architecture
+    key = (
+        len(decoder.layers),
+        a.heads,
+        a.key_heads,
+        a.head_width,
+        a.vocab_size,
+        decoder.norm_E.shape,
+        repr(a.layers[:_TRIAL_LAYERS]),
+        (a.activation, a.query_scale, a.embedding_scale, a.residual_scale, a.logit_scale),
+        a.logit_softcap,
+        decoder.dtype,
+        decoder.device,
+    )
+    if key in _trial_failures:
+        return _trial_failures[key]
     try:
         reason = compare_engines(decoder)
     except Exception as failure:  # noqa: BLE001  (compiler, driver, memory: the plain engine is the fallback for any)
         reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"
+    _trial_failures[key] = reason
     if reason is not None:
         warn_on_rank_zero(
             f"the paged KV cache of the sampler does not run on this device ({reason}), "
@@ -221,10 +201,12 @@ def compare_engines(decoder: FastDecoder) -> str | None:
         small.vocab_size,
     )
     samples = []
-    for kind in (MultiStepEngine, Engine):
-        engine = kind(
+    paged: dict[str, Any] = {"block_size": BLOCK_SIZE, "steps_per_sync": STEPS_PER_SYNC}
+    for cache_settings in (paged, {}):
+        engine = Engine(
             small,
             (1, 2),
+            **cache_settings,
             kv_cache_tokens=256 * 40,
             max_rows=_TRIAL_ROWS * len(lengths),
             record_experts=small.num_choices > 0,
@@ -243,14 +225,10 @@ def compare_engines(decoder: FastDecoder) -> str | None:
     bound, diverged, compared = (1e-3 if small.dtype == torch.float32 else 0.1), 0, 0
     for stepped, plain in zip(*samples, strict=True):
         same = _count_equal_tokens(stepped, plain, small.experts_per_token)
-        gaps = [
-            abs(a - b)
-            for a, b in zip(
-                (stepped.logprobs or [])[:same], (plain.logprobs or [])[:same], strict=True
-            )
-        ]
-        if not max(gaps, default=0.0) <= bound:  # NaN counts as a difference
-            return f"logprobs of the same tokens differ by {max(gaps):.2g}"
+        assert stepped.logprobs is not None and plain.logprobs is not None
+        gap = np.abs(np.subtract(stepped.logprobs[:same], plain.logprobs[:same])).max(initial=0.0)
+        if not gap <= bound:  # NaN counts as a difference
+            return f"logprobs of the same tokens differ by {gap:.2g}"
         differs = same < max(len(stepped.tokens), len(plain.tokens))
         diverged, compared = diverged + differs, compared + max(same - 1, 0) + differs
     return (

@@ -9,28 +9,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from kernels import AttentionBounds
-from rl.sampler import cpu_kernels, mkldnn_layout
+from rl.sampler import cpu_kernels
 from rl.sampler.cpu_kernels import CpuKernels
-from rl.sampler.decode_state import LogitsReader
+from rl.sampler.decode_state import LogitsReader, PromptBatch
 from rl.sampler.decoder import batch_prompts
 from rl.sampler.decoder_weights import DecoderWeights
-from rl.sampler.expert_layers import Activate, ExpertKeys, ExpertLayer, copy_choices
+from rl.sampler.expert_layers import ExpertKeys, ExpertLayer, copy_choices
 from rl.sampler.linear_layers import (
     HeadProjection,
     Projection,
     ProjectionSpec,
     RowAdapters,
     TokenEmbedding,
+    fits_budget,
     group_rows_by_adapter,
 )
 from rl.sampler.prefix_attention import causal_attention
@@ -38,12 +38,12 @@ from rl.sampler.prefix_attention import causal_attention
 _PREFILL_TOKENS = 8192  # padded prompt tokens per forward
 _MAX_LOGITS_PER_SLICE = 1 << 25  # numbers in a slice of prompt logits passed to a reader
 
-# Takes (layer, queries [.., H, D], keys [.., K, D], values [.., K, D]), stores keys and values;
-# attention output [.., H * D].
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-# Takes (layer, queries, keys and values [N, (H + 2 K) D] before norm and rotation, the norms'
-# weights); stores and returns the same.
-AttendStep = Callable[[int, Tensor, Tensor | None], Tensor]
+# Takes (layer, queries, keys and values [.., (H + 2 K) D] before the norms of heads and the
+# rotation), stores keys and values; attention output [.., H * D].
+Attend = Callable[[int, Tensor], Tensor]
+# Takes (part to add or None, sum, weight of the norm or None, epsilon); the sum with the part, and
+# its norm (the sum itself without weight). It may use the memory of the part and of the sum.
+AddAndNorm = Callable[[Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 StoreKeyValues = Callable[[int, list[int], Tensor, Tensor], None]
 # Cosines and signed sines of each of `DecoderArchitecture.ropes`.
 RotaryTables = Sequence[tuple[Tensor, Tensor]]
@@ -103,28 +103,45 @@ class DecoderArchitecture:
     logit_softcap: float = 0.0
 
 
-class LayerWeights:
-    """Hold the tensors of a layer, looked up once."""
+@dataclass(frozen=True, slots=True)
+class ForwardOps:
+    """Hold the operations between the matrix products: torch, C++ or Triton.
 
-    __slots__ = (
-        "bounds", "down", "experts", "gate_up", "norm_attention_out", "norm_in", "norm_mlp",
-        "norm_mlp_out", "norm_qk", "norm_qk_all", "out", "qkv", "rope",
-    )  # fmt: skip
+    `fixed_shapes`: no operation on a GPU may wait for the host.
+    """
+
+    add_and_norm: AddAndNorm
+    silu_mul: Callable[[Tensor], Tensor]
+    fixed_shapes: bool = False
+
+
+class LayerWeights:
+    """Hold the tensors and modules of a layer, looked up once, under the names of `LayerKeys`."""
+
+    qkv: Projection
+    out: Projection
+    gate_up: Projection | None
+    down: Projection | None
+    norm_in: Tensor | None
+    norm_attention_out: Tensor | None
+    norm_mlp: Tensor | None
+    norm_mlp_out: Tensor | None
+    norm_qk: Tensor | None
+    norm_qk_all: Tensor | None
+    rope: int
+    bounds: AttentionBounds
+    experts: ExpertLayer | None
 
     def __init__(self, keys: LayerKeys, buffers: dict[str, Tensor]):
-        self.qkv, self.out = Projection(keys.qkv, buffers), Projection(keys.out, buffers)
-        self.gate_up, self.down = (
-            None if spec is None else Projection(spec, buffers)
-            for spec in (keys.gate_up, keys.down)
-        )
-        self.experts = None if keys.experts is None else ExpertLayer(keys.experts, buffers)
-        self.norm_in, self.norm_mlp, self.norm_attention_out, self.norm_mlp_out = (
-            buffers[key] if key else None
-            for key in (keys.norm_in, keys.norm_mlp, keys.norm_attention_out, keys.norm_mlp_out)
-        )
-        self.norm_qk = buffers[keys.norm_qk] if keys.norm_qk else None
-        self.norm_qk_all = buffers[keys.norm_qk_all] if keys.norm_qk_all else None
-        self.rope, self.bounds = keys.rope, keys.bounds
+        for field in fields(keys):
+            value = getattr(keys, field.name)
+            if isinstance(value, str):
+                value = buffers[value]
+            elif isinstance(value, ProjectionSpec):
+                value = Projection(value, buffers)
+            elif isinstance(value, ExpertKeys):
+                value = ExpertLayer(value, buffers)
+            setattr(self, field.name, value)
 
     def projections(self) -> list[Projection]:
         """Return the linear layers that an adapter may modify, in a fixed order."""
@@ -147,7 +164,7 @@ class FastForward:
     Only rotary tables are cached between calls.
     """
 
-    multi_adapter = False  # whether rows may use different adapters (`rl.sampler.multi_adapter`)
+    multi_adapter: bool
 
     def __init__(self, architecture: DecoderArchitecture, weights: DecoderWeights):
         self.architecture, self.weights = architecture, weights
@@ -173,7 +190,7 @@ class FastForward:
         on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
         self.cpu_kernels = cpu_kernels.load_cpu_kernels() if on_cpu else None
         products = [self.head, *(p for layer in self.layers for p in layer.projections())]
-        if on_cpu and mkldnn_layout.fits_budget(projection.weight for projection in products):
+        if on_cpu and fits_budget(projection.weight for projection in products):
             for projection in products:
                 projection.may_pack = True
 
@@ -210,102 +227,79 @@ class FastForward:
             self._ropes = torch.stack(tables).to(self.device, self.dtype)
         return self._ropes
 
-    def group_by_adapter(self, adapter_ids: Sequence[int]) -> RowAdapters | None:
-        """Group rows by adapter, for the methods below. `adapter_ids`: the adapter number of each
-        row.
-
-        Returns pairs (adapter number, indices of its rows); the indices are None if all rows use
-        this adapter. Returns None if the decoder does not mix adapters.
-        """
-        return group_rows_by_adapter(adapter_ids, self.device) if self.multi_adapter else None
-
     def forward(
         self,
         ids: Tensor,
-        rope: RotaryTables,
         attend: Attend,
         row_adapters: RowAdapters | None = None,
         last_B: Tensor | None = None,
         choices: list[Tensor] | None = None,
+        ops: ForwardOps | None = None,
     ) -> Tensor:
         """Return the last hidden states [.., E], after the final norm.
 
         `last_B`: for ids [B, T], return only these positions, [B, E]. Every position needs keys and
         values in each layer, but in the last layer the output of the other positions is not used.
-        `choices` receives the experts of each layer, [.., K], of all positions.
+        `choices` receives the experts of each layer, [.., K], of all positions. `ops`: by default
+        those of torch.
         """
-        a = self.architecture
+        ops, eps = ops or make_ops(None, self.cpu_kernels), self.architecture.eps
         last_layer = self.layers[-1] if choices is None else None
-        x = self.embed_tokens(ids, row_adapters)
+        x, part = self.embed_tokens(ids, row_adapters), None
         for i, layer in enumerate(self.layers):
-            qkv = self.project_qkv(layer, self.rms(x, layer.norm_in), row_adapters).unflatten(
-                -1, (a.heads + 2 * a.key_heads, a.head_width)
-            )
-            qk, v = qkv.split([a.heads + a.key_heads, a.key_heads], dim=-2)
-            # a joint norm over both kinds of heads, then the weight of each kind
-            if layer.norm_qk is not None:
-                normed = F.rms_norm(qk, (a.head_width,), None, a.eps)
-                qk = (normed * layer.norm_qk.view(2, -1)[self._head_kind]).to(v.dtype)
-            q, k = rotate(qk, rope[layer.rope]).split([a.heads, a.key_heads], dim=-2)
-            attended = attend(i, q, k, v)
+            x, normed = ops.add_and_norm(part, x, layer.norm_in, eps)
+            attended = attend(i, self.project_qkv(layer, normed, row_adapters))
             if last_B is not None and layer is last_layer:
                 rows = torch.arange(len(ids), device=ids.device)
                 attended, x = attended[rows, last_B], x[rows, last_B]
-            x = self._add_residual(x, layer.out(attended, row_adapters), layer.norm_attention_out)
-            normed = self.rms(x, layer.norm_mlp)
-            part = self.apply_mlp(layer, normed, self.activate, row_adapters, choices)
-            x = self._add_residual(x, part, layer.norm_mlp_out)
+            part = self._finish_part(layer.out(attended, row_adapters), layer.norm_attention_out)
+            x, normed = ops.add_and_norm(part, x, layer.norm_mlp, eps)
+            part = self._apply_mlp(layer, normed, ops, row_adapters, choices)
+            part = self._finish_part(part, layer.norm_mlp_out)
         if last_B is not None and last_layer is None:
-            x = x[torch.arange(len(ids), device=ids.device), last_B]
-        return self.scale_hidden(self.rms(x, self.norm_E))
+            assert part is not None
+            rows = torch.arange(len(ids), device=ids.device)
+            part, x = part[rows, last_B], x[rows, last_B]
+        return self._scale(
+            ops.add_and_norm(part, x, self.norm_E, eps)[1], self.architecture.logit_scale
+        )
 
-    def forward_step(
-        self,
-        kernels: CpuKernels,
-        ids_N: Tensor,
-        attend: AttendStep,
-        row_adapters: RowAdapters | None = None,
-        choices: list[Tensor] | None = None,
-    ) -> Tensor:
-        """Compute `forward` for a single token per row on a CPU.
-
-        `kernels` compute the operations between the matrix products.
+    def split_qkv(
+        self, index: int, qkv: Tensor, rope: RotaryTables
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [.., H, D], keys and values [.., K, D] of a layer, after the norms of
+        heads and the rotation.
         """
-        eps = self.architecture.eps
+        a, layer = self.architecture, self.layers[index]
+        qkv = qkv.unflatten(-1, (a.heads + 2 * a.key_heads, a.head_width))
+        qk, v = qkv.split([a.heads + a.key_heads, a.key_heads], dim=-2)
+        # a joint norm over both kinds of heads, then the weight of each kind
+        if layer.norm_qk is not None:
+            normed = F.rms_norm(qk, (a.head_width,), None, a.eps)
+            qk = (normed * layer.norm_qk.view(2, -1)[self._head_kind]).to(v.dtype)
+        q, k = rotate(qk, rope[layer.rope]).split([a.heads, a.key_heads], dim=-2)
+        return q, k, v
 
-        def norm(x: Tensor, weight: Tensor | None) -> Tensor:
-            return x if weight is None else kernels.rms_norm(x, weight, eps)
-
-        x = self.embed_tokens(ids_N, row_adapters)
-        for i, layer in enumerate(self.layers):
-            qkv = self.project_qkv(layer, norm(x, layer.norm_in), row_adapters)
-            attended = attend(i, qkv, layer.norm_qk)
-            x = self._add_residual(x, layer.out(attended, row_adapters), layer.norm_attention_out)
-            normed = norm(x, layer.norm_mlp)
-            part = self.apply_mlp(layer, normed, self.activate, row_adapters, choices)
-            x = self._add_residual(x, part, layer.norm_mlp_out)
-        return self.scale_hidden(norm(x, self.norm_E))
-
-    def apply_mlp(
+    def _apply_mlp(
         self,
         layer: LayerWeights,
         x: Tensor,
-        activate: Activate,
-        row_adapters: RowAdapters | None = None,
-        choices: list[Tensor] | None = None,
-        fixed_shapes: bool = False,
+        ops: ForwardOps,
+        row_adapters: RowAdapters | None,
+        choices: list[Tensor] | None,
     ) -> Tensor:
         """Return the output of a layer's MLP or experts, [.., E].
 
-        `choices` receives the experts of each token. `fixed_shapes`: see `ExpertLayer`.
+        `choices` receives the experts of each token.
         """
-        y = None
+        y, activation = None, self.architecture.activation
+        activate = ops.silu_mul if activation == "silu" else partial(activate_gate, activation)
         if layer.gate_up is not None and layer.down is not None:
             y = layer.down(activate(layer.gate_up(x, row_adapters)), row_adapters)
         if layer.experts is None:
             assert y is not None
             return y
-        sums, chosen = layer.experts(x, activate, fixed_shapes)
+        sums, chosen = layer.experts(x, activate, ops.fixed_shapes)
         if choices is not None:
             choices.append(chosen)
         gate = layer.experts.shared_gate
@@ -317,9 +311,7 @@ class FastForward:
 
     def embed_tokens(self, ids: Tensor, row_adapters: RowAdapters | None = None) -> Tensor:
         """Return the vectors of tokens [.., E] that enter the first layer, in new memory."""
-        x = self.embed(ids, row_adapters)
-        scale = self.architecture.embedding_scale
-        return x if scale == 1.0 else x.mul_(scale)
+        return self._scale(self.embed(ids, row_adapters), self.architecture.embedding_scale)
 
     def project_qkv(
         self, layer: LayerWeights, x: Tensor, row_adapters: RowAdapters | None = None
@@ -337,31 +329,17 @@ class FastForward:
             qkv.narrow(-1, 0, a.heads * a.head_width).mul_(a.query_scale)
         return qkv
 
-    def scale_residual(self, x: Tensor) -> Tensor:
-        """Scale the output of attention or MLP in place."""
-        scale = self.architecture.residual_scale
-        return x if scale == 1.0 else x.mul_(scale)
+    @staticmethod
+    def _scale(x: Tensor, factor: float) -> Tensor:
+        """Scale a tensor in place."""
+        return x if factor == 1.0 else x.mul_(factor)
 
-    def scale_hidden(self, x: Tensor) -> Tensor:
-        """Scale the last hidden states in place, so that the head returns scaled logits."""
-        scale = self.architecture.logit_scale
-        return x if scale == 1.0 else x.mul_(scale)
-
-    def _add_residual(self, x: Tensor, part: Tensor, norm: Tensor | None) -> Tensor:
-        """Return x plus the sum of all ranks' parts, normalized and scaled; this may use the memory
-        of `part`.
+    def _finish_part(self, part: Tensor, norm: Tensor | None) -> Tensor:
+        """Return the sum of all ranks' outputs of attention or MLP, normalized and scaled; this may
+        use the memory of `part`.
         """
-        return self.scale_residual(self.rms(self._all_reduce(part), norm)).add_(x)
-
-    def activate(self, gate_up: Tensor) -> Tensor:
-        """Compute act(gate) * up, from [.., 2 I] to [.., I]."""
-        if self.architecture.activation != "silu":
-            return activate_gate(gate_up, self.architecture.activation)
-        if self.cpu_kernels is not None:
-            return self.cpu_kernels.silu_mul(gate_up.flatten(0, -2)).unflatten(
-                0, gate_up.shape[:-1]
-            )
-        return activate_gate(gate_up, "silu")
+        part = self.rms(self._all_reduce(part), norm)
+        return self._scale(part, self.architecture.residual_scale)
 
     def _all_reduce(self, part: Tensor) -> Tensor:
         """Sum the partial results of all ranks that split the decoder."""
@@ -381,80 +359,53 @@ class FastForward:
 
     def rms(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Compute the RMS norm of `x`; without weight, return `x`."""
-        if weight is None:
-            return x
-        if weight.dtype != x.dtype:
-            return F.rms_norm(x.float(), weight.shape, weight, self.architecture.eps).to(x.dtype)
-        return F.rms_norm(x, weight.shape, weight, self.architecture.eps)
+        return x if weight is None else rms_norm(x, weight, self.architecture.eps)
 
-    def forward_prompts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        readers: Sequence[LogitsReader | None],
-        store_kv: StoreKeyValues | None,
-        adapter_ids: Sequence[int] = (),
-        uploaded_tokens: Sequence[Tensor | None] = (),
-        experts: dict[int, np.ndarray] | None = None,
-    ) -> Tensor:
+    def forward_prompts(self, batch: PromptBatch, store_kv: StoreKeyValues | None) -> Tensor:
         """Prefill prompts and return the logits of their last positions [P, V].
 
         Prompts are padded on the right if their lengths differ (causal attention does not see the
         padding). `store_kv` receives (layer, indices of the prompts, keys [B, K, T, D], values) to
-        store. `adapter_ids`: the adapter index of each prompt (`group_by_adapter`).
-        `uploaded_tokens`: the tokens of prompts that are on the device already. `experts` receives
-        the experts of each prompt's tokens, int16 [T, B K].
+        store.
         """
-        logits_PV = torch.empty(
-            len(prompts), self.vocab_size, dtype=torch.float32, device=self.device
-        )
-        for batch in batch_prompts([len(prompt) for prompt in prompts], _PREFILL_TOKENS):
-            longest = len(prompts[batch[0]])
-            ids = self._stack_prompts(
-                [prompts[i] for i in batch],
-                [uploaded_tokens[i] for i in batch] if uploaded_tokens else [],
-            )
-            rope = self.rope(torch.arange(longest, device=self.device), longest)
+        lengths, adapter_ids, device = batch.lengths, batch.adapter_ids, self.device
+        logits_PV = torch.empty(len(lengths), self.vocab_size, dtype=torch.float32, device=device)
+        for members in batch_prompts(lengths, _PREFILL_TOKENS):
+            ids = self._stack_prompts(batch, members)
+            longest = ids.shape[1]
+            rope = self.rope(torch.arange(longest, device=device), longest)
             row_adapters = (
-                self.group_by_adapter([adapter_ids[i] for i in batch]) if adapter_ids else None
+                group_rows_by_adapter([adapter_ids[i] for i in members], device)
+                if adapter_ids
+                else None
             )
-            last_B = torch.tensor([len(prompts[i]) - 1 for i in batch], device=self.device)
-            all_read = any(readers[i] is not None for i in batch)
-            choices: list[Tensor] | None = None if experts is None else []
-            hidden = self.forward(
-                ids,
-                rope,
-                self._prompt_attention(batch, store_kv),
-                row_adapters,
-                None if all_read else last_B,
-                choices,
-            )
-            if experts is not None and (chosen := copy_choices(choices)) is not None:
+            last_B = torch.tensor([lengths[i] - 1 for i in members], device=device)
+            all_read = any(batch.readers[i] is not None for i in members)
+            choices: list[Tensor] | None = None if batch.experts is None else []
+            attend = self._prompt_attention(members, rope, store_kv)
+            hidden = self.forward(ids, attend, row_adapters, None if all_read else last_B, choices)
+            if batch.experts is not None and (chosen := copy_choices(choices)) is not None:
                 # copies, so that no prompt keeps the experts of the padded batch
-                lengths = [len(prompts[i]) for i in batch]
-                experts.update(
-                    (i, chosen[row, : lengths[row]].copy()) for row, i in enumerate(batch)
-                )
-            last = (
-                hidden[torch.arange(len(batch), device=self.device), last_B] if all_read else hidden
-            )
-            logits_PV[torch.tensor(batch, device=self.device)] = self.head(
-                last, row_adapters
-            ).float()
-            for row, i in enumerate(batch if all_read else ()):
+                for row, i in enumerate(members):
+                    batch.experts[i] = chosen[row, : lengths[i]].copy()
+            last = hidden[torch.arange(len(members), device=device), last_B] if all_read else hidden
+            logits = self.head(last, row_adapters).float()
+            logits_PV[torch.tensor(members, device=device)] = logits
+            for row, i in enumerate(members if all_read else ()):
                 self._pass_logits(
-                    readers[i],
-                    hidden[row, : len(prompts[i])],
+                    batch.readers[i],
+                    hidden[row, : lengths[i]],
                     [(adapter_ids[i], None)] if adapter_ids else None,
                 )
         return logits_PV
 
-    def _stack_prompts(
-        self, prompts: Sequence[Sequence[int]], uploaded_tokens: Sequence[Tensor | None]
-    ) -> Tensor:
+    def _stack_prompts(self, batch: PromptBatch, members: list[int]) -> Tensor:
         """Return the tokens of prompts, the longest first, padded on the right: [B, T]."""
-        uploaded = [sequence for sequence in uploaded_tokens if sequence is not None]
-        if len(uploaded) == len(prompts):
-            return pad_sequence(uploaded, batch_first=True)
+        copied = [batch.device_tokens[i] for i in members] if batch.device_tokens else [None]
+        present = [tokens for tokens in copied if tokens is not None]
+        if len(present) == len(members):
+            return pad_sequence(present, batch_first=True)
+        prompts = [batch.prompts[i] for i in members]
         longest = len(prompts[0])
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         return torch.tensor(padded).to(self.device)
@@ -469,16 +420,18 @@ class FastForward:
         for start in range(0, len(hidden_TE), step):
             reader(start, self.head(hidden_TE[start : start + step], row_adapters))
 
-    def _prompt_attention(self, batch: list[int], store_kv: StoreKeyValues | None) -> Attend:
+    def _prompt_attention(
+        self, members: list[int], rope: RotaryTables, store_kv: StoreKeyValues | None
+    ) -> Attend:
         """Return the causal attention function of a prefill batch, which stores keys and values
         with `store_kv`.
         """
         repeat = self.architecture.heads // self.architecture.key_heads
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, T, D]
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in self.split_qkv(layer, qkv, rope))  # [B, H, T, D]
             if store_kv is not None:
-                store_kv(layer, batch, k, v)
+                store_kv(layer, members, k, v)
             if repeat > 1:
                 k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
             return causal_attention(q, k, v, self.layers[layer].bounds).transpose(1, 2).flatten(2)
@@ -493,10 +446,32 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activate_gate(gate_up: Tensor, activation: str) -> Tensor:
+def activate_gate(activation: str, gate_up: Tensor) -> Tensor:
     """Compute act(gate) * up in torch, from [.., 2 I] to [.., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate).mul_(up)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute the RMS norm of `x`, in float32 if its weight is of another dtype."""
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+@cache
+def make_ops(norm_kernels: CpuKernels | None, silu_kernels: CpuKernels | None) -> ForwardOps:
+    """Return the operations of a CPU's kernels, or of torch where they are None."""
+    norm = rms_norm if norm_kernels is None else norm_kernels.rms_norm
+    silu_mul = partial(activate_gate, "silu") if silu_kernels is None else silu_kernels.silu_mul
+
+    def add_and_norm(
+        part: Tensor | None, x: Tensor, weight: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x = x if part is None else part.add_(x)
+        return x, x if weight is None else norm(x, weight, eps)
+
+    return ForwardOps(add_and_norm, silu_mul)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

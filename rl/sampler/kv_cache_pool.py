@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from rl.sampler.cuda_graphs import CUDAGraphRunner, row_buckets
-from rl.sampler.decode_inputs import DecodeInputs
+from rl.sampler.cuda_graphs import CUDAGraphRunner, DecodeInputs, row_buckets
 from rl.sampler.forward_fast import FastForward
 
 _INITIAL_STOP_CONDITIONS = 16  # initial number of stop conditions
@@ -32,24 +31,15 @@ class KVCachePool:
     """
 
     def __init__(self, decoder: FastForward, count: int, block_size: int):
-        shape = self._shape(decoder, count, block_size)
+        a = decoder.architecture
+        shape = (2, count + 1, block_size, a.key_heads, a.head_width)
         self.kv: list[Tensor] = [
             torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers
         ]
         self.kept_during_learning = False  # the pool was kept while a learner ran
         self._buffers: DecodeInputs | None = None
+        self._sizes: tuple[int, ...] = ()  # of the buffers
         self._steps: WeakKeyDictionary[FastForward, CUDAGraphRunner] = WeakKeyDictionary()
-
-    @staticmethod
-    def _shape(decoder: FastForward, count: int, block_size: int) -> tuple[int, ...]:
-        """Return the shape of the KV cache of a layer."""
-        return (
-            2,
-            count + 1,
-            block_size,
-            decoder.architecture.key_heads,
-            decoder.architecture.head_width,
-        )
 
     @property
     def bytes(self) -> int:
@@ -58,13 +48,15 @@ class KVCachePool:
 
     def fits(self, decoder: FastForward, min_blocks: int, max_blocks: int, block_size: int) -> bool:
         """Return whether the pool has the decoder's shape and enough blocks, but not too many."""
-        count = self.kv[0].shape[1] - 1
-        shape, kind = (
-            self._shape(decoder, max(min(count, max_blocks), min_blocks), block_size),
-            (decoder.dtype, decoder.device),
-        )
-        return len(self.kv) == len(decoder.layers) and all(
-            tuple(t.shape) == shape and (t.dtype, t.device) == kind for t in self.kv
+        a, count = decoder.architecture, self.kv[0].shape[1] - 1
+        expected = (2, count + 1, block_size, a.key_heads, a.head_width)
+        return (
+            min_blocks <= count <= max_blocks
+            and len(self.kv) == len(decoder.layers)
+            and all(
+                (tuple(t.shape), t.dtype, t.device) == (expected, decoder.dtype, decoder.device)
+                for t in self.kv
+            )
         )
 
     def get_step_graphs(
@@ -82,21 +74,18 @@ class KVCachePool:
         rebuilt. `max_rows`: rows, `table_width`: blocks of a table, `steps_per_sync`: steps per
         host sync, `conditions`: number of stop conditions, `choices`: recorded experts of a token.
         """
-        b, rows = self._buffers, row_buckets(max_rows)[-1]
-        words = decoder.vocab_size
+        rows, words = row_buckets(max_rows)[-1], decoder.vocab_size
         sizes = (rows, table_width, steps_per_sync, words, choices)
-        if b is None or sizes != (
-            len(b.token), b.table.shape[1], len(b.tokens), b.stops.shape[1], b.experts.shape[2]
-        ):  # fmt: skip
-            b = None
+        b = self._buffers if sizes == self._sizes else None
         if b is None or len(b.stops) < conditions:
             room = _INITIAL_STOP_CONDITIONS
             while room < conditions:
                 room *= 2
             self._steps.clear()
-            b = self._buffers = DecodeInputs.allocate(
+            b = DecodeInputs.allocate(
                 rows, table_width, steps_per_sync, room, words, decoder.device, choices
             )
+            self._buffers, self._sizes = b, sizes
         if decoder not in self._steps:
             self._steps[decoder] = CUDAGraphRunner(decoder, self.kv, b, max_rows)
         return self._steps[decoder]

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rl.sampler.block_manager import BlockManager
+from rl.sampler.running_rows import RunningRows
+
 SPAN = 64  # tokens
 _MIN_EXPOSURE = 8  # samples that must have reached a span
 _MAX_POINTS = 32  # points in time of a forecast
@@ -80,6 +83,44 @@ class LengthEstimator:
         )
         logs = np.log1p(-np.minimum(chance, 0.999))
         return np.concatenate([[0.0], np.cumsum(logs)])[: spans + 1]
+
+    def count_expected(
+        self,
+        tables: BlockManager,
+        rows: RunningRows,
+        max_tokens: int,
+        count: int,
+        planned: int,
+        prompt_blocks: int,
+        prompt: int,
+    ) -> int:
+        """Return how many of `count` new samples of `max_tokens` fit with what all `rows` are
+        expected to take until they end.
+
+        `planned`: rows that are to be admitted before them, `prompt_blocks`: blocks of the prompts
+        that are to be prefilled, `prompt`: length of the longest of them.
+        """
+        pool, size = tables.pool, tables.block_size
+        sampled, remaining = rows["drawn"], rows["max_tokens"] - rows["drawn"]
+        written = np.array([row.length for row in tables.rows], np.int64)
+        shared = np.array(
+            [row.prompt.length // size * (row.prompt.rows > 1) for row in tables.rows], np.int64
+        )
+        longest = max(int(remaining.max(initial=0)), max_tokens)
+        running = self.blocks(RowTable(written, sampled, remaining, shared), size, sampled, longest)
+        sample = RowTable(
+            *(np.array([number]) for number in (prompt, 0, max_tokens, prompt // size))
+        )
+        candidates = planned + np.arange(1, count + 1)
+        peak = running.upper(self.blocks(sample, size, sampled, longest), candidates)
+        # blocks of prompts; rows that have not written yet still share the last of them
+        in_prompts = sum(
+            len(slot.block_table) if slot.rows == 0 else slot.length // size * (slot.rows > 1)
+            for slot in tables.prompts
+        )
+        used = len(pool.ref_counts) - pool.num_free
+        held = max(in_prompts, used - int(running.most[0]))
+        return int((held + prompt_blocks + peak <= len(pool.ref_counts)).sum())
 
     def blocks(
         self, rows: RowTable, block_size: int, running: np.ndarray, longest: int

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl.sampler.decode_state import PromptBatch
 from rl.sampler.decoder import Decoder, check_length
 from rl.types import PlacedImage
 
@@ -96,10 +97,11 @@ def score_sequences(
     with torch.inference_mode():
         # The last token predicts nothing and is not fed, as in a learner's forward: the rotary
         # frequencies may depend on the length.
-        image_kwargs = {"images": images} if any(images) else {}
         decoder.read_prompts(
-            [reader.prompt[:-1] or reader.prompt for reader in readers],
-            [reader.add_logits for reader in readers],
-            **image_kwargs,
+            PromptBatch(
+                [reader.prompt[:-1] or reader.prompt for reader in readers],
+                [reader.add_logits for reader in readers],
+                images if any(images) else (),
+            )
         )
     return [reader.logprobs for reader in readers]

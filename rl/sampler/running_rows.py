@@ -1,5 +1,11 @@
 """Keep the state of running rows as arrays, so that a step costs a few numpy calls for any number
 of rows.
+
+The uniforms of a row are counter-based: a token's random number depends on its indices, not on
+earlier samples. They come from Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random
+numbers: as easy as 1, 2, 3"), vectorised over rows in numpy. Key: the seed. Counter: the position
+in the response, the index in the group and the problem. So a sample's stream depends neither on the
+rest of the batch, nor on the number of ranks, nor on the order of requests.
 """
 
 from __future__ import annotations
@@ -11,9 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from rl.sampler.philox import as_uint64, philox_uniforms
+from rl.sampler.sampling_requests import SequenceGroup
 from rl.types import SampledSequence, SamplingParams
 
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_ROUNDS = 10
+_MASK64 = (1 << 64) - 1
 _UNIFORMS_AHEAD = 8
 # a column for each parameter that is a number or a flag, by name
 _PARAM_COLUMNS: dict[str, Any] = {
@@ -71,36 +83,30 @@ class RunningRows:
         """Return the array of a field, with an entry for each row."""
         return self._fields[name]
 
-    def add(
-        self,
-        first_sample: list[int],
-        count: list[int],
-        first_index: list[int],
-        params: Sequence[SamplingParams],
-        **per_request: list,
-    ) -> None:
-        """Add `count` rows for each of some requests, from sample `first_sample` on.
-
-        `first_index` is the stream index of a request's sample 0. `per_request`: the values of the
-        fields that are not of `params`.
-        """
-        counts = np.array(count)
-        per_request["seed"] = [as_uint64(seed) for seed in per_request["seed"]]
-        per_request["problem"] = [as_uint64(problem) for problem in per_request["problem"]]
-        new: dict[str, np.ndarray] = {}
-        for name, values in per_request.items():
-            new[name] = np.repeat(np.array(values, _FIELDS[name]), counts)
-        for name, column in make_param_columns(params).items():
-            new[name] = np.repeat(column, counts)
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        new["sample"] = np.repeat(first_sample, counts) + within
-        new["index"] = (new["sample"] + np.repeat(first_index, counts)).astype(np.uint64)
-        new["drawn"] = np.zeros(len(within), np.int64)
-        new["buffer"] = self._take_buffers(len(within))
+    def add(self, groups: Sequence[SequenceGroup], counts: Sequence[int]) -> None:
+        """Add rows for the next `counts` waiting samples of these groups."""
+        requests = [group.request for group in groups]
+        columns = make_param_columns([request.params for request in requests])
+        values: dict[str, list] = {
+            "job": [group.request_id for group in groups],
+            "sample": [group.num_admitted for group in groups],
+            "max_tokens": [group.max_tokens for group in groups],
+            "stop_row": [group.stop_row for group in groups],
+            "has_strings": [bool(group.stop_strings) for group in groups],
+            "seed": [as_uint64(request.seed) for request in requests],
+            "problem": [as_uint64(request.problem) for request in requests],
+        }
+        columns |= {name: np.array(column, _FIELDS[name]) for name, column in values.items()}
+        new = {name: np.repeat(column, counts) for name, column in columns.items()}
+        starts = np.cumsum(counts) - counts
+        new["sample"] += np.arange(len(new["sample"])) - np.repeat(starts, counts)
+        first_index = np.repeat([request.first_index for request in requests], counts)
+        new["index"] = (new["sample"] + first_index).astype(np.uint64)
+        new["drawn"] = np.zeros(len(first_index), np.int64)
+        new["buffer"] = self._take_buffers(len(first_index))
         for buffer in new["buffer"].tolist():
             self._version_ends.pop(buffer, None)
-        self._uniforms = None
-        self._fields = {name: np.concatenate([self._fields[name], new[name]]) for name in _FIELDS}
+        self.restore(new)
 
     def resume(self, row: int, resume_from: SampledSequence) -> None:
         """Restore a partial sample's tokens, logprobs and versions in a newly entered row."""
@@ -181,14 +187,17 @@ class RunningRows:
         return philox_uniforms(self["seed"], self["problem"], self["index"], position)
 
     def record(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append a token and its logprob to each row."""
-        drawn, width = self["drawn"], self._tokens.shape[1]
-        if drawn.max(initial=0) >= width:
+        """Append a token and its logprob to each of the newest `len(tokens)` rows."""
+        drawn, first, width = self["drawn"].copy(), len(self) - len(tokens), self._tokens.shape[1]
+        buffers, places = self["buffer"][first:], drawn[first:]
+        if places.max(initial=0) >= width:
             self._pad(0, width)
-        self._tokens[self["buffer"], drawn] = tokens
-        self._logprobs[self["buffer"], drawn] = logprobs
-        self._fields["drawn"] = drawn + 1
+        self._tokens[buffers, places], self._logprobs[buffers, places] = tokens, logprobs
+        drawn[first:] += 1
+        self._fields["drawn"] = drawn
         self._uniforms_used += 1
+        if first:  # the uniforms of the other rows are not used
+            self._uniforms = None
 
     def newest(self, count: int) -> RunningRows:
         """Return a view of the newest `count` rows, to be read only."""
@@ -196,17 +205,6 @@ class RunningRows:
         view._fields = {name: values[len(self) - count :] for name, values in self._fields.items()}
         view._uniforms = None
         return view
-
-    def record_newest(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append the first token and its logprob to each of the newest `len(tokens)` rows."""
-        drawn = self["drawn"].copy()
-        newest = slice(len(self) - len(tokens), None)
-        buffers, places = self["buffer"][newest], drawn[newest]
-        if (width := places.max(initial=0) + 1 - self._tokens.shape[1]) > 0:
-            self._pad(0, int(width))
-        self._tokens[buffers, places], self._logprobs[buffers, places] = tokens, logprobs
-        drawn[newest] += 1
-        self._fields["drawn"], self._uniforms = drawn, None
 
     def response(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a row's tokens and logprobs so far (views)."""
@@ -234,6 +232,10 @@ class RunningRows:
         """
         return {name: values[rows] for name, values in self._fields.items()}
 
+    def release(self, fields: dict[str, np.ndarray]) -> None:
+        """Free the buffers of rows with these fields, from `preempt`."""
+        self._free_buffers = np.concatenate([self._free_buffers, fields["buffer"]])
+
     def restore(self, fields: dict[str, np.ndarray]) -> None:
         """Append the rows with these fields, from `preempt`."""
         self._uniforms = None
@@ -246,3 +248,46 @@ class RunningRows:
         self._fields = {name: values[source] for name, values in self._fields.items()}
         if self._uniforms is not None:
             self._uniforms = self._uniforms[source]
+
+
+def as_uint64(value: int) -> np.uint64:
+    """Return a Python integer of any sign and size modulo 2^64."""
+    return np.uint64(value & _MASK64)
+
+
+def philox4x32(
+    counter: tuple[np.ndarray, ...], key: tuple[np.ndarray, ...]
+) -> tuple[np.ndarray, ...]:
+    """Run ten Philox rounds on four counter words and two key words; return four words.
+
+    Each word is an uint64 array holding 32 bits.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        product0 = _MULTIPLIERS[0] * c0  # 32 x 32 bits fit in 64
+        product1 = _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (
+            (product1 >> _HALF) ^ c1 ^ k0,
+            product1 & _LOW,
+            (product0 >> _HALF) ^ c3 ^ k1,
+            product0 & _LOW,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def philox_uniforms(
+    seed: np.ndarray, problem: np.ndarray, index: np.ndarray, position: np.ndarray
+) -> np.ndarray:
+    """Return uniforms in [0, 1) with 53 bits, float64, for each row of the (broadcast) uint64
+    arguments.
+
+    `index` (of the sample in its group) and `position` (of the token in its response) count modulo
+    2^32.
+    """
+    seed, problem, index, position = np.broadcast_arrays(seed, problem, index, position)
+    counter = (position & _LOW, index & _LOW, problem & _LOW, problem >> _HALF)
+    word0, word1, _, _ = philox4x32(counter, (seed & _LOW, seed >> _HALF))
+    bits = ((word0 << _HALF) | word1) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53

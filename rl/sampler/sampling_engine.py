@@ -1,64 +1,60 @@
-"""Run continuous batching: a step function over a waiting and a running queue.
+"""Run continuous batching: a step function over the queues of a `Scheduler`.
 
 A step decodes the running rows, admits waiting requests as far as the budget allows (the prompt of
-a group is prefilled once), samples a token for every row, and removes the finished rows. Requests
-are admitted in the order in which they were added.
+a group is prefilled once), samples a token for every row, and removes the finished rows.
+
+Over a paged cache, the device can run several steps per host sync (device_steps.py). The samples
+are the same. A step that admits requests then prefills their prompts and samples their first
+tokens; their rows join the next steps of the device. Rows that truncate their distribution or
+adjust their logits run one step at a time. Only the host can check stop strings; tokens sampled
+past a stop string are discarded. Once no request waits, `run` launches the next steps before it
+reads the last ones.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl.sampler.conversation_cache import ConversationCache
 from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder import Decoder
-from rl.sampler.expert_recording import enable_expert_recording
-from rl.sampler.prompt_logprobs import PromptLogprobs
+from rl.sampler.decoder_factory import enable_expert_recording
+from rl.sampler.decoder_fast import MultiAdapterDecoder
+from rl.sampler.device_steps import Chunk, DeviceSteps
+from rl.sampler.kv_cache_pool import IdleKVCachePool
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.sampling_requests import (
-    CachedPrompt,
-    EngineCounters,
     FinishedRequest,
     SamplingRequest,
     SequenceGroup,
     check_params,
     make_divergence_error,
-    make_prefill_kwargs,
     resolve_max_tokens,
 )
+from rl.sampler.scheduler import Scheduler
 from rl.sampler.stop_conditions import StopStringMatcher, StopTable, build_stop_condition
 from rl.sampler.token_sampling import (
     RowSamplingSettings,
+    find_adjusted_rows,
+    find_truncated_rows,
     make_row_settings,
     sample_next_tokens,
 )
 from rl.types import SampledSequence, SampleResponse
 
 DEFAULT_CACHE_TOKENS = 262_144
+STEPS_PER_SYNC = 8  # steps per host sync
+# tokens copied to the device in advance for the next prefills, plus a prompt
+_PREFETCH_TOKENS = 8192
 
 
-@dataclass(slots=True)
-class _Admission:
-    """Hold the samples that move to the running queue, and the batch's size with them."""
-
-    slots: dict[Any, int]  # slot by key of a prompt
-    rows: int
-    longest_prompt: int
-    longest_response: int
-    entering: list[tuple[SequenceGroup, int]] = field(default_factory=list)  # group, samples
-    prefills: list[SequenceGroup] = field(default_factory=list)
-    # groups of cached conversations, with their slots
-    continued: list[tuple[SequenceGroup, int]] = field(default_factory=list)
-
-
-class Engine(ConversationCache):
+class Engine(Scheduler):
     """Sample from a decoder with `kv_cache_tokens` positions in the cache and at most `max_rows`
     rows.
 
@@ -66,8 +62,19 @@ class Engine(ConversationCache):
     is needed only for stop strings. `max_context` bounds the fed tokens (prompt and response); the
     default is the model's limit. `version` is the weight version of the decoder, recorded in the
     samples. `record_experts`: the samples hold the experts of their tokens (router replay).
-    Requests may be added, and the weights changed, between any two steps. Raises ValueError if a
-    limit is less than 1, UserError if experts cannot be recorded.
+    Requests may be added, and the weights changed, between any two steps.
+
+    `block_size`: positions of a block of a paged cache, for the fast decoder (None: a contiguous
+    cache). `kept` provides the pool of blocks, and receives it when the engine is closed. `sizes`:
+    the sizes of all expected requests (`max_blocks`); the pool is smaller than the budget if they
+    need less (None: unknown). `steps_per_sync`: most tokens of each row in each `step`, which the
+    device samples without the host (None: the host runs each step).
+
+    A decoder of several models (`MultiAdapterDecoder`) samples each request from the model that its
+    `adapter_id` selects. If the weights of a request produce no numbers (NaN), only the requests of
+    these weights fail; with a single model `step` raises FloatingPointError. Raises ValueError if a
+    limit is less than 1 or if several ranks split the decoder of device steps, UserError if experts
+    cannot be recorded.
     """
 
     def __init__(
@@ -80,6 +87,11 @@ class Engine(ConversationCache):
         max_rows: int = 1024,
         version: int = 0,
         record_experts: bool = False,
+        *,
+        block_size: int | None = None,
+        kept: IdleKVCachePool | None = None,
+        sizes: Iterable[tuple[int, int, int]] | None = None,
+        steps_per_sync: int | None = None,
     ):
         limits = [limit for limit in (max_context, decoder.max_positions) if limit is not None]
         if min(kv_cache_tokens, max_rows, *limits) < 1:
@@ -87,26 +99,56 @@ class Engine(ConversationCache):
                 f"kv_cache_tokens={kv_cache_tokens}, max_rows={max_rows}, max_context={limits}: "
                 "at least 1 each"
             )
-        self.decoder = decoder
+        if steps_per_sync is not None and getattr(decoder, "tp_group", None) is not None:
+            raise ValueError(
+                "several steps per host sync need a decoder on a single rank, and several ranks "
+                "split this decoder: use the plain Engine"
+            )
+        if steps_per_sync is not None and steps_per_sync < 1:
+            raise ValueError(f"steps_per_sync={steps_per_sync}: at least 1")
+        if record_experts:
+            enable_expert_recording(decoder)
+        super().__init__(decoder, kv_cache_tokens, max_rows, block_size, kept, sizes)
         self.version = version
         self.eos_token_ids = tuple(sorted({int(token) for token in eos_token_ids}))
         self.max_context = min(limits) if limits else None
-        self.kv_cache_tokens = kv_cache_tokens
-        self.max_rows = max_rows
-        self.counters = EngineCounters()
         self._stop_strings = StopStringMatcher(tokenizer) if tokenizer is not None else None
         self._stops = StopTable(decoder.vocab_size)
-        self.records_experts = record_experts
-        self._state = decoder.new_state(kv_cache_tokens)
-        if record_experts:
-            enable_expert_recording(decoder)
-            self._state.records_experts = True
-        self._waiting: deque[SequenceGroup] = deque()
-        self._running: dict[int, SequenceGroup] = {}  # running, by id
-        self._prompts: list[CachedPrompt] = []  # by slot of the state
+        self.records_experts = self._state.records_experts = record_experts
         self._next_id = 0
-        self._rows = RunningRows()
-        self._settings: RowSamplingSettings | None = None
+        self._errors: dict[int, FloatingPointError] = {}  # of requests that diverged in this step
+        self._has_non_finite = False  # whether the cache holds NaN or infinity
+        self.steps_per_sync = steps_per_sync
+        # upper bound on the tokens per row of the next `step`; None: `steps_per_sync`
+        self.max_steps: int | None = None
+        # whether `run` launches a chunk before it reads the one before, so that the device does not
+        # wait for the host
+        self.runs_ahead = decoder.device.type == "cuda"
+        self._runs_to_end = False  # `run` is active: nothing happens between two steps
+        self._in_flight: Chunk | None = None
+        self._device_steps: DeviceSteps | None = None
+        if steps_per_sync is not None:
+            assert self._pool is not None, "steps of the device need a paged cache"
+            positions = min([kv_cache_tokens, *limits])
+            self._device_steps = DeviceSteps(
+                self._rows, self._state, self._stops, self._pool, max_rows, positions,
+                steps_per_sync, record_experts,
+            )  # fmt: skip
+
+    @property
+    def is_paged(self) -> bool:
+        """Return whether the KV cache is paged."""
+        return self._blocks is not None
+
+    def close(self) -> None:
+        """Release the pool of a paged cache to the next engine, unless it holds NaN or infinity.
+
+        Attention multiplies masked values by 0, and 0 times NaN is NaN. No request may follow.
+        """
+        if self._pool is not None and self._state.kv:
+            self._state.kv = []
+            if not self._has_non_finite:
+                self._idle_pool.store(self._pool)
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -115,11 +157,10 @@ class Engine(ConversationCache):
 
         Raises ValueError, before any work is done, if the request is invalid or can never fit.
         """
-        prompt = [int(token) for token in request.prompt]
-        params, resumed_tokens = (
-            request.params,
-            request.resume_from.tokens if request.resume_from is not None else [],
-        )
+        prompt, params = [int(token) for token in request.prompt], request.params
+        resumed_tokens = request.resume_from.tokens if request.resume_from is not None else []
+        if isinstance(self.decoder, MultiAdapterDecoder):
+            self.decoder.check_adapter(request.adapter_id)
         if not prompt:
             raise ValueError(
                 "the prompt is empty: a model needs at least 1 token, for example its BOS"
@@ -137,7 +178,14 @@ class Engine(ConversationCache):
                 "a request with a partial sample (resume_from) needs num_samples=1, "
                 f"got num_samples={request.num_samples}"
             )
-        max_tokens = resolve_max_tokens(self, self._state, len(prompt), params.max_tokens)
+        max_tokens = resolve_max_tokens(
+            self.decoder,
+            self._state,
+            self.max_context,
+            self.kv_cache_tokens,
+            len(prompt),
+            params.max_tokens,
+        )
         condition = build_stop_condition(
             params.stop, () if params.ignore_eos else self.eos_token_ids
         )
@@ -170,182 +218,64 @@ class Engine(ConversationCache):
         addition.
         """
         finished: list[FinishedRequest] = []
-        while self.busy:
-            finished.extend(self.step())
+        self._runs_to_end = True
+        try:
+            while self.busy:
+                finished.extend(self.step())
+        finally:  # a chunk that is still in flight has no rows left
+            self._runs_to_end, self._in_flight = False, None
         return [done.result() for done in sorted(finished, key=lambda done: done.request_id)]
 
     # ---------------------------------------------------------------------------------------- steps
 
     @torch.inference_mode()
     def step(self) -> list[FinishedRequest]:
-        """Admit what fits, sample a token for every running row, return the completed requests."""
+        """Admit what fits, sample a token for every running row (up to `steps_per_sync` tokens on
+        the device), return the completed requests and the errors of requests that diverged.
+        """
+        finished = self._run_step()
+        failed, self._errors = self._errors, {}
+        if not failed:
+            return finished
+        for request_id in failed:
+            self.cancel(request_id)
+        self._state.replace_non_finite()
+        return [item for item in finished if item.request_id not in failed] + [
+            FinishedRequest(number, error) for number, error in failed.items()
+        ]
+
+    def _run_step(self) -> list[FinishedRequest]:
+        if self._in_flight is not None:
+            return self._process_chunk(self._in_flight)
+        self._resume()
+        if self._device_steps is not None and self._is_untruncated():
+            return self._step_on_device(self._device_steps)
+        self._preempt_newest()
         logits = [self._state.decode(self._rows.last_tokens())] if len(self._rows) else []
         self.counters.fed_tokens += len(self._rows)
         logits.extend(self._admit())
         if not logits:
             return []
         logits_NV = logits[0] if len(logits) == 1 else torch.cat([part.float() for part in logits])
-        tokens, logprobs = self._sample(logits_NV)
+        if self._settings is None:
+            self._settings = self._make_settings(logits_NV, self._rows)
+        tokens, logprobs = self._sample(
+            logits_NV, self._rows.next_uniforms(), self._settings, self._rows
+        )
         self._rows.record(tokens, logprobs)
-        self.counters.steps += 1
-        self.counters.decoded_rows += len(self._rows)
-        self.counters.peak_rows = max(self.counters.peak_rows, len(self._rows))
+        self._count_step(len(self._rows))
         return self._retire(*self._find_ended(tokens))
 
-    def _admit(self) -> list[Tensor]:
-        """Move samples from the waiting to the running queue, first come first served, within the
-        budget.
+    def _count_step(self, sampled: int) -> None:
+        """Count a step in which this number of rows got a token."""
+        self.counters.steps += 1
+        self.counters.decoded_rows += sampled
+        self.counters.peak_rows = max(self.counters.peak_rows, len(self._rows))
 
-        Returns the logits of their first tokens, from the last position of the prompt.
-        """
-        if not self._waiting or len(self._rows) >= self.max_rows:
-            return []
-        admission = self._select_waiting()
-        if not admission.entering:
-            return self._admit() if self._evict_conversations() else []
-        # Sort prompts by length (see `make_bands`). The order does not change any sample.
-        slots, prefills = admission.slots, admission.prefills
-        prefills.sort(key=lambda group: len(group.key[0]))
-        slots.update({group.key: len(self._prompts) + i for i, group in enumerate(prefills)})
-        entering = sorted(admission.entering, key=lambda pair: slots[pair[0].key])
-        needed = (
-            len(slots), admission.longest_prompt, admission.rows, admission.longest_response
-        )  # fmt: skip
-        self._state.reserve(*needed)
-        self._extend_conversations(admission.continued)
-        self._prefill(prefills)
-        self.counters.peak_cache_tokens = max(
-            self.counters.peak_cache_tokens, self._used_cache_tokens(*needed)
-        )
-        return [self._add_rows([(group, slots[group.key], count) for group, count in entering])]
+    def _make_settings(self, logits_NV: Tensor, rows: RunningRows) -> RowSamplingSettings:
+        return make_row_settings(rows, vocab=logits_NV.shape[1], device=logits_NV.device)
 
-    def _used_cache_tokens(self, *batch: int) -> int:
-        """Return the part of the budget that a batch of this size takes (`DecodeState.cost`)."""
-        return self._state.cost(*batch)
-
-    def _select_waiting(self) -> _Admission:
-        """Take samples from the waiting queue, first come first served, as long as the budget holds
-        them.
-        """
-        admission = _Admission(
-            slots={prompt.key: slot for slot, prompt in enumerate(self._prompts)},
-            rows=len(self._rows),
-            longest_prompt=int(self._state.prompt_lengths.max(initial=0)),
-            longest_response=int(self._rows["max_tokens"].max(initial=1)) - 1,
-        )
-        slots = admission.slots
-        while self._waiting:
-            group = self._waiting[0]
-            fresh = group.key not in slots
-            group.shares_prompt = group.shares_prompt or not (fresh or group.num_admitted)
-            longest_prompt = max(admission.longest_prompt, len(group.key[0]))
-            longest_response = max(
-                admission.longest_response, group.max_tokens - 1 - group.num_resumed
-            )
-            cached_slot = self._find_cached_slot(group) if fresh else None
-            prompts = len(slots) + (fresh and cached_slot is None)
-            count = self._count_admissible(
-                group, prompts, longest_prompt, admission.rows, longest_response
-            )
-            if count == 0:
-                break
-            if cached_slot is not None:
-                admission.continued.append((group, cached_slot))
-                del slots[self._prompts[cached_slot].key]
-                slots[group.key], self._prompts[cached_slot].key = cached_slot, group.key
-            elif fresh:
-                slots[group.key] = len(slots)
-                admission.prefills.append(group)
-            admission.longest_prompt = longest_prompt
-            admission.longest_response = longest_response
-            admission.rows += count
-            admission.entering.append((group, count))
-            if group.num_admitted + count < group.request.num_samples:
-                break
-            self._waiting.popleft()
-        return admission
-
-    def _count_admissible(
-        self,
-        group: SequenceGroup,
-        prompts: int,
-        longest_prompt: int,
-        rows: int,
-        longest_response: int,
-    ) -> int:
-        """Return the number of the group's waiting samples that fit now."""
-        count = min(group.request.num_samples - group.num_admitted, self.max_rows - rows)
-        low, high = 0, count  # the cost grows with the rows: bisect
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = (
-                self._state.cost(prompts, longest_prompt, rows + middle, longest_response)
-                <= self.kv_cache_tokens
-            )
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
-
-    def _prefill(self, groups: list[SequenceGroup]) -> None:
-        """Prefill the prompts of these groups, one prompt per group."""
-        if not groups:
-            return
-        readers: list[PromptLogprobs | None] = []
-        for group in groups:
-            topk, targets = group.request.topk_prompt_logprobs, group.request.target_prompt_tokens
-            readers.append(
-                PromptLogprobs(group.key[0], topk=topk, targets=targets)
-                if group.request.scores_prompt
-                else None
-            )
-        callbacks, inputs = (
-            [reader.add_logits if reader else None for reader in readers],
-            make_prefill_kwargs([group.request for group in groups]),
-        )
-        logits_PV = self._state.prefill([group.key[0] for group in groups], callbacks, **inputs)
-        for group, reader, logits_V in zip(groups, readers, logits_PV, strict=True):
-            self._prompts.append(
-                CachedPrompt(group.key, logits_V, reader, group.request.adapter_id)
-            )
-            self.counters.prefill_tokens += len(group.key[0])
-        self.counters.prefill_prompts += len(groups)
-
-    def _add_rows(self, entering: list[tuple[SequenceGroup, int, int]]) -> Tensor:
-        """Add rows for the samples and return the logits of their first tokens, [new rows, V]."""
-        requests = [group.request for group, _, _ in entering]
-        self._rows.add(
-            first_sample=[group.num_admitted for group, _, _ in entering],
-            count=[count for _, _, count in entering],
-            first_index=[request.first_index for request in requests],
-            job=[group.request_id for group, _, _ in entering],
-            max_tokens=[group.max_tokens for group, _, _ in entering],
-            stop_row=[group.stop_row for group, _, _ in entering],
-            has_strings=[bool(group.stop_strings) for group, _, _ in entering],
-            seed=[request.seed for request in requests],
-            problem=[request.problem for request in requests],
-            params=[request.params for request in requests],
-        )
-        first = len(self._rows) - sum(count for _, _, count in entering)
-        for group, slot, count in entering:
-            if group.request.resume_from is not None and group.num_resumed:
-                self._rows.resume(first, group.request.resume_from)
-            first += count
-            self._running[group.request_id] = group
-            group.reader = self._prompts[slot].reader
-            group.num_admitted += count
-        slots = np.repeat([slot for _, slot, _ in entering], [count for _, _, count in entering])
-        self._state.add_rows(slots)
-        self._settings = None
-        return torch.stack([self._prompts[slot].logits_V for slot in slots])
-
-    def _sample(self, logits_NV: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Sample a token and its logprob for each row, copied to the host in a single transfer."""
-        if self._settings is None:
-            self._settings = make_row_settings(
-                self._rows, vocab=logits_NV.shape[1], device=logits_NV.device
-            )
-        return self._sample_rows(logits_NV, self._rows.next_uniforms(), self._settings, self._rows)
-
-    def _sample_rows(
+    def _sample(
         self,
         logits_NV: Tensor,
         uniform_N: np.ndarray,
@@ -372,8 +302,15 @@ class Engine(ConversationCache):
         return chosen, sampled[1]
 
     def _handle_non_finite(self, tokens: np.ndarray, non_finite: np.ndarray) -> None:
-        """Handle rows with NaN or infinite logits. Raises FloatingPointError."""
-        raise make_divergence_error(sorted(set(self._rows["job"][non_finite].tolist())))
+        """Handle rows with NaN or infinite logits: of several models, record an error for each of
+        their requests, and set their tokens to 0. Raises FloatingPointError for a single model.
+        """
+        numbers = sorted(set(self._rows["job"][non_finite].tolist()))
+        if not self.decoder.multi_adapter:
+            self._has_non_finite = True
+            raise make_divergence_error(numbers)
+        self._errors |= {number: make_divergence_error([number]) for number in numbers}
+        tokens[non_finite] = 0  # these rows are removed at the end of this step
 
     def _find_ended(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return which rows end with the last token, and which of them end because of a stop
@@ -391,6 +328,8 @@ class Engine(ConversationCache):
         """Remove the ended rows from the batch, and the prompts that no row needs."""
         if not ended.any():
             return []
+        if self.is_paged:
+            self._lengths.record(self._rows["drawn"][ended], stopped[ended])
         ended_rows = np.flatnonzero(ended)
         finished: list[FinishedRequest] = []
         lists, switch = self._rows.responses(ended_rows), self.decoder.length_switch
@@ -403,13 +342,13 @@ class Engine(ConversationCache):
         )
         for row, job_id, sample, (tokens, logprobs) in owners:
             group = self._running[job_id]
-            sequence = self._describe_sample(
-                row, SampledSequence(tokens, logprobs, "stop" if stopped[row] else "length")
-            )
+            sequence = SampledSequence(tokens, logprobs, "stop" if stopped[row] else "length")
+            self._describe_sample(row, group.request, sequence)
             sequence.temperature = group.request.params.temperature
             sequence.beyond = switch is not None and len(group.request.prompt) > switch.threshold
             group.sequences[sample] = sequence
-            self._cache_conversation(row, group, tokens)
+            if job_id not in self._errors:
+                self._cache_conversation(row, group, tokens)
             group.num_unfinished -= 1
             self.counters.emitted_tokens += len(tokens)
             if group.num_unfinished == 0:
@@ -418,49 +357,136 @@ class Engine(ConversationCache):
         self._remove_rows(ended)
         return finished
 
-    def _describe_sample(self, row: int, sequence: SampledSequence) -> SampledSequence:
-        """Record the weight version in a sample, and the experts of its tokens if these are
-        recorded.
+    def _describe_sample(
+        self, row: int, request: SamplingRequest, sequence: SampledSequence
+    ) -> None:
+        """Record the weight version in a sample (the oldest, and the version of each token if they
+        differ), and the experts of its tokens if these are recorded.
 
-        Tokens that were sampled elsewhere, and are only prefilled here, keep the experts of their
-        sampling.
+        Rows after the running rows are the preempted rows. Tokens that were sampled elsewhere, and
+        are only prefilled here, keep the experts of their sampling.
         """
-        sequence = self._set_version(row, sequence)
+        if isinstance(self.decoder, MultiAdapterDecoder):
+            sequence.version = self.decoder.versions[request.adapter_id or 0]
+        else:
+            versions = self._rows.versions(row, self.version)
+            sequence.version = min(versions, default=self.version)
+            sequence.versions = versions if len(set(versions)) > 1 else None
         if self.records_experts:
-            resumed = self._running[int(self._rows["job"][row])].request.resume_from
-            sequence.experts = self._get_experts(row)
+            later, resumed = row - len(self._state.prompt_of_row), request.resume_from
+            sequence.experts = (
+                self._state.experts_of_row(row) if later < 0 else self._preempted[later].experts
+            )
             if resumed is not None and resumed.experts is not None and sequence.experts is not None:
                 sequence.experts[: len(resumed.experts)] = resumed.experts
-        return sequence
 
-    def _get_experts(self, row: int) -> np.ndarray | None:
-        """Return the experts of the tokens that a row has been fed, [tokens, B * K]."""
-        return self._state.experts_of_row(row)
+    # ------------------------------------------------------------------------------- device steps
 
-    def _set_version(self, row: int, sequence: SampledSequence) -> SampledSequence:
-        """Record the weight version in a sample: the oldest, and the version of each token if they
-        differ.
+    def _is_untruncated(self) -> bool:
+        """Return whether the distribution of every row is the model's at the temperature."""
+        truncated = find_truncated_rows(self._rows, self.decoder.vocab_size)
+        return not (truncated | find_adjusted_rows(self._rows)).any()
+
+    def _step_on_device(self, device: DeviceSteps) -> list[FinishedRequest]:
+        """Admit requests and sample their first tokens, or run steps of all rows on the device."""
+        if self._may_admit() and (logits := self._admit()):
+            return self._sample_first_tokens(torch.cat(logits))
+        if not len(self._rows):
+            return []
+        most = min(device.steps_per_sync, self.max_steps or device.steps_per_sync)
+        count = device.plan(most)
+        if count < 1:
+            self._preempt_newest()
+            count = device.plan(most)
+        if self._runs_to_end and self.runs_ahead and not (self._waiting or self._preempted):
+            return self._process_chunk(device.launch(count, *self._plan_graphs()))
+        device.start(count, *self._plan_graphs())
+        self._state.copy_ahead(self._next_prefills())  # overlaps with the device
+        return self._process_steps(np.arange(len(self._rows)), *device.copy_results(count))
+
+    def _sample_first_tokens(self, logits_NV: Tensor) -> list[FinishedRequest]:
+        """Sample the first token of the newest rows from their prompts' logits [new rows, V]."""
+        rows = self._rows.newest(len(logits_NV))
+        settings = self._make_settings(logits_NV, rows)
+        tokens, logprobs = self._sample(logits_NV, rows.uniforms_ahead(1)[0], settings, rows)
+        self._rows.record(tokens, logprobs)
+        self._count_step(len(logits_NV))
+        # no other row ends: it would have ended with its last token
+        return self._retire(*self._find_ended(self._rows.last_tokens()))
+
+    def _process_chunk(self, chunk: Chunk) -> list[FinishedRequest]:
+        """Launch the next chunk unless a request waits, then wait for this one and process its
+        tokens.
         """
-        versions = self._rows.versions(row, self.version)
-        sequence.version = min(versions, default=self.version)
-        sequence.versions = versions if len(set(versions)) > 1 else None
-        return sequence
+        assert self._device_steps is not None
+        waits = self._waiting or self._preempted
+        self._in_flight = None if waits else self._device_steps.launch_next(chunk)
+        return self._process_steps(chunk.columns, *chunk.read())
 
-    def _remove_rows(self, ended: np.ndarray) -> None:
-        """Remove the ended rows and the unused prompts from the batch."""
-        source = compact_slots(~ended)
-        self._rows.keep_rows(source)
-        self._settings = None
-        used = np.zeros(len(self._prompts), np.bool_)
-        used[self._state.prompt_of_row[source]] = True
-        used |= np.array([prompt.conversation is not None for prompt in self._prompts], np.bool_)
-        if self._waiting and self._waiting[0].num_admitted:  # its remaining samples need the prompt
-            used |= np.array(
-                [prompt.key == self._waiting[0].key for prompt in self._prompts], np.bool_
-            )
-        prompt_source = compact_slots(used)
-        self._prompts = [self._prompts[slot] for slot in prompt_source]
-        self._state.retain(source, prompt_source)
+    def _process_steps(
+        self,
+        columns: np.ndarray,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        experts: np.ndarray | None,
+    ) -> list[FinishedRequest]:
+        """Process the tokens and logprobs [steps, device rows] of a chunk. `columns`: the device
+        row of each running row. `experts` [steps, device rows, B * K]: of the fed tokens.
+        """
+        finished: list[FinishedRequest] = []
+        for i, (token_R, logprob_R) in enumerate(zip(tokens, logprobs, strict=True)):
+            if not len(columns):
+                break
+            self._state.record_experts(None if experts is None else experts[i][columns])
+            chosen, logprob_N = token_R[columns], logprob_R[columns]
+            bad = np.isnan(logprob_N)
+            if bad.any():
+                self._handle_non_finite(chosen, bad)
+            self._rows.record(chosen, logprob_N)
+            self._state.response_lengths = self._state.response_lengths + 1
+            self.counters.fed_tokens += len(columns)
+            self._count_step(len(columns))
+            ended, stopped = self._find_ended(chosen)
+            columns = columns[compact_slots(~ended)]
+            finished += self._retire(ended, stopped)
+        if self._in_flight is not None:
+            self._in_flight.columns = columns
+        return finished
+
+    def _plan_graphs(self) -> tuple[int, bool]:
+        """Return the most rows that the present requests can run at once, and whether some of the
+        waiting ones may share blocks.
+        """
+        waiting = sum(group.request.num_samples - group.num_admitted for group in self._waiting)
+        rows = len(self._rows) + len(self._preempted) + waiting
+        may_share = any(
+            group.request.num_samples > 1 and len(group.key[0]) >= self._state.block_size
+            for group in self._waiting
+        )
+        return min(rows, self.max_rows), may_share
+
+    def _next_prefills(self) -> list[tuple[int, ...]]:
+        """Return the sequences that may be prefilled after these steps, since any row may stop in
+        them.
+
+        Preempted rows come first, then the prompts of waiting requests.
+        """
+        known, sequences = {prompt.key for prompt in self._prompts}, list[tuple[int, ...]]()
+        positions, room = 0, self.max_rows
+        for row in self._preempted:
+            if positions < _PREFETCH_TOKENS:
+                sequences.append(tuple(row.fed_tokens))
+                positions += len(row.fed_tokens)
+                room -= 1
+        for group in self._waiting:
+            if room < 1 or positions >= _PREFETCH_TOKENS:
+                break
+            room -= group.request.num_samples - group.num_admitted
+            if group.key not in known and group.request.conversation is None:
+                known.add(group.key)
+                sequences.append(group.key[0])
+                positions += len(group.key[0])
+        return sequences
 
     # ---------------------------------------------------------------------------- between two steps
 
@@ -470,20 +496,39 @@ class Engine(ConversationCache):
         return bool(self._waiting or self._running)
 
     @torch.inference_mode()
+    def keep_weights(self, adapter_ids: Iterable[int]) -> None:
+        """Remove all weights of a `MultiAdapterDecoder` except `adapter_ids` and those of running
+        or waiting requests.
+
+        The cached conversations of removed weights are dropped too.
+        """
+        assert isinstance(self.decoder, MultiAdapterDecoder)
+        keep = {
+            *adapter_ids,
+            *(group.request.adapter_id for group in (*self._running.values(), *self._waiting)),
+        }
+        for number in self.decoder.decoders.keys() - keep:
+            for name in {p.conversation for p in self._prompts if p.adapter_id == number} - {None}:
+                self._evict_conversations(name)
+            self.decoder.remove_adapter(number)
+
+    @torch.inference_mode()
     def change_weights(self, decoder: Decoder, version: int) -> None:
         """Sample from `decoder` from the next token on.
 
         Running rows keep their KV cache. The prompts of new rows are prefilled with the new
-        weights.
+        weights, and so are preempted rows when they are resumed.
         """
         if self.records_experts:
             enable_expert_recording(decoder)
-        self._rows.record_version(self.version)
+        self._rows.record_version(self.version, [row.fields for row in self._preempted])
         self._evict_conversations()
         self.decoder = self._state.decoder = decoder
         self.version = version
-        for slot, prompt in enumerate(self._prompts):
-            prompt.key = ("of other weights", slot, prompt.key)
+        # The cached logits are of the old weights: no new row may start from them.
+        prompts = (*self._prompts, *(row.prompt for row in self._preempted))
+        for number, prompt in enumerate({id(prompt): prompt for prompt in prompts}.values()):
+            prompt.key = ("of other weights", number, prompt.key)
 
     @torch.inference_mode()
     def cancel(self, request_id: int) -> None:
@@ -491,6 +536,10 @@ class Engine(ConversationCache):
         finished.
         """
         self._waiting = deque(group for group in self._waiting if group.request_id != request_id)
+        for row in self._preempted:
+            if row.age[0] == request_id:
+                self._rows.release(row.fields)
+        self._preempted = [row for row in self._preempted if row.age[0] != request_id]
         if self._running.pop(request_id, None) is not None:
             self._remove_rows(self._rows["job"] == request_id)
 
@@ -503,14 +552,18 @@ class Engine(ConversationCache):
         meaning.
         """
         partial: dict[int, dict[int, SampledSequence]] = {}
+        running = len(self._rows)
+        for row in self._preempted:
+            self._rows.restore(row.fields)
         rows = np.flatnonzero(
             np.isin(self._rows["job"], list(self._running if request_ids is None else request_ids))
         )
-        for row, lists in zip(rows.tolist(), self._rows.responses(rows), strict=True):
-            group, sample = int(self._rows["job"][row]), int(self._rows["sample"][row])
-            partial.setdefault(group, {})[sample] = self._describe_sample(
-                row, SampledSequence(*lists, "length")
-            )
+        for index, lists in zip(rows.tolist(), self._rows.responses(rows), strict=True):
+            job, sample = int(self._rows["job"][index]), int(self._rows["sample"][index])
+            sequence = SampledSequence(*lists, "length")
+            self._describe_sample(index, self._running[job].request, sequence)
+            partial.setdefault(job, {})[sample] = sequence
+        self._rows.reorder(np.arange(running))
         return partial
 
     def unfinished_requests(self) -> list[tuple[int, SamplingRequest]]:
@@ -522,20 +575,10 @@ class Engine(ConversationCache):
         requests = {
             group.request_id: group.request for group in (*self._running.values(), *self._waiting)
         }
-        partial = {
-            key: samples[0]
-            for key, samples in self.partial_samples().items()
-            if requests[key].num_samples == 1
-        }
-        return [
-            (
-                key,
-                replace(requests[key], resume_from=partial[key])
-                if key in partial
-                else requests[key],
-            )
-            for key in sorted(requests)
-        ]
+        for key, samples in self.partial_samples().items():
+            if requests[key].num_samples == 1:
+                requests[key] = replace(requests[key], resume_from=samples[0])
+        return sorted(requests.items())
 
     def _finish(self, group: SequenceGroup) -> FinishedRequest:
         """Build the response of a group whose samples are complete."""

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from rl.sampler.decode_state import DecodeState
+from rl.sampler.decode_state import BatchSize, DecodeState
 from rl.sampler.decoder import Decoder, check_length
 from rl.sampler.prompt_logprobs import PromptLogprobs
 from rl.types import PlacedImage, SampledSequence, SampleResponse, SamplingParams, TensorData
@@ -36,7 +35,7 @@ class SamplingRequest:
     `conversation`: the name of a conversation. The KV cache of this request's prompt and response
     is kept, as far as the cache has room, for the next request of that name, which prefills only
     its new tokens. `adapter_id`: the number of the model to sample from, in a batch of several
-    (`rl.sampler.multi_adapter`).
+    (`MultiAdapterDecoder`).
     """
 
     prompt: Sequence[int]
@@ -165,20 +164,6 @@ class CachedPrompt:
     tokens: tuple[int, ...] = ()
 
 
-def make_prefill_kwargs(requests: Sequence[SamplingRequest]) -> dict[str, Any]:
-    """Return the optional arguments of `DecodeState.prefill`: images and model indices, if any are
-    set.
-    """
-    kwargs: dict[str, Any] = (
-        {"images": [request.images for request in requests]}
-        if any(request.images for request in requests)
-        else {}
-    )
-    if any(request.adapter_id is not None for request in requests):
-        kwargs["weights"] = [request.adapter_id for request in requests]
-    return kwargs
-
-
 def make_divergence_error(requests: Sequence[int]) -> FloatingPointError:
     """Return the error of requests with NaN or infinite logits."""
     return FloatingPointError(
@@ -188,50 +173,41 @@ def make_divergence_error(requests: Sequence[int]) -> FloatingPointError:
     )
 
 
-class EngineLimits(Protocol):
-    """Declare the limits of an engine."""
-
-    decoder: Decoder
-    max_context: int | None
-    kv_cache_tokens: int
-
-
 def resolve_max_tokens(
-    limits: EngineLimits, state: DecodeState, prompt_length: int, max_tokens: int | None
+    decoder: Decoder,
+    state: DecodeState,
+    max_context: int | None,
+    kv_cache_tokens: int,
+    prompt_length: int,
+    max_tokens: int | None,
 ) -> int:
     """Return the maximum number of tokens to sample.
 
     The last token is never fed, so prompt + max_tokens may exceed the context by 1. Raises
     ValueError if the prompt or the response can never fit.
     """
-    switch = limits.decoder.length_switch
+    switch = decoder.length_switch
     if max_tokens is None:
-        if limits.max_context is None:
+        if max_context is None:
             raise ValueError(
                 "max_tokens=None means up to the context limit, and the model has no limit: "
                 "set max_tokens or max_context"
             )
-        most = [
-            limit
-            for limit in (limits.max_context, switch.max_length(prompt_length) if switch else None)
-            if limit is not None
-        ]
-        max_tokens = max(min(most) + 1 - prompt_length, 0)
-    if (
-        limits.max_context is not None
-        and prompt_length + max(max_tokens, 1) - 1 > limits.max_context
-    ):
+        longest = switch.max_length(prompt_length) if switch else None
+        most = max_context if longest is None else min(max_context, longest)
+        max_tokens = max(most + 1 - prompt_length, 0)
+    if max_context is not None and prompt_length + max(max_tokens, 1) - 1 > max_context:
         raise ValueError(
             f"a prompt of {prompt_length} tokens and max_tokens={max_tokens} exceed the context of "
-            f"{limits.max_context} tokens: shorten the prompt, lower max_tokens, "
+            f"{max_context} tokens: shorten the prompt, lower max_tokens, "
             "or raise max_context up to the model's limit"
         )
-    check_length(limits.decoder, prompt_length, prompt_length + max(max_tokens, 1) - 1)
-    cost = state.cost(1, prompt_length, 1, max_tokens - 1)
-    if cost > limits.kv_cache_tokens:
+    check_length(decoder, prompt_length, prompt_length + max(max_tokens, 1) - 1)
+    cost = state.cost(BatchSize(1, prompt_length, 1, max_tokens - 1))
+    if cost > kv_cache_tokens:
         raise ValueError(
             f"one sample of a {prompt_length}-token prompt with max_tokens={max_tokens} takes "
-            f"{cost} tokens of KV cache, kv_cache_tokens is {limits.kv_cache_tokens}: raise "
+            f"{cost} tokens of KV cache, kv_cache_tokens is {kv_cache_tokens}: raise "
             "kv_cache_tokens or lower max_tokens"
         )
     return max_tokens

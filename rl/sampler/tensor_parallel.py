@@ -102,23 +102,6 @@ def shard_of(total: int, dim: int, tp_group: TensorParallelGroup | None, parts: 
     return Shard(dim, *shard_range(total // parts, tp_group), parts=parts)
 
 
-def first_rank_shard(tp_group: TensorParallelGroup | None) -> Shard:
-    """Return the shard of a term that must enter a sum over the team once: whole on the first rank,
-    zeros elsewhere.
-    """
-    return UNSHARDED if tp_group is None or tp_group.rank == 0 else Shard(empty=True)
-
-
-def check_model_shards(config: Any, tp_group: TensorParallelGroup) -> None:
-    """Raise UserError if the team cannot share a model's heads or MLP columns evenly."""
-    check_shard_counts(
-        tp_group.size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        find_mlp_divisor(config),
-    )
-
-
 def find_mlp_divisor(config: Any) -> int:
     """Return the greatest common divisor of the widths of a model's MLPs and experts."""
     names = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")

@@ -7,7 +7,7 @@ vocabulary, M rows of one request. Softmax and logprobs are in float32 whatever 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -23,22 +23,31 @@ _BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
+class TruncatedRows:
+    """Hold the indices of the rows with min-p, top-k or top-p, and their values of these.
+
+    `top_k` is the vocabulary size for none. `whole`: indices of the rows that report the logprob of
+    the whole distribution (None: no row).
+    """
+
+    rows: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor | None = None
+    whole: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RowSamplingSettings:
     """Hold the sampling settings of each row. None means the common case, which then costs nothing.
 
     `temperature_N` float32, 1 for greedy rows (None: 1 everywhere); `greedy_N` bool (None:
-    nowhere); `truncated` the rows with min-p, top-k or top-p (None: no row), with their `min_p`,
-    `top_k` (vocabulary size for none) and `top_p`; `untruncated_logprobs` those of them that report
-    the logprob of the whole distribution (None: no row).
+    nowhere); `truncation` of some rows.
     """
 
     temperature_N: Tensor | None = None
     greedy_N: Tensor | None = None
-    truncated: Tensor | None = None
-    top_k: Tensor | None = None
-    top_p: Tensor | None = None
-    min_p: Tensor | None = None
-    untruncated_logprobs: Tensor | None = None
+    truncation: TruncatedRows | None = None
 
 
 class RowColumns(Protocol):
@@ -66,25 +75,24 @@ def find_adjusted_rows(rows: RowColumns) -> np.ndarray:
 def make_row_settings(rows: RowColumns, *, vocab: int, device: torch.device) -> RowSamplingSettings:
     """Return the settings of the running rows as tensors on the device."""
     temperature = torch.tensor(rows["temperature"], dtype=torch.float32)
-    top_k = torch.tensor(rows["top_k"], dtype=torch.int64)
-    top_p = torch.tensor(rows["top_p"], dtype=torch.float64)
-    min_p = torch.tensor(rows["min_p"], dtype=torch.float64)
-    top_k = torch.where((top_k < 1) | (top_k > vocab), vocab, top_k)
-    greedy = temperature == 0
-    cut_N = find_truncated_rows(rows, vocab)
-    truncated = torch.from_numpy(np.flatnonzero(cut_N))
-    whole = torch.from_numpy(np.flatnonzero(cut_N & rows["untruncated_logprobs"]))
+    greedy, truncation = temperature == 0, None
     plain_temperature = bool((temperature[~greedy] == 1).all())
+    cut_N = find_truncated_rows(rows, vocab)
+    if cut_N.any():
+        top_k, min_p = rows["top_k"][cut_N], rows["min_p"][cut_N]
+        top_k = np.where((top_k < 1) | (top_k > vocab), vocab, top_k)
+        whole = np.flatnonzero(cut_N & rows["untruncated_logprobs"])
+        truncation = TruncatedRows(
+            rows=torch.from_numpy(np.flatnonzero(cut_N)).to(device),
+            top_k=torch.from_numpy(top_k).to(device),
+            top_p=torch.from_numpy(rows["top_p"][cut_N]).to(device),
+            min_p=torch.from_numpy(min_p).to(device) if (min_p > 0).any() else None,
+            whole=torch.from_numpy(whole).to(device) if len(whole) else None,
+        )
     return RowSamplingSettings(
-        temperature_N=None
-        if plain_temperature
-        else torch.where(greedy, 1.0, temperature).to(device),
-        greedy_N=greedy.to(device) if bool(greedy.any()) else None,
-        truncated=truncated.to(device) if len(truncated) else None,
-        top_k=top_k[truncated].to(device) if len(truncated) else None,
-        top_p=top_p[truncated].to(device) if len(truncated) else None,
-        min_p=min_p[truncated].to(device) if len(truncated) and bool((min_p > 0).any()) else None,
-        untruncated_logprobs=whole.to(device) if len(whole) else None,
+        None if plain_temperature else torch.where(greedy, 1.0, temperature).to(device),
+        greedy.to(device) if bool(greedy.any()) else None,
+        truncation,
     )
 
 
@@ -215,24 +223,20 @@ def sample_tokens(
         settings.temperature_N,
         settings.greedy_N,
     )
-    if (rows := settings.truncated) is not None:
+    if (cut := settings.truncation) is not None:  # none of these rows is greedy
+        rows, temperature_N = cut.rows, settings.temperature_N
+        of_rows = RowSamplingSettings(
+            None if temperature_N is None else temperature_N[rows],
+            truncation=replace(
+                cut,
+                rows=torch.arange(len(rows), device=rows.device),
+                whole=None if cut.whole is None else torch.searchsorted(rows, cut.whole),
+            ),
+        )
         token_N[rows], logprob_N[rows] = sample_with_torch(
-            logits_NV[rows], uniform_N[rows], _settings_of_truncated(settings, rows)
+            logits_NV[rows], uniform_N[rows], of_rows
         )
     return token_N, logprob_N
-
-
-def _settings_of_truncated(settings: RowSamplingSettings, rows: Tensor) -> RowSamplingSettings:
-    """Return the settings of the `truncated` rows; none of them is greedy."""
-    whole = settings.untruncated_logprobs
-    return RowSamplingSettings(
-        temperature_N=None if settings.temperature_N is None else settings.temperature_N[rows],
-        truncated=torch.arange(len(rows), device=rows.device),
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
-        untruncated_logprobs=None if whole is None else torch.searchsorted(rows, whole),
-    )
 
 
 def sample_with_torch(
@@ -242,19 +246,17 @@ def sample_with_torch(
     if settings.temperature_N is not None:
         # `unsqueeze`, since indexing queries the device even of fake tensors
         scaled_NV = scaled_NV / settings.temperature_N.unsqueeze(1)
-    whole_NV = scaled_NV
-    if settings.truncated is not None and settings.top_k is not None and settings.top_p is not None:
-        cut = truncate_logits(
-            scaled_NV[settings.truncated], settings.top_k, settings.top_p, settings.min_p
-        )
-        scaled_NV = scaled_NV.index_copy(0, settings.truncated, cut)
+    whole_NV, cut = scaled_NV, settings.truncation
+    if cut is not None:
+        cut_RV = truncate_logits(scaled_NV[cut.rows], cut.top_k, cut.top_p, cut.min_p)
+        scaled_NV = scaled_NV.index_copy(0, cut.rows, cut_RV)
     largest_N1 = scaled_NV.amax(-1, keepdim=True)
     token_N, sum_N = sample_inverse_cdf((scaled_NV - largest_N1).exp_(), uniform_N)
     if settings.greedy_N is not None:
         token_N = torch.where(settings.greedy_N, scaled_NV.argmax(-1), token_N)
     shifted_N1 = scaled_NV.gather(1, token_N.unsqueeze(1)) - largest_N1
     logprob_N = shifted_N1.squeeze(1) - sum_N.log().float()
-    if (rows := settings.untruncated_logprobs) is not None:
+    if cut is not None and (rows := cut.whole) is not None:
         shifted_RV = whole_NV[rows] - largest_N1[rows]  # truncation keeps the largest
         sum_R = shifted_RV.exp().sum(-1, dtype=torch.float64)
         logprob_N[rows] = shifted_RV.gather(1, token_N[rows, None]).squeeze(1) - sum_R.log().float()

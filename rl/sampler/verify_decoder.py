@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rl.errors import UserError, warn_on_rank_zero
 from rl.layers import describe_layers, replay_experts, truncate_layers_
-from rl.sampler.decode_state import compact_slots
+from rl.sampler.decode_state import BatchSize, PromptBatch, compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
@@ -105,8 +105,9 @@ def find_batching(trial: HFDecoder) -> BatchingPlan:
             return BatchingPlan()  # the engine raises when it samples
         bound = _max_difference(trial.dtype, reference)
         _check_causal(trial, rows, reference, bound)
-        together = _batches_exactly(trial, rows, reference, bound)
-        right = together and _right_pads_exactly(trial, rows, reference, bound)
+        shortest = min(len(prompt) + len(response) for _, prompt, response in rows)
+        together = _reads_exactly(trial, rows, reference, bound, shortest)
+        right = together and _reads_exactly(trial, rows, reference, bound)
         plan = BatchingPlan("recompute", "right" if right else "equal", together)
         batched = "slots" if trial.layers.has_state else "padded"
         for kind in (batched, "equal") if together else ():
@@ -329,42 +330,30 @@ def _check_causal(
         )
 
 
-def _batches_exactly(
-    decoder: HFDecoder, rows: ProbeRows, reference: Sequence[Tensor], bound: float
+def _reads_exactly(
+    decoder: HFDecoder,
+    rows: ProbeRows,
+    reference: Sequence[Tensor],
+    bound: float,
+    length: int | None = None,
 ) -> bool:
-    """Return whether sequences of the same length may share a forward."""
-    same = min(len(prompt) + len(response) for _, prompt, response in rows)
-
-    shared = [
-        (i, len(prompt), same - len(prompt))
-        for i, (_, prompt, _) in enumerate(rows)
-        if len(prompt) < same
+    """Return whether sequences of that length (None: padded on the right) may share a forward."""
+    sequences = [[*prompt, *response][:length] for _, prompt, response in rows]
+    counts = [
+        max(len(tokens) - len(prompt), 0)
+        for tokens, (_, prompt, _) in zip(sequences, rows, strict=True)
     ]
 
     def run() -> list[Tensor]:
-        batch = decoder.plain_forward(
-            [[*prompt, *response][:same] for _, prompt, response in rows], last_only=False
-        ).float()
-        return [batch[i, start - 1 : same - 1] for i, start, _ in shared]
-
-    return _is_within(run, [reference[i][:count] for i, _, count in shared], bound)
-
-
-def _right_pads_exactly(
-    decoder: HFDecoder, rows: ProbeRows, reference: Sequence[Tensor], bound: float
-) -> bool:
-    """Return whether sequences padded on the right have the same logits as without padding."""
-
-    def run() -> list[Tensor]:
-        batch = decoder.plain_forward(
-            [[*prompt, *response] for _, prompt, response in rows], last_only=False
-        ).float()
+        batch = decoder.plain_forward(sequences, last_only=False).float()
         return [
-            batch[i, len(prompt) - 1 : len(prompt) + len(response) - 1]
-            for i, (_, prompt, response) in enumerate(rows)
+            batch[i, len(sequences[i]) - count - 1 : len(sequences[i]) - 1]
+            for i, count in enumerate(counts)
+            if count
         ]
 
-    return _is_within(run, reference, bound)
+    expected = [logits[:count] for logits, count in zip(reference, counts, strict=True) if count]
+    return _is_within(run, expected, bound)
 
 
 def _rows_are_independent(
@@ -404,14 +393,11 @@ def _decode_rows(
         if entering := [i for i, (start, _, _) in enumerate(rows) if start == step]:
             slots = np.arange(len(state.prompt_lengths), len(state.prompt_lengths) + len(entering))
             prompts = [rows[i][1] for i in entering]
-            longest = (
-                max(len(prompt) for _, prompt, _ in rows),
-                max(len(response) for _, _, response in rows),
-            )
-            state.reserve(len(rows), longest[0], len(rows), longest[1])
-            for i, first in zip(
-                entering, state.prefill(prompts, [None] * len(prompts)), strict=True
-            ):
+            longest_prompt = max(len(prompt) for _, prompt, _ in rows)
+            longest_response = max(len(response) for _, _, response in rows)
+            state.reserve(BatchSize(len(rows), longest_prompt, len(rows), longest_response))
+            last = state.prefill(PromptBatch(prompts, [None] * len(prompts)))
+            for i, first in zip(entering, last, strict=True):
                 logits[i].append(first.float().clone())
             state.add_rows(slots)
             running += entering

@@ -13,22 +13,23 @@ from rl.vllm.vllm_server import VllmServerError
 
 @dataclass(frozen=True)
 class ReplyRules:
-    """Hold what a reply must satisfy.
+    """Hold what the replies to a request must satisfy.
 
-    `versions`: version of the weights by their id. `matches_string`: whether these tokens end with
-    a stop string; None without stop strings.
+    `matches_string`: whether these tokens end with a stop string; None without stop strings.
     """
 
     max_tokens: int
     vocab_size: int
     stop_ids: Collection[int]
-    versions: Mapping[str, int]
     matches_string: Callable[[Sequence[int]], bool] | None = None
 
 
-def read_sample(url: str, reply: Mapping[str, Any], rules: ReplyRules) -> SampledSequence:
-    """Return the sample of a reply. Raises VllmServerError if the reply is not complete and
-    consistent.
+def read_sample(
+    url: str, reply: Mapping[str, Any], rules: ReplyRules, known_versions: Mapping[str, int]
+) -> SampledSequence:
+    """Return the sample of a reply. `known_versions`: version of the weights by their id.
+
+    Raises VllmServerError if the reply is not complete and consistent.
     """
     try:
         choices = reply["choices"]
@@ -52,7 +53,7 @@ def read_sample(url: str, reply: Mapping[str, Any], rules: ReplyRules) -> Sample
         ) from error
     _check_tokens(url, tokens, scored, logprobs, rules)
     stop_reason = _check_end(url, tokens, finish_reason, rules)
-    versions = _read_versions(url, spans, len(tokens), rules)
+    versions = _read_versions(url, spans, len(tokens), known_versions)
     return SampledSequence(
         tokens,
         logprobs,
@@ -128,20 +129,20 @@ def _check_end(url: str, tokens: list[int], finish_reason: Any, rules: ReplyRule
 
 
 def _read_versions(
-    url: str, spans: list[tuple[str, int, int]], length: int, rules: ReplyRules
+    url: str, spans: list[tuple[str, int, int]], length: int, known_versions: Mapping[str, int]
 ) -> list[int]:
     """Return the version of the weights of each token."""
     versions: list[int] = []
     for name, start, end in spans:
-        if name not in rules.versions:
+        if name not in known_versions:
             raise VllmServerError(
                 url,
-                f"sampled with the weights {name!r}, expected {list(rules.versions)[-1]!r}: it was "
+                f"sampled with the weights {name!r}, expected {list(known_versions)[-1]!r}: it was "
                 "restarted, or another run has changed its weights",
             )
         if start != len(versions) or end < start:
             break
-        versions += [rules.versions[name]] * (end - start)
+        versions += [known_versions[name]] * (end - start)
     if len(versions) != length:
         raise VllmServerError(url, f"returned weight versions {spans} of {length} tokens")
     return versions

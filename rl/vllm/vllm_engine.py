@@ -36,8 +36,7 @@ class _RequestState:
     """Hold a request whose samples are not complete."""
 
     request: SamplingRequest
-    max_tokens: int
-    stop_ids: frozenset[int]
+    rules: ReplyRules
     stop_strings: tuple[str, ...]
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
     # of the prompt, returned by the request of sample 0
@@ -122,12 +121,17 @@ class VllmEngine:
             params.stop, () if params.ignore_eos else self.eos_token_ids
         )
         check_params(params, condition.token_ids, vocab, max_tokens)
-        if condition.strings and self._stop_strings is None:
+        strings, matcher = condition.strings, self._stop_strings
+        if strings and matcher is None:
             raise ValueError(f"stop={params.stop!r} holds strings, which need a tokenizer")
-        request_id, self._next_id = self._next_id, self._next_id + 1
-        self._states[request_id] = state = _RequestState(
-            request, max_tokens, condition.token_ids, condition.strings
+        matches = (
+            (lambda tokens: matcher.matches(strings, np.array(tokens)))
+            if strings and matcher is not None
+            else None
         )
+        rules = ReplyRules(max_tokens, vocab, condition.token_ids, matches)
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        self._states[request_id] = state = _RequestState(request, rules, strings)
         for sample in range(request.num_samples):
             future = self.pool.executor.submit(self._sample, request_id, sample, state, prompt)
             state.futures.append(future)
@@ -143,7 +147,8 @@ class VllmEngine:
         def work(server: VllmServer) -> SampledSequence:
             first_id = server.loaded_weights_id
             reply = server.sample(prompt, params)
-            sequence = read_sample(server.url, reply, self._make_rules(state, first_id))
+            versions = self.pool.find_versions(self.decoder.weights_id, first_id)
+            sequence = read_sample(server.url, reply, state.rules, versions)
             if scores_prompt:
                 logprobs, best = read_prompt_logprobs(server.url, reply, prompt, topk)
                 state.prompt_logprobs, state.topk_logprobs = logprobs, best
@@ -156,17 +161,6 @@ class VllmEngine:
         except BaseException as error:  # noqa: BLE001  (raised by the step that reads the result)
             result = error
         self._results.put((request_id, sample, result))
-
-    def _make_rules(self, state: _RequestState, first_id: str) -> ReplyRules:
-        strings, matcher = state.stop_strings, self._stop_strings
-        matches = (
-            (lambda tokens: matcher.matches(strings, np.array(tokens)))
-            if strings and matcher is not None
-            else None
-        )
-        versions = self.pool.find_versions(self.decoder.weights_id, first_id)
-        vocab = self.decoder.vocab_size
-        return ReplyRules(state.max_tokens, vocab, state.stop_ids, versions, matches)
 
     def step(self) -> list[FinishedRequest]:
         """Wait for samples, and return the completed requests.
@@ -294,10 +288,10 @@ def _make_params(state: _RequestState, sample: int) -> dict[str, Any]:
     fields: dict[str, Any] = {
         **{name: getattr(params, name) for name in PARAMETER_BOUNDS},
         "n": 1,
-        "max_tokens": state.max_tokens,
+        "max_tokens": state.rules.max_tokens,
         "seed": _derive_stream(request, sample),
         "logprobs": 0,
-        "stop_token_ids": sorted(state.stop_ids),
+        "stop_token_ids": sorted(state.rules.stop_ids),
         "ignore_eos": True,  # stop_token_ids holds them
         "detokenize": bool(state.stop_strings),
         "skip_special_tokens": False,

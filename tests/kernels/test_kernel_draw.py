@@ -9,7 +9,7 @@ from interpreting import INTERPRETED, mark_interpreted, run_interpreted
 from sampler_models import row_settings
 
 from kernels import sample_tokens
-from rl.sampler.philox import philox_uniforms
+from rl.sampler.running_rows import philox_uniforms
 from rl.sampler.token_sampling import sample_tokens as from_logits
 from rl.types import SamplingParams
 

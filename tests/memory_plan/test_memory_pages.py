@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sampler_models import one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import multistep_engine, one_thread, paged_engine, random_prompts, tiny_model  # noqa: F401
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run
@@ -22,8 +22,6 @@ from rl.memory_plan.step_shapes import count_admitted_rows
 from rl.models import load_model
 from rl.sampler import (
     BLOCK_SIZE,
-    MultiStepEngine,
-    PagedEngine,
     SamplingRequest,
     choose_pool_size,
     make_decoder,
@@ -80,7 +78,7 @@ def test_the_rows_of_a_step_are_those_that_the_engine_lets_in(monkeypatch):
             int(rng.integers(1, 30)),
         )
         pages = -(-(prompt + answer) // page) + int(rng.integers(0, 20))
-        engine = PagedEngine(
+        engine = paged_engine(
             decoder,
             kv_cache_tokens=pages * page + int(rng.integers(page)),
             max_rows=most,
@@ -141,7 +139,7 @@ def test_requests_never_hold_more_pages_than_were_counted_for_them():
             for _ in range(int(rng.integers(1, 6)))
         ]
         need = max_blocks(read_config, page, most)
-        engine = PagedEngine(decoder, kv_cache_tokens=need * page, max_rows=most, page=page)
+        engine = paged_engine(decoder, kv_cache_tokens=need * page, max_rows=most, page=page)
         for i, (prompt, count, answer) in enumerate(read_config):
             tokens, params = (
                 random_prompts([prompt], seed=i)[0],
@@ -184,7 +182,7 @@ def test_the_pool_is_counted_as_the_engine_takes_it(tokens):
     words = ["--base-model", "tiny:addition", "--kv-cache-tokens", str(tokens), "--eval-limit", "2"]
     paged = [*words, "--sampler-cache", "paged"]
     for more, sizes in (([], [(20, 4, 24)] * 8), (["--rollout-mode", "async"], None)):
-        engine = MultiStepEngine(decoder, kv_cache_tokens=tokens, sizes=sizes)
+        engine = multistep_engine(decoder, kv_cache_tokens=tokens, sizes=sizes)
         counted = cache_of(HERE, *paged, *more)
         assert counted == sum(kv.nbytes for kv in engine._state.kv)
         assert cache_of(HERE, *words, *more) < counted  # a plain cache follows what is sampled

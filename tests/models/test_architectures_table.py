@@ -14,7 +14,7 @@ from bench import architectures_saved as saved
 from rl.distributed import make_accelerator
 from rl.learner import Learner, learner_checkpoint, packing
 from rl.models import lora_targets, model_loading
-from rl.sampler.recurrent_state import RecurrentState
+from rl.sampler.hf_states import RecurrentState
 from rl.types import LoraConfig
 
 # Full, sliding and chunked attention; ALiBi and learned positions; experts; linear attention, state

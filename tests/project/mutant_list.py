@@ -111,7 +111,7 @@ MUTANTS = [
         "architectures",
     ),
     M(
-        "rl/sampler/philox.py",
+        "rl/sampler/running_rows.py",
         "    counter = (position & _LOW, index & _LOW, problem & _LOW, problem >> _HALF)\n",
         "    counter = (position & _LOW, index & _LOW, problem & _LOW, problem & _LOW)\n",
         "the high half of a problem's number is lost",
@@ -189,8 +189,8 @@ MUTANTS = [
     ),
     M(
         "rl/sampler/block_manager.py",
-        "        if (\n            end <= len(row.block_table) * self.block_size\n            and self.pool.ref_counts[row.block_table[index]] == 1\n        ):\n",
-        "        if end <= len(row.block_table) * self.block_size:\n",
+        "        if index < len(blocks) and self.pool.ref_counts[blocks[index]] > 1:\n",
+        "        if index < len(blocks) and self.pool.ref_counts[blocks[index]] > 2:\n",
         "a row writes to a page that others hold",
         "sampler_paged",
     ),

@@ -14,18 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from sampler_models import tiny_model
+from sampler_models import multistep_engine, paged_engine, tiny_model
 from test_sampler_paged import check
 
 from rl.sampler import (
     Engine,
     IdleKVCachePool,
-    MultiStepEngine,
-    PagedEngine,
     SamplingRequest,
     make_decoder,
 )
-from rl.sampler.philox import as_uint64, philox_uniforms
+from rl.sampler.decode_state import PromptBatch
+from rl.sampler.running_rows import as_uint64, philox_uniforms
 from rl.types import SampledSequence, SamplingParams
 
 EOS = (3,)
@@ -200,9 +199,9 @@ def engine_of(
     )
     settings["kept"] = kept
     engine = (
-        MultiStepEngine(decoder, EOS, Letters(), steps_per_sync=look, **settings)
+        multistep_engine(decoder, EOS, Letters(), steps_per_sync=look, **settings)
         if kind == "stepped"
-        else PagedEngine(decoder, EOS, Letters(), **settings)
+        else paged_engine(decoder, EOS, Letters(), **settings)
     )
     engine.expects_lengths = look % 2 == 0  # half of them admit while pages are free, and preempt
     return engine
@@ -243,7 +242,7 @@ class EngineWorkload:
         while self.engine.busy:
             self._step()
         self._count()
-        tables = getattr(self.engine._state, "block_manager", None)
+        tables = self.engine._blocks
         for name in self.requests_seen.talks:
             self.engine.evict_conversation(name)
         self.engine._evict_conversations()
@@ -287,7 +286,7 @@ class EngineWorkload:
         self.happened["begun"] += request.resume_from is not None
 
     def _step(self) -> None:
-        if isinstance(self.engine, MultiStepEngine):
+        if self.engine.steps_per_sync:
             self.engine.max_steps = (
                 None if self.rng.random() < 0.8 else int(self.rng.integers(1, 4))
             )
@@ -295,7 +294,7 @@ class EngineWorkload:
             place = self.place.pop(done.request_id)
             assert place not in self.finished
             self.finished[place] = done.result().sequences
-        if isinstance(self.engine, PagedEngine):
+        if self.engine.is_paged:
             check(self.engine._state.block_manager)
 
     def _move(self) -> None:
@@ -305,8 +304,7 @@ class EngineWorkload:
         unfinished = self.engine.unfinished_requests()
         assert [self.place.get(number) for number, _ in unfinished] == list(self.place.values())
         self._count()
-        if isinstance(self.engine, PagedEngine):
-            self.engine.close()
+        self.engine.close()
         self.engine = engine_of(
             self.kind, self.decoder, self.rng, self.most, self.page, self.version, self.between
         )
@@ -334,7 +332,7 @@ class EngineWorkload:
 
     def _count(self) -> None:
         self.happened["waited"] += getattr(self.engine, "preemptions", 0)
-        self.happened["looks"] += getattr(self.engine, "num_syncs", 0)
+        self.happened["looks"] += getattr(self.engine._device_steps, "num_syncs", 0)
         self.happened["kept"] += self.engine.counters.kept_tokens
 
 
@@ -347,7 +345,8 @@ def on_a_border(decoder: Any, request: SamplingRequest, index: int, drawn: list[
     if params.temperature == 0 or params.changes_distribution:
         return False
     with torch.inference_mode():
-        decoder.read_prompts([[*request.prompt, *drawn]], [lambda start, some: logits.append(some)])
+        prompt, reader = [*request.prompt, *drawn], lambda start, some: logits.append(some)
+        decoder.read_prompts(PromptBatch([prompt], [reader]))
     ends = (torch.cat(logits)[-1].double() / params.temperature).softmax(-1).cumsum(-1)
     seed, problem, member, place = (
         as_uint64(n)

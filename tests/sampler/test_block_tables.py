@@ -89,12 +89,7 @@ class Memory:
         taken = tables.blocks_needed(counts)
         for row, values, count in zip(tables.rows, self.rows, counts, strict=True):
             first = row.length
-            if count == 1 and self.rng.random() < 0.5:
-                page, place, move = tables.append_position(row)
-                assert (page, place) == (row.block_table[first // self.size], first % self.size)
-            else:
-                move = tables.append_positions(row, count)
-            self.copy(move)
+            self.copy(tables.append_positions(row, count))
             new = self.numbers(count)
             self.write(row.block_table, first, new)
             values += new
@@ -146,7 +141,7 @@ class Memory:
             return False
         prompt, new = tables.prompts[slot], self.numbers(count)
         first = prompt.length
-        self.copy(tables.extend_prompt(slot, count))
+        self.copy(tables.append_positions(prompt, count))
         self.write(prompt.block_table, first, new)
         self.prompts[slot] += new
         return True

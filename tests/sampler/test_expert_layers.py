@@ -14,7 +14,7 @@ EXPERTS, WIDTH, COLUMNS = 5, 16, 24
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    return activate_gate(gate_up, "silu")
+    return activate_gate("silu", gate_up)
 
 
 def make_layer(dtype: torch.dtype = torch.float32, per_token: int = 2) -> ExpertLayer:

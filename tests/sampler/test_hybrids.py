@@ -22,7 +22,7 @@ from whole_runs import final_weights, train
 
 from rl.models import add_lora, load_model, model_loading
 from rl.sampler import Engine, SamplingRequest, make_decoder, verify_decoder
-from rl.sampler.recurrent_state import RecurrentState
+from rl.sampler.hf_states import RecurrentState
 from rl.trainer.batch_log import BatchLog
 from rl.types import LoraConfig, SamplingParams
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from sampler_models import one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import multistep_engine, one_thread, paged_engine, random_prompts, tiny_model  # noqa: F401
 
-from rl.sampler import Engine, MultiStepEngine, PagedEngine, SamplingRequest, make_decoder
+from rl.sampler import Engine, SamplingRequest, make_decoder
 from rl.sampler.length_estimator import SPAN, LengthEstimator, RowTable
 from rl.types import SamplingParams
 
@@ -66,7 +66,7 @@ def requests(seed: int) -> list[SamplingRequest]:
     ]
 
 
-@pytest.mark.parametrize("kind", [PagedEngine, MultiStepEngine])
+@pytest.mark.parametrize("kind", [paged_engine, multistep_engine])
 def test_rows_that_are_admitted_by_expected_length_are_not_preempted(kind):
     """The samples equal the plain engine's. Without the forecast, rows are preempted, and all rows
     run sequentially if every sample reaches its limit.

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sampler_models import add_lora, reference_logprobs
+from sampler_models import add_lora, multistep_engine, paged_engine, reference_logprobs
 from test_architectures import make_datums, make_learner, run_learner
 from test_asynchronous import ENVIRONMENT, same
 from tiny_models import VOCAB, tiny_model
@@ -24,10 +24,6 @@ from rl.rollout import Trajectory, Transition, trajectory_to_datums
 from rl.sampler import (
     Engine,
     MultiAdapterDecoder,
-    MultiAdapterEngine,
-    MultiStepEngine,
-    PagedEngine,
-    PagedMultiAdapterEngine,
     SamplingRequest,
     enable_expert_recording,
     make_base_decoder,
@@ -132,10 +128,10 @@ def check_record(model, prompt, sequence) -> None:
     assert np.array_equal(np.sort(sequence.experts.reshape(-1, 2)), np.sort(expected))
 
 
-@pytest.mark.parametrize("kind", [PagedEngine, MultiStepEngine])
+@pytest.mark.parametrize("kind", [paged_engine, multistep_engine])
 @pytest.mark.parametrize("pages", [12, 64])
 def test_a_paged_cache_records_the_same_of_preempted_rows_as_well(kind, pages, monkeypatch):
-    monkeypatch.setattr(PagedEngine, "expects_lengths", False)
+    monkeypatch.setattr(Engine, "expects_lengths", False)
     model = model_of()
     engines = []
 
@@ -151,7 +147,7 @@ def test_a_paged_cache_records_the_same_of_preempted_rows_as_well(kind, pages, m
     assert bool(engines[0].preemptions) == (pages == 12)
 
 
-@pytest.mark.parametrize("kind", [Engine, PagedEngine])
+@pytest.mark.parametrize("kind", [Engine, paged_engine])
 def test_a_conversation_keeps_the_experts_of_its_earlier_turns(kind):
     model = model_of()
     settings = {} if kind is Engine else {"page": 4}
@@ -167,7 +163,7 @@ def test_a_conversation_keeps_the_experts_of_its_earlier_turns(kind):
     assert engine.counters.kept_tokens
 
 
-@pytest.mark.parametrize("kind", [MultiAdapterEngine, PagedMultiAdapterEngine])
+@pytest.mark.parametrize("kind", [Engine, paged_engine])
 def test_rows_of_several_adapters_record_the_experts_of_their_own_model(kind):
     plain, models = model_of(), []
     for seed in range(2):

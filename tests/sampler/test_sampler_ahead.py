@@ -9,11 +9,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sampler_models import crowded_engines, one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import crowded_engines, multistep_engine, one_thread, random_prompts, tiny_model  # noqa: F401
 from test_sampler_stepped import make_tight_engine, run_requests, same
 
-from rl.sampler import Engine, MultiStepEngine, SamplingRequest, make_decoder
+from rl.sampler import Engine, SamplingRequest, make_decoder
 from rl.sampler.cuda_graphs import CUDAGraphRunner
+from rl.sampler.decode_state import PromptBatch
+from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.paged_state import PagedState
 from rl.types import SamplingParams
 
@@ -26,7 +28,7 @@ def events(monkeypatch):
     results, queue = [], []
     run, wait, bring, read = (
         CUDAGraphRunner.run,
-        MultiStepEngine._copy_results,
+        DeviceSteps.copy_results,
         PagedState.copy_ahead,
         PagedState._prefill_into,
     )
@@ -46,15 +48,19 @@ def events(monkeypatch):
         results.append(("brought", [tuple(item) for item in sequences]))
         bring(self, sequences)
 
-    def reads(self, prompts, readers, tables, adapter_ids=(), experts=None):
+    def reads(self, batch, tables):
         assert not queue
         results.append(
-            ("read", len(prompts), sum(tuple(prompt) in self._copied_tokens for prompt in prompts))
+            (
+                "read",
+                len(batch.prompts),
+                sum(tuple(prompt) in self._copied_tokens for prompt in batch.prompts),
+            )
         )
-        return read(self, prompts, readers, tables, adapter_ids, experts)
+        return read(self, batch, tables)
 
     monkeypatch.setattr(CUDAGraphRunner, "run", launch)
-    monkeypatch.setattr(MultiStepEngine, "_copy_results", staticmethod(waited))
+    monkeypatch.setattr(DeviceSteps, "copy_results", waited)
     monkeypatch.setattr(PagedState, "copy_ahead", brought)
     monkeypatch.setattr(PagedState, "_prefill_into", reads)
     return results
@@ -79,7 +85,7 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
         )
         for i, prompt in enumerate(prompts)
     ]
-    result = run_requests(MultiStepEngine(decoder, page=4, max_rows=4, steps_per_sync=5), requests)
+    result = run_requests(multistep_engine(decoder, page=4, max_rows=4, steps_per_sync=5), requests)
     same(result, run_requests(Engine(decoder), requests))
     looks = [i for i, event in enumerate(events) if event == "launched"]
     assert len(looks) > 4
@@ -95,7 +101,7 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
 
 def test_rows_that_wait_for_pages_are_prepared_first(decoder, events):
     """Preempted rows resume before new requests, by a prefill of prompt and response."""
-    engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=40, max_rows=6, steps_per_sync=2)
+    engine = multistep_engine(decoder, page=4, kv_cache_tokens=40, max_rows=6, steps_per_sync=2)
     requests = [
         SamplingRequest(
             prompt=prompt, num_samples=2, problem=i, params=SamplingParams(max_tokens=20, stop=[])
@@ -117,7 +123,7 @@ def test_as_much_is_prepared_as_there_may_be_room_for(decoder, events):
     """All four rows may become free within a sync, so the prompts of the next four samples are
     copied, unless cached.
     """
-    engine = MultiStepEngine(decoder, page=4, max_rows=4, steps_per_sync=4)
+    engine = multistep_engine(decoder, page=4, max_rows=4, steps_per_sync=4)
     prompts = random_prompts([6] * 9)
     for i, (which, n) in enumerate([(0, 1), (1, 3), (1, 2), (2, 1), (2, 1), (3, 1)]):
         engine.add(
@@ -136,16 +142,16 @@ def test_as_much_is_prepared_as_there_may_be_room_for(decoder, events):
 
 
 def test_what_is_prepared_has_a_bound_and_is_sent_once(decoder, monkeypatch):
-    from rl.sampler import multistep_engine, paged_state
+    from rl.sampler import paged_state, sampling_engine
 
     sent, send = [], paged_state.copy_to_device
-    monkeypatch.setattr(multistep_engine, "_PREFETCH_TOKENS", 10)
+    monkeypatch.setattr(sampling_engine, "_PREFETCH_TOKENS", 10)
     monkeypatch.setattr(
         paged_state,
         "copy_to_device",
         lambda numbers, device: sent.append(tuple(numbers)) or send(numbers, device),
     )
-    engine = MultiStepEngine(decoder, page=4, max_rows=2, steps_per_sync=2)
+    engine = multistep_engine(decoder, page=4, max_rows=2, steps_per_sync=2)
     prompts = random_prompts([6, 7, 8, 9, 5])
     for i, prompt in enumerate(prompts):
         engine.add(
@@ -169,7 +175,7 @@ def test_the_samples_are_the_same_however_late_the_device_is(decoder, events, se
     """
     engine, requests = make_tight_engine(np.random.default_rng(seed), decoder)
     same(run_requests(engine, requests), run_requests(Engine(decoder, (3,)), requests))
-    assert engine.num_syncs == events.count("launched") == events.count("waited")
+    assert engine._device_steps.num_syncs == events.count("launched") == events.count("waited")
 
 
 def test_a_brought_prompt_is_read_as_any_other(decoder):
@@ -177,9 +183,10 @@ def test_a_brought_prompt_is_read_as_any_other(decoder):
     copied.
     """
     prompts = [tuple(prompt) for prompt in random_prompts([5, 9, 9, 7])]
-    expected = decoder.forward_prompts(prompts, [None] * 4, None)
+    expected = decoder.forward_prompts(PromptBatch(prompts, [None] * 4), None)
     present = [torch.tensor(prompt) for prompt in prompts]
     for inputs in (present, [*present[:2], None, None]):
         assert torch.equal(
-            decoder.forward_prompts(prompts, [None] * 4, None, uploaded_tokens=inputs), expected
+            decoder.forward_prompts(PromptBatch(prompts, [None] * 4, device_tokens=inputs), None),
+            expected,
         )

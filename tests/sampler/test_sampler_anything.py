@@ -4,10 +4,10 @@ import collections
 
 import pytest
 from sampler_anything import KINDS, ReferenceSampler, play, same, two_models, two_weights
-from sampler_models import one_thread, random_prompts  # noqa: F401
+from sampler_models import multistep_engine, one_thread, paged_engine, random_prompts  # noqa: F401
 from test_sampler_split import on_ranks
 
-from rl.sampler import Engine, MultiStepEngine, PagedEngine, SamplingRequest
+from rl.sampler import Engine, SamplingRequest
 from rl.types import SamplingParams
 
 
@@ -75,7 +75,7 @@ def test_a_prompt_of_a_row_that_waited_through_new_weights_is_read_anew(decoders
     logits.
     """
     old, new = decoders
-    engine = PagedEngine(old, (3,), page=4, kv_cache_tokens=32)
+    engine = paged_engine(old, (3,), page=4, kv_cache_tokens=32)
     engine.expects_lengths = False
     first, second = random_prompts([4, 5])
     params = SamplingParams(max_tokens=20, stop=[])
@@ -95,7 +95,7 @@ def test_a_prompt_of_a_row_that_waited_through_new_weights_is_read_anew(decoders
     same(finished[number].sequences[0], ReferenceSampler(new)(late)[0])
 
 
-@pytest.mark.parametrize("kind", [Engine, PagedEngine, MultiStepEngine])
+@pytest.mark.parametrize("kind", [Engine, paged_engine, multistep_engine])
 def test_one_of_two_that_go_on_with_a_conversation_reads_it_anew(kind, decoders):
     """Both requests arrive at once and extend the same turn with different tokens; the first takes
     over the cache.

@@ -12,6 +12,7 @@ import torch
 from helpers import ADAM
 from sampler_models import (  # noqa: F401
     VOCAB,
+    multistep_engine,
     one_thread,
     random_prompts,
     row_settings,
@@ -19,14 +20,14 @@ from sampler_models import (  # noqa: F401
 )
 
 from rl import ServiceClient
-from rl.sampler import Engine, MultiStepEngine, SamplingRequest, make_decoder
+from rl.sampler import Engine, SamplingRequest, make_decoder
 from rl.sampler.token_sampling import sample_tokens
 from rl.types import Datum, ModelInput, SamplingParams
 
 EOS = (1, 2, 3, 5, 8)
 BIAS = {4: 3.5, 1: 2.0, 9: -100.0, 11: 1.25}
 PENALTIES = {"presence_penalty": -0.6, "frequency_penalty": 1.2, "repetition_penalty": 0.8}
-KINDS = {"fast": Engine, "hf": Engine, "stepped": MultiStepEngine}
+KINDS = {"fast": Engine, "hf": Engine, "stepped": multistep_engine}
 
 
 def sampled(kind, params, samples=12, others=(), decoder=None):

@@ -11,20 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from sampler_models import add_lora, one_thread, tiny_model  # noqa: F401
+from sampler_models import add_lora, multistep_engine, one_thread, paged_engine, tiny_model  # noqa: F401
 from test_router_replay import model_of
 from test_sampler_split import on_ranks
 
 from rl.errors import UserError
 from rl.sampler import (
     Engine,
-    MultiAdapterEngine,
-    MultiStepEngine,
-    PagedEngine,
-    PagedMultiAdapterEngine,
     SamplingRequest,
     check_features,
-    decode_inputs,
+    cuda_graphs,
     engine_selection,
     make_decoder,
     make_engine,
@@ -37,20 +33,26 @@ def decoder_of(kind="qwen3", dtype=None, **changes):
     return make_decoder(tiny_model(kind, **changes), dtype=dtype, kind="fast")
 
 
+def kind_of(engine):
+    """Return "plain" (a contiguous cache), "paged", or "stepped" (several steps per host sync)."""
+    return "stepped" if engine.steps_per_sync else "paged" if engine.is_paged else "plain"
+
+
 def test_who_says_gets_it_and_a_cpu_is_plain_by_default():
     decoder = decoder_of()
-    assert type(make_engine(decoder)) is Engine and type(make_engine(decoder, "plain")) is Engine
+    assert kind_of(make_engine(decoder)) == kind_of(make_engine(decoder, "plain")) == "plain"
     engine = make_engine(decoder, "paged", eos_token_ids=(3,), kv_cache_tokens=512)
-    assert type(engine) is MultiStepEngine and engine.eos_token_ids == (3,)
+    assert kind_of(engine) == "stepped" and engine.eos_token_ids == (3,)
     with pytest.raises(UserError, match="fast decoder.*leave sampler_cache at auto"):
         make_engine(make_decoder(tiny_model("gpt2")), "paged")
-    decoder.tp_group = SimpleNamespace(size=2)  # MultiStepEngine makes no all-reduces
-    assert type(make_engine(decoder, "paged", kv_cache_tokens=512)) is PagedEngine
+    decoder.tp_group = SimpleNamespace(size=2)  # device steps make no all-reduces
+    assert kind_of(make_engine(decoder, "paged", kv_cache_tokens=512)) == "paged"
     with pytest.raises(ValueError, match="use the plain Engine"):
-        MultiStepEngine(decoder)
+        multistep_engine(decoder)
     decoder.device = torch.device("cuda")
-    decoder.new_state = lambda tokens: None  # as on a GPU, which this machine may not have
-    assert type(make_engine(decoder)) is Engine
+    # as on a GPU, which this machine may not have
+    decoder.new_state = lambda tokens: SimpleNamespace()
+    assert kind_of(make_engine(decoder)) == "plain"
     with pytest.raises(ValueError, match="auto, plain, paged"):
         make_engine(decoder, "pages")
 
@@ -79,9 +81,9 @@ def test_a_trial_sees_what_is_wrong(monkeypatch, fault):
     """Each planted fault imitates a kernel that a device runs incorrectly."""
     decoder = decoder_of(max_position_embeddings=1024)
     if fault in FAULTS:
-        monkeypatch.setattr(decode_inputs, "_sample", FAULTS[fault](decode_inputs._sample))
+        monkeypatch.setattr(cuda_graphs, "_sample", FAULTS[fault](cuda_graphs._sample))
     else:
-        real = decode_inputs.compute_paged_attention
+        real = cuda_graphs.compute_paged_attention
 
         def attend(q, kv, table, length, shared, bounds):
             if fault == "the shared pages" and shared is not None:
@@ -95,7 +97,7 @@ def test_a_trial_sees_what_is_wrong(monkeypatch, fault):
                 bounds,
             )
 
-        monkeypatch.setattr(decode_inputs, "compute_paged_attention", attend)
+        monkeypatch.setattr(cuda_graphs, "compute_paged_attention", attend)
     try:
         text = engine_selection.compare_engines(decoder)
     except FloatingPointError:
@@ -107,7 +109,7 @@ def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch
     decoder = decoder_of()
     # this machine may not have a GPU; `compare_engines` is replaced
     decoder.device = torch.device("cuda")
-    engine_selection._paged_engine_failure.cache_clear()
+    engine_selection._trial_failures.clear()
     requests = []
 
     def fails(small):
@@ -115,17 +117,20 @@ def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch
         raise RuntimeError("no kernel image is available\nfor this device")
 
     monkeypatch.setattr(engine_selection, "compare_engines", fails)
-    monkeypatch.setattr(engine_selection, "Engine", lambda decoder, **settings: "plain")
+    monkeypatch.setattr(
+        engine_selection,
+        "Engine",
+        lambda decoder, **settings: "stepped" if "steps_per_sync" in settings else "plain",
+    )
     with pytest.warns(
         UserWarning, match="no kernel image is available.*, so the plain engine samples"
     ) as text:
         assert [make_engine(decoder) for _ in range(3)] == ["plain"] * 3
     assert len(requests) == len(text) == 1
-    engine_selection._paged_engine_failure.cache_clear()
+    engine_selection._trial_failures.clear()
     monkeypatch.setattr(engine_selection, "compare_engines", lambda small: None)
-    monkeypatch.setattr(engine_selection, "MultiStepEngine", lambda decoder, **settings: "stepped")
     assert make_engine(decoder) == "stepped"
-    engine_selection._paged_engine_failure.cache_clear()
+    engine_selection._trial_failures.clear()
 
 
 def test_what_cannot_go_together_is_said_before_a_model_is_loaded():
@@ -164,7 +169,7 @@ def build(features: set[str], team):
         features=features & {"adapters per row", "router replay"},
         kv_cache_tokens=1024,
     )
-    if isinstance(engine, MultiAdapterEngine):
+    if engine.decoder.multi_adapter:
         engine.decoder.add_adapter(0, decoder, 0)
     return engine
 
@@ -191,7 +196,7 @@ def test_features_combine_unless_the_table_says_why_not(features):
     def run(team):
         engine = build(features, team)
         engine.add(replace(request, adapter_id=number))
-        return type(engine), engine.run()[0]
+        return (engine.decoder.multi_adapter, kind_of(engine)), engine.run()[0]
 
     ((kind, result),) = on_ranks(1, run)
     plain = Engine(make_decoder(model_of("qwen3_moe"), kind="hf"))
@@ -202,12 +207,9 @@ def test_features_combine_unless_the_table_says_why_not(features):
         np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=2e-5)
         assert (mine.experts is not None) == ("router replay" in features)
     np.testing.assert_allclose(result.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=2e-5)
-    engine_kind = MultiAdapterEngine if "adapters per row" in features else Engine
-    if "paged cache" in features:
-        several = find_conflict({*features, "device steps"}) is None
-        one_step = PagedEngine if engine_kind is Engine else PagedMultiAdapterEngine
-        engine_kind = MultiStepEngine if several else one_step
-    assert kind is engine_kind
+    several = find_conflict({*features, "device steps"}) is None
+    expected_kind = "plain" if "paged cache" not in features else "stepped" if several else "paged"
+    assert kind == ("adapters per row" in features, expected_kind)
 
 
 def test_a_decoder_without_experts_records_none_and_pages_hold_none():
@@ -217,15 +219,9 @@ def test_a_decoder_without_experts_records_none_and_pages_hold_none():
     source = sampler_versions.SamplerVersion(
         make_decoder(loaded.model), loaded, 0, None, learned=True
     )
-    assert (
-        type(
-            sampler_versions.make_version_engine(
-                source, SamplerSettings(cache="paged", kv_cache_tokens=512)
-            )
-        )
-        is MultiStepEngine
-    )
-    assert type(sampler_versions.make_version_engine(source, SamplerSettings())) is Engine
+    paged = SamplerSettings(cache="paged", kv_cache_tokens=512)
+    assert kind_of(sampler_versions.make_version_engine(source, paged)) == "stepped"
+    assert kind_of(sampler_versions.make_version_engine(source, SamplerSettings())) == "plain"
     with pytest.raises(UserError, match="router_replay needs a model with experts"):
         sampler_versions.make_version_engine(
             source, SamplerSettings(cache="paged", router_replay=True)

@@ -14,6 +14,7 @@ from sampler_models import (  # noqa: F401
     VOCAB,
     add_lora,
     one_thread,
+    paged_engine,
     random_prompts,
     reference_logprobs,
     tiny_model,
@@ -31,12 +32,11 @@ from rl.sampler import (
     prefix_attention,
     score_sequences,
 )
-from rl.sampler.decode_state import compact_slots
+from rl.sampler.decode_state import BatchSize, PromptBatch, compact_slots
 from rl.sampler.decoder import batch_prompts
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
 from rl.sampler.layer_specs import LAYER_SPECS
-from rl.sampler.paged_engine import PagedEngine
 from rl.types import SamplingParams
 
 FAMILY = {
@@ -151,8 +151,8 @@ def teacher_forced(
     state = decoder.new_state(10_000)
     flat = [response for group in responses for response in group]
     owner = np.repeat(np.arange(len(prompts)), [len(group) for group in responses])
-    state.reserve(len(prompts), max(map(len, prompts)), len(flat), max(map(len, flat)))
-    first = state.prefill(prompts, [None] * len(prompts))
+    state.reserve(BatchSize(len(prompts), max(map(len, prompts)), len(flat), max(map(len, flat))))
+    first = state.prefill(PromptBatch(prompts, [None] * len(prompts)))
     state.add_rows(owner)
     logits = [[first[prompt]] for prompt in owner]
     rows, step = np.arange(len(flat)), 0
@@ -565,11 +565,14 @@ def test_the_last_layer_goes_on_with_last_positions_alone_where_nobody_reads_the
 
     for reader in (None, lambda start, logits: shown.append(logits)):
         state = decoder.new_state(1000)
-        state.reserve(3, 9, 3, 2)
+        state.reserve(BatchSize(3, 9, 3, 2))
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             patch.setattr(type(last.down), "_product", product)
             results.append(
-                (state.prefill(prompts, [None, reader, None]), state.prompt_kv[-1].clone())
+                (
+                    state.prefill(PromptBatch(prompts, [None, reader, None])),
+                    state.prompt_kv[-1].clone(),
+                )
             )
     assert seen == [3, 27] and len(shown) == 1 and shown[0].shape == (3, VOCAB)
     for single, neighbor in zip(*results, strict=True):
@@ -611,7 +614,7 @@ def test_a_conversation_that_goes_on_equals_the_model(name, pages, monkeypatch):
     kind, changes = FAMILY[name]
     model = tiny_model(kind, **changes)
     decoder = make_decoder(model, kind="fast")
-    engine = PagedEngine(decoder, page=4) if pages else Engine(decoder)
+    engine = paged_engine(decoder, page=4) if pages else Engine(decoder)
     params = SamplingParams(max_tokens=6, temperature=1.0)
     texts = {f"{i}": prompt for i, prompt in enumerate(random_prompts([3, 20, 9]))}
     for turn in range(3):

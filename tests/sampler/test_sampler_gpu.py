@@ -6,7 +6,7 @@ Equivalent tests on a CPU: test_kernel_draw.py, test_kernel_step.py, test_kernel
 import numpy as np
 import pytest
 import torch
-from sampler_models import row_settings
+from sampler_models import multistep_engine, paged_engine, row_settings
 
 from kernels import decode_ops, sample_tokens
 from kernels.lora_ops import add_lora_
@@ -138,7 +138,7 @@ def test_the_engine_over_pages_samples_what_the_plain_one_does():
     """bf16: the tokens agree until rounding makes them differ; the logprobs before that agree."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rl.sampler import Engine, PagedEngine, SamplingRequest, make_decoder
+    from rl.sampler import Engine, SamplingRequest, make_decoder
     from rl.types import SamplingParams
 
     sizes = dict(
@@ -153,7 +153,7 @@ def test_the_engine_over_pages_samples_what_the_plain_one_does():
     decoder = make_decoder(Qwen2ForCausalLM(Qwen2Config(**sizes)).bfloat16().cuda(), kind="fast")
     answers = []
     for engine in (
-        PagedEngine(decoder, kv_cache_tokens=256 * 12, max_rows=8),
+        paged_engine(decoder, kv_cache_tokens=256 * 12, max_rows=8),
         Engine(decoder, kv_cache_tokens=100_000),
     ):
         for i in range(3):
@@ -205,7 +205,7 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
     """Results are equal to the bit, including rows that move through the buckets and weights that
     were loaded in place.
     """
-    from rl.sampler import MultiStepEngine, SamplingRequest
+    from rl.sampler import SamplingRequest
     from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
     from rl.types import SamplingParams
 
@@ -218,7 +218,8 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
 
     decoder, results = small_decoder(), []
     engines = [
-        MultiStepEngine(decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24) for _ in range(2)
+        multistep_engine(decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24)
+        for _ in range(2)
     ]
     for change in (1.0, 1.05):
         name = "model.layers.1.mlp.down_proj.weight"
@@ -238,21 +239,24 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
                 [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
             )
     assert results[0] == results[1] and results[2] == results[3] and results[0] != results[2]
-    assert len(engines[0]._steps._graphs) > 2 and not engines[1]._steps._graphs
+    assert (
+        len(engines[0]._device_steps.runner._graphs) > 2
+        and not engines[1]._device_steps.runner._graphs
+    )
 
 
 def test_steps_between_two_looks_wait_for_nothing():
     """torch's sync debug mode is on while a captured batch is replayed."""
-    from rl.sampler import MultiStepEngine, SamplingRequest
+    from rl.sampler import SamplingRequest
     from rl.types import SamplingParams
 
-    engine = MultiStepEngine(small_decoder(), kv_cache_tokens=256 * 20, max_rows=8)
+    engine = multistep_engine(small_decoder(), kv_cache_tokens=256 * 20, max_rows=8)
     engine.add(
         SamplingRequest(prompt=[1, 2, 3], num_samples=8, params=SamplingParams(max_tokens=60))
     )
     for _ in range(3):
         engine.step()
-    steps, before = engine._steps, torch.cuda.memory_allocated()
+    steps, before = engine._device_steps.runner, torch.cuda.memory_allocated()
     torch.cuda.set_sync_debug_mode("error")
     try:
         steps.run(8, 2, False, 4)
@@ -305,7 +309,7 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
 
     Equivalent test on a CPU: test_sampler_kept.py.
     """
-    from rl.sampler import IdleKVCachePool, MultiStepEngine, SamplingRequest
+    from rl.sampler import IdleKVCachePool, SamplingRequest
     from rl.sampler.cuda_graphs import CUDAGraphRunner
     from rl.types import SamplingParams
 
@@ -317,7 +321,7 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
     )
 
     def drawn(kept):
-        engine = MultiStepEngine(
+        engine = multistep_engine(
             decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24, kept=kept
         )
         for i in range(6):

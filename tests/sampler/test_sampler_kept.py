@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ADAM, random_datums
-from sampler_models import add_lora, one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import add_lora, multistep_engine, one_thread, random_prompts, tiny_model  # noqa: F401
 
 from rl.learner import ModelSpec
 from rl.runtime import SamplerSettings, StepRequest, WorkerSettings
@@ -24,13 +24,11 @@ from rl.runtime.training_worker import TrainingWorker
 from rl.sampler import (
     Engine,
     IdleKVCachePool,
-    MultiStepEngine,
     SamplingRequest,
     kv_cache_pool,
     make_decoder,
 )
-from rl.sampler.cuda_graphs import CUDAGraphRunner
-from rl.sampler.decode_inputs import decode_step
+from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
 from rl.startup import use_expandable_segments
 from rl.types import SamplingParams
 
@@ -109,7 +107,7 @@ def test_three_calls_with_new_weights_between_capture_once(captured, kind):
     model = add_lora(tiny_model(name), LORA) if more else tiny_model(name)
     decoder, between, pages, seen = make_decoder(model, kind="fast"), IdleKVCachePool(), set(), []
     for call in range(3):
-        engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
+        engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
         result = run_requests(engine, requests(call))
         pages.add(engine._state.kv[0].data_ptr())
         engine.close()
@@ -127,7 +125,7 @@ def test_a_batchs_graphs_are_captured_the_largest_first(captured):
     """All smaller buckets are captured in the same call, so that they reuse the memory pool of the
     largest graph.
     """
-    engine = MultiStepEngine(
+    engine = multistep_engine(
         make_decoder(tiny_model("qwen3"), kind="fast"), page=4, kv_cache_tokens=400, max_rows=16
     )
     run_requests(engine, requests(groups=(5,)))
@@ -140,7 +138,7 @@ def test_a_batchs_graphs_are_captured_the_largest_first(captured):
 def test_all_graphs_of_the_present_requests_are_captured_before_the_first_step(captured):
     """The batch begins with few rows because pages are scarce, and grows when samples end."""
     decoder = make_decoder(tiny_model("qwen3"), kind="fast")
-    engine = MultiStepEngine(decoder, (3, 5), page=4, kv_cache_tokens=120, max_rows=32)
+    engine = multistep_engine(decoder, (3, 5), page=4, kv_cache_tokens=120, max_rows=32)
     query = requests(groups=(5, 5, 5)) + requests(seed=1, groups=(5, 5, 5))
     for request in query:
         engine.add(request)
@@ -172,7 +170,7 @@ def test_a_capture_lets_other_threads_use_the_device(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(CUDAGraphRunner, "uses_graphs", True)
     decoder = make_decoder(tiny_model("qwen3"), kind="fast")
-    engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=400, max_rows=4)
+    engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, max_rows=4)
     engine.add(requests()[0])
     engine.step(), engine.step()
     assert modes == ["thread_local"] * 3
@@ -192,7 +190,7 @@ def test_engines_that_leave_nothing_capture_anew(captured):
     """Control: without a pool between the calls, every call captures all of its graphs."""
     decoder = make_decoder(tiny_model("qwen3"), kind="fast")
     for _ in range(2):
-        engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=400, max_rows=16)
+        engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, max_rows=16)
         run_requests(engine, requests())
         engine.close()
     assert len(captured) == 2 * len(set(captured))
@@ -207,12 +205,12 @@ def test_another_decoder_has_graphs_of_its_own_over_the_same_pages(captured):
     second.load_((name, first.weights.view(name) * 1.2) for name in first.weights.slices)
     expected = [run_requests(Engine(decoder), requests()) for decoder in (first, second)]
     for turn in (0, 1, 0, 1):
-        engine = MultiStepEngine(
+        engine = multistep_engine(
             (first, second)[turn], page=4, kv_cache_tokens=400, max_rows=16, kept=between
         )
         same(run_requests(engine, requests()), expected[turn])
         engine.close()
-    engine = MultiStepEngine(first, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
+    engine = multistep_engine(first, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
     for turn in (0, 1, 0):
         engine.change_weights((first, second)[turn], turn)
         same(run_requests(engine, requests()), expected[turn])
@@ -237,7 +235,7 @@ def test_stops_of_another_engine_are_not_the_next_ones():
             )
             for i, stop in enumerate(stops)
         ]
-        engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=4000, max_rows=64, kept=between)
+        engine = multistep_engine(decoder, page=4, kv_cache_tokens=4000, max_rows=64, kept=between)
         same(run_requests(engine, queries), run_requests(Engine(decoder), queries))
         engine.close()
 
@@ -246,7 +244,7 @@ def test_what_a_decoder_captured_goes_with_it():
     decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), IdleKVCachePool()
     other = decoder.fork()
     for item in (decoder, other):
-        engine = MultiStepEngine(item, page=4, kv_cache_tokens=400, kept=between)
+        engine = multistep_engine(item, page=4, kv_cache_tokens=400, kept=between)
         run_requests(engine, requests())
         engine.close()
     gone = weakref.ref(other)
@@ -268,14 +266,14 @@ def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeyp
     pools = []
     monkeypatch.setattr(kv_cache_pool.KVCachePool, "__init__", counted)
     for tokens in (400, 400, 800, 400):
-        engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=tokens, kept=between)
+        engine = multistep_engine(decoder, page=4, kv_cache_tokens=tokens, kept=between)
         run_requests(engine, requests())
         engine.close()
         engine.close()  # closing twice is a no-op
         del engine
     assert alive == [0, 0, 0]
     with_one, second = (
-        MultiStepEngine(decoder, page=4, kv_cache_tokens=400, kept=between) for _ in range(2)
+        multistep_engine(decoder, page=4, kv_cache_tokens=400, kept=between) for _ in range(2)
     )
     assert with_one._state.kv[0] is not second._state.kv[0]
     with_one.close()
@@ -296,7 +294,7 @@ def test_a_learner_gets_the_memory_until_it_has_left_room():
     between = IdleKVCachePool(room)
 
     def sample():
-        engine = MultiStepEngine(decoder, page=4, kv_cache_tokens=400, kept=between)
+        engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, kept=between)
         size = engine._pool.bytes
         engine.close()
         return size
@@ -444,7 +442,7 @@ def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not
 
 def test_what_lies_behind_a_rows_last_position_is_not_seen_whatever_it_is():
     decoder, request = make_decoder(tiny_model("qwen3"), kind="fast"), requests()
-    engine = MultiStepEngine(decoder, page=16, kv_cache_tokens=640, max_rows=16)
+    engine = multistep_engine(decoder, page=16, kv_cache_tokens=640, max_rows=16)
     for block in engine._pool.kv:
         block.fill_(torch.nan)
     same(run_requests(engine, request), run_requests(Engine(decoder), request))

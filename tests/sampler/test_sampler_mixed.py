@@ -10,14 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampler_models import add_lora, crowded_engines, one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    add_lora,
+    crowded_engines,
+    one_thread,
+    paged_engine,
+    random_prompts,
+    tiny_model,
+)
 
 from rl.errors import UserError
 from rl.sampler import (
     Engine,
     MultiAdapterDecoder,
-    MultiAdapterEngine,
-    PagedMultiAdapterEngine,
     SamplingRequest,
     make_decoder,
 )
@@ -60,7 +65,7 @@ def make_family(kind: str, count: int = 4) -> tuple[FastDecoder, list[FastDecode
 
 def mixed(
     base: FastDecoder, decoders: list[FastDecoder], pages: bool = False, **settings: Any
-) -> MultiAdapterEngine:
+) -> Engine:
     """Build an engine: number 0 is the base, 1, 2, ... the adapters. `pages`: use pages of four
     positions.
     """
@@ -68,8 +73,8 @@ def mixed(
     for number, first in enumerate([base, *decoders]):
         decoder.add_adapter(number, first, version=10 + number)
     if pages:
-        return PagedMultiAdapterEngine(decoder, eos_token_ids=(3,), page=4, **settings)
-    return MultiAdapterEngine(decoder, eos_token_ids=(3,), **settings)
+        return paged_engine(decoder, eos_token_ids=(3,), page=4, **settings)
+    return Engine(decoder, eos_token_ids=(3,), **settings)
 
 
 def run_single(decoder: FastDecoder, request: SamplingRequest) -> Any:

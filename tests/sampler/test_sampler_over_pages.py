@@ -5,11 +5,11 @@ the fast decoder is used.
 import pytest
 import test_sample_stream as streams
 import test_sampler_engine as engine
-from sampler_models import one_thread, tiny_model  # noqa: F401
+from sampler_models import multistep_engine, one_thread, paged_engine, tiny_model  # noqa: F401
 from test_sample_stream import policy  # noqa: F401
 
 from rl.runtime import sampler_versions
-from rl.sampler import Engine, MultiStepEngine, PagedEngine, SamplingRequest, make_decoder
+from rl.sampler import Engine, SamplingRequest, make_decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.types import SamplingParams
 
@@ -35,9 +35,9 @@ def small_pages(monkeypatch, request):
             }
             return Engine(decoder, *args, **settings)
         kind, more = (
-            (MultiStepEngine, {"steps_per_sync": 3})
+            (multistep_engine, {"steps_per_sync": 3})
             if request.param == "stepped"
-            else (PagedEngine, {})
+            else (paged_engine, {})
         )
         made.append(kind(decoder, *args, page=PAGE, **settings, **more))
         return made[-1]
@@ -75,7 +75,7 @@ globals().update(_of(engine) | _of(streams))
 
 
 def test_what_can_never_fit_in_whole_pages_is_an_error_with_numbers():
-    paged = PagedEngine(make_decoder(tiny_model("qwen3")), kv_cache_tokens=51, page=PAGE)
+    paged = paged_engine(make_decoder(tiny_model("qwen3")), kv_cache_tokens=51, page=PAGE)
     with pytest.raises(
         ValueError,
         match=r"30-token prompt with max_tokens=20 takes 52 tokens.*kv_cache_tokens is 51",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sampler_models import add_lora, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
 
-from rl.sampler import Engine, SamplingRequest, make_decoder, mkldnn_layout
+from rl.sampler import Engine, SamplingRequest, linear_layers, make_decoder
 from rl.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -40,7 +40,7 @@ def test_products_are_float64s(rows, biased):
     x, weight = torch.randn(*rows, 600, generator=g), torch.randn(700, 600, generator=g)
     bias = torch.randn(700, generator=g) if biased else None
     with torch.inference_mode():
-        result = mkldnn_layout.packed_linear(x, mkldnn_layout.get_layout(weight)[1], bias)
+        result = linear_layers.packed_linear(x, linear_layers.get_layout(weight)[1], bias)
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     bound = 600 * 2.0**-24 * (x.double().abs() @ weight.double().abs().t() + 4)
     assert result.dtype == torch.float32 and bool(((result.double() - exact).abs() <= bound).all())
@@ -48,9 +48,9 @@ def test_products_are_float64s(rows, biased):
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 def test_a_wide_model_samples_what_transformers_scores(kind, monkeypatch):
-    calls, product = [], mkldnn_layout.packed_linear
+    calls, product = [], linear_layers.packed_linear
     monkeypatch.setattr(
-        mkldnn_layout, "packed_linear", lambda *inputs: calls.append(product(*inputs)) or calls[-1]
+        linear_layers, "packed_linear", lambda *inputs: calls.append(product(*inputs)) or calls[-1]
     )
     model = make_wide_model(kind)
     for tokens, logprobs in answer(make_decoder(model, kind="fast")):
@@ -82,28 +82,28 @@ def test_forks_share_the_layout_of_what_they_share():
     """
     decoder = make_decoder(add_lora(make_wide_model(), ["q_proj", "down_proj"]), kind="fast")
     answer(decoder)
-    held = len(mkldnn_layout._layouts)
+    held = len(linear_layers._layouts)
     other = decoder.fork()
-    assert answer(other) == answer(decoder) and len(mkldnn_layout._layouts) == held
+    assert answer(other) == answer(decoder) and len(linear_layers._layouts) == held
     del decoder, other
-    assert len(mkldnn_layout._layouts) < held
+    assert len(linear_layers._layouts) < held
 
 
 def test_small_low_and_large_matrices_stay_as_they_are(monkeypatch):
     small, large = torch.zeros(8, 8), torch.zeros(512, 512)
-    assert mkldnn_layout.get_layout(small) is None
-    assert mkldnn_layout.get_layout(large.bfloat16()) is None
+    assert linear_layers.get_layout(small) is None
+    assert linear_layers.get_layout(large.bfloat16()) is None
     with torch.inference_mode():
         assert (
-            mkldnn_layout.get_layout(torch.zeros(512, 512)) is None
+            linear_layers.get_layout(torch.zeros(512, 512)) is None
         )  # changes of inference tensors are not counted
     assert (
-        mkldnn_layout.fits_budget([large, small])
-        and not mkldnn_layout.fits_budget([small])
-        and not mkldnn_layout.fits_budget([])
+        linear_layers.fits_budget([large, small])
+        and not linear_layers.fits_budget([small])
+        and not linear_layers.fits_budget([])
     )
-    monkeypatch.setattr(mkldnn_layout, "MAX_BYTES", large.nbytes)
-    assert mkldnn_layout.fits_budget([large]) and not mkldnn_layout.fits_budget([large, large])
+    monkeypatch.setattr(linear_layers, "MAX_BYTES", large.nbytes)
+    assert linear_layers.fits_budget([large]) and not linear_layers.fits_budget([large, large])
     assert not make_decoder(make_wide_model(), kind="fast").head.may_pack
 
 
@@ -131,13 +131,13 @@ def test_the_plan_counts_what_is_held_twice():
         item.weight.nbytes
         for layer in decoder.layers
         for item in (layer.qkv, layer.out, layer.gate_up, layer.down, decoder.head)
-        if item.may_pack and item.weight.numel() >= mkldnn_layout.MIN_ELEMENTS
+        if item.may_pack and item.weight.numel() >= linear_layers.MIN_ELEMENTS
     )
     launch = plan.LaunchShape(cuda=False, bf16=False, world=1, per_node=1)
     assert held > 0 and plan.packed_copy_bytes(shape, launch) == held
     assert (plan.PACKED_MIN_SIZE, plan.PACKED_MAX_SIZE) == (
-        mkldnn_layout.MIN_ELEMENTS,
-        mkldnn_layout.MAX_BYTES,
+        linear_layers.MIN_ELEMENTS,
+        linear_layers.MAX_BYTES,
     )
     assert (
         plan.packed_copy_bytes(shape, replace(launch, bf16=True))

@@ -9,10 +9,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from sampler_models import crowded_engines, one_thread  # noqa: F401
+from sampler_models import crowded_engines, one_thread, paged_engine  # noqa: F401
 
 from rl.models import load_model
-from rl.sampler import Engine, PagedEngine, SamplingRequest, make_decoder
+from rl.sampler import Engine, SamplingRequest, make_decoder
 from rl.sampler.block_manager import BlockManager, BlockPool, OutOfBlocks
 from rl.types import SamplingParams
 
@@ -80,10 +80,7 @@ def test_a_thousand_random_workloads_leak_no_page(size):
                 if tables.blocks_needed(counts) > tables.pool.num_free:
                     continue
                 for row, messages, count in zip(tables.rows, expected, counts, strict=True):
-                    if count == 1:
-                        _, _, copy = tables.append_position(row)
-                    else:
-                        copy = tables.append_positions(row, count)
+                    copy = tables.append_positions(row, count)
                     if copy is not None:
                         content[copy[1]] = content[copy[0]]
                     messages += rng.integers(1 << 30, size=count).tolist()
@@ -168,7 +165,7 @@ def same_samples(decoder, seeds: range) -> int:
         rng = np.random.default_rng(seed)
         requests, page = make_workload(rng), int(rng.choice([2, 4, 8]))
         most = max(-(-(len(r.prompt) + r.params.max_tokens) // page) for r in requests)
-        paged = PagedEngine(
+        paged = paged_engine(
             decoder,
             kv_cache_tokens=page * (most + int(rng.integers(0, 8))),
             max_rows=int(rng.integers(1, 12)),

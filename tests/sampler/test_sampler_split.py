@@ -21,6 +21,7 @@ from sampler_models import (  # noqa: F401
     add_lora,
     crowded_engines,
     one_thread,
+    paged_engine,
     random_prompts,
     reference_logprobs,
     tiny_model,
@@ -30,14 +31,12 @@ from rl.errors import UserError
 from rl.sampler import (
     Engine,
     MultiAdapterDecoder,
-    MultiAdapterEngine,
-    PagedEngine,
-    PagedMultiAdapterEngine,
     SamplingRequest,
     make_base_decoder,
     make_decoder,
     score_sequences,
 )
+from rl.sampler.decode_state import BatchSize
 from rl.sampler.decoder_fast import FastDecoder
 from rl.types import SamplingParams
 
@@ -183,7 +182,7 @@ def test_without_the_kernels_of_a_cpu_and_from_pages(size):
         check(rank, expected, 2e-6)
     for rank in on_ranks(
         size,
-        lambda team: sample_groups(split(model, team), PagedEngine, page=4, kv_cache_tokens=80),
+        lambda team: sample_groups(split(model, team), paged_engine, page=4, kv_cache_tokens=80),
     ):
         check(rank, expected, 2e-6)
 
@@ -221,9 +220,9 @@ def test_several_adapters_on_one_base_in_one_batch(pages):
             decoder.add_adapter(number, reference, 0)
         over_pages = pages and team is not None
         engine = (
-            PagedMultiAdapterEngine(decoder, (3,), page=4, kv_cache_tokens=44)
+            paged_engine(decoder, (3,), page=4, kv_cache_tokens=44)
             if over_pages
-            else MultiAdapterEngine(decoder, eos_token_ids=(3,))
+            else Engine(decoder, eos_token_ids=(3,))
         )
         for i, prompt in enumerate(random_prompts([4, 6, 3, 5])):
             engine.add(
@@ -321,7 +320,7 @@ def test_a_rank_holds_its_share_of_the_weights_and_of_the_cache(tied):
 
     def held(decoder: FastDecoder) -> tuple[int, int, int]:
         state = decoder.new_state(1000)
-        state.reserve(2, 16, 4, 8)
+        state.reserve(BatchSize(2, 16, 4, 8))
         norms = sum(b.numel() for key, b in decoder.weights.buffers.items() if "norm" in key)
         return (
             sum(b.numel() for b in decoder.weights.buffers.values()) - norms,

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.sampler import expert_layers, make_decoder
-from rl.sampler.decode_inputs import DecodeInputs, decode_step
+from rl.sampler.cuda_graphs import DecodeInputs, decode_step
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_weights import DecoderWeights
 

@@ -13,14 +13,16 @@ import torch
 from sampler_models import (  # noqa: F401
     add_lora,
     crowded_engines,
+    multistep_engine,
     one_thread,
     random_prompts,
     reference_logprobs,
     tiny_model,
 )
 
-from rl.sampler import Engine, MultiStepEngine, SamplingRequest, make_decoder
+from rl.sampler import Engine, SamplingRequest, make_decoder
 from rl.sampler.cuda_graphs import row_buckets
+from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.paged_state import PagedState
 from rl.types import SamplingParams
 
@@ -68,16 +70,14 @@ def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]
     return requests
 
 
-def make_tight_engine(
-    rng: np.random.Generator, decoder
-) -> tuple[MultiStepEngine, list[SamplingRequest]]:
+def make_tight_engine(rng: np.random.Generator, decoder) -> tuple[Engine, list[SamplingRequest]]:
     """Return an engine with few pages and few rows, and requests for it."""
     requests, page = make_workload(rng, decoder.vocab_size), int(rng.choice([2, 4, 8]))
     most = max(-(-(len(r.prompt) + r.params.max_tokens) // page) for r in requests)
     limits = dict(
         kv_cache_tokens=page * (most + int(rng.integers(0, 12))), max_rows=int(rng.integers(1, 12))
     )
-    return MultiStepEngine(
+    return multistep_engine(
         decoder, (3,), page=page, steps_per_sync=int(rng.integers(1, 10)), **limits
     ), requests
 
@@ -95,7 +95,7 @@ def random_workloads(decoder, seeds) -> tuple[int, int, int]:
         assert tables.pool.num_free == len(tables.pool.ref_counts) and not tables.rows
         waited, looks, steps = (
             waited + engine.preemptions,
-            looks + engine.num_syncs,
+            looks + engine._device_steps.num_syncs,
             steps + engine.counters.steps,
         )
     return waited, looks, steps
@@ -164,10 +164,10 @@ def test_every_family_and_adapters_by_every_look(kind):
     ]
     expected = run_requests(Engine(decoder, (3, 4)), requests)
     for look in (1, 5, 32):
-        engine = MultiStepEngine(decoder, (3, 4), page=4, steps_per_sync=look, max_rows=9)
+        engine = multistep_engine(decoder, (3, 4), page=4, steps_per_sync=look, max_rows=9)
         same(run_requests(engine, requests), expected)
-        assert engine.num_syncs <= engine.counters.steps and (
-            look == 1 or engine.num_syncs < engine.counters.steps / 2
+        assert engine._device_steps.num_syncs <= engine.counters.steps and (
+            look == 1 or engine._device_steps.num_syncs < engine.counters.steps / 2
         )
 
 
@@ -183,7 +183,7 @@ def test_in_bfloat16_too():
     ]
     mine, plain = (
         run_requests(engine, requests)
-        for engine in (MultiStepEngine(decoder, page=4), Engine(decoder))
+        for engine in (multistep_engine(decoder, page=4), Engine(decoder))
     )
     together = 0
     for first, other in zip(itertools.chain(*mine), itertools.chain(*plain), strict=True):
@@ -202,11 +202,11 @@ def test_weights_that_are_loaded_in_place_are_the_next_steps(decoder):
     """
     model = tiny_model("qwen3")
     decoder = make_decoder(model, kind="fast")
-    engine = MultiStepEngine(decoder, page=4)
+    engine = multistep_engine(decoder, page=4)
     request = SamplingRequest(prompt=[4, 9, 2], num_samples=2, params=SamplingParams(max_tokens=10))
     run_requests(engine, [request])
     steps, before = (
-        engine._steps,
+        engine._device_steps.runner,
         {key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()},
     )
     with torch.no_grad():
@@ -217,7 +217,7 @@ def test_weights_that_are_loaded_in_place_are_the_next_steps(decoder):
         run_requests(engine, [request]),
         run_requests(Engine(make_decoder(model, kind="fast")), [request]),
     )
-    assert engine._steps is steps and before == {
+    assert engine._device_steps.runner is steps and before == {
         key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()
     }
 
@@ -228,7 +228,7 @@ def test_rows_that_ended_write_to_no_page_of_another(decoder):
     """
     results = []
     for look in (1, 16):
-        engine = MultiStepEngine(
+        engine = multistep_engine(
             decoder, (3, 4, 5, 6, 7, 8), page=4, steps_per_sync=look, kv_cache_tokens=400
         )
         for i, prompt in enumerate(random_prompts([6, 11, 9])):
@@ -251,7 +251,7 @@ def test_rows_that_ended_write_to_no_page_of_another(decoder):
 
 def test_what_is_not_a_number_is_an_error_within_a_look():
     decoder = make_decoder(tiny_model("qwen3"), kind="fast")
-    engine = MultiStepEngine(decoder, page=4)
+    engine = multistep_engine(decoder, page=4)
     engine.add(SamplingRequest(prompt=[3, 4], params=SamplingParams(max_tokens=20)))
     engine.step()
     decoder.load_([("model.norm.weight", torch.full((32,), torch.nan))])
@@ -277,7 +277,7 @@ def test_buckets_hold_every_number_of_rows():
 
 def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
     """The buffers are read before the host syncs: an ended row stays at its last token."""
-    engine, ended = MultiStepEngine(decoder, tuple(range(3, 12)), page=4, steps_per_sync=12), 0
+    engine, ended = multistep_engine(decoder, tuple(range(3, 12)), page=4, steps_per_sync=12), 0
     for i, prompt in enumerate(random_prompts([6, 11])):
         engine.add(
             SamplingRequest(
@@ -287,7 +287,7 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
     engine.step()
     rows, run = (
         {name: engine._rows[name].copy() for name in ("max_tokens", "drawn")},
-        engine._run_steps,
+        engine._device_steps.copy_results,
     )
     written = (
         engine._state.prompt_lengths[engine._state.prompt_of_row] + engine._state.response_lengths
@@ -295,8 +295,8 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
 
     def seen(count):
         nonlocal ended
-        tokens, logprobs = run(count)
-        b, rest = engine._steps.buffers, rows["max_tokens"] - rows["drawn"]
+        tokens, logprobs, experts = run(count)
+        b, rest = engine._device_steps.runner.buffers, rows["max_tokens"] - rows["drawn"]
         for row in range(len(rest)):
             stops = [i + 1 for i, token in enumerate(tokens[:, row].tolist()) if 3 <= token < 12]
             fed = min([count, int(rest[row]), *stops[:1]])
@@ -305,10 +305,10 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
             assert b.position[row] == written[row] + fed and b.token[row] == tokens[fed - 1, row]
             assert (tokens[fed:, row] == tokens[fed - 1, row]).all() if over else True
             ended += bool(over and fed < count)
-        assert not b.remaining[len(rest) : engine._steps.bucket_for(len(rest))].any()
-        return tokens, logprobs
+        assert not b.remaining[len(rest) : engine._device_steps.runner.bucket_for(len(rest))].any()
+        return tokens, logprobs, experts
 
-    monkeypatch.setattr(engine, "_run_steps", seen)
+    monkeypatch.setattr(engine._device_steps, "copy_results", seen)
     engine.step()
     assert ended > 3
 
@@ -337,7 +337,7 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
     freed.
     """
     launched = ahead = 0
-    launch = MultiStepEngine._launch_next
+    launch = DeviceSteps.launch_next
 
     def launch_next(self, chunk):
         nonlocal launched, ahead
@@ -345,12 +345,12 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
         launched, ahead = launched + 1, ahead + (result is not None)
         return result
 
-    monkeypatch.setattr(MultiStepEngine, "_launch_next", launch_next)
+    monkeypatch.setattr(DeviceSteps, "launch_next", launch_next)
     for seed in range(12):
         engine, requests = make_tight_engine(np.random.default_rng(seed), decoder)
         engine.runs_ahead = True
         if seed % 2:  # rows for all requests, so that none wait
-            engine = MultiStepEngine(decoder, (3,), page=4, steps_per_sync=1 + seed % 5)
+            engine = multistep_engine(decoder, (3,), page=4, steps_per_sync=1 + seed % 5)
             engine.runs_ahead = True
         same(run_requests(engine, requests), run_requests(Engine(decoder, (3,)), requests))
         tables = engine._state.block_manager

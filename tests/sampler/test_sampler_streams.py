@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from rl.sampler.philox import as_uint64, philox4x32, philox_uniforms
-from rl.sampler.running_rows import RunningRows
-from rl.types import SamplingParams
+from rl.sampler.running_rows import RunningRows, as_uint64, philox4x32, philox_uniforms
+from rl.sampler.sampling_requests import SamplingRequest, SequenceGroup
 
 
 @pytest.mark.parametrize(
@@ -81,12 +80,12 @@ def test_rows_know_their_next_uniform_however_far_they_went_without_asking():
     """
     rng = np.random.default_rng(3)
     for _ in range(50):
-        rows, nothing = (
-            RunningRows(),
-            dict(max_tokens=[99], stop_row=[0], has_strings=[False], params=[SamplingParams()]),
-        )
+        rows = RunningRows()
         for job, (seed, problem) in enumerate([(4, 0), (4, 1), (9, 1)]):
-            rows.add([0], [2], [job], job=[job], seed=[seed], problem=[problem], **nothing)
+            request = SamplingRequest(
+                prompt=[1], num_samples=2, seed=seed, problem=problem, first_index=job
+            )
+            rows.add([SequenceGroup(job, request, 99, 0, (), (), num_unfinished=2)], [2])
         for _ in range(12):
             result = rows.next_uniforms()
             assert np.array_equal(

@@ -36,6 +36,7 @@ from rl.memory_plan import (
 )
 from rl.memory_plan.byte_counts import kv_cache_bytes, sampler_copy_bytes, sampler_working_bytes
 from rl.runtime import SamplerSettings
+from rl.sampler.decode_state import BatchSize
 from rl.trainer import memory_savings, open_weights
 from rl.trainer.memory_report import check_memory, report_memory
 from rl.trainer.memory_requirements import compute_stage_needs
@@ -140,7 +141,7 @@ def test_the_plan_counts_what_ranks_really_hold(case, size, tmp_path):
     def held(team) -> tuple[int, int]:
         decoder = split(model, team)
         state = decoder.new_state(1000)
-        state.reserve(2, 16, 4, 8)
+        state.reserve(BatchSize(2, 16, 4, 8))
         weights = sum(b.numel() * b.element_size() for b in decoder.weights.buffers.values())
         return weights, sum(b.numel() * b.element_size() for b in (*state.prompt_kv, *state.row_kv))
 

@@ -21,6 +21,7 @@ from sampler_models import (  # noqa: F401
     VOCAB,
     crowded_engines,
     one_thread,
+    paged_engine,
     random_prompts,
     reference_logprobs,
     tiny_model,
@@ -28,7 +29,7 @@ from sampler_models import (  # noqa: F401
 
 from rl.runtime import SamplerSettings, StepRequest, WorkerSettings
 from rl.runtime.weight_sync import SamplerWorker
-from rl.sampler import Engine, PagedEngine, SamplingRequest, make_decoder, score_sequences
+from rl.sampler import Engine, SamplingRequest, make_decoder, score_sequences
 from rl.types import SampledSequence, SamplingParams
 
 VERSIONS = 5
@@ -98,7 +99,7 @@ def play(decoders, seed: int, events: Events) -> list[tuple[SamplingRequest, Sam
     def new_engine():
         if paged:
             pages = 12 if page == 2 else 7
-            return PagedEngine(
+            return paged_engine(
                 decoders[version],
                 kv_cache_tokens=page * pages,
                 max_rows=6,

@@ -13,7 +13,7 @@ from serving import BASE, PROTOBUF, Wire, hold_requests, server
 from rl.client import SampleStream, ServiceClient
 from rl.errors import UserError
 from rl.runtime import SamplerSettings, WorkerSettings
-from rl.sampler import MultiAdapterEngine, SamplingRequest
+from rl.sampler import Engine, SamplingRequest
 from rl.types import AdamParams, SamplingParams
 
 LEARN = AdamParams(learning_rate=0.05)
@@ -22,7 +22,7 @@ LEARN = AdamParams(learning_rate=0.05)
 @pytest.fixture
 def mixed_steps(monkeypatch):
     """Record the adapters of each engine step that runs several."""
-    seen, step = [], MultiAdapterEngine.step
+    seen, step = [], Engine.step
 
     def noting(self):
         numbers = {job.request.adapter_id for job in (*self._running.values(), *self._waiting)}
@@ -30,7 +30,7 @@ def mixed_steps(monkeypatch):
             seen.append(numbers)
         return step(self)
 
-    monkeypatch.setattr(MultiAdapterEngine, "step", noting)
+    monkeypatch.setattr(Engine, "step", noting)
     return seen
 
 

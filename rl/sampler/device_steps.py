@@ -1,0 +1,274 @@
+"""Run several decode steps of the rows of a paged cache between two host syncs.
+
+The device feeds and samples tokens and ends rows by itself, because the random number of each token
+is known in advance. cuda_graphs.py runs the steps; this module copies the rows to its buffers, and
+their tokens back. Shapes: N rows of the engine, R rows of a bucket, S steps, B * K recorded experts
+of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl.sampler.block_manager import private_tables, split_block_tables
+from rl.sampler.cuda_graphs import CUDAGraphRunner, DecodeInputs
+from rl.sampler.kv_cache_pool import KVCachePool
+from rl.sampler.paged_state import PagedState
+from rl.sampler.running_rows import RunningRows
+from rl.sampler.stop_conditions import StopTable
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Hold steps that were launched, and their results on the host, complete after `event`."""
+
+    count: int  # steps
+    rows: int  # device rows
+    shared: bool
+    columns: np.ndarray  # device row of each running row, when the chunk before it has been read
+    sampled: Tensor  # tokens and logprobs, float64 [2, count, rows]
+    experts: Tensor | None  # of the fed tokens, [count, rows, B * K], if recorded
+    event: torch.cuda.Event | None = None
+
+    def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Wait for the results; return tokens and logprobs [count, rows], and the experts."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens, logprobs = self.sampled.numpy()
+        return tokens.astype(np.int64), logprobs, _as_numpy(self.experts)
+
+
+class DeviceSteps:
+    """Launch steps of `rows`, whose keys and values are in `state`.
+
+    `max_positions`: the most positions of a sequence. `records_experts`: the experts of the fed
+    tokens are recorded.
+    """
+
+    def __init__(
+        self,
+        rows: RunningRows,
+        state: PagedState,
+        stops: StopTable,
+        pool: KVCachePool,
+        max_rows: int,
+        max_positions: int,
+        steps_per_sync: int,
+        records_experts: bool,
+    ):
+        self._rows, self._state, self._stops, self._pool = rows, state, stops, pool
+        # the position of an ended row is one past its last token
+        self._max_blocks = state.block_manager.num_blocks_for(max_positions) + 1
+        self._max_rows, self.steps_per_sync = max_rows, steps_per_sync
+        self._records_experts = records_experts
+        self.num_syncs = 0
+        self.runner: CUDAGraphRunner | None = None  # of the last steps
+        # step buffers that hold the stop table, and the number of its rows that they hold
+        self._stop_table_copy: tuple[DecodeInputs | None, int] = (None, 0)
+        self._skip = np.zeros(0, np.int64)  # positions of the device rows in shared blocks
+
+    def remaining_tokens(self) -> np.ndarray:
+        """Return the number of tokens that each row may still sample, [N]."""
+        return self._rows["max_tokens"] - self._rows["drawn"]
+
+    def plan(self, most: int) -> int:
+        """Return the number of steps, up to `most`, that have blocks; 0 if a row must be preempted
+        first.
+        """
+        remaining = self.remaining_tokens()
+        count = min(most, int(remaining.max()))
+        while count and not self._state.block_manager.fits(np.minimum(remaining, count).tolist()):
+            count //= 2
+        return count
+
+    def start(self, count: int, most_rows: int, may_share: bool) -> bool:
+        """Launch `count` steps of all rows. Returns whether some of them share blocks.
+
+        `most_rows`: the most rows that the present requests can run at once, `may_share`: whether
+        some of these may share blocks. Their graphs are captured first.
+        """
+        state, manager, runner = self._state, self._state.block_manager, self._prepare_runner()
+        remaining, written = self.remaining_tokens(), state.lengths()
+        state.copy_blocks(
+            [
+                manager.append_positions(row, int(n))
+                for row, n in zip(manager.rows, np.minimum(remaining, count), strict=True)
+            ]
+        )
+        shared, bucket = manager.shared_prefixes(), runner.bucket_for(len(self._rows))
+        runner.prepare(most_rows, bool(shared) or may_share)
+        width = self._upload_rows(runner.buffers, bucket, remaining, written, shared)
+        self._run(runner, bucket, width, bool(shared), self._rows.uniforms_ahead(count))
+        return bool(shared)
+
+    def _run(
+        self, runner: CUDAGraphRunner, bucket: int, width: int, shared: bool, uniforms: np.ndarray
+    ) -> None:
+        """Run a step for each row of `uniforms` [S, device rows]."""
+        upload(runner.buffers.uniform, uniforms)
+        runner.run(bucket, min(width, runner.max_blocks), shared, len(uniforms))
+        self.num_syncs += 1
+
+    def copy_results(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Copy the tokens and logprobs [S, N] and the experts [S, N, B * K] of the started steps to
+        the host, which waits for the device.
+        """
+        rows = len(self._rows)
+        tokens, logprobs = self._stack_results(count, rows).cpu().numpy()
+        experts = self._copy_experts(count, rows)
+        experts = None if experts is None else experts.cpu()
+        return tokens.astype(np.int64), logprobs, _as_numpy(experts)
+
+    def launch(self, count: int, most_rows: int, may_share: bool) -> Chunk:
+        """Launch `count` steps of all rows as a chunk that is read later (see `start`)."""
+        rows = len(self._rows)
+        shared = self.start(count, most_rows, may_share)
+        return self._start_copy(count, rows, shared, np.arange(rows))
+
+    def launch_next(self, chunk: Chunk) -> Chunk | None:
+        """Launch the chunk after `chunk`, which has not been read: the device knows its last tokens
+        and which rows it ended.
+
+        Returns None if the rows may change otherwise between the two chunks: a row has stop
+        strings, blocks are short, or a smaller bucket holds the rows.
+        """
+        runner, manager, device_rows = self.runner, self._state.block_manager, chunk.rows
+        remaining = self.remaining_tokens() - chunk.count
+        count = min(self.steps_per_sync, int(remaining.max(initial=0)))
+        if (
+            runner is None
+            or count < 1
+            or self._rows["has_strings"].any()
+            or runner.bucket_for(len(self._rows)) < runner.bucket_for(device_rows)
+        ):
+            return None
+        counts = np.clip(remaining, 0, count).tolist()
+        if not manager.fits(counts):
+            return None
+        for row, positions in zip(manager.rows, counts, strict=True):
+            if positions:  # the row writes to blocks of its own since its first step
+                manager.append_positions(row, positions)
+        by_device_row: list[list[int]] = [[] for _ in range(device_rows)]
+        for column, row in zip(chunk.columns.tolist(), manager.rows, strict=True):
+            by_device_row[column] = row.block_table
+        bucket, width = runner.bucket_for(device_rows), max(map(len, by_device_row))
+        table = private_tables(by_device_row, self._skip // manager.block_size, bucket, width)
+        upload(runner.buffers.table, table)
+        uniforms = np.zeros((count, device_rows))
+        uniforms[:, chunk.columns] = self._rows.uniforms_ahead(chunk.count + count)[chunk.count :]
+        self._run(runner, bucket, width, chunk.shared, uniforms)
+        return self._start_copy(count, device_rows, chunk.shared, chunk.columns)
+
+    def _start_copy(self, count: int, rows: int, shared: bool, columns: np.ndarray) -> Chunk:
+        """Return the steps that were launched last as a chunk, and start to copy its results."""
+        sampled, experts = self._stack_results(count, rows), self._copy_experts(count, rows)
+        if not sampled.is_cuda:
+            return Chunk(count, rows, shared, columns, sampled, experts)
+        sampled = _copy_to_pinned(sampled)
+        experts = None if experts is None else _copy_to_pinned(experts)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._state.decoder.device))
+        return Chunk(count, rows, shared, columns, sampled, experts, event)
+
+    @property
+    def _buffers(self) -> DecodeInputs:
+        assert self.runner is not None, "no step was launched"
+        return self.runner.buffers
+
+    def _stack_results(self, count: int, rows: int) -> Tensor:
+        """Return the tokens and logprobs of the last steps, float64 [2, count, rows]."""
+        b = self._buffers
+        return torch.stack([t[:count, :rows].double() for t in (b.tokens, b.logprobs)])
+
+    def _copy_experts(self, count: int, rows: int) -> Tensor | None:
+        """Return a copy of the experts of the last steps; None if they are not recorded."""
+        return self._buffers.experts[:count, :rows].clone() if self._records_experts else None
+
+    def _prepare_runner(self) -> CUDAGraphRunner:
+        """Return the runner of the present weights: a graph reads the weights that it was captured
+        with.
+        """
+        table, decoder = self._stops.table, self._state.decoder
+        self.runner = runner = self._pool.get_step_graphs(
+            decoder,
+            self._max_rows,
+            self._max_blocks,
+            self.steps_per_sync,
+            len(table),
+            decoder.num_choices if self._records_experts else 0,
+        )
+        buffers, known_stops = self._stop_table_copy
+        if buffers is not runner.buffers or known_stops < len(table):
+            upload(runner.buffers.stops, table)
+            self._stop_table_copy = (runner.buffers, len(table))
+        return runner
+
+    def _upload_rows(
+        self,
+        b: DecodeInputs,
+        bucket: int,
+        remaining: np.ndarray,
+        written: np.ndarray,
+        shared: list[tuple[list[int], list[int]]],
+    ) -> int:
+        """Copy the present rows to the device. The padding rows of the bucket are marked as ended.
+
+        Returns the blocks of the longest table: no row reads a table past this width.
+        """
+        rows, tables = self._rows, [row.block_table for row in self._state.block_manager.rows]
+        width = max(len(blocks) for blocks in tables)
+        self._skip, table, _, shared_fields = split_block_tables(
+            tables, written + 1, shared, self._state.block_size, bucket, max(bucket // 2, 1), width
+        )
+        shared_table, shared_length = shared_fields.pop("table"), shared_fields.pop("length")
+        greedy = rows["temperature"] == 0
+        temperature = np.where(greedy, 1.0, rows["temperature"]).astype(np.float32)
+        inputs: dict[str, np.ndarray] = {
+            "token": _pad_to(rows.last_tokens(), bucket),
+            "position": _pad_to(written, bucket),
+            "remaining": _pad_to(remaining, bucket),
+            "stop_row": _pad_to(rows["stop_row"], bucket),
+            "skip": self._skip,
+            "greedy": _pad_to(greedy, bucket),
+            "temperature": _pad_to(temperature, bucket, 1.0),
+            "table": table,
+            "shared_table": shared_table,
+            "shared_length": shared_length,
+            **shared_fields,
+        }
+        for name, values in inputs.items():
+            upload(getattr(b, name), values)
+        return width
+
+
+def upload(target: Tensor, values: np.ndarray) -> None:
+    """Copy an array to the first entries of a device tensor, from pinned memory, so that the host
+    does not wait.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    region = target[tuple(map(slice, values.shape))]
+    region.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+
+
+def _as_numpy(values: Tensor | None) -> np.ndarray | None:
+    return None if values is None else values.numpy()
+
+
+def _copy_to_pinned(values: Tensor) -> Tensor:
+    """Start to copy a device tensor to the host."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
+
+
+def _pad_to(values: np.ndarray, count: int, fill_value: float = 0) -> np.ndarray:
+    """Pad an array to `count` entries with `fill_value`.
+
+    np.pad takes ten times as long, and the device would wait for it.
+    """
+    padded = np.full(count, fill_value, values.dtype)
+    padded[: len(values)] = values
+    return padded
