@@ -4,29 +4,24 @@ sets of settings. This module imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from rl.algorithms.advantages import ADVANTAGES
+from rl.algorithms.method_interface import OnlineSettings
 from rl.config import (
     AsyncRolloutSettings,
     CorrectionSettings,
-    DataSettings,
-    EnvironmentSettings,
     KlSettings,
     LearnedRewardSettings,
     LoopSettings,
-    ModelSettings,
     OptimSettings,
     Range,
-    SamplingSettings,
     SettingsError,
-    ShapingSettings,
     Share,
     Weight,
     check_comparison_groups,
     check_ranges,
-    check_substeps,
     require,
     unflatten_settings,
 )
@@ -196,27 +191,22 @@ def find_loss_coefficients(loss: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoSettings:
+class GrpoSettings(OnlineSettings):
     """Group-relative policy optimization: sample a group of answers to each problem and compare
     each answer with its group.
     """
 
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: DataSettings = field(default_factory=DataSettings)
-    env: EnvironmentSettings = field(default_factory=EnvironmentSettings)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    shaping: ShapingSettings = field(default_factory=ShapingSettings)
-    policy_gradient: PolicyGradientSettings = field(default_factory=PolicyGradientSettings)
-    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
-    kl: KlSettings = field(default_factory=KlSettings)
-    learned: LearnedRewardSettings = field(default_factory=LearnedRewardSettings)
-    optim: OptimSettings = field(default_factory=OptimSettings)
-    flow: AsyncRolloutSettings = field(default_factory=AsyncRolloutSettings)
-    loop: LoopSettings = field(default_factory=LoopSettings)
+    policy_gradient: PolicyGradientSettings = PolicyGradientSettings()
+    correction: CorrectionSettings = CorrectionSettings()
+    kl: KlSettings = KlSettings()
+    learned: LearnedRewardSettings = LearnedRewardSettings()
+    optim: OptimSettings = OptimSettings()
+    flow: AsyncRolloutSettings = AsyncRolloutSettings()
+    loop: LoopSettings = LoopSettings()
 
     def __post_init__(self) -> None:
         check_flow_settings(self)
-        check_substeps(self)
+        super().__post_init__()
         check_comparison_groups(self, self.policy_gradient.group_size)
         if self.sampling.dynamic_sampling and self.policy_gradient.group_size == 1:
             raise ValueError(
@@ -239,12 +229,6 @@ class GrpoSettings:
             "kl_placement is loss",
             "set kl_placement to reward",
         )
-
-    @property
-    def learning_rate(self) -> float:
-        """Return the learning rate: as set, else 4e-5 with LoRA, 1e-6 without."""
-        rate = self.optim.learning_rate
-        return rate if rate is not None else (4e-5 if self.model.lora_rank else 1e-6)
 
     @property
     def interpolates_proximal(self) -> bool:

@@ -10,17 +10,21 @@ head on the policy, or a separate critic.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
 from rl.algorithms.advantages import compute_gae
 from rl.algorithms.episode_tokens import EpisodeTokens
 from rl.algorithms.kl_penalty import compute_kl_metrics, compute_logprob_gaps
-from rl.algorithms.method_interface import ModelFactory, Models, Progress
-from rl.algorithms.online_method import ReferenceMethod
-from rl.algorithms.ppo_settings import PpoSettings
-from rl.algorithms.renamed_classes import make_getattr
+from rl.algorithms.method_interface import (
+    ModelFactory,
+    Models,
+    OnlineSettings,
+    Progress,
+    ReferenceMethod,
+)
 from rl.algorithms.update import (
     LossCall,
     UpdateSums,
@@ -29,10 +33,105 @@ from rl.algorithms.update import (
     make_adam_params,
     run_updates,
 )
+from rl.config import (
+    POSITIVE,
+    RATE,
+    CorrectionSettings,
+    DataSettings,
+    Inside,
+    KlSettings,
+    LearnedRewardSettings,
+    LoopSettings,
+    OptimSettings,
+    Range,
+    RolloutSettings,
+    ShapingSettings,
+    Share,
+    Weight,
+    check_comparison_groups,
+    check_ranges,
+    require,
+)
+from rl.errors import UserError
 from rl.judges import restore_full_input
 from rl.rollout import Trajectory, TrajectoryGroup, build_datums_with_turns, count_action_tokens
 from rl.seed import derive_seed
 from rl.types import Datum
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoOptions:
+    """Configure the way rewards become gradients."""
+
+    group_size: Annotated[int, Range(1, 10**6)] = 1
+    """Answers sampled for each problem."""
+    epochs: Annotated[int, Range(1, 10**6)] = 4
+    """Passes over each batch; num_substeps is the number of minibatches per pass."""
+    clip: Inside = 0.2
+    """Ratios outside 1 - clip to 1 + clip have no gradient in the direction away from 1."""
+    target_kl: Annotated[float | None, POSITIVE] = 0.01
+    """Stop after an epoch if KL(old policy || new), measured again after each epoch, is above this; None: all epochs."""
+    gamma: Share = 1.0
+    """Discount per token."""
+    gae_lambda: Share = 0.95
+    """Lambda of generalized advantage estimation: 1 is return minus value, 0 one-step."""
+    truncated: Literal["bootstrap", "end"] = "bootstrap"
+    """An answer cut off by max_tokens, or an episode cut off by its environment: bootstrap from the value at its end, or treat the end as terminal."""
+    normalise_advantages: bool = True
+    """Scale advantages to mean 0 and std 1 over the actions of a batch."""
+    value_coef: Weight = 0.1
+    """Weight of the value loss, if the value is a head on the policy."""
+    value_clip: Annotated[float | None, POSITIVE] = 0.2
+    """A value further than this from its old value has no gradient that increases the distance; None: no clipping."""
+    entropy_coef: Weight = 0.01
+    """Weight of the entropy bonus."""
+    critic_model: str | None = None
+    """A separate value model: a hub name, a folder, tiny:<preset>, or "policy" for the weights from which the stage begins. By default the value is a head on the policy."""
+    critic_learning_rate: Annotated[float | None, RATE] = None
+    """Learning rate of the critic; by default the policy's."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        separate = self.critic_model is not None
+        require(
+            self,
+            ("critic_learning_rate",),
+            separate,
+            "the value is a head on the policy and shares its learning rate",
+            "set critic_model",
+        )
+        require(
+            self,
+            ("value_coef",),
+            not separate,
+            "critic_model does not enter the policy's loss",
+            "leave critic_model out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoSettings(OnlineSettings):
+    """Proximal policy optimization: sample, compute token advantages from a learned value function,
+    and take several clipped steps.
+    """
+
+    kl: KlSettings = KlSettings(kl_coef=0.1)
+    learned: LearnedRewardSettings = LearnedRewardSettings()
+    ppo: PpoOptions = PpoOptions()
+    correction: CorrectionSettings = CorrectionSettings()
+    optim: OptimSettings = OptimSettings()
+    flow: RolloutSettings = RolloutSettings()
+    loop: LoopSettings = LoopSettings()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_comparison_groups(self, self.ppo.group_size)
+        reason = "it selects groups with different rewards, and ppo compares no answers"
+        require(self.sampling, ("dynamic_sampling",), False, reason, "use grpo")
+        if self.correction.proximal == "interpolated":
+            raise ValueError(
+                "proximal interpolated uses the age of tokens, and ppo trains no off-policy tokens: set proximal to learner"
+            )
 
 
 class PPO(ReferenceMethod):
@@ -195,6 +294,40 @@ class PPO(ReferenceMethod):
         return config | self.kl_config
 
 
+@dataclass(frozen=True, kw_only=True)
+class RlhfSettings(PpoSettings):
+    """PPO on the scores of a reward model, with a KL penalty to the initial policy. Scores are
+    divided by their running std.
+    """
+
+    data: DataSettings = DataSettings(reward=None)
+    # A reward model's scores have an arbitrary scale. Without normalization their value loss may
+    # dominate the policy's.
+    shaping: ShapingSettings = ShapingSettings(normalise_rewards=True)
+
+
+class RLHF(PPO):
+    """Implement `rlhf`: reinforcement learning from a reward model (Ouyang et al., arXiv 2203.02155),
+    which is PPO with another source of rewards.
+
+    The same reward model in GRPO's loop: train.py grpo --reward-model ...
+    """
+
+    Settings = RlhfSettings
+    summary = "RL: ppo on the scores of a reward model"
+    needs_reward = False
+
+    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
+        """Create the models of PPO. Raises UserError if the settings name no reward model."""
+        if not self.judge_names:
+            raise UserError(
+                "rlhf needs a reward model: --reward-model with an earlier stage, a reward_model "
+                "run's folder or a checkpoint of it (or --comparison-model with a language model "
+                "that compares answers)"
+            )
+        return super().required_models(factory)
+
+
 def summarize_epochs(totals: UpdateSums, datums: Sequence[Datum]) -> dict[str, float]:
     """Return the metrics of all updates on `datums`: means over the tokens of every epoch."""
     sums = {name.removeprefix("critic_"): value for name, value in totals.sums.items()}
@@ -275,7 +408,3 @@ def _split_minibatches(
     ).permutation(len(datums))
     parts = [[datums[i] for i in sorted(order[k::num_minibatches])] for k in range(num_minibatches)]
     return [part for part in parts if part]
-
-
-if not TYPE_CHECKING:  # mypy would accept every name of this module
-    __getattr__ = make_getattr(__name__)
