@@ -253,7 +253,9 @@ def settings_page() -> str:
 
 def describe_learning_rate(settings: Any) -> str:
     """Return the default learning rates of a method."""
-    adapter, whole = (f"{rate:.0e}".replace("e-0", "e-") for rate in settings.default_learning_rates)
+    adapter, whole = (
+        f"{rate:.0e}".replace("e-0", "e-") for rate in settings.default_learning_rates
+    )
     return adapter if adapter == whole else f"{adapter} with LoRA, {whole} without"
 
 

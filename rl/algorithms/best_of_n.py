@@ -108,11 +108,10 @@ class BestOfN(OnlineMethod):
             trajectory = groups[p].trajectories_G[i]
             datums += trajectory_to_datums(trajectory, 1.0 if kept else 0.0)
         self._behavior_datums = datums if kept else []
-        weights = [datum.loss_fn_inputs["mask" if kept else "advantages"] for datum in datums]
-        targets = [datum.loss_fn_inputs["target_tokens"] for datum in datums]
+        sources = {"target_tokens": "target_tokens", "weights": "mask" if kept else "advantages"}
         return [
-            d.with_inputs({"target_tokens": t, "weights": w})
-            for d, t, w in zip(datums, targets, weights, strict=True)
+            datum.with_inputs({new: datum.loss_fn_inputs[old] for new, old in sources.items()})
+            for datum in datums
         ]
 
     def update(

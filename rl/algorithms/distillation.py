@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import numpy as np
 
+from rl.algorithms.advantages import compute_returns_to_go
 from rl.algorithms.method_interface import Method, MethodSettings, ModelFactory, Models, Progress
 from rl.algorithms.row_datums import truncate_datum
 from rl.algorithms.sft import make_response_datum
@@ -163,6 +164,9 @@ def parse_teachers(settings: DistillSettings) -> dict[str, str]:
     return teachers
 
 
+Item = TypeVar("Item", TrajectoryGroup, Problem)
+
+
 class Distillation(Method):
     """Implement `distill`."""
 
@@ -212,11 +216,8 @@ class Distillation(Method):
         with kl_discount, plus those of later tokens.
         """
         credited: list[Datum] = []
-        by_teacher: dict[str, list[TrajectoryGroup]] = {}
-        for group in groups:
-            by_teacher.setdefault(find_teacher(models, group.tag), []).append(group)
         gaps: list[np.ndarray] = []
-        for name, members in by_teacher.items():
+        for name, members in _group_by_teacher(models, groups).items():
             trajectories = [trajectory for group in members for trajectory in group.trajectories_G]
             # token advantages follow
             datums_N = [trajectory_to_datums(trajectory, 0.0) for trajectory in trajectories]
@@ -227,14 +228,17 @@ class Distillation(Method):
                 )
             )
             for trajectory, datums in zip(trajectories, datums_N, strict=True):
-                masks = [datum.loss_fn_inputs["mask"].array != 0 for datum in datums]
+                masks = [datum.action_mask for datum in datums]
                 gap_T = np.concatenate(
                     [
                         d.loss_fn_inputs["logprobs"].array[m] - next(teacher)[m]
                         for d, m in zip(datums, masks, strict=True)
                     ]
                 )
-                credit_T = -_add_later_gaps(gap_T, self.options.kl_discount)
+                discount = self.options.kl_discount
+                credit_T = -(
+                    np.array(compute_returns_to_go(gap_T, discount)) if discount else gap_T
+                )
                 trajectory.advantage = float(credit_T.mean())
                 gaps.append(gap_T)
                 for datum, mask, part in zip(
@@ -264,11 +268,8 @@ class Distillation(Method):
         """Return sequences with soft targets [T, K + 1]: the teacher's most likely tokens and, in
         the last column, the answer's token.
         """
-        by_teacher: dict[str, list[Problem]] = {}
-        for row in rows:
-            by_teacher.setdefault(find_teacher(models, row.tag), []).append(row)
         datums: list[Datum] = []
-        for name, members in by_teacher.items():
+        for name, members in _group_by_teacher(models, rows).items():
             client = models.others["teachers"][name]
             if self.options.learn_from == "data":
                 plain = [
@@ -277,13 +278,12 @@ class Distillation(Method):
                 ]
             else:
                 plain = self._sample_teacher(members, renderer, client, seed)
-            options = self.options
             datums += make_soft_targets(
                 client,
                 plain,
-                top_k=options.teacher_top_k,
-                alpha=options.alpha,
-                temperature=options.distill_temperature,
+                top_k=self.options.teacher_top_k,
+                alpha=self.options.alpha,
+                temperature=self.options.distill_temperature,
             )
         return datums
 
@@ -355,7 +355,7 @@ class Distillation(Method):
         )
         tokens = _count_weighted(datums)
         alpha, t = self.options.alpha, self.options.distill_temperature
-        sums = {name: totals.sums[f"{name}_loss:sum"] for name in self._coefficients}
+        sums = {name: totals.sums[f"{name}_loss:sum"] for name in self._terms}
         if "kl" in sums:  # cross-entropy to the teacher minus the teacher's entropy
             weights = np.concatenate(
                 [d.loss_fn_inputs["weights"].array[:, :-1] for d in datums]
@@ -367,46 +367,35 @@ class Distillation(Method):
             "optim/loss": sum(sums.values()) / tokens,
             "optim/tokens": tokens,
             **{
-                f"optim/{name}": sums[name] / coefficient / tokens
-                for name, coefficient in self._coefficients.items()
+                f"optim/{name}": sums[name] / factor / tokens
+                for name, (factor, _, _) in self._terms.items()
             },
         }
 
     @property
-    def _coefficients(self) -> dict[str, float]:
-        """Return the factors of the mixture's terms, without those of 0."""
+    def _terms(self) -> dict[str, tuple[float, slice, float]]:
+        """Return the mixture's terms as (factor, columns of the soft targets, temperature), without
+        those of factor 0.
+        """
         alpha, t = self.options.alpha, self.options.distill_temperature
-        factors = {"kl": alpha * t**2, "ce": 1 - alpha}
-        return {name: factor for name, factor in factors.items() if factor}
+        terms = {
+            "kl": (alpha * t**2, slice(None, -1), t),
+            "ce": (1 - alpha, slice(-1, None), 1.0),
+        }
+        return {name: term for name, term in terms.items() if term[0]}
 
     def _make_calls(self, datums: Sequence[Datum]) -> list[LossCall]:
         """Return the calls of an optimizer step.
 
         Two temperatures need two forward passes: the soft columns at T, the answer's token at 1.
         """
-        terms = {
-            "kl": (slice(None, -1), self.options.distill_temperature),
-            "ce": (slice(-1, None), 1.0),
-        }
         tokens = _count_weighted(datums)
         calls = []
-        for name in self._coefficients:
-            columns, temperature = terms[name]
+        for name, (_, columns, temperature) in self._terms.items():
             part = [_select_columns(datum, columns) for datum in datums]
             config = {"temperature": temperature}
             calls.append(LossCall(part, "cross_entropy", config, tokens, f"{name}_"))
         return calls
-
-
-def _add_later_gaps(gap_T: np.ndarray, discount: float) -> np.ndarray:
-    """Return each token's gap plus the later gaps, discounted by `discount` per position."""
-    if discount == 0.0:
-        return gap_T
-    total, backwards = 0.0, []
-    for gap in gap_T[::-1].astype(np.float64):
-        total = float(gap) + discount * total
-        backwards.append(total)
-    return np.asarray(backwards[::-1])
 
 
 def _count_weighted(datums: Sequence[Datum]) -> int:
@@ -479,3 +468,11 @@ def make_soft_targets(
 def find_teacher(models: Models, tag: str) -> str:
     """Return the key of a data set's teacher in `models.others["teachers"]`."""
     return tag if tag in models.others["teachers"] else ""
+
+
+def _group_by_teacher(models: Models, items: Sequence[Item]) -> dict[str, list[Item]]:
+    """Return groups or rows by the key of their data set's teacher."""
+    by_teacher: dict[str, list[Item]] = {}
+    for item in items:
+        by_teacher.setdefault(find_teacher(models, item.tag), []).append(item)
+    return by_teacher

@@ -1,7 +1,7 @@
 """Implement DPO: learn from pairs of answers which of the two is preferred, without a reward model
 (Rafailov et al., arXiv 2305.18290).
 
-The losses, DPO with its conservative form and IPO, are in rl.losses.pairwise_losses.
+The losses, DPO with its conservative form and IPO, are in rl.losses.preference_losses.
 """
 
 from __future__ import annotations
@@ -111,12 +111,16 @@ class DPO(RowEvaluator):
     needs_reward = False
     reads_held_out_answers = True
 
+    @property
+    def uses_reference(self) -> bool:
+        """Return whether the implicit rewards are relative to a reference model."""
+        return not self.settings.preference.reference_free
+
     def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Create the reference model, unless the settings exclude it."""
-        preference = self.settings.preference
-        if preference.reference_free:
+        if not self.uses_reference:
             return {}
-        return {"reference": factory.reference(preference.reference_model)}
+        return {"reference": factory.reference(self.settings.preference.reference_model)}
 
     def __init__(self, settings: Any):
         super().__init__(settings)
@@ -126,7 +130,7 @@ class DPO(RowEvaluator):
         """Score all rows in an order that a resume does not change, then release the reference
         model, if `precompute_reference` is set.
         """
-        if not self.settings.preference.precompute_reference:
+        if not self.uses_reference or not self.settings.preference.precompute_reference:
             return
         pairs = {
             key: datum
@@ -151,10 +155,9 @@ class DPO(RowEvaluator):
         pairs = [
             datum for row in rows for datum in make_pair_datums(row, renderer, self.settings.data)
         ]
-        settings = self.settings.preference
-        if settings.reference_free:
+        if not self.uses_reference:
             return pairs
-        if settings.precompute_reference:
+        if self.settings.preference.precompute_reference:
             scored = [self._get_precomputed(datum) for datum in pairs]
         else:
             scored = models.reference.logprobs(pairs)

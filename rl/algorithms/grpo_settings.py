@@ -250,6 +250,10 @@ def check_flow_settings(settings: GrpoSettings) -> None:
     """Raise ValueError if the settings of the flow contradict other settings."""
     flow, pg, parts = settings.flow, settings.policy_gradient, settings.flow.stream_minibatches
     off_policy = flow.max_steps_off_policy > 0
+    sequential = {
+        "num_substeps": settings.optim.num_substeps > 1,
+        "dynamic_sampling": settings.sampling.dynamic_sampling > 0,
+    }
     if parts > 1:
         if ADVANTAGES[pg.advantage].scope == "batch":
             within = [name for name, estimator in ADVANTAGES.items() if estimator.scope == "group"]
@@ -257,11 +261,12 @@ def check_flow_settings(settings: GrpoSettings) -> None:
                 f"advantage {pg.advantage} compares the answers of the whole batch, but stream_minibatches {parts} trains before all have "
                 f"arrived: set advantage to an estimator within a group ({', '.join(within)}), or stream_minibatches to 1"
             )
-        for name, enabled in (
-            ("num_substeps", settings.optim.num_substeps > 1), ("dynamic_sampling", settings.sampling.dynamic_sampling > 0),
-            ("normalise_rewards", settings.shaping.normalise_rewards), ("max_steps_off_policy", off_policy),
-            ("kl_coef", settings.kl.kl_coef or settings.kl.kl_target or settings.kl.reference_model),
-        ):  # fmt: skip
+        for name, enabled in {
+            **sequential,
+            "normalise_rewards": settings.shaping.normalise_rewards,
+            "max_steps_off_policy": off_policy,
+            "kl_coef": settings.kl.kl_coef or settings.kl.kl_target or settings.kl.reference_model,
+        }.items():
             if enabled:
                 raise ValueError(
                     f"{name} needs the whole batch before its update, but stream_minibatches {parts} starts earlier: leave out either"
@@ -271,10 +276,10 @@ def check_flow_settings(settings: GrpoSettings) -> None:
                 f"stream_minibatches {parts} is larger than batch_size {settings.loop.batch_size}: lower it or raise batch_size"
             )
     if off_policy:
-        for name, enabled in (
-            ("num_substeps", settings.optim.num_substeps > 1), ("dynamic_sampling", settings.sampling.dynamic_sampling > 0),
-            ("curriculum", settings.data.curriculum != "off"),
-        ):  # fmt: skip
+        for name, enabled in {
+            **sequential,
+            "curriculum": settings.data.curriculum != "off",
+        }.items():
             if enabled:
                 raise ValueError(
                     f"{name} requires batches that are sampled sequentially: leave it out, or leave out max_steps_off_policy"

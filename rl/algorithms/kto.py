@@ -9,7 +9,7 @@ estimated in each optimizer step on the batch's prompts with mismatched answers 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -182,15 +182,9 @@ class KTO(RowEvaluator):
         )
         gaps = []
         for datum, output in zip(mismatched, outputs, strict=True):
-            mask = datum.loss_fn_inputs["mask"].array != 0
-            gaps.append(
-                float(
-                    (
-                        output["logprobs"].array.astype(np.float64)
-                        - datum.loss_fn_inputs["ref_logprobs"].array
-                    )[mask].sum()
-                )
-            )
+            ref_T = datum.loss_fn_inputs["ref_logprobs"].array
+            gap_T = output["logprobs"].array.astype(np.float64) - ref_T
+            gaps.append(float(gap_T[datum.action_mask].sum()))
         return max(0.0, float(np.mean(gaps)))
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
@@ -209,13 +203,7 @@ class KTO(RowEvaluator):
 
     def _config(self, kl: float) -> dict[str, float]:
         """Return the config of the loss."""
-        options = self.settings.kto
-        return {
-            "beta": options.beta,
-            "kl": kl,
-            "desirable_weight": options.desirable_weight,
-            "undesirable_weight": options.undesirable_weight,
-        }
+        return {**asdict(self.settings.kto), "kl": kl}
 
 
 def list_labeled_answers(row: Problem) -> list[tuple[str, bool]]:

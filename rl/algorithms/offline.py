@@ -263,16 +263,12 @@ class Offline(Method):
         if self.options.loss_spec.selects_answers:
             return [_rename_loss_input(datum, "mask", "weights") for datum in datums]
         datums = self._add_behavior_logprobs(datums, answers, models)
-        if self.options.loss_spec.learns_value:
-            values = models.policy.compute_values([d.model_input for d in datums]).result()
-            return [
-                self._make_q_datum(d, a.reward, v)
-                for d, a, v in zip(datums, answers, values, strict=True)
-            ]
-        if self.options.subtracts_value:
+        if self.options.learns_value:
             values = models.policy.compute_values([d.model_input for d in datums]).result()
             return [
                 _set_advantages(d, a.reward - v, a.reward)
+                if self.options.subtracts_value
+                else self._make_q_datum(d, a.reward, v)
                 for d, a, v in zip(datums, answers, values, strict=True)
             ]
         kind = {"group": "mean", "none": "none"}[self.options.baseline]
@@ -295,19 +291,13 @@ class Offline(Method):
         missing = [i for i, answer in enumerate(answers) if answer.logprobs is None]
         scored: dict[int, np.ndarray] = {}
         if missing:
-            beginning = models.others["beginning"]()
-            scored = dict(
-                zip(
-                    missing,
-                    beginning.logprobs(
-                        [datums[i] for i in missing], self.settings.sampling.temperature
-                    ),
-                    strict=True,
-                )
-            )
+            unscored = [datums[i] for i in missing]
+            temperature = self.settings.sampling.temperature
+            logprobs_D = models.others["beginning"]().logprobs(unscored, temperature)
+            scored = dict(zip(missing, logprobs_D, strict=True))
         completed = []
         for i, (datum, answer) in enumerate(zip(datums, answers, strict=True)):
-            active = datum.loss_fn_inputs["mask"].array != 0
+            active = datum.action_mask
             logprobs = np.zeros(len(active))
             logprobs[active] = scored[i][active] if answer.logprobs is None else answer.logprobs
             completed.append(add_loss_inputs(datum, logprobs=logprobs))
@@ -317,7 +307,7 @@ class Offline(Method):
         """Return a datum with Q^ = r + gamma V^(next state) at each action as `returns`, and Q^ -
         V^ as `advantages`.
         """
-        actions = np.flatnonzero(datum.loss_fn_inputs["mask"].array)
+        actions = np.flatnonzero(datum.action_mask)
         values, returns = np.zeros(len(values_T)), np.zeros(len(values_T))
         values[actions] = values_T[actions]
         returns[actions[:-1]] = self.options.gamma * values_T[actions[1:]]
@@ -450,7 +440,7 @@ def _set_advantages(datum: Datum, advantages_T: np.ndarray, reward: float | None
     """Return the datum with advantages at actions and 0 elsewhere. `reward` is the return of every
     action, if a value is learned.
     """
-    active = datum.loss_fn_inputs["mask"].array != 0
+    active = datum.action_mask
     fields = {"advantages": np.where(active, advantages_T, 0.0)}
     if reward is not None:
         fields["returns"] = np.where(active, reward, 0.0)

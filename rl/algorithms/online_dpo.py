@@ -102,12 +102,11 @@ class OnlineDPO(OnlineMethod, dpo.DPO):
             {(p, i) for p, pairs in enumerate(pairs_P) for pair in pairs for i in pair}
         )
         sampled = [_make_datum(groups[p], i) for p, i in members]
-        fields = [
-            {name: datum.loss_fn_inputs[name] for name in ("target_tokens", "mask")}
-            for datum in sampled
-        ]
         stripped = [
-            datum.with_inputs(inputs) for datum, inputs in zip(sampled, fields, strict=True)
+            datum.with_inputs(
+                {name: datum.loss_fn_inputs[name] for name in ("target_tokens", "mask")}
+            )
+            for datum in sampled
         ]
         if not self.settings.preference.reference_free:
             scored = models.reference.logprobs(stripped, self.settings.sampling.temperature)
@@ -129,12 +128,9 @@ class OnlineDPO(OnlineMethod, dpo.DPO):
         """
         metrics = super().update(models, datums, progress)
         self._behavior_datums = {}
-        counts = {"optim/pairs": len(datums) // 2 if self._has_pairs else 0}
-        return {
-            **metrics,
-            **counts,
-            **({} if self._has_pairs else {"optim/skipped_no_signal": 1.0}),
-        }
+        if self._has_pairs:
+            return {**metrics, "optim/pairs": len(datums) // 2}
+        return {**metrics, "optim/pairs": 0, "optim/skipped_no_signal": 1.0}
 
     def _optimizer_params(self, progress: Progress) -> AdamParams:
         params = super()._optimizer_params(progress)

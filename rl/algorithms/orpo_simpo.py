@@ -4,12 +4,11 @@ in rl.losses.preference_losses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-from rl.algorithms.dpo import ACCURACY_METRIC, DPO, make_pair_datums
-from rl.algorithms.method_interface import MethodSettings, ModelFactory, Models
+from rl.algorithms.dpo import ACCURACY_METRIC, DPO
+from rl.algorithms.method_interface import MethodSettings
 from rl.config import (
     NotNegative,
     OptimSettings,
@@ -20,7 +19,6 @@ from rl.config import (
     check_ranges,
     reject_sampling_settings,
 )
-from rl.types import Datum, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,20 +86,7 @@ class ReferenceFreeDPO(DPO):
     `_loss` and `_config`.
     """
 
-    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
-        """Return no models."""
-        return {}
-
-    def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:
-        """Do nothing: no reference model scores the rows."""
-
-    def datums(
-        self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
-    ) -> list[Datum]:
-        """Return two datums per row, the preferred answer's first."""
-        return [
-            datum for row in rows for datum in make_pair_datums(row, renderer, self.settings.data)
-        ]
+    uses_reference = False
 
 
 class ORPO(ReferenceFreeDPO):

@@ -164,7 +164,8 @@ class RewardModelTraining(RowEvaluator):
             whole = [datum.model_input for row in rows for datum in make_scored_pair(row, renderer)]
             scores = np.array(compute_reward_scores(models.policy, whole))
             return {
-                **_compute_mean_scores(scores[0::2], scores[1::2]),
+                "test/rewards/chosen": float(scores[0::2].mean()),
+                "test/rewards/rejected": float(scores[1::2].mean()),
                 **compute_preference_metrics(scores[0::2] - scores[1::2]),
             }
         sampler = models.policy.save_weights_and_get_sampling_client()
@@ -234,14 +235,6 @@ def make_comparison_pair(row: Problem, renderer: Any) -> list[Datum]:
 def _make_comparison(row: Problem) -> AnswerComparison:
     """Return the comparison of a row's two answers."""
     return AnswerComparison(row.messages, *get_pair(row))
-
-
-def _compute_mean_scores(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
-    """Return the mean scores of preferred and rejected answers."""
-    return {
-        "test/rewards/chosen": float(chosen.mean()),
-        "test/rewards/rejected": float(rejected.mean()),
-    }
 
 
 def compute_preference_metrics(margins: np.ndarray) -> dict[str, float]:

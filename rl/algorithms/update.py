@@ -152,7 +152,7 @@ def correct_datums(
     ).result()
     learner_D = [o["logprobs"].array for o in output.loss_fn_outputs]
     sampler_D = [datum.loss_fn_inputs["logprobs"].array for datum in datums]
-    masks_D = [datum.loss_fn_inputs["mask"].array != 0 for datum in datums]
+    masks_D = [datum.action_mask for datum in datums]
     gaps_D = [lp.astype(np.float64) - q for lp, q in zip(learner_D, sampler_D, strict=True)]
     episode_D = index_episodes(datums)
     weights_D, kept_D, metrics = apply_correction(gaps_D, masks_D, episode_D, correction)
@@ -238,7 +238,7 @@ def add_proximal_weight(datums: Sequence[Datum], version: int) -> list[Datum]:
             if "versions" in fields
             else np.full(datum.model_input.length, float(datum.version or 0))
         )
-        age = np.where(fields["mask"].array != 0, np.maximum(version - versions, 0), 0)
+        age = np.where(datum.action_mask, np.maximum(version - versions, 0), 0)
         weighted.append(add_loss_inputs(datum, proximal_share=age / (age + 1)))
     return weighted
 
@@ -481,7 +481,7 @@ def compare_sampler_and_learner(
     `kl_sample_train_v1` = mean d, `_v2` = mean d^2 / 2 (two estimators of KL(sampler || learner)),
     `max_logprob_difference` = max |d|, and `entropy` = -mean q.
     """
-    masks = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
+    masks = np.concatenate([d.action_mask for d in datums])
     q = np.concatenate([d.loss_fn_inputs["logprobs"].array for d in datums])[masks].astype(
         np.float64
     )

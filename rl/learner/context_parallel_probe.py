@@ -17,9 +17,13 @@ from rl.distributed import collectives
 from rl.errors import UserError
 from rl.layers import truncated_layers
 from rl.learner.context_parallel import ContextParallel
-from rl.learner.layout_probe import BF16_TOLERANCES, FP32_TOLERANCES, preserve_state
+from rl.learner.layout_probe import (
+    BF16_TOLERANCES,
+    FP32_TOLERANCES,
+    ProbeSequences,
+    preserve_state,
+)
 from rl.learner.packing import PackedBatch, collate, make_units
-from rl.learner.probe_inputs import ProbeSequences
 from rl.models import (
     get_vocab_size,
     make_attention_mask,

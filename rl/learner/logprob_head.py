@@ -170,33 +170,30 @@ class LogprobHead:
 
     `fused`: use kernels.linear_logprob, which never holds [T, V] if V is large. It requires a head
     that is a plain linear layer (or one with a LoRA adapter) and a known transformation of its
-    logits; otherwise the model's logits are used.
+    logits; otherwise the model's logits are used. `check`: False trusts the transformation, for a
+    model without weights, on which it cannot be checked.
     """
 
-    def __init__(self, model: nn.Module, *, fused: bool = True, kept_bytes: int | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        fused: bool = True,
+        kept_bytes: int | None = None,
+        check: bool = True,
+    ):
         self.model, self.kept_bytes = model, kept_bytes
         self.inner = unwrap_model(model)
         config = self.inner.config.get_text_config()
         self.softcap = config.to_dict().get("final_logit_softcapping")
         self._config = config
         self.value_head = get_value_head(model)
-        self.fused = fused and self._matches_model()
+        self.fused = fused and self._has_linear_head() and (not check or self._matches_model())
 
-    @classmethod
-    def without_check(
-        cls, model: nn.Module, *, fused: bool = True, kept_bytes: int | None = None
-    ) -> LogprobHead:
-        """Make a head without checking the fused head on the model's weights, for models without
-        weights.
-
-        The fused head is used if the output layer permits it.
-        """
-        head = cls(model, fused=False, kept_bytes=kept_bytes)
-        layer = head.inner.get_output_embeddings()
-        head.fused = fused and (
-            isinstance(layer, nn.Linear) or _unpack_lora_head(layer) is not None
-        )
-        return head
+    def _has_linear_head(self) -> bool:
+        """Return whether the output head is a plain linear layer, or one with a LoRA adapter."""
+        layer = self.inner.get_output_embeddings()
+        return isinstance(layer, nn.Linear) or _unpack_lora_head(layer) is not None
 
     def __call__(
         self, wrapped: nn.Module, request: HeadRequest, **model_inputs: Any
@@ -339,9 +336,6 @@ class LogprobHead:
 
         Some models scale their logits.
         """
-        head = self.inner.get_output_embeddings()
-        if head is None or not (isinstance(head, nn.Linear) or _unpack_lora_head(head) is not None):
-            return False
         device = next(self.inner.parameters()).device
         vocabulary = get_vocab_size(self.inner)
         ids = torch.arange(8, device=device)[None] % vocabulary

@@ -17,7 +17,6 @@ from rl.models.check_weights import (
     load_checked_adapter,
     select_weights_to_save,
 )
-from rl.models.lazy_loading import load_model_lazily, supports_lazy_loading
 from rl.models.lazy_safetensors import (
     LazyTensors,
     UnloadedParameters,
@@ -41,10 +40,12 @@ from rl.models.model_loading import (
     is_lora,
     is_value_head_parameter,
     load_model,
+    load_model_lazily,
     load_skeleton,
     make_attention_mask,
     seeded_torch,
     skip_packing_search,
+    supports_lazy_loading,
     unwrap_model,
     uses_flash_attention,
 )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,13 @@ import torch
 from torch import Tensor, nn
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def _open(file: Path) -> Any:
+    """Open a safetensors file, as a context."""
+    from safetensors import safe_open
+
+    return safe_open(str(file), framework="pt")
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,7 @@ class SafetensorsWeights:
         """Return the whole tensor, in the dtype of its file."""
         source = self._sources[name]
         if isinstance(source, str):
-            with self._opened(source) as file:
-                return file.get_tensor(source)
+            return self.read_key(source)
         rule = copy.deepcopy(source.rule)
         for pattern, key in source.keys:
             rule.add_tensor(name, key, pattern, lambda key=key: self.read_key(key))
@@ -101,7 +106,7 @@ class SafetensorsWeights:
 
     def read_key(self, key: str) -> Tensor:
         """Return the tensor of a key of the files."""
-        with self._opened(key) as file:
+        with _open(self._file_of[key]) as file:
             return file.get_tensor(key)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -111,21 +116,13 @@ class SafetensorsWeights:
         source = self._sources[name]
         if not isinstance(source, str):
             return self.read(name)[start:stop]
-        with self._opened(source) as file:
+        with _open(self._file_of[source]) as file:
             return file.get_slice(source)[start:stop]
 
     def _shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a key's tensor."""
-        with self._opened(key) as file:
+        with _open(self._file_of[key]) as file:
             return tuple(file.get_slice(key).get_shape())
-
-    @contextmanager
-    def _opened(self, key: str) -> Iterator[Any]:
-        """Open the file of a key."""
-        from safetensors import safe_open
-
-        with safe_open(str(self._file_of[key]), framework="pt") as file:
-            yield file
 
 
 @dataclass(frozen=True)
@@ -162,18 +159,14 @@ class LazyTensors(Mapping[str, Tensor]):
     @classmethod
     def from_file(cls, file: Path) -> LazyTensors:
         """Return all tensors of a safetensors file."""
-        from safetensors import safe_open
-
-        with safe_open(str(file), framework="pt") as opened:
+        with _open(file) as opened:
             return cls({key: (file, key) for key in opened.keys()})  # noqa: SIM118  (no mapping)
 
     def __getitem__(self, name: str) -> Tensor:
-        from safetensors import safe_open
-
         if name in self._in_memory:
             return self._in_memory[name]
         file, key = self._locations[name]
-        with safe_open(str(file), framework="pt") as opened:
+        with _open(file) as opened:
             return opened.get_tensor(key)
 
     def __iter__(self) -> Iterator[str]:
@@ -188,12 +181,10 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, without reading it."""
-        from safetensors import safe_open
-
         if name in self._in_memory:
             return tuple(self._in_memory[name].shape)
         file, key = self._locations[name]
-        with safe_open(str(file), framework="pt") as opened:
+        with _open(file) as opened:
             return tuple(opened.get_slice(key).get_shape())
 
 
@@ -237,8 +228,6 @@ def _map_keys_to_files(folder: Path) -> dict[str, Path]:
     """Return the file of each key. Raises CannotReadLazily if safetensors files of the whole model
     are missing.
     """
-    from safetensors import safe_open
-
     if (folder / INDEX).is_file():
         names: Collection[str] = set(
             json.loads((folder / INDEX).read_text())["weight_map"].values()
@@ -249,27 +238,31 @@ def _map_keys_to_files(folder: Path) -> dict[str, Path]:
     for name in sorted(names):
         if not (folder / name).is_file():
             raise CannotReadLazily(f"{folder} has no {name}")
-        with safe_open(str(folder / name), framework="pt") as file:
+        with _open(folder / name) as file:
             file_of |= dict.fromkeys(file.keys(), folder / name)
     return file_of
+
+
+def get_conversion_rules(model: Any) -> tuple[list[Any], list[Any]]:
+    """Return transformers' rules that (rename, convert) the keys of a model's files at load."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    rules = get_model_conversion_mapping(model) or []
+    return (
+        [rule for rule in rules if isinstance(rule, WeightRenaming)],
+        [rule for rule in rules if isinstance(rule, WeightConverter)],
+    )
 
 
 def _map_sources(model: Any, keys: Collection[str]) -> dict[str, str | _ConversionSource]:
     """Return the source of each tensor of the model: its key in the files, or the parts of its
     conversion.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     state = model.state_dict()
-    rules = get_model_conversion_mapping(model) or []
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings, converters = get_conversion_rules(model)
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     sources: dict[str, str | _ConversionSource] = {}
     for key in sorted(keys, key=dot_natural_key):
