@@ -29,6 +29,7 @@ from rl.algorithms.update import (
     UpdateSums,
     add_loss_inputs,
     compute_divisor,
+    compute_token_means,
     correct_by_settings,
     make_adam_params,
     run_updates,
@@ -332,26 +333,19 @@ def summarize_epochs(totals: UpdateSums, datums: Sequence[Datum]) -> dict[str, f
     """Return the metrics of all updates on `datums`: means over the tokens of every epoch."""
     sums = {name.removeprefix("critic_"): value for name, value in totals.sums.items()}
     sums["loss:sum"] = totals.sums["loss:sum"]  # the policy's
-    tokens = max(1, count_action_tokens(datums) * totals.epochs)
-    names = {
-        "loss": "loss",
-        "policy_loss": "policy_loss",
-        "value_loss": "value_loss",
-        "entropy": "policy_entropy",
-        "value_clipped": "value_clip_frac",
+    tokens = count_action_tokens(datums)
+    means = {
+        f"optim/{name}": sums[f"{name}:sum"] / max(1, tokens * totals.epochs)
+        for name in ("loss", "policy_loss")
+        if f"{name}:sum" in sums
     }
-    clipped = sums.get("clipped_low:sum", 0.0) + sums.get("clipped_high:sum", 0.0)
     return {
         **totals.summarize(),
-        **{
-            f"optim/{metric}": sums[f"{name}:sum"] / tokens
-            for name, metric in names.items()
-            if f"{name}:sum" in sums
-        },
-        "optim/clip_frac": clipped / max(1.0, sums.get("active_tokens:sum", 0.0)),
+        **means,
+        **compute_token_means(sums, tokens * totals.epochs),
         "optim/substeps": totals.steps,
         "optim/epochs": totals.epochs,
-        "optim/tokens": count_action_tokens(datums),
+        "optim/tokens": tokens,
     }
 
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rl.config import ShapingSettings
 from rl.rollout import Trajectory, TrajectoryGroup, mean
 
 
+@dataclass
 class RunningStatistics:
     """Track the mean and (population) standard deviation of all values so far, a batch at a time
     (Chan, Golub, LeVeque 1979).
     """
 
-    def __init__(self) -> None:
-        self.count, self.mean, self.m2 = 0, 0.0, 0.0
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0  # sum of squared distances to the mean
 
     @property
     def std(self) -> float:
@@ -38,14 +40,6 @@ class RunningStatistics:
         self.m2 += m2 + shift * shift * self.count * n / total
         self.mean += shift * n / total
         self.count = total
-
-    def state(self) -> dict[str, Any]:
-        """Return the statistics, for a checkpoint."""
-        return {"count": self.count, "mean": self.mean, "m2": self.m2}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the statistics from a checkpoint."""
-        self.count, self.mean, self.m2 = state["count"], state["mean"], state["m2"]
 
 
 def overlong_penalty(tokens: int, max_tokens: int, share: float, penalty: float) -> float:
@@ -163,11 +157,11 @@ class RewardShaper:
 
     def state(self) -> dict[str, Any]:
         """Return the running statistics, for a checkpoint."""
-        return self.statistics.state()
+        return asdict(self.statistics)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the running statistics from a checkpoint."""
-        self.statistics.load_state(state)
+        self.statistics = RunningStatistics(**state)
 
 
 def _longest_action(trajectory: Trajectory) -> int:

@@ -456,19 +456,26 @@ def compute_loss_metrics(
     # excludes the terms that were added to the loss
     loss = sums.get("policy_loss:sum", sums.get("loss:sum", 0.0))
     count = count_sequences(datums) if normalise == "sequence_means" else max(1, tokens)
-    metrics = {name: loss / count, "optim/tokens": tokens}
-    if "entropy:sum" in sums:
-        metrics["optim/policy_entropy"] = sums["entropy:sum"] / max(1, tokens)
-    metrics |= {
-        f"optim/{part}": sums[f"{part}:sum"] / max(1, tokens)
-        for part in ("td_loss", "cql", "value_loss")
-        if f"{part}:sum" in sums
+    return {name: loss / count, "optim/tokens": tokens, **compute_token_means(sums, tokens)}
+
+
+def compute_token_means(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+    """Return the metrics that are means over `tokens` tokens, and the share of clipped tokens."""
+    names = {
+        "entropy": "policy_entropy",
+        "td_loss": "td_loss",
+        "cql": "cql",
+        "value_loss": "value_loss",
+        "value_clipped": "value_clip_frac",
     }
-    active = sums.get("active_tokens:sum", 0.0)
+    metrics = {
+        f"optim/{metric}": sums[f"{name}:sum"] / max(1, tokens)
+        for name, metric in names.items()
+        if f"{name}:sum" in sums
+    }
     if "clipped_low:sum" in sums:
-        metrics["optim/clip_frac"] = (sums["clipped_low:sum"] + sums["clipped_high:sum"]) / max(
-            1.0, active
-        )
+        clipped = sums["clipped_low:sum"] + sums["clipped_high:sum"]
+        metrics["optim/clip_frac"] = clipped / max(1.0, sums.get("active_tokens:sum", 0.0))
     return metrics
 
 

@@ -23,7 +23,7 @@ from rl.distributed import FSDPSharding, ZeroSharding, collectives, get_launch_s
 from rl.layers import truncated_layers
 from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_adam_params
 from rl.learner.frozen_base import get_dequantizers
-from rl.models import UnloadedParameters
+from rl.models import SafetensorsWeights
 from rl.types import AdamParams
 
 
@@ -204,7 +204,7 @@ def make_backend(
     accelerator: Any,
     optimizer: str = "adamw",
     skeleton: Any = None,
-    lazy_weights: UnloadedParameters | None = None,
+    lazy_weights: SafetensorsWeights | None = None,
 ) -> Backend:
     """Return the backend that this launch requests.
 
@@ -250,7 +250,7 @@ def make_skeleton(model: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def load_first_layers(model: nn.Module, lazy_weights: UnloadedParameters) -> Any:
+def load_first_layers(model: nn.Module, lazy_weights: SafetensorsWeights) -> Any:
     """Return a copy of a model without values in which only the first layers are read.
 
     `rl.layers.truncated_layers` selects these layers; the other layers hold no values.

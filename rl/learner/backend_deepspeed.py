@@ -21,7 +21,7 @@ from rl.distributed import collectives
 from rl.layers import describe_layers, unwrap_model
 from rl.learner.adamw import make_adamw, set_adam_params
 from rl.learner.backend import Backend, make_skeleton, sum_gradients
-from rl.models import UnloadedParameters
+from rl.models import SafetensorsWeights
 from rl.types import AdamParams
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -38,7 +38,7 @@ class DeepSpeedBackend(Backend):
         model: Any,
         trainable: Mapping[str, Tensor],
         config: dict[str, Any],
-        lazy_weights: UnloadedParameters | None = None,
+        lazy_weights: SafetensorsWeights | None = None,
     ):
         import deepspeed
         from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -274,7 +274,7 @@ def _set_expert_leaf_modules(model: nn.Module) -> None:
 
 
 def _shard_parameters(
-    model: nn.Module, config: dict[str, Any], lazy_weights: UnloadedParameters
+    model: nn.Module, config: dict[str, Any], lazy_weights: SafetensorsWeights
 ) -> None:
     """Create the ZeRO-3 partitions of a model without values, parameter by parameter.
 

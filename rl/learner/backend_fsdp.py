@@ -19,7 +19,7 @@ from torch import Tensor
 from rl.distributed import collectives
 from rl.learner.adamw import make_adamw
 from rl.learner.backend import Backend, make_skeleton
-from rl.models import UnloadedParameters, unwrap_model
+from rl.models import SafetensorsWeights, unwrap_model
 
 
 class FSDPBackend(Backend):
@@ -28,7 +28,7 @@ class FSDPBackend(Backend):
     `bf16`: layers compute in bf16; sums over ranks stay fp32.
     """
 
-    def __init__(self, model: Any, *, bf16: bool, lazy_weights: UnloadedParameters | None = None):
+    def __init__(self, model: Any, *, bf16: bool, lazy_weights: SafetensorsWeights | None = None):
         # Modules can be copied only before the weights are sharded.
         self.skeleton = make_skeleton(model)
         kinds = set(unwrap_model(model)._no_split_modules or ())
@@ -44,7 +44,7 @@ class FSDPBackend(Backend):
         self.adam = make_adamw(self.trainable)
 
     @torch.no_grad()
-    def _load_shards(self, lazy_weights: UnloadedParameters) -> None:
+    def _load_shards(self, lazy_weights: SafetensorsWeights) -> None:
         """Read this rank's shard of each tensor, and no other part of it."""
         for name, parameter in self.parameters.items():
             if name in lazy_weights:

@@ -19,7 +19,7 @@ from rl.models.check_weights import (
 )
 from rl.models.lazy_safetensors import (
     LazyTensors,
-    UnloadedParameters,
+    SafetensorsWeights,
     get_tensor_shape,
     open_lazy_tensors,
 )
@@ -77,7 +77,7 @@ __all__ = [
     "LazyTensors",
     "LoadedModel",
     "MODEL_PRESETS",
-    "UnloadedParameters",
+    "SafetensorsWeights",
     "add_lora",
     "add_value_head",
     "make_attention_mask",

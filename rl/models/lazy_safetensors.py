@@ -30,10 +30,11 @@ def _open(file: Path) -> Any:
 
 @dataclass(frozen=True)
 class _ConversionSource:
-    """Describe the sources of a converted tensor: a rule of transformers, and keys by the pattern
-    that they match.
+    """Describe the sources of a converted tensor: its name in the original model, a rule of
+    transformers, and keys by the pattern that they match.
     """
 
+    name: str
     rule: Any
     keys: tuple[tuple[str, str], ...]  # (pattern, key)
 
@@ -80,18 +81,20 @@ class SafetensorsWeights:
             if name in self._sources:
                 buffer.copy_(self.read(name))
 
-    def for_wrapped_model(self, model: nn.Module) -> UnloadedParameters:
+    def for_wrapped_model(self, model: nn.Module) -> SafetensorsWeights:
         """Return these weights by the parameter names of `model`, which wraps the original model
         (with adapters).
         """
-        return UnloadedParameters(
-            self,
-            {
-                name: self._name_of[id(p)]
-                for name, p in model.named_parameters()
-                if id(p) in self._name_of
-            },
-        )
+        wrapped = copy.copy(self)
+        wrapped._sources = {
+            name: self._sources[self._name_of[id(p)]]
+            for name, p in model.named_parameters()
+            if id(p) in self._name_of
+        }
+        return wrapped
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
 
     def read(self, name: str) -> Tensor:
         """Return the whole tensor, in the dtype of its file."""
@@ -100,8 +103,9 @@ class SafetensorsWeights:
             return self.read_key(source)
         rule = copy.deepcopy(source.rule)
         for pattern, key in source.keys:
-            rule.add_tensor(name, key, pattern, lambda key=key: self.read_key(key))
-        converted = rule.convert(name, model=self._model, config=self._model.config)[name]
+            rule.add_tensor(source.name, key, pattern, lambda key=key: self.read_key(key))
+        converted = rule.convert(source.name, model=self._model, config=self._model.config)
+        converted = converted[source.name]
         return converted[0] if isinstance(converted, list) else converted
 
     def read_key(self, key: str) -> Tensor:
@@ -123,25 +127,6 @@ class SafetensorsWeights:
         """Return the shape of a key's tensor."""
         with _open(self._file_of[key]) as file:
             return tuple(file.get_slice(key).get_shape())
-
-
-@dataclass(frozen=True)
-class UnloadedParameters:
-    """Map the parameter names of a model without values to its weights in the files."""
-
-    stored: SafetensorsWeights
-    names: Mapping[str, str]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def read(self, name: str) -> Tensor:
-        """Return the whole tensor of a parameter."""
-        return self.stored.read(self.names[name])
-
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows `start` to `stop` of a parameter."""
-        return self.stored.read_rows(self.names[name], start, stop)
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -278,5 +263,5 @@ def _map_sources(model: Any, keys: Collection[str]) -> dict[str, str | _Conversi
             raise CannotReadLazily(f"{key} is split into several tensors")
         before = sources.get(name)
         parts = before.keys if isinstance(before, _ConversionSource) else ()
-        sources[name] = _ConversionSource(by_pattern[pattern], (*parts, (pattern, key)))
+        sources[name] = _ConversionSource(name, by_pattern[pattern], (*parts, (pattern, key)))
     return sources

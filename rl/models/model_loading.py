@@ -40,6 +40,7 @@ from rl.models.tiny_models import ModelPreset, get_model_preset
 from rl.models.tokenizer_loading import build_tiny_tokenizer, load_tokenizer
 from rl.models.vision_models import (
     attach_image_processor,
+    describe_tiny_text_model,
     find_auto_class,
     initialize_vision_tower,
     make_tiny_vision_config,
@@ -82,14 +83,8 @@ def seeded_torch(seed: int) -> Iterator[None]:
         yield
 
 
-def load_model(
-    base_model: str,
-    *,
-    tokenizer: str | None = None,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-) -> LoadedModel:
-    """Load a causal LM from `tiny:<preset>` (random weights from `seed`), a folder, or a hub name.
+def load_model(base_model: str, *, tokenizer: str | None = None, seed: int = 0) -> LoadedModel:
+    """Load a causal LM in fp32 from `tiny:<preset>` (random weights from `seed`), a folder, or a hub name.
 
     The folder of an adapter is merged into its base. `tokenizer`: a folder or hub name that
     replaces the model's tokenizer; a folder without a tokenizer results in None. Raises UserError
@@ -97,7 +92,7 @@ def load_model(
     that cannot be loaded.
     """
     if base_model.startswith("tiny:"):
-        return _build_tiny(base_model, tokenizer, seed, dtype)
+        return _build_tiny(base_model, tokenizer, seed)
     source = _find_source(base_model)
     folder = Path(source)
     if is_adapter(folder):
@@ -106,7 +101,7 @@ def load_model(
         check_model_folder(folder)
     try:
         model = load_checked_model(
-            find_auto_class(source), source, base_model, dtype=dtype, **_attention_kwargs()
+            find_auto_class(source), source, base_model, dtype=torch.float32, **_attention_kwargs()
         )
     except OSError as error:
         hint = (
@@ -289,7 +284,7 @@ def load_skeleton(base_model: str, *, tokenizer: str | None = None) -> LoadedMod
             load_skeleton(base.name, tokenizer=tokenizer or base.tokenizer), adapted
         )
     if base_model.startswith("tiny:"):
-        return _build_tiny(base_model, tokenizer, 0, torch.float32)
+        return _build_tiny(base_model, tokenizer, 0)
     source = _find_source(base_model)
     try:
         config = AutoConfig.from_pretrained(source)
@@ -400,9 +395,7 @@ def collect_eos_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _build_tiny(
-    base_model: str, tokenizer_name: str | None, seed: int, dtype: torch.dtype
-) -> LoadedModel:
+def _build_tiny(base_model: str, tokenizer_name: str | None, seed: int) -> LoadedModel:
     """Build the model of a tiny preset with random weights from `seed`."""
     preset = get_model_preset(base_model)
     tokenizer = (
@@ -414,30 +407,17 @@ def _build_tiny(
             "folder or hub name)"
         )
     if preset.vision is not None:
-        return _build_tiny_vision(base_model, preset, tokenizer, seed, dtype)
+        return _build_tiny_vision(base_model, preset, tokenizer, seed)
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=preset.hidden,
-        num_hidden_layers=preset.layers,
-        num_attention_heads=preset.heads,
-        num_key_value_heads=preset.kv_heads,
-        head_dim=preset.hidden // preset.heads,
-        intermediate_size=preset.mlp,
-        max_position_embeddings=preset.max_position,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
+    config = Qwen3Config(**describe_tiny_text_model(preset, tokenizer))
     with seeded_torch(seed):
         model: Any = Qwen3ForCausalLM(config)
-    return _make_loaded_model(model.to(dtype), tokenizer, base_model)
+    return _make_loaded_model(model, tokenizer, base_model)
 
 
 def _build_tiny_vision(
-    base_model: str, preset: ModelPreset, tokenizer: Any, seed: int, dtype: torch.dtype
+    base_model: str, preset: ModelPreset, tokenizer: Any, seed: int
 ) -> LoadedModel:
     """Build the tiny vision-language model of a preset."""
     from transformers import Qwen3VLForConditionalGeneration
@@ -449,7 +429,7 @@ def _build_tiny_vision(
         model: Any = Qwen3VLForConditionalGeneration(make_tiny_vision_config(preset, tokenizer))
         initialize_vision_tower(model)
     attach_image_reader(model, reader)
-    return _make_loaded_model(model.to(dtype), tokenizer, base_model)
+    return _make_loaded_model(model, tokenizer, base_model)
 
 
 def _disable_randomness(model: Any) -> Any:

@@ -120,32 +120,38 @@ def _load_hf_image_processor(source: str) -> Any | None:
         return None
 
 
+def describe_tiny_text_model(preset: ModelPreset, tokenizer: Any) -> dict[str, Any]:
+    """Return the fields of a Qwen3 config of the preset's size."""
+    return dict(
+        vocab_size=len(tokenizer),
+        hidden_size=preset.hidden,
+        num_hidden_layers=preset.layers,
+        num_attention_heads=preset.heads,
+        num_key_value_heads=preset.kv_heads,
+        head_dim=preset.hidden // preset.heads,
+        intermediate_size=preset.mlp,
+        max_position_embeddings=preset.max_position,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+
+
 def make_tiny_vision_config(preset: ModelPreset, tokenizer: Any) -> Any:
     """Return the config of a Qwen3-VL of the preset's size."""
     from transformers import Qwen3VLConfig
 
     assert preset.vision is not None
     eyes, width = preset.vision, preset.hidden // preset.heads
-    text = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=preset.hidden,
-        num_hidden_layers=preset.layers,
-        num_attention_heads=preset.heads,
-        num_key_value_heads=preset.kv_heads,
-        head_dim=width,
-        intermediate_size=preset.mlp,
-        max_position_embeddings=preset.max_position,
-        rope_parameters={
+    text = describe_tiny_text_model(preset, tokenizer) | {
+        "rope_parameters": {
             "rope_type": "default",
             "mrope_section": _mrope_section(width // 2),
             "mrope_interleaved": True,
             "rope_theta": 1e4,
-        },
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
+        }
+    }
     vision = dict(
         depth=eyes.layers,
         hidden_size=eyes.hidden,
