@@ -84,7 +84,8 @@ def seeded_torch(seed: int) -> Iterator[None]:
 
 
 def load_model(base_model: str, *, tokenizer: str | None = None, seed: int = 0) -> LoadedModel:
-    """Load a causal LM in fp32 from `tiny:<preset>` (random weights from `seed`), a folder, or a hub name.
+    """Load a causal LM in fp32 from `tiny:<preset>` (random weights from `seed`), a folder, or a
+    hub name.
 
     The folder of an adapter is merged into its base. `tokenizer`: a folder or hub name that
     replaces the model's tokenizer; a folder without a tokenizer results in None. Raises UserError
