@@ -40,7 +40,7 @@ class Backend(abc.ABC):
     adam       the optimizer
     """
 
-    wrapped: nn.Module
+    wrapped: Any
     trainable: Mapping[str, Any]
     skeleton: Any
     adam: Any
@@ -113,8 +113,9 @@ class Backend(abc.ABC):
         sizes = {}
         for name, parameter in self.trainable.items():
             gradient = self._local_gradient(parameter)
-            empty = gradient is None or not gradient.numel()
-            sizes[name] = 0.0 if empty else float(gradient.abs().max())
+            sizes[name] = 0.0
+            if gradient is not None and gradient.numel():
+                sizes[name] = float(gradient.abs().max())
         return sizes
 
     def full_model(self, names: Collection[str]) -> AbstractContextManager[Any | None]:
