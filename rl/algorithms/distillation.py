@@ -236,9 +236,9 @@ class Distillation(Method):
                     ]
                 )
                 discount = self.options.kl_discount
-                credit_T = -(
-                    np.array(compute_returns_to_go(gap_T, discount)) if discount else gap_T
-                )
+                credit_T = -gap_T
+                if discount:
+                    credit_T = -np.asarray(compute_returns_to_go(gap_T, discount))
                 trajectory.advantage = float(credit_T.mean())
                 gaps.append(gap_T)
                 for datum, mask, part in zip(
