@@ -98,10 +98,7 @@ def compute_ratios(
     """
     gaps_D = [np.where(mask, gap, 0.0) for gap, mask in zip(gaps_D, masks_D, strict=True)]
     if level != "token":
-        sums, counts = (
-            np.zeros(max(episode_D, default=-1) + 1),
-            np.zeros(max(episode_D, default=-1) + 1),
-        )
+        sums, counts = np.zeros((2, max(episode_D, default=-1) + 1))
         for gap, mask, episode in zip(gaps_D, masks_D, episode_D, strict=True):
             sums[episode] += gap.sum()
             counts[episode] += np.count_nonzero(mask)

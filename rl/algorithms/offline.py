@@ -256,12 +256,15 @@ class Offline(Method):
         behavior `logprobs`, `returns`.
         """
         answers = [answer for row in rows for answer in row.answers]
+        selects = self.options.loss_spec.selects_answers
         datums = [
-            make_answer_datum(row, answer, renderer) for row in rows for answer in row.answers
+            make_answer_datum(row, answer, renderer, "weights" if selects else "mask")
+            for row in rows
+            for answer in row.answers
         ]
         self._row_indices = [i for i, row in enumerate(rows) for _ in row.answers]
-        if self.options.loss_spec.selects_answers:
-            return [_rename_loss_input(datum, "mask", "weights") for datum in datums]
+        if selects:
+            return datums
         datums = self._add_behavior_logprobs(datums, answers, models)
         if self.options.learns_value:
             values = models.policy.compute_values([d.model_input for d in datums]).result()
@@ -350,9 +353,11 @@ class Offline(Method):
         return config
 
 
-def make_answer_datum(row: Problem, answer: StoredAnswer, renderer: Any) -> Datum:
-    """Return prompt and answer with `mask` 1 on the answer: the tokens as sampled, else the text as
-    the renderer encodes it.
+def make_answer_datum(
+    row: Problem, answer: StoredAnswer, renderer: Any, field: str = "mask"
+) -> Datum:
+    """Return prompt and answer with the loss input `field` 1 on the answer: the tokens as sampled,
+    else the text as the renderer encodes it.
     """
     if answer.tokens is not None and answer.prompt_tokens is not None:
         tokens = [*answer.prompt_tokens, *answer.tokens]
@@ -362,7 +367,7 @@ def make_answer_datum(row: Problem, answer: StoredAnswer, renderer: Any) -> Datu
             [*row.messages, {"role": "assistant", "content": answer.text}]
         )
         tokens = model_input.to_ints()
-    datum = _rename_loss_input(supervised_datum(tokens, weights), "weights", "mask")
+    datum = supervised_datum(tokens, weights, field)
     datum.experts = None if answer.experts is None else experts_from_text(answer.experts)
     return datum
 
@@ -427,13 +432,6 @@ def check_stored_answer(
             f"{answer.place}: prompt and answer take {length} tokens, but the model's context "
             f"holds {limit}: remove the answer"
         )
-
-
-def _rename_loss_input(datum: Datum, old: str, new: str) -> Datum:
-    """Return the datum with a loss input renamed."""
-    return datum.with_inputs(
-        {new if name == old else name: data for name, data in datum.loss_fn_inputs.items()}
-    )
 
 
 def _set_advantages(datum: Datum, advantages_T: np.ndarray, reward: float | None = None) -> Datum:

@@ -4,7 +4,7 @@ in rl.losses.preference_losses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from rl.algorithms.dpo import ACCURACY_METRIC, DPO
@@ -83,10 +83,13 @@ class SimpoSettings(_PairSettings):
 
 class ReferenceFreeDPO(DPO):
     """Base class of the methods on pairs without a reference model. A subclass sets `Settings`,
-    `_loss` and `_config`.
+    `_loss` and, unless it is the section `preference`, `_config`.
     """
 
     uses_reference = False
+
+    def _config(self) -> dict[str, float]:
+        return asdict(self.settings.preference)
 
 
 class ORPO(ReferenceFreeDPO):
@@ -101,9 +104,6 @@ class ORPO(ReferenceFreeDPO):
     def _loss(self) -> str:
         return "orpo"
 
-    def _config(self) -> dict[str, float]:
-        return {"beta": self.settings.preference.beta}
-
 
 class SIMPO(ReferenceFreeDPO):
     """Implement `simpo`."""
@@ -113,7 +113,3 @@ class SIMPO(ReferenceFreeDPO):
 
     def _loss(self) -> str:
         return "simpo"
-
-    def _config(self) -> dict[str, float]:
-        options = self.settings.preference
-        return {"beta": options.beta, "gamma": options.gamma}

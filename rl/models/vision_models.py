@@ -92,20 +92,7 @@ def load_image_processor(tokenizer: Any | None, source: str) -> None:
 
 
 def _make_image_reader(config: Any, tokenizer: Any, source: str) -> ImageReader | None:
-    """Return the image reader; None if `source` has no image processor."""
-    processor = _load_hf_image_processor(source)
-    return None if processor is None else ImageReader(config, tokenizer, processor)
-
-
-def _has_image_processor(folder: Path) -> bool:
-    """Return whether a folder has an image processor."""
-    return any(
-        (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
-    )
-
-
-def _load_hf_image_processor(source: str) -> Any | None:
-    """Load the image processor; None if the folder has none.
+    """Return the image reader; None if `source` has no image processor.
 
     Without it the model is trained on text only, and images in its input are an error.
     """
@@ -115,9 +102,18 @@ def _load_hf_image_processor(source: str) -> Any | None:
     if folder.is_dir() and not _has_image_processor(folder):
         return None
     try:
-        return AutoImageProcessor.from_pretrained(str(folder) if folder.is_dir() else source)
+        name = str(folder) if folder.is_dir() else source
+        processor = AutoImageProcessor.from_pretrained(name)
     except (OSError, ValueError, ImportError):
         return None
+    return ImageReader(config, tokenizer, processor)
+
+
+def _has_image_processor(folder: Path) -> bool:
+    """Return whether a folder has an image processor."""
+    return any(
+        (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
+    )
 
 
 def describe_tiny_text_model(preset: ModelPreset, tokenizer: Any) -> dict[str, Any]:
