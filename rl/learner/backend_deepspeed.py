@@ -43,7 +43,7 @@ class DeepSpeedBackend(Backend):
         import deepspeed
         from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-        self.model, self.trainable = model, trainable
+        self.trainable = trainable
         self.stage: int = config["zero_optimization"]["stage"]
         # Modules can be copied only before the weights are sharded.
         self.skeleton = make_skeleton(model)

@@ -130,47 +130,44 @@ class SafetensorsWeights:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Map names to tensors, each read from its file at every access; `in_memory`: tensors in
-    memory.
+    """Map names to tensors, each read at every access from the file that `entries` names.
+
+    An entry may also be a tensor in memory.
     """
 
-    def __init__(
-        self,
-        locations: Mapping[str, tuple[Path, str]],
-        in_memory: Mapping[str, Tensor] | None = None,
-    ):
-        self._locations, self._in_memory = dict(locations), dict(in_memory or {})
+    def __init__(self, entries: Mapping[str, Path | Tensor]):
+        self._entries = dict(entries)
 
     @classmethod
     def from_file(cls, file: Path) -> LazyTensors:
         """Return all tensors of a safetensors file."""
         with _open(file) as opened:
-            return cls({key: (file, key) for key in opened.keys()})  # noqa: SIM118  (no mapping)
+            return cls(dict.fromkeys(opened.keys(), file))
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._in_memory:
-            return self._in_memory[name]
-        file, key = self._locations[name]
-        with _open(file) as opened:
-            return opened.get_tensor(key)
+        entry = self._entries[name]
+        if isinstance(entry, Tensor):
+            return entry
+        with _open(entry) as opened:
+            return opened.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._in_memory, *self._locations])
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._in_memory) + len(self._locations)
+        return len(self._entries)
 
     def with_tensors(self, in_memory: Mapping[str, Tensor]) -> LazyTensors:
         """Return these tensors plus others that are in memory."""
-        return LazyTensors(self._locations, {**self._in_memory, **in_memory})
+        return LazyTensors({**self._entries, **in_memory})
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, without reading it."""
-        if name in self._in_memory:
-            return tuple(self._in_memory[name].shape)
-        file, key = self._locations[name]
-        with _open(file) as opened:
-            return tuple(opened.get_slice(key).get_shape())
+        entry = self._entries[name]
+        if isinstance(entry, Tensor):
+            return tuple(entry.shape)
+        with _open(entry) as opened:
+            return tuple(opened.get_slice(name).get_shape())
 
 
 def get_tensor_shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
@@ -186,11 +183,9 @@ def open_lazy_tensors(folder: Path, names: Collection[str]) -> LazyTensors | Non
         files = _map_keys_to_files(folder)
     except CannotReadLazily:
         return None
-    return (
-        LazyTensors({name: (files[name], name) for name in names})
-        if all(name in files for name in names)
-        else None
-    )
+    if any(name not in files for name in names):
+        return None
+    return LazyTensors({name: files[name] for name in names})
 
 
 def replace_meta_parameters_(model: nn.Module) -> None:
