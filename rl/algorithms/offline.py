@@ -225,29 +225,25 @@ class Offline(Method):
         """Return a message about the answers without behavior logprobs and the answers without
         recorded experts, or None.
         """
+        answers = [answer for row in problems for answer in row.answers]
         messages = []
-        unrecorded = (
-            [answer.experts is None for row in problems for answer in row.answers]
-            if self.settings.model.router_replay
-            else []
-        )
-        if any(unrecorded):
+        unrecorded = sum(answer.experts is None for answer in answers)
+        if self.settings.model.router_replay and unrecorded:
             messages.append(
-                f"router_replay: {sum(unrecorded)} of {len(unrecorded)} stored answers have no "
+                f"router_replay: {unrecorded} of {len(answers)} stored answers have no "
                 "recorded experts and are routed by the router"
             )
-        unscored = [answer.logprobs is None for row in problems for answer in row.answers]
-        if not self.options.needs_behavior_logprobs or not any(unscored):
-            return "; ".join(messages) or None
-        subject = (
-            "The stored answers have"
-            if all(unscored)
-            else f"{sum(unscored)} of {len(unscored)} stored answers have"
-        )
-        messages.append(
-            f"{subject} no logprobs: the initial policy scores them, as if it had sampled them"
-        )
-        return "; ".join(messages)
+        unscored = sum(answer.logprobs is None for answer in answers)
+        if self.options.needs_behavior_logprobs and unscored:
+            subject = (
+                "The stored answers have"
+                if unscored == len(answers)
+                else f"{unscored} of {len(answers)} stored answers have"
+            )
+            messages.append(
+                f"{subject} no logprobs: the initial policy scores them, as if it had sampled them"
+            )
+        return "; ".join(messages) or None
 
     def datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
