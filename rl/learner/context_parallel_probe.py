@@ -26,7 +26,6 @@ from rl.learner.layout_probe import (
 from rl.learner.packing import PackedBatch, collate, make_units
 from rl.models import (
     get_vocab_size,
-    make_attention_mask,
     skip_packing_search,
     unwrap_model,
     uses_flash_attention,
@@ -85,10 +84,6 @@ def _run(model: Any, parallel: ContextParallel, batch: PackedBatch) -> Tensor:
     """Return the hidden states [T, D] of a batch, which the group shares if it has a shard."""
     shard = batch.shard
     source = batch if shard is None else shard
-    inputs = {"input_ids": source.input_ids, "position_ids": source.position_ids}
-    if batch.attention_mask is not None:
-        inputs["attention_mask"] = make_attention_mask(model, batch.attention_mask)
-    inputs = {key: value for key, value in inputs.items() if value is not None}
     inner, states = unwrap_model(model), list[Tensor]()  # the inputs of the output head
     head = inner.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda module, args: states.append(args[0]))
@@ -98,7 +93,7 @@ def _run(model: Any, parallel: ContextParallel, batch: PackedBatch) -> Tensor:
                 stack.enter_context(parallel.split_attention(inner, shard))
             if shard is not None or not batch.is_packed:
                 stack.enter_context(skip_packing_search())
-            model(**inputs, use_cache=False)
+            model(**batch.make_model_inputs(model), use_cache=False)
     finally:
         hook.remove()
     flat = states[0].flatten(0, -2)

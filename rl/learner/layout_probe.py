@@ -24,7 +24,6 @@ from rl.layers import describe_layers, shrink_window, truncated_layers
 from rl.learner.packing import PackedBatch, collate, make_units
 from rl.models import (
     get_vocab_size,
-    make_attention_mask,
     seeded_torch,
     unwrap_model,
     uses_flash_attention,
@@ -406,11 +405,7 @@ class _LayoutProbe:
         `probed`: the sequence for which the gradient of the last two tokens is computed. Raises
         Untried if the model cannot run it.
         """
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
-        if batch.position_ids is not None:
-            inputs["position_ids"] = batch.position_ids
-        if batch.attention_mask is not None:
-            inputs["attention_mask"] = make_attention_mask(self.model, batch.attention_mask)
+        inputs = batch.make_model_inputs(self.model)
         try:
             with (
                 torch.set_grad_enabled(probed is not None),

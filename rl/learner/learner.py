@@ -51,7 +51,6 @@ from rl.models import (
     get_tensor_shape,
     is_lora,
     is_value_head_parameter,
-    make_attention_mask,
     skip_packing_search,
     unwrap_model,
     uses_flash_attention,
@@ -468,19 +467,12 @@ class Learner:
 
     def _model_inputs(self, batch: PackedBatch) -> dict[str, Any]:
         """Return the forward's inputs: the tokens and images of a micro-batch."""
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+        inputs: dict[str, Any] = batch.make_model_inputs(self.model)
         if self.reader is not None and batch.images is not None:
             rows, lengths = zip(*batch.images, strict=True)
-            inputs = self.reader.model_inputs(
+            inputs |= self.reader.model_inputs(
                 unwrap_model(self.model), batch.input_ids, rows, [0] * len(rows), lengths
             )
-        if batch.position_ids is not None:
-            inputs["position_ids"] = batch.position_ids
-        if batch.shard is not None:
-            inputs["input_ids"] = batch.shard.input_ids
-            inputs["position_ids"] = batch.shard.position_ids
-        if batch.attention_mask is not None:
-            inputs["attention_mask"] = make_attention_mask(self.model, batch.attention_mask)
         return inputs
 
     def _local_micro_batches(
