@@ -304,9 +304,12 @@ def load_learner_state(
                 f"{path} was saved without a value head, so its optimizer has no state for this "
                 "learner's: load_state starts a fresh optimizer"
             )
-        weights = _add_tensors(
-            _read_value_head(learner, path, state), _read_weights(learner, model_folder(path))
-        )
+        head = _read_value_head(learner, path, state)
+        weights = _read_weights(learner, model_folder(path))
+        if isinstance(weights, LazyTensors):
+            weights = weights.with_tensors(head)
+        else:
+            weights = {**weights, **head}
         optimizer = _read_optimizer(learner, file) if with_optimizer else {}
         file = path / "rng.safetensors"
         # A learner in a subfolder uses the generator states of the checkpoint.
@@ -367,13 +370,6 @@ def _read_tensors(file: Path, *, lazy: bool = False) -> Mapping[str, Tensor]:
         raise UserError(f"{file} is missing: the folder is incomplete")
     with convert_read_errors(str(file)):
         return LazyTensors.from_file(file) if lazy else load_file(str(file))
-
-
-def _add_tensors(
-    extra: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> Mapping[str, Tensor]:
-    """Return `tensors` with those of `extra` added."""
-    return tensors.with_tensors(extra) if isinstance(tensors, LazyTensors) else {**tensors, **extra}
 
 
 def _read_optimizer(learner: Learner, file: Path) -> Mapping[str, Tensor]:

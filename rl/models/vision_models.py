@@ -140,10 +140,12 @@ def make_tiny_vision_config(preset: ModelPreset, tokenizer: Any) -> Any:
 
     assert preset.vision is not None
     eyes, width = preset.vision, preset.hidden // preset.heads
+    # the shares of time, height and width in the rotary frequencies, as equal as possible
+    side = width // 2 // 3
     text = describe_tiny_text_model(preset, tokenizer) | {
         "rope_parameters": {
             "rope_type": "default",
-            "mrope_section": _mrope_section(width // 2),
+            "mrope_section": [width // 2 - 2 * side, side, side],
             "mrope_interleaved": True,
             "rope_theta": 1e4,
         }
@@ -187,12 +189,6 @@ def initialize_vision_tower(model: Any) -> None:
         for name, parameter in model.model.visual.named_parameters():
             if parameter.ndim >= 2 and "pos_embed" not in name:
                 parameter.normal_(std=(parameter.numel() // parameter.shape[0]) ** -0.5)
-
-
-def _mrope_section(half: int) -> list[int]:
-    """Split the rotary frequencies into shares for time, height and width, as equal as possible."""
-    side = half // 3
-    return [half - 2 * side, side, side]
 
 
 def make_tiny_image_processor(preset: ModelPreset) -> Any:
