@@ -252,8 +252,11 @@ def settings_page() -> str:
 
 
 def describe_learning_rate(settings: Any) -> str:
-    """Return the default learning rates of a method, from the docstring of its property."""
-    return first_paragraph(settings.learning_rate).partition("as set, else ")[2].rstrip(".")
+    """Return the default learning rates of a method."""
+    adapter, whole = (
+        f"{rate:.0e}".replace("e-0", "e-") for rate in settings.default_learning_rates
+    )
+    return adapter if adapter == whole else f"{adapter} with LoRA, {whole} without"
 
 
 def methods_page() -> str:

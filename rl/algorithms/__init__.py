@@ -1,8 +1,6 @@
-"""Provide the training methods: three hooks and their settings, one or two files per method
-(`ppo.py`, `ppo_settings.py`). Their shared parts are in `update.py`.
+"""Provide the training methods: three hooks and their settings, one file per method or family of
+methods. Their shared parts are in `update.py`.
 """
-
-from typing import TYPE_CHECKING
 
 from rl.algorithms.advantages import (
     ADVANTAGES,
@@ -15,10 +13,9 @@ from rl.algorithms.advantages import (
     normalize_by_batch,
 )
 from rl.algorithms.best_of_n import BestOfN
-from rl.algorithms.builtin_method_registry import METHODS
 from rl.algorithms.distillation import Distillation
 from rl.algorithms.dpo import DPO
-from rl.algorithms.grpo import GRPO
+from rl.algorithms.grpo import GRPO, REINFORCE, ReinforceSettings
 from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
 from rl.algorithms.importance_correction import (
     ImportanceCorrection,
@@ -38,27 +35,23 @@ from rl.algorithms.method_interface import (
     ModelFactory,
     ModelRequests,
     Models,
+    OnlineMethod,
     Progress,
     RowEvaluator,
 )
-from rl.algorithms.offline import Offline, check_stored_answer
-from rl.algorithms.offline_settings import RolloutDataSettings
+from rl.algorithms.method_registry import METHODS
+from rl.algorithms.offline import Offline, RolloutDataSettings, check_stored_answer
 from rl.algorithms.online_dpo import OnlineDPO
-from rl.algorithms.online_method import OnlineMethod
 from rl.algorithms.orpo_simpo import ORPO, SIMPO, ReferenceFreeDPO
-from rl.algorithms.ppo import PPO
-from rl.algorithms.ppo_settings import PpoOptions, PpoSettings
-from rl.algorithms.reinforce import REINFORCE, ReinforceSettings
-from rl.algorithms.renamed_classes import make_getattr
+from rl.algorithms.ppo import PPO, RLHF, PpoOptions, PpoSettings
+from rl.algorithms.renamed_classes import report_renamed_classes
 from rl.algorithms.reward_model import RewardModelTraining
 from rl.algorithms.reward_shaping import RewardShaper
-from rl.algorithms.rlhf import RLHF
 from rl.algorithms.sft import SFT, SftSettings
 from rl.algorithms.streamed_step import StreamedStep
 from rl.config import is_method_address
 
-if not TYPE_CHECKING:  # mypy would accept every name of this module
-    __getattr__ = make_getattr(__name__)
+report_renamed_classes(__name__)
 
 __all__ = [
     "ADVANTAGES",

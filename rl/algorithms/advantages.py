@@ -143,7 +143,9 @@ def subtract_mean_divide_by_batch_std(
     return [advantages_G / (std + eps) for advantages_G in centred_P_G]
 
 
-def compute_returns_to_go(rewards_N: Sequence[float], discount: float = 1.0) -> list[float]:
+def compute_returns_to_go(
+    rewards_N: Sequence[float] | np.ndarray, discount: float = 1.0
+) -> list[float]:
     """Return sum_{k >= t} discount^(k - t) r_k for each step t of an episode."""
     total, backwards = 0.0, []
     for reward in reversed(rewards_N):

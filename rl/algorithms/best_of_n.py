@@ -10,26 +10,19 @@ temperature, so that the distribution that samples is fitted to them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
-from rl.algorithms.method_interface import Models, Progress
-from rl.algorithms.online_method import OnlineMethod
+from rl.algorithms.method_interface import Models, OnlineMethod, OnlineSettings, Progress
 from rl.algorithms.update import train_single_pass
 from rl.config import (
-    DataSettings,
-    EnvironmentSettings,
     LearnedRewardSettings,
     LoopSettings,
-    ModelSettings,
     OptimSettings,
     Range,
     RolloutSettings,
-    SamplingSettings,
-    ShapingSettings,
     check_comparison_groups,
     check_ranges,
-    check_substeps,
 )
 from rl.rollout import TrajectoryGroup, mean, trajectory_to_datums
 from rl.types import Datum
@@ -44,7 +37,7 @@ class SelectionSettings:
     keep: Annotated[int, Range(1, 10**6)] = 1
     """Number of answers learned per group, the best first; of equal answers those sampled first."""
     min_reward: Annotated[float | None, Range(-1e9, 1e9)] = None
-    """Learn no answer with a lower reward, such as 1 if a correct answer has reward 1. By default a group of answers with equal rewards is dropped."""  # noqa: E501
+    """Learn no answer with a lower reward, such as 1 if a correct answer has reward 1. By default a group of answers with equal rewards is dropped."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -56,29 +49,20 @@ class SelectionSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BestOfNSettings:
+class BestOfNSettings(OnlineSettings):
     """Best-of-n: sample several answers to each problem, fine-tune on the best, sample again."""
 
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: DataSettings = field(default_factory=DataSettings)
-    env: EnvironmentSettings = field(default_factory=EnvironmentSettings)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    shaping: ShapingSettings = field(default_factory=ShapingSettings)
-    selection: SelectionSettings = field(default_factory=SelectionSettings)
-    learned: LearnedRewardSettings = field(default_factory=LearnedRewardSettings)
-    optim: OptimSettings = field(default_factory=OptimSettings)
-    flow: RolloutSettings = field(default_factory=RolloutSettings)
-    loop: LoopSettings = field(default_factory=LoopSettings)
+    default_learning_rates = (1e-4, 1e-5)
+
+    selection: SelectionSettings = SelectionSettings()
+    learned: LearnedRewardSettings = LearnedRewardSettings()
+    optim: OptimSettings = OptimSettings()
+    flow: RolloutSettings = RolloutSettings()
+    loop: LoopSettings = LoopSettings()
 
     def __post_init__(self) -> None:
-        check_substeps(self)
+        super().__post_init__()
         check_comparison_groups(self, self.selection.group_size)
-
-    @property
-    def learning_rate(self) -> float:
-        """Return the learning rate: as set, else 1e-4 with LoRA, 1e-5 without."""
-        rate = self.optim.learning_rate
-        return rate if rate is not None else (1e-4 if self.model.lora_rank else 1e-5)
 
 
 def select_best(rewards_G: Sequence[float], config: SelectionSettings) -> list[int]:
@@ -124,11 +108,10 @@ class BestOfN(OnlineMethod):
             trajectory = groups[p].trajectories_G[i]
             datums += trajectory_to_datums(trajectory, 1.0 if kept else 0.0)
         self._behavior_datums = datums if kept else []
-        weights = [datum.loss_fn_inputs["mask" if kept else "advantages"] for datum in datums]
-        targets = [datum.loss_fn_inputs["target_tokens"] for datum in datums]
+        sources = {"target_tokens": "target_tokens", "weights": "mask" if kept else "advantages"}
         return [
-            d.with_inputs({"target_tokens": t, "weights": w})
-            for d, t, w in zip(datums, targets, weights, strict=True)
+            datum.with_inputs({new: datum.loss_fn_inputs[old] for new, old in sources.items()})
+            for datum in datums
         ]
 
     def update(

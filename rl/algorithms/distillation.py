@@ -12,15 +12,13 @@ teacher's distribution is that of its `teacher_top_k` most likely tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import numpy as np
 
-from rl.algorithms.distillation_settings import (
-    DistillSettings,
-    parse_teachers,
-)
-from rl.algorithms.method_interface import Method, ModelFactory, Models, Progress
+from rl.algorithms.advantages import compute_returns_to_go
+from rl.algorithms.method_interface import Method, MethodSettings, ModelFactory, Models, Progress
 from rl.algorithms.row_datums import truncate_datum
 from rl.algorithms.sft import make_response_datum
 from rl.algorithms.update import (
@@ -30,6 +28,19 @@ from rl.algorithms.update import (
     split_into_substeps,
     train_single_pass,
 )
+from rl.config import (
+    DataSettings,
+    LoopSettings,
+    OptimSettings,
+    Range,
+    RolloutSettings,
+    SamplingSettings,
+    Share,
+    check_ranges,
+    is_api_address,
+    reject_sampling_settings,
+    require,
+)
 from rl.errors import UserError
 from rl.judges import FrozenScorer, restore_full_input
 from rl.rollout import TrajectoryGroup, supervised_datum, trajectory_to_datums
@@ -38,6 +49,122 @@ from rl.types import Datum, ModelInput, Problem, SamplingParams, TensorData
 
 if TYPE_CHECKING:
     from rl.client import SamplingClient
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationSettings:
+    """Configure the teachers and the way to learn from them."""
+
+    teacher: tuple[str, ...] = ()
+    """A run's folder, a folder of weights, a hub name, the name of an earlier stage of the recipe, or (learn_from student, temperature 1) the address of an OpenAI-compatible API whose completions echo prompts with logprobs: http://localhost:8000/v1. With several data sets (more_datasets) either a single teacher for all, or DATASET=TEACHER for each."""
+    learn_from: Literal["student", "teacher", "data"] = "student"
+    """Source of the answers. student: the student's samples, by reverse KL (on-policy). teacher: the teacher's samples. data: the responses in the data."""
+    group_size: Annotated[int, Range(1, 10**6)] = 4
+    """Answers sampled for each prompt (student, teacher)."""
+    kl_discount: Share = 0.0
+    """On-policy: a token's advantage also includes later tokens' divergence, multiplied by this per position. 0: only the token's divergence; 1: the gradient of the whole answer's KL, of higher variance."""
+    alpha: Share = 0.5
+    """Off-policy: weight of the KL to the teacher; the rest is cross-entropy on the answer's tokens."""
+    distill_temperature: Annotated[float, Range(1e-3, 100)] = 2.0
+    """Off-policy: temperature of both distributions in the KL, which is scaled by its square."""
+    teacher_top_k: Annotated[int, Range(1, 10**6)] = 64
+    """Off-policy: the teacher's distribution is that of its most likely tokens at each position, this many, renormalized."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        on_policy, reason = self.learn_from == "student", f"learn_from is {self.learn_from}"
+        require(self, ("kl_discount",), on_policy, reason, "set learn_from to student")
+        require(
+            self,
+            ("alpha", "distill_temperature", "teacher_top_k"),
+            not on_policy,
+            reason,
+            "set learn_from to teacher or data",
+        )
+        require(
+            self,
+            ("group_size",),
+            self.learn_from != "data",
+            reason,
+            "set learn_from to student or teacher",
+        )
+
+    @property
+    def teacher_names(self) -> list[str]:
+        """Return the teachers without the data sets, each once."""
+        return list(dict.fromkeys(target for _, target in map(split_teacher, self.teacher)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillSettings(MethodSettings):
+    """Distillation: learn to answer as a teacher does, from the student's answers or the teacher's."""
+
+    default_learning_rates = (2e-4, 2e-5)
+
+    data: DataSettings = DataSettings(reward=None)
+    distillation: DistillationSettings = DistillationSettings()
+    sampling: SamplingSettings = SamplingSettings(temperature=1.0)
+    optim: OptimSettings = OptimSettings()
+    flow: RolloutSettings = RolloutSettings()
+    loop: LoopSettings = LoopSettings()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_api_teachers()
+        reason = "it selects groups with different rewards, and distill learns from every answer"
+        require(self.sampling, ("dynamic_sampling",), False, reason, "use grpo")
+        if self.distillation.learn_from != "student":
+            reason = (
+                f"learn_from is {self.distillation.learn_from}, so the student plays no episodes"
+            )
+            require(self.flow, ("episodes",), False, reason, "set learn_from to student")
+            reject_sampling_settings(
+                self, f"with learn_from {self.distillation.learn_from} the student answers nothing"
+            )
+        elif self.data.reward is None and not self.data.rewards:
+            reject_sampling_settings(self, "without a reward nothing scores them")
+
+    def _check_api_teachers(self) -> None:
+        """Raise ValueError if a teacher behind an API cannot give what the settings need."""
+        for target in self.distillation.teacher_names:
+            if not is_api_address(target):
+                continue
+            if self.distillation.learn_from != "student":
+                raise ValueError(
+                    f"the teacher {target} only scores the student's answers: set learn_from to student, or name weights"
+                )
+            if self.sampling.temperature != 1:
+                raise ValueError(
+                    f"the teacher {target} scores at temperature 1, and temperature is {self.sampling.temperature:g}: set temperature to 1"
+                )
+
+
+def split_teacher(word: str) -> tuple[str, str]:
+    """Return (data set, or "" for all, and teacher) of a word of --teacher."""
+    tag, equals, target = word.partition("=")
+    return (tag, target) if equals and not is_api_address(word) else ("", word)
+
+
+def parse_teachers(settings: DistillSettings) -> dict[str, str]:
+    """Return the teacher of each data set ("": all other data sets). Raises UserError if no teacher
+    is named, or if a data set has two.
+    """
+    teachers: dict[str, str] = {}
+    for word in settings.distillation.teacher:
+        tag, target = split_teacher(word)
+        if tag in teachers:
+            raise UserError(
+                f"two teachers for {tag or 'all data sets'}: {teachers[tag]} and {target}; with several data sets write DATASET=TEACHER"
+            )
+        teachers[tag] = target
+    if not teachers:
+        raise UserError(
+            "distill needs a teacher: --teacher with a run's folder, a folder of weights or a hub name"
+        )
+    return teachers
+
+
+Item = TypeVar("Item", TrajectoryGroup, Problem)
 
 
 class Distillation(Method):
@@ -89,11 +216,8 @@ class Distillation(Method):
         with kl_discount, plus those of later tokens.
         """
         credited: list[Datum] = []
-        by_teacher: dict[str, list[TrajectoryGroup]] = {}
-        for group in groups:
-            by_teacher.setdefault(find_teacher(models, group.tag), []).append(group)
         gaps: list[np.ndarray] = []
-        for name, members in by_teacher.items():
+        for name, members in _group_by_teacher(models, groups).items():
             trajectories = [trajectory for group in members for trajectory in group.trajectories_G]
             # token advantages follow
             datums_N = [trajectory_to_datums(trajectory, 0.0) for trajectory in trajectories]
@@ -104,14 +228,17 @@ class Distillation(Method):
                 )
             )
             for trajectory, datums in zip(trajectories, datums_N, strict=True):
-                masks = [datum.loss_fn_inputs["mask"].array != 0 for datum in datums]
+                masks = [datum.action_mask for datum in datums]
                 gap_T = np.concatenate(
                     [
                         d.loss_fn_inputs["logprobs"].array[m] - next(teacher)[m]
                         for d, m in zip(datums, masks, strict=True)
                     ]
                 )
-                credit_T = -_add_later_gaps(gap_T, self.options.kl_discount)
+                discount = self.options.kl_discount
+                credit_T = -gap_T
+                if discount:
+                    credit_T = -np.asarray(compute_returns_to_go(gap_T, discount))
                 trajectory.advantage = float(credit_T.mean())
                 gaps.append(gap_T)
                 for datum, mask, part in zip(
@@ -141,11 +268,8 @@ class Distillation(Method):
         """Return sequences with soft targets [T, K + 1]: the teacher's most likely tokens and, in
         the last column, the answer's token.
         """
-        by_teacher: dict[str, list[Problem]] = {}
-        for row in rows:
-            by_teacher.setdefault(find_teacher(models, row.tag), []).append(row)
         datums: list[Datum] = []
-        for name, members in by_teacher.items():
+        for name, members in _group_by_teacher(models, rows).items():
             client = models.others["teachers"][name]
             if self.options.learn_from == "data":
                 plain = [
@@ -154,13 +278,12 @@ class Distillation(Method):
                 ]
             else:
                 plain = self._sample_teacher(members, renderer, client, seed)
-            options = self.options
             datums += make_soft_targets(
                 client,
                 plain,
-                top_k=options.teacher_top_k,
-                alpha=options.alpha,
-                temperature=options.distill_temperature,
+                top_k=self.options.teacher_top_k,
+                alpha=self.options.alpha,
+                temperature=self.options.distill_temperature,
             )
         return datums
 
@@ -232,7 +355,7 @@ class Distillation(Method):
         )
         tokens = _count_weighted(datums)
         alpha, t = self.options.alpha, self.options.distill_temperature
-        sums = {name: totals.sums[f"{name}_loss:sum"] for name in self._coefficients}
+        sums = {name: totals.sums[f"{name}_loss:sum"] for name in self._terms}
         if "kl" in sums:  # cross-entropy to the teacher minus the teacher's entropy
             weights = np.concatenate(
                 [d.loss_fn_inputs["weights"].array[:, :-1] for d in datums]
@@ -244,46 +367,35 @@ class Distillation(Method):
             "optim/loss": sum(sums.values()) / tokens,
             "optim/tokens": tokens,
             **{
-                f"optim/{name}": sums[name] / coefficient / tokens
-                for name, coefficient in self._coefficients.items()
+                f"optim/{name}": sums[name] / factor / tokens
+                for name, (factor, _, _) in self._terms.items()
             },
         }
 
     @property
-    def _coefficients(self) -> dict[str, float]:
-        """Return the factors of the mixture's terms, without those of 0."""
+    def _terms(self) -> dict[str, tuple[float, slice, float]]:
+        """Return the mixture's terms as (factor, columns of the soft targets, temperature), without
+        those of factor 0.
+        """
         alpha, t = self.options.alpha, self.options.distill_temperature
-        factors = {"kl": alpha * t**2, "ce": 1 - alpha}
-        return {name: factor for name, factor in factors.items() if factor}
+        terms = {
+            "kl": (alpha * t**2, slice(None, -1), t),
+            "ce": (1 - alpha, slice(-1, None), 1.0),
+        }
+        return {name: term for name, term in terms.items() if term[0]}
 
     def _make_calls(self, datums: Sequence[Datum]) -> list[LossCall]:
         """Return the calls of an optimizer step.
 
         Two temperatures need two forward passes: the soft columns at T, the answer's token at 1.
         """
-        terms = {
-            "kl": (slice(None, -1), self.options.distill_temperature),
-            "ce": (slice(-1, None), 1.0),
-        }
         tokens = _count_weighted(datums)
         calls = []
-        for name in self._coefficients:
-            columns, temperature = terms[name]
+        for name, (_, columns, temperature) in self._terms.items():
             part = [_select_columns(datum, columns) for datum in datums]
             config = {"temperature": temperature}
             calls.append(LossCall(part, "cross_entropy", config, tokens, f"{name}_"))
         return calls
-
-
-def _add_later_gaps(gap_T: np.ndarray, discount: float) -> np.ndarray:
-    """Return each token's gap plus the later gaps, discounted by `discount` per position."""
-    if discount == 0.0:
-        return gap_T
-    total, backwards = 0.0, []
-    for gap in gap_T[::-1].astype(np.float64):
-        total = float(gap) + discount * total
-        backwards.append(total)
-    return np.asarray(backwards[::-1])
 
 
 def _count_weighted(datums: Sequence[Datum]) -> int:
@@ -356,3 +468,11 @@ def make_soft_targets(
 def find_teacher(models: Models, tag: str) -> str:
     """Return the key of a data set's teacher in `models.others["teachers"]`."""
     return tag if tag in models.others["teachers"] else ""
+
+
+def _group_by_teacher(models: Models, items: Sequence[Item]) -> dict[str, list[Item]]:
+    """Return groups or rows by the key of their data set's teacher."""
+    by_teacher: dict[str, list[Item]] = {}
+    for item in items:
+        by_teacher.setdefault(find_teacher(models, item.tag), []).append(item)
+    return by_teacher

@@ -1,19 +1,24 @@
 """Implement DPO: learn from pairs of answers which of the two is preferred, without a reward model
 (Rafailov et al., arXiv 2305.18290).
 
-The losses, DPO with its conservative form and IPO, are in rl.losses.pairwise_losses.
+The losses, DPO with its conservative form and IPO, are in rl.losses.preference_losses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from rl.algorithms.method_interface import ModelFactory, Models, Progress, RowEvaluator
-from rl.algorithms.renamed_classes import make_getattr
+from rl.algorithms.method_interface import (
+    MethodSettings,
+    ModelFactory,
+    Models,
+    Progress,
+    RowEvaluator,
+)
 from rl.algorithms.row_datums import (
     compute_pair_metrics,
     evaluate_by_tag,
@@ -25,14 +30,12 @@ from rl.algorithms.row_datums import (
 )
 from rl.algorithms.update import UpdateSums, make_adam_params
 from rl.config import (
-    ModelSettings,
     OptimSettings,
     PreferenceDataSettings,
     Range,
     RowLoopSettings,
     SamplingSettings,
     check_ranges,
-    check_substeps,
     reject_sampling_settings,
     require,
 )
@@ -48,21 +51,21 @@ class PreferenceSettings:
     """Configure the way a preference becomes a gradient."""
 
     beta: Annotated[float, Range(1e-6, 1e6, why="such as 0.1")] = 0.1
-    """Strength of the pull to the reference; implicit rewards are beta (log policy - log reference). For ipo the regularization tau."""  # noqa: E501
+    """Strength of the pull to the reference; implicit rewards are beta (log policy - log reference). For ipo the regularization tau."""
     loss: Literal["dpo", "ipo"] = "dpo"
-    """dpo: -log sigmoid of the reward margin (arXiv 2305.18290). ipo: squared distance of the margin to 1 / (2 beta), which does not overfit certain preferences (arXiv 2310.12036)."""  # noqa: E501
+    """dpo: -log sigmoid of the reward margin (arXiv 2305.18290). ipo: squared distance of the margin to 1 / (2 beta), which does not overfit certain preferences (arXiv 2310.12036)."""
     label_smoothing: Annotated[
         float, Range(0, 0.5, below=True, why="the chance of a wrong label")
     ] = 0.0
     """Probability that a label is wrong, below 0.5 (conservative DPO); with loss dpo."""
     length_normalise: bool | None = None
-    """Take margins of means over an answer's tokens instead of sums; by default only with ipo, as its authors do."""  # noqa: E501
+    """Take margins of means over an answer's tokens instead of sums; by default only with ipo, as its authors do."""
     reference_model: str | None = None
-    """A run's folder, model folder, hub name or earlier stage of the recipe as the reference; by default the policy as it was before the first step (under a fresh LoRA adapter: the base with the adapter off, which takes no memory)."""  # noqa: E501
+    """A run's folder, model folder, hub name or earlier stage of the recipe as the reference; by default the policy as it was before the first step (under a fresh LoRA adapter: the base with the adapter off, which takes no memory)."""
     reference_free: bool = False
     """No reference: rewards are beta log policy."""
     precompute_reference: bool = False
-    """Score every row with the reference once, before the first step, and free its memory; otherwise score each batch during training."""  # noqa: E501
+    """Score every row with the reference once, before the first step, and free its memory; otherwise score each batch during training."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -81,31 +84,21 @@ class PreferenceSettings:
             )
 
 
-def _default_loop() -> RowLoopSettings:
-    """Return loop settings that keep the checkpoint with the best accuracy."""
-    return RowLoopSettings(keep_best=ACCURACY_METRIC)
-
-
 @dataclass(frozen=True, kw_only=True)
-class DpoSettings:
+class DpoSettings(MethodSettings):
     """Direct preference optimization: learn which of two answers is preferred."""
 
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: PreferenceDataSettings = field(default_factory=PreferenceDataSettings)
-    preference: PreferenceSettings = field(default_factory=PreferenceSettings)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    optim: OptimSettings = field(default_factory=OptimSettings)
-    loop: RowLoopSettings = field(default_factory=_default_loop)
+    default_learning_rates = (5e-6, 5e-7)
+
+    data: PreferenceDataSettings = PreferenceDataSettings()
+    preference: PreferenceSettings = PreferenceSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    optim: OptimSettings = OptimSettings()
+    loop: RowLoopSettings = RowLoopSettings(keep_best=ACCURACY_METRIC)
 
     def __post_init__(self) -> None:
-        check_substeps(self)
+        super().__post_init__()
         reject_sampling_settings(self, "dpo learns from the data's answers")
-
-    @property
-    def learning_rate(self) -> float:
-        """Return the learning rate: as set, else 5e-6 with LoRA, 5e-7 without."""
-        rate = self.optim.learning_rate
-        return rate if rate is not None else (5e-6 if self.model.lora_rank else 5e-7)
 
 
 class DPO(RowEvaluator):
@@ -118,12 +111,16 @@ class DPO(RowEvaluator):
     needs_reward = False
     reads_held_out_answers = True
 
+    @property
+    def uses_reference(self) -> bool:
+        """Return whether the implicit rewards are relative to a reference model."""
+        return not self.settings.preference.reference_free
+
     def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Create the reference model, unless the settings exclude it."""
-        preference = self.settings.preference
-        if preference.reference_free:
+        if not self.uses_reference:
             return {}
-        return {"reference": factory.reference(preference.reference_model)}
+        return {"reference": factory.reference(self.settings.preference.reference_model)}
 
     def __init__(self, settings: Any):
         super().__init__(settings)
@@ -133,7 +130,7 @@ class DPO(RowEvaluator):
         """Score all rows in an order that a resume does not change, then release the reference
         model, if `precompute_reference` is set.
         """
-        if not self.settings.preference.precompute_reference:
+        if not self.uses_reference or not self.settings.preference.precompute_reference:
             return
         pairs = {
             key: datum
@@ -158,10 +155,9 @@ class DPO(RowEvaluator):
         pairs = [
             datum for row in rows for datum in make_pair_datums(row, renderer, self.settings.data)
         ]
-        settings = self.settings.preference
-        if settings.reference_free:
+        if not self.uses_reference:
             return pairs
-        if settings.precompute_reference:
+        if self.settings.preference.precompute_reference:
             scored = [self._get_precomputed(datum) for datum in pairs]
         else:
             scored = models.reference.logprobs(pairs)
@@ -249,7 +245,3 @@ def make_pair_datums(row: Problem, renderer: Any, data: Any = None) -> list[Datu
     """
     datums = [make_answer_datum(row, answer, renderer) for answer in get_pair(row)]
     return datums if data is None else [truncate_datum(data, datum, row) for datum in datums]
-
-
-if not TYPE_CHECKING:  # mypy would accept every name of this module
-    __getattr__ = make_getattr(__name__)

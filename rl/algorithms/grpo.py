@@ -9,14 +9,18 @@ same three hooks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from rl.algorithms.advantages import ADVANTAGES, compute_returns_to_go, has_signal
-from rl.algorithms.grpo_settings import VARIANTS, GrpoSettings, find_loss_coefficients
+from rl.algorithms.grpo_settings import (
+    VARIANTS,
+    GrpoSettings,
+    PolicyGradientSettings,
+    find_loss_coefficients,
+)
 from rl.algorithms.kl_penalty import apply_kl_penalty
-from rl.algorithms.method_interface import Models, Progress
-from rl.algorithms.online_method import ReferenceMethod
-from rl.algorithms.renamed_classes import make_getattr
+from rl.algorithms.method_interface import Models, Progress, ReferenceMethod
 from rl.algorithms.update import (
     add_loss_inputs,
     add_proximal_weight,
@@ -224,5 +228,31 @@ def group_comparable_rewards(
     return cells
 
 
-if not TYPE_CHECKING:  # mypy would accept every name of this module
-    __getattr__ = make_getattr(__name__)
+@dataclass(frozen=True, kw_only=True)
+class ReinforceSettings(GrpoSettings):
+    """Plain policy gradient: one answer to each problem, compared with a running mean."""
+
+    default_learning_rates = (1e-5, 1e-5)
+
+    policy_gradient: PolicyGradientSettings = PolicyGradientSettings(
+        group_size=1, advantage="running_mean", loss="importance_sampling", entropy_coef=0.01
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.policy_gradient.variant is not None:
+            variant = self.policy_gradient.variant
+            raise ValueError(
+                "variants are settings of grpo, not of reinforce: use train.py grpo --variant "
+                f"{variant}, or leave out variant"
+            )
+
+
+class REINFORCE(GRPO):
+    """Implement `reinforce` (Williams 1992), with a running-mean baseline and an entropy bonus: GRPO's
+    hooks with other settings.
+    """
+
+    Settings = ReinforceSettings
+    summary = "RL: one answer to each problem, compared with a running mean of rewards"
+    variants = {}

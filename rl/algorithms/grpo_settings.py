@@ -4,29 +4,24 @@ sets of settings. This module imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from rl.algorithms.advantages import ADVANTAGES
+from rl.algorithms.method_interface import OnlineSettings
 from rl.config import (
     AsyncRolloutSettings,
     CorrectionSettings,
-    DataSettings,
-    EnvironmentSettings,
     KlSettings,
     LearnedRewardSettings,
     LoopSettings,
-    ModelSettings,
     OptimSettings,
     Range,
-    SamplingSettings,
     SettingsError,
-    ShapingSettings,
     Share,
     Weight,
     check_comparison_groups,
     check_ranges,
-    check_substeps,
     require,
     unflatten_settings,
 )
@@ -196,27 +191,22 @@ def find_loss_coefficients(loss: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoSettings:
+class GrpoSettings(OnlineSettings):
     """Group-relative policy optimization: sample a group of answers to each problem and compare
     each answer with its group.
     """
 
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: DataSettings = field(default_factory=DataSettings)
-    env: EnvironmentSettings = field(default_factory=EnvironmentSettings)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    shaping: ShapingSettings = field(default_factory=ShapingSettings)
-    policy_gradient: PolicyGradientSettings = field(default_factory=PolicyGradientSettings)
-    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
-    kl: KlSettings = field(default_factory=KlSettings)
-    learned: LearnedRewardSettings = field(default_factory=LearnedRewardSettings)
-    optim: OptimSettings = field(default_factory=OptimSettings)
-    flow: AsyncRolloutSettings = field(default_factory=AsyncRolloutSettings)
-    loop: LoopSettings = field(default_factory=LoopSettings)
+    policy_gradient: PolicyGradientSettings = PolicyGradientSettings()
+    correction: CorrectionSettings = CorrectionSettings()
+    kl: KlSettings = KlSettings()
+    learned: LearnedRewardSettings = LearnedRewardSettings()
+    optim: OptimSettings = OptimSettings()
+    flow: AsyncRolloutSettings = AsyncRolloutSettings()
+    loop: LoopSettings = LoopSettings()
 
     def __post_init__(self) -> None:
         check_flow_settings(self)
-        check_substeps(self)
+        super().__post_init__()
         check_comparison_groups(self, self.policy_gradient.group_size)
         if self.sampling.dynamic_sampling and self.policy_gradient.group_size == 1:
             raise ValueError(
@@ -241,12 +231,6 @@ class GrpoSettings:
         )
 
     @property
-    def learning_rate(self) -> float:
-        """Return the learning rate: as set, else 4e-5 with LoRA, 1e-6 without."""
-        rate = self.optim.learning_rate
-        return rate if rate is not None else (4e-5 if self.model.lora_rank else 1e-6)
-
-    @property
     def interpolates_proximal(self) -> bool:
         """Return whether ratios are taken against the proximal policy interpolated by the age of
         tokens; by default if the loss says so and tokens may be off-policy.
@@ -266,6 +250,10 @@ def check_flow_settings(settings: GrpoSettings) -> None:
     """Raise ValueError if the settings of the flow contradict other settings."""
     flow, pg, parts = settings.flow, settings.policy_gradient, settings.flow.stream_minibatches
     off_policy = flow.max_steps_off_policy > 0
+    sequential = {
+        "num_substeps": settings.optim.num_substeps > 1,
+        "dynamic_sampling": settings.sampling.dynamic_sampling > 0,
+    }
     if parts > 1:
         if ADVANTAGES[pg.advantage].scope == "batch":
             within = [name for name, estimator in ADVANTAGES.items() if estimator.scope == "group"]
@@ -273,11 +261,12 @@ def check_flow_settings(settings: GrpoSettings) -> None:
                 f"advantage {pg.advantage} compares the answers of the whole batch, but stream_minibatches {parts} trains before all have "
                 f"arrived: set advantage to an estimator within a group ({', '.join(within)}), or stream_minibatches to 1"
             )
-        for name, enabled in (
-            ("num_substeps", settings.optim.num_substeps > 1), ("dynamic_sampling", settings.sampling.dynamic_sampling > 0),
-            ("normalise_rewards", settings.shaping.normalise_rewards), ("max_steps_off_policy", off_policy),
-            ("kl_coef", settings.kl.kl_coef or settings.kl.kl_target or settings.kl.reference_model),
-        ):  # fmt: skip
+        for name, enabled in {
+            **sequential,
+            "normalise_rewards": settings.shaping.normalise_rewards,
+            "max_steps_off_policy": off_policy,
+            "kl_coef": settings.kl.kl_coef or settings.kl.kl_target or settings.kl.reference_model,
+        }.items():
             if enabled:
                 raise ValueError(
                     f"{name} needs the whole batch before its update, but stream_minibatches {parts} starts earlier: leave out either"
@@ -287,10 +276,10 @@ def check_flow_settings(settings: GrpoSettings) -> None:
                 f"stream_minibatches {parts} is larger than batch_size {settings.loop.batch_size}: lower it or raise batch_size"
             )
     if off_policy:
-        for name, enabled in (
-            ("num_substeps", settings.optim.num_substeps > 1), ("dynamic_sampling", settings.sampling.dynamic_sampling > 0),
-            ("curriculum", settings.data.curriculum != "off"),
-        ):  # fmt: skip
+        for name, enabled in {
+            **sequential,
+            "curriculum": settings.data.curriculum != "off",
+        }.items():
             if enabled:
                 raise ValueError(
                     f"{name} requires batches that are sampled sequentially: leave it out, or leave out max_steps_off_policy"

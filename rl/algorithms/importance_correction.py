@@ -98,10 +98,7 @@ def compute_ratios(
     """
     gaps_D = [np.where(mask, gap, 0.0) for gap, mask in zip(gaps_D, masks_D, strict=True)]
     if level != "token":
-        sums, counts = (
-            np.zeros(max(episode_D, default=-1) + 1),
-            np.zeros(max(episode_D, default=-1) + 1),
-        )
+        sums, counts = np.zeros((2, max(episode_D, default=-1) + 1))
         for gap, mask, episode in zip(gaps_D, masks_D, episode_D, strict=True):
             sums[episode] += gap.sum()
             counts[episode] += np.count_nonzero(mask)
@@ -122,7 +119,8 @@ def apply_correction(
 ) -> tuple[list[np.ndarray], list[np.ndarray], dict[str, float]]:
     """Return (weights, remaining actions, metrics): float64 [T] and bool [T] for each datum.
 
-    Weights are 1 if the correction does not weight. Metrics over the sampled actions:
+    Weights are 1 if the correction does not weight. Without a correction or without actions there
+    are no metrics. Metrics over the sampled actions:
     `optim/correction_low`, `_high`, the fractions with a ratio outside the bounds; `_weight`, the
     mean weight (masked: 0); `_ess`, the effective sample size as a fraction of the sample, (sum
     w)^2 / (n sum w^2).
@@ -138,29 +136,15 @@ def apply_correction(
             weight = np.where(inside, ratio, 0.0)
         weights_D.append(np.where(mask, weight, 1.0))
         kept_D.append(mask & inside if correction.kind == "mask" else mask)
-    return weights_D, kept_D, _correction_metrics(ratio_D, masks_D, weights_D, kept_D, correction)
-
-
-Arrays = Sequence[np.ndarray]
-
-
-def _correction_metrics(
-    ratio_D: Arrays,
-    masks_D: Arrays,
-    weights_D: Arrays,
-    kept_D: Arrays,
-    correction: ImportanceCorrection,
-) -> dict[str, float]:
-    """Return the metrics of `apply_correction`; empty without a correction or without actions."""
     if correction.kind == "none" or not any(mask.any() for mask in masks_D):
-        return {}
+        return weights_D, kept_D, {}
     mask = np.concatenate(masks_D)
     ratio, weight = (
         np.concatenate(ratio_D)[mask],
         (np.concatenate(weights_D) * np.concatenate(kept_D))[mask],
     )
     squares = float((weight * weight).sum())
-    return {
+    metrics = {
         "optim/correction_low": float((ratio < correction.low).mean()),
         "optim/correction_high": float((ratio > correction.high).mean()),
         "optim/correction_weight": float(weight.mean()),
@@ -168,6 +152,7 @@ def _correction_metrics(
         if squares
         else 0.0,
     }
+    return weights_D, kept_D, metrics
 
 
 def merge_effective_sample_size(parts: Sequence[tuple[int, Mapping[str, float]]]) -> float:

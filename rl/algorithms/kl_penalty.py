@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rl.algorithms.advantages import compute_returns_to_go
 from rl.types import Datum, TensorData
 
 
@@ -23,9 +24,8 @@ def compute_logprob_gaps(
     """
     gaps_D = []
     for datum, ref_T in zip(datums, ref_logprobs, strict=True):
-        inputs = datum.loss_fn_inputs
-        gap_T = inputs["logprobs"].array.astype(np.float64) - ref_T
-        gaps_D.append(np.where(inputs["mask"].array != 0, gap_T, 0.0))
+        gap_T = datum.loss_fn_inputs["logprobs"].array.astype(np.float64) - ref_T
+        gaps_D.append(np.where(datum.action_mask, gap_T, 0.0))
     return gaps_D
 
 
@@ -37,7 +37,7 @@ def compute_kl_metrics(
 
     The result is empty without actions.
     """
-    mask = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
+    mask = np.concatenate([d.action_mask for d in datums])
     g = np.concatenate(list(gaps_D))[mask]
     if not len(g):
         return {}
@@ -48,10 +48,8 @@ def discounted_future_sums(values_T: np.ndarray, mask_T: np.ndarray, discount: f
     """Return the sum over actions k at or after action t of discount^(k - t) values_k, counted in
     actions; 0 outside the mask.
     """
-    result, total = np.zeros(len(values_T)), 0.0
-    for t in np.flatnonzero(mask_T)[::-1]:
-        total = float(values_T[t]) + discount * total
-        result[t] = total
+    result = np.zeros(len(values_T))
+    result[mask_T] = compute_returns_to_go(values_T[mask_T], discount)
     return result
 
 
@@ -71,21 +69,17 @@ def apply_kl_penalty(
     constant.)
     """
     gaps_D = compute_logprob_gaps(datums, ref_logprobs)
-    masks_D = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
+    masks_D = [d.action_mask for d in datums]
     charges_D = [
         discounted_future_sums(gap_T, mask_T, discount)
         for gap_T, mask_T in zip(gaps_D, masks_D, strict=True)
     ]
-    mean = (
-        float(np.concatenate(charges_D)[np.concatenate(masks_D)].mean())
-        if any(m.any() for m in masks_D)
-        else 0.0
-    )
+    charges = np.concatenate(charges_D)[np.concatenate(masks_D)]
+    mean = float(charges.mean()) if len(charges) else 0.0
     result = []
     for datum, charge_T, mask_T in zip(datums, charges_D, masks_D, strict=True):
-        advantages_T = datum.loss_fn_inputs["advantages"].array + coefficient * np.where(
-            mask_T, mean - charge_T, 0.0
-        )
+        penalty_T = coefficient * np.where(mask_T, mean - charge_T, 0.0)
+        advantages_T = datum.loss_fn_inputs["advantages"].array + penalty_T
         fields = {**datum.loss_fn_inputs, "advantages": TensorData(advantages_T, "float32")}
         result.append(datum.with_inputs(fields))
     return result, compute_kl_metrics(datums, gaps_D)

@@ -9,13 +9,18 @@ estimated in each optimizer step on the batch's prompts with mismatched answers 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 import numpy as np
 
-from rl.algorithms.method_interface import ModelFactory, Models, Progress, RowEvaluator
-from rl.algorithms.renamed_classes import make_getattr
+from rl.algorithms.method_interface import (
+    MethodSettings,
+    ModelFactory,
+    Models,
+    Progress,
+    RowEvaluator,
+)
 from rl.algorithms.row_datums import evaluate_by_tag, make_answer_datum, truncate_datum
 from rl.algorithms.update import (
     LossCall,
@@ -26,7 +31,6 @@ from rl.algorithms.update import (
 )
 from rl.config import (
     DataFormat,
-    ModelSettings,
     NotNegative,
     OptimSettings,
     PreferenceDataSettings,
@@ -34,7 +38,6 @@ from rl.config import (
     RowLoopSettings,
     SamplingSettings,
     check_ranges,
-    check_substeps,
     reject_sampling_settings,
 )
 from rl.rollout import count_action_tokens
@@ -46,7 +49,7 @@ class LabelledDataSettings(PreferenceDataSettings):
     """Configure data of answers labeled good or bad."""
 
     data_format: DataFormat = "unpaired"
-    """unpaired: prompt, completion and label (true or false). preferences: of each pair the preferred answer is good, the other bad."""  # noqa: E501
+    """unpaired: prompt, completion and label (true or false). preferences: of each pair the preferred answer is good, the other bad."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +57,9 @@ class KtoOptions:
     """Configure the way a label becomes a gradient."""
 
     beta: Annotated[float, Range(1e-6, 1e6, why="such as 0.1")] = 0.1
-    """Strength of the pull to the reference, which is the policy as it was before the first step."""  # noqa: E501
+    """Strength of the pull to the reference, which is the policy as it was before the first step."""
     desirable_weight: NotNegative = 1.0
-    """Weight of good answers; if they are fewer than bad ones, raise it so that weight times number is 1 to 4/3 times that of the bad ones."""  # noqa: E501
+    """Weight of good answers; if they are fewer than bad ones, raise it so that weight times number is 1 to 4/3 times that of the bad ones."""
     undesirable_weight: NotNegative = 1.0
     """Weight of bad answers."""
 
@@ -65,30 +68,25 @@ class KtoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KtoSettings:
+class KtoSettings(MethodSettings):
     """Kahneman-Tversky optimization: learn from answers labeled good or bad, without pairs."""
 
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: LabelledDataSettings = field(default_factory=LabelledDataSettings)
-    kto: KtoOptions = field(default_factory=KtoOptions)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    optim: OptimSettings = field(default_factory=OptimSettings)
-    loop: RowLoopSettings = field(default_factory=RowLoopSettings)
+    default_learning_rates = (5e-6, 1e-6)
+
+    data: LabelledDataSettings = LabelledDataSettings()
+    kto: KtoOptions = KtoOptions()
+    sampling: SamplingSettings = SamplingSettings()
+    optim: OptimSettings = OptimSettings()
+    loop: RowLoopSettings = RowLoopSettings()
 
     def __post_init__(self) -> None:
-        check_substeps(self)
+        super().__post_init__()
         if self.loop.batch_size < 2 * self.optim.num_substeps:
             raise ValueError(
                 "kto needs two or more rows per optimizer step, because it pairs prompts with "
                 "answers of other rows: raise batch_size or lower num_substeps"
             )
         reject_sampling_settings(self, "kto learns from the data's answers")
-
-    @property
-    def learning_rate(self) -> float:
-        """Return the learning rate: as set, else 5e-6 with LoRA, 1e-6 without."""
-        rate = self.optim.learning_rate
-        return rate if rate is not None else (5e-6 if self.model.lora_rank else 1e-6)
 
 
 class KTO(RowEvaluator):
@@ -184,15 +182,9 @@ class KTO(RowEvaluator):
         )
         gaps = []
         for datum, output in zip(mismatched, outputs, strict=True):
-            mask = datum.loss_fn_inputs["mask"].array != 0
-            gaps.append(
-                float(
-                    (
-                        output["logprobs"].array.astype(np.float64)
-                        - datum.loss_fn_inputs["ref_logprobs"].array
-                    )[mask].sum()
-                )
-            )
+            ref_T = datum.loss_fn_inputs["ref_logprobs"].array
+            gap_T = output["logprobs"].array.astype(np.float64) - ref_T
+            gaps.append(float(gap_T[datum.action_mask].sum()))
         return max(0.0, float(np.mean(gaps)))
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
@@ -211,13 +203,7 @@ class KTO(RowEvaluator):
 
     def _config(self, kl: float) -> dict[str, float]:
         """Return the config of the loss."""
-        options = self.settings.kto
-        return {
-            "beta": options.beta,
-            "kl": kl,
-            "desirable_weight": options.desirable_weight,
-            "undesirable_weight": options.undesirable_weight,
-        }
+        return {**asdict(self.settings.kto), "kl": kl}
 
 
 def list_labeled_answers(row: Problem) -> list[tuple[str, bool]]:
@@ -247,7 +233,3 @@ def compute_label_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "rewards/rejected": rejected,
     }
     return {**means, "rewards/margins": chosen - rejected}
-
-
-if not TYPE_CHECKING:  # mypy would accept every name of this module
-    __getattr__ = make_getattr(__name__)

@@ -1,4 +1,6 @@
-"""Load user-defined methods: `train.py mine.py:Method` names a class in a file."""
+"""Register the built-in methods, and load those of users: `train.py mine.py:Method` names a class
+in a file.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rl.algorithms.best_of_n import BestOfN
+from rl.algorithms.distillation import Distillation
+from rl.algorithms.dpo import DPO
+from rl.algorithms.grpo import GRPO, REINFORCE
+from rl.algorithms.kto import KTO
 from rl.algorithms.method_interface import Method
+from rl.algorithms.offline import Offline
+from rl.algorithms.online_dpo import OnlineDPO
+from rl.algorithms.orpo_simpo import ORPO, SIMPO
+from rl.algorithms.ppo import PPO, RLHF
+from rl.algorithms.reward_model import RewardModelTraining
+from rl.algorithms.sft import SFT
 from rl.config import SettingsError, is_method_address
 from rl.errors import describe_import_error
 
@@ -137,3 +150,23 @@ def _import_module(module_name: str, address: str) -> ModuleType:
                 "file.py:Class"
             ]
         ) from error
+
+
+METHODS: dict[str, type[Method]] = MethodRegistry(
+    {
+        "grpo": GRPO,
+        "reinforce": REINFORCE,
+        "ppo": PPO,
+        "online_dpo": OnlineDPO,
+        "best_of_n": BestOfN,
+        "sft": SFT,
+        "dpo": DPO,
+        "orpo": ORPO,
+        "simpo": SIMPO,
+        "kto": KTO,
+        "reward_model": RewardModelTraining,
+        "rlhf": RLHF,
+        "offline": Offline,
+        "distill": Distillation,
+    }
+)

@@ -9,27 +9,19 @@ distinguishes answers works as well.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 from rl.algorithms import dpo
-from rl.algorithms.method_interface import Models, Progress
-from rl.algorithms.online_method import OnlineMethod
-from rl.algorithms.renamed_classes import make_getattr
+from rl.algorithms.method_interface import Models, OnlineMethod, OnlineSettings, Progress
 from rl.algorithms.update import UpdateSums, add_loss_inputs, compare_sampler_and_learner
 from rl.config import (
-    DataSettings,
-    EnvironmentSettings,
     LearnedRewardSettings,
     LoopSettings,
-    ModelSettings,
     OptimSettings,
     Range,
     RolloutSettings,
-    SamplingSettings,
-    ShapingSettings,
     check_ranges,
-    check_substeps,
 )
 from rl.errors import UserError
 from rl.rollout import TrajectoryGroup, trajectory_to_datums
@@ -43,7 +35,7 @@ class OnlinePreferenceSettings(dpo.PreferenceSettings):
     group_size: Annotated[int, Range(2, 10**6, why="a pair needs two answers")] = 2
     """Answers sampled for each problem."""
     pairs: Literal["best_worst", "all"] = "best_worst"
-    """Pairs of a group's answers. best_worst: the best and the worst; all: every two with different rewards."""  # noqa: E501
+    """Pairs of a group's answers. best_worst: the best and the worst; all: every two with different rewards."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,28 +48,16 @@ class OnlinePreferenceSettings(dpo.PreferenceSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDpoSettings:
+class OnlineDpoSettings(OnlineSettings):
     """Direct preference optimization on the policy's samples, ranked by their rewards."""
 
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: DataSettings = field(default_factory=DataSettings)
-    env: EnvironmentSettings = field(default_factory=EnvironmentSettings)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    shaping: ShapingSettings = field(default_factory=ShapingSettings)
-    preference: OnlinePreferenceSettings = field(default_factory=OnlinePreferenceSettings)
-    learned: LearnedRewardSettings = field(default_factory=LearnedRewardSettings)
-    optim: OptimSettings = field(default_factory=OptimSettings)
-    flow: RolloutSettings = field(default_factory=RolloutSettings)
-    loop: LoopSettings = field(default_factory=LoopSettings)
+    default_learning_rates = (5e-6, 5e-7)
 
-    def __post_init__(self) -> None:
-        check_substeps(self)
-
-    @property
-    def learning_rate(self) -> float:
-        """Return the learning rate: as set, else 5e-6 with LoRA, 5e-7 without."""
-        rate = self.optim.learning_rate
-        return rate if rate is not None else (5e-6 if self.model.lora_rank else 5e-7)
+    preference: OnlinePreferenceSettings = OnlinePreferenceSettings()
+    learned: LearnedRewardSettings = LearnedRewardSettings()
+    optim: OptimSettings = OptimSettings()
+    flow: RolloutSettings = RolloutSettings()
+    loop: LoopSettings = LoopSettings()
 
 
 def make_pairs(rewards_G: Sequence[float], kind: str) -> list[tuple[int, int]]:
@@ -122,12 +102,11 @@ class OnlineDPO(OnlineMethod, dpo.DPO):
             {(p, i) for p, pairs in enumerate(pairs_P) for pair in pairs for i in pair}
         )
         sampled = [_make_datum(groups[p], i) for p, i in members]
-        fields = [
-            {name: datum.loss_fn_inputs[name] for name in ("target_tokens", "mask")}
-            for datum in sampled
-        ]
         stripped = [
-            datum.with_inputs(inputs) for datum, inputs in zip(sampled, fields, strict=True)
+            datum.with_inputs(
+                {name: datum.loss_fn_inputs[name] for name in ("target_tokens", "mask")}
+            )
+            for datum in sampled
         ]
         if not self.settings.preference.reference_free:
             scored = models.reference.logprobs(stripped, self.settings.sampling.temperature)
@@ -149,12 +128,9 @@ class OnlineDPO(OnlineMethod, dpo.DPO):
         """
         metrics = super().update(models, datums, progress)
         self._behavior_datums = {}
-        counts = {"optim/pairs": len(datums) // 2 if self._has_pairs else 0}
-        return {
-            **metrics,
-            **counts,
-            **({} if self._has_pairs else {"optim/skipped_no_signal": 1.0}),
-        }
+        if self._has_pairs:
+            return {**metrics, "optim/pairs": len(datums) // 2}
+        return {**metrics, "optim/pairs": 0, "optim/skipped_no_signal": 1.0}
 
     def _optimizer_params(self, progress: Progress) -> AdamParams:
         params = super()._optimizer_params(progress)
@@ -187,7 +163,3 @@ def _make_datum(group: TrajectoryGroup, member: int) -> Datum:
             "template that drops earlier thinking): use grpo, or another renderer"
         )
     return datums[0]
-
-
-if not TYPE_CHECKING:  # mypy would accept every name of this module
-    __getattr__ = make_getattr(__name__)

@@ -9,30 +9,130 @@ head on the policy, or a separate critic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
 from rl.algorithms.advantages import compute_gae
-from rl.algorithms.episode_tokens import EpisodeTokens
 from rl.algorithms.kl_penalty import compute_kl_metrics, compute_logprob_gaps
-from rl.algorithms.method_interface import ModelFactory, Models, Progress
-from rl.algorithms.online_method import ReferenceMethod
-from rl.algorithms.ppo_settings import PpoSettings
-from rl.algorithms.renamed_classes import make_getattr
+from rl.algorithms.method_interface import (
+    ModelFactory,
+    Models,
+    OnlineSettings,
+    Progress,
+    ReferenceMethod,
+)
 from rl.algorithms.update import (
     LossCall,
     UpdateSums,
+    add_loss_inputs,
     compute_divisor,
+    compute_token_means,
     correct_by_settings,
     make_adam_params,
     run_updates,
 )
+from rl.config import (
+    POSITIVE,
+    RATE,
+    CorrectionSettings,
+    DataSettings,
+    Inside,
+    KlSettings,
+    LearnedRewardSettings,
+    LoopSettings,
+    OptimSettings,
+    Range,
+    RolloutSettings,
+    ShapingSettings,
+    Share,
+    Weight,
+    check_comparison_groups,
+    check_ranges,
+    require,
+)
+from rl.errors import UserError
 from rl.judges import restore_full_input
 from rl.rollout import Trajectory, TrajectoryGroup, build_datums_with_turns, count_action_tokens
 from rl.seed import derive_seed
 from rl.types import Datum
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoOptions:
+    """Configure the way rewards become gradients."""
+
+    group_size: Annotated[int, Range(1, 10**6)] = 1
+    """Answers sampled for each problem."""
+    epochs: Annotated[int, Range(1, 10**6)] = 4
+    """Passes over each batch; num_substeps is the number of minibatches per pass."""
+    clip: Inside = 0.2
+    """Ratios outside 1 - clip to 1 + clip have no gradient in the direction away from 1."""
+    target_kl: Annotated[float | None, POSITIVE] = 0.01
+    """Stop after an epoch if KL(old policy || new), measured again after each epoch, is above this; None: all epochs."""
+    gamma: Share = 1.0
+    """Discount per token."""
+    gae_lambda: Share = 0.95
+    """Lambda of generalized advantage estimation: 1 is return minus value, 0 one-step."""
+    truncated: Literal["bootstrap", "end"] = "bootstrap"
+    """An answer cut off by max_tokens, or an episode cut off by its environment: bootstrap from the value at its end, or treat the end as terminal."""
+    normalise_advantages: bool = True
+    """Scale advantages to mean 0 and std 1 over the actions of a batch."""
+    value_coef: Weight = 0.1
+    """Weight of the value loss, if the value is a head on the policy."""
+    value_clip: Annotated[float | None, POSITIVE] = 0.2
+    """A value further than this from its old value has no gradient that increases the distance; None: no clipping."""
+    entropy_coef: Weight = 0.01
+    """Weight of the entropy bonus."""
+    critic_model: str | None = None
+    """A separate value model: a hub name, a folder, tiny:<preset>, or "policy" for the weights from which the stage begins. By default the value is a head on the policy."""
+    critic_learning_rate: Annotated[float | None, RATE] = None
+    """Learning rate of the critic; by default the policy's."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        separate = self.critic_model is not None
+        require(
+            self,
+            ("critic_learning_rate",),
+            separate,
+            "the value is a head on the policy and shares its learning rate",
+            "set critic_model",
+        )
+        require(
+            self,
+            ("value_coef",),
+            not separate,
+            "critic_model does not enter the policy's loss",
+            "leave critic_model out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoSettings(OnlineSettings):
+    """Proximal policy optimization: sample, compute token advantages from a learned value function,
+    and take several clipped steps.
+    """
+
+    kl: KlSettings = KlSettings(kl_coef=0.1)
+    learned: LearnedRewardSettings = LearnedRewardSettings()
+    ppo: PpoOptions = PpoOptions()
+    correction: CorrectionSettings = CorrectionSettings()
+    optim: OptimSettings = OptimSettings()
+    flow: RolloutSettings = RolloutSettings()
+    loop: LoopSettings = LoopSettings()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_comparison_groups(self, self.ppo.group_size)
+        reason = "it selects groups with different rewards, and ppo compares no answers"
+        require(self.sampling, ("dynamic_sampling",), False, reason, "use grpo")
+        if self.correction.proximal == "interpolated":
+            raise ValueError(
+                "proximal interpolated uses the age of tokens, and ppo trains no off-policy tokens: set proximal to learner"
+            )
 
 
 class PPO(ReferenceMethod):
@@ -118,7 +218,7 @@ class PPO(ReferenceMethod):
         ref_D, gaps_D = self.score_reference(datums, models)
         if self.settings.kl.kl_placement == "reward":
             return [{} for _ in datums], [self.kl.coefficient * gap_T for gap_T in gaps_D]
-        masks_D = [d.loss_fn_inputs["mask"].array != 0 for d in datums]
+        masks_D = [d.action_mask for d in datums]
         fields = [
             {"ref_logprobs": np.where(mask, ref, 0.0)}
             for mask, ref in zip(masks_D, ref_D, strict=True)
@@ -195,31 +295,130 @@ class PPO(ReferenceMethod):
         return config | self.kl_config
 
 
+@dataclass(frozen=True, kw_only=True)
+class RlhfSettings(PpoSettings):
+    """PPO on the scores of a reward model, with a KL penalty to the initial policy. Scores are
+    divided by their running std.
+    """
+
+    data: DataSettings = DataSettings(reward=None)
+    # A reward model's scores have an arbitrary scale. Without normalization their value loss may
+    # dominate the policy's.
+    shaping: ShapingSettings = ShapingSettings(normalise_rewards=True)
+
+
+class RLHF(PPO):
+    """Implement `rlhf`: reinforcement learning from a reward model (Ouyang et al., arXiv 2203.02155),
+    which is PPO with another source of rewards.
+
+    The same reward model in GRPO's loop: train.py grpo --reward-model ...
+    """
+
+    Settings = RlhfSettings
+    summary = "RL: ppo on the scores of a reward model"
+    needs_reward = False
+
+    def required_models(self, factory: ModelFactory) -> dict[str, Any]:
+        """Create the models of PPO. Raises UserError if the settings name no reward model."""
+        if not self.judge_names:
+            raise UserError(
+                "rlhf needs a reward model: --reward-model with an earlier stage, a reward_model "
+                "run's folder or a checkpoint of it (or --comparison-model with a language model "
+                "that compares answers)"
+            )
+        return super().required_models(factory)
+
+
 def summarize_epochs(totals: UpdateSums, datums: Sequence[Datum]) -> dict[str, float]:
     """Return the metrics of all updates on `datums`: means over the tokens of every epoch."""
     sums = {name.removeprefix("critic_"): value for name, value in totals.sums.items()}
     sums["loss:sum"] = totals.sums["loss:sum"]  # the policy's
-    tokens = max(1, count_action_tokens(datums) * totals.epochs)
-    names = {
-        "loss": "loss",
-        "policy_loss": "policy_loss",
-        "value_loss": "value_loss",
-        "entropy": "policy_entropy",
-        "value_clipped": "value_clip_frac",
+    tokens = count_action_tokens(datums)
+    means = {
+        f"optim/{name}": sums[f"{name}:sum"] / max(1, tokens * totals.epochs)
+        for name in ("loss", "policy_loss")
+        if f"{name}:sum" in sums
     }
-    clipped = sums.get("clipped_low:sum", 0.0) + sums.get("clipped_high:sum", 0.0)
     return {
         **totals.summarize(),
-        **{
-            f"optim/{metric}": sums[f"{name}:sum"] / tokens
-            for name, metric in names.items()
-            if f"{name}:sum" in sums
-        },
-        "optim/clip_frac": clipped / max(1.0, sums.get("active_tokens:sum", 0.0)),
+        **means,
+        **compute_token_means(sums, tokens * totals.epochs),
         "optim/substeps": totals.steps,
         "optim/epochs": totals.epochs,
-        "optim/tokens": count_action_tokens(datums),
+        "optim/tokens": tokens,
     }
+
+
+class EpisodeTokens:
+    """Arrange the action tokens of an episode as a single array in the order of its turns,
+    independent of their distribution over datums.
+
+    `turns_D` are the turns of which each datum holds the actions. An episode that returns to an
+    earlier conversation has datums with non-consecutive turns. `turns_N` is the number of action
+    tokens of each turn. Raises ValueError if the datums' masks disagree.
+    """
+
+    def __init__(
+        self, datums: Sequence[Datum], turns_D: Sequence[Sequence[int]], turns_N: Sequence[int]
+    ):
+        self.parts = list(datums)
+        self.masks = [datum.action_mask for datum in datums]
+        self.ends_N = np.cumsum(turns_N)
+        self.count = int(sum(mask.sum() for mask in self.masks))
+        if self.count != self.ends_N[-1]:
+            raise ValueError(
+                f"the episode's turns have {self.ends_N[-1]} action tokens, its datums' masks "
+                f"{self.count}"
+            )
+        self.last_part = next(d for d, turns in enumerate(turns_D) if turns[-1] == len(turns_N) - 1)
+        # position in the order of the turns of each action token in the order of the datums
+        ranges = [
+            range(self.ends_N[turn] - turns_N[turn], self.ends_N[turn])
+            for turns in turns_D
+            for turn in turns
+        ]
+        self.positions = np.array([place for turn in ranges for place in turn], dtype=np.int64)
+
+    def gather_actions(self, fields: Sequence[np.ndarray]) -> np.ndarray:
+        """Return a field's values at the actions, float64 [tokens].
+
+        Each datum's field has at least as many values as the datum has positions.
+        """
+        values = np.zeros(self.count)
+        values[self.positions] = np.concatenate(
+            [
+                np.asarray(f, dtype=np.float64)[: len(m)][m]
+                for f, m in zip(fields, self.masks, strict=True)
+            ]
+        )
+        return values
+
+    def place_rewards(self, rewards_N: Sequence[float]) -> np.ndarray:
+        """Return rewards [tokens]: each turn's reward on the last token of its action.
+
+        Raises ValueError unless there is a reward for each turn.
+        """
+        if len(rewards_N) != len(self.ends_N):
+            raise ValueError(f"{len(rewards_N)} rewards for an episode of {len(self.ends_N)} turns")
+        rewards = np.zeros(self.count)
+        np.add.at(rewards, np.maximum(self.ends_N - 1, 0), rewards_N)
+        return rewards
+
+    def make_datums(
+        self, fields_D: Sequence[Mapping[str, np.ndarray]], **fields: np.ndarray
+    ) -> list[Datum]:
+        """Return the datums with `fields_D` of each datum, and `fields` at the episode's actions, 0
+        elsewhere.
+        """
+        ends = np.cumsum([mask.sum() for mask in self.masks])[:-1]
+        datums = []
+        columns = {name: np.split(values[self.positions], ends) for name, values in fields.items()}
+        for d, (datum, mask) in enumerate(zip(self.parts, self.masks, strict=True)):
+            spread = {name: np.zeros(len(mask)) for name in fields}
+            for name, column in columns.items():
+                spread[name][mask] = column[d]
+            datums.append(add_loss_inputs(datum, **spread, **fields_D[d]))
+        return datums
 
 
 def _is_cut_off(trajectory: Trajectory) -> bool:
@@ -232,7 +431,7 @@ def _is_cut_off(trajectory: Trajectory) -> bool:
 
 def _gather_actions(datums: Sequence[Datum], name: str) -> np.ndarray:
     """Return a field's values at the actions of all datums, float64."""
-    values = [d.loss_fn_inputs[name].array[d.loss_fn_inputs["mask"].array != 0] for d in datums]
+    values = [d.loss_fn_inputs[name].array[d.action_mask] for d in datums]
     return np.concatenate(values).astype(np.float64)
 
 
@@ -275,7 +474,3 @@ def _split_minibatches(
     ).permutation(len(datums))
     parts = [[datums[i] for i in sorted(order[k::num_minibatches])] for k in range(num_minibatches)]
     return [part for part in parts if part]
-
-
-if not TYPE_CHECKING:  # mypy would accept every name of this module
-    __getattr__ = make_getattr(__name__)

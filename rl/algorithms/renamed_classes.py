@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from functools import partial
 from typing import NoReturn
 
 RENAMED_CLASSES = {
@@ -17,17 +18,20 @@ RENAMED_CLASSES = {
 }
 
 
-def make_getattr(module: str) -> Callable[[str], NoReturn]:
-    """Return the `__getattr__` of a module. It raises ImportError for a renamed class, since
-    `from module import name` drops the message of an AttributeError.
+def report_renamed_classes(package: str) -> None:
+    """Set the `__getattr__` of a package and of its imported modules to `_raise_renamed`."""
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(f"{package}."):
+            vars(module)["__getattr__"] = partial(_raise_renamed, name)
+
+
+def _raise_renamed(module: str, name: str) -> NoReturn:
+    """Raise ImportError for a renamed class, since `from module import name` drops the message of
+    an AttributeError.
     """
-
-    def getattr_renamed(name: str) -> NoReturn:
-        if name in RENAMED_CLASSES:
-            raise ImportError(
-                f"{module}.{name} was renamed to {RENAMED_CLASSES[name]}: import "
-                f"rl.algorithms.{RENAMED_CLASSES[name]}"
-            )
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-    return getattr_renamed
+    if name in RENAMED_CLASSES:
+        raise ImportError(
+            f"{module}.{name} was renamed to {RENAMED_CLASSES[name]}: import "
+            f"rl.algorithms.{RENAMED_CLASSES[name]}"
+        )
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -10,24 +10,21 @@ reward:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
-from rl.algorithms.method_interface import Models, Progress, RowEvaluator
-from rl.algorithms.renamed_classes import make_getattr
+from rl.algorithms.method_interface import MethodSettings, Models, Progress, RowEvaluator
 from rl.algorithms.row_datums import get_pair, summarize_pairs, train_pairs
 from rl.algorithms.update import make_adam_params, train_single_pass
 from rl.config import (
-    ModelSettings,
     OptimSettings,
     PreferenceDataSettings,
     RowLoopSettings,
     SamplingSettings,
     Weight,
     check_ranges,
-    check_substeps,
     reject_sampling_settings,
     require,
 )
@@ -51,9 +48,9 @@ class RewardModelOptions:
     """Configure the training on pairs."""
 
     form: Literal["scalar", "comparison"] = "scalar"
-    """scalar: a value head read at an answer's last token, trained so that the preferred answer scores higher (Bradley-Terry). comparison: the language model says A or B to a prompt that shows both answers, each pair in both orders."""  # noqa: E501
+    """scalar: a value head read at an answer's last token, trained so that the preferred answer scores higher (Bradley-Terry). comparison: the language model says A or B to a prompt that shows both answers, each pair in both orders."""
     centre_coef: Weight = 0.0
-    """scalar: pull the two scores of a pair towards a sum of 0, such as 0.01 (arXiv 2312.09244); it changes no preference, only the position of 0."""  # noqa: E501
+    """scalar: pull the two scores of a pair towards a sum of 0, such as 0.01 (arXiv 2312.09244); it changes no preference, only the position of 0."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -66,24 +63,20 @@ class RewardModelOptions:
         )
 
 
-def _default_loop() -> RowLoopSettings:
-    """Return loop settings that keep the checkpoint with the best accuracy."""
-    return RowLoopSettings(keep_best=PAIR_ACCURACY_METRIC)
-
-
 @dataclass(frozen=True, kw_only=True)
-class RewardModelSettings:
+class RewardModelSettings(MethodSettings):
     """Reward modeling: learn to tell which of two answers is preferred."""
 
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: PreferenceDataSettings = field(default_factory=PreferenceDataSettings)
-    reward_modelling: RewardModelOptions = field(default_factory=RewardModelOptions)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    optim: OptimSettings = field(default_factory=OptimSettings)
-    loop: RowLoopSettings = field(default_factory=_default_loop)
+    default_learning_rates = (1e-4, 1e-5)
+
+    data: PreferenceDataSettings = PreferenceDataSettings()
+    reward_modelling: RewardModelOptions = RewardModelOptions()
+    sampling: SamplingSettings = SamplingSettings()
+    optim: OptimSettings = OptimSettings()
+    loop: RowLoopSettings = RowLoopSettings(keep_best=PAIR_ACCURACY_METRIC)
 
     def __post_init__(self) -> None:
-        check_substeps(self)
+        super().__post_init__()
         reject_sampling_settings(self, "reward_model learns from the data's answers")
         if self.data.on_too_long == "cut" and self.data.max_row_tokens is not None:
             raise ValueError(
@@ -97,12 +90,6 @@ class RewardModelSettings:
                     f"a reward model samples no answers that a reward could score: leave {name} "
                     "out",
                 )
-
-    @property
-    def learning_rate(self) -> float:
-        """Return the learning rate: as set, else 1e-4 with LoRA, 1e-5 without."""
-        rate = self.optim.learning_rate
-        return rate if rate is not None else (1e-4 if self.model.lora_rank else 1e-5)
 
 
 class RewardModelTraining(RowEvaluator):
@@ -177,7 +164,8 @@ class RewardModelTraining(RowEvaluator):
             whole = [datum.model_input for row in rows for datum in make_scored_pair(row, renderer)]
             scores = np.array(compute_reward_scores(models.policy, whole))
             return {
-                **_compute_mean_scores(scores[0::2], scores[1::2]),
+                "test/rewards/chosen": float(scores[0::2].mean()),
+                "test/rewards/rejected": float(scores[1::2].mean()),
                 **compute_preference_metrics(scores[0::2] - scores[1::2]),
             }
         sampler = models.policy.save_weights_and_get_sampling_client()
@@ -249,14 +237,6 @@ def _make_comparison(row: Problem) -> AnswerComparison:
     return AnswerComparison(row.messages, *get_pair(row))
 
 
-def _compute_mean_scores(chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
-    """Return the mean scores of preferred and rejected answers."""
-    return {
-        "test/rewards/chosen": float(chosen.mean()),
-        "test/rewards/rejected": float(rejected.mean()),
-    }
-
-
 def compute_preference_metrics(margins: np.ndarray) -> dict[str, float]:
     """Return metrics of the log odds [P] that the model gives to the preferred answers: loss,
     margin, accuracy (a tie is half) and calibration error.
@@ -269,7 +249,3 @@ def compute_preference_metrics(margins: np.ndarray) -> dict[str, float]:
         PAIR_ACCURACY_METRIC: float(right.mean()),
         "test/rewards/calibration_error": compute_calibration_error(sure.tolist(), right.tolist()),
     }
-
-
-if not TYPE_CHECKING:  # mypy would accept every name of this module
-    __getattr__ = make_getattr(__name__)

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rl.config import ShapingSettings
-from rl.rollout import Trajectory, TrajectoryGroup, mean
+from rl.rollout import TrajectoryGroup, mean
 
 
+@dataclass
 class RunningStatistics:
     """Track the mean and (population) standard deviation of all values so far, a batch at a time
     (Chan, Golub, LeVeque 1979).
     """
 
-    def __init__(self) -> None:
-        self.count, self.mean, self.m2 = 0, 0.0, 0.0
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0  # sum of squared distances to the mean
 
     @property
     def std(self) -> float:
@@ -38,14 +40,6 @@ class RunningStatistics:
         self.m2 += m2 + shift * shift * self.count * n / total
         self.mean += shift * n / total
         self.count = total
-
-    def state(self) -> dict[str, Any]:
-        """Return the statistics, for a checkpoint."""
-        return {"count": self.count, "mean": self.mean, "m2": self.m2}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the statistics from a checkpoint."""
-        self.count, self.mean, self.m2 = state["count"], state["mean"], state["m2"]
 
 
 def overlong_penalty(tokens: int, max_tokens: int, share: float, penalty: float) -> float:
@@ -93,10 +87,11 @@ class RewardShaper:
     def shape_totals(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
         """Return the shaped total rewards [P][G]."""
         rewards_P_G_N = self._step_rewards(groups)
-        totals_P_G = [[sum(steps) for steps in rewards_G_N] for rewards_G_N in rewards_P_G_N]
-        self._update_statistics(totals_P_G)
         centre = self.statistics.mean if self.settings.normalise_rewards else 0.0
-        return [[self._shape(r, centre) for r in totals_G] for totals_G in totals_P_G]
+        return [
+            [self._shape(sum(steps), centre) for steps in rewards_G_N]
+            for rewards_G_N in rewards_P_G_N
+        ]
 
     def shape_steps(self, groups: Sequence[TrajectoryGroup]) -> list[list[list[float]]]:
         """Return the shaped rewards of each step [P][G][N].
@@ -104,18 +99,16 @@ class RewardShaper:
         They are divided by the std of totals, but not centered: a longer episode gets no higher
         reward.
         """
-        rewards_P_G_N = self._step_rewards(groups)
-        self._update_statistics(
-            [[sum(steps) for steps in rewards_G_N] for rewards_G_N in rewards_P_G_N]
-        )
         return [
             [[self._shape(r, 0.0) for r in steps] for steps in rewards_G_N]
-            for rewards_G_N in rewards_P_G_N
+            for rewards_G_N in self._step_rewards(groups)
         ]
 
     def _step_rewards(self, groups: Sequence[TrajectoryGroup]) -> list[list[list[float]]]:
         """Return the rewards of each step [P][G][N]; the last step includes a group's final rewards
         and the penalties.
+
+        Update the metrics, and the running statistics if rewards are normalized.
         """
         s = self.settings
         penalties, cut_off, rewards_P_G_N = [], [], []
@@ -123,11 +116,10 @@ class RewardShaper:
             rewards_G_N = []
             for trajectory, final in zip(group.trajectories_G, group.final_rewards_G, strict=True):
                 steps = [turn.reward for turn in trajectory.transitions]
+                # max_tokens bounds each turn, not the episode
+                longest = max(len(turn.ac.tokens) for turn in trajectory.transitions)
                 penalty = overlong_penalty(
-                    _longest_action(trajectory),
-                    self.max_tokens,
-                    s.overlong_share,
-                    s.overlong_penalty,
+                    longest, self.max_tokens, s.overlong_share, s.overlong_penalty
                 )
                 penalties.append(penalty)
                 steps[-1] = steps[-1] + final - penalty
@@ -140,16 +132,13 @@ class RewardShaper:
         self.metrics = {"reward/overlong_penalty": mean(penalties)} if s.overlong_share else {}
         if s.cut_off_penalty:
             self.metrics["reward/cut_off_penalty"] = mean(cut_off)
-        return rewards_P_G_N
-
-    def _update_statistics(self, totals_P_G: Sequence[Sequence[float]]) -> None:
-        """Update the running statistics and metrics, if rewards are normalized."""
-        if self.settings.normalise_rewards:
-            self.statistics.update([r for totals_G in totals_P_G for r in totals_G])
+        if s.normalise_rewards:
+            self.statistics.update([sum(steps) for group in rewards_P_G_N for steps in group])
             self.metrics |= {
                 "reward/running_mean": self.statistics.mean,
                 "reward/running_std": self.statistics.std,
             }
+        return rewards_P_G_N
 
     def _shape(self, reward: float, centre: float) -> float:
         """Return the reward after normalization, scale and clipping."""
@@ -163,15 +152,8 @@ class RewardShaper:
 
     def state(self) -> dict[str, Any]:
         """Return the running statistics, for a checkpoint."""
-        return self.statistics.state()
+        return asdict(self.statistics)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the running statistics from a checkpoint."""
-        self.statistics.load_state(state)
-
-
-def _longest_action(trajectory: Trajectory) -> int:
-    """Return the number of tokens of the longest action: max_tokens bounds each turn, not the
-    episode.
-    """
-    return max(len(turn.ac.tokens) for turn in trajectory.transitions)
+        self.statistics = RunningStatistics(**state)

@@ -33,9 +33,7 @@ def make_answer_datum(row: Problem, answer: str, renderer: Any) -> Datum:
     model_input, weights = renderer.build_supervised_example(
         [*row.messages, {"role": "assistant", "content": answer}]
     )
-    datum = supervised_datum(model_input, weights)
-    datum.loss_fn_inputs["mask"] = datum.loss_fn_inputs.pop("weights")
-    return datum
+    return supervised_datum(model_input, weights, "mask")
 
 
 def train_pairs(

@@ -5,23 +5,20 @@ a conversation, or on whole texts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
-from rl.algorithms.method_interface import Models, Progress, RowEvaluator
-from rl.algorithms.renamed_classes import make_getattr
+from rl.algorithms.method_interface import MethodSettings, Models, Progress, RowEvaluator
 from rl.algorithms.row_datums import evaluate_by_tag, truncate_datum
 from rl.algorithms.update import train_single_pass
 from rl.config import (
     AnswerDataSettings,
-    ModelSettings,
     OptimSettings,
     RowLoopSettings,
     SamplingSettings,
     check_ranges,
-    check_substeps,
     reject_sampling_settings,
 )
 from rl.rollout import supervised_datum
@@ -36,32 +33,27 @@ class SftOptions:
     """Configure the trained tokens of a row."""
 
     train_on: Literal["all_assistant", "last_assistant"] = "all_assistant"
-    """Of a conversation: every assistant message, or only the last. (A text without a prompt is trained as a whole.)"""  # noqa: E501
+    """Of a conversation: every assistant message, or only the last. (A text without a prompt is trained as a whole.)"""
 
     def __post_init__(self) -> None:
         check_ranges(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftSettings:
+class SftSettings(MethodSettings):
     """Supervised fine-tuning: learn to reproduce the data's answers."""
 
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: AnswerDataSettings = field(default_factory=AnswerDataSettings)
-    sft: SftOptions = field(default_factory=SftOptions)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    optim: OptimSettings = field(default_factory=OptimSettings)
-    loop: RowLoopSettings = field(default_factory=RowLoopSettings)
+    default_learning_rates = (1e-4, 1e-5)
+
+    data: AnswerDataSettings = AnswerDataSettings()
+    sft: SftOptions = SftOptions()
+    sampling: SamplingSettings = SamplingSettings()
+    optim: OptimSettings = OptimSettings()
+    loop: RowLoopSettings = RowLoopSettings()
 
     def __post_init__(self) -> None:
-        check_substeps(self)
+        super().__post_init__()
         reject_sampling_settings(self, "sft learns from the data's answers")
-
-    @property
-    def learning_rate(self) -> float:
-        """Return the learning rate: as set, else 1e-4 with LoRA, 1e-5 without."""
-        rate = self.optim.learning_rate
-        return rate if rate is not None else (1e-4 if self.model.lora_rank else 1e-5)
 
 
 class SFT(RowEvaluator):
@@ -179,7 +171,3 @@ def make_response_datum(row: Problem, renderer: Any, train_on: str = "last_assis
     messages = [*row.messages, {"role": "assistant", "content": row.response}]
     model_input, weights = renderer.build_supervised_example(messages, train_on)
     return supervised_datum(model_input, weights)
-
-
-if not TYPE_CHECKING:  # mypy would accept every name of this module
-    __getattr__ = make_getattr(__name__)

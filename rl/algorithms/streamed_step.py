@@ -90,6 +90,10 @@ class StreamedStep:
         totals.add_step(self.models.policy.optim_step(params).result().metrics or {})
         for output in outputs:
             totals.add_sums(output.metrics)
+        corrections = _merge_part_metrics(self._correction_metrics)
+        if "optim/correction_ess" in corrections:
+            ess = merge_effective_sample_size(self._correction_metrics)
+            corrections["optim/correction_ess"] = ess
         return {
             **compare_sampler_and_learner(
                 self.datums, [item["logprobs"].array for o in outputs for item in o.loss_fn_outputs]
@@ -98,16 +102,9 @@ class StreamedStep:
             "optim/substeps": 1,
             "optim/minibatches": len(outputs),
             **compute_loss_metrics(totals.sums, self.datums, kind),
-            **self._merge_correction_metrics(),
+            **corrections,
             **_merge_part_metrics(self._shaping_metrics),
         }
-
-    def _merge_correction_metrics(self) -> dict[str, float]:
-        """Merge the metrics measured before each part's gradient."""
-        merged = _merge_part_metrics(self._correction_metrics)
-        if "optim/correction_ess" in merged:
-            merged["optim/correction_ess"] = merge_effective_sample_size(self._correction_metrics)
-        return merged
 
 
 def _merge_part_metrics(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:

@@ -152,7 +152,7 @@ def correct_datums(
     ).result()
     learner_D = [o["logprobs"].array for o in output.loss_fn_outputs]
     sampler_D = [datum.loss_fn_inputs["logprobs"].array for datum in datums]
-    masks_D = [datum.loss_fn_inputs["mask"].array != 0 for datum in datums]
+    masks_D = [datum.action_mask for datum in datums]
     gaps_D = [lp.astype(np.float64) - q for lp, q in zip(learner_D, sampler_D, strict=True)]
     episode_D = index_episodes(datums)
     weights_D, kept_D, metrics = apply_correction(gaps_D, masks_D, episode_D, correction)
@@ -238,7 +238,7 @@ def add_proximal_weight(datums: Sequence[Datum], version: int) -> list[Datum]:
             if "versions" in fields
             else np.full(datum.model_input.length, float(datum.version or 0))
         )
-        age = np.where(fields["mask"].array != 0, np.maximum(version - versions, 0), 0)
+        age = np.where(datum.action_mask, np.maximum(version - versions, 0), 0)
         weighted.append(add_loss_inputs(datum, proximal_share=age / (age + 1)))
     return weighted
 
@@ -456,19 +456,26 @@ def compute_loss_metrics(
     # excludes the terms that were added to the loss
     loss = sums.get("policy_loss:sum", sums.get("loss:sum", 0.0))
     count = count_sequences(datums) if normalise == "sequence_means" else max(1, tokens)
-    metrics = {name: loss / count, "optim/tokens": tokens}
-    if "entropy:sum" in sums:
-        metrics["optim/policy_entropy"] = sums["entropy:sum"] / max(1, tokens)
-    metrics |= {
-        f"optim/{part}": sums[f"{part}:sum"] / max(1, tokens)
-        for part in ("td_loss", "cql", "value_loss")
-        if f"{part}:sum" in sums
+    return {name: loss / count, "optim/tokens": tokens, **compute_token_means(sums, tokens)}
+
+
+def compute_token_means(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+    """Return the metrics that are means over `tokens` tokens, and the share of clipped tokens."""
+    names = {
+        "entropy": "policy_entropy",
+        "td_loss": "td_loss",
+        "cql": "cql",
+        "value_loss": "value_loss",
+        "value_clipped": "value_clip_frac",
     }
-    active = sums.get("active_tokens:sum", 0.0)
+    metrics = {
+        f"optim/{metric}": sums[f"{name}:sum"] / max(1, tokens)
+        for name, metric in names.items()
+        if f"{name}:sum" in sums
+    }
     if "clipped_low:sum" in sums:
-        metrics["optim/clip_frac"] = (sums["clipped_low:sum"] + sums["clipped_high:sum"]) / max(
-            1.0, active
-        )
+        clipped = sums["clipped_low:sum"] + sums["clipped_high:sum"]
+        metrics["optim/clip_frac"] = clipped / max(1.0, sums.get("active_tokens:sum", 0.0))
     return metrics
 
 
@@ -481,7 +488,7 @@ def compare_sampler_and_learner(
     `kl_sample_train_v1` = mean d, `_v2` = mean d^2 / 2 (two estimators of KL(sampler || learner)),
     `max_logprob_difference` = max |d|, and `entropy` = -mean q.
     """
-    masks = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
+    masks = np.concatenate([d.action_mask for d in datums])
     q = np.concatenate([d.loss_fn_inputs["logprobs"].array for d in datums])[masks].astype(
         np.float64
     )

@@ -166,12 +166,9 @@ def find_layer_list(model: Any) -> tuple[str, nn.ModuleList] | None:
     candidates = [
         (name, m)
         for name, m in unwrap_model(model).named_modules()
-        if isinstance(m, nn.ModuleList) and len(m) == count
-    ]
-    candidates = [
-        (name, m)
-        for name, m in candidates
-        if not any(part in name for part in ("vision", "visual", "audio", "encoder"))
+        if isinstance(m, nn.ModuleList)
+        and len(m) == count
+        and not any(part in name for part in ("vision", "visual", "audio", "encoder"))
     ]
     outermost = [
         candidate
@@ -249,7 +246,7 @@ def truncate_layers_(model: Any) -> int | None:
         return None
     signatures = [_layer_signature(layer) for layer in layers[1]]
     depth = min(max([2, *(signatures.index(make) + 1 for make in signatures)]), len(signatures))
-    _replace_layers(model, layers[0], nn.ModuleList(layers[1][i] for i in range(depth)))
+    keep_first_layers_(model, layers, depth)
     return depth
 
 
@@ -389,7 +386,13 @@ def _find_experts(model: Any) -> ExpertLayout | None:
     """
     data = get_text_config(model).to_dict()
     data |= {k: v for k, v in (data.get("ffn_config") or {}).items() if k.startswith("moe")}
-    names = (
+
+    def find_number(least: int, *names: str) -> int:
+        numbers = (data.get(name) for name in names)
+        return next((n for n in numbers if isinstance(n, int) and n >= least), 0)
+
+    per_token = find_number(
+        1,
         "num_experts_per_tok",
         "num_experts_per_token",
         "moe_topk",
@@ -398,17 +401,14 @@ def _find_experts(model: Any) -> ExpertLayout | None:
         "moe_k",
         "top_k",
     )
-    per_token = next(
-        (n for n in (data.get(name) for name in names) if isinstance(n, int) and n > 0), 0
-    )
-    sizes = (
+    count = find_number(
+        2,
         "num_local_experts",
         "num_experts",
         "n_routed_experts",
         "moe_num_experts",
         "num_routed_experts",
     )
-    count = next((n for n in (data.get(name) for name in sizes) if isinstance(n, int) and n > 1), 0)
     blocks = [
         (name, module.experts)
         for name, module in model.named_modules()

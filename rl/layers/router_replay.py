@@ -118,12 +118,12 @@ class ExpertReplay:
     A token counts if the experts differ in at least one block.
     """
 
+    has_experts: Tensor  # bool [T]
     changed_by_block: dict[int, Tensor] = field(default_factory=dict)  # block: bool [T]
-    has_experts: Tensor | None = None
 
     def counts(self) -> tuple[Tensor, Tensor]:
         """Return (tokens that would have used other experts, tokens with recorded experts)."""
-        assert self.has_experts is not None and self.changed_by_block
+        assert self.changed_by_block
         return torch.stack(list(self.changed_by_block.values())).any(
             0
         ).sum(), self.has_experts.sum()
@@ -138,11 +138,11 @@ def replay_experts(
     Experts of -1 leave a token to the router. The context must include the backward, which
     recomputes checkpointed layers.
     """
-    replay = ExpertReplay(has_experts=(choices_TBK >= 0).all(-1).all(-1))
-    known_T1 = (choices_TBK >= 0).all(-1).all(-1)[:, None]
+    known_T = (choices_TBK >= 0).all(-1).all(-1)
+    replay = ExpertReplay(known_T)
 
     def choose(block: int, scores: Tensor, taken: Tensor) -> Tensor:
-        replayed = torch.where(known_T1, choices_TBK[:, block].to(taken.dtype), taken)
+        replayed = torch.where(known_T[:, None], choices_TBK[:, block].to(taken.dtype), taken)
         if block not in replay.changed_by_block:
             replay.changed_by_block[block] = (
                 replayed.sort(-1).values != taken.sort(-1).values

@@ -10,9 +10,8 @@ from rl.learner.head_memory import (
     kept_bytes_from_gib,
 )
 from rl.learner.learner import Learner, LearnerSettings
-from rl.learner.learner_checkpoint import read_learner_state
+from rl.learner.learner_checkpoint import ModelSpec, read_learner_state
 from rl.learner.logprob_head import HeadRequest, LogprobHead
-from rl.learner.model_spec import ModelSpec
 
 __all__ = [
     "ContextParallel",

@@ -11,7 +11,7 @@ bit. The two formats cannot be converted into each other.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -92,17 +92,27 @@ def get_adam_state(optimizer: Any, trainable: Mapping[str, Tensor]) -> dict[str,
 
 
 def load_adam_state(
-    optimizer: Any, trainable: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+    optimizer: Any,
+    trainable: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    copy_: Callable[[Tensor, Tensor], Any] = Tensor.copy_,
 ) -> None:
-    """Replace the optimizer's state by `tensors`, in the format of `get_adam_state`."""
+    """Replace the optimizer's state by `tensors`, in the format of `get_adam_state`.
+
+    `copy_(moment, whole)` copies a full tensor into a moment, which is stored like its parameter.
+    """
     optimizer.state.clear()
     if not isinstance(optimizer, torch.optim.AdamW):
         return _load_8bit(optimizer, trainable, tensors)
     for full_name, value in tensors.items():
         name, key = full_name.rsplit("/", 1)
         parameter = trainable[name]
-        dtype = value.dtype if key == "step" else parameter.dtype
-        optimizer.state[parameter][key] = value.to(parameter.device, dtype, copy=True)
+        state = optimizer.state[parameter]
+        if key == "step":
+            state[key] = value.to(parameter.device, copy=True)
+        else:
+            state[key] = torch.zeros_like(parameter)
+            copy_(state[key], value)
 
 
 def _load_8bit(

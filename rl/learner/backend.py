@@ -9,103 +9,224 @@ distributes ranks internally.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import abc
+import contextlib
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from rl.distributed import FSDPSharding, ZeroSharding, get_launch_sharding
-from rl.learner.backend_4bit import FourBitBackend
-from rl.learner.backend_replicated import ReplicatedBackend
-from rl.models import UnloadedParameters
+from rl.distributed import FSDPSharding, ZeroSharding, collectives, get_launch_sharding
+from rl.layers import truncated_layers
+from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_adam_params
+from rl.learner.frozen_base import get_dequantizers
+from rl.models import SafetensorsWeights
 from rl.types import AdamParams
 
 
-class Backend(Protocol):
+class Backend(abc.ABC):
     """Hold the weights, gradients and optimizer of a learner.
 
     All ranks call every method in the same order with the same names, because the methods may
     communicate.
+
+    wrapped    the outermost module, which a forward calls
+    trainable  trained parameters as this rank stores them
+    skeleton   the model's modules with parameters of the right shapes; their values may be
+               meaningless
+    adam       the optimizer
     """
 
-    wrapped: nn.Module  # the outermost module, which a forward calls
-    trainable: Mapping[str, Tensor]  # trained parameters as this rank stores them
+    wrapped: Any
+    trainable: Mapping[str, Any]
+    skeleton: Any
+    adam: Any
 
     def micro_batch(self) -> AbstractContextManager:
         """Wrap the forward and the backward of a micro-batch."""
-        ...
+        return contextlib.nullcontext()
 
     def backward(self, value: Tensor) -> None:
         """Add the gradient of `value`, an output of `wrapped`, to the accumulated gradients."""
-        ...
+        value.backward()
 
     def step(self, params: AdamParams) -> tuple[float, bool]:
         """Return (gradient norm before clipping, whether an update was made).
 
         No update is made if the gradient is not finite.
         """
-        ...
+        norm = self._reduce_gradients()
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            if params.grad_clip_norm > 0:
+                self._clip_gradients(params.grad_clip_norm, norm)
+            set_adam_params(self.adam, params)
+            self._apply_update()
+        self.drop_gradients()
+        return float(norm), finite
+
+    @abc.abstractmethod
+    def _reduce_gradients(self) -> Tensor:
+        """Sum the gradients over the ranks, if a backward does not, and return their norm."""
+
+    @abc.abstractmethod
+    def _clip_gradients(self, limit: float, norm: Tensor) -> None:
+        """Scale the gradients, whose norm is `norm`, down to the norm `limit`."""
+
+    def _apply_update(self) -> None:
+        """Take the optimizer's step on the gradients."""
+        self.adam.step()
 
     def drop_gradients(self) -> None:
         """Discard the accumulated gradients."""
-        ...
+        self.adam.zero_grad()
 
+    @abc.abstractmethod
     def iter_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the named full parameters in turn, as a forward uses them.
 
         Each tensor is valid until the next is requested.
         """
-        ...
+
+    def _iter_precise_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the named full parameters in turn, at the optimizer's precision."""
+        return self.iter_weights(names)
 
     def iter_master_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield a copy of each named trained parameter, full, at the optimizer's
         precision.
         """
-        ...
+        return ((name, w.detach().clone()) for name, w in self._iter_precise_weights(names))
+
+    def _local_gradient(self, parameter: Any) -> Tensor | None:
+        """Return this rank's shard of a parameter's accumulated gradient."""
+        return parameter.grad
 
     def max_gradient_magnitudes(self) -> dict[str, float]:
         """Return the largest magnitude of each trained parameter's accumulated gradient.
 
         It covers this rank's shard only, and is 0 for a parameter without a gradient.
         """
-        ...
+        sizes = {}
+        for name, parameter in self.trainable.items():
+            gradient = self._local_gradient(parameter)
+            sizes[name] = 0.0
+            if gradient is not None and gradient.numel():
+                sizes[name] = float(gradient.abs().max())
+        return sizes
 
     def full_model(self, names: Collection[str]) -> AbstractContextManager[Any | None]:
         """Yield on rank 0 the model with at least the named parameters full, at full precision.
 
-        Other ranks get None.
+        Other ranks get None. The copy lies in CPU memory and is freed afterwards.
         """
-        ...
+        return fill_skeleton(self.skeleton, self._iter_precise_weights(names))
 
-    @property
-    def skeleton(self) -> Any:
-        """Return the model's modules with parameters of the right shapes; their values are
-        meaningless.
-        """
-        ...
+    def _copy_(self, parameter: Any, whole: Tensor) -> None:
+        """Copy a full tensor into a parameter, or into a tensor that is stored like it."""
+        parameter.copy_(whole)
 
+    @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy full parameters in, at full precision; every rank passes the same tensors."""
-        ...
+        for name, tensor in tensors.items():
+            self._copy_(self.trainable[name], tensor)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return on rank 0 AdamW's full state by parameter name.
 
         Keys: `<name>/exp_avg`, `<name>/exp_avg_sq`, `<name>/step`.
         """
-        ...
+        return get_adam_state(self.adam, self.trainable)
 
+    @torch.no_grad()
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace AdamW's state; `tensors` has the format of `optimizer_tensors` of any backend."""
-        ...
+        load_adam_state(self.adam, self.trainable, tensors, self._copy_)
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027  (nothing, by default)
         """Free memory that would stay allocated after the last reference to the backend is dropped.
 
         The backend must not be used afterwards.
         """
-        ...
+
+
+class ReplicatedBackend(Backend):
+    """Replicate weights, gradients and optimizer on every rank: a single process, or data parallel.
+
+    torch's DistributedDataParallel is not used: it would allocate buckets of the size of all
+    gradients, and reduce once per backward. Here the step sums the gradients of all micro-batches.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        trainable: Mapping[str, Tensor],
+        accelerator: Any,
+        optimizer: str = "adamw",
+        skeleton: Any = None,
+    ):
+        """Wrap `model` for this launch; see `make_backend` for the arguments."""
+        self.wrapped, self.trainable, self.accelerator = model, trainable, accelerator
+        self.skeleton = model if skeleton is None else skeleton
+        self._dequantizers = get_dequantizers(model)
+        collectives.copy_from_rank_0_([*model.parameters(), *model.buffers()])
+        self.adam = make_adamw(trainable, optimizer)
+
+    def micro_batch(self) -> AbstractContextManager:
+        """Compute in the launch's precision."""
+        return self.accelerator.autocast()
+
+    def _reduce_gradients(self) -> Tensor:
+        return torch.nn.utils.get_total_norm(sum_gradients(self.trainable.values()))
+
+    def _clip_gradients(self, limit: float, norm: Tensor) -> None:
+        torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), limit, norm)
+
+    def iter_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the named parameters; those in 4 bit are returned in bf16."""
+        parameters = dict(self.wrapped.named_parameters())
+        for name in names:
+            dequantize = self._dequantizers.get(name)
+            yield name, parameters[name].detach() if dequantize is None else dequantize()
+
+    def full_model(self, names: Collection[str]) -> AbstractContextManager[Any | None]:
+        if self.skeleton is not self.wrapped:
+            return super().full_model(names)
+        return contextlib.nullcontext(self.wrapped if collectives.rank() == 0 else None)
+
+
+def make_backend(
+    model: Any,
+    trainable: Mapping[str, Tensor],
+    accelerator: Any,
+    optimizer: str = "adamw",
+    skeleton: Any = None,
+    lazy_weights: SafetensorsWeights | None = None,
+) -> Backend:
+    """Return the backend that this launch requests.
+
+    `optimizer`: its kind, see rl.learner.adamw. `skeleton`: for a model with 4-bit matrices, its
+    modules before quantization. `lazy_weights`: for a model without values
+    (`Sharding.reads_shards`), the source of its weights.
+    """
+    sharding = get_launch_sharding()
+    if skeleton is None and isinstance(sharding, ZeroSharding):
+        from rl.learner.backend_deepspeed import DeepSpeedBackend
+
+        return DeepSpeedBackend(
+            model, trainable, accelerator.state.deepspeed_plugin.deepspeed_config, lazy_weights
+        )
+    if skeleton is None and isinstance(sharding, FSDPSharding):
+        from rl.learner.backend_fsdp import FSDPBackend
+
+        return FSDPBackend(
+            model, bf16=accelerator.mixed_precision == "bf16", lazy_weights=lazy_weights
+        )
+    return ReplicatedBackend(model, trainable, accelerator, optimizer, skeleton)
 
 
 def move_to_device(model: nn.Module, accelerator: Any) -> None:
@@ -117,33 +238,60 @@ def move_to_device(model: nn.Module, accelerator: Any) -> None:
         model.to(accelerator.device)
 
 
-def make_backend(
-    model: Any,
-    trainable: Mapping[str, Tensor],
-    accelerator: Any,
-    optimizer: str = "adamw",
-    skeleton: Any = None,
-    lazy_weights: UnloadedParameters | None = None,
-) -> Backend:
-    """Return the backend that this launch requests.
+def make_skeleton(model: nn.Module) -> Any:
+    """Return a copy of a model with parameters that hold no values.
 
-    `optimizer`: its kind, see rl.learner.adamw. `skeleton`: for a model with 4-bit matrices, its
-    modules before quantization. `lazy_weights`: for a model without values
-    (`Sharding.reads_shards`), the source of its weights.
+    They are untouched CPU memory, which the system does not allocate yet.
     """
-    if skeleton is not None:
-        return FourBitBackend(model, trainable, accelerator, skeleton, optimizer)
-    sharding = get_launch_sharding()
-    if isinstance(sharding, ZeroSharding):
-        from rl.learner.backend_deepspeed import DeepSpeedBackend
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)
 
-        return DeepSpeedBackend(
-            model, trainable, accelerator.state.deepspeed_plugin.deepspeed_config, lazy_weights
-        )
-    if isinstance(sharding, FSDPSharding):
-        from rl.learner.backend_fsdp import FSDPBackend
 
-        return FSDPBackend(
-            model, bf16=accelerator.mixed_precision == "bf16", lazy_weights=lazy_weights
-        )
-    return ReplicatedBackend(model, trainable, accelerator, optimizer)
+@torch.no_grad()
+def load_first_layers(model: nn.Module, lazy_weights: SafetensorsWeights) -> Any:
+    """Return a copy of a model without values in which only the first layers are read.
+
+    `rl.layers.truncated_layers` selects these layers; the other layers hold no values.
+    """
+    trial, parameters = make_skeleton(model), dict(model.named_parameters())
+    with truncated_layers(trial):
+        for name, parameter in trial.named_parameters():
+            parameter.copy_(lazy_weights.read(name) if name in lazy_weights else parameters[name])
+    return trial
+
+
+@contextlib.contextmanager
+def fill_skeleton(
+    skeleton: nn.Module, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[Any | None]:
+    """Yield on rank 0 a skeleton model filled with full parameters, elsewhere None.
+
+    The parameters lie in CPU memory, which is freed afterwards.
+    """
+    writes = collectives.rank() == 0
+    copies, names = dict(skeleton.named_parameters()), []
+    for name, tensor in weights:
+        if writes:
+            copies[name].data.copy_(tensor)
+            names.append(name)
+        del tensor
+    try:
+        yield skeleton if writes else None
+    finally:
+        for name in names:
+            copies[name].data = torch.empty_like(copies[name].data)
+
+
+def sum_gradients(parameters: Collection[Tensor]) -> list[Tensor]:
+    """Return the gradients, summed over the ranks in place; zeros for a parameter without a
+    gradient.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    collectives.all_sum_(gradients)
+    return gradients

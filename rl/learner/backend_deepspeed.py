@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from rl.distributed import collectives
 from rl.layers import describe_layers, unwrap_model
-from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_adam_params
-from rl.learner.backend_common import fill_skeleton, make_skeleton, sum_gradients
-from rl.models import UnloadedParameters
+from rl.learner.adamw import make_adamw, set_adam_params
+from rl.learner.backend import Backend, make_skeleton, sum_gradients
+from rl.models import SafetensorsWeights
 from rl.types import AdamParams
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class DeepSpeedBackend:
-    """Implement `rl.learner.backend.Backend` with DeepSpeed; see the module.
+class DeepSpeedBackend(Backend):
+    """Implement a backend with DeepSpeed; see the module.
 
     `config`: the result of `rl.distributed.accelerate_launch.make_engine_config`.
     """
@@ -38,12 +38,12 @@ class DeepSpeedBackend:
         model: Any,
         trainable: Mapping[str, Tensor],
         config: dict[str, Any],
-        lazy_weights: UnloadedParameters | None = None,
+        lazy_weights: SafetensorsWeights | None = None,
     ):
         import deepspeed
         from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-        self.model, self.trainable = model, trainable
+        self.trainable = trainable
         self.stage: int = config["zero_optimization"]["stage"]
         # Modules can be copied only before the weights are sharded.
         self.skeleton = make_skeleton(model)
@@ -61,39 +61,37 @@ class DeepSpeedBackend:
         self.bf16_stage1 = isinstance(self.optimizer, BF16_Optimizer)
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
 
-    def micro_batch(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
-
     def backward(self, value: Tensor) -> None:
         self.wrapped.backward(value * collectives.world())
 
     # ----------------------------------------------------------------------------------------- step
 
     def step(self, params: AdamParams) -> tuple[float, bool]:
-        set_adam_params(self.adam, params)
+        """Take a step; of stage 0 as the base class does it.
+
+        DeepSpeed's stage 0 reports no norm and would also step on a gradient that is not finite.
+        """
         if self.stage == 0:
-            return self._step_unsharded(params)
+            self.wrapped._config.gradient_clipping = params.grad_clip_norm
+            return super().step(params)
+        set_adam_params(self.adam, params)
         self.optimizer.clip_grad = params.grad_clip_norm
         self.wrapped.step()
         norm, applied = float(self.wrapped.get_global_grad_norm()), self.wrapped.was_step_applied()
         self.drop_gradients()
         return norm, applied
 
-    def _step_unsharded(self, params: AdamParams) -> tuple[float, bool]:
-        """Average the gradients and check the norm before a stage-0 step.
-
-        DeepSpeed's stage 0 reports no norm and would also step on a gradient that is not finite.
-        """
-        gradients = sum_gradients(list(self.trainable.values()))
+    def _reduce_gradients(self) -> Tensor:
+        gradients = sum_gradients(self.trainable.values())
         torch._foreach_div_(gradients, collectives.world())
-        norm = torch.nn.utils.get_total_norm(gradients)
-        finite = bool(torch.isfinite(norm))
-        if finite:
-            self.wrapped._config.gradient_clipping = params.grad_clip_norm
-            # DeepSpeed averages again, which changes nothing: all ranks hold the same gradient.
-            self.wrapped.step()
-        self.drop_gradients()
-        return float(norm), finite
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def _clip_gradients(self, limit: float, norm: Tensor) -> None:
+        """Do nothing: the engine's step clips."""
+
+    def _apply_update(self) -> None:
+        # DeepSpeed averages again, which changes nothing: all ranks hold the same gradient.
+        self.wrapped.step()
 
     def drop_gradients(self) -> None:
         """Discard the accumulated gradients, wherever the stage stores them.
@@ -133,11 +131,8 @@ class DeepSpeedBackend:
             with self._gather_parameter(self.parameters[name]):
                 yield name, self.parameters[name].detach()
 
-    def full_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
-        """Yield the full model on rank 0; the copy lies in CPU memory and is freed afterwards."""
-        return fill_skeleton(
-            self.skeleton, ((name, self._full_fp32_parameter(name)) for name in names)
-        )
+    def _iter_precise_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self._full_fp32_parameter(name)) for name in names)
 
     def _full_fp32_parameter(self, name: str) -> Tensor:
         """Return a parameter at the optimizer's precision (in bf16 training its fp32 master
@@ -149,22 +144,18 @@ class DeepSpeedBackend:
             return safe_get_full_fp32_param(self.trainable[name])
         return next(tensor.clone() for _, tensor in self.iter_weights([name]))
 
-    def iter_master_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self._full_fp32_parameter(name).detach().clone()) for name in names)
-
-    def max_gradient_magnitudes(self) -> dict[str, float]:
+    def _local_gradient(self, parameter: Any) -> Tensor | None:
         from deepspeed.utils import safe_get_full_grad
 
-        sizes: dict[str, float] = {}
+        # a collective call: every rank takes part
+        return parameter.grad if self.stage == 0 else safe_get_full_grad(parameter)
+
+    def max_gradient_magnitudes(self) -> dict[str, float]:
         # Before a step the gradients are in buffers that safe_get_full_grad does not read.
         if self.stage in (1, 2) and not self.bf16_stage1:
             self.optimizer.finalize_gradient_accumulation_boundary()
             self.optimizer.set_gradient_accumulation_boundary(False)
-        for name, parameter in self.trainable.items():
-            # a collective call: every rank takes part
-            gradient = parameter.grad if self.stage == 0 else safe_get_full_grad(parameter)
-            sizes[name] = 0.0 if gradient is None else float(gradient.abs().max())
-        return sizes
+        return super().max_gradient_magnitudes()
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
@@ -205,7 +196,7 @@ class DeepSpeedBackend:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         if self.stage == 0:
-            return get_adam_state(self.adam, self.trainable)
+            return super().optimizer_tensors()
         states = [
             state
             for state in (self.adam.state.get(flat) for flat in self._flat_parameters())
@@ -229,7 +220,7 @@ class DeepSpeedBackend:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         if self.stage == 0:
-            return load_adam_state(self.adam, self.trainable, tensors)
+            return super().load_optimizer_tensors(tensors)
         self.adam.state.clear()
         # Without this the setters below, and the getters after the next step, would access the old
         # state.
@@ -283,7 +274,7 @@ def _set_expert_leaf_modules(model: nn.Module) -> None:
 
 
 def _shard_parameters(
-    model: nn.Module, config: dict[str, Any], lazy_weights: UnloadedParameters
+    model: nn.Module, config: dict[str, Any], lazy_weights: SafetensorsWeights
 ) -> None:
     """Create the ZeRO-3 partitions of a model without values, parameter by parameter.
 

@@ -17,19 +17,18 @@ import torch
 from torch import Tensor
 
 from rl.distributed import collectives
-from rl.learner.adamw import make_adamw, set_adam_params
-from rl.learner.backend_common import fill_skeleton, make_skeleton
-from rl.models import UnloadedParameters, unwrap_model
-from rl.types import AdamParams
+from rl.learner.adamw import make_adamw
+from rl.learner.backend import Backend, make_skeleton
+from rl.models import SafetensorsWeights, unwrap_model
 
 
-class FSDPBackend:
-    """Implement `rl.learner.backend.Backend` with FSDP2; see the module.
+class FSDPBackend(Backend):
+    """Implement a backend with FSDP2; see the module.
 
     `bf16`: layers compute in bf16; sums over ranks stay fp32.
     """
 
-    def __init__(self, model: Any, *, bf16: bool, lazy_weights: UnloadedParameters | None = None):
+    def __init__(self, model: Any, *, bf16: bool, lazy_weights: SafetensorsWeights | None = None):
         # Modules can be copied only before the weights are sharded.
         self.skeleton = make_skeleton(model)
         kinds = set(unwrap_model(model)._no_split_modules or ())
@@ -45,7 +44,7 @@ class FSDPBackend:
         self.adam = make_adamw(self.trainable)
 
     @torch.no_grad()
-    def _load_shards(self, lazy_weights: UnloadedParameters) -> None:
+    def _load_shards(self, lazy_weights: SafetensorsWeights) -> None:
         """Read this rank's shard of each tensor, and no other part of it."""
         for name, parameter in self.parameters.items():
             if name in lazy_weights:
@@ -62,59 +61,31 @@ class FSDPBackend:
         # gathered weights past an update.
         self.wrapped.reshard()
 
-    def backward(self, value: Tensor) -> None:
-        value.backward()
+    def _local_gradient(self, parameter: Any) -> Tensor | None:
+        return None if parameter.grad is None else parameter.grad.to_local()
 
-    def step(self, params: AdamParams) -> tuple[float, bool]:
+    def _reduce_gradients(self) -> Tensor:
         for parameter in self.trainable.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad.to_local() for p in self.trainable.values()]
-        square = torch.nn.utils.get_total_norm(gradients).square()
+        square = torch.nn.utils.get_total_norm(self._local_gradients()).square()
         # The sum over all ranks, and not over a shard group alone, gives every rank the same bits.
         collectives.all_sum_([square])
         square /= collectives.world() // collectives.shard_mesh().size
-        norm = float(square.sqrt())
-        finite = bool(torch.isfinite(square))
-        if finite:
-            if params.grad_clip_norm > 0:
-                torch._foreach_mul_(gradients, min(1.0, params.grad_clip_norm / (norm + 1e-6)))
-            set_adam_params(self.adam, params)
-            self.adam.step()
-        self.drop_gradients()
-        return norm, finite
+        return square.sqrt()
 
-    def drop_gradients(self) -> None:
-        self.adam.zero_grad()
+    def _local_gradients(self) -> list[Tensor]:
+        """Return this rank's shards of the gradients."""
+        return [parameter.grad.to_local() for parameter in self.trainable.values()]
+
+    def _clip_gradients(self, limit: float, norm: Tensor) -> None:
+        torch._foreach_mul_(self._local_gradients(), min(1.0, limit / (float(norm) + 1e-6)))
 
     def iter_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             yield name, self.parameters[name].detach().full_tensor()
 
-    def iter_master_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self.trainable[name].detach().full_tensor().clone()) for name in names)
-
-    def max_gradient_magnitudes(self) -> dict[str, float]:
-        local_grads = {
-            name: None if p.grad is None else p.grad.to_local()
-            for name, p in self.trainable.items()
-        }
-        return {
-            name: 0.0 if grad is None or not grad.numel() else float(grad.abs().max())
-            for name, grad in local_grads.items()
-        }
-
-    def full_model(self, names: Collection[str]) -> contextlib.AbstractContextManager[Any | None]:
-        """Yield the full model on rank 0; the copy lies in CPU memory and is freed afterwards."""
-        return fill_skeleton(self.skeleton, self.iter_weights(names))
-
-    @torch.no_grad()
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            self._copy_shard(self.trainable[name], tensor)
-
-    @staticmethod
-    def _copy_shard(parameter: Any, whole: Tensor) -> None:
+    def _copy_(self, parameter: Any, whole: Tensor) -> None:
         """Copy this rank's shard of a full tensor into a sharded parameter.
 
         The shards of the last ranks may be empty.
@@ -131,19 +102,6 @@ class FSDPBackend:
                 if collectives.rank() == 0:
                     tensors[f"{name}/{key}"] = whole.to("cpu", copy=True)
         return tensors
-
-    @torch.no_grad()
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        self.adam.state.clear()
-        for full_name, value in tensors.items():
-            name, key = full_name.rsplit("/", 1)
-            parameter = self.trainable[name]
-            state = self.adam.state[parameter]
-            if key == "step":
-                state[key] = value.to(parameter.device, copy=True)
-            else:
-                state[key] = torch.zeros_like(parameter)
-                self._copy_shard(state[key], value)
 
     def release(self) -> None:
         del self.wrapped, self.parameters, self.trainable, self.adam, self.skeleton

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rl.distributed import collectives
 from rl.errors import UserError
@@ -237,11 +238,7 @@ def _spread_heads(
 
 def _append_heads(x: Tensor, dim: int, count: int) -> Tensor:
     """Return `x` with `count` heads of zeros at the end of dimension `dim`."""
-    if count == 0:
-        return x
-    shape = list(x.shape)
-    shape[dim] = count
-    return torch.cat([x, x.new_zeros(shape)], dim)
+    return F.pad(x, (*[0, 0] * (x.ndim - dim - 1), 0, count)) if count else x
 
 
 @contextlib.contextmanager

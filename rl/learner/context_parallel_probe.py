@@ -17,12 +17,15 @@ from rl.distributed import collectives
 from rl.errors import UserError
 from rl.layers import truncated_layers
 from rl.learner.context_parallel import ContextParallel
-from rl.learner.layout_probe import BF16_TOLERANCES, FP32_TOLERANCES, preserve_state
+from rl.learner.layout_probe import (
+    BF16_TOLERANCES,
+    FP32_TOLERANCES,
+    ProbeSequences,
+    preserve_state,
+)
 from rl.learner.packing import PackedBatch, collate, make_units
-from rl.learner.probe_inputs import ProbeSequences
 from rl.models import (
     get_vocab_size,
-    make_attention_mask,
     skip_packing_search,
     unwrap_model,
     uses_flash_attention,
@@ -62,10 +65,10 @@ def _find_fault(model: Any, parallel: ContextParallel, layouts: Collection[str])
             plain, shared = (
                 collate(sequences, units, layout, device, group) for group in (None, parallel.group)
             )
-            expected = _run_single(model, plain)
+            expected = _run(model, parallel, plain)
             # Every rank of the group finishes all layouts: otherwise the others would wait.
             try:
-                states = _run_shared(model, parallel, shared)
+                states = _run(model, parallel, shared)
             except (RuntimeError, ValueError, TypeError, AttributeError) as error:
                 if collectives.is_communication_error(error):
                     raise
@@ -77,36 +80,22 @@ def _find_fault(model: Any, parallel: ContextParallel, layouts: Collection[str])
     return fault
 
 
-def _run_single(model: Any, batch: PackedBatch) -> Tensor:
-    """Return the hidden states [T, D] of a batch."""
-    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
-    states = _read_states(model, batch, inputs, searches=batch.is_packed)
-    return states if batch.token_index is None else states[batch.token_index]
-
-
-def _run_shared(model: Any, parallel: ContextParallel, batch: PackedBatch) -> Tensor:
-    """Return the hidden states [T, D] of a batch that the group shares."""
+def _run(model: Any, parallel: ContextParallel, batch: PackedBatch) -> Tensor:
+    """Return the hidden states [T, D] of a batch, which the group shares if it has a shard."""
     shard = batch.shard
-    assert shard is not None
-    inputs = {"input_ids": shard.input_ids, "position_ids": shard.position_ids}
-    with parallel.split_attention(unwrap_model(model), shard):
-        states = _read_states(model, batch, inputs, searches=False)
-    return parallel.gather_tokens(states[shard.token_index], shard)
-
-
-def _read_states(
-    model: Any, batch: PackedBatch, inputs: dict[str, Any], *, searches: bool
-) -> Tensor:
-    """Return the inputs [positions, D] of the output head in a forward."""
-    states: list[Tensor] = []
-    head = unwrap_model(model).get_output_embeddings()
+    source = batch if shard is None else shard
+    inner, states = unwrap_model(model), list[Tensor]()  # the inputs of the output head
+    head = inner.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda module, args: states.append(args[0]))
-    if batch.attention_mask is not None:
-        inputs["attention_mask"] = make_attention_mask(model, batch.attention_mask)
-    inputs = {key: value for key, value in inputs.items() if value is not None}
     try:
-        with contextlib.nullcontext() if searches else skip_packing_search():
-            model(**inputs, use_cache=False)
+        with contextlib.ExitStack() as stack:
+            if shard is not None:
+                stack.enter_context(parallel.split_attention(inner, shard))
+            if shard is not None or not batch.is_packed:
+                stack.enter_context(skip_packing_search())
+            model(**batch.make_model_inputs(model), use_cache=False)
     finally:
         hook.remove()
-    return states[0].flatten(0, -2)
+    flat = states[0].flatten(0, -2)
+    flat = flat if source.token_index is None else flat[source.token_index]
+    return flat if shard is None else parallel.gather_tokens(flat, shard)

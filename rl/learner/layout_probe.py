@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.distributed import collectives
 from rl.layers import describe_layers, shrink_window, truncated_layers
 from rl.learner.packing import PackedBatch, collate, make_units
-from rl.learner.probe_inputs import ProbeOutputs, ProbeSequences, RandomOpRecorder
 from rl.models import (
     get_vocab_size,
-    make_attention_mask,
     seeded_torch,
     unwrap_model,
     uses_flash_attention,
 )
+from rl.types import Datum, ModelInput
 
 # A window up to this size is probed unchanged, a larger window as
 # rl.layers.receptive_field.SHRUNK_WINDOW.
@@ -39,6 +40,80 @@ MAX_LEAK = 1e-6
 # 0.02) 1e-4 and 1e-2 or more. In bf16 rounding, and experts that change because of it, reach 0.1
 # at single tokens, so the median over tokens is compared.
 FP32_TOLERANCES, BF16_TOLERANCES = (5e-5, 2e-3), (0.1, 0.3)
+
+
+@dataclass(frozen=True)
+class ProbeSequences:
+    """Hold three answers to the same prompt and an unrelated sequence.
+
+    The judged sequence is short and has neighbors before and after it.
+    """
+
+    datums: list[Datum]
+    probed: int = 1
+
+    @classmethod
+    def make(cls, vocabulary: int, reach: int) -> ProbeSequences:
+        """Return sequences of random tokens that are long enough for a window of `reach`."""
+        rng = np.random.default_rng(0)
+
+        def draw(n: int) -> list[int]:
+            return rng.integers(0, vocabulary, n).tolist()
+
+        prompt, answers, single = (
+            draw(4 + reach),
+            [draw(n + reach // 2) for n in (4, 3, 6)],
+            draw(7 + 2 * reach),
+        )
+        masks = [[0.0] * (len(prompt) - 1) + [1.0] * (len(answer) + 1) for answer in answers] + [
+            [1.0] * len(single)
+        ]
+        texts = [*([*prompt, *answer] for answer in answers), single]
+        fields = [
+            {"target_tokens": text, "mask": mask} for text, mask in zip(texts, masks, strict=True)
+        ]
+        return cls(
+            [
+                Datum(ModelInput.from_ints(text), field)
+                for text, field in zip(texts, fields, strict=True)
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class ProbeOutputs:
+    """Hold the outputs of a forward.
+
+    `hidden`: hidden states of each sequence [T, D]. `gradient`: the judged sequence's gradient at
+    its tokens. `other_gradient_norm`: the norm of that gradient at all other tokens.
+    """
+
+    hidden: list[Tensor]
+    gradient: Tensor | None = None
+    other_gradient_norm: float = 0.0
+
+
+class RandomOpRecorder(TorchDispatchMode):
+    """Record the operations that generate random tensors.
+
+    Dropout that changes a token in a thousand would not show in a few tokens. A single number is
+    ignored (layer dropout generates it at rate 0 too), and so is attention, which is tagged random
+    because of its dropout argument.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.name():
+            if any(
+                isinstance(output, Tensor) and output.numel() > 1
+                for output in (out if isinstance(out, tuple) else (out,))
+            ):
+                self.ops.add(func.name().removeprefix("aten::"))
+        return out
 
 
 class ProbeError(Exception):
@@ -330,11 +405,7 @@ class _LayoutProbe:
         `probed`: the sequence for which the gradient of the last two tokens is computed. Raises
         Untried if the model cannot run it.
         """
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
-        if batch.position_ids is not None:
-            inputs["position_ids"] = batch.position_ids
-        if batch.attention_mask is not None:
-            inputs["attention_mask"] = make_attention_mask(self.model, batch.attention_mask)
+        inputs = batch.make_model_inputs(self.model)
         try:
             with (
                 torch.set_grad_enabled(probed is not None),

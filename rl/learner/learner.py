@@ -23,8 +23,13 @@ from rl.errors import UserError
 from rl.images import get_image_reader
 from rl.layers import ExpertReplay, describe_layers, get_hidden_size, replay_experts
 from rl.learner.activation_memory import offload_layer_inputs
-from rl.learner.backend import Backend, make_backend, move_to_device
-from rl.learner.backend_common import load_first_layers, make_skeleton
+from rl.learner.backend import (
+    Backend,
+    load_first_layers,
+    make_backend,
+    make_skeleton,
+    move_to_device,
+)
 from rl.learner.context_parallel import ContextParallel, check_divisible
 from rl.learner.context_parallel_probe import check_on_all_ranks
 from rl.learner.frozen_base import convert_frozen_
@@ -34,7 +39,6 @@ from rl.learner.logprob_head import HeadRequest, LogprobHead
 from rl.learner.microbatches import (
     MicroBatchPlanner,
     collect_outputs,
-    make_micro_batches,
     merge_sub_batches,
     sum_terms,
 )
@@ -47,7 +51,6 @@ from rl.models import (
     get_tensor_shape,
     is_lora,
     is_value_head_parameter,
-    make_attention_mask,
     skip_packing_search,
     unwrap_model,
     uses_flash_attention,
@@ -122,6 +125,8 @@ class Learner:
     ):
         """Set up the backend and the output head. `base_dtype`: storage type of frozen matrices
         (rl.learner.frozen_base). `group`: the ranks that share micro-batches with this rank.
+
+        Raises UserError if there is a group, but the model cannot be divided by positions.
         """
         self.loaded = loaded
         self.accelerator = accelerator
@@ -144,11 +149,24 @@ class Learner:
         self.reader = get_image_reader(unwrap_model(self.model))
         self.vocabulary = loaded.vocab_size
         self.length_switch = find_rope_switch(self.model)
-        self.context_parallel = self._make_context_parallel(group)
+        self.context_parallel: ContextParallel | None = None
+        if group is not None:
+            check_divisible(self.model, self.layers, group.size, loaded.name)
+            self.context_parallel = ContextParallel(group, accelerator.device)
         if loaded.lazy_weights is not None:
             self.backend = self._make_sharded_backend(base_dtype)
         else:
             self.backend = self._make_full_backend(base_dtype)
+        self.planner = MicroBatchPlanner(
+            settings.token_budget,
+            settings.layout,
+            frozenset(self.layouts),
+            get_hidden_size(self.model),
+            accelerator.device,
+            self.length_switch,
+            self.reader is not None,
+            group,
+        )
         kept_bytes, kind = settings.kept_bytes, settings.optimizer
         self.head.kept_bytes = choose_kept_bytes(
             kept_bytes, self.model, self.parameter_shapes, self.trainable, accelerator, kind
@@ -163,16 +181,6 @@ class Learner:
         self.num_micro_batches = 0  # number of micro-batches of a rank in the last call
         self.sampling_record = SamplingRecord()
 
-    def _make_context_parallel(self, group: collectives.RankGroup | None) -> ContextParallel | None:
-        """Return the context parallelism of this rank's group, if it has one.
-
-        Raises UserError if the model cannot be divided by positions.
-        """
-        if group is None:
-            return None
-        check_divisible(self.model, self.layers, group.size, self.loaded.name)
-        return ContextParallel(group, self.accelerator.device)
-
     def _make_full_backend(self, base_dtype: str) -> Backend:
         """Return the backend of a loaded model, after probing it.
 
@@ -183,9 +191,7 @@ class Learner:
             move_to_device(model, accelerator)
         # Autocast as in training: flash attention does not accept fp32.
         with accelerator.autocast(), use_cpu_attention(model):
-            self.layouts = self._find_exact_layouts(model)
-            if self.context_parallel is not None:
-                check_on_all_ranks(model, self.context_parallel, self.layouts, self.loaded.name)
+            self._probe_layouts(model)
             # The head also runs a check on the model.
             self.head = LogprobHead(
                 model, fused=self.settings.fused, kept_bytes=self.settings.kept_bytes
@@ -214,24 +220,22 @@ class Learner:
             accelerator.autocast(),
             contextlib.nullcontext() if trial is None else use_cpu_attention(trial),
         ):
-            self.layouts = self._find_exact_layouts(trial)
-            if self.context_parallel is not None:
-                check_on_all_ranks(trial, self.context_parallel, self.layouts, self.loaded.name)
+            self._probe_layouts(trial)
             if trial is not None:
                 fused += LogprobHead(trial, fused=settings.fused).fused
         del trial
         collectives.all_sum_([fused])
-        self.head = LogprobHead.without_check(
-            model, fused=bool(fused), kept_bytes=settings.kept_bytes
+        self.head = LogprobHead(
+            model, fused=bool(fused), kept_bytes=settings.kept_bytes, check=False
         )
         convert_frozen_(model, base_dtype, accelerator.device, empty=True)
         return make_backend(model, self.trainable, accelerator, lazy_weights=unread)
 
-    def _find_exact_layouts(self, model: Any | None) -> set[str]:
-        """Return the exact layouts, determined by probing `model` (rl.learner.layout_probe).
+    def _probe_layouts(self, model: Any | None) -> None:
+        """Find the exact layouts by probing `model` (rl.learner.layout_probe).
 
         `model` is None on a rank that does not probe. Raises UserError if the requested layout is
-        not exact.
+        not exact, or if context parallelism is not.
         """
         requested, training = self.settings.layout, self.settings.gradient_checkpointing
         candidates = [
@@ -265,7 +269,9 @@ class Learner:
                 f"sampling: {faults['training']}. Turn gradient_checkpointing off, which needs "
                 "training mode (and lower token_budget, if memory is short)"
             )
-        return set(candidates) - faults.keys()
+        self.layouts = set(candidates) - faults.keys()
+        if self.context_parallel is not None:
+            check_on_all_ranks(model, self.context_parallel, self.layouts, self.loaded.name)
 
     # ---------------------------------------------------------------------------- forward, backward
 
@@ -309,7 +315,7 @@ class Learner:
             replaying = self._router_replay(batch if use_adapters else None)
             with (
                 torch.set_grad_enabled(backward),
-                self._adapters_enabled(use_adapters),
+                contextlib.nullcontext() if use_adapters else self.model.disable_adapter(),
                 self.backend.micro_batch(),
                 replaying as replay,
                 self._split_attention(batch),
@@ -461,26 +467,13 @@ class Learner:
 
     def _model_inputs(self, batch: PackedBatch) -> dict[str, Any]:
         """Return the forward's inputs: the tokens and images of a micro-batch."""
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+        inputs: dict[str, Any] = batch.make_model_inputs(self.model)
         if self.reader is not None and batch.images is not None:
             rows, lengths = zip(*batch.images, strict=True)
-            inputs = self.reader.model_inputs(
+            inputs |= self.reader.model_inputs(
                 unwrap_model(self.model), batch.input_ids, rows, [0] * len(rows), lengths
             )
-        if batch.position_ids is not None:
-            inputs["position_ids"] = batch.position_ids
-        if batch.shard is not None:
-            inputs["input_ids"] = batch.shard.input_ids
-            inputs["position_ids"] = batch.shard.position_ids
-        if batch.attention_mask is not None:
-            inputs["attention_mask"] = make_attention_mask(self.model, batch.attention_mask)
         return inputs
-
-    @contextlib.contextmanager
-    def _adapters_enabled(self, enabled: bool) -> Iterator[None]:
-        """Disable the LoRA adapter inside the block unless `enabled`."""
-        with contextlib.nullcontext() if enabled else self.model.disable_adapter():
-            yield
 
     def _local_micro_batches(
         self,
@@ -495,21 +488,10 @@ class Learner:
         drawn_at = (
             [temperature] * len(datums) if isinstance(temperature, (int, float)) else temperature
         )
-        sharing = None if self.context_parallel is None else self.context_parallel.group
-        dealing = MicroBatchPlanner(
-            self.settings.token_budget,
-            self.settings.layout,
-            frozenset(self.layouts),
-            get_hidden_size(self.model),
-            self.length_switch,
-            self.reader is not None,
-            1 if sharing is None else sharing.size,
-        )
-        rounds = dealing.plan_rounds(datums, group, drawn_at)
+        rounds = self.planner.plan_rounds(datums, group, drawn_at)
         self.num_micro_batches = len(rounds)
         selected = rounds if micro_batch is None else rounds[micro_batch : micro_batch + 1]
-        device, switch = self.accelerator.device, self.length_switch
-        return make_micro_batches(datums, selected, group, drawn_at, device, switch, sharing)
+        return self.planner.make_micro_batches(datums, selected, group, drawn_at)
 
     # ----------------------------------------------------------------------------------------- step
 

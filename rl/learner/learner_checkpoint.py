@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl.distributed import checkpoint_folder, collectives, get_launch_sharding
@@ -17,7 +18,6 @@ from rl.errors import UserError
 from rl.images import get_image_reader
 from rl.learner.adamw import expected_state_shapes
 from rl.learner.learner import Learner
-from rl.learner.model_spec import ModelSpec
 from rl.models import (
     LazyTensors,
     LoadedModel,
@@ -37,9 +37,35 @@ from rl.models import (
     select_weights_to_save,
     unwrap_model,
 )
+from rl.types import LoraConfig
 
 FORMAT = 1
 VALUE_FILE = "value_head.safetensors"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Describe a model completely enough to build it again.
+
+    elsewhere   whether `base_model` is a folder outside the folders that the same service writes
+                (another run's); it is then read from the recorded path
+    base_dtype  storage type of the frozen matrices under an adapter: auto, fp32, bf16 or 4bit
+                (rl.learner.frozen_base)
+    """
+
+    base_model: str
+    tokenizer: str | None = None
+    lora: LoraConfig | None = None
+    seed: int = 0
+    value_head: bool = False
+    elsewhere: bool = False
+    base_dtype: str = "auto"
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModelSpec:
+        """Return the spec from its JSON dict. Raises TypeError for unknown or missing fields."""
+        lora = data.get("lora")
+        return cls(**{**data, "lora": LoraConfig(**lora) if lora else None})
 
 
 def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -156,8 +182,6 @@ def save_learner_state(
 
     Raises UserError for a gradient without a step, TypeError for metadata that is not JSON.
     """
-    from safetensors.torch import save_file
-
     learners = {"": (learner, spec), **(other_learners or {})}
     if any(learner_.has_gradient for learner_, _ in learners.values()):
         raise UserError(
@@ -207,8 +231,6 @@ def _write_learner(
     model: Any, tokenizer: Any | None, optimizer: Mapping[str, Tensor], text: str, folder: Path
 ) -> None:
     """Write a learner's model, value head, optimizer and state.json to `folder`."""
-    from safetensors.torch import save_file
-
     folder.mkdir(exist_ok=True)
     write_model(model, tokenizer, folder / "model")
     _write_value_head(model, folder)
@@ -221,8 +243,6 @@ def _write_value_head(model: Any, folder: Path) -> None:
 
     Other loaders read model/, and some read all of its tensors.
     """
-    from safetensors.torch import save_file
-
     if (value_head := get_value_head(model)) is not None:
         save_file(
             {name: t.detach().cpu() for name, t in value_head.state_dict().items()},
@@ -284,9 +304,12 @@ def load_learner_state(
                 f"{path} was saved without a value head, so its optimizer has no state for this "
                 "learner's: load_state starts a fresh optimizer"
             )
-        weights = _add_tensors(
-            _read_value_head(learner, path, state), _read_weights(learner, model_folder(path))
-        )
+        head = _read_value_head(learner, path, state)
+        weights = _read_weights(learner, model_folder(path))
+        if isinstance(weights, LazyTensors):
+            weights = weights.with_tensors(head)
+        else:
+            weights = {**weights, **head}
         optimizer = _read_optimizer(learner, file) if with_optimizer else {}
         file = path / "rng.safetensors"
         # A learner in a subfolder uses the generator states of the checkpoint.
@@ -343,19 +366,10 @@ def _read_tensors(file: Path, *, lazy: bool = False) -> Mapping[str, Tensor]:
     `lazy`: read each tensor when it is used. Raises UserError naming the file if it is missing or
     not a safetensors file.
     """
-    from safetensors.torch import load_file
-
     if not file.is_file():
         raise UserError(f"{file} is missing: the folder is incomplete")
     with convert_read_errors(str(file)):
         return LazyTensors.from_file(file) if lazy else load_file(str(file))
-
-
-def _add_tensors(
-    extra: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> Mapping[str, Tensor]:
-    """Return `tensors` with those of `extra` added."""
-    return tensors.with_tensors(extra) if isinstance(tensors, LazyTensors) else {**tensors, **extra}
 
 
 def _read_optimizer(learner: Learner, file: Path) -> Mapping[str, Tensor]:
@@ -401,7 +415,6 @@ def _read_weights(learner: Learner, folder: Path) -> Mapping[str, Tensor]:
             f"{folder} holds full weights, but this client trains a LoRA adapter: create it with "
             "create_training_client_from_state"
         )
-    saved_tensors = _read_tensors(folder / "adapter_model.safetensors")
     # PEFT drops the adapter's name when it saves: "...q_proj.lora_A.weight" for
     # "...q_proj.lora_A.default.weight".
     saved_names = {
@@ -409,12 +422,20 @@ def _read_weights(learner: Learner, folder: Path) -> Mapping[str, Tensor]:
         for name in learner.trainable
         if not is_value_head_parameter(name)
     }
-    shapes = {
-        saved_name: tuple(learner.parameter_shapes[parameter])
-        for parameter, saved_name in saved_names.items()
-    }
-    check_tensors(str(folder / "adapter_model.safetensors"), shapes, saved_tensors)
-    return {parameter: saved_tensors[saved_name] for parameter, saved_name in saved_names.items()}
+    return _read_parameters(learner, folder / "adapter_model.safetensors", saved_names)
+
+
+def _read_parameters(
+    learner: Learner, file: Path, saved_names: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Return the tensors of a file by parameter; `saved_names`: the name of each in the file.
+
+    Raises UserError for missing or unexpected tensors, or tensors of another shape.
+    """
+    saved = _read_tensors(file)
+    shapes = {name: tuple(learner.parameter_shapes[p]) for p, name in saved_names.items()}
+    check_tensors(str(file), shapes, saved)
+    return {parameter: saved[name] for parameter, name in saved_names.items()}
 
 
 def _read_value_head(learner: Learner, path: Path, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -435,19 +456,8 @@ def _read_value_head(learner: Learner, path: Path, state: Mapping[str, Any]) -> 
         return {
             name: torch.zeros(learner.parameter_shapes[name]) for name in learner.value_head_names
         }
-    saved, saved_names = (
-        _read_tensors(file),
-        {name: name.rsplit(".", 1)[1] for name in learner.value_head_names},
-    )
-    check_tensors(
-        str(file),
-        {
-            saved_name: tuple(learner.parameter_shapes[parameter])
-            for parameter, saved_name in saved_names.items()
-        },
-        saved,
-    )
-    return {parameter: saved[saved_name] for parameter, saved_name in saved_names.items()}
+    saved_names = {name: name.rsplit(".", 1)[1] for name in learner.value_head_names}
+    return _read_parameters(learner, file, saved_names)
 
 
 def model_folder(path: Path) -> Path:

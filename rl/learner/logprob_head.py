@@ -170,33 +170,30 @@ class LogprobHead:
 
     `fused`: use kernels.linear_logprob, which never holds [T, V] if V is large. It requires a head
     that is a plain linear layer (or one with a LoRA adapter) and a known transformation of its
-    logits; otherwise the model's logits are used.
+    logits; otherwise the model's logits are used. `check`: False trusts the transformation, for a
+    model without weights, on which it cannot be checked.
     """
 
-    def __init__(self, model: nn.Module, *, fused: bool = True, kept_bytes: int | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        fused: bool = True,
+        kept_bytes: int | None = None,
+        check: bool = True,
+    ):
         self.model, self.kept_bytes = model, kept_bytes
         self.inner = unwrap_model(model)
         config = self.inner.config.get_text_config()
         self.softcap = config.to_dict().get("final_logit_softcapping")
         self._config = config
         self.value_head = get_value_head(model)
-        self.fused = fused and self._matches_model()
+        self.fused = fused and self._has_linear_head() and (not check or self._matches_model())
 
-    @classmethod
-    def without_check(
-        cls, model: nn.Module, *, fused: bool = True, kept_bytes: int | None = None
-    ) -> LogprobHead:
-        """Make a head without checking the fused head on the model's weights, for models without
-        weights.
-
-        The fused head is used if the output layer permits it.
-        """
-        head = cls(model, fused=False, kept_bytes=kept_bytes)
-        layer = head.inner.get_output_embeddings()
-        head.fused = fused and (
-            isinstance(layer, nn.Linear) or _unpack_lora_head(layer) is not None
-        )
-        return head
+    def _has_linear_head(self) -> bool:
+        """Return whether the output head is a plain linear layer, or one with a LoRA adapter."""
+        layer = self.inner.get_output_embeddings()
+        return isinstance(layer, nn.Linear) or _unpack_lora_head(layer) is not None
 
     def __call__(
         self, wrapped: nn.Module, request: HeadRequest, **model_inputs: Any
@@ -267,71 +264,51 @@ class LogprobHead:
             # The zeros depend on the values: ZeRO-3 gathers a layer for the backward only if the
             # model's output is in the graph.
             return zeros + 0.0 * values[0][:, None] if values else zeros
-        flat, weight, head_bias, frozen = _augment_for_lora(head, flat)
-        if request.targets.ndim == 2:
-            return self._score_soft_targets(flat, weight, head_bias, frozen, request)
-        from kernels import linear_logprob
-
-        logp, token_stats, *_ = linear_logprob(
-            flat,
-            weight,
-            request.targets,
-            bias=head_bias,
-            temperature=request.temperature,
-            softcap=self.softcap,
-            entropy=request.entropy,
-            saved_bytes=self.kept_bytes,
-            frozen_columns=frozen,
-            checked=True,
-        )
-        # The softcap is increasing in the logits, so it does not change their order.
-        if request.argmax_match:
-            rows = max(1, _MAX_LOGITS // len(weight))
-            pieces = zip(flat.split(rows), request.targets.split(rows), strict=True)
-            token_stats = torch.cat(
-                [_is_argmax(F.linear(x, weight, head_bias), y) for x, y in pieces]
-            )
-        token_stats = torch.zeros_like(logp) if token_stats is None else token_stats
+        logp, token_stats = self._score_targets(*_augment_for_lora(head, flat), request)
+        logp = logp.reshape(len(flat), -1)
+        token_stats = torch.zeros_like(logp[:, 0]) if token_stats is None else token_stats
         # A stacked column gets a gradient of zeros, which the head would compute.
-        if not request.entropy_gradient:
-            token_stats = token_stats.detach()
-        return torch.stack([logp, token_stats], dim=-1)
+        token_stats = token_stats if request.entropy_gradient else token_stats.detach()
+        return torch.cat([logp, token_stats[:, None]], dim=-1)
 
-    def _score_soft_targets(
+    def _score_targets(
         self,
         flat: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         frozen_columns: int,
         request: HeadRequest,
-    ) -> Tensor:
-        """Return [T, K + 1]: the logprobs of K targets a position, then the entropy."""
-        if len(flat) * len(weight) > _SMALL_LOGITS:
-            from kernels import topk_target_logprob
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logprobs of the targets, and the entropies or matches [T]; None without
+        either.
+        """
+        soft = request.targets.ndim == 2
+        if soft and len(flat) * len(weight) <= _SMALL_LOGITS:
+            logits = F.linear(flat, weight, bias).float()
+            if self.softcap is not None:
+                logits = self.softcap * torch.tanh(logits / self.softcap)
+            return compute_logprobs(logits, request.targets, request.temperature, request.entropy)
+        from kernels import linear_logprob, topk_target_logprob
 
-            logp, ent = topk_target_logprob(
-                flat,
-                weight,
-                request.targets,
-                bias,
-                request.temperature,
-                self.softcap,
-                entropy=request.entropy,
-                saved_bytes=self.kept_bytes,
-                frozen_columns=frozen_columns,
-                checked=True,
-            )
-            ent = torch.zeros_like(logp[:, 0]) if ent is None else ent
-            ent = ent if request.entropy_gradient else ent.detach()
-            return torch.cat([logp, ent[:, None]], dim=-1)
-        logits = F.linear(flat, weight, bias).float()
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        logp, entropy = compute_logprobs(
-            logits, request.targets, request.temperature, request.entropy
+        compute: Callable[..., Any] = topk_target_logprob if soft else linear_logprob
+        logp, token_stats, *_ = compute(
+            flat,
+            weight,
+            request.targets,
+            bias,
+            request.temperature,
+            self.softcap,
+            entropy=request.entropy,
+            saved_bytes=self.kept_bytes,
+            frozen_columns=frozen_columns,
+            checked=True,
         )
-        entropy = entropy if request.entropy_gradient else entropy.detach()
-        return torch.cat([logp, entropy[:, None]], dim=-1)
+        # The softcap is increasing in the logits, so it does not change their order.
+        if request.argmax_match:
+            rows = max(1, _MAX_LOGITS // len(weight))
+            pieces = zip(flat.split(rows), request.targets.split(rows), strict=True)
+            token_stats = torch.cat([_is_argmax(F.linear(x, weight, bias), y) for x, y in pieces])
+        return logp, token_stats
 
     @torch.no_grad()
     def _matches_model(self) -> bool:
@@ -339,9 +316,6 @@ class LogprobHead:
 
         Some models scale their logits.
         """
-        head = self.inner.get_output_embeddings()
-        if head is None or not (isinstance(head, nn.Linear) or _unpack_lora_head(head) is not None):
-            return False
         device = next(self.inner.parameters()).device
         vocabulary = get_vocab_size(self.inner)
         ids = torch.arange(8, device=device)[None] % vocabulary

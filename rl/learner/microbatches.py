@@ -32,16 +32,22 @@ class MicroBatchPlanner:
     `token_budget`: positions in a micro-batch. `requested_layout`: the requested layout.
     `exact_layouts`: the exact layouts. `hidden_size`: the model's hidden size. `rope_switch`: set
     if the model's rotary frequencies change with a row's length. `reads_images`: whether the model
-    reads images. `group_size`: number of consecutive ranks that share each micro-batch.
+    reads images. `sharing`: the consecutive ranks that share this rank's micro-batches.
     """
 
     token_budget: int
     requested_layout: str
     exact_layouts: frozenset[str]
     hidden_size: int
-    rope_switch: Any = None
-    reads_images: bool = False
-    group_size: int = 1
+    device: torch.device
+    rope_switch: Any
+    reads_images: bool
+    sharing: collectives.RankGroup | None
+
+    @property
+    def group_size(self) -> int:
+        """Return the number of ranks that share a micro-batch."""
+        return 1 if self.sharing is None else self.sharing.size
 
     def plan_rounds(
         self, datums: Sequence[Datum], group: int, temperatures: Sequence[float]
@@ -122,40 +128,34 @@ class MicroBatchPlanner:
             return "padded"
         return choose_layout(datums, self.token_budget, self.hidden_size)
 
+    def make_micro_batches(
+        self,
+        datums: Sequence[Datum],
+        rounds: Sequence[Sequence[MicroBatchUnits]],
+        group: int,
+        temperatures: Sequence[float],
+    ) -> Iterator[PackedBatch]:
+        """Yield this rank's micro-batch of each round. The next is laid out while a GPU still
+        computes the current one.
 
-def make_micro_batches(
-    datums: Sequence[Datum],
-    rounds: Sequence[Sequence[MicroBatchUnits]],
-    group: int,
-    temperatures: Sequence[float],
-    device: torch.device,
-    rope_switch: Any = None,
-    sharing: collectives.RankGroup | None = None,
-) -> Iterator[PackedBatch]:
-    """Yield this rank's micro-batch of each round. The next is laid out while a GPU still computes
-    the current one.
-
-    A round without a micro-batch for this rank gets a micro-batch of the same kind with weight 0.
-
-    `rope_switch`: set if rotary frequencies change with a row's length. A batch with rows of both
-    kinds is split into its `sub_batches`. `sharing`: the ranks that share this rank's
-    micro-batches.
-    """
-    rank = collectives.rank() // (1 if sharing is None else sharing.size)
-    for round_chunks in rounds:
-        with trace_region("collate"):
-            if rank < len(round_chunks):
-                layout, mine = round_chunks[rank]
-                batch = collate(datums, mine, layout, device, sharing)
-            else:
-                first = round_chunks[0][1][0][0] // group * group
-                unit = [[i] for i in range(first, first + group)]
-                batch = collate(datums, unit, "padded", device, sharing)
-                batch.scale = 0.0
-            batch.temperature = temperatures[batch.datum_index[0]]
-            if rope_switch is not None:
-                _split_by_rope_switch(batch, datums, rope_switch, device)
-        yield batch
+        A round without a micro-batch for this rank gets a micro-batch of the same kind with weight
+        0. A batch with rows on both sides of `rope_switch` is split into its `sub_batches`.
+        """
+        rank = collectives.rank() // self.group_size
+        for round_chunks in rounds:
+            with trace_region("collate"):
+                if rank < len(round_chunks):
+                    layout, mine = round_chunks[rank]
+                    batch = collate(datums, mine, layout, self.device, self.sharing)
+                else:
+                    first = round_chunks[0][1][0][0] // group * group
+                    unit = [[i] for i in range(first, first + group)]
+                    batch = collate(datums, unit, "padded", self.device, self.sharing)
+                    batch.scale = 0.0
+                batch.temperature = temperatures[batch.datum_index[0]]
+                if self.rope_switch is not None:
+                    _split_by_rope_switch(batch, datums, self.rope_switch, self.device)
+            yield batch
 
 
 def _split_by_rope_switch(

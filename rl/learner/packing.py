@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rl.distributed import collectives
 from rl.learner.context_parallel import SequenceShard, make_shard, pad_columns
+from rl.models import make_attention_mask
 from rl.types import Datum, PlacedImage
 
 LAYOUTS = ("padded", "packed", "shared")  # and "auto": see choose_layout
@@ -100,6 +101,18 @@ class PackedBatch:
         sees = query == key
         sees |= (key == 0) & (query > 0)
         return sees.tril_()[:, None]
+
+    def make_model_inputs(self, model: Any) -> dict[str, Tensor]:
+        """Return the inputs of a forward of `model`, without images: this rank's columns, if the
+        batch is shared.
+        """
+        source = self if self.shard is None else self.shard
+        inputs = {"input_ids": source.input_ids}
+        if source.position_ids is not None:
+            inputs["position_ids"] = source.position_ids
+        if self.attention_mask is not None:
+            inputs["attention_mask"] = make_attention_mask(model, self.attention_mask)
+        return inputs
 
 
 def make_units(datums: Sequence[Datum], layout: str, token_budget: int) -> list[list[int]]:

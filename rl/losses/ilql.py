@@ -14,21 +14,14 @@ The state of a token is all tokens before it, so the next state is known. The ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
-from rl.losses.loss_terms import get_action_mask, select_masked
+from rl.losses.loss_terms import Config, Inputs, Metrics, get_action_mask, select_masked
 
 
 def ilql(
-    logp_T: Tensor,
-    entropy_T: Tensor,
-    inputs: Mapping[str, Tensor],
-    cu_seqlens: Tensor,
-    config: Mapping[str, Any],
-) -> tuple[Tensor, dict[str, Tensor]]:
+    logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
+) -> tuple[Tensor, Metrics]:
     """Compute sum over actions of [(Q^ - Q)^2 / 2 + cql_coef (logsumexp Q - Q(a))] / tau +
     value_coef |kappa - 1(u < 0)| u^2.
 

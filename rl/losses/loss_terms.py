@@ -55,6 +55,15 @@ def get_action_mask(inputs: Inputs) -> Tensor:
     return (inputs["mask"] if "mask" in inputs else inputs["sequence_ratio_mask"]) != 0
 
 
+def get_trained_mask(inputs: Inputs) -> Tensor:
+    """Return the trained tokens, bool [T]: the actions if a mask marks them, else the tokens with a
+    nonzero advantage.
+    """
+    if any(name in inputs for name in MASK_FIELDS):
+        return get_action_mask(inputs)
+    return inputs["advantages"] != 0
+
+
 def estimate_kl(
     logp_T: Tensor, ref_T: Tensor, kind: str, behavior_T: Tensor | None = None
 ) -> Tensor:
@@ -170,11 +179,7 @@ def with_proximal_logprobs(logp_T: Tensor, inputs: Inputs) -> Inputs:
     """
     if "proximal_share" not in inputs:
         return inputs
-    active_T = (
-        get_action_mask(inputs)
-        if any(name in inputs for name in MASK_FIELDS)
-        else inputs["advantages"] != 0
-    )
+    active_T = get_trained_mask(inputs)
     q_T = inputs["logprobs"]
     moved_T = select_masked(
         active_T,

@@ -38,8 +38,7 @@ from torch import Tensor
 
 from rl.errors import BadRequestError
 from rl.losses import ilql as q_losses
-from rl.losses import pairwise_losses as pair_losses
-from rl.losses import preference_losses as preference_losses
+from rl.losses import preference_losses
 from rl.losses.loss_terms import (
     MASK_FIELDS,
     TERM_CONFIG,
@@ -48,8 +47,8 @@ from rl.losses.loss_terms import (
     Inputs,
     Metrics,
     compute_terms,
-    get_action_mask,
     get_required_fields,
+    get_trained_mask,
     list_enabled_terms,
     sum_value_loss,
     with_proximal_logprobs,
@@ -57,17 +56,6 @@ from rl.losses.loss_terms import (
 from rl.losses.loss_terms import select_masked as _where
 
 LossFn = Callable[[Tensor, Tensor, Inputs, Tensor, Config], tuple[Tensor, Metrics]]
-
-
-def _trained_mask(inputs: Inputs) -> Tensor:
-    """Return the trained tokens, bool [T]: the actions if a mask marks them, else the tokens with a
-    nonzero advantage.
-    """
-    return (
-        get_action_mask(inputs)
-        if any(name in inputs for name in MASK_FIELDS)
-        else inputs["advantages"] != 0
-    )
 
 
 def _log_ratio(logp_T: Tensor, inputs: Inputs, active_T: Tensor) -> Tensor:
@@ -129,7 +117,7 @@ def importance_sampling(
     """Compute -sum r A. Without behavior logprobs this is REINFORCE (r = 1, its gradient A grad
     lp).
     """
-    active_T = _trained_mask(inputs)
+    active_T = get_trained_mask(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
     ratio_T = _log_ratio(logp_T, inputs, active_T).exp()
     return -(ratio_T * advantages_T).sum(), {"active_tokens:sum": active_T.sum()}
@@ -142,7 +130,7 @@ def ppo(
 
     The datum may hold a threshold per token.
     """
-    active_T = _trained_mask(inputs)
+    active_T = get_trained_mask(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
     ratio_T = _log_ratio(logp_T, inputs, active_T).exp()
     low, high = _clip_bounds(inputs, config)
@@ -156,7 +144,7 @@ def cispo(
     """Compute -sum sg(clip(r, lo, hi)) lp A (CISPO, arXiv 2506.13585, equation 4): clipped tokens
     keep a gradient.
     """
-    active_T = _trained_mask(inputs)
+    active_T = get_trained_mask(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
     ratio_T = _log_ratio(logp_T, inputs, active_T).exp().detach()
     low, high = _clip_bounds(inputs, config)
@@ -172,7 +160,7 @@ def dro(
 
     The pull acts on every action, for any advantage; hence the loss needs the mask.
     """
-    active_T = _trained_mask(inputs)
+    active_T = get_trained_mask(inputs)
     gap_T = _log_ratio(logp_T, inputs, active_T)
     advantages_T = _where(active_T, inputs["advantages"])
     loss = (
@@ -190,7 +178,7 @@ def gspo(
     GSPO-token, arXiv 2507.18071, equations 7 and 14. The mean is used and not the sum: exp(sum)
     would clip long sequences only because of noise.
     """
-    active_T = _trained_mask(inputs)
+    active_T = get_trained_mask(inputs)
     advantages_T = _where(active_T, inputs["advantages"])
     gap_T = _log_ratio(logp_T, inputs, active_T).detach()
     owner_T = torch.repeat_interleave(
@@ -255,7 +243,7 @@ def fused_policy_loss(
         inputs.get("logprobs", logp_T.detach()),
         inputs["advantages"],
         kind=kind,
-        mask_T=_trained_mask(inputs),
+        mask_T=get_trained_mask(inputs),
         cu_seqlens=cu_seqlens,
         clip_low=low,
         clip_high=high,
@@ -408,36 +396,13 @@ class LossSpec:
 
 
 _CLIP_FIELDS = ("clip_low_threshold", "clip_high_threshold")
-_POLICY_FIELDS = ("target_tokens", "advantages")
+_POLICY_FIELDS = ("target_tokens", "advantages", "logprobs")
 # required and optional fields of a loss on pairs
 _PAIR_FIELDS = ("target_tokens", "mask"), ("ref_logprobs",)
 
 
-def _policy_gradient_spec(
-    fn: LossFn,
-    *,
-    needs_advantages: bool,
-    fused_kind: str | None,
-    logprobs: bool = True,
-    fields: tuple[str, ...] = (),
-    config: tuple[str, ...] = (),
-    masked: bool = False,
-) -> LossSpec:
-    """Return the spec of a loss with advantages. `logprobs`: whether behavior logprobs are required
-    (else optional).
-    """
-    required = (*_POLICY_FIELDS, "logprobs") if logprobs else _POLICY_FIELDS
-    return LossSpec(
-        fn,
-        required,
-        fields if logprobs else ("logprobs", *fields),
-        config,
-        fused_kind=fused_kind,
-        needs_advantages=needs_advantages,
-        at_sampling_temperature=True,
-        terms=True,
-        needs_mask=masked,
-    )
+# a loss with advantages, to which terms may be added
+_policy_gradient_spec = partial(LossSpec, at_sampling_temperature=True, terms=True)
 
 
 LOSSES: dict[str, LossSpec] = {
@@ -450,24 +415,29 @@ LOSSES: dict[str, LossSpec] = {
         needs_weights=True,
     ),
     "importance_sampling": _policy_gradient_spec(
-        importance_sampling, needs_advantages=True, fused_kind="importance_sampling", logprobs=False
+        importance_sampling,
+        _POLICY_FIELDS[:2],
+        ("logprobs",),
+        needs_advantages=True,
+        fused_kind="importance_sampling",
     ),
     "ppo": _policy_gradient_spec(
-        ppo, needs_advantages=True, fused_kind="ppo", fields=_CLIP_FIELDS, config=_CLIP_FIELDS
+        ppo, _POLICY_FIELDS, _CLIP_FIELDS, _CLIP_FIELDS, needs_advantages=True, fused_kind="ppo"
     ),
     "cispo": _policy_gradient_spec(
-        cispo, needs_advantages=True, fused_kind="cispo", fields=_CLIP_FIELDS, config=_CLIP_FIELDS
+        cispo, _POLICY_FIELDS, _CLIP_FIELDS, _CLIP_FIELDS, needs_advantages=True, fused_kind="cispo"
     ),
     "dro": _policy_gradient_spec(
-        dro, needs_advantages=False, fused_kind="dro", config=("beta",), masked=True
+        dro, _POLICY_FIELDS, config=("beta",), needs_mask=True, fused_kind="dro"
     ),
     "gspo": _policy_gradient_spec(
         gspo,
+        _POLICY_FIELDS,
+        _CLIP_FIELDS,
+        _CLIP_FIELDS,
         needs_advantages=True,
+        needs_mask=True,
         fused_kind="gspo",
-        fields=_CLIP_FIELDS,
-        config=_CLIP_FIELDS,
-        masked=True,
     ),
     "value": LossSpec(
         value,
@@ -479,14 +449,14 @@ LOSSES: dict[str, LossSpec] = {
         logprobs=False,
     ),
     "dpo": LossSpec(
-        pair_losses.dpo,
+        preference_losses.dpo,
         *_PAIR_FIELDS,
         ("beta", "label_smoothing", "length_normalise"),
         group=2,
         unit="group",
     ),
     "ipo": LossSpec(
-        pair_losses.ipo, *_PAIR_FIELDS, ("beta", "length_normalise"), group=2, unit="group"
+        preference_losses.ipo, *_PAIR_FIELDS, ("beta", "length_normalise"), group=2, unit="group"
     ),
     "orpo": LossSpec(
         preference_losses.orpo, ("target_tokens", "mask"), (), ("beta",), group=2, unit="group"
@@ -507,7 +477,7 @@ LOSSES: dict[str, LossSpec] = {
         unit="group",
     ),
     "bradley_terry": LossSpec(
-        pair_losses.bradley_terry,
+        preference_losses.bradley_terry,
         ("target_tokens", "mask"),
         (),
         ("centre_coef",),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl.losses.loss_terms import MASK_FIELDS, Inputs, get_action_mask, with_proximal_logprobs
+from rl.losses.loss_terms import Inputs, get_trained_mask, with_proximal_logprobs
 from rl.losses.losses import LossSpec, gspo
 
 # Settings of terms whose gradient does not pass through the logprob of the sampled token.
@@ -77,8 +77,7 @@ def _compute_ratios(
     if "logprobs" not in loss.known_fields or "advantages" not in fields:
         return None
     old_T = with_proximal_logprobs(logp_T, fields).get("logprobs", logp_T)
-    masked = any(name in fields for name in MASK_FIELDS)
-    active_T = get_action_mask(fields) if masked else fields["advantages"] != 0
+    active_T = get_trained_mask(fields)
     gap_T = torch.where(active_T, logp_T - old_T, torch.nan)
     if loss.fn is gspo:
         ends = cu_seqlens.tolist()

@@ -197,9 +197,8 @@ class ModelSkeleton:
                 model.train()
                 if config.offloads:
                     offload_layer_inputs(model, AbsentTensor)
-            head = LogprobHead.without_check(
-                model, fused=config.fused, kept_bytes=0 if config.cuda else config.saved_bytes
-            )
+            kept_bytes = 0 if config.cuda else config.saved_bytes
+            head = LogprobHead(model, fused=config.fused, kept_bytes=kept_bytes, check=False)
             storages = StorageTracker(model)
             modules = unwrap_model(model)
             storages.mark_layers([modules.get_submodule(name) for name in self._marked_layers])

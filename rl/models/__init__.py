@@ -17,10 +17,9 @@ from rl.models.check_weights import (
     load_checked_adapter,
     select_weights_to_save,
 )
-from rl.models.lazy_loading import load_model_lazily, supports_lazy_loading
 from rl.models.lazy_safetensors import (
     LazyTensors,
-    UnloadedParameters,
+    SafetensorsWeights,
     get_tensor_shape,
     open_lazy_tensors,
 )
@@ -41,10 +40,12 @@ from rl.models.model_loading import (
     is_lora,
     is_value_head_parameter,
     load_model,
+    load_model_lazily,
     load_skeleton,
     make_attention_mask,
     seeded_torch,
     skip_packing_search,
+    supports_lazy_loading,
     unwrap_model,
     uses_flash_attention,
 )
@@ -76,7 +77,7 @@ __all__ = [
     "LazyTensors",
     "LoadedModel",
     "MODEL_PRESETS",
-    "UnloadedParameters",
+    "SafetensorsWeights",
     "add_lora",
     "add_value_head",
     "make_attention_mask",

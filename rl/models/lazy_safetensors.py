@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,20 @@ from torch import Tensor, nn
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
+def _open(file: Path) -> Any:
+    """Open a safetensors file, as a context."""
+    from safetensors import safe_open
+
+    return safe_open(str(file), framework="pt")
+
+
 @dataclass(frozen=True)
 class _ConversionSource:
-    """Describe the sources of a converted tensor: a rule of transformers, and keys by the pattern
-    that they match.
+    """Describe the sources of a converted tensor: its name in the original model, a rule of
+    transformers, and keys by the pattern that they match.
     """
 
+    name: str
     rule: Any
     keys: tuple[tuple[str, str], ...]  # (pattern, key)
 
@@ -74,34 +81,36 @@ class SafetensorsWeights:
             if name in self._sources:
                 buffer.copy_(self.read(name))
 
-    def for_wrapped_model(self, model: nn.Module) -> UnloadedParameters:
+    def for_wrapped_model(self, model: nn.Module) -> SafetensorsWeights:
         """Return these weights by the parameter names of `model`, which wraps the original model
         (with adapters).
         """
-        return UnloadedParameters(
-            self,
-            {
-                name: self._name_of[id(p)]
-                for name, p in model.named_parameters()
-                if id(p) in self._name_of
-            },
-        )
+        wrapped = copy.copy(self)
+        wrapped._sources = {
+            name: self._sources[self._name_of[id(p)]]
+            for name, p in model.named_parameters()
+            if id(p) in self._name_of
+        }
+        return wrapped
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
 
     def read(self, name: str) -> Tensor:
         """Return the whole tensor, in the dtype of its file."""
         source = self._sources[name]
         if isinstance(source, str):
-            with self._opened(source) as file:
-                return file.get_tensor(source)
+            return self.read_key(source)
         rule = copy.deepcopy(source.rule)
         for pattern, key in source.keys:
-            rule.add_tensor(name, key, pattern, lambda key=key: self.read_key(key))
-        converted = rule.convert(name, model=self._model, config=self._model.config)[name]
+            rule.add_tensor(source.name, key, pattern, lambda key=key: self.read_key(key))
+        converted = rule.convert(source.name, model=self._model, config=self._model.config)
+        converted = converted[source.name]
         return converted[0] if isinstance(converted, list) else converted
 
     def read_key(self, key: str) -> Tensor:
         """Return the tensor of a key of the files."""
-        with self._opened(key) as file:
+        with _open(self._file_of[key]) as file:
             return file.get_tensor(key)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -111,90 +120,54 @@ class SafetensorsWeights:
         source = self._sources[name]
         if not isinstance(source, str):
             return self.read(name)[start:stop]
-        with self._opened(source) as file:
+        with _open(self._file_of[source]) as file:
             return file.get_slice(source)[start:stop]
 
     def _shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a key's tensor."""
-        with self._opened(key) as file:
+        with _open(self._file_of[key]) as file:
             return tuple(file.get_slice(key).get_shape())
-
-    @contextmanager
-    def _opened(self, key: str) -> Iterator[Any]:
-        """Open the file of a key."""
-        from safetensors import safe_open
-
-        with safe_open(str(self._file_of[key]), framework="pt") as file:
-            yield file
-
-
-@dataclass(frozen=True)
-class UnloadedParameters:
-    """Map the parameter names of a model without values to its weights in the files."""
-
-    stored: SafetensorsWeights
-    names: Mapping[str, str]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def read(self, name: str) -> Tensor:
-        """Return the whole tensor of a parameter."""
-        return self.stored.read(self.names[name])
-
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows `start` to `stop` of a parameter."""
-        return self.stored.read_rows(self.names[name], start, stop)
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Map names to tensors, each read from its file at every access; `in_memory`: tensors in
-    memory.
+    """Map names to tensors, each read at every access from the file that `entries` names.
+
+    An entry may also be a tensor in memory.
     """
 
-    def __init__(
-        self,
-        locations: Mapping[str, tuple[Path, str]],
-        in_memory: Mapping[str, Tensor] | None = None,
-    ):
-        self._locations, self._in_memory = dict(locations), dict(in_memory or {})
+    def __init__(self, entries: Mapping[str, Path | Tensor]):
+        self._entries = dict(entries)
 
     @classmethod
     def from_file(cls, file: Path) -> LazyTensors:
         """Return all tensors of a safetensors file."""
-        from safetensors import safe_open
-
-        with safe_open(str(file), framework="pt") as opened:
-            return cls({key: (file, key) for key in opened.keys()})  # noqa: SIM118  (no mapping)
+        with _open(file) as opened:
+            return cls(dict.fromkeys(opened.keys(), file))
 
     def __getitem__(self, name: str) -> Tensor:
-        from safetensors import safe_open
-
-        if name in self._in_memory:
-            return self._in_memory[name]
-        file, key = self._locations[name]
-        with safe_open(str(file), framework="pt") as opened:
-            return opened.get_tensor(key)
+        entry = self._entries[name]
+        if isinstance(entry, Tensor):
+            return entry
+        with _open(entry) as opened:
+            return opened.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self._in_memory, *self._locations])
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._in_memory) + len(self._locations)
+        return len(self._entries)
 
     def with_tensors(self, in_memory: Mapping[str, Tensor]) -> LazyTensors:
         """Return these tensors plus others that are in memory."""
-        return LazyTensors(self._locations, {**self._in_memory, **in_memory})
+        return LazyTensors({**self._entries, **in_memory})
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, without reading it."""
-        from safetensors import safe_open
-
-        if name in self._in_memory:
-            return tuple(self._in_memory[name].shape)
-        file, key = self._locations[name]
-        with safe_open(str(file), framework="pt") as opened:
-            return tuple(opened.get_slice(key).get_shape())
+        entry = self._entries[name]
+        if isinstance(entry, Tensor):
+            return tuple(entry.shape)
+        with _open(entry) as opened:
+            return tuple(opened.get_slice(name).get_shape())
 
 
 def get_tensor_shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
@@ -210,11 +183,9 @@ def open_lazy_tensors(folder: Path, names: Collection[str]) -> LazyTensors | Non
         files = _map_keys_to_files(folder)
     except CannotReadLazily:
         return None
-    return (
-        LazyTensors({name: (files[name], name) for name in names})
-        if all(name in files for name in names)
-        else None
-    )
+    if any(name not in files for name in names):
+        return None
+    return LazyTensors({name: files[name] for name in names})
 
 
 def replace_meta_parameters_(model: nn.Module) -> None:
@@ -237,8 +208,6 @@ def _map_keys_to_files(folder: Path) -> dict[str, Path]:
     """Return the file of each key. Raises CannotReadLazily if safetensors files of the whole model
     are missing.
     """
-    from safetensors import safe_open
-
     if (folder / INDEX).is_file():
         names: Collection[str] = set(
             json.loads((folder / INDEX).read_text())["weight_map"].values()
@@ -249,27 +218,31 @@ def _map_keys_to_files(folder: Path) -> dict[str, Path]:
     for name in sorted(names):
         if not (folder / name).is_file():
             raise CannotReadLazily(f"{folder} has no {name}")
-        with safe_open(str(folder / name), framework="pt") as file:
+        with _open(folder / name) as file:
             file_of |= dict.fromkeys(file.keys(), folder / name)
     return file_of
+
+
+def get_conversion_rules(model: Any) -> tuple[list[Any], list[Any]]:
+    """Return transformers' rules that (rename, convert) the keys of a model's files at load."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    rules = get_model_conversion_mapping(model) or []
+    return (
+        [rule for rule in rules if isinstance(rule, WeightRenaming)],
+        [rule for rule in rules if isinstance(rule, WeightConverter)],
+    )
 
 
 def _map_sources(model: Any, keys: Collection[str]) -> dict[str, str | _ConversionSource]:
     """Return the source of each tensor of the model: its key in the files, or the parts of its
     conversion.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     state = model.state_dict()
-    rules = get_model_conversion_mapping(model) or []
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings, converters = get_conversion_rules(model)
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     sources: dict[str, str | _ConversionSource] = {}
     for key in sorted(keys, key=dot_natural_key):
@@ -285,5 +258,5 @@ def _map_sources(model: Any, keys: Collection[str]) -> dict[str, str | _Conversi
             raise CannotReadLazily(f"{key} is split into several tensors")
         before = sources.get(name)
         parts = before.keys if isinstance(before, _ConversionSource) else ()
-        sources[name] = _ConversionSource(by_pattern[pattern], (*parts, (pattern, key)))
+        sources[name] = _ConversionSource(name, by_pattern[pattern], (*parts, (pattern, key)))
     return sources

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rl.errors import UserError, warn_on_rank_zero
@@ -74,9 +75,7 @@ def add_lora(
             raise UserError(
                 f"{loaded.name} cannot have a LoRA adapter: {error} Train all weights (lora_rank 0)"
             ) from error
-    return LoadedModel(
-        model, loaded.tokenizer, loaded.name, loaded.eos_token_ids, unadapted, loaded.lazy_weights
-    )
+    return replace(loaded, model=model, unadapted_share=unadapted)
 
 
 def set_lora_alpha(model: Any, lora: LoraConfig) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rl.errors import UserError
 from rl.layers import describe_layers
+from rl.models.lazy_safetensors import get_conversion_rules
 from rl.types import LoraConfig
 
 _NO_MATRIX = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.GroupNorm)
@@ -211,18 +212,9 @@ def _iter_renamed_at_load(model: Any) -> Iterator[str]:
 
     transformers renames them at load (Laguna's shared experts).
     """
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            rename_source_key,
-        )
-    except ImportError:  # a transformers version that renames nothing, or by other means
-        return
-    changes = get_model_conversion_mapping(model)
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    from transformers.core_model_loading import rename_source_key
+
+    renamings, converters = get_conversion_rules(model)
     for name, module in model.named_modules() if renamings else ():
         if (
             isinstance(module, nn.Linear)

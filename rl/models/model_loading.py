@@ -6,14 +6,14 @@ import contextlib
 import os
 import warnings
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rl.errors import UserError, check_hub_access, suggest_hub_name
+from rl.errors import UserError, check_hub_access, suggest_hub_name, warn_on_rank_zero
 from rl.images import attach_image_reader, get_image_reader
 from rl.layers import unwrap_model
 from rl.models.adapter_folders import (
@@ -23,13 +23,24 @@ from rl.models.adapter_folders import (
     merge_adapter,
     resolve_adapter_chain,
 )
-from rl.models.check_weights import load_checked_adapter, load_checked_model
+from rl.models.check_weights import (
+    convert_read_errors,
+    load_checked_adapter,
+    load_checked_model,
+)
 from rl.models.info import KNOWN_MODELS
-from rl.models.lazy_safetensors import SafetensorsWeights
+from rl.models.lazy_safetensors import (
+    INDEX,
+    SINGLE,
+    CannotReadLazily,
+    SafetensorsWeights,
+    replace_meta_parameters_,
+)
 from rl.models.tiny_models import ModelPreset, get_model_preset
 from rl.models.tokenizer_loading import build_tiny_tokenizer, load_tokenizer
 from rl.models.vision_models import (
     attach_image_processor,
+    describe_tiny_text_model,
     find_auto_class,
     initialize_vision_tower,
     make_tiny_vision_config,
@@ -72,14 +83,9 @@ def seeded_torch(seed: int) -> Iterator[None]:
         yield
 
 
-def load_model(
-    base_model: str,
-    *,
-    tokenizer: str | None = None,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-) -> LoadedModel:
-    """Load a causal LM from `tiny:<preset>` (random weights from `seed`), a folder, or a hub name.
+def load_model(base_model: str, *, tokenizer: str | None = None, seed: int = 0) -> LoadedModel:
+    """Load a causal LM in fp32 from `tiny:<preset>` (random weights from `seed`), a folder, or a
+    hub name.
 
     The folder of an adapter is merged into its base. `tokenizer`: a folder or hub name that
     replaces the model's tokenizer; a folder without a tokenizer results in None. Raises UserError
@@ -87,43 +93,154 @@ def load_model(
     that cannot be loaded.
     """
     if base_model.startswith("tiny:"):
-        return _build_tiny(base_model, tokenizer, seed, dtype)
-    folder = Path(base_model).expanduser()
-    local = folder.is_dir()
-    if not local and (base_model.startswith((".", "/", "~")) or base_model.count("/") > 1):
-        raise UserError(
-            f"no model folder at {folder}: give an existing folder, a hub name (owner/model) "
-            "or tiny:<preset>"
-        )
+        return _build_tiny(base_model, tokenizer, seed)
+    source = _find_source(base_model)
+    folder = Path(source)
     if is_adapter(folder):
         return _load_merged(folder, tokenizer)
-    if local:
+    if folder.is_dir():
         check_model_folder(folder)
-    else:
-        check_hub_access(base_model, "model", KNOWN_MODELS)
-    source = str(folder) if local else base_model
     try:
         model = load_checked_model(
-            find_auto_class(source), source, base_model, dtype=dtype, **_attention_kwargs()
+            find_auto_class(source), source, base_model, dtype=torch.float32, **_attention_kwargs()
         )
     except OSError as error:
         hint = (
             f"; no local folder {base_model} exists either"
-            if "/" in base_model and not local
+            if "/" in base_model and not folder.is_dir()
             else ""
         )
         raise UserError(
             f"cannot load the model {base_model!r}{_offline_note()}{hint}"
             f"{suggest_hub_name(base_model, KNOWN_MODELS, 'model')}: {error}"
         ) from error
+    return _add_tokenizer(model, base_model, source, tokenizer)
+
+
+def load_model_lazily(base_model: str, *, tokenizer: str | None = None) -> LoadedModel | None:
+    """Load a model as `load_model` does, but leave its weights in their files.
+
+    `LoadedModel.lazy_weights` reads them tensor by tensor. Returns None if that is not possible:
+    see `supports_lazy_loading`; files that need more than renaming; a hub name that cannot be
+    loaded.
+    """
+    if not supports_lazy_loading(base_model):
+        return None
+    folder = _locate_folder(base_model)
+    if folder is None:
+        return None
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, GenerationConfig
+
+    check_model_folder(folder)
+    config = AutoConfig.from_pretrained(str(folder))
+    with init_empty_weights(include_buffers=False):
+        model = select_auto_class(config).from_config(
+            config, dtype=torch.float32, **_attention_kwargs()
+        )
+    # the context untied parameters: each assignment in it made a new parameter
+    model.tie_weights()
+    replace_meta_parameters_(model)
+    try:
+        with convert_read_errors(base_model):
+            stored = SafetensorsWeights(folder, model)
+            stored.fill_buffers()
+    except CannotReadLazily as reason:
+        warn_on_rank_zero(f"each process reads all of {base_model}: {reason}")
+        return None
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder))
+    source = str(folder) if Path(base_model).expanduser().is_dir() else base_model
+    return _add_tokenizer(model, base_model, source, tokenizer, stored)
+
+
+def supports_lazy_loading(base_model: str) -> bool:
+    """Return whether a model may be read tensor by tensor.
+
+    False for tiny models, adapters, and a folder with files other than safetensors.
+    """
+    folder = Path(base_model).expanduser()
+    if base_model.startswith("tiny:") or is_adapter(folder):
+        return False
+    return not folder.is_dir() or any(folder.glob("*.safetensors")) or not any(folder.glob("*.bin"))
+
+
+def _locate_folder(base_model: str) -> Path | None:
+    """Return the folder of a model's files, downloading a hub name to the hub's cache; None if
+    unavailable.
+    """
+    folder = Path(base_model).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        check_hub_access(base_model, "model")
+        snapshot = Path(
+            snapshot_download(
+                base_model,
+                allow_patterns=[
+                    "config.json",
+                    "generation_config.json",
+                    INDEX,
+                    "model*.safetensors",
+                ],
+            )
+        )
+    except (OSError, ValueError):  # load_model reports the error
+        return None
+    return (
+        snapshot
+        if (snapshot / "config.json").is_file()
+        and ((snapshot / INDEX).is_file() or (snapshot / SINGLE).is_file())
+        else None
+    )
+
+
+def _find_source(base_model: str) -> str:
+    """Return the folder or the hub name of a model.
+
+    Raises UserError for a path without a folder, and for a hub name if the hub cannot be reached.
+    """
+    folder = Path(base_model).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if base_model.startswith((".", "/", "~")) or base_model.count("/") > 1:
+        raise UserError(
+            f"no model folder at {folder}: give an existing folder, a hub name (owner/model) "
+            "or tiny:<preset>"
+        )
+    check_hub_access(base_model, "model", KNOWN_MODELS)
+    return base_model
+
+
+def _add_tokenizer(
+    model: Any,
+    name: str,
+    source: str,
+    tokenizer: str | None,
+    lazy_weights: SafetensorsWeights | None = None,
+) -> LoadedModel:
+    """Load the tokenizer (by default that of `source`) and the image processor of a model."""
     loaded_tokenizer = load_tokenizer(tokenizer or source, required=tokenizer is not None)
-    _check_vocabulary(model, loaded_tokenizer, base_model)
+    loaded = _make_loaded_model(model, loaded_tokenizer, name)
     attach_image_processor(model, loaded_tokenizer, source)
+    return replace(loaded, lazy_weights=lazy_weights)
+
+
+def _make_loaded_model(model: Any, tokenizer: Any | None, name: str) -> LoadedModel:
+    """Return a model without randomness, with its tokenizer.
+
+    Raises UserError if the tokenizer has more tokens than the embedding has rows.
+    """
+    rows = get_vocab_size(model)
+    if tokenizer is not None and len(tokenizer) > rows:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {name!r} only {rows} rows: "
+            "pass the tokenizer of this model"
+        )
     return LoadedModel(
-        _disable_randomness(model),
-        loaded_tokenizer,
-        base_model,
-        collect_eos_token_ids(model, loaded_tokenizer),
+        _disable_randomness(model), tokenizer, name, collect_eos_token_ids(model, tokenizer)
     )
 
 
@@ -150,11 +267,9 @@ def _load_merged(folder: Path, tokenizer: str | None) -> LoadedModel:
         if tokenizer is not None
         else load_tokenizer(str(folder), required=False) or loaded.tokenizer
     )
-    _check_vocabulary(model, merged_tokenizer, str(folder))
+    merged = _make_loaded_model(model, merged_tokenizer, str(folder))
     attach_image_reader(merged_tokenizer, get_image_reader(model))
-    return LoadedModel(
-        model, merged_tokenizer, str(folder), collect_eos_token_ids(model, merged_tokenizer)
-    )
+    return merged
 
 
 def load_skeleton(base_model: str, *, tokenizer: str | None = None) -> LoadedModel:
@@ -170,29 +285,17 @@ def load_skeleton(base_model: str, *, tokenizer: str | None = None) -> LoadedMod
             load_skeleton(base.name, tokenizer=tokenizer or base.tokenizer), adapted
         )
     if base_model.startswith("tiny:"):
-        return _build_tiny(base_model, tokenizer, 0, torch.float32)
-    folder = Path(base_model).expanduser()
-    if not folder.is_dir() and (
-        base_model.startswith((".", "/", "~")) or base_model.count("/") > 1
-    ):
-        raise UserError(
-            f"no model folder at {folder}: give an existing folder, a hub name (owner/model) "
-            "or tiny:<preset>"
-        )
-    check_hub_access(base_model, "model", KNOWN_MODELS)
+        return _build_tiny(base_model, tokenizer, 0)
+    source = _find_source(base_model)
     try:
-        config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else base_model)
+        config = AutoConfig.from_pretrained(source)
     except OSError as error:
         raise UserError(
             f"cannot read the config of the model {base_model!r}{_offline_note()}"
             f"{suggest_hub_name(base_model, KNOWN_MODELS, 'model')}: {error}"
         ) from error
-    return LoadedModel(
-        _disable_randomness(select_auto_class(config).from_config(config, dtype=torch.float32)),
-        None,
-        base_model,
-        (),
-    )
+    model = select_auto_class(config).from_config(config, dtype=torch.float32)
+    return LoadedModel(_disable_randomness(model), None, base_model, ())
 
 
 def _untie_skeleton(loaded: LoadedModel, adapted: Collection[str]) -> LoadedModel:
@@ -278,18 +381,6 @@ def _list_files(folder: Path) -> str:
     return ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "no files"
 
 
-def _check_vocabulary(model: Any, tokenizer: Any | None, name: str) -> None:
-    """Raise UserError if the tokenizer has more tokens than the embedding has rows."""
-    if tokenizer is None:
-        return
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {name!r} only {rows} rows: "
-            "pass the tokenizer of this model"
-        )
-
-
 def collect_eos_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
     """Return the union of the EOS ids of tokenizer, model config and generation config."""
     ids: set[int] = set()
@@ -305,9 +396,7 @@ def collect_eos_token_ids(model: Any, tokenizer: Any | None) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _build_tiny(
-    base_model: str, tokenizer_name: str | None, seed: int, dtype: torch.dtype
-) -> LoadedModel:
+def _build_tiny(base_model: str, tokenizer_name: str | None, seed: int) -> LoadedModel:
     """Build the model of a tiny preset with random weights from `seed`."""
     preset = get_model_preset(base_model)
     tokenizer = (
@@ -319,33 +408,17 @@ def _build_tiny(
             "folder or hub name)"
         )
     if preset.vision is not None:
-        return _build_tiny_vision(base_model, preset, tokenizer, seed, dtype)
+        return _build_tiny_vision(base_model, preset, tokenizer, seed)
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=preset.hidden,
-        num_hidden_layers=preset.layers,
-        num_attention_heads=preset.heads,
-        num_key_value_heads=preset.kv_heads,
-        head_dim=preset.hidden // preset.heads,
-        intermediate_size=preset.mlp,
-        max_position_embeddings=preset.max_position,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
+    config = Qwen3Config(**describe_tiny_text_model(preset, tokenizer))
     with seeded_torch(seed):
         model: Any = Qwen3ForCausalLM(config)
-    model = model.to(dtype)
-    return LoadedModel(
-        _disable_randomness(model), tokenizer, base_model, collect_eos_token_ids(model, tokenizer)
-    )
+    return _make_loaded_model(model, tokenizer, base_model)
 
 
 def _build_tiny_vision(
-    base_model: str, preset: ModelPreset, tokenizer: Any, seed: int, dtype: torch.dtype
+    base_model: str, preset: ModelPreset, tokenizer: Any, seed: int
 ) -> LoadedModel:
     """Build the tiny vision-language model of a preset."""
     from transformers import Qwen3VLForConditionalGeneration
@@ -357,12 +430,7 @@ def _build_tiny_vision(
         model: Any = Qwen3VLForConditionalGeneration(make_tiny_vision_config(preset, tokenizer))
         initialize_vision_tower(model)
     attach_image_reader(model, reader)
-    return LoadedModel(
-        _disable_randomness(model.to(dtype)),
-        tokenizer,
-        base_model,
-        collect_eos_token_ids(model, tokenizer),
-    )
+    return _make_loaded_model(model, tokenizer, base_model)
 
 
 def _disable_randomness(model: Any) -> Any:

@@ -92,20 +92,7 @@ def load_image_processor(tokenizer: Any | None, source: str) -> None:
 
 
 def _make_image_reader(config: Any, tokenizer: Any, source: str) -> ImageReader | None:
-    """Return the image reader; None if `source` has no image processor."""
-    processor = _load_hf_image_processor(source)
-    return None if processor is None else ImageReader(config, tokenizer, processor)
-
-
-def _has_image_processor(folder: Path) -> bool:
-    """Return whether a folder has an image processor."""
-    return any(
-        (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
-    )
-
-
-def _load_hf_image_processor(source: str) -> Any | None:
-    """Load the image processor; None if the folder has none.
+    """Return the image reader; None if `source` has no image processor.
 
     Without it the model is trained on text only, and images in its input are an error.
     """
@@ -115,9 +102,36 @@ def _load_hf_image_processor(source: str) -> Any | None:
     if folder.is_dir() and not _has_image_processor(folder):
         return None
     try:
-        return AutoImageProcessor.from_pretrained(str(folder) if folder.is_dir() else source)
+        name = str(folder) if folder.is_dir() else source
+        processor = AutoImageProcessor.from_pretrained(name)
     except (OSError, ValueError, ImportError):
         return None
+    return ImageReader(config, tokenizer, processor)
+
+
+def _has_image_processor(folder: Path) -> bool:
+    """Return whether a folder has an image processor."""
+    return any(
+        (folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
+    )
+
+
+def describe_tiny_text_model(preset: ModelPreset, tokenizer: Any) -> dict[str, Any]:
+    """Return the fields of a Qwen3 config of the preset's size."""
+    return dict(
+        vocab_size=len(tokenizer),
+        hidden_size=preset.hidden,
+        num_hidden_layers=preset.layers,
+        num_attention_heads=preset.heads,
+        num_key_value_heads=preset.kv_heads,
+        head_dim=preset.hidden // preset.heads,
+        intermediate_size=preset.mlp,
+        max_position_embeddings=preset.max_position,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
 
 
 def make_tiny_vision_config(preset: ModelPreset, tokenizer: Any) -> Any:
@@ -126,26 +140,16 @@ def make_tiny_vision_config(preset: ModelPreset, tokenizer: Any) -> Any:
 
     assert preset.vision is not None
     eyes, width = preset.vision, preset.hidden // preset.heads
-    text = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=preset.hidden,
-        num_hidden_layers=preset.layers,
-        num_attention_heads=preset.heads,
-        num_key_value_heads=preset.kv_heads,
-        head_dim=width,
-        intermediate_size=preset.mlp,
-        max_position_embeddings=preset.max_position,
-        rope_parameters={
+    # the shares of time, height and width in the rotary frequencies, as equal as possible
+    side = width // 2 // 3
+    text = describe_tiny_text_model(preset, tokenizer) | {
+        "rope_parameters": {
             "rope_type": "default",
-            "mrope_section": _mrope_section(width // 2),
+            "mrope_section": [width // 2 - 2 * side, side, side],
             "mrope_interleaved": True,
             "rope_theta": 1e4,
-        },
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
+        }
+    }
     vision = dict(
         depth=eyes.layers,
         hidden_size=eyes.hidden,
@@ -185,12 +189,6 @@ def initialize_vision_tower(model: Any) -> None:
         for name, parameter in model.model.visual.named_parameters():
             if parameter.ndim >= 2 and "pos_embed" not in name:
                 parameter.normal_(std=(parameter.numel() // parameter.shape[0]) ** -0.5)
-
-
-def _mrope_section(half: int) -> list[int]:
-    """Split the rotary frequencies into shares for time, height and width, as equal as possible."""
-    side = half // 3
-    return [half - 2 * side, side, side]
 
 
 def make_tiny_image_processor(preset: ModelPreset) -> Any:

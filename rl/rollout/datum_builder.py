@@ -204,9 +204,12 @@ def build_datums_with_turns(
     return datums, turns_D
 
 
-def supervised_datum(sequence: ModelInput | Sequence[int], weights: Sequence[float]) -> Datum:
+def supervised_datum(
+    sequence: ModelInput | Sequence[int], weights: Sequence[float], field: str = "weights"
+) -> Datum:
     """Return a datum for `cross_entropy`. weights[i] is the weight of predicting token i of the
-    sequence (the weight of the first token is dropped).
+    sequence (the weight of the first token is dropped). `field`: the loss input of the weights,
+    "mask" for losses that read actions.
     """
     tokens, images = (
         (sequence.flat(), sequence.placed()) if isinstance(sequence, ModelInput) else (sequence, ())
@@ -219,7 +222,7 @@ def supervised_datum(sequence: ModelInput | Sequence[int], weights: Sequence[flo
         model_input=ModelInput.of(list(tokens[:-1]), images),
         loss_fn_inputs={
             "target_tokens": TensorData(list(tokens[1:]), "int64"),
-            "weights": TensorData(np.asarray(weights[1:]), "float32"),
+            field: TensorData(np.asarray(weights[1:]), "float32"),
         },
     )
 

@@ -227,9 +227,7 @@ def _check_tokens(prompt: ModelInput, sequence: SampledSequence, datums: Sequenc
 
 
 def _select_actions(datums: Sequence[Datum], logprobs: dict[int, np.ndarray]) -> np.ndarray:
-    return np.concatenate(
-        [logprobs[i][datum.loss_fn_inputs["mask"].array != 0] for i, datum in enumerate(datums)]
-    )
+    return np.concatenate([logprobs[i][datum.action_mask] for i, datum in enumerate(datums)])
 
 
 def _check_agreement(
@@ -239,7 +237,7 @@ def _check_agreement(
     unless `with_sampled` is False, and its scoring logprobs).
     """
     sampled = np.concatenate(
-        [d.loss_fn_inputs["logprobs"].array[d.loss_fn_inputs["mask"].array != 0] for d in datums]
+        [d.loss_fn_inputs["logprobs"].array[d.action_mask] for d in datums]
     ).astype(np.float64)
     learner, read = _select_actions(datums, report.learner), _select_actions(datums, report.sampler)
     pairs = [("drew", sampled)] if with_sampled else []

@@ -335,6 +335,11 @@ class Datum:
         datum.model_input_spans, datum.loss_fn_input_spans = list(model_input), list(loss_fn_inputs)
         return datum
 
+    @property
+    def action_mask(self) -> np.ndarray:
+        """Return the sampled targets, bool [N], from the loss input `mask`. An extension."""
+        return self.loss_fn_inputs["mask"].array != 0
+
     def with_inputs(self, loss_fn_inputs: Mapping[str, Any]) -> Datum:
         """Return the same datum, of the same sample, with other loss inputs. An extension."""
         spans = (self.model_input_spans, self.loss_fn_input_spans)

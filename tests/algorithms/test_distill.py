@@ -14,10 +14,11 @@ from whole_runs import train
 
 from rl import ServiceClient
 from rl.algorithms import Distillation, Models, Progress
-from rl.algorithms.distillation import find_teacher, make_soft_targets
-from rl.algorithms.distillation_settings import (
+from rl.algorithms.distillation import (
     DistillationSettings,
     DistillSettings,
+    find_teacher,
+    make_soft_targets,
     parse_teachers,
 )
 from rl.config import ModelSettings, OptimSettings

@@ -12,7 +12,7 @@ from whole_runs import RECIPE, train
 
 from rl import ServiceClient
 from rl.algorithms import METHODS, Models, Offline, check_stored_answer
-from rl.algorithms.offline_settings import OfflineOptions, OfflineSettings
+from rl.algorithms.offline import OfflineOptions, OfflineSettings
 from rl.config import RunSettings, parse_run
 from rl.data import ProblemSet, filter_answers, load_rollouts
 from rl.errors import UserError

@@ -12,7 +12,7 @@ from test_renderer_specials import llama_like
 from whole_runs import train
 
 from rl.algorithms import RewardModelTraining, check_stored_answer
-from rl.algorithms.offline_settings import OfflineSettings
+from rl.algorithms.offline import OfflineSettings
 from rl.algorithms.reward_model import RewardModelOptions, RewardModelSettings
 from rl.data import (
     RowCheck,

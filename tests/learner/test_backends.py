@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from rl.distributed import collectives
 from rl.learner import learner_checkpoint
 from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_adam_params
+from rl.learner.backend import ReplicatedBackend
 from rl.learner.backend_deepspeed import DeepSpeedBackend
-from rl.learner.backend_replicated import ReplicatedBackend
 from rl.losses import get_loss
 from rl.runtime.sharding import assign_indices
 from rl.types import AdamParams

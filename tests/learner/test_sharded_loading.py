@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rl.errors import UserError
 from rl.learner import LogprobHead
-from rl.learner.backend_common import load_first_layers
+from rl.learner.backend import load_first_layers
 from rl.learner.layout_probe import find_layout_faults
 from rl.models import (
     LazyTensors,

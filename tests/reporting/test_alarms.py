@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl.algorithms import GRPO, METHODS, Models, PpoOptions, Progress
-from rl.algorithms.distillation_settings import DistillationSettings
+from rl.algorithms.distillation import DistillationSettings
 from rl.config import LoopSettings, OptimSettings, RunSettings, parse_run
 from rl.config.fields import get_fields
 from rl.reporting import AlarmMonitor

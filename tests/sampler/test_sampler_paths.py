@@ -9,7 +9,7 @@ from sampler_models import one_thread, random_prompts  # noqa: F401
 
 from rl import ServiceClient
 from rl.algorithms import Distillation
-from rl.algorithms.distillation_settings import DistillationSettings, DistillSettings
+from rl.algorithms.distillation import DistillationSettings, DistillSettings
 from rl.distributed import collectives
 from rl.models import load_model
 from rl.rollout import Env, EnvGroupBuilder, StepResult, rollout

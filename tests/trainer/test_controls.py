@@ -1,6 +1,7 @@
 """Test curricula, reward shaping, weighted rewards, best weights and learning rates."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,8 +103,7 @@ def test_running_statistics_are_those_of_all_values():
         statistics.update(values)
         assert statistics.mean == pytest.approx(np.mean(seen), rel=1e-12)
         assert statistics.std == pytest.approx(np.std(seen), rel=1e-9, abs=1e-12)
-    copy = RunningStatistics()
-    copy.load_state(statistics.state())
+    copy = RunningStatistics(**asdict(statistics))
     assert (copy.mean, copy.std, copy.count) == (statistics.mean, statistics.std, 111)
 
 
