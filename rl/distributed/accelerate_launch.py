@@ -147,10 +147,8 @@ def _check_parallel_sizes() -> None:
 def _check_fsdp_settings() -> None:
     """Raise UserError for settings of an FSDP config that would be silently ignored."""
     _check_parallel_sizes()
-    version, reshard = (
-        os.environ.get("FSDP_VERSION", "1"),
-        os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower(),
-    )
+    version = os.environ.get("FSDP_VERSION", "1")
+    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
     if version != "2":
         raise UserError(
             f"fsdp_version is {version}, only 2 is supported: use accelerate_configs/fsdp2.yaml"
@@ -350,10 +348,8 @@ def make_engine_config(user_config: Mapping[str, Any], *, bf16: bool) -> dict[st
     # micro-batches).
     if bf16:
         config["bf16"] = {"enabled": True}
-        config["data_types"], config["communication_data_type"] = (
-            {"grad_accum_dtype": "fp32"},
-            "fp32",
-        )
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["communication_data_type"] = "fp32"
     config["steps_per_print"] = 10**9
     return config
 

@@ -253,10 +253,8 @@ class ObjectGroup:
         """
         closed = []
         for other in range(1, self.world):
-            begin, work = (
-                time.monotonic(),
-                self._start_receive(torch.zeros(1, dtype=torch.int64), other),
-            )
+            begin = time.monotonic()
+            work = self._start_receive(torch.zeros(1, dtype=torch.int64), other)
             if not _arrives_in_time(work, 0.2) and time.monotonic() - begin < 0.15:
                 closed.append(other)
         return closed or list(range(1, self.world))
@@ -386,10 +384,8 @@ def prefix_store(store: Any, name: str) -> Any:
 
 def init_world(store: Any, rank: int, world: int, timeout_seconds: float) -> None:
     """Initialize these processes as a separate world: collectives run among them only."""
-    backend, bound = (
-        "nccl" if torch.cuda.is_available() else "gloo",
-        datetime.timedelta(seconds=timeout_seconds),
-    )
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    bound = datetime.timedelta(seconds=timeout_seconds)
     select_gloo_interface()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=bound)
 

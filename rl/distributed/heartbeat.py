@@ -33,11 +33,9 @@ class HeartbeatSender:
     """
 
     def __init__(self, interval_seconds: float):
-        self.interval_seconds, self.token, self.collecting = (
-            interval_seconds,
-            secrets.token_hex(16),
-            False,
-        )
+        self.interval_seconds = interval_seconds
+        self.token = secrets.token_hex(16)
+        self.collecting = False
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listener = socket.create_server(
@@ -68,10 +66,8 @@ class HeartbeatSender:
                     receivers.append(ready)
                     receivers = _send_to_all([ready], _BEAT) + receivers[:-1]
             if time.monotonic() >= due:
-                receivers, due = (
-                    _send_to_all(receivers, _COLLECTING if self.collecting else _BEAT),
-                    time.monotonic() + self.interval_seconds,
-                )
+                receivers = _send_to_all(receivers, _COLLECTING if self.collecting else _BEAT)
+                due = time.monotonic() + self.interval_seconds
         _send_to_all(receivers, _GOODBYE)
         for each in (self._listener, *receivers, *strangers):
             each.close()
@@ -158,11 +154,9 @@ class HeartbeatMonitor:
         timeout: float,
         lost_message: Callable[[float], str],
     ):
-        self._interval_seconds, self._max_missed, self._lost_message = (
-            interval_seconds,
-            max(2, round(timeout / interval_seconds)),
-            lost_message,
-        )
+        self._interval_seconds = interval_seconds
+        self._max_missed = max(2, round(timeout / interval_seconds))
+        self._lost_message = lost_message
         self._timeout = timeout
         self._closed = threading.Event()
         connection = _connect(hosts, port)

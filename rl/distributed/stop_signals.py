@@ -67,10 +67,8 @@ class StopRequest:
         """Handle a signal."""
         now = time.monotonic()
         if self.exit_code is None:
-            self.exit_code, self._requested_at = (
-                INTERRUPTED if number == signal.SIGINT else REQUEUE,
-                now,
-            )
+            self.exit_code = INTERRUPTED if number == signal.SIGINT else REQUEUE
+            self._requested_at = now
             if not self.has_started:
                 self._end(self.exit_code, f"{signal.Signals(number).name} before the first step")
             over = f"the {self.grace_seconds:g} s to stop in (the setting stop_grace) are over"

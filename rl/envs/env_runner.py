@@ -65,12 +65,10 @@ class EnvRunner(Protocol):
 def make_environment(spec: EnvironmentSpec, task: EpisodeTask) -> Environment:
     """Return an environment for this task, with its random generator, that has not started."""
     environment = spec.make()
-    environment.row, environment.seed, environment.member, environment.calls = (
-        dict(task.row),
-        task.seed,
-        task.member,
-        [],
-    )
+    environment.row = dict(task.row)
+    environment.seed = task.seed
+    environment.member = task.member
+    environment.calls = []
     environment.rng = random.Random(task.seed)
     return environment
 

@@ -94,17 +94,13 @@ class EnvironmentGroup(EnvGroupBuilder):
         system_prompt: str | None = None,
         renderers: Mapping[str, Renderer] | None = None,
     ):
-        self.spec, self.problem, self.group_size, self.renderer = (
-            spec,
-            problem,
-            group_size,
-            renderer,
-        )
-        self.limits, self.system_prompt, self.renderers = (
-            limits or EpisodeLimits(),
-            system_prompt,
-            renderers or {},
-        )
+        self.spec = spec
+        self.problem = problem
+        self.group_size = group_size
+        self.renderer = renderer
+        self.limits = limits or EpisodeLimits()
+        self.system_prompt = system_prompt
+        self.renderers = renderers or {}
         self.tag = problem.tag if problem.tag != "problem" else spec.name
         self.problem_index = problem.index
         # MessageEnv counts turns itself, so the rollout needs no limit.
@@ -241,11 +237,9 @@ class MessageEnv(StepValidator, Env):
                 if key not in ("cut_off", "unparsed_tool_calls")
             }
         )
-        new_messages, conversation.answer, conversation.new_messages = (
-            conversation.new_messages,
-            action.tokens,
-            [],
-        )
+        new_messages = conversation.new_messages
+        conversation.answer = action.tokens
+        conversation.new_messages = []
         self.turns += self.players[self.seat] is None
         return self.thread.submit(
             partial(self.runner.process_answer, answer),

@@ -45,10 +45,8 @@ class QuestionEnv(Environment):
         system = [{"role": "system", "content": introduction}] if introduction else []
         if self.grader is not None:
             messages = [dict(message) for message in self.row["messages"]]
-            self.question, self.expected_answer = (
-                last_user_text(messages),
-                str(self.row.get("answer", "")),
-            )
+            self.question = last_user_text(messages)
+            self.expected_answer = str(self.row.get("answer", ""))
             return (
                 messages
                 if messages[0]["role"] == "system" or not introduction

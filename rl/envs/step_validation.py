@@ -38,10 +38,8 @@ class StepValidator:
                     f"gave the {name} {sanitize_text(safe_repr(mapping), 100)}; a mapping is "
                     "expected"
                 )
-        result.done, result.truncated = (
-            self._check_flag(result.done, "done"),
-            self._check_flag(result.truncated, "truncated"),
-        )
+        result.done = self._check_flag(result.done, "done")
+        result.truncated = self._check_flag(result.truncated, "truncated")
         result.reward = self._check_number(result.reward, "reward")
         result.metrics = self._check_numbers(result.metrics, "metric")
         result.logs = self._check_json(result.logs)

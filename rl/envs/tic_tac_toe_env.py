@@ -41,11 +41,9 @@ class TicTacToeEnv(Game):
         super().__init__()
         self.held_out_opponent = held_out_opponent
         self.assign(1, held_out_opponent, self.PLAYERS)
-        self.opponent, self.plays, self.instructions = (
-            opponent,
-            check_choice("plays", plays, ("X", "O", "either")),
-            instructions,
-        )
+        self.opponent = opponent
+        self.plays = check_choice("plays", plays, ("X", "O", "either"))
+        self.instructions = instructions
         self.board = rules.EMPTY
         self.assign(1, opponent, self.PLAYERS)
 

@@ -205,16 +205,12 @@ class _RunningCall:
     def collect(self, call: ToolCall) -> None:
         """Wait for the call until its time limit, and store the result or an error in `call`."""
         if self._done.wait(max(0.0, self.start_time + self.tool.seconds - time.monotonic())):
-            call.answer, call.error, call.seconds = (
-                self.answer,
-                self.error or None,
-                self.end_time - self.start_time,
-            )
+            call.answer = self.answer
+            call.error = self.error or None
+            call.seconds = self.end_time - self.start_time
         else:
-            call.error, call.seconds = (
-                f"{call.name} took longer than {self.tool.seconds:g} s",
-                time.monotonic() - self.start_time,
-            )
+            call.error = f"{call.name} took longer than {self.tool.seconds:g} s"
+            call.seconds = time.monotonic() - self.start_time
             if self._process is not None:
                 self._process.kill()
 

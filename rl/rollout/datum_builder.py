@@ -45,10 +45,8 @@ class _DatumBuilder:
         """Return whether an observation begins with this whole sequence, including the images, and
         the next action was sampled at the same temperature and rotary frequencies.
         """
-        same, so_far = (
-            (action.temperature, action.beyond) == (self.temperature, self.long_rope),
-            len(self.tokens),
-        )
+        same = (action.temperature, action.beyond) == (self.temperature, self.long_rope)
+        so_far = len(self.tokens)
         return (
             same
             and list(tokens[:so_far]) == self.tokens

@@ -85,10 +85,8 @@ def check_context(
     """Return whether the next action fits into the context; end the episode if it does not. The
     last token is never fed to the model, hence context + 1.
     """
-    length, max_tokens = (
-        episode.observation.length,
-        get_sampling_params(episode, params).max_tokens or 1,
-    )
+    length = episode.observation.length
+    max_tokens = get_sampling_params(episode, params).max_tokens or 1
     limits = [
         *([] if context is None else [context + 1]),
         *([] if builder.max_tokens is None else [builder.max_tokens]),

@@ -117,12 +117,10 @@ class RolloutEngine:
         max_turns: int | None = None,
         lockstep: bool = False,
     ):
-        self.player_streams, self.params, self.executor, self.event_log = (
-            player_streams,
-            params,
-            executor,
-            event_log,
-        )
+        self.player_streams = player_streams
+        self.params = params
+        self.executor = executor
+        self.event_log = event_log
         self.steps, self.env_timeout, self.max_turns = steps, env_timeout, max_turns
         self.lockstep = lockstep
         self._ready: list[EpisodeState] = []  # episodes whose next action is not requested yet

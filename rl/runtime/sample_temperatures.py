@@ -42,14 +42,10 @@ class SampleTemperatures:
         temperature = sequence.temperature
         if temperature is None or not sequence.tokens or sequence.logprobs is None:
             return
-        tokens, logprobs = (
-            np.asarray(sequence.tokens, np.int64),
-            np.asarray(sequence.logprobs, np.float32),
-        )
-        key, tail = (
-            _compute_digest(tokens, logprobs),
-            _compute_digest(tokens[-_TAIL_TOKENS:], logprobs[-_TAIL_TOKENS:]),
-        )
+        tokens = np.asarray(sequence.tokens, np.int64)
+        logprobs = np.asarray(sequence.logprobs, np.float32)
+        key = _compute_digest(tokens, logprobs)
+        tail = _compute_digest(tokens[-_TAIL_TOKENS:], logprobs[-_TAIL_TOKENS:])
         with self._lock:
             self._by_id[sequence.sequence_id] = temperature
             self._remove(key)

@@ -371,11 +371,9 @@ class SamplingWorker:
         In a mixed stream each request names its version: `version_id` is any version on the same
         base. Raises UserError if the version has been released.
         """
-        source, stream, sampler_settings = (
-            self.versions.get(version_id),
-            self.streams.get(stream_id),
-            self.settings.sampler,
-        )
+        source = self.versions.get(version_id)
+        stream = self.streams.get(stream_id)
+        sampler_settings = self.settings.sampler
         if source is None:
             raise UserError(
                 "the stream's weights have been freed, since its sampling client was released: "
@@ -395,10 +393,8 @@ class SamplingWorker:
                 )
             stream.engine.change_weights(source.decoder, source.version)
         self._load_server_weights(source.decoder)
-        stream.version_id, arrived = (
-            version_id,
-            [request for _, _, request in step_request.new_requests],
-        )
+        stream.version_id = version_id
+        arrived = [request for _, _, request in step_request.new_requests]
         if step_request.mixed:
             add_versions(stream.engine, self.versions, arrived)
         else:
