@@ -32,13 +32,6 @@ class _DatumBuilder:
         self.images: list[PlacedImage] = []
         self.turns: list[int] = []  # indices of the turns with actions in the sequence
 
-    def append_experts(self, experts: np.ndarray | None) -> None:
-        """Append the experts of a turn. `experts` covers the turn's prompt and answer except the
-        last token. Each token keeps the experts of the first turn that read it.
-        """
-        if experts is not None:
-            self.experts.append(experts[sum(map(len, self.experts)) :])
-
     def is_prefix_of(
         self, tokens: Sequence[int], images: Sequence[PlacedImage], action: SampledSequence
     ) -> bool:
@@ -58,50 +51,57 @@ class _DatumBuilder:
         observation.
         """
         self.images = list(images)
-        self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens)
-        self.mask += [0.0] * len(tokens)
-        self.advantages += [0.0] * len(tokens)
-        self.versions += [-1] * len(tokens)
+        self._append(tokens, [0.0] * len(tokens), [-1] * len(tokens))
 
-    def append_action(
+    def append_action(self, action: SampledSequence, turn: int, advantage: float) -> None:
+        """Append the action of a turn. Raises ValueError if it lacks logprobs."""
+        tokens = action.tokens
+        if action.logprobs is None or len(action.logprobs) != len(tokens):
+            received = None if action.logprobs is None else len(action.logprobs)
+            raise ValueError(
+                f"an action of {len(tokens)} tokens needs as many logprobs, got {received}"
+            )
+        versions = action.versions or [action.version or 0] * len(tokens)
+        self._append(tokens, action.logprobs, versions, mask=1.0, advantage=advantage)
+        self.temperature, self.long_rope = action.temperature, action.beyond
+        self.turns.append(turn)
+        # `experts` covers the turn's prompt and answer except the last token. Each token keeps
+        # the experts of the first turn that read it.
+        if action.experts is not None:
+            self.experts.append(action.experts[sum(map(len, self.experts)) :])
+
+    def _append(
         self,
         tokens: Sequence[int],
         logprobs: Sequence[float],
-        advantage: float,
         versions: Sequence[int],
+        mask: float = 0.0,
+        advantage: float = 0.0,
     ) -> None:
-        """Append an action: its tokens, their behavior logprobs, the advantage and the weight
-        versions.
-        """
+        """Append tokens with their values; mask and advantage are the same for all of them."""
         self.tokens += tokens
         self.logprobs += logprobs
-        self.mask += [1.0] * len(tokens)
-        self.advantages += [advantage] * len(tokens)
         self.versions += versions
+        self.mask += [mask] * len(tokens)
+        self.advantages += [advantage] * len(tokens)
 
     def build(self) -> Datum:
         """Return the datum: inputs without the last token, targets and per-token values without the
         first.
         """
-        mask = np.asarray(self.mask[1:], dtype=np.float32)
         sampling_versions = {*self.versions[1:]} - {-1}
         several = len(sampling_versions) > 1  # tokens of a single version need no label each
-        versions = (
-            {"versions": TensorData(np.asarray(self.versions[1:], dtype=np.float32), "float32")}
-            if several
-            else {}
-        )
+        columns: dict[str, Sequence[float]] = {
+            "logprobs": self.logprobs,
+            "advantages": self.advantages,
+            "mask": self.mask,
+            **({"versions": self.versions} if several else {}),
+        }
         return Datum(
             model_input=ModelInput.of(self.tokens[:-1], self.images),
             loss_fn_inputs={
                 "target_tokens": TensorData(self.tokens[1:], "int64"),
-                "logprobs": TensorData(self.logprobs[1:], "float32"),
-                "advantages": TensorData(
-                    np.asarray(self.advantages[1:], dtype=np.float32), "float32"
-                ),
-                "mask": TensorData(mask, "float32"),
-                **versions,
+                **{name: TensorData(values[1:], "float32") for name, values in columns.items()},
             },
             temperature=self.temperature,
             experts=np.concatenate(self.experts)
@@ -178,20 +178,7 @@ def build_datums_with_turns(
             sequence = _DatumBuilder()
             sequences.append(sequence)
         sequence.append_observation(observation, images)
-        sequence.temperature, sequence.long_rope = action.temperature, action.beyond
-        if action.logprobs is None or len(action.logprobs) != len(action.tokens):
-            received = None if action.logprobs is None else len(action.logprobs)
-            raise ValueError(
-                f"an action of {len(action.tokens)} tokens needs as many logprobs, got {received}"
-            )
-        sequence.append_action(
-            action.tokens,
-            action.logprobs,
-            turn_advantage,
-            action.versions or [action.version or 0] * len(action.tokens),
-        )
-        sequence.append_experts(action.experts)
-        sequence.turns.append(turn)
+        sequence.append_action(action, turn, turn_advantage)
     datums = [sequence.build() for sequence in sequences]
     if len(datums) > 1:
         tokens = [count_action_tokens([datum]) for datum in datums]

@@ -7,9 +7,13 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from rl.types import Datum, ModelInput, SampledSequence
+
+Stop: TypeAlias = Sequence[str] | Sequence[int] | None
+Observation: TypeAlias = tuple[ModelInput, Stop]
+Result = TypeVar("Result", covariant=True)
 
 
 @dataclass(slots=True)
@@ -27,7 +31,7 @@ class StepResult:
     reward: Any  # float, or a pending score with .result() -> Score, which the rollout waits for
     episode_done: bool
     next_observation: ModelInput = field(default_factory=ModelInput.empty)
-    next_stop_condition: Sequence[str] | Sequence[int] | None = None
+    next_stop_condition: Stop = None
     metrics: dict[str, float] = field(default_factory=dict)
     logs: dict[str, Any] = field(default_factory=dict)
     truncated: bool = False
@@ -42,20 +46,12 @@ class EpisodeFailed(Exception):
     """
 
 
-class PendingStep(Protocol):
-    """Represent a step in progress. `result` waits for the step and raises EpisodeFailed if it
-    failed.
+class Pending(Protocol[Result]):
+    """Represent a step or a first observation in progress. `result` waits for it and raises
+    EpisodeFailed if it failed.
     """
 
-    def result(self) -> StepResult: ...
-
-
-class PendingObservation(Protocol):
-    """Represent a first observation in progress. `result` waits for it and raises EpisodeFailed if
-    it failed.
-    """
-
-    def result(self) -> tuple[ModelInput, Sequence[str] | Sequence[int] | None]: ...
+    def result(self) -> Result: ...
 
 
 @dataclass(slots=True)
@@ -185,18 +181,18 @@ class Env(abc.ABC):
     @abc.abstractmethod
     def initial_observation(
         self,
-    ) -> tuple[ModelInput, Sequence[str] | Sequence[int] | None] | PendingObservation:
+    ) -> Observation | Pending[Observation]:
         """Return the first observation and the stop condition of the first action; or a pending
         observation, to let other environments start meanwhile.
         """
 
     @abc.abstractmethod
-    def step(self, action: SampledSequence) -> StepResult | PendingStep:
+    def step(self, action: SampledSequence) -> StepResult | Pending[StepResult]:
         """Apply the sampled action. Return the reward and the next observation; or a pending
         step.
         """
 
-    def no_room(self) -> StepResult | PendingStep | None:
+    def no_room(self) -> StepResult | Pending[StepResult] | None:
         """Return the final result of an episode that ends because its last observation and an
         action would exceed the context (or `max_tokens`).
 

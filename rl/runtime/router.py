@@ -49,14 +49,9 @@ class VerbRouter:
         a closed service would fail.
         """
         deadline = time.monotonic() + timeout
-        while self.alive and time.monotonic() < deadline and self._has_pending_versions():
+        while self.alive and time.monotonic() < deadline and self._pending_versions:
             time.sleep(0.01)
         self._samplers.close(timeout)
-
-    def _has_pending_versions(self) -> bool:
-        """Return whether any weight version is still in transfer."""
-        with self._lock:
-            return bool(self._pending_versions)
 
     def submit(self, call: VerbCall) -> None:
         """Queue a verb for the ranks of its group. Raises ValueError for a verb of SERVICE, which
@@ -87,11 +82,12 @@ class VerbRouter:
         model_id, version_id = call.arguments
         first = model_id not in self._sent_models
         self._sent_models.add(model_id)
-        call.future.add_done_callback(
-            lambda completed: (
-                None if completed.exception() is None else self._sent_models.discard(model_id)
-            )
-        )
+
+        def forget_if_failed(completed: Future) -> None:
+            if completed.exception() is not None:
+                self._sent_models.discard(model_id)
+
+        call.future.add_done_callback(forget_if_failed)
         self._run_on_learners_first(
             call,
             "take_snapshot",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,12 +234,12 @@ class SamplingWorker:
         """Return a new decoder of a model, over the decoder that adapters on its base share, if
         `base_key` is set. `weights`: see `make_decoder`.
         """
-        device, kind = self.accelerator.device, self.settings.sampler.local_kind
-        dtype, group = self.sampler_dtype, self.tp_group
+        kind, group = self.settings.sampler.local_kind, self.tp_group
+        options = (self.sampler_dtype, self.accelerator.device, kind)
         base = base_key and self.base_models.get_base_decoder(
-            base_key, lambda model: make_base_decoder(model, dtype, device, kind, group)
+            base_key, lambda model: make_base_decoder(model, *options, group)
         )
-        return make_decoder(model, dtype, device, kind, weights, base, group)
+        return make_decoder(model, *options, weights, base, group)
 
     def _add_version(
         self, version_id: int, version: SamplerVersion, begin: float, mixes: int | None = None
@@ -379,12 +380,15 @@ class SamplingWorker:
                 "the stream's weights have been freed, since its sampling client was released: "
                 "switch the stream to another client, or close it"
             )
+        new_engine = partial(
+            make_version_engine,
+            source,
+            sampler_settings,
+            step_request.mixed,
+            self.kv_cache_pool,
+        )
         if stream is None:
-            stream = self.streams[stream_id] = WorkerStream(
-                make_version_engine(
-                    source, sampler_settings, step_request.mixed, self.kv_cache_pool
-                )
-            )
+            stream = self.streams[stream_id] = WorkerStream(new_engine())
         elif stream.version_id != version_id and not step_request.mixed:
             if isinstance(source.decoder, VllmDecoder) != isinstance(stream.engine, VllmEngine):
                 raise UserError(
@@ -401,9 +405,7 @@ class SamplingWorker:
             source.report_params(arrived)
 
         def make_engine(unfinished: Sequence[SamplingRequest]) -> RankEngine:
-            engine = make_version_engine(
-                source, sampler_settings, step_request.mixed, self.kv_cache_pool
-            )
+            engine = new_engine()
             if step_request.mixed:
                 add_versions(engine, self.versions, [*unfinished, *arrived])
             return engine

@@ -109,19 +109,16 @@ class TrainingWorker(SamplingWorker):
             if spec.value_head:
                 loaded = add_value_head(loaded)
             self.base_keys[model_id] = (base, tokenizer, spec.seed)
-        info = {
-            **self._describe_model(loaded, spec),
-            "base_dtype": held_in,
-        }  # before the weights are sharded
+        info = self._describe_model(loaded, spec)  # before the weights are sharded
+        owns_weights = get_launch_sharding().owns_weights  # the backend casts all weights
+        settings = self.settings.learner
         learner = Learner(
             loaded,
             self.accelerator,
-            self.settings.learner,
-            "fp32"
-            if get_launch_sharding().owns_weights
-            else held_in,  # the backend casts all weights
+            settings,
+            "fp32" if owns_weights else held_in,
             collectives.get_rank_group(
-                self.settings.learner.context_parallel_size, self.settings.timeout_seconds
+                settings.context_parallel_size, self.settings.timeout_seconds
             ),
         )
         self.learners[model_id], self.specs[model_id] = learner, spec
@@ -129,8 +126,9 @@ class TrainingWorker(SamplingWorker):
             self.load_state(model_id, state, with_optimizer)
         return {
             **info,
+            "base_dtype": held_in,
             "distributed_type": self.accelerator.distributed_type.value,
-            "scales_gradients": not get_launch_sharding().owns_weights,
+            "scales_gradients": not owns_weights,
             "wrapped": type(learner.backend.wrapped).__name__,
         }
 
@@ -215,30 +213,26 @@ class TrainingWorker(SamplingWorker):
         if backward and datums and "advantages" in loss.required:
             learner.sampling_record.check_untruncated()
         settings = dict(config)
-        temperature = settings.pop("temperature", None)
-        if temperature is None and loss.at_sampling_temperature and datums:
+        if "temperature" not in settings and loss.at_sampling_temperature and datums:
             temperatures = resolve_temperatures(
                 sampling_temperatures or [None] * len(datums),
                 learner.sampling_record.scoring_temperature,
             )
         else:
-            temperatures = [1.0 if temperature is None else float(temperature)] * len(datums)
-        kwargs = {
-            "divisor": divisor,
-            "backward": backward,
-            "entropy": entropy,
-            "use_adapters": adapters,
-            "micro_batch": part,
-        }
+            temperatures = [float(settings.pop("temperature", 1.0))] * max(len(datums), 1)
         with self.kv_cache_pool.yield_to_learner():
-            outputs, sums = learner.run(datums, loss, settings, temperature=temperatures, **kwargs)  # type: ignore[arg-type]
-        return (
-            outputs,
-            sums,
-            compute_mean_temperature(
-                temperatures or [1.0 if temperature is None else float(temperature)]
-            ),
-        )
+            outputs, sums = learner.run(
+                datums,
+                loss,
+                settings,
+                temperature=temperatures[: len(datums)],
+                divisor=divisor,
+                backward=backward,
+                entropy=entropy,
+                use_adapters=adapters,
+                micro_batch=part,
+            )
+        return outputs, sums, compute_mean_temperature(temperatures)
 
     @verb(LEARNER, _merge_microbatch)
     def forward_backward_microbatch(

@@ -36,7 +36,8 @@ CONVERT_ELEMENTS = 2**20  # elements of a tensor that are converted at a time
 @dataclass(frozen=True)
 class WeightSnapshot:
     """Hold a copy of a model's weights, unsharded and in host memory. `base_key`: what its base is
-    loaded from (base, tokenizer, seed).
+    loaded from (base, tokenizer, seed). The manifest of a transfer is a snapshot whose tensors
+    have a shape and a dtype and no data (device meta).
     """
 
     model_id: int
@@ -45,12 +46,25 @@ class WeightSnapshot:
     version: int
     tensors: Mapping[str, Tensor]
 
-    def make_manifest(self) -> TransferManifest:
-        """Return the shapes and dtypes of the tensors, without their data."""
-        shapes = {
-            name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()
+    def make_manifest(self) -> WeightSnapshot:
+        """Return the snapshot without the data of its tensors."""
+        return replace(self, tensors={name: t.to("meta") for name, t in self.tensors.items()})
+
+    def find_narrower_dtypes(self, decoder: Decoder) -> dict[str, torch.dtype]:
+        """Return by name the dtype of tensors that this decoder stores in fewer bytes. They are
+        rounded before they are sent, with the same result.
+        """
+        dtypes = {name: decoder.dtype_of(name) for name in self.tensors}
+        return {
+            name: dtype
+            for name, dtype in dtypes.items()
+            if dtype is not None and dtype.itemsize < self.tensors[name].dtype.itemsize
         }
-        return TransferManifest(self.model_id, self.spec, self.base_key, self.version, shapes)
+
+    def with_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> WeightSnapshot:
+        """Return the snapshot with these dtypes."""
+        converted = {name: self.tensors[name].to(dtype) for name, dtype in dtypes.items()}
+        return replace(self, tensors={**self.tensors, **converted})
 
     def iter_chunks(
         self, size: int = CHUNK_BYTES, dtypes: Mapping[str, torch.dtype] | None = None
@@ -110,48 +124,6 @@ class TransferSchedule:
 
 
 @dataclass(frozen=True)
-class TransferManifest:
-    """Describe a transfer: the model's version, and the shape and dtype of each tensor by name."""
-
-    model_id: int
-    spec: ModelSpec
-    base_key: BaseKey
-    version: int
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-
-    def find_narrower_dtypes(self, decoder: Decoder) -> dict[str, torch.dtype]:
-        """Return by name the dtype of tensors that this decoder stores in fewer bytes. They are
-        rounded before they are sent, with the same result.
-        """
-        dtypes = {
-            name: (dtype, decoder.dtype_of(name)) for name, (_, dtype) in self.tensors.items()
-        }
-        return {
-            name: decoder_dtype
-            for name, (sent_dtype, decoder_dtype) in dtypes.items()
-            if decoder_dtype is not None and decoder_dtype.itemsize < sent_dtype.itemsize
-        }
-
-    def tensor_bytes(self) -> dict[str, int]:
-        """Return the number of bytes of each nonempty tensor by name."""
-        sizes = {
-            name: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            for name, (shape, dtype) in self.tensors.items()
-        }
-        return {name: size for name, size in sizes.items() if size}
-
-    def with_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> TransferManifest:
-        """Return the manifest with these dtypes."""
-        return replace(
-            self,
-            tensors={
-                name: (shape, dtypes.get(name, dtype))
-                for name, (shape, dtype) in self.tensors.items()
-            },
-        )
-
-
-@dataclass(frozen=True)
 class WeightChunk:
     """Hold bytes of tensors as (name, byte offset, bytes). `checksum`: CRC-32 of all of them."""
 
@@ -170,12 +142,15 @@ class WeightTransfer:
     name; `partial_tensors`: partially received tensors.
     """
 
-    manifest: TransferManifest
+    manifest: WeightSnapshot
     decoder: Decoder
     loaded: LoadedModel
     start_time: float
-    remaining_bytes: dict[str, int]
     partial_tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        tensors = self.manifest.tensors
+        self.remaining_bytes = {name: t.nbytes for name, t in tensors.items() if t.nbytes}
 
     def receive(self, chunk: WeightChunk) -> None:
         """Write a chunk, and load each completed tensor into the decoder. Raises RuntimeError if
@@ -184,12 +159,12 @@ class WeightTransfer:
         if _compute_checksum(chunk.parts) != chunk.checksum:
             raise RuntimeError(
                 f"weights of version {self.manifest.version} were corrupted in transfer (the "
-                f"checksum differs), at tensors {self._describe_names(chunk)}"
+                "checksum differs), at tensors " + ", ".join(name for name, *_ in chunk.parts[:3])
             )
         for name, offset, raw in chunk.parts:
-            shape, dtype = self.manifest.tensors[name]
             if name not in self.partial_tensors:
-                self.partial_tensors[name] = torch.empty(shape, dtype=dtype)
+                sent = self.manifest.tensors[name]
+                self.partial_tensors[name] = torch.empty(sent.shape, dtype=sent.dtype)
             view_bytes(self.partial_tensors[name])[offset : offset + len(raw)] = raw
             self.remaining_bytes[name] -= len(raw)
             if self.remaining_bytes[name] == 0:
@@ -204,11 +179,6 @@ class WeightTransfer:
                 f"the transfer of version {self.manifest.version} is incomplete: {len(missing)} "
                 f"tensors are missing, {missing[:3]}"
             )
-
-    @staticmethod
-    def _describe_names(chunk: WeightChunk) -> str:
-        """Return the first tensor names of a chunk, for an error message."""
-        return ", ".join(name for name, _, _ in chunk.parts[:3])
 
 
 class SamplerWorker(SamplingWorker):
@@ -239,7 +209,7 @@ class SamplerWorker(SamplingWorker):
         super().free_version(version_id)
 
     @verb(SAMPLER)
-    def begin_transfer(self, version_id: int, manifest: TransferManifest) -> dict[str, torch.dtype]:
+    def begin_transfer(self, version_id: int, manifest: WeightSnapshot) -> dict[str, torch.dtype]:
         """Prepare to receive weights. A model's frozen base is read at its first transfer, from the
         source that the learners read.
 
@@ -249,13 +219,8 @@ class SamplerWorker(SamplingWorker):
         start_time = time.perf_counter()
         decoder = self._find_free_decoder(manifest)
         manifest = manifest.with_dtypes(dtypes := manifest.find_narrower_dtypes(decoder))
-        self.transfers[version_id] = WeightTransfer(
-            manifest,
-            decoder,
-            self.loaded_models[manifest.model_id],
-            start_time,
-            manifest.tensor_bytes(),
-        )
+        loaded = self.loaded_models[manifest.model_id]
+        self.transfers[version_id] = WeightTransfer(manifest, decoder, loaded, start_time)
         return dtypes
 
     @verb(SAMPLER)
@@ -274,7 +239,7 @@ class SamplerWorker(SamplingWorker):
         return self._add_version(version_id, version, transfer.start_time)
 
     @verb(SAMPLER)
-    def create_base_version(self, version_id: int, manifest: TransferManifest) -> dict[str, object]:
+    def create_base_version(self, version_id: int, manifest: WeightSnapshot) -> dict[str, object]:
         """Create a version of the base model under a LoRA adapter: the adapter's B
         matrices are 0.
         """
@@ -284,7 +249,7 @@ class SamplerWorker(SamplingWorker):
         load_base(decoder, {name: p.shape for name, p in loaded.model.named_parameters()})
         return self._add_version(version_id, SamplerVersion(decoder, loaded, 0, None), start_time)
 
-    def _find_free_decoder(self, manifest: TransferManifest) -> Decoder:
+    def _find_free_decoder(self, manifest: WeightSnapshot) -> Decoder:
         """Return a decoder of the model that no version, stream or transfer uses."""
         if self.specs.setdefault(manifest.model_id, manifest.spec).lora != manifest.spec.lora:
             # the adapter's scale has changed, and a decoder's scale is fixed
@@ -293,16 +258,15 @@ class SamplerWorker(SamplingWorker):
         decoders = self.decoders.setdefault(manifest.model_id, [])
         if not decoders:
             decoders.append(self._make_first_decoder(manifest))
-        busy = {id(version.decoder) for version in self.versions.values()}
-        busy |= {id(stream.engine.decoder) for stream in self.streams.values()}
-        busy |= {id(transfer.decoder) for transfer in self.transfers.values()}
+        engines = [stream.engine for stream in self.streams.values()]
+        users = (*self.versions.values(), *self.transfers.values(), *engines)
         for decoder in decoders:
-            if id(decoder) not in busy:
+            if all(user.decoder is not decoder for user in users):
                 return decoder
         decoders.append(decoders[0].fork())
         return decoders[-1]
 
-    def _make_first_decoder(self, manifest: TransferManifest) -> Decoder:
+    def _make_first_decoder(self, manifest: WeightSnapshot) -> Decoder:
         """Load the model and return its first decoder."""
         lora = manifest.spec.lora
         loaded = self.base_models.load(*manifest.base_key, lora is not None)

@@ -76,9 +76,7 @@ def staged() -> WeightSnapshot:
 
 
 def make_weight_transfer(sent: WeightSnapshot) -> WeightTransfer:
-    return WeightTransfer(
-        sent.make_manifest(), FakeDecoder(), None, 0.0, sent.make_manifest().tensor_bytes()
-    )
+    return WeightTransfer(sent.make_manifest(), FakeDecoder(), None, 0.0)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1628, 10**6])
@@ -112,7 +110,7 @@ def test_weights_cross_in_the_dtype_that_they_are_kept_in(size):
     assert dtypes == {"large": torch.bfloat16, "number": torch.bfloat16}
     manifest = sent.make_manifest().with_dtypes(dtypes)
     here, pieces = (
-        WeightTransfer(manifest, FakeDecoder(), None, 0.0, manifest.tensor_bytes()),
+        WeightTransfer(manifest, FakeDecoder(), None, 0.0),
         list(sent.iter_chunks(size, dtypes)),
     )
     assert (
