@@ -115,19 +115,14 @@ class ObjectGroup:
 
     def _monitor_driver(self, port: int, token: str) -> HeartbeatMonitor:
         """Return the monitor of rank 0, which runs on the rendezvous host."""
-        hosts = [os.environ.get("MASTER_ADDR", "localhost")]
-        lost = (
-            f"{self.rank_name(self.rank).partition(' (')[0]} ends: "
-            f"{self.rank_name(0)}, the driver, "
-        )
-        timeout = self.timeout_seconds
+        name = self.rank_name(self.rank).partition(" (")[0]
         return HeartbeatMonitor(
-            hosts,
+            [os.environ.get("MASTER_ADDR", "localhost")],
             port,
             token,
             interval_seconds=self.heartbeat_seconds,
-            timeout=timeout,
-            lost_message=lambda seconds: lost + _explain_silence(seconds, timeout),
+            timeout=self.timeout_seconds,
+            lost_message=lambda seconds: f"{name} ends: {self._driver_lost_message(seconds)}",
         )
 
     def close(self) -> None:
@@ -154,10 +149,7 @@ class ObjectGroup:
         except RuntimeError as error:
             seconds = time.monotonic() - begin
             if self.rank > 0:
-                raise RankLost(
-                    f"{self.rank_name(0)}, the driver, "
-                    f"{_explain_silence(seconds, self.timeout_seconds)}"
-                ) from error
+                raise RankLost(self._driver_lost_message(seconds)) from error
             raise RankLost(self._lost_message(self._disconnected_ranks(), seconds)) from error
 
     def _broadcast(self, item: Any) -> Any:
@@ -189,10 +181,7 @@ class ObjectGroup:
                     self._results.send([torch.tensor([len(payload)])], 0, 0).wait()
                     self._results.send([payload], 0, 0).wait()
             except RuntimeError as error:
-                raise RankLost(
-                    f"{self.rank_name(0)}, the driver, "
-                    f"{_explain_silence(time.monotonic() - begin, self.timeout_seconds)}"
-                ) from error
+                raise RankLost(self._driver_lost_message(time.monotonic() - begin)) from error
             return None
         with self._mark_waiting():
             sizes = self._receive(
@@ -224,20 +213,15 @@ class ObjectGroup:
         Raises RankLost naming the ranks that sent nothing.
         """
         begin = time.monotonic()
-        lost = self._silent_ranks(buffers, self.timeout_seconds)
-        if lost:
-            raise RankLost(self._lost_message(lost, time.monotonic() - begin))
-        return buffers
-
-    def _silent_ranks(self, buffers: list[torch.Tensor], seconds: float) -> list[int]:
-        """Return the ranks that sent nothing within `seconds` or closed their connection."""
         works = [self._start_receive(tensor, i + 1) for i, tensor in enumerate(buffers)]
-        deadline, silent = time.monotonic() + seconds, []
+        deadline, silent = begin + self.timeout_seconds, []
         for i, work in enumerate(works):
             remaining = max(0.01, deadline - time.monotonic())  # gloo treats 0 as no timeout
             if not _arrives_in_time(work, remaining):
                 silent.append(i + 1)
-        return silent
+        if silent:
+            raise RankLost(self._lost_message(silent, time.monotonic() - begin))
+        return buffers
 
     def _start_receive(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
         """Start to receive a tensor from a rank; return None if its connection is closed."""
@@ -258,6 +242,10 @@ class ObjectGroup:
             if not _arrives_in_time(work, 0.2) and time.monotonic() - begin < 0.15:
                 closed.append(other)
         return closed or list(range(1, self.world))
+
+    def _driver_lost_message(self, seconds: float) -> str:
+        """Return the message about a driver that did not answer."""
+        return f"{self.rank_name(0)}, the driver, {_explain_silence(seconds, self.timeout_seconds)}"
 
     def _lost_message(self, ranks: list[int], seconds: float) -> str:
         """Return the message about ranks that did not answer."""
@@ -519,12 +507,9 @@ def get_rank_group(size: int, timeout_seconds: float) -> RankGroup | None:
 
     Each call returns the same group. All ranks call it together.
     """
-    for first in range(0, world(), size) if size > 1 and size not in _rank_groups else ():
-        ranks = range(first, first + size)
-        group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_seconds))
-        if rank() in ranks:
-            _rank_groups[size] = RankGroup(rank() - first, size, group)
-    return _rank_groups[size] if size > 1 else None
+    if size > 1 and size not in _rank_groups:
+        _rank_groups[size] = RankGroup(rank() % size, size, new_row_group(size, timeout_seconds))
+    return _rank_groups.get(size)
 
 
 def shutdown() -> None:

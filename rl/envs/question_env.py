@@ -4,6 +4,7 @@ answer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,3 +80,9 @@ class QuestionEnv(Environment):
     def extract_answer(self, response: str) -> Any:
         """Extract the value of an answer that is compared with the correct answer."""
         return response.strip()
+
+
+def find_last_integer(response: str) -> str | None:
+    """Return the last integer in an answer."""
+    numbers = re.findall(r"-?\d+", response.replace(",", ""))
+    return numbers[-1] if numbers else None
