@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import UserError
+from rl.jsonl import write_atomically
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -229,11 +230,11 @@ def _write_manifest(folder: Path, ttl_seconds: float | None) -> None:
 def _save_manifest(
     path: Path, files: dict[str, dict[str, int | str]], ttl_seconds: float | None
 ) -> None:
-    """Write a manifest with its checksum, and fsync it."""
+    """Write a manifest with its checksum."""
     expires_at = time.time() + ttl_seconds if ttl_seconds is not None else None
     manifest = {"files": files, "expires_at": expires_at}
-    path.write_text(json.dumps({**manifest, "sha256": _manifest_checksum(manifest)}, indent=1))
-    _fsync(path)
+    checksum = _manifest_checksum(manifest)
+    write_atomically(path, json.dumps({**manifest, "sha256": checksum}, indent=1))
 
 
 def _new_file_mode(folder: Path) -> int:
@@ -411,9 +412,7 @@ def set_expiry(folder: Path, ttl_seconds: float | None) -> None:
     entries: dict[str, dict[str, int | str]] = {
         name: {"bytes": size, "sha256": checksum} for name, (size, checksum) in files.items()
     }
-    aside = folder / f"{MANIFEST}.partial"
-    _save_manifest(aside, entries, ttl_seconds)
-    os.replace(aside, folder / MANIFEST)
+    _save_manifest(folder / MANIFEST, entries, ttl_seconds)
 
 
 def remove_leftovers(parent: Path) -> None:

@@ -7,10 +7,10 @@ a socket, whatever else it does, and ends once they stop.
 
 from __future__ import annotations
 
-import hmac
+import asyncio
+import contextlib
 import os
 import secrets
-import select
 import socket
 import sys
 import threading
@@ -21,7 +21,7 @@ from typing import NoReturn
 # Rank 0 works (or idles), waits for the other ranks, ends.
 _BEAT, _COLLECTING, _GOODBYE = b".", b",", b"!"
 _CONNECT_SECONDS = 20.0
-_MAX_PENDING = 64  # maximum number of connections that have not sent the word yet
+_MAX_PENDING = 64  # maximum number of connections that have not sent the token yet
 
 
 class HeartbeatSender:
@@ -41,94 +41,68 @@ class HeartbeatSender:
         self._listener = socket.create_server(
             ("", 0), family=family, dualstack_ipv6=dual, backlog=1024
         )
-        self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._closed = threading.Event()
+        self._receivers: set[asyncio.StreamWriter] = set()
+        self._strangers: set[asyncio.StreamWriter] = set()  # have not sent the token yet
+        self._closed = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Send the goodbye and stop the thread."""
-        self._closed.set()
-        self._thread.join(self.interval_seconds + 5.0)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closed.set)
+            self._thread.join(self.interval_seconds + 5.0)
 
     def _run(self) -> None:
+        """Run the event loop until closed."""
+        self._loop.run_until_complete(self._send_heartbeats())
+        self._loop.close()
+
+    async def _send_heartbeats(self) -> None:
         """Accept connections and send heartbeats until closed."""
-        receivers: list[socket.socket] = []
-        strangers: dict[socket.socket, bytes] = {}
-        due = time.monotonic()
+        server = await asyncio.start_server(self._authenticate, sock=self._listener)
         while not self._closed.is_set():
-            wait = min(0.2, max(0.0, due - time.monotonic()))
-            for ready in _readable([self._listener, *strangers], wait):
-                if ready is self._listener:
-                    _accept(self._listener, strangers)
-                elif self._authenticate(ready, strangers):
-                    receivers.append(ready)
-                    receivers = _send_to_all([ready], _BEAT) + receivers[:-1]
-            if time.monotonic() >= due:
-                receivers = _send_to_all(receivers, _COLLECTING if self.collecting else _BEAT)
-                due = time.monotonic() + self.interval_seconds
-        _send_to_all(receivers, _GOODBYE)
-        for each in (self._listener, *receivers, *strangers):
-            each.close()
-
-    def _authenticate(self, connection: socket.socket, pending: dict[socket.socket, bytes]) -> bool:
-        """Return whether the connection has sent the word; close it if it sent anything else."""
-        try:
-            received = connection.recv(64)
-        except OSError:
-            received = b""
-        pending[connection] += received
-        if hmac.compare_digest(pending[connection], self.token.encode()):
-            del pending[connection]
-            return True
-        if not received or not self.token.encode().startswith(pending[connection]):
-            del pending[connection]
+            self._send_to_all(_COLLECTING if self.collecting else _BEAT)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), self.interval_seconds)
+        self._send_to_all(_GOODBYE)
+        server.close()
+        for connection in (*self._receivers, *self._strangers):
             connection.close()
-        return False
+        await asyncio.sleep(0.1)  # the connections close
 
+    def _send_to_all(self, payload: bytes) -> None:
+        """Send `payload` to each receiver without waiting, and drop those that have disconnected. A
+        stopped rank whose buffer is full gets it later.
+        """
+        self._receivers = {each for each in self._receivers if not each.is_closing()}
+        for receiver in self._receivers:
+            receiver.write(payload)
 
-def _readable(sockets: list[socket.socket], seconds: float) -> list[socket.socket]:
-    """Return the sockets with data to read (or closed), after at most `seconds`.
-
-    select itself does not accept descriptors above 1023.
-    """
-    poller, by_number = select.poll(), {each.fileno(): each for each in sockets}
-    for number in by_number:
-        poller.register(number, select.POLLIN)
-    return [by_number[number] for number, _ in poller.poll(1000 * seconds)]
-
-
-def _accept(listener: socket.socket, pending: dict[socket.socket, bytes]) -> None:
-    """Accept a connection as a stranger, or close it above the limit."""
-    try:
-        connection, _ = listener.accept()
-    except OSError:  # the peer closed already, or the process is out of descriptors
-        time.sleep(0.05)
-        return
-    if len(pending) >= _MAX_PENDING:
-        connection.close()
-        return
-    connection.setblocking(False)
-    pending[connection] = b""
-
-
-def _send_to_all(receivers: list[socket.socket], payload: bytes) -> list[socket.socket]:
-    """Send `payload` to each socket without waiting; return the sockets that are still connected.
-
-    A full buffer (a stopped rank) loses the heartbeat, not the rank.
-    """
-    connected = []
-    for each in receivers:
+    async def _authenticate(
+        self, reader: asyncio.StreamReader, connection: asyncio.StreamWriter
+    ) -> None:
+        """Make a connection that sends the token a receiver; close any other."""
+        token, received = self.token.encode(), b""
+        if len(self._strangers) >= _MAX_PENDING:
+            connection.close()
+            return
+        self._strangers.add(connection)
         try:
-            each.send(payload)
-        except BlockingIOError:
-            pass
-        except OSError:
-            each.close()
-            continue
-        connected.append(each)
-    return connected
+            while received != token:
+                data = await reader.read(64)
+                received += data
+                if not data or not token.startswith(received):
+                    connection.close()
+                    return
+        except OSError:  # the peer has closed
+            return
+        finally:
+            self._strangers.discard(connection)
+        connection.write(_BEAT)
+        self._receivers.add(connection)
 
 
 class HeartbeatMonitor:

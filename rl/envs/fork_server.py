@@ -36,7 +36,6 @@ from rl.envs.env_runner import (
     make_environment,
 )
 from rl.envs.environment_registry import EnvironmentSpec, load_spec, resolve_spec
-from rl.envs.tools import await_value
 from rl.errors import UserError
 from rl.processes import (
     InvalidReply,
@@ -47,7 +46,7 @@ from rl.processes import (
     kill_tree,
     read_message,
 )
-from rl.rollout import EpisodeFailed
+from rl.rollout import EpisodeFailed, await_value
 from rl.sanitize import describe_error, sanitize_text
 
 _MAX_REPLY_BYTES = 1 << 24
@@ -62,11 +61,10 @@ class _ForkedProcess:
     episode.
     """
 
-    def __init__(self) -> None:
-        self.spec: EnvironmentSpec | None = None
-        self.shared: Any = None
-        self.host: InProcessRunner | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None
+    spec: EnvironmentSpec | None = None
+    shared: Any = None
+    host: InProcessRunner | None = None
+    loop: asyncio.AbstractEventLoop | None = None
 
     def serve(self, channel: socket.socket) -> None:
         """Process requests until the socket is closed."""
@@ -249,15 +247,12 @@ class ForkServer:
             _decode_reply(self._root.receive(_START_SECONDS), label)
         except (TimeoutError, WorkerDiedError, InvalidReply, EpisodeFailed) as error:
             self._stop_root()
-            if isinstance(error, EpisodeFailed):
-                reason = str(error)
-            elif isinstance(error, TimeoutError):
-                reason = f"{label} was not ready after {_START_SECONDS:g} s"
-            elif isinstance(error, InvalidReply):
-                reason = f"{label} sent an invalid reply: {error}"
-            else:
-                reason = f"{label} died: {error}"
-            raise UserError(reason) from error
+            reasons = {
+                TimeoutError: f"{label} was not ready after {_START_SECONDS:g} s",
+                InvalidReply: f"{label} sent an invalid reply: {error}",
+                WorkerDiedError: f"{label} died: {error}",
+            }
+            raise UserError(reasons.get(type(error), str(error))) from error
         self._root.channel.setblocking(True)
 
 

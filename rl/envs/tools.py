@@ -16,7 +16,7 @@ from typing import Any
 from rl.envs.tool_schema import make_tool_schema
 from rl.errors import UserError
 from rl.processes import ForkedCall
-from rl.rollout import EnvCall, EnvThread, EpisodeFailed
+from rl.rollout import EnvCall, EnvThread, EpisodeFailed, await_value
 from rl.sanitize import describe_error, sanitize_text
 from rl.types import Message
 
@@ -208,11 +208,6 @@ def _collect_result(call: ToolCall, running: EnvCall) -> None:
     except EpisodeFailed:
         call.error = f"{call.name} took longer than {running.seconds:g} s"
         call.seconds = time.monotonic() - running.start_time
-
-
-async def await_value(value: Any) -> Any:
-    """Await any awaitable, as the coroutine that an event loop requires."""
-    return await value
 
 
 def _result_to_text(result: Any, characters: int) -> str:

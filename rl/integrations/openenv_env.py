@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from rl.envs import Environment, TurnResult
 from rl.errors import UserError
 from rl.integrations.client_session import ClientSession
 from rl.integrations.optional_packages import import_package, parse_json_options
+from rl.rollout import await_value
 from rl.types import Message
 
 
@@ -54,7 +54,8 @@ class OpenEnv(Environment):
             "seed": self.seed % 2**31,
             **parse_json_options(self.config, "config"),
         }
-        result = self.session.call(lambda client: _await_if_needed(client.reset(**arguments)))
+        # the client's methods are coroutines only in some versions
+        result = self.session.call(lambda client: await_value(client.reset(**arguments)))
         return self._observation_text(result.observation) or self.begin
 
     def step(self, answer: Message) -> TurnResult:
@@ -73,7 +74,7 @@ class OpenEnv(Environment):
                 return TurnResult(
                     "Error: an action is a JSON object", metrics={"malformed_action": 1.0}
                 )
-        result = self.session.call(lambda client: _await_if_needed(client.step(action)))
+        result = self.session.call(lambda client: await_value(client.step(action)))
         text_shown, done = self._observation_text(result.observation), bool(result.done)
         return TurnResult(
             text_shown or "(nothing)",
@@ -114,10 +115,3 @@ class OpenEnv(Environment):
 def _to_text(value: Any) -> str:
     """Return a text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-async def _await_if_needed(value: Any) -> Any:
-    """Await a value if it is awaitable: the client's methods are coroutines only in some
-    versions.
-    """
-    return await value if inspect.isawaitable(value) else value

@@ -83,7 +83,8 @@ def rollout(
     ValueError for a group without members, RuntimeError if an episode exceeds the maximum number of
     turns.
     """
-    samplers: dict[str | None, ActionSampler] = {None: sampler, **(players or {})}
+    samplers: dict[str | None, ActionSampler] = {None: sampler}
+    samplers.update((players or {}).items())
     with open_engine(samplers, params, schedule, event_log, max_turns=max_turns) as engine:
         start_groups(engine, builders, seed)
         while len(engine.completed_groups()) < len(builders):

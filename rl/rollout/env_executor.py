@@ -126,7 +126,7 @@ class EnvThread:
                 result = function()
                 if inspect.isawaitable(result):
                     loop = loop or asyncio.new_event_loop()
-                    result = loop.run_until_complete(_await_value(result))
+                    result = loop.run_until_complete(await_value(result))
                 error = None
             except BaseException as raised:  # boundary: the user's code, SystemExit included
                 result, error = None, raised
@@ -183,14 +183,14 @@ class EventLoopThread:
 
     def run(self, awaitable: Any) -> Any:
         """Await an awaitable of another thread in the loop, and return its result."""
-        return asyncio.run_coroutine_threadsafe(_await_value(awaitable), self.loop).result()
+        return asyncio.run_coroutine_threadsafe(await_value(awaitable), self.loop).result()
 
     def close(self) -> None:
         """Stop the loop."""
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-async def _await_value(value: Any) -> Any:
+async def await_value(value: Any) -> Any:
     """Return a value, awaited if it is awaitable, as the coroutine that an event loop requires."""
     return await value if inspect.isawaitable(value) else value
 
@@ -198,7 +198,7 @@ async def _await_value(value: Any) -> Any:
 async def _call_and_await(function: Callable[[], Any]) -> Any:
     """Call the function and await its result if it is awaitable."""
     try:
-        return await _await_value(function())
+        return await await_value(function())
     except SystemExit as error:  # would end the loop, and the other episodes on it
         raise RuntimeError(f"SystemExit: {error}") from error
 

@@ -54,12 +54,10 @@ class BaseModelCache:
         """Return the index of the shared base decoder under `decoder`. Return None if `decoder`
         shares no base.
         """
-        indices = [
-            i
-            for i, base in enumerate(self._base_decoders.values())
-            if base is not None and base is decoder.base
-        ]
-        return indices[0] if indices else None
+        for i, base in enumerate(self._base_decoders.values()):
+            if base is not None and base is decoder.base:
+                return i
+        return None
 
 
 def _share_weights(loaded: LoadedModel) -> LoadedModel:

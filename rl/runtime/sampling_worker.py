@@ -30,7 +30,7 @@ from rl.runtime.sampler_versions import (
     make_version_engine,
 )
 from rl.runtime.sharding import assign_indices, merge_by_index, sum_counters
-from rl.runtime.stream_worker import StepOutput, StepRequest, WorkerStream, run_step_request
+from rl.runtime.stream_worker import StepOutput, StepRequest, WorkerStream
 from rl.runtime.verb_table import SAMPLER, verb
 from rl.sampler import (
     Decoder,
@@ -411,7 +411,7 @@ class SamplingWorker:
             return engine
 
         rank = collectives.rank() // sampler_settings.tp
-        output = run_step_request(stream, step_request, rank, make_engine)
+        output = stream.run(step_request, rank, make_engine)
         return output if self.reports_results else StepOutput()
 
     @verb(SAMPLER, lambda parts: dict(sorted(item for part in parts for item in part.items())))

@@ -334,24 +334,21 @@ class TrainingWorker(SamplingWorker):
             learner.sampling_record.record(version, params)
 
     @verb()
-    def take_snapshot(self, model_id: int, is_first: bool) -> WeightSnapshot | None:
-        """Copy the current weights to host memory of rank 0, for the transfer to sampler ranks.
-        `is_first`: whether the samplers do not have the model yet.
+    def take_snapshot(self, model_id: int, is_first: bool) -> WeightSnapshot:
+        """Copy the current weights to host memory of rank 0, for the transfer to sampler ranks; the
+        snapshots of other ranks are empty. `is_first`: whether the samplers do not have the model
+        yet.
         """
         learner, spec = self.learners[model_id], self.specs[model_id]
         # the base is rounded to bf16 or 4 bit, while samplers read the original from its folder
         send_base = is_first and self._choose_base_dtype(spec) != "fp32"
-        is_rank_0 = collectives.rank() == 0
         tensors = {
             name: tensor.detach().to("cpu", copy=True)
             for name, tensor in learner.iter_weights(frozen=send_base)
-            if is_rank_0
+            if collectives.rank() == 0
         }
-        return (
-            WeightSnapshot(model_id, spec, self.base_keys[model_id], learner.version, tensors)
-            if is_rank_0
-            else None
-        )
+        base_key = self.base_keys[model_id]
+        return WeightSnapshot(model_id, spec, base_key, learner.version, tensors)
 
     @verb()
     def take_empty_snapshot(self, model_id: int) -> WeightSnapshot:

@@ -99,8 +99,7 @@ class TransferSchedule:
     that of a chunk. The first of them also waits for the step requests before it.
     """
 
-    def __init__(self) -> None:
-        self.num_chunks = 2
+    num_chunks = 2
 
     def start_round(self, size: int) -> None:
         """Record that a round of `size` chunks is being queued."""

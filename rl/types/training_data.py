@@ -330,4 +330,4 @@ class Datum:
 
     def with_inputs(self, loss_fn_inputs: Mapping[str, Any]) -> Datum:
         """Return the same datum, of the same sample, with other loss inputs. An extension."""
-        return replace(self, loss_fn_inputs=loss_fn_inputs)
+        return replace(self, loss_fn_inputs=loss_fn_inputs)  # type: ignore[arg-type]
