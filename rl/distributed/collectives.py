@@ -41,7 +41,8 @@ def world() -> int:
 class BridgeMembers:
     """Describe processes that communicate in addition to their worlds.
 
-    `store`: their common store. `rank_name`: this process's name in errors.
+    `store`: their common store; None: they are all ranks of this world. `rank_name`: this process's
+    name in errors.
     """
 
     rank: int
@@ -51,19 +52,11 @@ class BridgeMembers:
 
     def group(self, name: str, timeout: datetime.timedelta) -> Any:
         """Return a gloo process group of these processes."""
+        if self.store is None:
+            return dist.new_group(backend="gloo", timeout=timeout)
         return dist.ProcessGroupGloo(
             dist.PrefixStore(name, self.store), self.rank, self.world, timeout=timeout
         )
-
-
-class _WorldMembers(BridgeMembers):
-    """Describe all ranks of this world."""
-
-    def __init__(self) -> None:
-        super().__init__(rank(), world(), None, f"rank {rank()}")
-
-    def group(self, name: str, timeout: datetime.timedelta) -> Any:
-        return dist.new_group(backend="gloo", timeout=timeout)
 
 
 class ObjectGroup:
@@ -81,7 +74,7 @@ class ObjectGroup:
 
     def __init__(self, timeout_seconds: float, members: BridgeMembers | None = None):
         self.timeout_seconds = timeout_seconds
-        members = members or _WorldMembers()
+        members = members or BridgeMembers(rank(), world(), None, f"rank {rank()}")
         self.rank, self.world = members.rank, members.world
         self._names = ["rank 0"]
         self._heartbeat: HeartbeatSender | HeartbeatMonitor | None = None

@@ -5,6 +5,7 @@ of episodes.
 from __future__ import annotations
 
 import abc
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -143,13 +144,12 @@ class RolloutBatch:
 
     def merge(self, other: RolloutBatch) -> RolloutBatch:
         """Return these rollouts together with `other`, which were sampled later."""
+        counters = Counter(self.counters)
+        counters.update(other.counters)
         return RolloutBatch(
             [*self.groups, *other.groups],
             [*self.errors, *other.errors],
-            {
-                name: self.counters.get(name, 0) + other.counters.get(name, 0)
-                for name in {**self.counters, **other.counters}
-            },
+            counters,
             self.sample_seconds + other.sample_seconds,
             self.score_seconds + other.score_seconds,
         )
