@@ -4,7 +4,6 @@ both in the same way.
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,6 +12,7 @@ from typing import Any
 from rl.envs.environment import Environment, TurnResult
 from rl.envs.environment_registry import EnvironmentSpec
 from rl.envs.tools import Tool, ToolCall, as_tool, run_calls
+from rl.rollout import await_value
 from rl.types import Message
 
 MAX_CHARACTERS = 1_000_000  # in the messages of a TurnResult
@@ -66,9 +66,7 @@ class InProcessRunner:
     async def start(self) -> EpisodeStart:
         """Start the environment and return its first messages, tools and seats."""
         self.environment.shared = self._shared()
-        first = self.environment.start()
-        if inspect.isawaitable(first):
-            first = await first
+        first = await await_value(self.environment.start())
         self.tools = {tool.name: tool for tool in map(as_tool, self.environment.tools)}
         return EpisodeStart(
             first,

@@ -35,7 +35,11 @@ def validate_turn(result: Any, num_seats: int) -> TurnResult:
     result.logs = _check_json(result.logs)
     for name in PER_SEAT_FIELDS:
         for seat in getattr(result, name):
-            _check_seat(seat, num_seats)
+            if not is_seat(seat, num_seats):
+                raise InvalidResult(
+                    f"gives results for the seat {describe_value(seat)}; seats are numbered from 0 "
+                    f"and their count is {num_seats}"
+                )
     result.rewards = {k: _check_number(v, f"reward of seat {k}") for k, v in result.rewards.items()}
     result.metrics_of = {
         k: _check_numbers(v, f"metric of seat {k},") for k, v in result.metrics_of.items()
@@ -115,15 +119,6 @@ def _check_json(value: Any) -> Any:
         return replace_nonfinite(dict(value))
     except Exception as error:  # boundary: the environment's objects may raise anything
         raise InvalidResult(f"gave logs that are not JSON: {describe_error(error, 200)}") from error
-
-
-def _check_seat(value: Any, num_seats: int) -> None:
-    """Raise InvalidResult if a seat is out of range."""
-    if not is_seat(value, num_seats):
-        raise InvalidResult(
-            f"gives results for the seat {describe_value(value)}; seats are numbered from 0 and "
-            f"their count is {num_seats}"
-        )
 
 
 def is_seat(value: Any, num_seats: int) -> bool:

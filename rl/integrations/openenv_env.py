@@ -95,7 +95,10 @@ class OpenEnv(Environment):
                     f"the observation has no {', '.join(missing)}; it has"
                     f" {', '.join(map(str, observation))}"
                 )
-            return "\n".join(_to_text(observation[name]) for name in names)
+            values = [observation[name] for name in names]
+            return "\n".join(
+                v if isinstance(v, str) else json.dumps(v, default=str) for v in values
+            )
         texts = [
             value for value in observation.values() if isinstance(value, str) and value.strip()
         ]
@@ -110,8 +113,3 @@ class OpenEnv(Environment):
         session = getattr(self, "session", None)
         if session is not None:
             session.close()
-
-
-def _to_text(value: Any) -> str:
-    """Return a text unchanged, and any other value as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)

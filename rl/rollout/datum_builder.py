@@ -4,6 +4,7 @@ check the form of a datum.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -301,7 +302,9 @@ def validate_token_ids(label: str, model_input: ModelInput, vocab_size: int) -> 
         raise BadRequestError(
             f"{label} is empty: a model reads at least one token (a BOS token, say)"
         )
-    array = _as_array(tokens)
+    array: np.ndarray | None = None
+    with contextlib.suppress(ValueError, OverflowError):  # no array, such as rows of other lengths
+        array = np.asarray(tokens)
     if array is None or array.dtype.kind not in "iu" or array.ndim != 1:
         token = next(
             (
@@ -321,14 +324,6 @@ def validate_token_ids(label: str, model_input: ModelInput, vocab_size: int) -> 
             f"{label} holds the id {wrong}; the model's ids are 0 to {vocab_size - 1}"
         )
     return tokens
-
-
-def _as_array(tokens: Sequence[int]) -> np.ndarray | None:
-    """Return the tokens as an array; None if they form no array (e.g. rows of unequal lengths)."""
-    try:
-        return np.asarray(tokens)
-    except (ValueError, OverflowError):
-        return None
 
 
 # Fields that are read at every position. The other fields are read where the mask (without a mask:

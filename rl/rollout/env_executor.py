@@ -168,7 +168,9 @@ class EventLoopThread:
             begun.append(time.monotonic())
             self._last_progress = begun[0]
             try:
-                return await _call_and_await(function)
+                return await await_value(function())
+            except SystemExit as error:  # would end the loop, and the other episodes on it
+                raise RuntimeError(f"SystemExit: {error}") from error
             finally:
                 self._last_progress = time.monotonic()
 
@@ -193,14 +195,6 @@ class EventLoopThread:
 async def await_value(value: Any) -> Any:
     """Return a value, awaited if it is awaitable, as the coroutine that an event loop requires."""
     return await value if inspect.isawaitable(value) else value
-
-
-async def _call_and_await(function: Callable[[], Any]) -> Any:
-    """Call the function and await its result if it is awaitable."""
-    try:
-        return await await_value(function())
-    except SystemExit as error:  # would end the loop, and the other episodes on it
-        raise RuntimeError(f"SystemExit: {error}") from error
 
 
 class EnvExecutor:

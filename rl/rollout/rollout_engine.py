@@ -296,7 +296,11 @@ class RolloutEngine:
             if isinstance(reply, StepResult):
                 reply = reply.reward
             elif not hasattr(reply, "add_done_callback"):
-                name = self._describe_episode(key)
+                builder = self.groups[key[0]].builder
+                name = (
+                    f"the environment {builder.tag}, episode {key[1]} of row "
+                    f"{builder.problem_index},"
+                )
                 thread = EnvThread(self.env_timeout if callable(reply) else None, name)
                 if not callable(reply):  # a promise, or an awaitable
                     reply = partial(_run_turn, partial(lambda value: value, reply), self.executor)
@@ -411,11 +415,6 @@ class RolloutEngine:
         episode.env.close()
         for player_stream in self.player_streams.values():
             player_stream.stream.end_conversation(episode.conversation)
-
-    def _describe_episode(self, key: EpisodeKey) -> str:
-        """Return the name of an episode in errors."""
-        builder = self.groups[key[0]].builder
-        return f"the environment {builder.tag}, episode {key[1]} of row {builder.problem_index},"
 
 
 def _has_pending_reward(result: Any) -> bool:

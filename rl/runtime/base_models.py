@@ -50,9 +50,9 @@ class BaseModelCache:
             self._base_decoders[key] = make(self._models[key].model)
         return self._base_decoders[key]
 
-    def find_index(self, decoder: Decoder) -> int | None:
-        """Return the index of the shared base decoder under `decoder`. Return None if `decoder`
-        shares no base.
+    def find_mix_group(self, decoder: Decoder) -> int | None:
+        """Return an id that is equal for decoders that share a base, which can be sampled in a
+        single batch. Return None if `decoder` shares no base.
         """
         for i, base in enumerate(self._base_decoders.values()):
             if base is not None and base is decoder.base:

@@ -54,13 +54,18 @@ class VerbRouter:
         self._samplers.close(timeout)
 
     def submit(self, call: VerbCall) -> None:
-        """Queue a verb for the ranks of its group. Raises ValueError for a verb of SERVICE, which
+        """Queue a verb for the ranks of its group. A sampler verb that names a version waits until
+        the version has arrived. Raises ValueError for a verb of SERVICE, which
         each group's `GroupService` submits.
         """
         if call.spec.router_method is not None:
             getattr(self, call.spec.router_method)(call)
         elif call.spec.group == SAMPLER:
-            self._queue_when_ready(call)
+            with self._lock:
+                if call.version_id in self._pending_versions:
+                    self._pending_versions[call.version_id].append(call)
+                else:
+                    self._queue_ready(call)
         elif call.spec.group != LEARNER:
             raise ValueError(f"{call.verb} is of each group's part of a service, which submits it")
         if call.spec.group == LEARNER:
@@ -220,14 +225,6 @@ class VerbRouter:
                     call.future.set_exception(error)
 
     # -------------------------------------------------------------------------------------- routing
-
-    def _queue_when_ready(self, call: VerbCall) -> None:
-        """Queue a verb, or make it wait until the version that it names has arrived."""
-        with self._lock:
-            if call.version_id in self._pending_versions:
-                self._pending_versions[call.version_id].append(call)
-            else:
-                self._queue_ready(call)
 
     def _queue_ready(self, call: VerbCall) -> None:
         """Queue a verb on a version that has arrived, and report its sampling parameters to the

@@ -253,12 +253,6 @@ class SamplingWorker:
         seconds = time.perf_counter() - begin
         return {"version": version.version, "seconds": seconds, "mixes": mixes}
 
-    def _find_mix_group(self, decoder: Decoder) -> int | None:
-        """Return an id that is equal for versions which can be sampled in a single batch. Return
-        None for a version that cannot be mixed.
-        """
-        return self.base_models.find_index(decoder)
-
     @verb(SAMPLER, version_arg=0, router_method="load_sampler")
     def load_sampler(
         self,
@@ -305,7 +299,7 @@ class SamplingWorker:
             **self._describe_model(loaded, spec),
             "sampler": self.settings.sampler.kind if on_servers else local_kind,
             "version": version,
-            "mixes": self._find_mix_group(decoder),
+            "mixes": self.base_models.find_mix_group(decoder),
         }
 
     @verb(SAMPLER)

@@ -291,7 +291,9 @@ class TrainingWorker(SamplingWorker):
         if self.server_pool is None:
             self.latest_decoders[model_id] = decoder
         version = SamplerVersion(decoder, learner.loaded, learner.version, learner, learned=True)
-        return self._add_version(version_id, version, begin, self._find_mix_group(decoder))
+        return self._add_version(
+            version_id, version, begin, self.base_models.find_mix_group(decoder)
+        )
 
     @verb(SAMPLER, version_arg=1, router_method="snapshot_base")
     def snapshot_base(self, model_id: int, version_id: int) -> dict[str, Any]:
@@ -304,7 +306,9 @@ class TrainingWorker(SamplingWorker):
             self.latest_decoders[model_id] = self._make_learner_decoder(model_id)
         decoder = load_base(self.latest_decoders[model_id].fork(), learner.parameter_shapes)
         version = SamplerVersion(decoder, learner.loaded, 0, None)
-        return self._add_version(version_id, version, begin, self._find_mix_group(decoder))
+        return self._add_version(
+            version_id, version, begin, self.base_models.find_mix_group(decoder)
+        )
 
     def _write_learner_weights(self, decoder: VllmDecoder, learner: Learner) -> None:
         """Write the learner's weights, adapters merged, for the vLLM servers."""
