@@ -170,7 +170,7 @@ class ObjectGroup:
             payload = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
             begin = time.monotonic()
             try:
-                with self._mark_waiting(begin):
+                with self._mark_waiting():
                     self._results.send([torch.tensor([len(payload)])], 0, 0).wait()
                     self._results.send([payload], 0, 0).wait()
             except RuntimeError as error:
@@ -184,21 +184,14 @@ class ObjectGroup:
         return [item, *(pickle.loads(payload.numpy().tobytes()) for payload in payloads)]
 
     @contextlib.contextmanager
-    def _mark_waiting(self, since: float | None = None) -> Iterator[None]:
-        """Mark a wait: rank 0's heartbeats report it; another rank's monitor gets its start
-        time.
-        """
-        if isinstance(self._heartbeat, HeartbeatSender):
-            self._heartbeat.collecting = True
-        elif self._heartbeat is not None:
-            self._heartbeat.waiting_since = since
+    def _mark_waiting(self) -> Iterator[None]:
+        """Mark a wait: rank 0's heartbeats report it, and another rank's monitor limits it."""
+        assert self._heartbeat is not None
+        self._heartbeat.waiting_since = time.monotonic()
         try:
             yield
         finally:
-            if isinstance(self._heartbeat, HeartbeatSender):
-                self._heartbeat.collecting = False
-            elif self._heartbeat is not None:
-                self._heartbeat.waiting_since = None
+            self._heartbeat.waiting_since = None
 
     def _receive(self, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
         """Fill a tensor from each other rank, on rank 0.

@@ -28,14 +28,16 @@ class HeartbeatSender:
     """Send a heartbeat every `interval_seconds` seconds from rank 0 to each connection that sends
     `token` to `port`.
 
-    Closing it sends a goodbye. `collecting`: whether rank 0 waits for the other ranks. The
-    heartbeats carry this flag: a rank that is ready then waits for another rank, not for rank 0.
+    Closing it sends a goodbye. `waiting_since`: the time at which rank 0 began to wait for the
+    other ranks, None if it does not wait. The heartbeats tell whether it waits: a rank that is
+    ready then waits for another rank, not for rank 0.
     """
+
+    waiting_since: float | None = None
 
     def __init__(self, interval_seconds: float):
         self.interval_seconds = interval_seconds
         self.token = secrets.token_hex(16)
-        self.collecting = False
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._listener = socket.create_server(
@@ -64,7 +66,7 @@ class HeartbeatSender:
         """Accept connections and send heartbeats until closed."""
         server = await asyncio.start_server(self._authenticate, sock=self._listener)
         while not self._closed.is_set():
-            self._send_to_all(_COLLECTING if self.collecting else _BEAT)
+            self._send_to_all(_BEAT if self.waiting_since is None else _COLLECTING)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), self.interval_seconds)
         self._send_to_all(_GOODBYE)

@@ -82,17 +82,15 @@ class SamplingWorker:
         # the first rank of a tensor-parallel group reports its samples
         self.reports_results = self.tp_group is None or self.tp_group.rank == 0
         self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
-        self.server_pool = (
-            self._connect_servers() if settings.sampler.kind == "vllm" else None
-        )  # vLLM servers, which then sample
+        # vLLM servers, which then sample
+        self.server_pool = self._connect_servers() if settings.sampler.kind == "vllm" else None
         self.learners: dict[int, Learner] = {}
         self.versions: dict[int, SamplerVersion] = {}
         # learner that wrote each folder, so that samples from it count as that learner's
         self.folder_models: dict[str, int] = {}
         self.streams: dict[int, WorkerStream] = {}  # see rl.runtime.stream_worker
-        self.kv_cache_pool = (
-            IdleKVCachePool()
-        )  # KV cache memory that an engine leaves to the next engine
+        # KV cache memory that an engine leaves to the next engine
+        self.kv_cache_pool = IdleKVCachePool()
 
     def _connect_servers(self) -> ServerPool:
         """Return the vLLM servers of the settings, or one that the run starts with the first

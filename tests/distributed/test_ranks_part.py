@@ -114,14 +114,14 @@ def test_a_watcher_left_waiting_by_a_drummer_that_beats_ends_unless_that_waits_f
     sends them.
     """
     drum = HeartbeatSender(0.2)
-    drum.collecting = collecting
+    drum.waiting_since = time.monotonic() if collecting else None
     with python(WAITS, str(drum.port), drum.token) as watcher:
         assert watcher.stdout.readline() == "watching\n"
         begin = time.monotonic()
         if collecting:
             time.sleep(1.6)  # twice the timeout
             assert watcher.poll() is None
-            drum.collecting = False
+            drum.waiting_since = None
         assert watcher.wait(20) == 1 and "lost after" in watcher.stderr.read()
         assert time.monotonic() - begin > 0.7  # timeout 0.8 s, started just before `begin`
     drum.close()
