@@ -29,9 +29,8 @@ from rl.runtime.sampler_versions import (
     find_max_context,
     make_version_engine,
 )
-from rl.runtime.sharding import assign_indices, merge_by_index, sum_counters
 from rl.runtime.stream_worker import StepOutput, StepRequest, WorkerStream
-from rl.runtime.verb_table import SAMPLER, verb
+from rl.runtime.verb_table import SAMPLER, assign_indices, merge_by_index, sum_counters, verb
 from rl.sampler import (
     Decoder,
     IdleKVCachePool,

@@ -43,8 +43,14 @@ from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sample_temperatures import compute_mean_temperature, resolve_temperatures
 from rl.runtime.sampler_versions import SamplerVersion
 from rl.runtime.sampling_worker import SamplingWorker, load_base
-from rl.runtime.sharding import assign_indices, merge_by_index, sum_counters
-from rl.runtime.verb_table import LEARNER, SAMPLER, verb
+from rl.runtime.verb_table import (
+    LEARNER,
+    SAMPLER,
+    assign_indices,
+    merge_by_index,
+    sum_counters,
+    verb,
+)
 from rl.runtime.weight_sync import WeightSnapshot
 from rl.sampler import Decoder
 from rl.types import AdamParams, Datum, LoraConfig, SamplingParams
