@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import Any, ClassVar
 
 from rl.envs import Environment, Tool, TurnResult, grade_answer
@@ -47,7 +48,7 @@ class McpServer:
         listed: list[Any] = []
         cursor = None
         for _ in range(1000):
-            page = self.session.call(lambda client, at=cursor: client.list_tools(cursor=at))
+            page = self.session.call(methodcaller("list_tools", cursor=cursor))
             listed += page.tools
             cursor = getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None)
             if not cursor:
@@ -82,7 +83,7 @@ class McpServer:
 
     def _call_tool(self, name: str, /, **arguments: Any) -> str:
         """Return the answer of a tool of the server. Raises RuntimeError if the tool fails."""
-        answer = self.session.call(lambda client: client.call_tool(name, arguments))
+        answer = self.session.call(methodcaller("call_tool", name, arguments))
         text = "\n".join(_part_text(part) for part in answer.content)
         if getattr(answer, "is_error", None) or getattr(answer, "isError", None):
             raise RuntimeError(text or "the tool failed without a reason")

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,16 +57,13 @@ class EnvCall:
                 self.on_late()
                 raise EpisodeFailed(f"{self.name} was not done within its {self.seconds:g} s")
             wait_for_futures([self.future], remaining)
-        error: BaseException | None
         try:
-            error = self.future.exception()
-        except CancelledError as cancelled:  # the call raised asyncio.CancelledError
-            error = cancelled
-        if isinstance(error, EpisodeFailed):
-            raise EpisodeFailed(str(error)) from error
-        if error is not None:
+            result = self.future.result()
+        except EpisodeFailed:
+            raise
+        except BaseException as error:  # boundary: the user's code, SystemExit included
             raise EpisodeFailed(f"{self.name} raised {describe_error(error, 1000)}") from error
-        return self.future.result() if self.convert is None else self.convert(self.future.result())
+        return result if self.convert is None else self.convert(result)
 
 
 class EnvThread:
