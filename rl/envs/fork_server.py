@@ -22,7 +22,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -336,7 +336,7 @@ class SubprocessRunner:
     process.
     """
 
-    def __init__(self, label: str, task: EpisodeTask, fork: Any):
+    def __init__(self, label: str, task: EpisodeTask, fork: Callable[[], ProcessChannel]):
         self.label, self.task, self._fork = label, task, fork
         self._channel: ProcessChannel | None = None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -117,13 +117,7 @@ class EnvironmentGroup(EnvGroupBuilder):
         """Return an environment for each episode of the group."""
         if self.spec.root is not None:
             self.spec.root.begin()
-        task = EpisodeTask(self.row, self.seed)
-        shared = SharedGroupData(
-            self.spec,
-            task,
-            self.limits.seconds,
-            f"{self.spec.name}, what row {self.problem_index} shares,",
-        )
+        shared = SharedGroupData(self)
         return [MessageEnv(self, member, shared) for member in range(self.group_size)]
 
     def deduplicate_prompt(self, observation: ModelInput) -> ModelInput:
@@ -148,22 +142,21 @@ class SharedGroupData:
     and the process that the episodes are forked from, if any.
     """
 
-    def __init__(self, spec: EnvironmentSpec, task: EpisodeTask, seconds: float, name: str):
-        self.spec, self.task, self.name, self.is_needed = spec, task, name, spec.has_shared_data
+    def __init__(self, group: EnvironmentGroup):
+        self.spec, self.task = group.spec, EpisodeTask(group.row, group.seed)
         self._channel: Any = None
         self._users = 0
-        self._thread = EnvThread(seconds, f"the environment {name}", self.kill_process)
-        self._call = self._thread.submit(self._compute) if self.is_needed else None
+        name = f"the environment {group.spec.name}, what row {group.problem_index} shares,"
+        self._thread = EnvThread(group.limits.seconds, name, self.kill_process)
+        self._call = self._thread.submit(self._compute) if self.spec.has_shared_data else None
 
     def make_runner(self, member: int, label: str) -> InProcessRunner | SubprocessRunner:
         """Return the runner of an episode."""
         self._users += 1
-        task = EpisodeTask(self.task.row, self.task.seed, member)
-        return (
-            InProcessRunner(self.spec, task, self._get)
-            if self.spec.root is None
-            else SubprocessRunner(label, task, self._fork)
-        )
+        task = replace(self.task, member=member)
+        if self.spec.root is None:
+            return InProcessRunner(self.spec, task, self._get)
+        return SubprocessRunner(label, task, self._fork)
 
     def release(self) -> None:
         """Release the shared object for an ended episode; the last release ends the shared
@@ -183,7 +176,7 @@ class SharedGroupData:
         if self.spec.root is None:
             return make_environment(self.spec, self.task).share()
         self._channel = self.spec.root.fork()
-        return self._channel.ask(f"the environment {self.name}", "share", task=self.task)
+        return self._channel.ask(self._thread.name, "share", task=self.task)
 
     def _get(self) -> Any:
         """Wait for the shared object."""
