@@ -110,7 +110,7 @@ class ObjectGroup:
         """Return the monitor of rank 0, which runs on the rendezvous host."""
         name = self.rank_name(self.rank).partition(" (")[0]
         return HeartbeatMonitor(
-            [os.environ.get("MASTER_ADDR", "localhost")],
+            os.environ.get("MASTER_ADDR", "localhost"),
             port,
             token,
             interval_seconds=self.heartbeat_seconds,

@@ -122,7 +122,7 @@ class HeartbeatMonitor:
 
     def __init__(
         self,
-        hosts: list[str],
+        host: str,
         port: int,
         token: str,
         *,
@@ -135,12 +135,11 @@ class HeartbeatMonitor:
         self._lost_message = lost_message
         self._timeout = timeout
         self._closed = threading.Event()
-        connection = _connect(hosts, port)
+        connection = _connect(host, port)
         if connection is None:
-            endpoint = f"port {port} of {' and '.join(hosts)}"
             print(
-                f"no connection to {endpoint}: only the timeouts of collectives will detect a "
-                "stopped driver",
+                f"no connection to port {port} of {host}: only the timeouts of collectives will "
+                "detect a stopped driver",
                 file=sys.stderr,
             )
             return
@@ -173,20 +172,15 @@ class HeartbeatMonitor:
                 if not data:
                     silent = 0
                     break
-                if (waited := self._overdue_seconds(data)) is not None:
+                # this rank has waited for too long, and rank 0 does not wait for another rank
+                since = self.waiting_since
+                waited = 0.0 if since is None else time.monotonic() - since
+                if waited > self._timeout and data.endswith(_BEAT):
                     self._end(waited)
                 silent = 0
         if self._closed.wait(self._interval_seconds if silent else 2 * self._interval_seconds):
             return
         self._end(silent * self._interval_seconds)
-
-    def _overdue_seconds(self, payload: bytes) -> float | None:
-        """Return the seconds for which this rank has waited, if too long and rank 0 is not
-        collecting.
-        """
-        since = self.waiting_since
-        waited = 0.0 if since is None else time.monotonic() - since
-        return waited if waited > self._timeout and payload.endswith(_BEAT) else None
 
     def _end(self, seconds: float) -> NoReturn:
         """Print the message and end the process."""
@@ -194,14 +188,11 @@ class HeartbeatMonitor:
         os._exit(1)
 
 
-def _connect(hosts: list[str], port: int) -> socket.socket | None:
-    """Return a connection to the first reachable host, None after the deadline."""
+def _connect(host: str, port: int) -> socket.socket | None:
+    """Return a connection, None after the deadline."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while time.monotonic() < deadline:
-        for host in hosts:
-            try:
-                return socket.create_connection((host, port), timeout=5.0)
-            except OSError:
-                continue
+        with contextlib.suppress(OSError):
+            return socket.create_connection((host, port), timeout=5.0)
         time.sleep(0.2)
     return None

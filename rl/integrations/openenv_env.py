@@ -63,16 +63,14 @@ class OpenEnv(Environment):
         text = str(answer["content"])
         action: Any = {self.action: text}
         if self.action == "json":
+            reason = ""
             try:
                 action = json.loads(text)
             except ValueError as error:
-                return TurnResult(
-                    f"Error: an action is a JSON object ({error})",
-                    metrics={"malformed_action": 1.0},
-                )
+                action, reason = None, f" ({error})"
             if not isinstance(action, dict):
                 return TurnResult(
-                    "Error: an action is a JSON object", metrics={"malformed_action": 1.0}
+                    f"Error: an action is a JSON object{reason}", metrics={"malformed_action": 1.0}
                 )
         result = self.session.call(lambda client: await_value(client.step(action)))
         text_shown, done = self._observation_text(result.observation), bool(result.done)

@@ -217,9 +217,11 @@ class SamplerWorker(SamplingWorker):
         """
         start_time = time.perf_counter()
         decoder = self._find_free_decoder(manifest)
-        manifest = manifest.with_dtypes(dtypes := manifest.find_narrower_dtypes(decoder))
+        dtypes = manifest.find_narrower_dtypes(decoder)
         loaded = self.loaded_models[manifest.model_id]
-        self.transfers[version_id] = WeightTransfer(manifest, decoder, loaded, start_time)
+        self.transfers[version_id] = WeightTransfer(
+            manifest.with_dtypes(dtypes), decoder, loaded, start_time
+        )
         return dtypes
 
     @verb(SAMPLER)

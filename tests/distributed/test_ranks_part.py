@@ -35,7 +35,7 @@ WATCHER = """
 import sys, time
 sys.path.insert(0, {repo!r})
 from rl.distributed.heartbeat import HeartbeatMonitor
-HeartbeatMonitor(["127.0.0.1"], int(sys.argv[1]), sys.argv[2], interval_seconds=0.2, timeout=0.8, lost_message=lambda seconds: f"lost after {{seconds:.1f}}")
+HeartbeatMonitor("127.0.0.1", int(sys.argv[1]), sys.argv[2], interval_seconds=0.2, timeout=0.8, lost_message=lambda seconds: f"lost after {{seconds:.1f}}")
 print("watching", flush=True)
 time.sleep(30)
 """
@@ -154,9 +154,7 @@ def test_no_connection_is_said_and_not_waited_for(monkeypatch, capsys):
     monkeypatch.setattr("rl.distributed.heartbeat._CONNECT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    HeartbeatMonitor(
-        ["127.0.0.1"], port, "word", interval_seconds=1.0, timeout=4.0, lost_message=str
-    )
+    HeartbeatMonitor("127.0.0.1", port, "word", interval_seconds=1.0, timeout=4.0, lost_message=str)
     assert f"no connection to port {port} of 127.0.0.1" in capsys.readouterr().err
 
 
