@@ -91,18 +91,15 @@ class TrainingWorker(SamplingWorker):
         whose weights (and optimizer) it starts from.
         """
         self.kv_cache_pool.reset()
+        settings, sharding = self.settings.learner, get_launch_sharding()
         # a folder may be missing on some machine
         with collectives.all_or_none(self.accelerator.device):
             held_in = self._choose_base_dtype(spec)
-            check_optimizer(
-                self.settings.learner.optimizer,
-                self.accelerator.device,
-                get_launch_sharding(),
-            )
+            check_optimizer(settings.optimizer, self.accelerator.device, sharding)
             base, tokenizer = learner_checkpoint.resolve_base_model(spec, state)
             lazy_model = (
                 load_model_lazily(base, tokenizer=tokenizer)
-                if get_launch_sharding().reads_shards(collectives.world())
+                if sharding.reads_shards(collectives.world())
                 else None
             )
             loaded = lazy_model or self.base_models.load(
@@ -116,13 +113,11 @@ class TrainingWorker(SamplingWorker):
                 loaded = add_value_head(loaded)
             self.base_keys[model_id] = (base, tokenizer, spec.seed)
         info = self._describe_model(loaded, spec)  # before the weights are sharded
-        owns_weights = get_launch_sharding().owns_weights  # the backend casts all weights
-        settings = self.settings.learner
         learner = Learner(
             loaded,
             self.accelerator,
             settings,
-            "fp32" if owns_weights else held_in,
+            "fp32" if sharding.owns_weights else held_in,  # the backend casts all weights
             collectives.get_rank_group(
                 settings.context_parallel_size, self.settings.timeout_seconds
             ),
@@ -134,7 +129,7 @@ class TrainingWorker(SamplingWorker):
             **info,
             "base_dtype": held_in,
             "distributed_type": self.accelerator.distributed_type.value,
-            "scales_gradients": not owns_weights,
+            "scales_gradients": not sharding.owns_weights,
             "wrapped": type(learner.backend.wrapped).__name__,
         }
 
