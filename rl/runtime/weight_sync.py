@@ -180,6 +180,17 @@ class WeightTransfer:
             )
 
 
+@dataclass
+class ReceivedModel:
+    """Hold a model of the learner ranks: the spec that its decoders were made from, and the
+    decoders. Those that are not in use receive new weights.
+    """
+
+    spec: ModelSpec
+    loaded: LoadedModel
+    decoders: list[Decoder]
+
+
 class SamplerWorker(SamplingWorker):
     """Execute verbs on a rank that samples and does not learn, and receive weights from the learner
     ranks.
@@ -187,21 +198,15 @@ class SamplerWorker(SamplingWorker):
 
     def __init__(self, *args: object):
         super().__init__(*args)  # type: ignore[arg-type]
-        self.loaded_models: dict[int, LoadedModel] = {}
-        self.specs: dict[int, ModelSpec] = {}  # by model: the spec that its decoders were made from
-        # by model; decoders that are not in use receive new weights
-        self.decoders: dict[int, list[Decoder]] = {}
+        self.models: dict[int, ReceivedModel] = {}
         self.transfers: dict[int, WeightTransfer] = {}
 
     def free_all(self) -> None:
         super().free_all()
-        for model_id in list(self.loaded_models):
-            self.free_model(model_id)
+        self.models.clear()
 
     def free_model(self, model_id: int) -> None:
-        self.loaded_models.pop(model_id, None)
-        self.specs.pop(model_id, None)
-        self.decoders.pop(model_id, None)
+        self.models.pop(model_id, None)
 
     def free_version(self, version_id: int) -> None:
         self.transfers.pop(version_id, None)
@@ -216,9 +221,8 @@ class SamplerWorker(SamplingWorker):
         manifest.
         """
         start_time = time.perf_counter()
-        decoder = self._find_free_decoder(manifest)
+        loaded, decoder = self._find_free_decoder(manifest)
         dtypes = manifest.find_narrower_dtypes(decoder)
-        loaded = self.loaded_models[manifest.model_id]
         self.transfers[version_id] = WeightTransfer(
             manifest.with_dtypes(dtypes), decoder, loaded, start_time
         )
@@ -245,42 +249,40 @@ class SamplerWorker(SamplingWorker):
         matrices are 0.
         """
         start_time = time.perf_counter()
-        decoder = self._find_free_decoder(manifest)
-        loaded = self.loaded_models[manifest.model_id]
+        loaded, decoder = self._find_free_decoder(manifest)
         load_base(decoder, {name: p.shape for name, p in loaded.model.named_parameters()})
         return self._add_version(version_id, SamplerVersion(decoder, loaded, 0, None), start_time)
 
-    def _find_free_decoder(self, manifest: WeightSnapshot) -> Decoder:
-        """Return a decoder of the model that no version, stream or transfer uses."""
-        if self.specs.setdefault(manifest.model_id, manifest.spec).lora != manifest.spec.lora:
+    def _find_free_decoder(self, manifest: WeightSnapshot) -> tuple[LoadedModel, Decoder]:
+        """Return the model, and a decoder of it that no version, stream or transfer uses."""
+        model = self.models.get(manifest.model_id)
+        if model is not None and model.spec.lora != manifest.spec.lora:
             # the adapter's scale has changed, and a decoder's scale is fixed
             self.free_model(manifest.model_id)
-            self.specs[manifest.model_id] = manifest.spec
-        decoders = self.decoders.setdefault(manifest.model_id, [])
-        if not decoders:
-            decoders.append(self._make_first_decoder(manifest))
+            model = None
+        if model is None:
+            model = self.models[manifest.model_id] = self._load_model(manifest)
         engines = [stream.engine for stream in self.streams.values()]
         users = (*self.versions.values(), *self.transfers.values(), *engines)
-        for decoder in decoders:
+        for decoder in model.decoders:
             if all(user.decoder is not decoder for user in users):
-                return decoder
-        decoders.append(decoders[0].fork())
-        return decoders[-1]
+                return model.loaded, decoder
+        model.decoders.append(model.decoders[0].fork())
+        return model.loaded, model.decoders[-1]
 
-    def _make_first_decoder(self, manifest: WeightSnapshot) -> Decoder:
-        """Load the model and return its first decoder."""
+    def _load_model(self, manifest: WeightSnapshot) -> ReceivedModel:
+        """Load a model and make its first decoder."""
         lora = manifest.spec.lora
         loaded = self.base_models.load(*manifest.base_key, lora is not None)
         loaded.name = manifest.spec.base_model
         if lora is not None:
             loaded = add_lora(loaded, lora)
         loaded.model.to(self.accelerator.device)
-        self.loaded_models[manifest.model_id] = loaded
         decoder = self._make_decoder(loaded.model, manifest.base_key if lora is not None else None)
         if not self.base_models.enabled:
             # the decoder has copied the weights: only names and shapes of this model are used later
             loaded.model.to("meta")
-        return decoder
+        return ReceivedModel(manifest.spec, loaded, [decoder])
 
 
 def view_bytes(tensor: Tensor) -> np.ndarray:

@@ -614,7 +614,7 @@ def receive(self, chunk):
         chunk = weight_sync.WeightChunk.from_parts([part for part in chunk.parts if "layers.1.mlp.down_proj" not in part[0]])
     real(self, chunk)
 def end_transfer(self, version_id):
-    self.transfers[version_id].decoder = self.decoders[self.transfers[version_id].manifest.model_id][0]
+    self.transfers[version_id].decoder = self.models[self.transfers[version_id].manifest.model_id].decoders[0]
     return ended(self, version_id)
 ended = weight_sync.SamplerWorker.end_transfer
 weight_sync.WeightTransfer.receive = receive
