@@ -168,7 +168,7 @@ class BatchStream(ActionStream):
 
     def add(self, request: SamplingRequest) -> int:
         self._next_ticket += 1
-        self._requests[self._next_ticket] = replace(request, conversation=None)
+        self._requests[self._next_ticket] = request
         return self._next_ticket
 
     def drop(self, ticket: int) -> None:

@@ -383,6 +383,8 @@ class RolloutEngine:
         # import
         from rl.sampler import SamplingRequest
 
+        # in lockstep no cache outlives a turn
+        keeps_cache = episode.env.several_turns and not self.lockstep
         request = SamplingRequest(
             prompt=episode.observation.flat(),
             images=episode.observation.placed(),
@@ -391,7 +393,7 @@ class RolloutEngine:
             problem=group.random_stream,
             first_index=episode.index,
             resume_from=partial_action,
-            conversation=episode.conversation if episode.env.several_turns else None,
+            conversation=episode.conversation if keeps_cache else None,
         )
         self._sampling[player, self.player_streams[player].stream.add(request)] = episode
 

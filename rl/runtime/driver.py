@@ -6,11 +6,11 @@ Each ServiceClient has a `Driver`, and a separate worker on every rank (rl.runti
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from rl.runtime.rank_settings import WorkerSettings
@@ -92,9 +92,8 @@ class Driver:
                 by_version.setdefault(version_id, []).append((request, future))
             for version_id, items in by_version.items():
                 batch = VerbCall("sample", (version_id, [request for request, _ in items]))
-                batch.future.add_done_callback(
-                    functools.partial(_distribute_results, [future for _, future in items])
-                )
+                futures = [future for _, future in items]
+                batch.future.add_done_callback(partial(_distribute_results, futures))
                 self._submit_call(batch)
 
     def close(self, timeout: float = 60.0) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +122,7 @@ class VerbRouter:
         def load(_: Any) -> None:
             owner = None if path is None else self._folder_models.get(str(Path(path).resolve()))
             if owner is not None:
-                call.future.add_done_callback(
-                    lambda completed: self._record_source(version_id, owner, completed)
-                )
+                call.future.add_done_callback(partial(self._record_source, version_id, owner))
             self._samplers.submit(call)
 
         self._run_on_learners_first(call, "wait_for_verbs", (), load)
@@ -170,9 +169,7 @@ class VerbRouter:
         """Let the verbs that name a version wait until `future` completes."""
         with self._lock:
             self._pending_versions[version_id] = []
-        future.add_done_callback(
-            lambda completed: self._release_waiting_verbs(version_id, completed)
-        )
+        future.add_done_callback(partial(self._release_waiting_verbs, version_id))
 
     def _start_transfer(self, snapshot: WeightSnapshot, version_id: int, future: Future) -> None:
         """Send the weights from a thread, which completes `future`. A failure frees the version."""
