@@ -40,9 +40,7 @@ class HeartbeatSender:
         self.token = secrets.token_hex(16)
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        self._listener = socket.create_server(
-            ("", 0), family=family, dualstack_ipv6=dual, backlog=1024
-        )
+        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
         self.port: int = self._listener.getsockname()[1]
         self._receivers: set[asyncio.StreamWriter] = set()
         self._strangers: set[asyncio.StreamWriter] = set()  # have not sent the token yet
@@ -64,7 +62,7 @@ class HeartbeatSender:
 
     async def _send_heartbeats(self) -> None:
         """Accept connections and send heartbeats until closed."""
-        server = await asyncio.start_server(self._authenticate, sock=self._listener)
+        server = await asyncio.start_server(self._authenticate, sock=self._listener, backlog=1024)
         while not self._closed.is_set():
             self._send_to_all(_BEAT if self.waiting_since is None else _COLLECTING)
             with contextlib.suppress(TimeoutError):
