@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, has_signal
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup
 from rl.types import Datum
 
 
@@ -129,7 +129,7 @@ def _compute_mixed_shares(rewards_P_G: Sequence[Sequence[float]], name: str) -> 
     """Return the shares of groups by their rewards: mixed; otherwise all good (equal and above 0)
     or all bad (equal, 0 or below).
     """
-    mixed = [has_signal(rewards_G) for rewards_G in rewards_P_G]
+    mixed = [any(r != rewards_G[0] for r in rewards_G) for rewards_G in rewards_P_G]
     good = [not m and rewards_G[0] > 0 for m, rewards_G in zip(mixed, rewards_P_G, strict=True)]
     bad = [not m and not g for m, g in zip(mixed, good, strict=True)]
     return {
