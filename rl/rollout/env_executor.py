@@ -35,7 +35,7 @@ class EnvCall:
     get_deadline: Callable[[], float | None]
     on_late: Callable[[], object]
     convert: Callable[[Any], Any] | None
-    start_time: float = field(default_factory=time.monotonic)
+    start_time: float = field(init=False, default_factory=time.monotonic)
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call `callback` with the future once the call has ended."""

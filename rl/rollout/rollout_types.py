@@ -32,7 +32,7 @@ class StepResult:
     reward: Any  # float, or a pending score with .result() -> Score, which the rollout waits for
     episode_done: bool
     next_observation: ModelInput = field(default_factory=ModelInput.empty)
-    next_stop_condition: Stop = None
+    next_stop_condition: Sequence[str] | Sequence[int] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     logs: dict[str, Any] = field(default_factory=dict)
     truncated: bool = False
