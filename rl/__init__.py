@@ -80,7 +80,8 @@ if TYPE_CHECKING:
         TrainingRun,
     )
 
-# name -> (module, attribute; None for the module itself)
+# name -> (module, attribute; None for the module itself); all other names of `__all__` are those of
+# rl.errors, which end in Error, and of rl.types
 _PUBLIC_NAMES: dict[str, tuple[str, str | None]] = {
     "APIFuture": ("rl.client.api_future", "APIFuture"),
     "BackcompatSamplingClientFuture": ("rl.client.sampling_client", "SamplingClient"),
@@ -104,23 +105,6 @@ _PUBLIC_NAMES: dict[str, tuple[str, str | None]] = {
     "train": ("rl.trainer", "train"),
     "types": ("rl.types", None),
 }
-_TYPES = (
-    "AdamOptimizerConfig", "AdamParams", "Checkpoint", "CheckpointType", "Datum",
-    "EncodedTextChunk", "ForwardBackwardOutput", "GetInfoResponse", "ImageChunk", "LoraConfig",
-    "LossFnType", "ModelID", "ModelInput", "ModelInputChunk", "OptimParams", "OptimStepResponse",
-    "PromptProvenanceSpan", "SampleResponse", "SampledProvenanceSpan", "SampledSequence",
-    "SamplingParams", "StopReason", "TensorData", "TensorDtype", "TrainingRun",
-)  # fmt: skip
-_ERRORS = (
-    "APIConnectionError", "APIError", "APIResponseValidationError", "APIStatusError",
-    "APITimeoutError", "AuthenticationError", "BadRequestError", "BillingError", "ConflictError",
-    "InternalServerError", "NotFoundError", "PermissionDeniedError", "RateLimitError",
-    "RequestFailedError", "TinkerError", "UnprocessableEntityError", "UserError",
-)  # fmt: skip
-_PUBLIC_NAMES |= {name: ("rl.types", name) for name in _TYPES} | {
-    name: ("rl.errors", name) for name in _ERRORS
-}
-
 # Names of Tinker's client that have no meaning without its service.
 _UNSUPPORTED = {
     "AdminClient": "organisations do not exist here",
@@ -158,11 +142,12 @@ def __getattr__(name: str) -> Any:
             f"rl has no {name}: {_UNSUPPORTED[name]} (docs/tinker.md lists all differences "
             "from Tinker's client)"
         )
-    if name not in _PUBLIC_NAMES:
+    if name not in __all__:
         raise AttributeError(
             f"module 'rl' has no attribute {name!r}; its public names are {', '.join(__all__)}"
         )
-    module, attribute = _PUBLIC_NAMES[name]
+    default = ("rl.errors" if name.endswith("Error") else "rl.types", name)
+    module, attribute = _PUBLIC_NAMES.get(name, default)
     loaded = importlib.import_module(module)
     return loaded if attribute is None else getattr(loaded, attribute)
 

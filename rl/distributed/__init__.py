@@ -6,12 +6,15 @@ from rl.distributed.accelerate_launch import (
     make_accelerator,
 )
 from rl.distributed.checkpoint_folder import checkpoint_path
-from rl.distributed.context_parallel_launch import (
-    check_context_parallel,
-    check_context_parallel_size,
-)
 from rl.distributed.gloo_interface import spans_machines
 from rl.distributed.launch_agreement import check_same_launch
+from rl.distributed.parallel_groups import (
+    check_context_parallel,
+    check_context_parallel_size,
+    check_tensor_parallel,
+    check_tensor_parallel_size,
+    check_tensor_parallel_without_roles,
+)
 from rl.distributed.profiler_trace import REGION_PREFIX, trace_region
 from rl.distributed.rank_roles import assign_role, check_roles, rank_name
 from rl.distributed.sharding import (
@@ -26,12 +29,12 @@ from rl.distributed.sharding import (
     Sharding,
     ZeroSharding,
 )
-from rl.distributed.shutdown import end_process_at_exit
-from rl.distributed.stop_signals import INTERRUPTED, RunStopped, StopRequest, end_with_launcher
-from rl.distributed.tensor_parallel_launch import (
-    check_tensor_parallel,
-    check_tensor_parallel_size,
-    check_tensor_parallel_without_roles,
+from rl.distributed.stop_signals import (
+    INTERRUPTED,
+    RunStopped,
+    StopRequest,
+    end_process_at_exit,
+    end_with_launcher,
 )
 
 __all__ = [

@@ -127,13 +127,12 @@ def _check_parallel_sizes() -> None:
     processes, or for another kind of parallelism than data parallelism.
     """
     replicas, shards = _parallel_size("DP_REPLICATE"), _parallel_size("DP_SHARD")
-    remedy = {"TP": "leave it out"}
     for name in ("TP", "CP", "SP"):
         if _parallel_size(name) > 1:
+            remedy = "" if name == "TP" else ", and set context_parallel_size of the run"
             raise UserError(
                 f"parallelism_config_{name.lower()}_size is {_parallel_size(name)}: the learner "
-                "shards over data-parallel ranks alone, "
-                f"{remedy.get(name, 'leave it out, and set context_parallel_size of the run')}"
+                f"shards over data-parallel ranks alone, leave it out{remedy}"
             )
     if replicas * shards not in (1, _num_launched_processes()):
         raise UserError(
@@ -147,10 +146,8 @@ def _check_parallel_sizes() -> None:
 def _check_fsdp_settings() -> None:
     """Raise UserError for settings of an FSDP config that would be silently ignored."""
     _check_parallel_sizes()
-    version, reshard = (
-        os.environ.get("FSDP_VERSION", "1"),
-        os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower(),
-    )
+    version = os.environ.get("FSDP_VERSION", "1")
+    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
     if version != "2":
         raise UserError(
             f"fsdp_version is {version}, only 2 is supported: use accelerate_configs/fsdp2.yaml"
@@ -313,9 +310,8 @@ def make_engine_config(user_config: Mapping[str, Any], *, bf16: bool) -> dict[st
 
     "auto" values are left to DeepSpeed. Raises UserError for a setting that the learner controls.
     """
-    config: dict[str, Any] = json.loads(json.dumps(user_config))  # a deep copy
+    config = _copy_without_auto(user_config)
     config.pop("comment", None)
-    _drop_auto(config)
     for name in _REJECTED_SETTINGS:
         if name in config:
             raise UserError(
@@ -350,18 +346,16 @@ def make_engine_config(user_config: Mapping[str, Any], *, bf16: bool) -> dict[st
     # micro-batches).
     if bf16:
         config["bf16"] = {"enabled": True}
-        config["data_types"], config["communication_data_type"] = (
-            {"grad_accum_dtype": "fp32"},
-            "fp32",
-        )
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["communication_data_type"] = "fp32"
     config["steps_per_print"] = 10**9
     return config
 
 
-def _drop_auto(config: dict[str, Any]) -> None:
-    """Remove "auto" values, in place."""
-    for key, value in list(config.items()):
-        if value == "auto":
-            del config[key]
-        elif isinstance(value, dict):
-            _drop_auto(value)
+def _copy_without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of nested settings without "auto" values."""
+    return {
+        key: _copy_without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if value != "auto"
+    }

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import UserError
+from rl.jsonl import write_atomically
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -212,7 +213,7 @@ def _list_files(folder: Path) -> list[Path]:
 
 def _write_manifest(folder: Path, ttl_seconds: float | None) -> None:
     """Write the manifest of `folder` and fsync its files and folders."""
-    files = {}
+    files: dict[str, dict[str, int | str]] = {}
     readers = _new_file_mode(folder)
     for path in _list_files(folder):
         os.chmod(path, readers)  # safetensors ignores the umask and writes for the owner only
@@ -221,15 +222,19 @@ def _write_manifest(folder: Path, ttl_seconds: float | None) -> None:
             "sha256": _file_checksum(path),
         }
         _fsync(path)
-    manifest = {
-        "files": files,
-        "expires_at": time.time() + ttl_seconds if ttl_seconds is not None else None,
-    }
-    path = folder / MANIFEST
-    path.write_text(json.dumps({**manifest, "sha256": _manifest_checksum(manifest)}, indent=1))
-    _fsync(path)
+    _save_manifest(folder / MANIFEST, files, ttl_seconds)
     for inner in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
         _fsync(inner)
+
+
+def _save_manifest(
+    path: Path, files: dict[str, dict[str, int | str]], ttl_seconds: float | None
+) -> None:
+    """Write a manifest with its checksum."""
+    expires_at = time.time() + ttl_seconds if ttl_seconds is not None else None
+    manifest = {"files": files, "expires_at": expires_at}
+    checksum = _manifest_checksum(manifest)
+    write_atomically(path, json.dumps({**manifest, "sha256": checksum}, indent=1))
 
 
 def _new_file_mode(folder: Path) -> int:
@@ -404,17 +409,10 @@ def set_expiry(folder: Path, ttl_seconds: float | None) -> None:
     Its manifest is replaced atomically.
     """
     files, _ = _read_manifest(folder)
-    entries = {
+    entries: dict[str, dict[str, int | str]] = {
         name: {"bytes": size, "sha256": checksum} for name, (size, checksum) in files.items()
     }
-    manifest = {
-        "files": entries,
-        "expires_at": time.time() + ttl_seconds if ttl_seconds is not None else None,
-    }
-    aside = folder / f"{MANIFEST}.partial"
-    aside.write_text(json.dumps({**manifest, "sha256": _manifest_checksum(manifest)}, indent=1))
-    _fsync(aside)
-    os.replace(aside, folder / MANIFEST)
+    _save_manifest(folder / MANIFEST, entries, ttl_seconds)
 
 
 def remove_leftovers(parent: Path) -> None:

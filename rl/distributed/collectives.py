@@ -41,7 +41,8 @@ def world() -> int:
 class BridgeMembers:
     """Describe processes that communicate in addition to their worlds.
 
-    `store`: their common store. `rank_name`: this process's name in errors.
+    `store`: their common store; None: they are all ranks of this world. `rank_name`: this process's
+    name in errors.
     """
 
     rank: int
@@ -51,19 +52,11 @@ class BridgeMembers:
 
     def group(self, name: str, timeout: datetime.timedelta) -> Any:
         """Return a gloo process group of these processes."""
+        if self.store is None:
+            return dist.new_group(backend="gloo", timeout=timeout)
         return dist.ProcessGroupGloo(
             dist.PrefixStore(name, self.store), self.rank, self.world, timeout=timeout
         )
-
-
-class _WorldMembers(BridgeMembers):
-    """Describe all ranks of this world."""
-
-    def __init__(self) -> None:
-        super().__init__(rank(), world(), None, f"rank {rank()}")
-
-    def group(self, name: str, timeout: datetime.timedelta) -> Any:
-        return dist.new_group(backend="gloo", timeout=timeout)
 
 
 class ObjectGroup:
@@ -81,7 +74,7 @@ class ObjectGroup:
 
     def __init__(self, timeout_seconds: float, members: BridgeMembers | None = None):
         self.timeout_seconds = timeout_seconds
-        members = members or _WorldMembers()
+        members = members or BridgeMembers(rank(), world(), None, f"rank {rank()}")
         self.rank, self.world = members.rank, members.world
         self._names = ["rank 0"]
         self._heartbeat: HeartbeatSender | HeartbeatMonitor | None = None
@@ -115,19 +108,14 @@ class ObjectGroup:
 
     def _monitor_driver(self, port: int, token: str) -> HeartbeatMonitor:
         """Return the monitor of rank 0, which runs on the rendezvous host."""
-        hosts = [os.environ.get("MASTER_ADDR", "localhost")]
-        lost = (
-            f"{self.rank_name(self.rank).partition(' (')[0]} ends: "
-            f"{self.rank_name(0)}, the driver, "
-        )
-        timeout = self.timeout_seconds
+        name = self.rank_name(self.rank).partition(" (")[0]
         return HeartbeatMonitor(
-            hosts,
+            os.environ.get("MASTER_ADDR", "localhost"),
             port,
             token,
             interval_seconds=self.heartbeat_seconds,
-            timeout=timeout,
-            lost_message=lambda seconds: lost + _explain_silence(seconds, timeout),
+            timeout=self.timeout_seconds,
+            lost_message=lambda seconds: f"{name} ends: {self._driver_lost_message(seconds)}",
         )
 
     def close(self) -> None:
@@ -154,10 +142,7 @@ class ObjectGroup:
         except RuntimeError as error:
             seconds = time.monotonic() - begin
             if self.rank > 0:
-                raise RankLost(
-                    f"{self.rank_name(0)}, the driver, "
-                    f"{_explain_silence(seconds, self.timeout_seconds)}"
-                ) from error
+                raise RankLost(self._driver_lost_message(seconds)) from error
             raise RankLost(self._lost_message(self._disconnected_ranks(), seconds)) from error
 
     def _broadcast(self, item: Any) -> Any:
@@ -185,14 +170,11 @@ class ObjectGroup:
             payload = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
             begin = time.monotonic()
             try:
-                with self._mark_waiting(begin):
+                with self._mark_waiting():
                     self._results.send([torch.tensor([len(payload)])], 0, 0).wait()
                     self._results.send([payload], 0, 0).wait()
             except RuntimeError as error:
-                raise RankLost(
-                    f"{self.rank_name(0)}, the driver, "
-                    f"{_explain_silence(time.monotonic() - begin, self.timeout_seconds)}"
-                ) from error
+                raise RankLost(self._driver_lost_message(time.monotonic() - begin)) from error
             return None
         with self._mark_waiting():
             sizes = self._receive(
@@ -202,21 +184,14 @@ class ObjectGroup:
         return [item, *(pickle.loads(payload.numpy().tobytes()) for payload in payloads)]
 
     @contextlib.contextmanager
-    def _mark_waiting(self, since: float | None = None) -> Iterator[None]:
-        """Mark a wait: rank 0's heartbeats report it; another rank's monitor gets its start
-        time.
-        """
-        if isinstance(self._heartbeat, HeartbeatSender):
-            self._heartbeat.collecting = True
-        elif self._heartbeat is not None:
-            self._heartbeat.waiting_since = since
+    def _mark_waiting(self) -> Iterator[None]:
+        """Mark a wait: rank 0's heartbeats report it, and another rank's monitor limits it."""
+        assert self._heartbeat is not None
+        self._heartbeat.waiting_since = time.monotonic()
         try:
             yield
         finally:
-            if isinstance(self._heartbeat, HeartbeatSender):
-                self._heartbeat.collecting = False
-            elif self._heartbeat is not None:
-                self._heartbeat.waiting_since = None
+            self._heartbeat.waiting_since = None
 
     def _receive(self, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
         """Fill a tensor from each other rank, on rank 0.
@@ -224,20 +199,15 @@ class ObjectGroup:
         Raises RankLost naming the ranks that sent nothing.
         """
         begin = time.monotonic()
-        lost = self._silent_ranks(buffers, self.timeout_seconds)
-        if lost:
-            raise RankLost(self._lost_message(lost, time.monotonic() - begin))
-        return buffers
-
-    def _silent_ranks(self, buffers: list[torch.Tensor], seconds: float) -> list[int]:
-        """Return the ranks that sent nothing within `seconds` or closed their connection."""
         works = [self._start_receive(tensor, i + 1) for i, tensor in enumerate(buffers)]
-        deadline, silent = time.monotonic() + seconds, []
+        deadline, silent = begin + self.timeout_seconds, []
         for i, work in enumerate(works):
             remaining = max(0.01, deadline - time.monotonic())  # gloo treats 0 as no timeout
             if not _arrives_in_time(work, remaining):
                 silent.append(i + 1)
-        return silent
+        if silent:
+            raise RankLost(self._lost_message(silent, time.monotonic() - begin))
+        return buffers
 
     def _start_receive(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
         """Start to receive a tensor from a rank; return None if its connection is closed."""
@@ -253,13 +223,15 @@ class ObjectGroup:
         """
         closed = []
         for other in range(1, self.world):
-            begin, work = (
-                time.monotonic(),
-                self._start_receive(torch.zeros(1, dtype=torch.int64), other),
-            )
+            begin = time.monotonic()
+            work = self._start_receive(torch.zeros(1, dtype=torch.int64), other)
             if not _arrives_in_time(work, 0.2) and time.monotonic() - begin < 0.15:
                 closed.append(other)
         return closed or list(range(1, self.world))
+
+    def _driver_lost_message(self, seconds: float) -> str:
+        """Return the message about a driver that did not answer."""
+        return f"{self.rank_name(0)}, the driver, {_explain_silence(seconds, self.timeout_seconds)}"
 
     def _lost_message(self, ranks: list[int], seconds: float) -> str:
         """Return the message about ranks that did not answer."""
@@ -386,10 +358,8 @@ def prefix_store(store: Any, name: str) -> Any:
 
 def init_world(store: Any, rank: int, world: int, timeout_seconds: float) -> None:
     """Initialize these processes as a separate world: collectives run among them only."""
-    backend, bound = (
-        "nccl" if torch.cuda.is_available() else "gloo",
-        datetime.timedelta(seconds=timeout_seconds),
-    )
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    bound = datetime.timedelta(seconds=timeout_seconds)
     select_gloo_interface()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=bound)
 
@@ -523,12 +493,9 @@ def get_rank_group(size: int, timeout_seconds: float) -> RankGroup | None:
 
     Each call returns the same group. All ranks call it together.
     """
-    for first in range(0, world(), size) if size > 1 and size not in _rank_groups else ():
-        ranks = range(first, first + size)
-        group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_seconds))
-        if rank() in ranks:
-            _rank_groups[size] = RankGroup(rank() - first, size, group)
-    return _rank_groups[size] if size > 1 else None
+    if size > 1 and size not in _rank_groups:
+        _rank_groups[size] = RankGroup(rank() % size, size, new_row_group(size, timeout_seconds))
+    return _rank_groups.get(size)
 
 
 def shutdown() -> None:

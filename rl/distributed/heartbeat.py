@@ -7,10 +7,10 @@ a socket, whatever else it does, and ends once they stop.
 
 from __future__ import annotations
 
-import hmac
+import asyncio
+import contextlib
 import os
 import secrets
-import select
 import socket
 import sys
 import threading
@@ -21,118 +21,88 @@ from typing import NoReturn
 # Rank 0 works (or idles), waits for the other ranks, ends.
 _BEAT, _COLLECTING, _GOODBYE = b".", b",", b"!"
 _CONNECT_SECONDS = 20.0
-_MAX_PENDING = 64  # maximum number of connections that have not sent the word yet
+_MAX_PENDING = 64  # maximum number of connections that have not sent the token yet
 
 
 class HeartbeatSender:
     """Send a heartbeat every `interval_seconds` seconds from rank 0 to each connection that sends
     `token` to `port`.
 
-    Closing it sends a goodbye. `collecting`: whether rank 0 waits for the other ranks. The
-    heartbeats carry this flag: a rank that is ready then waits for another rank, not for rank 0.
+    Closing it sends a goodbye. `waiting_since`: the time at which rank 0 began to wait for the
+    other ranks, None if it does not wait. The heartbeats tell whether it waits: a rank that is
+    ready then waits for another rank, not for rank 0.
     """
 
+    waiting_since: float | None = None
+
     def __init__(self, interval_seconds: float):
-        self.interval_seconds, self.token, self.collecting = (
-            interval_seconds,
-            secrets.token_hex(16),
-            False,
-        )
+        self.interval_seconds = interval_seconds
+        self.token = secrets.token_hex(16)
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        self._listener = socket.create_server(
-            ("", 0), family=family, dualstack_ipv6=dual, backlog=1024
-        )
-        self._listener.setblocking(False)
+        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
         self.port: int = self._listener.getsockname()[1]
-        self._closed = threading.Event()
+        self._receivers: set[asyncio.StreamWriter] = set()
+        self._strangers: set[asyncio.StreamWriter] = set()  # have not sent the token yet
+        self._closed = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Send the goodbye and stop the thread."""
-        self._closed.set()
-        self._thread.join(self.interval_seconds + 5.0)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closed.set)
+            self._thread.join(self.interval_seconds + 5.0)
 
     def _run(self) -> None:
+        """Run the event loop until closed."""
+        self._loop.run_until_complete(self._send_heartbeats())
+        self._loop.close()
+
+    async def _send_heartbeats(self) -> None:
         """Accept connections and send heartbeats until closed."""
-        receivers: list[socket.socket] = []
-        strangers: dict[socket.socket, bytes] = {}
-        due = time.monotonic()
+        server = await asyncio.start_server(self._authenticate, sock=self._listener, backlog=1024)
         while not self._closed.is_set():
-            wait = min(0.2, max(0.0, due - time.monotonic()))
-            for ready in _readable([self._listener, *strangers], wait):
-                if ready is self._listener:
-                    _accept(self._listener, strangers)
-                elif self._authenticate(ready, strangers):
-                    receivers.append(ready)
-                    receivers = _send_to_all([ready], _BEAT) + receivers[:-1]
-            if time.monotonic() >= due:
-                receivers, due = (
-                    _send_to_all(receivers, _COLLECTING if self.collecting else _BEAT),
-                    time.monotonic() + self.interval_seconds,
-                )
-        _send_to_all(receivers, _GOODBYE)
-        for each in (self._listener, *receivers, *strangers):
-            each.close()
-
-    def _authenticate(self, connection: socket.socket, pending: dict[socket.socket, bytes]) -> bool:
-        """Return whether the connection has sent the word; close it if it sent anything else."""
-        try:
-            received = connection.recv(64)
-        except OSError:
-            received = b""
-        pending[connection] += received
-        if hmac.compare_digest(pending[connection], self.token.encode()):
-            del pending[connection]
-            return True
-        if not received or not self.token.encode().startswith(pending[connection]):
-            del pending[connection]
+            self._send_to_all(_BEAT if self.waiting_since is None else _COLLECTING)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), self.interval_seconds)
+        self._send_to_all(_GOODBYE)
+        server.close()
+        for connection in (*self._receivers, *self._strangers):
             connection.close()
-        return False
+        await asyncio.sleep(0.1)  # the connections close
 
+    def _send_to_all(self, payload: bytes) -> None:
+        """Send `payload` to each receiver without waiting, and drop those that have disconnected. A
+        stopped rank whose buffer is full gets it later.
+        """
+        self._receivers = {each for each in self._receivers if not each.is_closing()}
+        for receiver in self._receivers:
+            receiver.write(payload)
 
-def _readable(sockets: list[socket.socket], seconds: float) -> list[socket.socket]:
-    """Return the sockets with data to read (or closed), after at most `seconds`.
-
-    select itself does not accept descriptors above 1023.
-    """
-    poller, by_number = select.poll(), {each.fileno(): each for each in sockets}
-    for number in by_number:
-        poller.register(number, select.POLLIN)
-    return [by_number[number] for number, _ in poller.poll(1000 * seconds)]
-
-
-def _accept(listener: socket.socket, pending: dict[socket.socket, bytes]) -> None:
-    """Accept a connection as a stranger, or close it above the limit."""
-    try:
-        connection, _ = listener.accept()
-    except OSError:  # the peer closed already, or the process is out of descriptors
-        time.sleep(0.05)
-        return
-    if len(pending) >= _MAX_PENDING:
-        connection.close()
-        return
-    connection.setblocking(False)
-    pending[connection] = b""
-
-
-def _send_to_all(receivers: list[socket.socket], payload: bytes) -> list[socket.socket]:
-    """Send `payload` to each socket without waiting; return the sockets that are still connected.
-
-    A full buffer (a stopped rank) loses the heartbeat, not the rank.
-    """
-    connected = []
-    for each in receivers:
+    async def _authenticate(
+        self, reader: asyncio.StreamReader, connection: asyncio.StreamWriter
+    ) -> None:
+        """Make a connection that sends the token a receiver; close any other."""
+        token, received = self.token.encode(), b""
+        if len(self._strangers) >= _MAX_PENDING:
+            connection.close()
+            return
+        self._strangers.add(connection)
         try:
-            each.send(payload)
-        except BlockingIOError:
-            pass
-        except OSError:
-            each.close()
-            continue
-        connected.append(each)
-    return connected
+            while received != token:
+                data = await reader.read(64)
+                received += data
+                if not data or not token.startswith(received):
+                    connection.close()
+                    return
+        except OSError:  # the peer has closed
+            return
+        finally:
+            self._strangers.discard(connection)
+        connection.write(_BEAT)
+        self._receivers.add(connection)
 
 
 class HeartbeatMonitor:
@@ -150,7 +120,7 @@ class HeartbeatMonitor:
 
     def __init__(
         self,
-        hosts: list[str],
+        host: str,
         port: int,
         token: str,
         *,
@@ -158,19 +128,16 @@ class HeartbeatMonitor:
         timeout: float,
         lost_message: Callable[[float], str],
     ):
-        self._interval_seconds, self._max_missed, self._lost_message = (
-            interval_seconds,
-            max(2, round(timeout / interval_seconds)),
-            lost_message,
-        )
+        self._interval_seconds = interval_seconds
+        self._max_missed = max(2, round(timeout / interval_seconds))
+        self._lost_message = lost_message
         self._timeout = timeout
         self._closed = threading.Event()
-        connection = _connect(hosts, port)
+        connection = _connect(host, port)
         if connection is None:
-            endpoint = f"port {port} of {' and '.join(hosts)}"
             print(
-                f"no connection to {endpoint}: only the timeouts of collectives will detect a "
-                "stopped driver",
+                f"no connection to port {port} of {host}: only the timeouts of collectives will "
+                "detect a stopped driver",
                 file=sys.stderr,
             )
             return
@@ -203,20 +170,15 @@ class HeartbeatMonitor:
                 if not data:
                     silent = 0
                     break
-                if (waited := self._overdue_seconds(data)) is not None:
+                # this rank has waited for too long, and rank 0 does not wait for another rank
+                since = self.waiting_since
+                waited = 0.0 if since is None else time.monotonic() - since
+                if waited > self._timeout and data.endswith(_BEAT):
                     self._end(waited)
                 silent = 0
         if self._closed.wait(self._interval_seconds if silent else 2 * self._interval_seconds):
             return
         self._end(silent * self._interval_seconds)
-
-    def _overdue_seconds(self, payload: bytes) -> float | None:
-        """Return the seconds for which this rank has waited, if too long and rank 0 is not
-        collecting.
-        """
-        since = self.waiting_since
-        waited = 0.0 if since is None else time.monotonic() - since
-        return waited if waited > self._timeout and payload.endswith(_BEAT) else None
 
     def _end(self, seconds: float) -> NoReturn:
         """Print the message and end the process."""
@@ -224,14 +186,11 @@ class HeartbeatMonitor:
         os._exit(1)
 
 
-def _connect(hosts: list[str], port: int) -> socket.socket | None:
-    """Return a connection to the first reachable host, None after the deadline."""
+def _connect(host: str, port: int) -> socket.socket | None:
+    """Return a connection, None after the deadline."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     while time.monotonic() < deadline:
-        for host in hosts:
-            try:
-                return socket.create_connection((host, port), timeout=5.0)
-            except OSError:
-                continue
+        with contextlib.suppress(OSError):
+            return socket.create_connection((host, port), timeout=5.0)
         time.sleep(0.2)
     return None

@@ -36,12 +36,10 @@ def check_same_launch(objects: ObjectGroup, settings: Any) -> None:
     """
     if objects.world == 1:
         return
-    fingerprints = objects.gather(collect_launch_info(settings))
-    differ = (
-        None
-        if fingerprints is None
-        else find_differences(fingerprints, [objects.rank_name(r) for r in range(objects.world)])
-    )
+    differ = None
+    if (launch_infos := objects.gather(collect_launch_info(settings))) is not None:
+        names = [objects.rank_name(r) for r in range(objects.world)]
+        differ = find_differences(launch_infos, names)
     differ = objects.broadcast_verb(differ)
     if not differ:
         return
@@ -86,11 +84,10 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]
     """Return the leaves of nested dicts as (dotted name, repr of the value)."""
     pairs = []
     for name, value in tree.items():
-        pairs += (
-            _flatten(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else [(prefix + name, repr(value))]
-        )
+        if isinstance(value, dict):
+            pairs += _flatten(value, f"{prefix}{name}.")
+        else:
+            pairs.append((prefix + name, repr(value)))
     return pairs
 
 

@@ -5,6 +5,7 @@ The current step is finished if time allows, the run is saved, and the exit code
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -67,10 +68,8 @@ class StopRequest:
         """Handle a signal."""
         now = time.monotonic()
         if self.exit_code is None:
-            self.exit_code, self._requested_at = (
-                INTERRUPTED if number == signal.SIGINT else REQUEUE,
-                now,
-            )
+            self.exit_code = INTERRUPTED if number == signal.SIGINT else REQUEUE
+            self._requested_at = now
             if not self.has_started:
                 self._end(self.exit_code, f"{signal.Signals(number).name} before the first step")
             over = f"the {self.grace_seconds:g} s to stop in (the setting stop_grace) are over"
@@ -145,6 +144,27 @@ def end_with_launcher() -> None:
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
     if launched:
         set_parent_death_signal(signal.SIGTERM)
+
+
+def end_process_at_exit() -> None:
+    """End this serving rank immediately once the script and all exit handlers have run, without
+    tearing down the interpreter. The process exits normally if the script ended with an error.
+
+    torch's process-group threads live until the end (DDP keeps a group's). A thread that needs the
+    interpreter during teardown is unwound, and C++ then aborts with "terminate called without an
+    active exception". A launch in some hundred failed this way after all work was done.
+    """
+    atexit.register(_end_process)
+
+
+def _end_process() -> None:
+    """Run the remaining exit handlers, then end the process."""
+    atexit.unregister(_end_process)
+    atexit._run_exitfuncs()
+    if getattr(sys, "last_value", None) is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _is_main_thread() -> bool:

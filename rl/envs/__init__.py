@@ -14,6 +14,7 @@ from rl.envs.environment_registry import (
     register_environment,
     show_help,
 )
+from rl.envs.fork_server import apply_isolation, isolate_environment, resolve_environment
 from rl.envs.game_env import Game, check_choice
 from rl.envs.key_value_store import KeyValueStore
 from rl.envs.message_env import EnvironmentGroup, EpisodeLimits
@@ -24,7 +25,6 @@ from rl.envs.problem_env import (
     make_reward_episode,
     make_reward_meta,
 )
-from rl.envs.process_isolation import apply_isolation, isolate_environment, resolve_environment
 from rl.envs.tools import Tool, ToolCall, tool
 
 __all__ = [

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import math
 import operator
-import re
 from dataclasses import dataclass
 from typing import Any
 
-from rl.envs.question_env import QuestionEnv
+from rl.envs.question_env import QuestionEnv, find_last_integer
 
 _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -107,5 +106,4 @@ class CalculatorEnv(QuestionEnv):
 
     def extract_answer(self, response: str) -> str | None:
         """Return the last integer in an answer."""
-        numbers = re.findall(r"-?\d+", response.replace(",", ""))
-        return numbers[-1] if numbers else None
+        return find_last_integer(response)

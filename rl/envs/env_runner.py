@@ -4,15 +4,15 @@ both in the same way.
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any
 
 from rl.envs.environment import Environment, TurnResult
 from rl.envs.environment_registry import EnvironmentSpec
 from rl.envs.tools import Tool, ToolCall, as_tool, run_calls
+from rl.rollout import await_value
 from rl.types import Message
 
 MAX_CHARACTERS = 1_000_000  # in the messages of a TurnResult
@@ -40,43 +40,22 @@ class EpisodeStart:
     seats: Sequence[str | None]
 
 
-class EnvRunner(Protocol):
-    """Define the interface through which the rollout runs an episode's environment. Methods are
-    called sequentially; each may raise anything, or hang.
-    """
-
-    def start(self) -> Any:
-        """Return an EpisodeStart, or an awaitable of one."""
-        ...
-
-    def process_answer(self, message: Message) -> Any:
-        """Return the tool calls that were run, else the result of the environment's `step` (or an
-        awaitable of it).
-        """
-        ...
-
-    def close(self) -> Any: ...
-
-    def kill(self) -> None:
-        """End a hanging environment as far as possible."""
-        ...
-
-
 def make_environment(spec: EnvironmentSpec, task: EpisodeTask) -> Environment:
     """Return an environment for this task, with its random generator, that has not started."""
     environment = spec.make()
-    environment.row, environment.seed, environment.member, environment.calls = (
-        dict(task.row),
-        task.seed,
-        task.member,
-        [],
-    )
+    environment.row = dict(task.row)
+    environment.seed = task.seed
+    environment.member = task.member
+    environment.calls = []
     environment.rng = random.Random(task.seed)
     return environment
 
 
 class InProcessRunner:
-    """Run the environment in this process. `shared`: returns the object that the group shares."""
+    """Run the environment in this process. `shared`: returns the object that the group shares.
+
+    Methods are called sequentially; each may raise anything, or hang, and may return an awaitable.
+    """
 
     def __init__(
         self, spec: EnvironmentSpec, task: EpisodeTask, shared: Any, *, forks: bool = False
@@ -87,9 +66,7 @@ class InProcessRunner:
     async def start(self) -> EpisodeStart:
         """Start the environment and return its first messages, tools and seats."""
         self.environment.shared = self._shared()
-        first = self.environment.start()
-        if inspect.isawaitable(first):
-            first = await first
+        first = await await_value(self.environment.start())
         self.tools = {tool.name: tool for tool in map(as_tool, self.environment.tools)}
         return EpisodeStart(
             first,
@@ -98,7 +75,9 @@ class InProcessRunner:
         )
 
     def process_answer(self, message: Message) -> Any:
-        """Run and return the tool calls of an answer. Pass an answer without calls to `step`."""
+        """Run and return the tool calls of an answer. Without calls, return the result of the
+        environment's `step`.
+        """
         if self.tools and (message.get("tool_calls") or message.get("unparsed_tool_calls")):
             calls: list[ToolCall] = run_calls(message, self.tools, forks=self._forks)
             self.environment.calls += calls
@@ -117,19 +96,12 @@ def count_characters(messages: Any) -> int:
     """Return the number of characters in messages; 0 if the value is not messages."""
     if isinstance(messages, str):
         return len(messages)
-    contents = (
-        [m.get("content") for m in messages if isinstance(m, Mapping)]
-        if isinstance(messages, Sequence)
-        else []
-    )
-    parts = [
-        part.get("text")
-        for content in contents
-        if isinstance(content, list)
-        for part in content
-        if isinstance(part, Mapping)
-    ]
-    return sum(len(text) for text in (*contents, *parts) if isinstance(text, str))
+    if not isinstance(messages, Sequence):
+        return 0
+    contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return sum(len(text) for text in (*contents, *texts) if isinstance(text, str))
 
 
 def encode_result(result: Any) -> dict[str, Any]:
@@ -156,13 +128,8 @@ def encode_result(result: Any) -> dict[str, Any]:
             "seats": list(result.seats),
         }
     if isinstance(result, TurnResult):
-        names = ("reward", "done", "truncated", "metrics", "logs", "seat")
-        by_seat = {name: _encode_by_seat(getattr(result, name)) for name in PER_SEAT_FIELDS}
-        return {
-            "turn": {name: getattr(result, name) for name in names},
-            "said": result.messages,
-            "by_seat": by_seat,
-        }
+        turn = {item.name: getattr(result, item.name) for item in fields(result)}
+        return {"turn": turn | {name: _encode_by_seat(turn[name]) for name in PER_SEAT_FIELDS}}
     return {"value": result}
 
 
@@ -175,11 +142,10 @@ def decode_result(encoded: Mapping[str, Any]) -> Any:
             decode_result(encoded["begun"]), encoded["tools"], tuple(encoded["seats"])
         )
     if "turn" in encoded:
-        by_seat: dict[str, Any] = {
-            name: dict(pairs) if isinstance(pairs, list) else pairs
-            for name, pairs in encoded["by_seat"].items()
-        }
-        return TurnResult(messages=encoded["said"], **by_seat, **encoded["turn"])
+        turn = dict(encoded["turn"])
+        for name in PER_SEAT_FIELDS:
+            turn[name] = dict(turn[name]) if isinstance(turn[name], list) else turn[name]
+        return TurnResult(**turn)
     return encoded["value"]
 
 

@@ -168,18 +168,18 @@ def resolve_spec(
     cls = spec if isinstance(spec, type) else _load_class(spec)
     name = spec if isinstance(spec, str) else cls.__name__
     address = None if isinstance(spec, type) else _find_address(spec)
-    known = make_settings_class(cls, name)
-    if known is None:
-        return _check_settings(EnvironmentSpec(name, cls, settings, address))
-    fields = {item.name: item for item in dataclasses.fields(known)}
-    problems = [_unknown_setting_error(name, key, fields) for key in settings if key not in fields]
-    missing = [key for key, item in fields.items() if key not in settings and _is_required(item)]
-    problems += [
-        f"environment {name!r} needs the setting {key!r}: set --environment.{key}"
-        for key in missing
-    ]
-    if problems:
-        raise SettingsError(problems)
+    if (table := make_settings_class(cls, name)) is not None:
+        fields = {item.name: item for item in dataclasses.fields(table)}
+        problems = [
+            _unknown_setting_error(name, key, fields) for key in settings if key not in fields
+        ]
+        problems += [
+            f"environment {name!r} needs the setting {key!r}: set --environment.{key}"
+            for key, item in fields.items()
+            if key not in settings and item.default is item.default_factory is dataclasses.MISSING
+        ]
+        if problems:
+            raise SettingsError(problems)
     return _check_settings(EnvironmentSpec(name, cls, settings, address))
 
 
@@ -256,27 +256,23 @@ def parse_environment(name: str, settings: Sequence[tuple[str, str]]) -> Environ
     name, program = _split_program(name)
     settings = [*program, *settings]
     cls = _load_class(name)
-    table = make_settings_class(cls, name)
-    if table is None:
-        return _check_settings(EnvironmentSpec(name, cls, dict(settings), _find_address(name)))
-    fields = {item.name: item for item in dataclasses.fields(table)}
-    problems: list[str] = []
-    values: dict[str, RawValue] = {}
-    for key, text in settings:
-        if key in fields:
-            values[key] = RawValue(tuple(shlex.split(text)), f"--environment.{key}")
-        elif key.startswith("no_") and key[3:] in fields and text == "True":
-            values[key[3:]] = RawValue(("False",), f"--environment.{key}")
-        else:
-            problems.append(_unknown_setting_error(name, key, fields))
-    built = build_settings(table, values, problems, prefix="environment.")
-    if problems:
-        raise SettingsError(problems)
-    return _check_settings(
-        EnvironmentSpec(
-            name, cls, {key: getattr(built, key) for key in values}, _find_address(name)
-        )
-    )
+    resolved: dict[str, Any] = dict(settings)
+    if (table := make_settings_class(cls, name)) is not None:
+        fields = {item.name: item for item in dataclasses.fields(table)}
+        problems: list[str] = []
+        values: dict[str, RawValue] = {}
+        for key, text in settings:
+            if key in fields:
+                values[key] = RawValue(tuple(shlex.split(text)), f"--environment.{key}")
+            elif key.startswith("no_") and key[3:] in fields and text == "True":
+                values[key[3:]] = RawValue(("False",), f"--environment.{key}")
+            else:
+                problems.append(_unknown_setting_error(name, key, fields))
+        built = build_settings(table, values, problems, prefix="environment.")
+        if problems:
+            raise SettingsError(problems)
+        resolved = {key: getattr(built, key) for key in values}
+    return _check_settings(EnvironmentSpec(name, cls, resolved, _find_address(name)))
 
 
 def make_settings_class(cls: type, name: str) -> type | None:
@@ -369,20 +365,10 @@ def _argument_fields(
         default = (
             dataclasses.field()
             if p.default is p.empty
-            else dataclasses.field(default_factory=partial(_identity, p.default))
+            else dataclasses.field(default_factory=partial(lambda value: value, p.default))
         )
         fields.append((p.name, annotation, default))
     return fields
-
-
-def _identity(value: Any) -> Any:
-    """Return the value unchanged."""
-    return value
-
-
-def _is_required(item: dataclasses.Field) -> bool:
-    """Return True if a field has no default."""
-    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 
 
 def _unknown_setting_error(name: str, key: str, known: Mapping[str, Any]) -> str:
@@ -415,12 +401,7 @@ def _load_class(spec: str) -> type:
             " name a class of a file as 'file.py:Class'"
         )
     source, _, attribute = address.rpartition(":")
-    file = source.endswith(".py")
-    module = (
-        load_file(str(Path(source).expanduser().resolve()), "environment")
-        if file
-        else _load_module(spec, source)
-    )
+    module = _load_module(spec, source)
     target: Any = module
     for part in attribute.split("."):
         target = getattr(target, part, None)
@@ -432,17 +413,16 @@ def _load_class(spec: str) -> type:
     if not isinstance(target, type) or not (
         issubclass(target, Environment) or hasattr(target, "reset")
     ):
-        classes = {
+        environments = {
             key: value
-            for key, value in vars(module).items()
-            if isinstance(value, type) and value is not Environment
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, type)
+            and issubclass(value, Environment)
+            and value is not Environment
         }
-        environments = sorted(
-            key for key, value in classes.items() if issubclass(value, Environment)
-        )
         choices = [
-            key for key in environments if classes[key].__module__ == module.__name__
-        ] or environments
+            key for key, value in environments.items() if value.__module__ == module.__name__
+        ] or list(environments)
         closest = nearest_name(attribute, choices)
         hint = f"did you mean {closest!r}? " if closest else ""
         raise UserError(
@@ -459,12 +439,7 @@ def load_object(spec: str, what: str) -> Any:
     place, _, attribute = spec.rpartition(":")
     if not place or not attribute:
         raise UserError(f"{what} is named as 'module:name' or 'file.py:name', got {spec!r}")
-    file = place.endswith(".py")
-    module: Any = (
-        load_file(str(Path(place).expanduser().resolve()), "environment")
-        if file
-        else _load_module(spec, place)
-    )
+    module = _load_module(spec, place)
     if not hasattr(module, attribute):
         closest = nearest_name(
             attribute, [name for name in vars(module) if not name.startswith("_")]
@@ -477,9 +452,11 @@ def load_object(spec: str, what: str) -> Any:
 
 
 def _load_module(spec: str, place: str) -> ModuleType:
-    """Import a module. Raises UserError, with the command that installs a missing package if it is
-    known.
+    """Import a module or a file. Raises UserError, with the command that installs a missing package
+    if it is known.
     """
+    if place.endswith(".py"):
+        return load_file(str(Path(place).expanduser().resolve()), "environment")
     try:
         return importlib.import_module(place)
     except ImportError as error:

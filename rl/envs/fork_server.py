@@ -22,7 +22,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from rl.envs.env_runner import (
     encode_result,
     make_environment,
 )
-from rl.envs.environment_registry import EnvironmentSpec, load_spec
+from rl.envs.environment_registry import EnvironmentSpec, load_spec, resolve_spec
 from rl.errors import UserError
 from rl.processes import (
     InvalidReply,
@@ -45,7 +46,7 @@ from rl.processes import (
     kill_tree,
     read_message,
 )
-from rl.rollout import EpisodeFailed
+from rl.rollout import EpisodeFailed, await_value
 from rl.sanitize import describe_error, sanitize_text
 
 _MAX_REPLY_BYTES = 1 << 24
@@ -60,11 +61,10 @@ class _ForkedProcess:
     episode.
     """
 
-    def __init__(self) -> None:
-        self.spec: EnvironmentSpec | None = None
-        self.shared: Any = None
-        self.host: InProcessRunner | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None
+    spec: EnvironmentSpec | None = None
+    shared: Any = None
+    host: InProcessRunner | None = None
+    loop: asyncio.AbstractEventLoop | None = None
 
     def serve(self, channel: socket.socket) -> None:
         """Process requests until the socket is closed."""
@@ -122,7 +122,7 @@ class _ForkedProcess:
         if not inspect.isawaitable(value):
             return value
         self.loop = self.loop or asyncio.new_event_loop()
-        return self.loop.run_until_complete(_await_value(value))
+        return self.loop.run_until_complete(await_value(value))
 
 
 def _seed_globals(seed: int) -> None:
@@ -133,11 +133,6 @@ def _seed_globals(seed: int) -> None:
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
-
-
-async def _await_value(value: Any) -> Any:
-    """Await any awaitable, as the coroutine that an event loop requires."""
-    return await value
 
 
 def _set_up_child(parent: int) -> None:
@@ -252,15 +247,12 @@ class ForkServer:
             _decode_reply(self._root.receive(_START_SECONDS), label)
         except (TimeoutError, WorkerDiedError, InvalidReply, EpisodeFailed) as error:
             self._stop_root()
-            if isinstance(error, EpisodeFailed):
-                reason = str(error)
-            elif isinstance(error, TimeoutError):
-                reason = f"{label} was not ready after {_START_SECONDS:g} s"
-            elif isinstance(error, InvalidReply):
-                reason = f"{label} sent an invalid reply: {error}"
-            else:
-                reason = f"{label} died: {error}"
-            raise UserError(reason) from error
+            reasons = {
+                TimeoutError: f"{label} was not ready after {_START_SECONDS:g} s",
+                InvalidReply: f"{label} sent an invalid reply: {error}",
+                WorkerDiedError: f"{label} died: {error}",
+            }
+            raise UserError(reasons.get(type(error), str(error))) from error
         self._root.channel.setblocking(True)
 
 
@@ -344,7 +336,7 @@ class SubprocessRunner:
     process.
     """
 
-    def __init__(self, label: str, task: EpisodeTask, fork: Any):
+    def __init__(self, label: str, task: EpisodeTask, fork: Callable[[], ProcessChannel]):
         self.label, self.task, self._fork = label, task, fork
         self._channel: ProcessChannel | None = None
 
@@ -370,3 +362,74 @@ class SubprocessRunner:
         """Kill the process."""
         if self._channel is not None:
             self._channel.end()
+
+
+# ----------------------------------------------------------------------- where episodes run
+
+ISOLATIONS = ("auto", "thread", "process")  # see apply_isolation
+
+
+def resolve_environment(
+    spec: str | type | EnvironmentSpec, *, environment_isolation: str = "auto", **settings: Any
+) -> EnvironmentSpec:
+    """Return the environment that `spec` names, with its settings. Setting values are used as they
+    are.
+
+      spec                   a registered name, "module:Class", "path/to/file.py:Class", or a class
+      environment_isolation  where its episodes run, as `train.py --environment-isolation`: see
+                             `apply_isolation`
+
+    Raises UserError for an unknown name, and for an unknown setting, with the nearest known
+    setting.
+    """
+    resolved = resolve_spec(spec, settings)
+    if isinstance(spec, EnvironmentSpec) and environment_isolation == "auto":
+        return resolved  # it was already resolved, including its isolation
+    return apply_isolation(replace(resolved, root=None), environment_isolation)
+
+
+def apply_isolation(spec: EnvironmentSpec, isolation: str) -> EnvironmentSpec:
+    """Return the environment with its episodes run as `isolation` requires (one of ISOLATIONS).
+
+      process  each episode in a separate process: a crash or hang fails only that episode, and no
+               module state outlives an episode
+      thread   in threads of this process
+      auto     process for an environment that is named by its module or file, thread for built-in
+               environments and classes of the script
+
+    Raises UserError for any other value.
+    """
+    if isolation not in ISOLATIONS:
+        raise UserError(
+            f"environment_isolation is one of {', '.join(ISOLATIONS)}; got {isolation!r}"
+        )
+    by_location = (
+        ":" in spec.name and spec.address is not None and not spec.address.startswith("__main__:")
+    )
+    return (
+        isolate_environment(spec)
+        if isolation == "process" or (isolation == "auto" and by_location)
+        else spec
+    )
+
+
+def isolate_environment(spec: EnvironmentSpec) -> EnvironmentSpec:
+    """Return a copy of the spec that runs each episode in a separate process.
+
+    Raises UserError if the class or a setting cannot be sent to that process.
+    """
+    if spec.address is None:
+        raise UserError(
+            f"the environment {spec.name} is a class of this script, which no other process can"
+            " import: name it as 'path/to/file.py:Class'"
+        )
+    for name, value in spec.settings.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:  # boundary: pickling of any object
+            raise UserError(
+                f"the environment {spec.name}: its setting {name!r} cannot be sent to another "
+                f"process, where its episodes run ({describe_error(error, 200)}). Give a value "
+                "that can be pickled, or environment_isolation='thread'"
+            ) from error
+    return replace(spec, root=ForkServer(spec))

@@ -4,29 +4,27 @@ limits, and report failures.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from rl.envs.env_runner import (
-    MAX_CHARACTERS,
-    EnvRunner,
-    EpisodeStart,
-    EpisodeTask,
-    InProcessRunner,
-    count_characters,
-    make_environment,
-)
+from rl.envs.env_runner import EpisodeStart, EpisodeTask, InProcessRunner, make_environment
 from rl.envs.environment import TurnResult
 from rl.envs.environment_registry import EnvironmentSpec
 from rl.envs.fork_server import SubprocessRunner
 from rl.envs.problem_env import last_user_text
-from rl.envs.step_validation import StepValidator, safe_repr
+from rl.envs.step_validation import (
+    InvalidResult,
+    describe_value,
+    is_seat,
+    validate_messages,
+    validate_turn,
+)
 from rl.envs.tools import ToolCall
 from rl.renderers import Renderer, format_with_calls
 from rl.rollout import Env, EnvCall, EnvGroupBuilder, EnvThread, EpisodeFailed, StepResult
-from rl.sanitize import sanitize_text
 from rl.seed import derive_seed
 from rl.types import Message, ModelInput, Problem, SampledSequence
 
@@ -94,17 +92,13 @@ class EnvironmentGroup(EnvGroupBuilder):
         system_prompt: str | None = None,
         renderers: Mapping[str, Renderer] | None = None,
     ):
-        self.spec, self.problem, self.group_size, self.renderer = (
-            spec,
-            problem,
-            group_size,
-            renderer,
-        )
-        self.limits, self.system_prompt, self.renderers = (
-            limits or EpisodeLimits(),
-            system_prompt,
-            renderers or {},
-        )
+        self.spec = spec
+        self.problem = problem
+        self.group_size = group_size
+        self.renderer = renderer
+        self.limits = limits or EpisodeLimits()
+        self.system_prompt = system_prompt
+        self.renderers = renderers or {}
         self.tag = problem.tag if problem.tag != "problem" else spec.name
         self.problem_index = problem.index
         # MessageEnv counts turns itself, so the rollout needs no limit.
@@ -123,13 +117,7 @@ class EnvironmentGroup(EnvGroupBuilder):
         """Return an environment for each episode of the group."""
         if self.spec.root is not None:
             self.spec.root.begin()
-        task = EpisodeTask(self.row, self.seed)
-        shared = SharedGroupData(
-            self.spec,
-            task,
-            self.limits.seconds,
-            f"{self.spec.name}, what row {self.problem_index} shares,",
-        )
+        shared = SharedGroupData(self)
         return [MessageEnv(self, member, shared) for member in range(self.group_size)]
 
     def deduplicate_prompt(self, observation: ModelInput) -> ModelInput:
@@ -154,22 +142,21 @@ class SharedGroupData:
     and the process that the episodes are forked from, if any.
     """
 
-    def __init__(self, spec: EnvironmentSpec, task: EpisodeTask, seconds: float, name: str):
-        self.spec, self.task, self.name, self.is_needed = spec, task, name, spec.has_shared_data
+    def __init__(self, group: EnvironmentGroup):
+        self.spec, self.task = group.spec, EpisodeTask(group.row, group.seed)
         self._channel: Any = None
         self._users = 0
-        self._thread = EnvThread(seconds, f"the environment {name}", self.kill_process)
-        self._call = self._thread.submit(self._compute) if self.is_needed else None
+        name = f"the environment {group.spec.name}, what row {group.problem_index} shares,"
+        self._thread = EnvThread(group.limits.seconds, name, self.kill_process)
+        self._call = self._thread.submit(self._compute) if self.spec.has_shared_data else None
 
-    def make_runner(self, member: int, label: str) -> EnvRunner:
+    def make_runner(self, member: int, label: str) -> InProcessRunner | SubprocessRunner:
         """Return the runner of an episode."""
         self._users += 1
-        task = EpisodeTask(self.task.row, self.task.seed, member)
-        return (
-            InProcessRunner(self.spec, task, self._get)
-            if self.spec.root is None
-            else SubprocessRunner(label, task, self._fork)
-        )
+        task = replace(self.task, member=member)
+        if self.spec.root is None:
+            return InProcessRunner(self.spec, task, self._get)
+        return SubprocessRunner(label, task, self._fork)
 
     def release(self) -> None:
         """Release the shared object for an ended episode; the last release ends the shared
@@ -189,7 +176,7 @@ class SharedGroupData:
         if self.spec.root is None:
             return make_environment(self.spec, self.task).share()
         self._channel = self.spec.root.fork()
-        return self._channel.ask(f"the environment {self.name}", "share", task=self.task)
+        return self._channel.ask(self._thread.name, "share", task=self.task)
 
     def _get(self) -> Any:
         """Wait for the shared object."""
@@ -203,7 +190,7 @@ class SharedGroupData:
         return self.spec.root.fork() if self._channel is None else self._channel.fork()
 
 
-class MessageEnv(StepValidator, Env):
+class MessageEnv(Env):
     """Adapt an `Environment` to the rollout. Tokens are made in the caller's thread; the
     environment's code runs in the episode's thread.
     """
@@ -241,11 +228,9 @@ class MessageEnv(StepValidator, Env):
                 if key not in ("cut_off", "unparsed_tool_calls")
             }
         )
-        new_messages, conversation.answer, conversation.new_messages = (
-            conversation.new_messages,
-            action.tokens,
-            [],
-        )
+        new_messages = conversation.new_messages
+        conversation.answer = action.tokens
+        conversation.new_messages = []
         self.turns += self.players[self.seat] is None
         return self.thread.submit(
             partial(self.runner.process_answer, answer),
@@ -264,17 +249,18 @@ class MessageEnv(StepValidator, Env):
         messages.
         """
         self.tools, self.players = start.tools, tuple(start.seats)
-        if not all(player is None or isinstance(player, str) for player in self.players):
-            raise self.make_error(
-                f"has the seats {sanitize_text(safe_repr(self.players), 100)}; each seat is None "
-                "(the policy) or a player's name"
+        first = start.first_turn
+        with self._fail_episode():
+            if not all(player is None or isinstance(player, str) for player in self.players):
+                raise InvalidResult(
+                    f"has the seats {describe_value(self.players)}; each seat is None (the policy) "
+                    "or a player's name"
+                )
+            observation, stop = self._send_messages(
+                validate_turn(first, len(self.players))
+                if isinstance(first, TurnResult)
+                else TurnResult(first)
             )
-        self._send_messages(
-            self._validate_step_result(start.first_turn)
-            if isinstance(start.first_turn, TurnResult)
-            else TurnResult(start.first_turn)
-        )
-        observation, stop = self._next_prompt()
         return self.group.deduplicate_prompt(observation), stop
 
     def _make_step(self, answered: _ParsedAnswer, output: Any) -> StepResult:
@@ -290,45 +276,33 @@ class MessageEnv(StepValidator, Env):
             logs["tool_calls"] = [call.as_json() for call in output]
             turn = TurnResult([call.message for call in output], seat=self.seat)
         else:
-            turn = self._validate_step_result(output)
-        metrics = {"ended": float(answered.ended), **turn.metrics}
-        done, truncated = turn.done, turn.done and turn.truncated
-        if not done and self.turns >= self.group.limits.turns:
-            done = truncated = True
-        logs = {**turn.logs, **logs}
-        if done:
-            metrics |= self._episode_metrics(truncated)
-            # Log the players of each game with several seats, so that older versions are rated in
-            # games of any author.
-            players = (
-                {"players": [name or "policy" for name in self.players]}
-                if len(self.players) > 1
-                else {}
-            )
-            other_seats = [
-                seat
-                for seat in range(len(self.players))
-                if seat != self.seat or seat in turn.logs_of
-            ]
-            logs_of = {seat: {**players, **turn.logs_of.get(seat, {})} for seat in other_seats}
-            seats: dict[str, Any] = {
-                "rewards": turn.rewards,
-                "metrics_of": turn.metrics_of,
-                "logs_of": logs_of,
-            }
-            return StepResult(
-                turn.reward,
-                True,
-                metrics=metrics,
-                logs={**players, **logs},
-                truncated=truncated,
-                **seats,
-            )
-        self._send_messages(turn)
-        observation, stop = self._next_prompt()
-        return StepResult(
-            turn.reward, False, observation, stop, metrics, logs, rewards=turn.rewards
+            with self._fail_episode():
+                turn = validate_turn(output, len(self.players))
+        result = StepResult(
+            turn.reward,
+            turn.done or self.turns >= self.group.limits.turns,
+            metrics={"ended": float(answered.ended), **turn.metrics},
+            logs={**turn.logs, **logs},
+            rewards=turn.rewards,
         )
+        if not result.episode_done:
+            with self._fail_episode():
+                result.next_observation, result.next_stop_condition = self._send_messages(turn)
+            return result
+        result.truncated = turn.truncated or not turn.done
+        result.metrics |= self._episode_metrics(result.truncated)
+        # Log the players of each game with several seats, so that older versions are rated in games
+        # of any author.
+        several = len(self.players) > 1
+        players = {"players": [name or "policy" for name in self.players]} if several else {}
+        result.logs = {**players, **result.logs}
+        result.metrics_of = turn.metrics_of
+        result.logs_of = {
+            seat: {**players, **turn.logs_of.get(seat, {})}
+            for seat in range(len(self.players))
+            if seat != self.seat or seat in turn.logs_of
+        }
+        return result
 
     def _episode_metrics(self, truncated: bool) -> dict[str, float]:
         """Return the metrics of the complete episode."""
@@ -343,15 +317,18 @@ class MessageEnv(StepValidator, Env):
             }
         return metrics
 
-    def _send_messages(self, turn: TurnResult) -> None:
-        """Add the TurnResult's messages to the conversation of the seat that acts next."""
-        if not isinstance(turn.seat, int) or not 0 <= turn.seat < len(self.players):
-            raise self.make_error(
-                f"names the seat {sanitize_text(safe_repr(turn.seat), 100)}; seats are numbered "
-                f"from 0 and their count is {len(self.players)}"
+    def _send_messages(self, turn: TurnResult) -> tuple[ModelInput, Stop]:
+        """Add the TurnResult's messages to the conversation of the seat that acts next. Return its
+        prompt and stop sequences. Raises InvalidResult if a field is invalid, or if the messages
+        cannot be rendered.
+        """
+        if not is_seat(turn.seat, len(self.players)):
+            raise InvalidResult(
+                f"names the seat {describe_value(turn.seat)}; seats are numbered from 0 and their "
+                f"count is {len(self.players)}"
             )
         self.seat = turn.seat
-        messages = self._check_messages(turn.messages)
+        messages = validate_messages(turn.messages)
         if self.seat not in self.conversations:
             system_prompt = self.group.system_prompt
             system = [{"role": "system", "content": system_prompt}] if system_prompt else []
@@ -363,40 +340,20 @@ class MessageEnv(StepValidator, Env):
         conversation = self.conversations[self.seat]
         conversation.new_messages = messages
         if not messages:
-            raise self.make_error("returned no messages, but the episode is not done")
-
-    def _check_messages(self, messages: Any) -> list[Message]:
-        """Return messages as a list. Raises EpisodeFailed if they are invalid or too long."""
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        if not isinstance(messages, Sequence) or not all(
-            isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages
-        ):
-            raise self.make_error(
-                f"gave {sanitize_text(safe_repr(messages), 200)}, which is neither a text nor a "
-                "list of messages"
-            )
-        size = count_characters(messages)
-        if size > MAX_CHARACTERS:
-            raise self.make_error(
-                f"gave {size} characters in a turn; at most {MAX_CHARACTERS} are allowed"
-            )
-        return [dict(message) for message in messages]
-
-    def _next_prompt(self) -> tuple[ModelInput, Stop]:
-        """Return the next prompt and its stop sequences. Raises EpisodeFailed if the messages
-        cannot be rendered.
-        """
-        conversation = self.conversations[self.seat]
+            raise InvalidResult("returned no messages, but the episode is not done")
         try:
             conversation.last_prompt = conversation.next_prompt()
         except ValueError as error:
-            raise self.make_error(f"gave messages that cannot be rendered: {error}") from error
+            raise InvalidResult(f"gave messages that cannot be rendered: {error}") from error
         return conversation.last_prompt, conversation.renderer.get_stop_sequences()
 
-    def make_error(self, problem: str) -> EpisodeFailed:
-        """Return the error of this episode with `problem` as its message."""
-        return EpisodeFailed(f"{self.thread.name} {problem}")
+    @contextmanager
+    def _fail_episode(self) -> Iterator[None]:
+        """Fail the episode, and no other, for what a check of the environment's results raises."""
+        try:
+            yield
+        except InvalidResult as error:
+            raise EpisodeFailed(f"{self.thread.name} {error}") from error
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,17 @@ class ProblemEnv(Env):
         builder = self.builder
         message, ended = builder.renderer.parse_response(action.tokens)
         response = format_with_calls(message)
-        scorer, meta = builder.scorer, builder.reward_meta
-        earned: Any = (
-            0.0
-            if scorer is None
-            else scorer.submit(builder.prompt_text, response, meta, self._episode(action, response))
-        )
+        reward: Any = 0.0
+        if (scorer := builder.scorer) is not None:
+            episode = None
+            if scorer.reward.episode:
+                turn = EpisodeTurn(
+                    response, tokens=len(action.tokens), stop_reason=action.stop_reason
+                )
+                episode = make_reward_episode(builder.problem, turn)
+            reward = scorer.submit(builder.prompt_text, response, builder.reward_meta, episode)
         return StepResult(
-            reward=earned,
+            reward=reward,
             episode_done=True,
             metrics={"ended": float(ended)},
             logs={
@@ -47,16 +50,6 @@ class ProblemEnv(Env):
                 "messages": builder.problem.messages,
                 **builder.expected,
             },
-        )
-
-    def _episode(self, action: SampledSequence, response: str) -> Episode | None:
-        """Return the episode for a reward that takes whole episodes, else None."""
-        builder = self.builder
-        if builder.scorer is None or not builder.scorer.reward.episode:
-            return None
-        return make_reward_episode(
-            builder.problem,
-            EpisodeTurn(response, tokens=len(action.tokens), stop_reason=action.stop_reason),
         )
 
 

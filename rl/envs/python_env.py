@@ -4,15 +4,25 @@ turns of an episode.
 
 from __future__ import annotations
 
-import re
+import atexit
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from rl.envs.question_env import QuestionEnv
-from rl.envs.shared_sandbox import get_sandbox
+from rl.envs.question_env import QuestionEnv, find_last_integer
 from rl.envs.tools import Tool
-from rl.sandbox import PythonSession, SandboxLimits
+from rl.sandbox import PythonSession, Sandbox, SandboxLimits
 from rl.types import Message
+
+
+@cache
+def get_sandbox(mode: str) -> Sandbox:
+    """Return the sandbox of a mode, shared by all episodes of this process and made on first use.
+    Raises UserError if this host does not support the mode.
+    """
+    made = Sandbox(mode)
+    atexit.register(made.close)
+    return made
 
 
 @dataclass
@@ -74,8 +84,7 @@ class Python(QuestionEnv):
 
     def extract_answer(self, response: str) -> str | None:
         """Return the last integer in an answer."""
-        numbers = re.findall(r"-?\d+", response.replace(",", ""))
-        return numbers[-1] if numbers else None
+        return find_last_integer(response)
 
     def close(self) -> None:
         """Close the interpreter."""

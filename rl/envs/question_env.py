@@ -4,6 +4,7 @@ answer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,10 +46,8 @@ class QuestionEnv(Environment):
         system = [{"role": "system", "content": introduction}] if introduction else []
         if self.grader is not None:
             messages = [dict(message) for message in self.row["messages"]]
-            self.question, self.expected_answer = (
-                last_user_text(messages),
-                str(self.row.get("answer", "")),
-            )
+            self.question = last_user_text(messages)
+            self.expected_answer = str(self.row.get("answer", ""))
             return (
                 messages
                 if messages[0]["role"] == "system" or not introduction
@@ -81,3 +80,9 @@ class QuestionEnv(Environment):
     def extract_answer(self, response: str) -> Any:
         """Extract the value of an answer that is compared with the correct answer."""
         return response.strip()
+
+
+def find_last_integer(response: str) -> str | None:
+    """Return the last integer in an answer."""
+    numbers = re.findall(r"-?\d+", response.replace(",", ""))
+    return numbers[-1] if numbers else None

@@ -15,26 +15,7 @@ from rl.envs.question_env import QuestionEnv
 from rl.envs.tools import Tool
 from rl.errors import UserError, install_command
 
-_SYLLABLES = (
-    "ba",
-    "cor",
-    "dil",
-    "fen",
-    "gor",
-    "hal",
-    "jin",
-    "kel",
-    "lum",
-    "mir",
-    "nor",
-    "pel",
-    "quo",
-    "ris",
-    "sul",
-    "tam",
-    "vor",
-    "zen",
-)
+_SYLLABLES = "ba cor dil fen gor hal jin kel lum mir nor pel quo ris sul tam vor zen".split()
 _FACTS = {
     "capital": "The capital of {} is {}.",
     "river": "The longest river of {} is the {}.",

@@ -7,15 +7,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rl.envs.tool_schema import make_tool_schema
 from rl.errors import UserError
 from rl.processes import ForkedCall
+from rl.rollout import EnvCall, EnvThread, EpisodeFailed, await_value
 from rl.sanitize import describe_error, sanitize_text
 from rl.types import Message
 
@@ -121,9 +122,9 @@ def run_calls(
     for call in calls[max_calls:]:
         call.error, call.malformed = f"at most {max_calls} calls are run for each answer", True
     running = [(call, _start_call(call, tools, forks)) for call in calls[:max_calls]]
-    for call, thread in running:
-        if thread is not None:
-            thread.collect(call)
+    for call, started in running:
+        if started is not None:
+            _collect_result(call, started)
     for bad in answer.get("unparsed_tool_calls") or ():
         calls.append(
             ToolCall(
@@ -144,7 +145,7 @@ def _format_parse_error(error: str) -> str:
     return error if error.startswith("was ") else f"is not a valid call: {error}"
 
 
-def _start_call(call: ToolCall, tools: Mapping[str, Tool], forks: bool) -> _RunningCall | None:
+def _start_call(call: ToolCall, tools: Mapping[str, Tool], forks: bool) -> EnvCall | None:
     """Start a call in a thread. Return None, and set the call's error, if it cannot be run."""
     requested = tools.get(call.name)
     if requested is None:
@@ -161,67 +162,52 @@ def _start_call(call: ToolCall, tools: Mapping[str, Tool], forks: bool) -> _Runn
     except TypeError as error:
         call.error, call.malformed = f"{call.name}: {error}", True
         return None
-    return _RunningCall(requested, call.arguments, forks and inspect.isfunction(requested.function))
+    run = partial(_run_tool, requested, call.arguments)
+    process: ForkedCall | None = None
 
-
-class _RunningCall:
-    """Run a call in a separate thread, which is abandoned if it does not end, or in a process,
-    which is killed.
-    """
-
-    def __init__(self, tool: Tool, arguments: Mapping[str, Any], forks: bool):
-        self.tool, self.arguments, self.forks = tool, arguments, forks
-        self._process: ForkedCall | None = None
-        self.start_time = time.monotonic()
-        self.answer, self.error, self.end_time = "", "", self.start_time
-        self._done = threading.Event()
-        threading.Thread(target=self._run, name=f"tool {tool.name}", daemon=True).start()
-
-    def _run(self) -> None:
-        """Run the call and store its result."""
-        self.answer, self.error = self._run_forked() if self.forks else self._run_inline()
-        self.end_time = time.monotonic()
-        self._done.set()
-
-    def _run_inline(self) -> tuple[str, str]:
-        """Run the function in this thread and return (answer, error)."""
+    def run_forked() -> tuple[str, str]:
+        nonlocal process
+        process = ForkedCall(lambda: json.dumps(run()).encode(), limit=1 << 20)
         try:
-            result = self.tool.function(**self.arguments)
-            if inspect.isawaitable(result):
-                result = asyncio.run(_await_value(result))
-            return _result_to_text(result, self.tool.characters), ""
-        except BaseException as error:  # boundary: the user's function, SystemExit included
-            return "", describe_error(error, 500) or "it failed"
-
-    def _run_forked(self) -> tuple[str, str]:
-        """Run the function in a forked process and return (answer, error)."""
-        self._process = ForkedCall(lambda: json.dumps(self._run_inline()).encode(), limit=1 << 20)
-        try:
-            answer, error = json.loads(self._process.wait())
+            answer, error = json.loads(process.wait())
         except (ValueError, TypeError):
-            return "", f"{self.tool.name} died"
+            return "", f"{call.name} died"
         return str(answer), str(error)
 
-    def collect(self, call: ToolCall) -> None:
-        """Wait for the call until its time limit, and store the result or an error in `call`."""
-        if self._done.wait(max(0.0, self.start_time + self.tool.seconds - time.monotonic())):
-            call.answer, call.error, call.seconds = (
-                self.answer,
-                self.error or None,
-                self.end_time - self.start_time,
-            )
-        else:
-            call.error, call.seconds = (
-                f"{call.name} took longer than {self.tool.seconds:g} s",
-                time.monotonic() - self.start_time,
-            )
-            if self._process is not None:
-                self._process.kill()
+    def run_timed() -> tuple[str, str, float]:
+        begin = time.monotonic()
+        result = run_forked() if forks and inspect.isfunction(requested.function) else run()
+        return *result, time.monotonic() - begin
+
+    def kill() -> None:
+        if process is not None:
+            process.kill()
+
+    thread = EnvThread(requested.seconds, f"tool {requested.name}", kill)
+    running = thread.submit(run_timed)
+    thread.finish()
+    return running
 
 
-async def _await_value(value: Any) -> Any:
-    """Await any awaitable, as the coroutine that an event loop requires."""
-    return await value
+def _run_tool(tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, str]:
+    """Run the function in this thread and return (answer, error)."""
+    try:
+        result = tool.function(**arguments)
+        if inspect.isawaitable(result):
+            result = asyncio.run(await_value(result))
+        return _result_to_text(result, tool.characters), ""
+    except BaseException as error:  # boundary: the user's function, SystemExit included
+        return "", describe_error(error, 500) or "it failed"
+
+
+def _collect_result(call: ToolCall, running: EnvCall) -> None:
+    """Wait for the call until its time limit, and store the result or an error in `call`."""
+    try:
+        call.answer, error, call.seconds = running.result()
+        call.error = error or None
+    except EpisodeFailed:
+        call.error = f"{call.name} took longer than {running.seconds:g} s"
+        call.seconds = time.monotonic() - running.start_time
 
 
 def _result_to_text(result: Any, characters: int) -> str:

@@ -5,11 +5,11 @@ other threads.
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
+
+from rl.rollout import EventLoopThread
 
 _END_SECONDS = 5.0
 
@@ -23,26 +23,27 @@ class ClientSession:
     """
 
     def __init__(self, client: Callable[[], Any], seconds: float):
-        self.seconds = seconds
-        self._ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run, args=(client,), name="session", daemon=True
-        )
-        self._thread.start()
-        try:
-            self._loop, error = self._ready.get(timeout=seconds)
-        except queue.Empty:
-            raise TimeoutError(f"the server did not answer within {seconds:g} s") from None
-        if error is not None:
-            raise error
+        self.seconds, self._loop = seconds, EventLoopThread("session")
+        self._closing = asyncio.Event()
+        opened: Future[Any] = Future()
+        self._task = self._submit(self._keep_open(client, opened))
+        # the task also ends if the client cannot be opened
+        if not wait([opened, self._task], seconds, "FIRST_COMPLETED").done:
+            raise TimeoutError(f"the server did not answer within {seconds:g} s")
+        if not opened.done():
+            self._loop.close()
+            self._task.result()
+        self._client = opened.result()
+
+    def _submit(self, coroutine: Any) -> Future[Any]:
+        """Run a coroutine in the loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop.loop)
 
     def call(self, function: Callable[[Any], Awaitable[Any]], seconds: float | None = None) -> Any:
         """Return the result of `function(client)`. Raises TimeoutError at the time limit, and any
         error of the call.
         """
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(
-            _call(function, self._client), self._loop
-        )
+        future = self._submit(_call(function, self._client))
         limit = self.seconds if seconds is None else seconds
         try:
             return future.result(limit)
@@ -52,24 +53,16 @@ class ClientSession:
 
     def close(self) -> None:
         """Close the connection."""
-        if self._thread.is_alive() and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join(_END_SECONDS)
+        if self._loop.loop.is_closed():
+            return
+        self._loop.loop.call_soon_threadsafe(self._closing.set)
+        wait([self._task], _END_SECONDS)
+        self._loop.close()
 
-    def _run(self, client: Callable[[], Any]) -> None:
-        """Run the event loop of the connection; report an error to the constructor."""
-        try:
-            asyncio.run(self._keep_open(client))
-        except (
-            BaseException
-        ) as error:  # boundary: an error of the library, raised again in the constructor
-            self._ready.put((None, error))
-
-    async def _keep_open(self, client: Callable[[], Any]) -> None:
+    async def _keep_open(self, client: Callable[[], Any], opened: Future[Any]) -> None:
         """Keep the connection open until `close`."""
-        self._closing = asyncio.Event()
-        async with client() as self._client:
-            self._ready.put((asyncio.get_running_loop(), None))
+        async with client() as opened_client:
+            opened.set_result(opened_client)
             await self._closing.wait()
 
 

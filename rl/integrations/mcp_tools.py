@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import Any, ClassVar
 
 from rl.envs import Environment, Tool, TurnResult, grade_answer
@@ -48,7 +48,7 @@ class McpServer:
         listed: list[Any] = []
         cursor = None
         for _ in range(1000):
-            page = self.session.call(partial(_list_page, cursor=cursor))
+            page = self.session.call(methodcaller("list_tools", cursor=cursor))
             listed += page.tools
             cursor = getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None)
             if not cursor:
@@ -78,33 +78,20 @@ class McpServer:
                 "parameters": parameters,
             },
         }
-        return Tool(
-            self._make_caller(listed.name), seconds=self.seconds, name=listed.name, schema=schema
-        )
+        function = partial(self._call_tool, listed.name)
+        return Tool(function, seconds=self.seconds, name=listed.name, schema=schema)
 
-    def _make_caller(self, name: str) -> Callable[..., str]:
-        """Return a function that calls a tool of the server. The function raises RuntimeError if
-        the tool fails.
-        """
-
-        def call(**arguments: Any) -> str:
-            answer = self.session.call(lambda client: client.call_tool(name, arguments))
-            text = "\n".join(_part_text(part) for part in answer.content)
-            if getattr(answer, "is_error", None) or getattr(answer, "isError", None):
-                raise RuntimeError(text or "the tool failed without a reason")
-            return text
-
-        call.__name__ = name
-        return call
+    def _call_tool(self, name: str, /, **arguments: Any) -> str:
+        """Return the answer of a tool of the server. Raises RuntimeError if the tool fails."""
+        answer = self.session.call(methodcaller("call_tool", name, arguments))
+        text = "\n".join(_part_text(part) for part in answer.content)
+        if getattr(answer, "is_error", None) or getattr(answer, "isError", None):
+            raise RuntimeError(text or "the tool failed without a reason")
+        return text
 
     def close(self) -> None:
         """Close the connection."""
         self.session.close()
-
-
-def _list_page(client: Any, cursor: str | None) -> Awaitable[Any]:
-    """Request a page of the list of tools."""
-    return client.list_tools(cursor=cursor)
 
 
 def _part_text(part: Any) -> str:

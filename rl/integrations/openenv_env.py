@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from rl.envs import Environment, TurnResult
 from rl.errors import UserError
 from rl.integrations.client_session import ClientSession
 from rl.integrations.optional_packages import import_package, parse_json_options
+from rl.rollout import await_value
 from rl.types import Message
 
 
@@ -54,7 +54,8 @@ class OpenEnv(Environment):
             "seed": self.seed % 2**31,
             **parse_json_options(self.config, "config"),
         }
-        result = self.session.call(lambda client: _await_if_needed(client.reset(**arguments)))
+        # the client's methods are coroutines only in some versions
+        result = self.session.call(lambda client: await_value(client.reset(**arguments)))
         return self._observation_text(result.observation) or self.begin
 
     def step(self, answer: Message) -> TurnResult:
@@ -62,18 +63,16 @@ class OpenEnv(Environment):
         text = str(answer["content"])
         action: Any = {self.action: text}
         if self.action == "json":
+            reason = ""
             try:
                 action = json.loads(text)
             except ValueError as error:
-                return TurnResult(
-                    f"Error: an action is a JSON object ({error})",
-                    metrics={"malformed_action": 1.0},
-                )
+                action, reason = None, f" ({error})"
             if not isinstance(action, dict):
                 return TurnResult(
-                    "Error: an action is a JSON object", metrics={"malformed_action": 1.0}
+                    f"Error: an action is a JSON object{reason}", metrics={"malformed_action": 1.0}
                 )
-        result = self.session.call(lambda client: _await_if_needed(client.step(action)))
+        result = self.session.call(lambda client: await_value(client.step(action)))
         text_shown, done = self._observation_text(result.observation), bool(result.done)
         return TurnResult(
             text_shown or "(nothing)",
@@ -94,7 +93,10 @@ class OpenEnv(Environment):
                     f"the observation has no {', '.join(missing)}; it has"
                     f" {', '.join(map(str, observation))}"
                 )
-            return "\n".join(_to_text(observation[name]) for name in names)
+            values = [observation[name] for name in names]
+            return "\n".join(
+                v if isinstance(v, str) else json.dumps(v, default=str) for v in values
+            )
         texts = [
             value for value in observation.values() if isinstance(value, str) and value.strip()
         ]
@@ -109,15 +111,3 @@ class OpenEnv(Environment):
         session = getattr(self, "session", None)
         if session is not None:
             session.close()
-
-
-def _to_text(value: Any) -> str:
-    """Return a text unchanged, and any other value as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-async def _await_if_needed(value: Any) -> Any:
-    """Await a value if it is awaitable: the client's methods are coroutines only in some
-    versions.
-    """
-    return await value if inspect.isawaitable(value) else value

@@ -30,16 +30,13 @@ def parse_json_options(text: str, setting: str) -> dict[str, Any]:
     """Parse settings written as a JSON object. Raises UserError if the text is not a JSON
     object.
     """
+    problem = f'{setting} must be a JSON object such as {{"max_number": 8}}, got {text!r}'
     try:
         parsed = json.loads(text or "{}")
     except ValueError as error:
-        raise UserError(
-            f'{setting} must be a JSON object such as {{"max_number": 8}}, got {text!r} ({error})'
-        ) from error
+        raise UserError(f"{problem} ({error})") from error
     if not isinstance(parsed, dict):
-        raise UserError(
-            f'{setting} must be a JSON object such as {{"max_number": 8}}, got {text!r}'
-        )
+        raise UserError(problem)
     return parsed
 
 

@@ -106,7 +106,7 @@ class TextArena(Environment):
             self.seats = tuple(
                 None if self.others == "policy" or i == mine else self.others for i in range(count)
             )
-        return self._advance({})
+        return self._advance(False)
 
     def _reset(self) -> int:
         """Reset the game and return the number of players: the setting, or with 0 the fewest that
@@ -127,19 +127,19 @@ class TextArena(Environment):
         """Process a move."""
         return self._advance(self._move(str(answer["content"])))
 
-    def _move(self, text: str) -> dict[str, Any]:
-        """Make a move and return its outcome."""
+    def _move(self, text: str) -> bool:
+        """Make a move and return whether it ended the game."""
         if self.brackets and "[" not in text:
             text = f"[{text.strip()}]"
-        done, info = self.made.step(action=text)
-        return {"done": done, "info": info}
+        done, _ = self.made.step(action=text)
+        return bool(done)
 
-    def _advance(self, outcome: dict[str, Any]) -> TurnResult:
-        """Make the moves of random players, and return the next observation of a model. Raises
-        RuntimeError after _MOST_IN_A_ROW moves.
+    def _advance(self, done: bool) -> TurnResult:
+        """Make the moves of random players, and return the next observation of a model, or the
+        result of the game if it is `done`. Raises RuntimeError after _MAX_CONSECUTIVE_MOVES moves.
         """
         for _ in range(_MAX_CONSECUTIVE_MOVES):
-            if outcome.get("done"):
+            if done:
                 return self._finish()
             player, seen = self.made.get_observation()
             if self.policy_player is None or player == self.policy_player:
@@ -148,7 +148,7 @@ class TextArena(Environment):
                     messages=self._observation_text(player, seen),
                     seat=player if self.policy_player is None else 0,
                 )
-            outcome = self._move(self.rng.choice(self.moves.split()))
+            done = self._move(self.rng.choice(self.moves.split()))
         raise RuntimeError(
             f"{self.game}: {_MAX_CONSECUTIVE_MOVES} consecutive moves of random players"
         )

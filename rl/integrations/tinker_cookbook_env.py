@@ -44,12 +44,10 @@ class TinkerGroup(EnvGroupBuilder):
     def __init__(
         self, builder: Any, problem_index: int = 0, *, seconds: float = 60.0, max_turns: int = 100
     ):
-        self.builder, self.problem_index, self.seconds, self.max_turns = (
-            builder,
-            problem_index,
-            seconds,
-            max_turns,
-        )
+        self.builder = builder
+        self.problem_index = problem_index
+        self.seconds = seconds
+        self.max_turns = max_turns
         self.tag = _get_tag(builder)
         self._loop: EventLoopThread | None = None
         self._envs: list[TinkerEnv] = []
@@ -248,10 +246,8 @@ class Tinker(Environment):
     needs_rows: ClassVar[bool] = False
 
     def __init__(self, builders: str, call_seconds: float = 60.0):
-        self.function, self.call_seconds = (
-            load_object(builders, "a function of group builders"),
-            call_seconds,
-        )
+        self.function = load_object(builders, "a function of group builders")
+        self.call_seconds = call_seconds
 
     def rows(self, split: str, count: int) -> Sequence[dict[str, Any]]:
         """Return rows with the split and an index."""

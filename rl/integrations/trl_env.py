@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from rl.envs import Environment, TurnResult
 from rl.errors import UserError
+from rl.rollout import await_value
 from rl.types import Message
 
 _RESERVED_METHODS = ("reset", "get_reward", "close")
@@ -53,9 +54,7 @@ class TrlEnvironment(Environment):
             if messages
             else self._default_arguments()
         )
-        observation = self.wrapped.reset(**row)
-        if inspect.isawaitable(observation):
-            observation = await observation
+        observation = await await_value(self.wrapped.reset(**row))
         if observation is None:
             return messages
         if not isinstance(observation, (str, list)):
@@ -82,9 +81,7 @@ class TrlEnvironment(Environment):
             return TurnResult(
                 reward=float(attribute) if isinstance(attribute, numbers.Real) else 0.0, done=True
             )
-        reward = self.wrapped.get_reward()
-        if inspect.isawaitable(reward):
-            reward = await reward
+        reward = await await_value(self.wrapped.get_reward())
         return TurnResult(reward=math.nan if reward is None else reward, done=True)
 
     def close(self) -> Any:

@@ -18,7 +18,13 @@ from rl.rollout.datum_builder import (
     validate_token_ids,
 )
 from rl.rollout.engine_state import restore_engine_state, save_engine_state
-from rl.rollout.env_executor import EnvCall, EnvExecutor, EnvThread, EventLoopThread
+from rl.rollout.env_executor import (
+    EnvCall,
+    EnvExecutor,
+    EnvThread,
+    EventLoopThread,
+    await_value,
+)
 from rl.rollout.event_log import EventLog, ReplayedEventLog
 from rl.rollout.rollout_engine import PlayerStream, RolloutEngine
 from rl.rollout.rollout_metrics import (
@@ -78,6 +84,7 @@ __all__ = [
     "compute_credited_share",
     "compute_group_metrics",
     "assign_random_streams",
+    "await_value",
     "is_mixed",
     "max_or_nan",
     "mean",

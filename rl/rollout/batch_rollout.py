@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from rl.rollout.env_executor import EnvExecutor
 from rl.rollout.event_log import EventLog
-from rl.rollout.rollout_engine import ActionStream, PlayerStream, RolloutEngine
-from rl.rollout.rollout_types import EnvGroupBuilder, RolloutBatch
+from rl.rollout.rollout_engine import ActionStream, PlayerStream, RolloutEngine, SamplingStep
+from rl.rollout.rollout_types import EnvGroupBuilder, Pending, RolloutBatch
 from rl.seed import derive_seed
 from rl.types import SampleResponse, SamplingParams
 
 if TYPE_CHECKING:
     from rl.sampler import SamplingRequest
+
+
+# responses, and the engine's counters
+Samples: TypeAlias = tuple[list[SampleResponse], dict[str, int]]
 
 
 class ActionSampler(Protocol):
@@ -25,13 +29,7 @@ class ActionSampler(Protocol):
     @property
     def info(self) -> Mapping[str, Any]: ...
 
-    def sample_many(self, requests: Sequence[SamplingRequest], /) -> PendingSamples: ...
-
-
-class PendingSamples(Protocol):
-    """Represent samples in progress: a future of responses and the engine's counters."""
-
-    def result(self) -> tuple[list[SampleResponse], dict[str, int]]: ...
+    def sample_many(self, requests: Sequence[SamplingRequest], /) -> Pending[Samples]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +51,6 @@ class RolloutSchedule:
     env_timeout: float | None = None
 
 
-LOCKSTEP = RolloutSchedule()
-
-
 def rollout(
     builders: Sequence[EnvGroupBuilder],
     sampler: ActionSampler,
@@ -64,7 +59,7 @@ def rollout(
     seed: int,
     max_turns: int | None = None,
     players: Mapping[str, ActionSampler] | None = None,
-    schedule: RolloutSchedule = LOCKSTEP,
+    schedule: RolloutSchedule = RolloutSchedule(),
     event_log: EventLog | None = None,
 ) -> RolloutBatch:
     """Run the episodes of every group to their end. Return their trajectories and rewards, in the
@@ -107,7 +102,7 @@ def open_engine(
     max_turns: int | None = None,
 ) -> Iterator[RolloutEngine]:
     """Yield an engine of these players' samplers. Its groups and streams close with the context."""
-    executor, lockstep = EnvExecutor(schedule.max_environments), schedule.make_stream is None
+    executor = EnvExecutor(schedule.max_environments)
     with ExitStack() as stack:
         stack.callback(executor.close)
         streams = {
@@ -131,7 +126,7 @@ def open_engine(
             steps=schedule.steps,
             env_timeout=schedule.env_timeout,
             max_turns=max_turns,
-            lockstep=lockstep,
+            lockstep=schedule.make_stream is None,
         )
         stack.callback(engine.close)
         yield engine
@@ -156,14 +151,6 @@ def assign_random_streams(problem_indices: Sequence[int]) -> list[int]:
     return streams
 
 
-@dataclass
-class _FinishedBatch:
-    """Hold the responses of a batch by ticket, and the engine's counters."""
-
-    finished: dict[int, Any] = field(default_factory=dict)
-    counters: dict[str, int] = field(default_factory=dict)
-
-
 class BatchStream(ActionStream):
     """Sample all added requests to their end in a single call of `sample_many`.
 
@@ -181,7 +168,7 @@ class BatchStream(ActionStream):
 
     def add(self, request: SamplingRequest) -> int:
         self._next_ticket += 1
-        self._requests[self._next_ticket] = replace(request, conversation=None)
+        self._requests[self._next_ticket] = request
         return self._next_ticket
 
     def drop(self, ticket: int) -> None:
@@ -199,7 +186,7 @@ class BatchStream(ActionStream):
     def unfinished(self) -> Mapping[int, SamplingRequest]:
         return self._requests
 
-    def run_steps(self, steps: int) -> _FinishedBatch:
+    def run_steps(self, steps: int) -> SamplingStep:
         requests: list[SamplingRequest] = []
         for request in self._requests.values():
             if requests and _continues(requests[-1], request):
@@ -210,7 +197,7 @@ class BatchStream(ActionStream):
         responses, counters = self._sampler.sample_many(requests).result()
         sequences = [sequence for response in responses for sequence in response.sequences]
         tickets, self._requests = list(self._requests), {}
-        return _FinishedBatch(
+        return SamplingStep(
             {
                 ticket: SampleResponse(sequences=[sequence])
                 for ticket, sequence in zip(tickets, sequences, strict=True)

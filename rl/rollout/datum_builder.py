@@ -4,6 +4,7 @@ check the form of a datum.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -32,23 +33,14 @@ class _DatumBuilder:
         self.images: list[PlacedImage] = []
         self.turns: list[int] = []  # indices of the turns with actions in the sequence
 
-    def append_experts(self, experts: np.ndarray | None) -> None:
-        """Append the experts of a turn. `experts` covers the turn's prompt and answer except the
-        last token. Each token keeps the experts of the first turn that read it.
-        """
-        if experts is not None:
-            self.experts.append(experts[sum(map(len, self.experts)) :])
-
     def is_prefix_of(
         self, tokens: Sequence[int], images: Sequence[PlacedImage], action: SampledSequence
     ) -> bool:
         """Return whether an observation begins with this whole sequence, including the images, and
         the next action was sampled at the same temperature and rotary frequencies.
         """
-        same, so_far = (
-            (action.temperature, action.beyond) == (self.temperature, self.long_rope),
-            len(self.tokens),
-        )
+        same = (action.temperature, action.beyond) == (self.temperature, self.long_rope)
+        so_far = len(self.tokens)
         return (
             same
             and list(tokens[:so_far]) == self.tokens
@@ -60,50 +52,57 @@ class _DatumBuilder:
         observation.
         """
         self.images = list(images)
-        self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens)
-        self.mask += [0.0] * len(tokens)
-        self.advantages += [0.0] * len(tokens)
-        self.versions += [-1] * len(tokens)
+        self._append(tokens, [0.0] * len(tokens), [-1] * len(tokens))
 
-    def append_action(
+    def append_action(self, action: SampledSequence, turn: int, advantage: float) -> None:
+        """Append the action of a turn. Raises ValueError if it lacks logprobs."""
+        tokens = action.tokens
+        if action.logprobs is None or len(action.logprobs) != len(tokens):
+            received = None if action.logprobs is None else len(action.logprobs)
+            raise ValueError(
+                f"an action of {len(tokens)} tokens needs as many logprobs, got {received}"
+            )
+        versions = action.versions or [action.version or 0] * len(tokens)
+        self._append(tokens, action.logprobs, versions, mask=1.0, advantage=advantage)
+        self.temperature, self.long_rope = action.temperature, action.beyond
+        self.turns.append(turn)
+        # `experts` covers the turn's prompt and answer except the last token. Each token keeps
+        # the experts of the first turn that read it.
+        if action.experts is not None:
+            self.experts.append(action.experts[sum(map(len, self.experts)) :])
+
+    def _append(
         self,
         tokens: Sequence[int],
         logprobs: Sequence[float],
-        advantage: float,
         versions: Sequence[int],
+        mask: float = 0.0,
+        advantage: float = 0.0,
     ) -> None:
-        """Append an action: its tokens, their behavior logprobs, the advantage and the weight
-        versions.
-        """
+        """Append tokens with their values; mask and advantage are the same for all of them."""
         self.tokens += tokens
         self.logprobs += logprobs
-        self.mask += [1.0] * len(tokens)
-        self.advantages += [advantage] * len(tokens)
         self.versions += versions
+        self.mask += [mask] * len(tokens)
+        self.advantages += [advantage] * len(tokens)
 
     def build(self) -> Datum:
         """Return the datum: inputs without the last token, targets and per-token values without the
         first.
         """
-        mask = np.asarray(self.mask[1:], dtype=np.float32)
         sampling_versions = {*self.versions[1:]} - {-1}
         several = len(sampling_versions) > 1  # tokens of a single version need no label each
-        versions = (
-            {"versions": TensorData(np.asarray(self.versions[1:], dtype=np.float32), "float32")}
-            if several
-            else {}
-        )
+        columns: dict[str, Sequence[float]] = {
+            "logprobs": self.logprobs,
+            "advantages": self.advantages,
+            "mask": self.mask,
+            **({"versions": self.versions} if several else {}),
+        }
         return Datum(
             model_input=ModelInput.of(self.tokens[:-1], self.images),
             loss_fn_inputs={
                 "target_tokens": TensorData(self.tokens[1:], "int64"),
-                "logprobs": TensorData(self.logprobs[1:], "float32"),
-                "advantages": TensorData(
-                    np.asarray(self.advantages[1:], dtype=np.float32), "float32"
-                ),
-                "mask": TensorData(mask, "float32"),
-                **versions,
+                **{name: TensorData(values[1:], "float32") for name, values in columns.items()},
             },
             temperature=self.temperature,
             experts=np.concatenate(self.experts)
@@ -180,20 +179,7 @@ def build_datums_with_turns(
             sequence = _DatumBuilder()
             sequences.append(sequence)
         sequence.append_observation(observation, images)
-        sequence.temperature, sequence.long_rope = action.temperature, action.beyond
-        if action.logprobs is None or len(action.logprobs) != len(action.tokens):
-            received = None if action.logprobs is None else len(action.logprobs)
-            raise ValueError(
-                f"an action of {len(action.tokens)} tokens needs as many logprobs, got {received}"
-            )
-        sequence.append_action(
-            action.tokens,
-            action.logprobs,
-            turn_advantage,
-            action.versions or [action.version or 0] * len(action.tokens),
-        )
-        sequence.append_experts(action.experts)
-        sequence.turns.append(turn)
+        sequence.append_action(action, turn, turn_advantage)
     datums = [sequence.build() for sequence in sequences]
     if len(datums) > 1:
         tokens = [count_action_tokens([datum]) for datum in datums]
@@ -319,7 +305,9 @@ def validate_token_ids(label: str, model_input: ModelInput, vocab_size: int) -> 
         raise BadRequestError(
             f"{label} is empty: a model reads at least one token (a BOS token, say)"
         )
-    array = _as_array(tokens)
+    array: np.ndarray | None = None
+    with contextlib.suppress(ValueError, OverflowError):  # no array, such as rows of other lengths
+        array = np.asarray(tokens)
     if array is None or array.dtype.kind not in "iu" or array.ndim != 1:
         token = next(
             (
@@ -339,14 +327,6 @@ def validate_token_ids(label: str, model_input: ModelInput, vocab_size: int) -> 
             f"{label} holds the id {wrong}; the model's ids are 0 to {vocab_size - 1}"
         )
     return tokens
-
-
-def _as_array(tokens: Sequence[int]) -> np.ndarray | None:
-    """Return the tokens as an array; None if they form no array (e.g. rows of unequal lengths)."""
-    try:
-        return np.asarray(tokens)
-    except (ValueError, OverflowError):
-        return None
 
 
 # Fields that are read at every position. The other fields are read where the mask (without a mask:

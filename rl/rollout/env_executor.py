@@ -12,9 +12,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from rl.rollout.rollout_types import EpisodeFailed
 from rl.sanitize import describe_error
@@ -22,34 +23,23 @@ from rl.sanitize import describe_error
 EpisodeKey = tuple[int, int]  # an episode: group and member
 
 
-class PendingResult(Protocol):
-    """Represent a result in progress, such as an EnvCall, a PendingScore or a Future. It may have a
-    `deadline`, as of time.monotonic.
-    """
-
-    def add_done_callback(self, callback: Callable[[Any], None], /) -> None: ...
-
-    def result(self) -> Any: ...
-
-
+@dataclass(eq=False)
 class EnvCall:
     """Hold a call in progress, which fails at its deadline. `convert` converts its result in the
     thread that asks for it. `on_late` is called if the deadline has passed.
     """
 
-    def __init__(
-        self,
-        future: Future[Any],
-        name: str,
-        seconds: float | None,
-        get_deadline: Callable[[], float | None],
-        on_late: Callable[[], object],
-        convert: Callable[[Any], Any] | None,
-    ):
-        self.future, self.name, self.seconds = future, name, seconds
-        self.get_deadline, self.on_late, self.convert = get_deadline, on_late, convert
-        self.start_time = time.monotonic()
-        self.add_done_callback = future.add_done_callback
+    future: Future[Any]
+    name: str
+    seconds: float | None
+    get_deadline: Callable[[], float | None]
+    on_late: Callable[[], object]
+    convert: Callable[[Any], Any] | None
+    start_time: float = field(init=False, default_factory=time.monotonic)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call `callback` with the future once the call has ended."""
+        self.future.add_done_callback(callback)
 
     @property
     def deadline(self) -> float | None:
@@ -67,16 +57,13 @@ class EnvCall:
                 self.on_late()
                 raise EpisodeFailed(f"{self.name} was not done within its {self.seconds:g} s")
             wait_for_futures([self.future], remaining)
-        error: BaseException | None
         try:
-            error = self.future.exception()
-        except CancelledError as cancelled:  # the call raised asyncio.CancelledError
-            error = cancelled
-        if isinstance(error, EpisodeFailed):
-            raise EpisodeFailed(str(error)) from error
-        if error is not None:
+            result = self.future.result()
+        except EpisodeFailed:
+            raise
+        except BaseException as error:  # boundary: the user's code, SystemExit included
             raise EpisodeFailed(f"{self.name} raised {describe_error(error, 1000)}") from error
-        return self.future.result() if self.convert is None else self.convert(self.future.result())
+        return result if self.convert is None else self.convert(result)
 
 
 class EnvThread:
@@ -136,7 +123,7 @@ class EnvThread:
                 result = function()
                 if inspect.isawaitable(result):
                     loop = loop or asyncio.new_event_loop()
-                    result = loop.run_until_complete(_await_value(result))
+                    result = loop.run_until_complete(await_value(result))
                 error = None
             except BaseException as raised:  # boundary: the user's code, SystemExit included
                 result, error = None, raised
@@ -178,7 +165,9 @@ class EventLoopThread:
             begun.append(time.monotonic())
             self._last_progress = begun[0]
             try:
-                return await _call_and_await(function)
+                return await await_value(function())
+            except SystemExit as error:  # would end the loop, and the other episodes on it
+                raise RuntimeError(f"SystemExit: {error}") from error
             finally:
                 self._last_progress = time.monotonic()
 
@@ -193,38 +182,29 @@ class EventLoopThread:
 
     def run(self, awaitable: Any) -> Any:
         """Await an awaitable of another thread in the loop, and return its result."""
-        return asyncio.run_coroutine_threadsafe(_await_value(awaitable), self.loop).result()
+        return asyncio.run_coroutine_threadsafe(await_value(awaitable), self.loop).result()
 
     def close(self) -> None:
         """Stop the loop."""
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 
-async def _await_value(value: Any) -> Any:
+async def await_value(value: Any) -> Any:
     """Return a value, awaited if it is awaitable, as the coroutine that an event loop requires."""
     return await value if inspect.isawaitable(value) else value
 
 
-async def _call_and_await(function: Callable[[], Any]) -> Any:
-    """Call the function and await its result if it is awaitable."""
-    try:
-        return await _await_value(function())
-    except SystemExit as error:  # would end the loop, and the other episodes on it
-        raise RuntimeError(f"SystemExit: {error}") from error
-
-
-def _get_deadline(pending: PendingResult) -> float | None:
-    """Return the deadline of a pending result; None if it has none, as a Future."""
-    return getattr(pending, "deadline", None)
-
-
 class EnvExecutor:
-    """Wait for the pending results of episodes. At most `limit` should be pending at once."""
+    """Wait for the pending results of episodes. At most `limit` should be pending at once.
+
+    A pending result is an EnvCall, a PendingScore or a Future. It may have a `deadline`, as of
+    time.monotonic.
+    """
 
     def __init__(self, limit: int):
         self.limit = limit
         self._condition = threading.Condition()
-        self._pending: dict[EpisodeKey, PendingResult] = {}
+        self._pending: dict[EpisodeKey, Any] = {}
         self._finished: set[EpisodeKey] = set()
         self._woken = False
         self._loop: EventLoopThread | None = None
@@ -242,12 +222,12 @@ class EnvExecutor:
         """Return the keys of all pending and finished results."""
         return set(self._pending)
 
-    def watch(self, key: EpisodeKey, pending: PendingResult) -> None:
+    def watch(self, key: EpisodeKey, pending: Any) -> None:
         """Wait for a pending result under `key`."""
         self._pending[key] = pending
         pending.add_done_callback(lambda _: self._mark_finished(key, pending))
 
-    def _mark_finished(self, key: EpisodeKey, pending: PendingResult) -> None:
+    def _mark_finished(self, key: EpisodeKey, pending: Any) -> None:
         """Wake `wait` for a finished result, unless it was discarded."""
         with self._condition:
             if self._pending.get(key) is pending:
@@ -260,12 +240,15 @@ class EnvExecutor:
         """
         now = time.monotonic()
         with self._condition:
-            late = {
-                key
-                for key, pending in self._pending.items()
-                if (deadline := _get_deadline(pending)) is not None and deadline <= now
-            }
+            late = {key for key, deadline in self._deadlines().items() if deadline <= now}
             return sorted(self._finished | late)
+
+    def _deadlines(self) -> dict[EpisodeKey, float]:
+        """Return the deadlines of the pending results that have any."""
+        deadlines = {
+            key: getattr(pending, "deadline", None) for key, pending in self._pending.items()
+        }
+        return {key: deadline for key, deadline in deadlines.items() if deadline is not None}
 
     def wait(self, keys: set[EpisodeKey] | None = None) -> None:
         """Wait until a result is finished (with `keys`: until all of these are), or until
@@ -278,9 +261,7 @@ class EnvExecutor:
                     self._woken = False
                     return
                 deadlines = [
-                    deadline
-                    for key, pending in self._pending.items()
-                    if key not in done and (deadline := _get_deadline(pending)) is not None
+                    deadline for key, deadline in self._deadlines().items() if key not in done
                 ]
                 self._condition.wait(
                     max(0.0, min(deadlines) - time.monotonic()) if deadlines else None

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl.rewards import PendingScore, Score
+from rl.rollout.env_executor import EpisodeKey
 from rl.rollout.rollout_types import (
     Env,
     EnvGroupBuilder,
     EpisodeFailed,
     StepResult,
+    Stop,
     Trajectory,
     TrajectoryGroup,
     Transition,
@@ -31,10 +33,20 @@ class EpisodeState:
     index: int
     env: Env
     observation: ModelInput = field(default_factory=ModelInput.empty)
-    stop: Sequence[str] | Sequence[int] | None = None
+    stop: Stop = None
     transitions: list[Transition] = field(default_factory=list)
     error: str | None = None
     pending_rewards: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def key(self) -> EpisodeKey:
+        """Return what identifies the episode."""
+        return self.group, self.index
+
+    @property
+    def conversation(self) -> str:
+        """Return the conversation id that the sampler uses for the episode."""
+        return f"{self.group}/{self.index}"
 
     @property
     def player(self) -> str | None:
@@ -85,23 +97,15 @@ def check_context(
     """Return whether the next action fits into the context; end the episode if it does not. The
     last token is never fed to the model, hence context + 1.
     """
-    length, max_tokens = (
-        episode.observation.length,
-        get_sampling_params(episode, params).max_tokens or 1,
-    )
-    limits = [
-        *([] if context is None else [context + 1]),
-        *([] if builder.max_tokens is None else [builder.max_tokens]),
-    ]
-    if all(length + max_tokens <= limit for limit in limits):
+    length = episode.observation.length
+    max_tokens = get_sampling_params(episode, params).max_tokens or 1
+    over_episode_limit = builder.max_tokens is not None and length + max_tokens > builder.max_tokens
+    if not over_episode_limit and (context is None or length + max_tokens <= context + 1):
         return True
     if episode.transitions:
         episode.end(truncated=True, context_overflow=1.0)
         _add_final_result(episode, episode.env.no_room())
     else:
-        over_episode_limit = (
-            builder.max_tokens is not None and length + max_tokens > builder.max_tokens
-        )
         exceeded_limit = (
             f"episode's limit of {builder.max_tokens}"
             if over_episode_limit
@@ -120,11 +124,7 @@ def _add_final_result(episode: EpisodeState, final_result: Any) -> None:
     StepResult, or None.
     """
     try:
-        result = (
-            final_result
-            if final_result is None or isinstance(final_result, StepResult)
-            else final_result.result()
-        )
+        result = final_result.result() if hasattr(final_result, "result") else final_result
     except EpisodeFailed as failed:
         episode.error = str(failed)
         return
@@ -141,11 +141,9 @@ def get_sampling_params(episode: EpisodeState, params: SamplingParams) -> Sampli
     if episode.stop is not None:
         params = replace(params, stop=episode.stop)
     most = episode.env.most_tokens
-    return (
-        params
-        if most is None or most >= (params.max_tokens or most + 1)
-        else replace(params, max_tokens=most)
-    )
+    if most is not None and (params.max_tokens is None or most < params.max_tokens):
+        params = replace(params, max_tokens=most)
+    return params
 
 
 def fill_overflow_metric(episodes: Sequence[EpisodeState]) -> None:
@@ -210,63 +208,46 @@ def resolve_reward(result: StepResult) -> tuple[float, dict[str, float], str | N
 
 
 def build_groups(
-    builders: Sequence[EnvGroupBuilder], episodes: Sequence[EpisodeState]
+    groups: Sequence[tuple[EnvGroupBuilder, Sequence[EpisodeState]]],
 ) -> tuple[list[TrajectoryGroup], list[str]]:
     """Return (groups of the episodes without an error, error messages). A group has the
     trajectories of a single seat of the policy.
     """
-    members: list[list[EpisodeState]] = [[] for _ in builders]
-    errors: list[str] = []
-    for episode in episodes:
-        if episode.error is None:
-            members[episode.group].append(episode)
-        else:
-            # an unpaired surrogate cannot be encoded as UTF-8
-            errors.append(episode.error.encode("utf-8", "backslashreplace").decode("utf-8"))
-    groups = []
-    for builder, group in zip(builders, members, strict=True):
-        seats = sorted(
-            {
-                seat
-                for episode in group
-                for seat, player in enumerate(episode.env.players)
-                if player is None
-            }
-        )
-        for seat in seats:  # empty if every member failed: `errors` has the reasons
-            trajectories = [
-                trajectory
-                for episode in group
-                if (trajectory := _trajectory_of_seat(episode, seat)) is not None
-            ]
+    # an unpaired surrogate cannot be encoded as UTF-8
+    errors = [
+        episode.error.encode("utf-8", "backslashreplace").decode("utf-8")
+        for _, episodes in groups
+        for episode in episodes
+        if episode.error is not None
+    ]
+    trajectory_groups = []
+    for builder, episodes in groups:
+        by_seat: dict[int, list[Trajectory]] = {}
+        for episode in episodes:
+            if episode.error is not None:
+                continue
+            for seat, player in enumerate(episode.env.players):
+                if player is None:
+                    trajectories = by_seat.setdefault(seat, [])
+                    if turns := [turn for turn in episode.transitions if turn.seat == seat]:
+                        trajectories.append(Trajectory(turns, episode.observation))
+        # `by_seat` is empty if every member failed: `errors` has the reasons
+        for seat, trajectories in sorted(by_seat.items()):
             if not trajectories:
                 continue  # the policy had no turn in this seat
             try:
-                extra: list[tuple[float, dict[str, Any]]] = builder.compute_group_rewards(
-                    trajectories
-                )
+                rewards = builder.compute_group_rewards(trajectories)
             except EpisodeFailed as failed:
                 # The group's scoring failed: the group is left out, with an error for each episode.
                 errors += [str(failed)] * len(trajectories)
                 continue
-            tag = builder.tag if len(seats) == 1 else f"{builder.tag}/seat{seat}"
-            groups.append(
+            trajectory_groups.append(
                 TrajectoryGroup(
                     trajectories,
-                    [r for r, _ in extra],
-                    [m for _, m in extra],
-                    tag,
+                    [reward for reward, _ in rewards],
+                    [metrics for _, metrics in rewards],
+                    builder.tag if len(by_seat) == 1 else f"{builder.tag}/seat{seat}",
                     builder.problem_index,
                 )
             )
-    return groups, errors
-
-
-def _trajectory_of_seat(episode: EpisodeState, seat: int) -> Trajectory | None:
-    """Return the policy's trajectory in a seat; None if another player has the seat, or the seat
-    had no turn.
-    """
-    if seat >= len(episode.env.players) or episode.env.players[seat] is not None:
-        return None
-    turns = [turn for turn in episode.transitions if turn.seat == seat]
-    return Trajectory(turns, episode.observation) if turns else None
+    return trajectory_groups, errors

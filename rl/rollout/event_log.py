@@ -37,18 +37,13 @@ class TickEvents:
 
     def as_json(self, tick: int) -> dict[str, Any]:
         """Return the decision as a row of the log."""
-        row: dict[str, Any] = {"tick": tick}
-        row |= {"arrived": [list(key) for key in self.arrived]} if self.arrived else {}
-        row |= (
-            {"failed": [[*key, text] for key, text in sorted(self.failed.items())]}
-            if self.failed
-            else {}
-        )
-        return (
-            row
-            | ({"learned": True} if self.update_ended else {})
-            | ({"landed": True} if self.weights_arrived else {})
-        )
+        row = {
+            "arrived": [list(key) for key in self.arrived],
+            "failed": [[*key, text] for key, text in sorted(self.failed.items())],
+            "learned": self.update_ended,
+            "landed": self.weights_arrived,
+        }
+        return {"tick": tick} | {name: value for name, value in row.items() if value}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> TickEvents:
@@ -77,15 +72,25 @@ class EventLog:
         event occurs. `update_ended` returns whether an update has ended. `weights_arrived` returns
         whether weights in transit have arrived, None if no weights are in transit.
         """
-        while True:
-            decision = TickEvents(
-                tuple(executor.finished_keys()), {}, update_ended(), bool(weights_arrived())
-            )
-            if decision or not blocked:
-                break
-            executor.wait()
+        decision = self._await_events(executor, update_ended, blocked, weights_arrived)
         self._current_tick, self.tick = self.tick, self.tick + 1
         return decision
+
+    def _await_events(
+        self,
+        executor: EnvExecutor,
+        update_ended: Callable[[], bool],
+        blocked: bool,
+        weights_arrived: Callable[[], bool | None],
+    ) -> TickEvents:
+        """Return the events so far; if the tick is blocked, wait until there are any."""
+        while True:
+            events = TickEvents(
+                tuple(executor.finished_keys()), {}, update_ended(), bool(weights_arrived())
+            )
+            if events or not blocked:
+                return events
+            executor.wait()
 
     def log_events(self, events: TickEvents) -> None:
         """Log the outcome of the tick that `next_events` began, including failures."""
@@ -154,18 +159,15 @@ class ReplayedEventLog(EventLog):
         self.log_stop()
         return True
 
-    def next_events(
+    def _await_events(
         self,
         executor: EnvExecutor,
         update_ended: Callable[[], bool],
-        *,
         blocked: bool,
-        weights_arrived: Callable[[], bool | None] = lambda: None,
+        weights_arrived: Callable[[], bool | None],
     ) -> TickEvents:
         if self.tick > self._last_tick:
-            return super().next_events(
-                executor, update_ended, blocked=blocked, weights_arrived=weights_arrived
-            )
+            return super()._await_events(executor, update_ended, blocked, weights_arrived)
         decision = self._events.get(self.tick, TickEvents())
         missing = set(decision.arrived) - executor.keys()
         if missing or (blocked and not decision):
@@ -182,5 +184,4 @@ class ReplayedEventLog(EventLog):
             decision.weights_arrived and weights_arrived() is False
         ):
             executor.wait({(-1, -1)})  # a key that never exists: wait until the learner pokes
-        self._current_tick, self.tick = self.tick, self.tick + 1
         return decision

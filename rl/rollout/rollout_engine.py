@@ -39,13 +39,14 @@ if TYPE_CHECKING:
     from rl.sampler import SamplingRequest
 
 
-class SamplingStep(Protocol):
+@dataclass
+class SamplingStep:
     """Hold the result of a slice of decoding: finished responses by ticket, and the engine's
     counters.
     """
 
-    finished: dict[int, Any]
-    counters: dict[str, int]
+    finished: dict[int, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
 
 
 class ActionStream(Protocol):
@@ -117,12 +118,10 @@ class RolloutEngine:
         max_turns: int | None = None,
         lockstep: bool = False,
     ):
-        self.player_streams, self.params, self.executor, self.event_log = (
-            player_streams,
-            params,
-            executor,
-            event_log,
-        )
+        self.player_streams = player_streams
+        self.params = params
+        self.executor = executor
+        self.event_log = event_log
         self.steps, self.env_timeout, self.max_turns = steps, env_timeout, max_turns
         self.lockstep = lockstep
         self._ready: list[EpisodeState] = []  # episodes whose next action is not requested yet
@@ -183,15 +182,9 @@ class RolloutEngine:
         last call.
         """
         taken = [self.groups.pop(number) for number in numbers]
-        episodes = [episode for group in taken for episode in group.episodes]
-        fill_overflow_metric(episodes)
-        for place, group in enumerate(taken):
-            for episode in group.episodes:
-                episode.group = place
-        groups, errors = build_groups([group.builder for group in taken], episodes)
+        fill_overflow_metric([episode for group in taken for episode in group.episodes])
         rollouts = RolloutBatch(
-            groups,
-            errors,
+            *build_groups([(group.builder, group.episodes) for group in taken]),
             {"emitted_tokens": 0, **self.counters},
             self.sample_seconds,
             self.score_seconds,
@@ -211,13 +204,11 @@ class RolloutEngine:
         self.due_calls = deque(call for call in self.due_calls if call[0].group != number)
         self._ready = [episode for episode in self._ready if episode.group != number]
         for episode in group.episodes:
-            self.executor.discard((number, episode.index))
-            self._running_calls.pop((number, episode.index), None)
+            self.executor.discard(episode.key)
+            self._running_calls.pop(episode.key, None)
             lost += sum(len(turn.ac.tokens) for turn in episode.transitions)
             if not episode.has_ended:
-                episode.env.close()
-                for player_stream in self.player_streams.values():
-                    player_stream.stream.end_conversation(_conversation_id(episode))
+                self._release_episode(episode)
         group.builder.given_back()
         return lost
 
@@ -283,43 +274,43 @@ class RolloutEngine:
         """
         pending: dict[EpisodeKey, Any] = {}
         if self.lockstep:
-            self.due_calls = deque(
-                sorted(self.due_calls, key=lambda call: (call[0].group, call[0].index))
-            )
+            self.due_calls = deque(sorted(self.due_calls, key=lambda call: call[0].key))
         while self.due_calls and (
             self.executor.free_slots > len(pending)
             or (self.lockstep and not self._needs_thread(self.due_calls[0][0].env))
         ):
             episode, action = self.due_calls.popleft()
-            env, seat, key = episode.env, episode.env.seat, (episode.group, episode.index)
+            env, seat = episode.env, episode.env.seat
             turn = env.initial_observation if action is None else partial(env.step, action)
             reply: Any = (
                 partial(_run_turn, turn, self.executor)
                 if self._needs_thread(env)
                 else _begin_turn(turn)
             )
-            if isinstance(reply, tuple) or (
-                isinstance(reply, StepResult) and not _has_pending_reward(reply)
-            ):
+            if isinstance(reply, tuple | StepResult) and not _has_pending_reward(reply):
                 self._record_result(episode, action, seat, reply)
                 continue
-            self._running_calls[key] = (episode, action, seat, reply)
-            pending[key] = reply
+            self._running_calls[episode.key] = (episode, action, seat, reply)
+            pending[episode.key] = reply
         for key, reply in pending.items():
             if isinstance(reply, StepResult):
                 reply = reply.reward
             elif not hasattr(reply, "add_done_callback"):
-                name = self._describe_episode(key)
+                builder = self.groups[key[0]].builder
+                name = (
+                    f"the environment {builder.tag}, episode {key[1]} of row "
+                    f"{builder.problem_index},"
+                )
                 thread = EnvThread(self.env_timeout if callable(reply) else None, name)
                 if not callable(reply):  # a promise, or an awaitable
-                    reply = partial(_run_turn, partial(_return_value, reply), self.executor)
+                    reply = partial(_run_turn, partial(lambda value: value, reply), self.executor)
                 reply = thread.submit(reply)
                 thread.finish()
             self.executor.watch(key, reply)
         if self.lockstep and (self.due_calls or self._running_calls):
             return
         ready, self._ready = self._ready, []
-        for episode in sorted(ready, key=lambda e: (e.group, e.index)) if self.lockstep else ready:
+        for episode in sorted(ready, key=lambda e: e.key) if self.lockstep else ready:
             self.request_action(episode)
 
     def _needs_thread(self, env: Env) -> bool:
@@ -359,16 +350,19 @@ class RolloutEngine:
             episode.observation, episode.stop = result
         else:
             record_step(episode, action, seat, result)
-        builder, key = self.groups[episode.group].builder, (episode.group, episode.index)
-        goes_on = not episode.has_ended and check_player(episode, builder, self.player_streams)
-        if not goes_on or not check_context(
-            episode, builder, self.params, self.player_streams[episode.player].max_context
+        builder = self.groups[episode.group].builder
+        if (
+            episode.has_ended
+            or not check_player(episode, builder, self.player_streams)
+            or not check_context(
+                episode, builder, self.params, self.player_streams[episode.player].max_context
+            )
         ):
             self.finish_episode(episode)
-        elif script := self.recorded_actions.get(key):
+        elif script := self.recorded_actions.get(episode.key):
             self.due_calls.append((episode, script.pop(0)))
         elif self.replayed_episodes is not None:
-            self.replayed_episodes[key] = episode
+            self.replayed_episodes[episode.key] = episode
         else:
             self._ready.append(episode)
 
@@ -389,6 +383,8 @@ class RolloutEngine:
         # import
         from rl.sampler import SamplingRequest
 
+        # in lockstep no cache outlives a turn
+        keeps_cache = episode.env.several_turns and not self.lockstep
         request = SamplingRequest(
             prompt=episode.observation.flat(),
             images=episode.observation.placed(),
@@ -397,7 +393,7 @@ class RolloutEngine:
             problem=group.random_stream,
             first_index=episode.index,
             resume_from=partial_action,
-            conversation=_conversation_id(episode) if episode.env.several_turns else None,
+            conversation=episode.conversation if keeps_cache else None,
         )
         self._sampling[player, self.player_streams[player].stream.add(request)] = episode
 
@@ -412,21 +408,15 @@ class RolloutEngine:
 
     def finish_episode(self, episode: EpisodeState) -> None:
         """End an episode, for any reason."""
-        episode.env.close()
-        for player_stream in self.player_streams.values():
-            player_stream.stream.end_conversation(_conversation_id(episode))
-        self.recorded_actions.pop((episode.group, episode.index), None)
+        self._release_episode(episode)
+        self.recorded_actions.pop(episode.key, None)
         self.groups[episode.group].running_episodes -= 1
 
-    def _describe_episode(self, key: EpisodeKey) -> str:
-        """Return the name of an episode in errors."""
-        builder = self.groups[key[0]].builder
-        return f"the environment {builder.tag}, episode {key[1]} of row {builder.problem_index},"
-
-
-def _conversation_id(episode: EpisodeState) -> str:
-    """Return the conversation id that the sampler uses for the episode."""
-    return f"{episode.group}/{episode.index}"
+    def _release_episode(self, episode: EpisodeState) -> None:
+        """Close an episode's environment and free its KV caches."""
+        episode.env.close()
+        for player_stream in self.player_streams.values():
+            player_stream.stream.end_conversation(episode.conversation)
 
 
 def _has_pending_reward(result: Any) -> bool:
@@ -444,11 +434,6 @@ def _wait_for_result(reply: Any) -> Any:
     if _has_pending_reward(result):
         result.reward.result()
     return result
-
-
-def _return_value(value: Any) -> Any:
-    """Return the value."""
-    return value
 
 
 def _begin_turn(turn: Callable[[], Any]) -> Any:

@@ -12,9 +12,7 @@ from rl.rollout.rollout_types import Trajectory, TrajectoryGroup
 from rl.types import Datum
 
 
-def compute_sample_metrics(
-    groups: Sequence[TrajectoryGroup], name: str = "env/all"
-) -> dict[str, float]:
+def compute_sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """Return metrics of the training samples: the number of groups, and the share of distinct
     answer prefixes (50 characters).
     """
@@ -22,8 +20,8 @@ def compute_sample_metrics(
         _answer_prefix(trajectory) for group in groups for trajectory in group.trajectories_G
     ]
     return {
-        f"{name}/total_groups": len(groups),
-        f"{name}/distinct_beginnings": len(set(beginnings)) / max(1, len(beginnings)),
+        "env/all/total_groups": len(groups),
+        "env/all/distinct_beginnings": len(set(beginnings)) / max(1, len(beginnings)),
     }
 
 

@@ -40,7 +40,7 @@ def build_rollout_rows(
                 "advantage": trajectory.advantage,
                 "stop_reason": turn.ac.stop_reason,
                 "version": turn.ac.version,
-                **({} if turn.ac.versions is None else {"versions": turn.ac.versions}),
+                **_drop_unknown(versions=turn.ac.versions),
                 "temperature": temperature,
                 "metrics": turn.metrics,
             }
@@ -50,7 +50,7 @@ def build_rollout_rows(
                     "response_tokens": turn.ac.tokens,
                     "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
                     "logprobs": turn.ac.logprobs,
-                    **_expert_fields(turn.ac),
+                    **_drop_unknown(experts=_encode_experts(turn.ac)),
                 }
             # images are stored in the first row of a group; every row has their number
             if images := [image for _, image in turn.ob.placed()]:
@@ -61,8 +61,7 @@ def build_rollout_rows(
                 (m["content"] for m in turn.logs.get("messages", ())[:1] if m["role"] == "system"),
                 None,
             )
-            row |= {"system": system} if system is not None else {}
-            row |= {"answer": turn.logs["answer"]} if turn.logs.get("answer") is not None else {}
+            row |= _drop_unknown(system=system, answer=turn.logs.get("answer"))
             yield (
                 {**row, "turns": build_turn_entries(trajectory, renderer)}
                 if len(trajectory.transitions) > 1 or "told" in turn.logs
@@ -70,9 +69,14 @@ def build_rollout_rows(
             )
 
 
-def _expert_fields(action: SampledSequence) -> dict[str, str]:
+def _encode_experts(action: SampledSequence) -> str | None:
     """Return the experts of the tokens of a prompt and its answer, if they were recorded."""
-    return {} if action.experts is None else {"experts": experts_as_text(action.experts)}
+    return None if action.experts is None else experts_as_text(action.experts)
+
+
+def _drop_unknown(**entries: Any) -> dict[str, Any]:
+    """Return the entries that are not None."""
+    return {name: value for name, value in entries.items() if value is not None}
 
 
 def build_turn_entries(trajectory: Trajectory, renderer: Renderer | None) -> list[dict[str, Any]]:
@@ -96,13 +100,12 @@ def build_turn_entries(trajectory: Trajectory, renderer: Renderer | None) -> lis
     )
     for turn, advantage in zip(trajectory.transitions, advantages, strict=True):
         for message in turn.logs.get("told", ()):
-            named = {"name": message["name"]} if message.get("name") else {}
             entries.append(
                 {
                     "role": message["role"],
                     "text": str(message.get("content") or ""),
                     "sampled": False,
-                    **named,
+                    **_drop_unknown(name=message.get("name") or None),
                 }
             )
         observation = turn.ob.flat()
@@ -125,19 +128,26 @@ def build_turn_entries(trajectory: Trajectory, renderer: Renderer | None) -> lis
             "reward": turn.reward,
             "advantage": advantage,
             "stop_reason": turn.ac.stop_reason,
-            **({} if turn.ac.version is None else {"version": turn.ac.version}),
-            **({} if turn.ac.versions is None else {"versions": turn.ac.versions}),
-            **({} if renderer is None else _expert_fields(turn.ac)),
+            **_drop_unknown(
+                version=turn.ac.version,
+                versions=turn.ac.versions,
+                experts=None if renderer is None else _encode_experts(turn.ac),
+            ),
             "metrics": turn.metrics,
             "seat": turn.seat,
         }
-        entry |= {"restarts": True} if previous_tokens and not continues else {}
-        entry |= {"tool_calls": turn.logs["tool_calls"]} if turn.logs.get("tool_calls") else {}
         other = {
             key: value
             for key, value in turn.logs.items()
             if key not in ("prompt", "response", "told", "tool_calls", "messages")
         }
-        entries.append({**entry, "logs": other} if other else entry)
+        entries.append(
+            entry
+            | _drop_unknown(
+                restarts=True if previous_tokens and not continues else None,
+                tool_calls=turn.logs.get("tool_calls") or None,
+                logs=other or None,
+            )
+        )
         previous_tokens = [*observation, *turn.ac.tokens]
     return entries

@@ -5,11 +5,16 @@ of episodes.
 from __future__ import annotations
 
 import abc
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from rl.types import Datum, ModelInput, SampledSequence
+
+Stop: TypeAlias = Sequence[str] | Sequence[int] | None
+Observation: TypeAlias = tuple[ModelInput, Stop]
+Result = TypeVar("Result", covariant=True)
 
 
 @dataclass(slots=True)
@@ -42,20 +47,12 @@ class EpisodeFailed(Exception):
     """
 
 
-class PendingStep(Protocol):
-    """Represent a step in progress. `result` waits for the step and raises EpisodeFailed if it
-    failed.
+class Pending(Protocol[Result]):
+    """Represent a step or a first observation in progress. `result` waits for it and raises
+    EpisodeFailed if it failed.
     """
 
-    def result(self) -> StepResult: ...
-
-
-class PendingObservation(Protocol):
-    """Represent a first observation in progress. `result` waits for it and raises EpisodeFailed if
-    it failed.
-    """
-
-    def result(self) -> tuple[ModelInput, Sequence[str] | Sequence[int] | None]: ...
+    def result(self) -> Result: ...
 
 
 @dataclass(slots=True)
@@ -147,13 +144,12 @@ class RolloutBatch:
 
     def merge(self, other: RolloutBatch) -> RolloutBatch:
         """Return these rollouts together with `other`, which were sampled later."""
+        counters = Counter(self.counters)
+        counters.update(other.counters)
         return RolloutBatch(
             [*self.groups, *other.groups],
             [*self.errors, *other.errors],
-            {
-                name: self.counters.get(name, 0) + other.counters.get(name, 0)
-                for name in {**self.counters, **other.counters}
-            },
+            counters,
             self.sample_seconds + other.sample_seconds,
             self.score_seconds + other.score_seconds,
         )
@@ -185,18 +181,18 @@ class Env(abc.ABC):
     @abc.abstractmethod
     def initial_observation(
         self,
-    ) -> tuple[ModelInput, Sequence[str] | Sequence[int] | None] | PendingObservation:
+    ) -> Observation | Pending[Observation]:
         """Return the first observation and the stop condition of the first action; or a pending
         observation, to let other environments start meanwhile.
         """
 
     @abc.abstractmethod
-    def step(self, action: SampledSequence) -> StepResult | PendingStep:
+    def step(self, action: SampledSequence) -> StepResult | Pending[StepResult]:
         """Apply the sampled action. Return the reward and the next observation; or a pending
         step.
         """
 
-    def no_room(self) -> StepResult | PendingStep | None:
+    def no_room(self) -> StepResult | Pending[StepResult] | None:
         """Return the final result of an episode that ends because its last observation and an
         action would exceed the context (or `max_tokens`).
 

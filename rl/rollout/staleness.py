@@ -128,14 +128,10 @@ class StalenessController:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the state that `state` returned."""
-        self.version, self.next_group, self.batches_taken = (
-            state["version"],
-            state["next"],
-            state["taken"],
-        )
+        self.version = state["version"]
+        self.next_group = state["next"]
+        self.batches_taken = state["taken"]
         pairs: Sequence[tuple[int, int]] = state["since"]
-        self.start_versions, self.ended_groups, self._late_groups = (
-            dict(pairs),
-            set(state["ended"]),
-            set(state["late"]),
-        )
+        self.start_versions = dict(pairs)
+        self.ended_groups = set(state["ended"])
+        self._late_groups = set(state["late"])

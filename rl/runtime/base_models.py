@@ -50,16 +50,14 @@ class BaseModelCache:
             self._base_decoders[key] = make(self._models[key].model)
         return self._base_decoders[key]
 
-    def find_index(self, decoder: Decoder) -> int | None:
-        """Return the index of the shared base decoder under `decoder`. Return None if `decoder`
-        shares no base.
+    def find_mix_group(self, decoder: Decoder) -> int | None:
+        """Return an id that is equal for decoders that share a base, which can be sampled in a
+        single batch. Return None if `decoder` shares no base.
         """
-        indices = [
-            i
-            for i, base in enumerate(self._base_decoders.values())
-            if base is not None and base is decoder.base
-        ]
-        return indices[0] if indices else None
+        for i, base in enumerate(self._base_decoders.values()):
+            if base is not None and base is decoder.base:
+                return i
+        return None
 
 
 def _share_weights(loaded: LoadedModel) -> LoadedModel:

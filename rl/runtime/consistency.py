@@ -90,9 +90,8 @@ def check_sync(
     report, snapshot = driver.submit("check_sync", *call).result()
     moved_version_id = policy._context.next_version_id()
     report.sampler = sampler_logprobs(version_id)
-    driver.router.send_weights(
-        snapshot, moved_version_id
-    ).result()  # the same transfer as for an update's weights
+    # the same transfer as for an update's weights
+    driver.router.send_weights(snapshot, moved_version_id).result()
     report.sampler_moved = sampler_logprobs(moved_version_id)
     driver.submit("free_version", moved_version_id).result()
     return report
@@ -209,8 +208,7 @@ def _select_within_limit(shapes: Mapping[str, Any], names: Sequence[str]) -> lis
     the first to the last.
     """
     total = sum(4 * shapes[name].numel() for name in names)
-    stride = -(-total // MAX_PERTURBED_BYTES) if total else 1
-    return list(names[::stride])
+    return list(names[:: max(1, -(-total // MAX_PERTURBED_BYTES))])
 
 
 def _perturb(tensor: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ Each ServiceClient has a `Driver`, and a separate worker on every rank (rl.runti
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from rl.runtime.rank_settings import WorkerSettings
@@ -46,7 +46,7 @@ class Driver:
         """
         with self._lock:
             if not VERBS[verb].frees:
-                self._flush()
+                self.flush()
             call = VerbCall(verb, arguments, tuple(dependencies), self._make_future(verb))
             self._submit_call(call)
             return call.future
@@ -84,24 +84,17 @@ class Driver:
         )
 
     def flush(self) -> None:
-        """Submit the sample requests held back."""
+        """Submit the sample requests held back, a batch for each weight version."""
         with self._lock:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Submit the sample requests held back, a batch for each weight version. The caller holds
-        the lock.
-        """
-        pending, self._pending = self._pending, []
-        by_version: dict[int, list[tuple[SamplingRequest, Future]]] = {}
-        for version_id, request, future in pending:
-            by_version.setdefault(version_id, []).append((request, future))
-        for version_id, items in by_version.items():
-            batch = VerbCall("sample", (version_id, [request for request, _ in items]))
-            batch.future.add_done_callback(
-                functools.partial(_distribute_results, [future for _, future in items])
-            )
-            self._submit_call(batch)
+            pending, self._pending = self._pending, []
+            by_version: dict[int, list[tuple[SamplingRequest, Future]]] = {}
+            for version_id, request, future in pending:
+                by_version.setdefault(version_id, []).append((request, future))
+            for version_id, items in by_version.items():
+                batch = VerbCall("sample", (version_id, [request for request, _ in items]))
+                futures = [future for _, future in items]
+                batch.future.add_done_callback(partial(_distribute_results, futures))
+                self._submit_call(batch)
 
     def close(self, timeout: float = 60.0) -> None:
         """Run the submitted verbs, then free the service's models on every rank. A second call is a
@@ -111,7 +104,7 @@ class Driver:
             if self.closed:
                 self._closed = True
                 return
-            self._flush()
+            self.flush()
             self._closed = True
         if self.router is not None:
             self.router.close(timeout)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +50,23 @@ class VerbRouter:
         a closed service would fail.
         """
         deadline = time.monotonic() + timeout
-        while self.alive and time.monotonic() < deadline and self._has_pending_versions():
+        while self.alive and time.monotonic() < deadline and self._pending_versions:
             time.sleep(0.01)
         self._samplers.close(timeout)
 
-    def _has_pending_versions(self) -> bool:
-        """Return whether any weight version is still in transfer."""
-        with self._lock:
-            return bool(self._pending_versions)
-
     def submit(self, call: VerbCall) -> None:
-        """Queue a verb for the ranks of its group. Raises ValueError for a verb of SERVICE, which
+        """Queue a verb for the ranks of its group. A sampler verb that names a version waits until
+        the version has arrived. Raises ValueError for a verb of SERVICE, which
         each group's `GroupService` submits.
         """
         if call.spec.router_method is not None:
             getattr(self, call.spec.router_method)(call)
         elif call.spec.group == SAMPLER:
-            self._queue_when_ready(call)
+            with self._lock:
+                if call.version_id in self._pending_versions:
+                    self._pending_versions[call.version_id].append(call)
+                else:
+                    self._queue_ready(call)
         elif call.spec.group != LEARNER:
             raise ValueError(f"{call.verb} is of each group's part of a service, which submits it")
         if call.spec.group == LEARNER:
@@ -87,11 +88,12 @@ class VerbRouter:
         model_id, version_id = call.arguments
         first = model_id not in self._sent_models
         self._sent_models.add(model_id)
-        call.future.add_done_callback(
-            lambda completed: (
-                None if completed.exception() is None else self._sent_models.discard(model_id)
-            )
-        )
+
+        def forget_if_failed(completed: Future) -> None:
+            if completed.exception() is not None:
+                self._sent_models.discard(model_id)
+
+        call.future.add_done_callback(forget_if_failed)
         self._run_on_learners_first(
             call,
             "take_snapshot",
@@ -120,9 +122,7 @@ class VerbRouter:
         def load(_: Any) -> None:
             owner = None if path is None else self._folder_models.get(str(Path(path).resolve()))
             if owner is not None:
-                call.future.add_done_callback(
-                    lambda completed: self._record_source(version_id, owner, completed)
-                )
+                call.future.add_done_callback(partial(self._record_source, version_id, owner))
             self._samplers.submit(call)
 
         self._run_on_learners_first(call, "wait_for_verbs", (), load)
@@ -169,9 +169,7 @@ class VerbRouter:
         """Let the verbs that name a version wait until `future` completes."""
         with self._lock:
             self._pending_versions[version_id] = []
-        future.add_done_callback(
-            lambda completed: self._release_waiting_verbs(version_id, completed)
-        )
+        future.add_done_callback(partial(self._release_waiting_verbs, version_id))
 
     def _start_transfer(self, snapshot: WeightSnapshot, version_id: int, future: Future) -> None:
         """Send the weights from a thread, which completes `future`. A failure frees the version."""
@@ -224,14 +222,6 @@ class VerbRouter:
                     call.future.set_exception(error)
 
     # -------------------------------------------------------------------------------------- routing
-
-    def _queue_when_ready(self, call: VerbCall) -> None:
-        """Queue a verb, or make it wait until the version that it names has arrived."""
-        with self._lock:
-            if call.version_id in self._pending_versions:
-                self._pending_versions[call.version_id].append(call)
-            else:
-                self._queue_ready(call)
 
     def _queue_ready(self, call: VerbCall) -> None:
         """Queue a verb on a version that has arrived, and report its sampling parameters to the

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -33,7 +33,7 @@ class SampleTemperatures:
         # by digest: (temperature, digest of the tail, length)
         self._by_content: OrderedDict[bytes, tuple[float, bytes, int]] = OrderedDict()
         # by digest of the tail: number of samples by length
-        self._length_counts: dict[bytes, dict[int, int]] = {}
+        self._length_counts: dict[bytes, Counter[int]] = {}
 
     def record(self, sequence: SampledSequence) -> None:
         """Record a sample and its temperature. Ignore a sequence without temperature, tokens or
@@ -42,20 +42,15 @@ class SampleTemperatures:
         temperature = sequence.temperature
         if temperature is None or not sequence.tokens or sequence.logprobs is None:
             return
-        tokens, logprobs = (
-            np.asarray(sequence.tokens, np.int64),
-            np.asarray(sequence.logprobs, np.float32),
-        )
-        key, tail = (
-            _compute_digest(tokens, logprobs),
-            _compute_digest(tokens[-_TAIL_TOKENS:], logprobs[-_TAIL_TOKENS:]),
-        )
+        tokens = np.asarray(sequence.tokens, np.int64)
+        logprobs = np.asarray(sequence.logprobs, np.float32)
+        key = _compute_digest(tokens, logprobs)
+        tail = _compute_digest(tokens[-_TAIL_TOKENS:], logprobs[-_TAIL_TOKENS:])
         with self._lock:
             self._by_id[sequence.sequence_id] = temperature
             self._remove(key)
             self._by_content[key] = (temperature, tail, len(tokens))
-            counts = self._length_counts.setdefault(tail, {})
-            counts[len(tokens)] = counts.get(len(tokens), 0) + 1
+            self._length_counts.setdefault(tail, Counter())[len(tokens)] += 1
             if len(self._by_content) > self.limit:
                 self._remove(next(iter(self._by_content)))
             if len(self._by_id) > self.limit:
@@ -82,31 +77,21 @@ class SampleTemperatures:
             return datum.temperature
         with self._lock:
             temperature = self._find_by_spans(datum)
-            return (
-                self._find_by_logprobs(datum) if temperature is None else temperature
-            )  # 0 is a known temperature
+            if temperature is None and (content := _get_content(datum)) is not None:
+                match = self._find_sample_at_end(*content)
+                temperature = None if match is None else match[0]
+            return temperature
 
     def _find_by_spans(self, datum: Datum) -> float | None:
         """Return the temperature of the samples that the datum's provenance names. Return None
         unless they agree.
         """
-        spans = [
-            span
-            for span in datum.loss_fn_input_spans or ()
-            if isinstance(span, SampledProvenanceSpan)
-        ]
         temperatures = {
-            self._by_id[span.sequence_id] for span in spans if span.sequence_id in self._by_id
+            self._by_id[span.sequence_id]
+            for span in datum.loss_fn_input_spans or ()
+            if isinstance(span, SampledProvenanceSpan) and span.sequence_id in self._by_id
         }
         return temperatures.pop() if len(temperatures) == 1 else None
-
-    def _find_by_logprobs(self, datum: Datum) -> float | None:
-        """Return the temperature of the sample at the datum's end, matched by tokens and logprobs;
-        None if unknown.
-        """
-        content = _get_content(datum)
-        match = self._find_sample_at_end(*content) if content is not None else None
-        return None if match is None else match[0]
 
     def _find_sample_at_end(
         self, tokens: np.ndarray, logprobs: np.ndarray
@@ -116,17 +101,13 @@ class SampleTemperatures:
         """
         # the tail of a sample shorter than _TAIL is the whole sample
         for last in range(min(_TAIL_TOKENS, len(tokens)), 0, -1):
-            for length in sorted(
-                self._length_counts.get(_compute_digest(tokens[-last:], logprobs[-last:]), ()),
-                reverse=True,
-            ):
-                entry = (
-                    self._by_content.get(_compute_digest(tokens[-length:], logprobs[-length:]))
-                    if length <= len(tokens)
-                    else None
-                )
-                if entry is not None:
-                    return entry[0], length
+            tail = _compute_digest(tokens[-last:], logprobs[-last:])
+            for length in sorted(self._length_counts.get(tail, ()), reverse=True):
+                if length > len(tokens):
+                    continue
+                digest = _compute_digest(tokens[-length:], logprobs[-length:])
+                if digest in self._by_content:
+                    return self._by_content[digest][0], length
         return None
 
     def find_sampled_targets(self, datum: Datum) -> np.ndarray | None:
@@ -203,9 +184,7 @@ def resolve_temperatures(
     samples, which carry logprobs at temperature 1), or `get_default()`, the temperature of
     this version's samples, if it is unknown.
     """
-    default = (
-        get_default() if any(temperature is None for temperature in sampling_temperatures) else 1.0
-    )
+    default = get_default() if None in sampling_temperatures else 1.0
     return [
         default if temperature is None else temperature or 1.0
         for temperature in sampling_temperatures

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ from rl.runtime.sampler_versions import (
     find_max_context,
     make_version_engine,
 )
-from rl.runtime.sharding import assign_indices, merge_by_index, sum_counters
-from rl.runtime.stream_worker import StepOutput, StepRequest, WorkerStream, run_step_request
-from rl.runtime.verb_table import SAMPLER, verb
+from rl.runtime.stream_worker import StepOutput, StepRequest, WorkerStream
+from rl.runtime.verb_table import SAMPLER, assign_indices, merge_by_index, sum_counters, verb
 from rl.sampler import (
     Decoder,
     IdleKVCachePool,
@@ -81,17 +81,15 @@ class SamplingWorker:
         # the first rank of a tensor-parallel group reports its samples
         self.reports_results = self.tp_group is None or self.tp_group.rank == 0
         self.sampler_dtype = torch.bfloat16 if bf16 else torch.float32
-        self.server_pool = (
-            self._connect_servers() if settings.sampler.kind == "vllm" else None
-        )  # vLLM servers, which then sample
+        # vLLM servers, which then sample
+        self.server_pool = self._connect_servers() if settings.sampler.kind == "vllm" else None
         self.learners: dict[int, Learner] = {}
         self.versions: dict[int, SamplerVersion] = {}
         # learner that wrote each folder, so that samples from it count as that learner's
         self.folder_models: dict[str, int] = {}
         self.streams: dict[int, WorkerStream] = {}  # see rl.runtime.stream_worker
-        self.kv_cache_pool = (
-            IdleKVCachePool()
-        )  # KV cache memory that an engine leaves to the next engine
+        # KV cache memory that an engine leaves to the next engine
+        self.kv_cache_pool = IdleKVCachePool()
 
     def _connect_servers(self) -> ServerPool:
         """Return the vLLM servers of the settings, or one that the run starts with the first
@@ -233,12 +231,12 @@ class SamplingWorker:
         """Return a new decoder of a model, over the decoder that adapters on its base share, if
         `base_key` is set. `weights`: see `make_decoder`.
         """
-        device, kind = self.accelerator.device, self.settings.sampler.local_kind
-        dtype, group = self.sampler_dtype, self.tp_group
+        kind, group = self.settings.sampler.local_kind, self.tp_group
+        options = (self.sampler_dtype, self.accelerator.device, kind)
         base = base_key and self.base_models.get_base_decoder(
-            base_key, lambda model: make_base_decoder(model, dtype, device, kind, group)
+            base_key, lambda model: make_base_decoder(model, *options, group)
         )
-        return make_decoder(model, dtype, device, kind, weights, base, group)
+        return make_decoder(model, *options, weights, base, group)
 
     def _add_version(
         self, version_id: int, version: SamplerVersion, begin: float, mixes: int | None = None
@@ -251,12 +249,6 @@ class SamplingWorker:
             torch.cuda.synchronize()  # copies are asynchronous: measure until they have finished
         seconds = time.perf_counter() - begin
         return {"version": version.version, "seconds": seconds, "mixes": mixes}
-
-    def _find_mix_group(self, decoder: Decoder) -> int | None:
-        """Return an id that is equal for versions which can be sampled in a single batch. Return
-        None for a version that cannot be mixed.
-        """
-        return self.base_models.find_index(decoder)
 
     @verb(SAMPLER, version_arg=0, router_method="load_sampler")
     def load_sampler(
@@ -304,7 +296,7 @@ class SamplingWorker:
             **self._describe_model(loaded, spec),
             "sampler": self.settings.sampler.kind if on_servers else local_kind,
             "version": version,
-            "mixes": self._find_mix_group(decoder),
+            "mixes": self.base_models.find_mix_group(decoder),
         }
 
     @verb(SAMPLER)
@@ -371,22 +363,23 @@ class SamplingWorker:
         In a mixed stream each request names its version: `version_id` is any version on the same
         base. Raises UserError if the version has been released.
         """
-        source, stream, sampler_settings = (
-            self.versions.get(version_id),
-            self.streams.get(stream_id),
-            self.settings.sampler,
-        )
+        source = self.versions.get(version_id)
+        stream = self.streams.get(stream_id)
+        sampler_settings = self.settings.sampler
         if source is None:
             raise UserError(
                 "the stream's weights have been freed, since its sampling client was released: "
                 "switch the stream to another client, or close it"
             )
+        new_engine = partial(
+            make_version_engine,
+            source,
+            sampler_settings,
+            step_request.mixed,
+            self.kv_cache_pool,
+        )
         if stream is None:
-            stream = self.streams[stream_id] = WorkerStream(
-                make_version_engine(
-                    source, sampler_settings, step_request.mixed, self.kv_cache_pool
-                )
-            )
+            stream = self.streams[stream_id] = WorkerStream(new_engine())
         elif stream.version_id != version_id and not step_request.mixed:
             if isinstance(source.decoder, VllmDecoder) != isinstance(stream.engine, VllmEngine):
                 raise UserError(
@@ -395,25 +388,21 @@ class SamplingWorker:
                 )
             stream.engine.change_weights(source.decoder, source.version)
         self._load_server_weights(source.decoder)
-        stream.version_id, arrived = (
-            version_id,
-            [request for _, _, request in step_request.new_requests],
-        )
+        stream.version_id = version_id
+        arrived = [request for _, _, request in step_request.new_requests]
         if step_request.mixed:
             add_versions(stream.engine, self.versions, arrived)
         else:
             source.report_params(arrived)
 
         def make_engine(unfinished: Sequence[SamplingRequest]) -> RankEngine:
-            engine = make_version_engine(
-                source, sampler_settings, step_request.mixed, self.kv_cache_pool
-            )
+            engine = new_engine()
             if step_request.mixed:
                 add_versions(engine, self.versions, [*unfinished, *arrived])
             return engine
 
         rank = collectives.rank() // sampler_settings.tp
-        output = run_step_request(stream, step_request, rank, make_engine)
+        output = stream.run(step_request, rank, make_engine)
         return output if self.reports_results else StepOutput()
 
     @verb(SAMPLER, lambda parts: dict(sorted(item for part in parts for item in part.items())))

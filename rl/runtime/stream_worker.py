@@ -7,8 +7,8 @@ steps on each rank, so other verbs (an update, an evaluation) run between two st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field
 
 from rl.runtime.sampler_versions import RankEngine, close_engine
 from rl.sampler import Engine, SamplingRequest
@@ -45,6 +45,24 @@ class StepOutput:
         return total
 
 
+@dataclass(frozen=True)
+class StepRequest:
+    """Describe a step request. `new_requests`: (ticket, rank or tensor-parallel group that takes
+    it, request). `recompute`: first recompute the KV cache.
+
+    `mixed`: requests are of several models on the same base, and name their model.
+    """
+
+    steps: int
+    new_requests: Sequence[tuple[int, int, SamplingRequest]] = ()
+    dropped: Sequence[int] = ()
+    ended_conversations: Sequence[str] = ()  # conversations without a further turn
+    recompute: bool = False
+    mixed: bool = False
+    # tickets to return partial output of; True: all
+    partial_tickets: Collection[int] | bool = False
+
+
 class WorkerStream:
     """Hold this rank's engine of a stream, and the tickets of its requests."""
 
@@ -54,20 +72,35 @@ class WorkerStream:
         self.tickets: dict[int, int] = {}  # by the engine's request id
         self._last_counters: dict[str, int] = {}
 
-    def update_requests(
-        self, new_requests: Mapping[int, SamplingRequest], dropped: Sequence[int]
-    ) -> dict[int, SampleResponse | Exception]:
-        """Add and drop requests. Return by ticket the errors of requests that cannot run."""
-        errors: dict[int, SampleResponse | Exception] = {}
-        for number in [number for number, ticket in self.tickets.items() if ticket in set(dropped)]:
-            self.engine.cancel(number)
-            del self.tickets[number]
-        for ticket, request in new_requests.items():
-            try:
-                self.tickets[self.engine.add(request)] = ticket
-            except ValueError as error:
-                errors[ticket] = error.with_traceback(None)
-        return errors
+    def run(
+        self,
+        step_request: StepRequest,
+        rank: int,
+        make_engine: Callable[[Sequence[SamplingRequest]], RankEngine],
+    ) -> StepOutput:
+        """Execute a step request on this rank. `make_engine` makes an engine for its unfinished
+        requests.
+        """
+        if step_request.recompute:
+            self.move_to_new_engine(make_engine)
+        for name in step_request.ended_conversations:
+            self.engine.evict_conversation(name)
+        for number, ticket in list(self.tickets.items()):
+            if ticket in step_request.dropped:
+                self.engine.cancel(number)
+                del self.tickets[number]
+        output = StepOutput()
+        for ticket, to, request in step_request.new_requests:
+            if to == rank:
+                try:
+                    self.tickets[self.engine.add(request)] = ticket
+                except ValueError as error:  # it cannot run
+                    output.finished[ticket] = error.with_traceback(None)
+        output.finished |= self.run_steps(step_request.steps)
+        output.counters = self._collect_counters()
+        if step_request.partial_tickets:
+            output.partial_output = self._collect_partial_output(step_request.partial_tickets)
+        return output
 
     def run_steps(self, steps: int) -> dict[int, SampleResponse | Exception]:
         """Run at most `steps` engine steps. Return finished requests by ticket."""
@@ -84,7 +117,7 @@ class WorkerStream:
             steps -= max(engine.counters.steps - steps_before, 1)
         return finished
 
-    def collect_partial_output(
+    def _collect_partial_output(
         self, tickets: Collection[int] | bool
     ) -> dict[int, dict[int, SampledSequence]]:
         """Return what these tickets (True: all) have sampled so far, by ticket and sample."""
@@ -93,16 +126,10 @@ class WorkerStream:
             for number, ticket in self.tickets.items()
             if tickets is True or ticket in tickets  # type: ignore[operator]
         }
-        return (
-            {
-                self.tickets[number]: samples
-                for number, samples in self.engine.partial_samples(request_ids).items()
-            }
-            if request_ids
-            else {}
-        )
+        samples = self.engine.partial_samples(request_ids) if request_ids else {}
+        return {self.tickets[number]: sequences for number, sequences in samples.items()}
 
-    def collect_counters(self) -> dict[str, int]:
+    def _collect_counters(self) -> dict[str, int]:
         """Return the engine's counters since the last call; peaks are absolute."""
         current = asdict(self.engine.counters)
         difference = {
@@ -131,47 +158,3 @@ class WorkerStream:
         self._last_counters = {}
         for ticket, request in remaining.items():
             self.tickets[self.engine.add(request)] = ticket
-
-
-@dataclass(frozen=True)
-class StepRequest:
-    """Describe a step request. `new_requests`: (ticket, rank or tensor-parallel group that takes
-    it, request). `recompute`: first recompute the KV cache.
-
-    `mixed`: requests are of several models on the same base, and name their model.
-    """
-
-    steps: int
-    new_requests: Sequence[tuple[int, int, SamplingRequest]] = ()
-    dropped: Sequence[int] = ()
-    ended_conversations: Sequence[str] = ()  # conversations without a further turn
-    recompute: bool = False
-    mixed: bool = False
-    # tickets to return partial output of; True: all
-    partial_tickets: Collection[int] | bool = False
-
-
-def run_step_request(
-    stream: WorkerStream,
-    step_request: StepRequest,
-    rank: int,
-    make_engine: Callable[[Sequence[SamplingRequest]], RankEngine],
-) -> StepOutput:
-    """Execute a step request on this rank. `make_engine` makes an engine for its unfinished
-    requests.
-    """
-    if step_request.recompute:
-        stream.move_to_new_engine(make_engine)
-    local_requests = {
-        ticket: request for ticket, to, request in step_request.new_requests if to == rank
-    }
-    for name in step_request.ended_conversations:
-        stream.engine.evict_conversation(name)
-    errors = stream.update_requests(local_requests, step_request.dropped)
-    finished = stream.run_steps(step_request.steps)
-    output = StepOutput({**errors, **finished}, stream.collect_counters())
-    return (
-        replace(output, partial_output=stream.collect_partial_output(step_request.partial_tickets))
-        if step_request.partial_tickets
-        else output
-    )

@@ -43,8 +43,14 @@ from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sample_temperatures import compute_mean_temperature, resolve_temperatures
 from rl.runtime.sampler_versions import SamplerVersion
 from rl.runtime.sampling_worker import SamplingWorker, load_base
-from rl.runtime.sharding import assign_indices, merge_by_index, sum_counters
-from rl.runtime.verb_table import LEARNER, SAMPLER, verb
+from rl.runtime.verb_table import (
+    LEARNER,
+    SAMPLER,
+    assign_indices,
+    merge_by_index,
+    sum_counters,
+    verb,
+)
 from rl.runtime.weight_sync import WeightSnapshot
 from rl.sampler import Decoder
 from rl.types import AdamParams, Datum, LoraConfig, SamplingParams
@@ -85,18 +91,15 @@ class TrainingWorker(SamplingWorker):
         whose weights (and optimizer) it starts from.
         """
         self.kv_cache_pool.reset()
+        settings, sharding = self.settings.learner, get_launch_sharding()
         # a folder may be missing on some machine
         with collectives.all_or_none(self.accelerator.device):
             held_in = self._choose_base_dtype(spec)
-            check_optimizer(
-                self.settings.learner.optimizer,
-                self.accelerator.device,
-                get_launch_sharding(),
-            )
+            check_optimizer(settings.optimizer, self.accelerator.device, sharding)
             base, tokenizer = learner_checkpoint.resolve_base_model(spec, state)
             lazy_model = (
                 load_model_lazily(base, tokenizer=tokenizer)
-                if get_launch_sharding().reads_shards(collectives.world())
+                if sharding.reads_shards(collectives.world())
                 else None
             )
             loaded = lazy_model or self.base_models.load(
@@ -109,19 +112,14 @@ class TrainingWorker(SamplingWorker):
             if spec.value_head:
                 loaded = add_value_head(loaded)
             self.base_keys[model_id] = (base, tokenizer, spec.seed)
-        info = {
-            **self._describe_model(loaded, spec),
-            "base_dtype": held_in,
-        }  # before the weights are sharded
+        info = self._describe_model(loaded, spec)  # before the weights are sharded
         learner = Learner(
             loaded,
             self.accelerator,
-            self.settings.learner,
-            "fp32"
-            if get_launch_sharding().owns_weights
-            else held_in,  # the backend casts all weights
+            settings,
+            "fp32" if sharding.owns_weights else held_in,  # the backend casts all weights
             collectives.get_rank_group(
-                self.settings.learner.context_parallel_size, self.settings.timeout_seconds
+                settings.context_parallel_size, self.settings.timeout_seconds
             ),
         )
         self.learners[model_id], self.specs[model_id] = learner, spec
@@ -129,8 +127,9 @@ class TrainingWorker(SamplingWorker):
             self.load_state(model_id, state, with_optimizer)
         return {
             **info,
+            "base_dtype": held_in,
             "distributed_type": self.accelerator.distributed_type.value,
-            "scales_gradients": not get_launch_sharding().owns_weights,
+            "scales_gradients": not sharding.owns_weights,
             "wrapped": type(learner.backend.wrapped).__name__,
         }
 
@@ -215,30 +214,26 @@ class TrainingWorker(SamplingWorker):
         if backward and datums and "advantages" in loss.required:
             learner.sampling_record.check_untruncated()
         settings = dict(config)
-        temperature = settings.pop("temperature", None)
-        if temperature is None and loss.at_sampling_temperature and datums:
+        if "temperature" not in settings and loss.at_sampling_temperature and datums:
             temperatures = resolve_temperatures(
                 sampling_temperatures or [None] * len(datums),
                 learner.sampling_record.scoring_temperature,
             )
         else:
-            temperatures = [1.0 if temperature is None else float(temperature)] * len(datums)
-        kwargs = {
-            "divisor": divisor,
-            "backward": backward,
-            "entropy": entropy,
-            "use_adapters": adapters,
-            "micro_batch": part,
-        }
+            temperatures = [float(settings.pop("temperature", 1.0))] * max(len(datums), 1)
         with self.kv_cache_pool.yield_to_learner():
-            outputs, sums = learner.run(datums, loss, settings, temperature=temperatures, **kwargs)  # type: ignore[arg-type]
-        return (
-            outputs,
-            sums,
-            compute_mean_temperature(
-                temperatures or [1.0 if temperature is None else float(temperature)]
-            ),
-        )
+            outputs, sums = learner.run(
+                datums,
+                loss,
+                settings,
+                temperature=temperatures[: len(datums)],
+                divisor=divisor,
+                backward=backward,
+                entropy=entropy,
+                use_adapters=adapters,
+                micro_batch=part,
+            )
+        return outputs, sums, compute_mean_temperature(temperatures)
 
     @verb(LEARNER, _merge_microbatch)
     def forward_backward_microbatch(
@@ -297,7 +292,9 @@ class TrainingWorker(SamplingWorker):
         if self.server_pool is None:
             self.latest_decoders[model_id] = decoder
         version = SamplerVersion(decoder, learner.loaded, learner.version, learner, learned=True)
-        return self._add_version(version_id, version, begin, self._find_mix_group(decoder))
+        return self._add_version(
+            version_id, version, begin, self.base_models.find_mix_group(decoder)
+        )
 
     @verb(SAMPLER, version_arg=1, router_method="snapshot_base")
     def snapshot_base(self, model_id: int, version_id: int) -> dict[str, Any]:
@@ -310,7 +307,9 @@ class TrainingWorker(SamplingWorker):
             self.latest_decoders[model_id] = self._make_learner_decoder(model_id)
         decoder = load_base(self.latest_decoders[model_id].fork(), learner.parameter_shapes)
         version = SamplerVersion(decoder, learner.loaded, 0, None)
-        return self._add_version(version_id, version, begin, self._find_mix_group(decoder))
+        return self._add_version(
+            version_id, version, begin, self.base_models.find_mix_group(decoder)
+        )
 
     def _write_learner_weights(self, decoder: VllmDecoder, learner: Learner) -> None:
         """Write the learner's weights, adapters merged, for the vLLM servers."""
@@ -340,24 +339,21 @@ class TrainingWorker(SamplingWorker):
             learner.sampling_record.record(version, params)
 
     @verb()
-    def take_snapshot(self, model_id: int, is_first: bool) -> WeightSnapshot | None:
-        """Copy the current weights to host memory of rank 0, for the transfer to sampler ranks.
-        `is_first`: whether the samplers do not have the model yet.
+    def take_snapshot(self, model_id: int, is_first: bool) -> WeightSnapshot:
+        """Copy the current weights to host memory of rank 0, for the transfer to sampler ranks; the
+        snapshots of other ranks are empty. `is_first`: whether the samplers do not have the model
+        yet.
         """
         learner, spec = self.learners[model_id], self.specs[model_id]
         # the base is rounded to bf16 or 4 bit, while samplers read the original from its folder
         send_base = is_first and self._choose_base_dtype(spec) != "fp32"
-        is_rank_0 = collectives.rank() == 0
         tensors = {
             name: tensor.detach().to("cpu", copy=True)
             for name, tensor in learner.iter_weights(frozen=send_base)
-            if is_rank_0
+            if collectives.rank() == 0
         }
-        return (
-            WeightSnapshot(model_id, spec, self.base_keys[model_id], learner.version, tensors)
-            if is_rank_0
-            else None
-        )
+        base_key = self.base_keys[model_id]
+        return WeightSnapshot(model_id, spec, base_key, learner.version, tensors)
 
     @verb()
     def take_empty_snapshot(self, model_id: int) -> WeightSnapshot:

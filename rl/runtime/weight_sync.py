@@ -36,7 +36,8 @@ CONVERT_ELEMENTS = 2**20  # elements of a tensor that are converted at a time
 @dataclass(frozen=True)
 class WeightSnapshot:
     """Hold a copy of a model's weights, unsharded and in host memory. `base_key`: what its base is
-    loaded from (base, tokenizer, seed).
+    loaded from (base, tokenizer, seed). The manifest of a transfer is a snapshot whose tensors
+    have a shape and a dtype and no data (device meta).
     """
 
     model_id: int
@@ -45,12 +46,25 @@ class WeightSnapshot:
     version: int
     tensors: Mapping[str, Tensor]
 
-    def make_manifest(self) -> TransferManifest:
-        """Return the shapes and dtypes of the tensors, without their data."""
-        shapes = {
-            name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()
+    def make_manifest(self) -> WeightSnapshot:
+        """Return the snapshot without the data of its tensors."""
+        return replace(self, tensors={name: t.to("meta") for name, t in self.tensors.items()})
+
+    def find_narrower_dtypes(self, decoder: Decoder) -> dict[str, torch.dtype]:
+        """Return by name the dtype of tensors that this decoder stores in fewer bytes. They are
+        rounded before they are sent, with the same result.
+        """
+        dtypes = {name: decoder.dtype_of(name) for name in self.tensors}
+        return {
+            name: dtype
+            for name, dtype in dtypes.items()
+            if dtype is not None and dtype.itemsize < self.tensors[name].dtype.itemsize
         }
-        return TransferManifest(self.model_id, self.spec, self.base_key, self.version, shapes)
+
+    def with_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> WeightSnapshot:
+        """Return the snapshot with these dtypes."""
+        converted = {name: self.tensors[name].to(dtype) for name, dtype in dtypes.items()}
+        return replace(self, tensors={**self.tensors, **converted})
 
     def iter_chunks(
         self, size: int = CHUNK_BYTES, dtypes: Mapping[str, torch.dtype] | None = None
@@ -85,8 +99,7 @@ class TransferSchedule:
     that of a chunk. The first of them also waits for the step requests before it.
     """
 
-    def __init__(self) -> None:
-        self.num_chunks = 2
+    num_chunks = 2
 
     def start_round(self, size: int) -> None:
         """Record that a round of `size` chunks is being queued."""
@@ -110,48 +123,6 @@ class TransferSchedule:
 
 
 @dataclass(frozen=True)
-class TransferManifest:
-    """Describe a transfer: the model's version, and the shape and dtype of each tensor by name."""
-
-    model_id: int
-    spec: ModelSpec
-    base_key: BaseKey
-    version: int
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-
-    def find_narrower_dtypes(self, decoder: Decoder) -> dict[str, torch.dtype]:
-        """Return by name the dtype of tensors that this decoder stores in fewer bytes. They are
-        rounded before they are sent, with the same result.
-        """
-        dtypes = {
-            name: (dtype, decoder.dtype_of(name)) for name, (_, dtype) in self.tensors.items()
-        }
-        return {
-            name: decoder_dtype
-            for name, (sent_dtype, decoder_dtype) in dtypes.items()
-            if decoder_dtype is not None and decoder_dtype.itemsize < sent_dtype.itemsize
-        }
-
-    def tensor_bytes(self) -> dict[str, int]:
-        """Return the number of bytes of each nonempty tensor by name."""
-        sizes = {
-            name: int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            for name, (shape, dtype) in self.tensors.items()
-        }
-        return {name: size for name, size in sizes.items() if size}
-
-    def with_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> TransferManifest:
-        """Return the manifest with these dtypes."""
-        return replace(
-            self,
-            tensors={
-                name: (shape, dtypes.get(name, dtype))
-                for name, (shape, dtype) in self.tensors.items()
-            },
-        )
-
-
-@dataclass(frozen=True)
 class WeightChunk:
     """Hold bytes of tensors as (name, byte offset, bytes). `checksum`: CRC-32 of all of them."""
 
@@ -170,12 +141,15 @@ class WeightTransfer:
     name; `partial_tensors`: partially received tensors.
     """
 
-    manifest: TransferManifest
+    manifest: WeightSnapshot
     decoder: Decoder
     loaded: LoadedModel
     start_time: float
-    remaining_bytes: dict[str, int]
     partial_tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        tensors = self.manifest.tensors
+        self.remaining_bytes = {name: t.nbytes for name, t in tensors.items() if t.nbytes}
 
     def receive(self, chunk: WeightChunk) -> None:
         """Write a chunk, and load each completed tensor into the decoder. Raises RuntimeError if
@@ -184,12 +158,12 @@ class WeightTransfer:
         if _compute_checksum(chunk.parts) != chunk.checksum:
             raise RuntimeError(
                 f"weights of version {self.manifest.version} were corrupted in transfer (the "
-                f"checksum differs), at tensors {self._describe_names(chunk)}"
+                "checksum differs), at tensors " + ", ".join(name for name, *_ in chunk.parts[:3])
             )
         for name, offset, raw in chunk.parts:
-            shape, dtype = self.manifest.tensors[name]
             if name not in self.partial_tensors:
-                self.partial_tensors[name] = torch.empty(shape, dtype=dtype)
+                sent = self.manifest.tensors[name]
+                self.partial_tensors[name] = torch.empty(sent.shape, dtype=sent.dtype)
             view_bytes(self.partial_tensors[name])[offset : offset + len(raw)] = raw
             self.remaining_bytes[name] -= len(raw)
             if self.remaining_bytes[name] == 0:
@@ -205,10 +179,16 @@ class WeightTransfer:
                 f"tensors are missing, {missing[:3]}"
             )
 
-    @staticmethod
-    def _describe_names(chunk: WeightChunk) -> str:
-        """Return the first tensor names of a chunk, for an error message."""
-        return ", ".join(name for name, _, _ in chunk.parts[:3])
+
+@dataclass
+class ReceivedModel:
+    """Hold a model of the learner ranks: the spec that its decoders were made from, and the
+    decoders. Those that are not in use receive new weights.
+    """
+
+    spec: ModelSpec
+    loaded: LoadedModel
+    decoders: list[Decoder]
 
 
 class SamplerWorker(SamplingWorker):
@@ -218,28 +198,22 @@ class SamplerWorker(SamplingWorker):
 
     def __init__(self, *args: object):
         super().__init__(*args)  # type: ignore[arg-type]
-        self.loaded_models: dict[int, LoadedModel] = {}
-        self.specs: dict[int, ModelSpec] = {}  # by model: the spec that its decoders were made from
-        # by model; decoders that are not in use receive new weights
-        self.decoders: dict[int, list[Decoder]] = {}
+        self.models: dict[int, ReceivedModel] = {}
         self.transfers: dict[int, WeightTransfer] = {}
 
     def free_all(self) -> None:
         super().free_all()
-        for model_id in list(self.loaded_models):
-            self.free_model(model_id)
+        self.models.clear()
 
     def free_model(self, model_id: int) -> None:
-        self.loaded_models.pop(model_id, None)
-        self.specs.pop(model_id, None)
-        self.decoders.pop(model_id, None)
+        self.models.pop(model_id, None)
 
     def free_version(self, version_id: int) -> None:
         self.transfers.pop(version_id, None)
         super().free_version(version_id)
 
     @verb(SAMPLER)
-    def begin_transfer(self, version_id: int, manifest: TransferManifest) -> dict[str, torch.dtype]:
+    def begin_transfer(self, version_id: int, manifest: WeightSnapshot) -> dict[str, torch.dtype]:
         """Prepare to receive weights. A model's frozen base is read at its first transfer, from the
         source that the learners read.
 
@@ -247,14 +221,10 @@ class SamplerWorker(SamplingWorker):
         manifest.
         """
         start_time = time.perf_counter()
-        decoder = self._find_free_decoder(manifest)
-        manifest = manifest.with_dtypes(dtypes := manifest.find_narrower_dtypes(decoder))
+        loaded, decoder = self._find_free_decoder(manifest)
+        dtypes = manifest.find_narrower_dtypes(decoder)
         self.transfers[version_id] = WeightTransfer(
-            manifest,
-            decoder,
-            self.loaded_models[manifest.model_id],
-            start_time,
-            manifest.tensor_bytes(),
+            manifest.with_dtypes(dtypes), decoder, loaded, start_time
         )
         return dtypes
 
@@ -274,48 +244,45 @@ class SamplerWorker(SamplingWorker):
         return self._add_version(version_id, version, transfer.start_time)
 
     @verb(SAMPLER)
-    def create_base_version(self, version_id: int, manifest: TransferManifest) -> dict[str, object]:
+    def create_base_version(self, version_id: int, manifest: WeightSnapshot) -> dict[str, object]:
         """Create a version of the base model under a LoRA adapter: the adapter's B
         matrices are 0.
         """
         start_time = time.perf_counter()
-        decoder = self._find_free_decoder(manifest)
-        loaded = self.loaded_models[manifest.model_id]
+        loaded, decoder = self._find_free_decoder(manifest)
         load_base(decoder, {name: p.shape for name, p in loaded.model.named_parameters()})
         return self._add_version(version_id, SamplerVersion(decoder, loaded, 0, None), start_time)
 
-    def _find_free_decoder(self, manifest: TransferManifest) -> Decoder:
-        """Return a decoder of the model that no version, stream or transfer uses."""
-        if self.specs.setdefault(manifest.model_id, manifest.spec).lora != manifest.spec.lora:
+    def _find_free_decoder(self, manifest: WeightSnapshot) -> tuple[LoadedModel, Decoder]:
+        """Return the model, and a decoder of it that no version, stream or transfer uses."""
+        model = self.models.get(manifest.model_id)
+        if model is not None and model.spec.lora != manifest.spec.lora:
             # the adapter's scale has changed, and a decoder's scale is fixed
             self.free_model(manifest.model_id)
-            self.specs[manifest.model_id] = manifest.spec
-        decoders = self.decoders.setdefault(manifest.model_id, [])
-        if not decoders:
-            decoders.append(self._make_first_decoder(manifest))
-        busy = {id(version.decoder) for version in self.versions.values()}
-        busy |= {id(stream.engine.decoder) for stream in self.streams.values()}
-        busy |= {id(transfer.decoder) for transfer in self.transfers.values()}
-        for decoder in decoders:
-            if id(decoder) not in busy:
-                return decoder
-        decoders.append(decoders[0].fork())
-        return decoders[-1]
+            model = None
+        if model is None:
+            model = self.models[manifest.model_id] = self._load_model(manifest)
+        engines = [stream.engine for stream in self.streams.values()]
+        users = (*self.versions.values(), *self.transfers.values(), *engines)
+        for decoder in model.decoders:
+            if all(user.decoder is not decoder for user in users):
+                return model.loaded, decoder
+        model.decoders.append(model.decoders[0].fork())
+        return model.loaded, model.decoders[-1]
 
-    def _make_first_decoder(self, manifest: TransferManifest) -> Decoder:
-        """Load the model and return its first decoder."""
+    def _load_model(self, manifest: WeightSnapshot) -> ReceivedModel:
+        """Load a model and make its first decoder."""
         lora = manifest.spec.lora
         loaded = self.base_models.load(*manifest.base_key, lora is not None)
         loaded.name = manifest.spec.base_model
         if lora is not None:
             loaded = add_lora(loaded, lora)
         loaded.model.to(self.accelerator.device)
-        self.loaded_models[manifest.model_id] = loaded
         decoder = self._make_decoder(loaded.model, manifest.base_key if lora is not None else None)
         if not self.base_models.enabled:
             # the decoder has copied the weights: only names and shapes of this model are used later
             loaded.model.to("meta")
-        return decoder
+        return ReceivedModel(manifest.spec, loaded, [decoder])
 
 
 def view_bytes(tensor: Tensor) -> np.ndarray:

@@ -159,14 +159,10 @@ def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
         return None
     failures = {rank: report for rank, (_, report) in enumerate(reports) if report is not None}
     if any(out_of_step for _, out_of_step, _ in failures.values()):
-        causes = {
-            rank: text for rank, (text, out_of_step, _) in failures.items() if not out_of_step
-        }
-        rank, text = (
-            next(iter(causes.items())) if causes else (min(failures), failures[min(failures)][0])
-        )
+        cause = min(failures, key=lambda rank: (failures[rank][1], rank))
         raise RankLost(
-            f"{verb} failed on {worker.objects.rank_name(rank)}, the ranks are out of step:\n{text}"
+            f"{verb} failed on {worker.objects.rank_name(cause)}, the ranks are out of step:\n"
+            f"{failures[cause][0]}"
         ) from error
     if error is not None:
         raise error

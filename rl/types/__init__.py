@@ -113,35 +113,13 @@ __all__ = [
 # Tinker's client has a separate submodule for each of these; some scripts import from the
 # submodules.
 _SUBMODULES = (
-    "checkpoint",
-    "datum",
-    "encoded_text_chunk",
-    "forward_backward_output",
-    "get_info_response",
-    "get_server_capabilities_response",
-    "image_asset_pointer_chunk",
-    "image_chunk",
-    "load_weights_response",
-    "lora_config",
-    "loss_fn_inputs",
-    "loss_fn_output",
-    "loss_fn_type",
-    "model_id",
-    "model_input",
-    "model_input_chunk",
-    "optim_step_response",
-    "optimizer",
-    "provenance_spans",
-    "sample_response",
-    "sampled_sequence",
-    "sampling_params",
-    "save_weights_for_sampler_response",
-    "save_weights_response",
-    "stop_reason",
-    "tensor_data",
-    "tensor_dtype",
-    "training_run",
-    "weights_info_response",
-)
+    "checkpoint datum encoded_text_chunk forward_backward_output get_info_response "
+    "get_server_capabilities_response image_asset_pointer_chunk image_chunk "
+    "load_weights_response lora_config loss_fn_inputs loss_fn_output loss_fn_type model_id "
+    "model_input model_input_chunk optim_step_response optimizer provenance_spans "
+    "sample_response sampled_sequence sampling_params save_weights_for_sampler_response "
+    "save_weights_response stop_reason tensor_data tensor_dtype training_run "
+    "weights_info_response"
+).split()
 for _name in _SUBMODULES:
     sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def validate_number(
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise BadRequestError(
-            f"{name} is {expected}, got {_shortly(value)} ({type(value).__name__})"
+            f"{name} is {expected}, got {shorten(value)} ({type(value).__name__})"
         )
     try:
         result = float(value)
@@ -42,12 +43,17 @@ def validate_number(
         result = math.inf  # torch does not accept such an integer as a number
     inside = minimum < result < maximum if open_ends else minimum <= result <= maximum
     if not abs(result) <= _LARGEST or not inside:
-        raise BadRequestError(f"{name} is {expected}, got {_shortly(value)}")
+        raise BadRequestError(f"{name} is {expected}, got {shorten(value)}")
     return result
 
 
 def validate_integer(
-    name: str, value: Any, expected: str, *, minimum: int | None = None, maximum: int | None = None
+    name: str,
+    value: Any,
+    expected: str,
+    *,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
 ) -> int:
     """Return `value` as an int.
 
@@ -59,10 +65,10 @@ def validate_integer(
         result = operator.index(value)
     except TypeError:
         raise BadRequestError(
-            f"{name} is {expected}, got {_shortly(value)} ({type(value).__name__})"
+            f"{name} is {expected}, got {shorten(value)} ({type(value).__name__})"
         ) from None
-    if (minimum is not None and result < minimum) or (maximum is not None and result > maximum):
-        raise BadRequestError(f"{name} is {expected}, got {_shortly(result)}")
+    if not minimum <= result <= maximum:
+        raise BadRequestError(f"{name} is {expected}, got {shorten(result)}")
     return result
 
 
@@ -75,9 +81,7 @@ def validate_bool(name: str, value: Any) -> bool:
         or type(value).__name__ in ("bool", "bool_")
     ):
         return bool(value)
-    raise BadRequestError(
-        f"{name} is True or False, got {_shortly(value)} ({type(value).__name__})"
-    )
+    raise BadRequestError(f"{name} is True or False, got {shorten(value)} ({type(value).__name__})")
 
 
 def validate_target_ids(where: str, targets: np.ndarray, vocabulary: int) -> None:
@@ -93,7 +97,48 @@ def validate_target_ids(where: str, targets: np.ndarray, vocabulary: int) -> Non
         )
 
 
-def _shortly(value: Any) -> str:
-    """Return repr(value), cut to 60 characters."""
+@dataclass(frozen=True, slots=True)
+class ParameterBounds:
+    """Hold the values that a number may have: from `minimum` to `maximum`, and not strictly inside
+    `gap`. `expected` describes them.
+    """
+
+    expected: str
+    minimum: float = -math.inf
+    maximum: float = math.inf
+    gap: tuple[float, float] | None = None
+    whole: bool = False  # whether only integers are values
+
+    def validate(self, name: str, value: Any) -> None:
+        """Raise ValueError unless `value` is one of these numbers."""
+        check = validate_integer if self.whole else validate_number
+        number = check(name, value, self.expected, minimum=self.minimum, maximum=self.maximum)
+        if self.gap is not None and self.gap[0] < number < self.gap[1]:
+            raise BadRequestError(f"{name} is {self.expected}, got {shorten(value)}")
+
+
+def bounded_field(
+    default: Any,
+    expected: str,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    gap: tuple[float, float] | None = None,
+) -> Any:
+    """Return a field of numbers with these bounds; integers if its default is no float."""
+    whole = not isinstance(default, float)
+    bounds = ParameterBounds(expected, minimum, maximum, gap, whole)
+    return field(default=default, metadata={"bounds": bounds})
+
+
+def validate_fields(instance: Any) -> None:
+    """Raise ValueError unless each field of `bounded_field` has its default or is in its bounds."""
+    for item in fields(instance):
+        value = getattr(instance, item.name)
+        if "bounds" in item.metadata and value is not item.default:
+            item.metadata["bounds"].validate(item.name, value)
+
+
+def shorten(value: Any, limit: int = 60) -> str:
+    """Return repr(value), cut to `limit` characters."""
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    return text if len(text) <= limit else f"{text[:limit]}..."

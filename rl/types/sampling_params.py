@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rl.errors import BadRequestError
-from rl.types.number_checks import validate_integer, validate_number
+from rl.types.number_checks import (
+    ParameterBounds,
+    bounded_field,
+    validate_fields,
+    validate_integer,
+    validate_number,
+)
 
 _LARGEST = 2**31 - 1  # limit of token counts and ids
 # parameters that leave the probabilities of the tokens at the temperature as they are
@@ -26,42 +32,6 @@ _KEEPS_DISTRIBUTION = (
     "untruncated_logprobs",
     "ignore_eos",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterBounds:
-    """Hold the values that a number may have: from `minimum` to `maximum`, and not strictly inside
-    `gap`. `expected` describes them.
-    """
-
-    expected: str
-    minimum: float = -math.inf
-    maximum: float = math.inf
-    gap: tuple[float, float] | None = None
-    whole: bool = False  # whether only integers are values
-
-    def validate(self, name: str, value: Any) -> None:
-        """Raise ValueError unless `value` is one of these numbers."""
-        if self.whole:
-            number: float = validate_integer(name, value, self.expected)
-        else:
-            number = validate_number(name, value, self.expected)
-        in_gap = self.gap is not None and self.gap[0] < number < self.gap[1]
-        if not self.minimum <= number <= self.maximum or in_gap:
-            raise BadRequestError(f"{name} is {self.expected}, got {value!r:.60}")
-
-
-def _bounded(
-    default: Any,
-    expected: str,
-    minimum: float = -math.inf,
-    maximum: float = math.inf,
-    gap: tuple[float, float] | None = None,
-) -> Any:
-    """Return a field of numbers with these bounds; integers if its default is no float."""
-    whole = not isinstance(default, float)
-    bounds = ParameterBounds(expected, minimum, maximum, gap, whole)
-    return field(default=default, metadata={"bounds": bounds})
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +62,26 @@ class SamplingParams:
     Raises ValueError for values out of range.
     """
 
-    max_tokens: int | None = _bounded(
+    max_tokens: int | None = bounded_field(
         None, "a whole number of at least 1, or None for what the context holds", 1, _LARGEST
     )
-    seed: int | None = _bounded(None, "a whole number, or None for different samples each time")
+    seed: int | None = bounded_field(
+        None, "a whole number, or None for different samples each time"
+    )
     stop: str | Sequence[str] | Sequence[int] | None = None
-    temperature: float = _bounded(
+    temperature: float = bounded_field(
         1.0, "0 (greedy) or at least 0.001: logits are divided by it", 0, gap=(0, 1e-3)
     )
-    top_k: int = _bounded(-1, "at least 1, or -1 for no truncation", -1, _LARGEST, gap=(-1, 1))
-    top_p: float = _bounded(1.0, "in (0, 1]", math.ulp(0.0), 1)
+    top_k: int = bounded_field(-1, "at least 1, or -1 for no truncation", -1, _LARGEST, gap=(-1, 1))
+    top_p: float = bounded_field(1.0, "in (0, 1]", math.ulp(0.0), 1)
     untruncated_logprobs: bool = False
-    min_p: float = _bounded(0.0, "from 0 (no limit) to 1", 0, 1)
+    min_p: float = bounded_field(0.0, "from 0 (no limit) to 1", 0, 1)
     logit_bias: Mapping[int, float] | None = None
-    min_tokens: int = _bounded(0, "a whole number of at least 0", 0, _LARGEST)
+    min_tokens: int = bounded_field(0, "a whole number of at least 0", 0, _LARGEST)
     ignore_eos: bool = False
-    presence_penalty: float = _bounded(0.0, "a number from -2 to 2", -2, 2)
-    frequency_penalty: float = _bounded(0.0, "a number from -2 to 2", -2, 2)
-    repetition_penalty: float = _bounded(1.0, "a number from 0.01 to 100", 0.01, 100)
+    presence_penalty: float = bounded_field(0.0, "a number from -2 to 2", -2, 2)
+    frequency_penalty: float = bounded_field(0.0, "a number from -2 to 2", -2, 2)
+    repetition_penalty: float = bounded_field(1.0, "a number from 0.01 to 100", 0.01, 100)
 
     @property
     def changes_distribution(self) -> bool:
@@ -142,9 +114,7 @@ class SamplingParams:
             )
 
     def __post_init__(self) -> None:
-        for name, bounds in PARAMETER_BOUNDS.items():
-            if (value := getattr(self, name)) is not _DEFAULTS[name]:
-                bounds.validate(name, value)
+        validate_fields(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}: lower "
@@ -174,7 +144,6 @@ _DISTRIBUTION = [
     if parameter.name not in _KEEPS_DISTRIBUTION
 ]
 DISTRIBUTION_PARAMETERS = tuple(name for name, _ in _DISTRIBUTION)
-_DEFAULTS = {parameter.name: parameter.default for parameter in fields(SamplingParams)}
 
 
 def _check_stop(stop: Any) -> None:
@@ -188,14 +157,10 @@ def _check_stop(stop: Any) -> None:
             f"stop must be a string, a list of strings or token ids, or None; got {stop!r}"
         ) from None
     for entry in entries:
-        if (
-            entry == ""
-            if isinstance(entry, str)
-            else validate_integer(
-                "a stop token", entry, "an id of at least 0, or a string", minimum=0
-            )
-            < 0
-        ):
+        if not isinstance(entry, str):
+            expected = "an id of at least 0, or a string"
+            validate_integer("a stop token", entry, expected, minimum=0)
+        elif not entry:
             raise ValueError(
                 "stop holds an empty string, which would stop at the first token: remove it, or "
                 "pass [] for no stop"

@@ -5,10 +5,12 @@ fields follow Tinker's client.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from rl.types.number_checks import shorten
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +45,7 @@ class TensorData:
         if array.size == 0 and array.dtype == object:
             array = array.astype(np.float32)
         if array.dtype.kind not in "biuf":
-            raise ValueError(f"TensorData holds a rectangle of numbers, got {_shortly(data)}")
+            raise ValueError(f"TensorData holds a rectangle of numbers, got {shorten(data, 80)}")
         if dtype is None:
             dtype = "int64" if array.dtype.kind in "iub" else "float32"
         if dtype == "int64":
@@ -106,12 +108,6 @@ class TensorData:
         return f"TensorData(shape={self.shape}, dtype={self.dtype!r})"
 
 
-def _shortly(value: Any) -> str:
-    """Return repr(value), cut to 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
 def _check_whole(array: np.ndarray) -> None:
     """Raise ValueError unless all numbers are whole and fit int64."""
     if array.dtype.kind == "f" and not (
@@ -120,7 +116,7 @@ def _check_whole(array: np.ndarray) -> None:
         and (np.abs(array) < 2**63).all()
     ):
         raise ValueError(
-            f"int64 data holds whole numbers, got {_shortly(array.reshape(-1)[:6].tolist())}"
+            f"int64 data holds whole numbers, got {shorten(array.reshape(-1)[:6].tolist(), 80)}"
         )
     if array.dtype == np.uint64 and (array >= 2**63).any():
         raise ValueError(f"int64 data lies below 2**63, got {int(array.max())}")
@@ -205,38 +201,33 @@ def _tensor_data(name: str, value: Any) -> TensorData:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PromptProvenanceSpan:
-    """Refer to tokens of a sampled sequence's prompt: positions `offset` to `offset + length`."""
+class _Span:
+    """Refer to a part of a sequence. Raises ValueError unless it has an id and its offset and
+    length are at least 0.
+    """
 
     sequence_id: str
     offset: int = 0
     length: int
 
     def __post_init__(self) -> None:
-        _check_span(self)
+        if self.length < 0 or self.offset < 0 or not self.sequence_id:
+            raise ValueError(
+                f"a span needs a sequence_id, an offset and a length of at least 0; got {self!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampledProvenanceSpan:
+class PromptProvenanceSpan(_Span):
+    """Refer to tokens of a sampled sequence's prompt: positions `offset` to `offset + length`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledProvenanceSpan(_Span):
     """Refer to sampled tokens: tokens `offset` to `offset + length` of a sequence."""
-
-    sequence_id: str
-    offset: int = 0
-    length: int
-
-    def __post_init__(self) -> None:
-        _check_span(self)
 
 
 ProvenanceSpans = Sequence[PromptProvenanceSpan | SampledProvenanceSpan]
-
-
-def _check_span(span: PromptProvenanceSpan | SampledProvenanceSpan) -> None:
-    """Raise ValueError unless a span has an id and its offset and length are at least 0."""
-    if span.length < 0 or span.offset < 0 or not span.sequence_id:
-        raise ValueError(
-            f"a span needs a sequence_id, an offset and a length of at least 0; got {span!r}"
-        )
 
 
 @dataclass(slots=True)
@@ -323,7 +314,7 @@ class Datum:
             if wrong:
                 raise ValueError(
                     f"with_provenance takes PromptProvenanceSpan and SampledProvenanceSpan, got "
-                    f"{_shortly(wrong[0])}"
+                    f"{shorten(wrong[0], 80)}"
                 )
             covered = sum(span.length for span in spans)
             if lengths[name] is not None and covered != lengths[name]:
@@ -331,9 +322,11 @@ class Datum:
                     f"with_provenance: the spans of {name} cover {covered} positions, it has "
                     f"{lengths[name]}"
                 )
-        datum = self.with_inputs(self.loss_fn_inputs)
-        datum.model_input_spans, datum.loss_fn_input_spans = list(model_input), list(loss_fn_inputs)
-        return datum
+        return replace(
+            self,
+            model_input_spans=list(model_input),
+            loss_fn_input_spans=list(loss_fn_inputs),
+        )
 
     @property
     def action_mask(self) -> np.ndarray:
@@ -342,11 +335,4 @@ class Datum:
 
     def with_inputs(self, loss_fn_inputs: Mapping[str, Any]) -> Datum:
         """Return the same datum, of the same sample, with other loss inputs. An extension."""
-        spans = (self.model_input_spans, self.loss_fn_input_spans)
-        fields = {
-            "episode_share": self.episode_share,
-            "temperature": self.temperature,
-            "experts": self.experts,
-            "version": self.version,
-        }
-        return Datum(self.model_input, loss_fn_inputs, *spans, **fields)  # type: ignore[arg-type]
+        return replace(self, loss_fn_inputs=loss_fn_inputs)  # type: ignore[arg-type]

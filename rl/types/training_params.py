@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from rl.types.number_checks import validate_number
+from rl.types.number_checks import bounded_field, validate_fields
 from rl.types.training_data import TensorData
+
+_BETA = "at least 0 and below 1, such as 0.9"
+_BELOW_ONE = math.nextafter(1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,49 +21,17 @@ class AdamParams:
     Raises ValueError for a number that no update can use.
     """
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: float = bounded_field(1e-4, "a finite number of at least 0, such as 1e-4", 0)
+    beta1: float = bounded_field(0.9, _BETA, 0, _BELOW_ONE)
+    beta2: float = bounded_field(0.95, _BETA, 0, _BELOW_ONE)
+    eps: float = bounded_field(
+        1e-12, "at least 1e-30, such as 1e-8: a weight without a gradient is divided by it", 1e-30
+    )
+    weight_decay: float = bounded_field(0.0, "a finite number of at least 0 (0: none)", 0)
+    grad_clip_norm: float = bounded_field(0.0, "a finite number of at least 0 (0: no clipping)", 0)
 
     def __post_init__(self) -> None:
-        validate_number(
-            "learning_rate",
-            self.learning_rate,
-            "a finite number of at least 0, such as 1e-4",
-            minimum=0,
-        )
-        for name in ("beta1", "beta2"):
-            if (
-                validate_number(
-                    name,
-                    getattr(self, name),
-                    "at least 0 and below 1, such as 0.9",
-                    minimum=0,
-                    maximum=1,
-                )
-                == 1.0
-            ):
-                raise ValueError(
-                    f"{name} is at least 0 and below 1, such as 0.9, got {getattr(self, name)}"
-                )
-        validate_number(
-            "eps",
-            self.eps,
-            "at least 1e-30, such as 1e-8: a weight without a gradient is divided by it",
-            minimum=1e-30,
-        )
-        validate_number(
-            "weight_decay", self.weight_decay, "a finite number of at least 0 (0: none)", minimum=0
-        )
-        validate_number(
-            "grad_clip_norm",
-            self.grad_clip_norm,
-            "a finite number of at least 0 (0: no clipping)",
-            minimum=0,
-        )
+        validate_fields(self)
 
 
 @dataclass(frozen=True, slots=True)

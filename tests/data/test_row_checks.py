@@ -406,7 +406,7 @@ def test_an_error_that_cannot_be_encoded_is_kept_as_it_can_be_shown():
     episode = EpisodeState(
         0, 0, SimpleNamespace(), ModelInput.empty(), None, [], "reward raised ValueError: \ud800"
     )
-    _, errors = build_groups([SimpleNamespace()], [episode])
+    _, errors = build_groups([(SimpleNamespace(), [episode])])
     assert errors == ["reward raised ValueError: \\ud800"] and errors[0].encode()
 
 

@@ -35,7 +35,7 @@ WATCHER = """
 import sys, time
 sys.path.insert(0, {repo!r})
 from rl.distributed.heartbeat import HeartbeatMonitor
-HeartbeatMonitor(["127.0.0.1"], int(sys.argv[1]), sys.argv[2], interval_seconds=0.2, timeout=0.8, lost_message=lambda seconds: f"lost after {{seconds:.1f}}")
+HeartbeatMonitor("127.0.0.1", int(sys.argv[1]), sys.argv[2], interval_seconds=0.2, timeout=0.8, lost_message=lambda seconds: f"lost after {{seconds:.1f}}")
 print("watching", flush=True)
 time.sleep(30)
 """
@@ -114,14 +114,14 @@ def test_a_watcher_left_waiting_by_a_drummer_that_beats_ends_unless_that_waits_f
     sends them.
     """
     drum = HeartbeatSender(0.2)
-    drum.collecting = collecting
+    drum.waiting_since = time.monotonic() if collecting else None
     with python(WAITS, str(drum.port), drum.token) as watcher:
         assert watcher.stdout.readline() == "watching\n"
         begin = time.monotonic()
         if collecting:
             time.sleep(1.6)  # twice the timeout
             assert watcher.poll() is None
-            drum.collecting = False
+            drum.waiting_since = None
         assert watcher.wait(20) == 1 and "lost after" in watcher.stderr.read()
         assert time.monotonic() - begin > 0.7  # timeout 0.8 s, started just before `begin`
     drum.close()
@@ -154,9 +154,7 @@ def test_no_connection_is_said_and_not_waited_for(monkeypatch, capsys):
     monkeypatch.setattr("rl.distributed.heartbeat._CONNECT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    HeartbeatMonitor(
-        ["127.0.0.1"], port, "word", interval_seconds=1.0, timeout=4.0, lost_message=str
-    )
+    HeartbeatMonitor("127.0.0.1", port, "word", interval_seconds=1.0, timeout=4.0, lost_message=str)
     assert f"no connection to port {port} of 127.0.0.1" in capsys.readouterr().err
 
 

@@ -20,7 +20,7 @@ from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_ad
 from rl.learner.backend import ReplicatedBackend
 from rl.learner.backend_deepspeed import DeepSpeedBackend
 from rl.losses import get_loss
-from rl.runtime.sharding import assign_indices
+from rl.runtime.verb_table import assign_indices
 from rl.types import AdamParams
 
 PARAMS = AdamParams(

@@ -14,8 +14,7 @@ from whole_runs import RECIPE
 from rl.algorithms import METHODS
 from rl.config.cli import parse_run
 from rl.config.sections import RunSettings
-from rl.distributed import ZeroSharding
-from rl.distributed.context_parallel_launch import check_context_parallel
+from rl.distributed import ZeroSharding, check_context_parallel
 from rl.errors import UserError
 from rl.layers import describe_layers
 from rl.learner import LearnerSettings

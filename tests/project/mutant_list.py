@@ -147,8 +147,8 @@ MUTANTS = [
     ),
     M(
         "rl/rollout/datum_builder.py",
-        "        same, so_far = (\n            (action.temperature, action.beyond) == (self.temperature, self.long_rope),\n            len(self.tokens),\n        )\n",
-        "        same, so_far = (action.beyond == self.long_rope, len(self.tokens))\n",
+        "        same = (action.temperature, action.beyond) == (self.temperature, self.long_rope)\n",
+        "        same = action.beyond == self.long_rope\n",
         "turns at two temperatures in one datum",
         "temperatures datums",
     ),
@@ -161,8 +161,8 @@ MUTANTS = [
     ),
     M(
         "rl/runtime/sample_temperatures.py",
-        "            for length in sorted(\n                self._length_counts.get(_compute_digest(tokens[-last:], logprobs[-last:]), ()),\n                reverse=True,\n            ):\n",
-        "            for length in sorted(self._length_counts.get(_compute_digest(tokens[-last:], logprobs[-last:]), ())):\n",
+        "            for length in sorted(self._length_counts.get(tail, ()), reverse=True):\n",
+        "            for length in sorted(self._length_counts.get(tail, ())):\n",
         "a short sample that ends alike is taken for the datum's",
         "temperatures",
     ),

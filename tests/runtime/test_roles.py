@@ -76,9 +76,7 @@ def staged() -> WeightSnapshot:
 
 
 def make_weight_transfer(sent: WeightSnapshot) -> WeightTransfer:
-    return WeightTransfer(
-        sent.make_manifest(), FakeDecoder(), None, 0.0, sent.make_manifest().tensor_bytes()
-    )
+    return WeightTransfer(sent.make_manifest(), FakeDecoder(), None, 0.0)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1628, 10**6])
@@ -112,7 +110,7 @@ def test_weights_cross_in_the_dtype_that_they_are_kept_in(size):
     assert dtypes == {"large": torch.bfloat16, "number": torch.bfloat16}
     manifest = sent.make_manifest().with_dtypes(dtypes)
     here, pieces = (
-        WeightTransfer(manifest, FakeDecoder(), None, 0.0, manifest.tensor_bytes()),
+        WeightTransfer(manifest, FakeDecoder(), None, 0.0),
         list(sent.iter_chunks(size, dtypes)),
     )
     assert (
@@ -616,7 +614,7 @@ def receive(self, chunk):
         chunk = weight_sync.WeightChunk.from_parts([part for part in chunk.parts if "layers.1.mlp.down_proj" not in part[0]])
     real(self, chunk)
 def end_transfer(self, version_id):
-    self.transfers[version_id].decoder = self.decoders[self.transfers[version_id].manifest.model_id][0]
+    self.transfers[version_id].decoder = self.models[self.transfers[version_id].manifest.model_id].decoders[0]
     return ended(self, version_id)
 ended = weight_sync.SamplerWorker.end_transfer
 weight_sync.WeightTransfer.receive = receive

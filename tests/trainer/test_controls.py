@@ -21,7 +21,6 @@ from rl.config import (
 )
 from rl.data import Curriculum, ProblemSet, addition
 from rl.errors import UserError
-from rl.lr_schedule import lora_learning_rate, scale_lr_by_batch
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.trainer import resolve_stage_reward
 from rl.trainer.checkpoint_manager import CheckpointManager
@@ -296,16 +295,6 @@ def test_best_weights_by_the_highest_or_the_lowest(tmp_path):
         for step, value in enumerate([0.5, 0.7, 0.1, math.nan, 0.9, 0.9], start=1):
             keeper.save_best(Policy(), step, "grpo", "optim/loss", value, mode=mode)
         assert [row["batch"] for row in rows] == kept
-
-
-def test_learning_rate_rules_by_hand():
-    assert lora_learning_rate(2000) == lora_learning_rate(2000, "llama") == pytest.approx(5e-4)
-    assert lora_learning_rate(4096, "Llama-3.1-8B") == pytest.approx(5e-4 * (2000 / 4096) ** 0.781)
-    assert lora_learning_rate(1000, "Qwen") == pytest.approx(5e-4 * 2**0.0775)
-    with pytest.raises(ValueError, match="qwen, llama"):
-        lora_learning_rate(100, "gpt2")
-    assert scale_lr_by_batch(4e-5, 32, 128) == pytest.approx(2e-5)
-    assert scale_lr_by_batch(4e-5, 128, 128) == 4e-5
 
 
 def test_settings_that_mean_nothing_are_refused():

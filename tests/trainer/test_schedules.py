@@ -19,7 +19,7 @@ def test_warm_up_rises_to_one_and_never_starts_at_zero():
     assert values[5:] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
 
 
-def test_floor_and_unknown():
-    assert compute_lr_factor("cosine", 10, 10, floor=0.1) == pytest.approx(0.1)
+def test_end_and_unknown():
+    assert compute_lr_factor("cosine", 10, 10) == pytest.approx(0)
     with pytest.raises(ValueError, match="constant, linear, cosine"):
         compute_lr_factor("polynomial", 0, 10)

@@ -1,6 +1,7 @@
-"""Check the tensor-parallel groups of a sampler (`sampler_tp`).
+"""Check the groups of ranks of a launch that hold the sampler's weights together (`sampler_tp`), or
+share the learner's micro-batches (`context_parallel_size`).
 
-A group is consecutive processes of a machine, each of which holds a part of the sampler's weights.
+A group is consecutive processes.
 """
 
 from __future__ import annotations
@@ -50,8 +51,32 @@ def check_tensor_parallel_without_roles(sampler_tp: int, sampler_ranks: int) -> 
 def check_tensor_parallel_size(sampler_tp: int, per_node: int) -> None:
     """Raise UserError if the number of processes per machine is not divisible by `sampler_tp`."""
     if per_node % sampler_tp:
-        fitting = [k for k in range(1, per_node + 1) if per_node % k == 0]
         raise UserError(
             f"sampler_tp {sampler_tp} does not divide the {per_node} processes of a machine: use "
-            f"{', '.join(map(str, fitting))}, or start another number of processes"
+            f"{_list_divisors(per_node)}, or start another number of processes"
         )
+
+
+def check_context_parallel(size: int, sampler_ranks: int = 0) -> None:
+    """Raise UserError if the ranks that learn cannot be divided into groups of `size`."""
+    if size > 1:
+        started = max(collectives.world(), int(os.environ.get("WORLD_SIZE", "1")) - sampler_ranks)
+        check_context_parallel_size(size, started)
+
+
+def check_context_parallel_size(size: int, learners: int) -> None:
+    """Raise UserError if `learners`, the number of processes that learn, is no multiple of
+    `size`.
+    """
+    if learners % size:
+        raise UserError(
+            f"context_parallel_size {size} divides each sequence among {size} processes, but "
+            f"{learners} learn{'s' if learners == 1 else ''}: use {_list_divisors(learners)}, or "
+            f"start a multiple of {size}, as in `accelerate launch --config_file "
+            f"accelerate_configs/zero3.yaml --num_processes {size} train.py ...`"
+        )
+
+
+def _list_divisors(count: int) -> str:
+    """Return the divisors of a number, for a message."""
+    return ", ".join(str(k) for k in range(1, count + 1) if count % k == 0)

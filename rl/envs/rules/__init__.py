@@ -1,1 +1,0 @@
-"""Implement the rules of the built-in games, and rule-based players, without tokens or models."""
