@@ -11,7 +11,8 @@ from rl.rewards.reward_calls import NotApplicable, RewardItem, RewardResult, Rew
 from rl.sanitize import describe_error
 
 
-def try_call(call: Callable[..., RewardResult], *args: Any) -> RewardResult | BaseException:
+def try_call(call: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a call of user code, or the exception that it raised."""
     try:
         return call(*args)
     except (Exception, SystemExit) as error:  # boundary: user code

@@ -19,7 +19,7 @@ from rl.sanitize import sanitize_text
 
 MAX_REPLY_BYTES = 1 << 20  # bytes of a single reply: a reward, its metrics, an error's text
 MAX_ERROR_CHARACTERS = 2000  # characters of an error's text that are kept
-SECONDS_PREFIX = "time/"  # prefix of the metrics that hold a reward's run time in seconds
+_SECONDS_PREFIX = "time/"  # prefix of the metrics that hold a reward's run time in seconds
 _MAX_NAME_CHARACTERS = 200  # characters of a metric's name
 READY_ITEM = 0  # item number of the message "the worker is ready"; items count from 1
 
@@ -51,7 +51,7 @@ def encode_reply(number: int, nonce: str, reply: RewardReply) -> bytes:
     fields |= {"failure": reply.failure, "error": reply.error}
     if reply.result is not None:
         fields["reward"] = _encode_number(reply.result.reward)
-        seconds = {SECONDS_PREFIX + name: taken for name, taken in reply.result.seconds.items()}
+        seconds = {_SECONDS_PREFIX + name: taken for name, taken in reply.result.seconds.items()}
         fields["metrics"] = {
             key: _encode_number(value) for key, value in {**reply.result.metrics, **seconds}.items()
         }
@@ -109,15 +109,17 @@ def _parse_reply(fields: dict[str, Any]) -> RewardReply:
     reward, metrics = fields["reward"], fields["metrics"]
     if not isinstance(metrics, dict):
         raise InvalidReply(f"its metrics are {sanitize_text(repr(metrics), 100)}")
-    figures = {
-        sanitize_text(name, _MAX_NAME_CHARACTERS): _decode_number(value, f"metric {name[:40]!r}")
-        for name, value in metrics.items()
-    }
-    value = _decode_number(reward, "reward")
+    result = RewardResult(_decode_number(reward, "reward"))
+    for name, value in metrics.items():
+        number = _decode_number(value, f"metric {name[:40]!r}")
+        if name.startswith(_SECONDS_PREFIX):
+            result.seconds[name.removeprefix(_SECONDS_PREFIX)] = number
+        else:
+            result.metrics[sanitize_text(name, _MAX_NAME_CHARACTERS)] = number
     return (
-        RewardReply(RewardResult(value, figures))
-        if math.isfinite(value)
-        else RewardReply(None, "nan", f"returned {value}")
+        RewardReply(result)
+        if math.isfinite(result.reward)
+        else RewardReply(None, "nan", f"returned {result.reward}")
     )
 
 

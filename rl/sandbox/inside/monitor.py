@@ -213,7 +213,7 @@ class Monitor:
                 isolation.mount_private(
                     up, int(self.job["limits"]["file_mb"]), int(self.job["limits"]["files"])
                 )
-                run = pytest_tester.run if files else None
+                run = pytest_tester.run_pytest if files else tester.run_asserts
                 tester.serve(
                     message, self.requests, self.replies, verdicts, self.up, self.job["limits"], run
                 )
