@@ -28,7 +28,6 @@ from rl.judges.token_scorers import (
     TokenScorer,
     check_vocabulary,
     restore_full_input,
-    restore_full_tokens,
     shares_vocabulary,
 )
 
@@ -54,7 +53,6 @@ __all__ = [
     "make_comparison_prompt",
     "make_episode",
     "restore_full_input",
-    "restore_full_tokens",
     "apply_learned_rewards",
     "compute_reward_scores",
     "shares_vocabulary",

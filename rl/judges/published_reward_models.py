@@ -4,13 +4,17 @@ several reward models at once.
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rl.errors import UserError
 from rl.judges.episode_rewards import make_episode
-from rl.judges.reward_scores import JUDGE_BATCH_SIZE
+from rl.judges.reward_scores import (
+    check_finite,
+    check_length,
+    iter_batches,
+    split_by_group,
+)
 from rl.renderers import ConversationRenderer
 from rl.rewards import Score
 from rl.rollout import TrajectoryGroup
@@ -43,32 +47,23 @@ class PublishedRewardModel:
             make_episode(trajectory) for group in groups for trajectory in group.trajectories_G
         ]
         inputs = [tuple(self.renderer.build_conversation(episode.messages)) for episode in episodes]
-        self._check_length(max(map(len, inputs), default=0))
-        distinct = list(
-            dict.fromkeys(inputs)
-        )  # equal answers to the same conversation are scored once
-        values: list[float] = []
-        for start in range(0, len(distinct), JUDGE_BATCH_SIZE):
-            values += self.client.compute_scores(
-                distinct[start : start + JUDGE_BATCH_SIZE]
-            ).result()
-        if not all(math.isfinite(score) for score in values):
-            raise UserError(
-                f"the reward model {self.name} returned "
-                f"{sum(not math.isfinite(s) for s in values)} scores that are not finite"
-            )
-        score_of = dict(zip(distinct, values, strict=True))
-        scores = (score_of[tokens] for tokens in inputs)
-        return [[next(scores) for _ in group.trajectories_G] for group in groups]
-
-    def _check_length(self, longest: int) -> None:
-        limit = self.client.info["max_context"]
-        if limit is not None and longest > limit:
-            raise UserError(
-                f"the reward model {self.name} reads at most {limit} tokens, a conversation with "
-                f"its answer has {longest}: lower max_tokens, or use a reward model with a longer "
-                "context"
-            )
+        check_length(
+            self.client,
+            max(map(len, inputs), default=0),
+            judge=f"the reward model {self.name}",
+            text="a conversation with its answer",
+            remedy="lower max_tokens, or use a reward model",
+        )
+        # equal answers to the same conversation are scored once
+        distinct = list(dict.fromkeys(inputs))
+        scores = [
+            score
+            for batch in iter_batches(distinct)
+            for score in self.client.compute_scores(batch).result()
+        ]
+        check_finite(self.name, scores)
+        score_of = dict(zip(distinct, scores, strict=True))
+        return split_by_group(groups, (score_of[tokens] for tokens in inputs))
 
 
 class WeightedRewardModels:
@@ -92,22 +87,13 @@ class WeightedRewardModels:
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
         """Return the weighted score of each episode, [P][G]."""
         tables = [scorer.scores(groups) for _, scorer, _ in self.models]
-        weights = [weight for _, _, weight in self.models]
-        return [
-            [
-                self._weighted_sum([table[p][g] for table in tables], weights)
-                for g in range(len(group.trajectories_G))
-            ]
-            for p, group in enumerate(groups)
-        ]
+        scores = zip(*(itertools.chain.from_iterable(table) for table in tables), strict=True)
+        return split_by_group(groups, map(self._sum_scores, scores))
 
-    def _weighted_sum(self, scores: Sequence[float | Score], weights: Sequence[float]) -> Score:
+    def _sum_scores(self, scores: Sequence[float | Score]) -> Score:
         """Return the weighted sum of an episode's scores."""
         values = [float(score) for score in scores if not isinstance(score, Score)]
-        assert len(values) == len(weights)  # reward models return numbers
-        metrics = {
-            f"reward/learned/{name}": value for name, value in zip(self.names, values, strict=True)
-        }
-        return Score(
-            sum(weight * value for weight, value in zip(weights, values, strict=True)), metrics
-        )
+        assert len(values) == len(scores)  # reward models return numbers
+        total = sum(model[2] * value for model, value in zip(self.models, values, strict=True))
+        names = (f"reward/learned/{name}" for name in self.names)
+        return Score(total, dict(zip(names, values, strict=True)))

@@ -18,10 +18,15 @@ import numpy as np
 from rl.errors import UserError
 from rl.judges.comparison_judge import format_conversation
 from rl.judges.episode_rewards import make_episode
-from rl.judges.reward_scores import JUDGE_BATCH_SIZE
+from rl.judges.reward_scores import (
+    check_length,
+    compute_answer_logprobs,
+    iter_batches,
+    split_by_group,
+)
 from rl.renderers import split_thoughts
 from rl.rewards import Score
-from rl.rollout import Trajectory, TrajectoryGroup
+from rl.rollout import TrajectoryGroup
 from rl.seed import derive_seed
 from rl.types import Message, SamplingParams
 
@@ -138,25 +143,19 @@ class RubricJudge:
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
         """Return the score of each episode, [P][G]."""
-        episodes = [
-            _split_conversation(trajectory)
-            for group in groups
-            for trajectory in group.trajectories_G
-        ]
+        episodes: list[tuple[Sequence[Message], str]] = []
+        # The conversation up to the last answer, with the answers of earlier turns, and that answer
+        for group in groups:
+            for trajectory in group.trajectories_G:
+                *messages, answer = make_episode(trajectory).messages
+                episodes.append((messages, str(answer["content"])))
+        # equal answers to the same conversation are read once
+        keys = [(repr(messages), answer) for messages, answer in episodes]
+        distinct = dict(zip(keys, episodes, strict=True))
         questions = self.rubric.questions
-        distinct: dict[
-            tuple[str, str], int
-        ] = {}  # equal answers to the same conversation are read once
-        places = [
-            distinct.setdefault((repr(messages), answer), len(distinct))
-            for messages, answer in episodes
-        ]
-        first = {
-            place: episode for place, episode in reversed(list(zip(places, episodes, strict=True)))
-        }
         prompts = [
-            make_rubric_prompt(*first[i], question, self.rubric)
-            for i in range(len(distinct))
+            make_rubric_prompt(*episode, question, self.rubric)
+            for episode in distinct.values()
             for question in questions
         ]
         read = (
@@ -164,34 +163,23 @@ class RubricJudge:
             if self.rubric.reading == "yes_no"
             else self._sample_scores(prompts)
         )
-        scores = iter(
-            [
-                self._weighted_score(read[i * len(questions) : (i + 1) * len(questions)])
-                for i in places
-            ]
-        )
-        return [[next(scores) for _ in group.trajectories_G] for group in groups]
+        count = len(questions)
+        readings = {key: read[i * count : (i + 1) * count] for i, key in enumerate(distinct)}
+        return split_by_group(groups, (self._weighted_score(readings[key]) for key in keys))
 
     def _weighted_score(self, readings: Sequence[float | str]) -> Score:
         """Return an answer's score from the readings of all questions. A str says why
         a question has no reading.
         """
-        questions = self.rubric.questions
-        reasons = [reading for reading in readings if isinstance(reading, str)]
-        if reasons:
-            missed = [
-                q.name
-                for q, reading in zip(questions, readings, strict=True)
-                if isinstance(reading, str)
-            ]
-            return Score(None, {}, f"{reasons[0]} for {', '.join(missed)}", "error")
-        values = [float(reading) for reading in readings]
-        total = sum(q.weight * value for q, value in zip(questions, values, strict=True)) / sum(
-            abs(q.weight) for q in questions
+        pairs = list(zip(self.rubric.questions, readings, strict=True))
+        failed = [(question.name, text) for question, text in pairs if isinstance(text, str)]
+        if failed:
+            names = ", ".join(name for name, _ in failed)
+            return Score(None, {}, f"{failed[0][1]} for {names}", "error")
+        total = sum(q.weight * float(value) for q, value in pairs) / sum(
+            abs(q.weight) for q in self.rubric.questions
         )
-        return Score(
-            total, {f"rubric/{q.name}": value for q, value in zip(questions, values, strict=True)}
-        )
+        return Score(total, {f"rubric/{q.name}": float(value) for q, value in pairs})
 
     def _yes_probabilities(self, prompts: Sequence[list[Message]]) -> list[float | str]:
         """Return P(yes) / (P(yes) + P(no)) of each prompt, each word with its end token."""
@@ -203,18 +191,9 @@ class RubricJudge:
             for word in YES_NO_LABELS
         ]
         logp: list[float] = []
-        for start in range(0, len(examples), JUDGE_BATCH_SIZE):
-            part = examples[start : start + JUDGE_BATCH_SIZE]
-            self._check_length(max(tokens.length for tokens, _ in part))
-            logprobs = self.client.compute_logprobs_many([tokens for tokens, _ in part]).result()
-            for values, (_, weights) in zip(logprobs, part, strict=True):
-                logp.append(
-                    sum(
-                        lp
-                        for lp, w in zip(values[1:], weights[1:], strict=True)
-                        if w and lp is not None
-                    )
-                )
+        for batch in iter_batches(examples):
+            self._check_length(max(tokens.length for tokens, _ in batch))
+            logp += compute_answer_logprobs(self.client, batch)
         pairs = np.asarray(logp, dtype=np.float64).reshape(-1, 2)
         return [
             float(p) if np.isfinite(p) else "the judge's probability of yes is not finite"
@@ -236,20 +215,19 @@ class RubricJudge:
         for prompt in prompts:
             tokens = self.renderer.build_generation_prompt(prompt).to_ints()
             self._check_length(len(tokens) + self.rubric.max_tokens - 1)
-            request = SamplingRequest(
-                prompt=tokens,
-                num_samples=1,
-                params=params,
-                seed=self.seed,
-                problem=derive_seed("rubric", *tokens),
-                first_index=0,
+            requests.append(
+                SamplingRequest(
+                    prompt=tokens,
+                    num_samples=1,
+                    params=params,
+                    seed=self.seed,
+                    problem=derive_seed("rubric", *tokens),
+                    first_index=0,
+                )
             )
-            requests.append(request)
         values: list[float | str] = []
-        for start in range(0, len(requests), JUDGE_BATCH_SIZE):
-            responses, _ = self.client.sample_many(
-                requests[start : start + JUDGE_BATCH_SIZE]
-            ).result()
+        for batch in iter_batches(requests):
+            responses, _ = self.client.sample_many(batch).result()
             for response in responses:
                 message, _ = self.renderer.parse_response(response.sequences[0].tokens)
                 score = parse_score(str(message["content"]), self.rubric.scale)
@@ -258,18 +236,10 @@ class RubricJudge:
 
     def _check_length(self, length: int) -> None:
         """Raise UserError if a prompt of this length exceeds the judge's context."""
-        limit = self.client.info["max_context"]
-        if limit is not None and length > limit:
-            raise UserError(
-                f"the rubric's judge {self.client.info['base_model']} reads at most {limit} "
-                f"tokens, a conversation with its answer and a question has {length}: lower "
-                "max_tokens or rubric_max_tokens, or use a judge with a longer context"
-            )
-
-
-def _split_conversation(trajectory: Trajectory) -> tuple[Sequence[Message], str]:
-    """Return the conversation up to the last answer, with the answers of earlier turns, and that
-    answer.
-    """
-    messages = make_episode(trajectory).messages
-    return messages[:-1], str(messages[-1]["content"])
+        check_length(
+            self.client,
+            length,
+            judge=f"the rubric's judge {self.client.info['base_model']}",
+            text="a conversation with its answer and a question",
+            remedy="lower max_tokens or rubric_max_tokens, or use a judge",
+        )

@@ -16,15 +16,10 @@ if TYPE_CHECKING:
     from rl.client import SamplingClient, TrainingClient
 
 
-def restore_full_tokens(datum: Datum) -> list[int]:
-    """Return the sequence from which a datum was shifted: its input plus the last target. For text
-    only; see `restore_full_input`.
-    """
-    return restore_full_input(datum).to_ints()
-
-
 def restore_full_input(datum: Datum) -> ModelInput:
-    """Return the same sequence with its images. Raises ValueError for soft targets."""
+    """Return the sequence from which a datum was shifted: its input plus the last target. Raises
+    ValueError for soft targets.
+    """
     targets = datum.loss_fn_inputs["target_tokens"].array
     if targets.ndim != 1:
         raise ValueError(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
-from rl.rewards.reward_calls import NotApplicable, RewardItem, RewardResult, RewardTimeout
+from rl.rewards.reward_calls import Meta, NotApplicable, RewardItem, RewardResult, RewardTimeout
 from rl.sanitize import describe_error
 
 
@@ -85,7 +85,5 @@ class CombinedReward(ABC):
                 applicable.append(result)
         return self.combine_results(item, applicable)
 
-    def __call__(
-        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
-    ) -> RewardResult:
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
         return self.evaluate((prompt, response, meta, None))

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
+import operator
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rl.rewards.text import parse_json
 from rl.rewards.text_quality import rank_languages
 
 _RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
-    "at least": lambda count, bound: count >= bound,
-    "less than": lambda count, bound: count < bound,
-    "at most": lambda count, bound: count <= bound,
-    "more than": lambda count, bound: count > bound,
+    "at least": operator.ge,
+    "less than": operator.lt,
+    "at most": operator.le,
+    "more than": operator.gt,
 }
 # A full stop after these does not end a sentence.
 _ABBREVIATIONS = frozenset(
@@ -32,7 +33,7 @@ _SENTENCE_END = re.compile(
 )
 _FINAL_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _TITLE = re.compile(r"<<((?:[^\n<>]|<(?!<)|>(?!>))+)>>")
-_FENCE, _STARS = "```", "******"
+_STARS = "******"
 
 
 def _contains(response: str, phrase: str) -> bool:
@@ -123,9 +124,14 @@ def check_number_of_paragraphs(response: str, *, num_paragraphs: int) -> bool:
 
     A divider may also begin or end the response. No paragraph between dividers is empty.
     """
-    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", response)]
-    inner = parts[(not parts[0]) : len(parts) - (not parts[-1])]
+    inner = _strip_ends(re.split(r"\s?\*\*\*\s?", response))
     return all(inner) and len(inner) == num_paragraphs
+
+
+def _strip_ends(parts: Sequence[str]) -> list[str]:
+    """Return the parts without white space, and without a first and a last one that are empty."""
+    texts = [part.strip() for part in parts]
+    return texts[(not texts[0]) : len(texts) - (not texts[-1])]
 
 
 def check_number_of_words(response: str, *, num_words: int, relation: str) -> bool:
@@ -194,14 +200,7 @@ def check_sections(response: str, *, section_spliter: str, num_sections: int) ->
 
 def check_json(response: str) -> bool:
     """Return whether the whole response is JSON; a code fence may surround it."""
-    text = response.strip()
-    if text.startswith(_FENCE) and text.endswith(_FENCE) and len(text) > 2 * len(_FENCE):
-        text = re.sub(r"\A[Jj](?:son|SON)\b", "", text[len(_FENCE) : -len(_FENCE)])
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    return parse_json(response, r"[Jj](?:son|SON)\b") is not None
 
 
 def check_title(response: str) -> bool:
@@ -211,8 +210,7 @@ def check_title(response: str) -> bool:
 
 def check_two_responses(response: str) -> bool:
     """Return whether ****** separates two different responses."""
-    parts = [part.strip() for part in response.split(_STARS)]
-    inner = parts[(not parts[0]) : len(parts) - (not parts[-1])]
+    inner = _strip_ends(response.split(_STARS))
     return len(inner) == 2 and all(inner) and inner[0] != inner[1]
 
 

@@ -15,6 +15,7 @@ from typing import Any, SupportsFloat
 
 from rl.types import Message
 
+Meta = Mapping[str, Any] | None  # the data of a problem
 RewardItem = tuple[Any, ...]  # prompt, response, meta, and the episode if the reward takes episodes
 _MAX_CONCURRENT = 256  # maximum number of concurrent coroutines
 _KIND_ATTRIBUTE = "__reward_kind__"
@@ -30,6 +31,12 @@ class RewardResult:
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
+
+
+def make_formatted_result(correct: float, has_format: bool, **metrics: float) -> RewardResult:
+    """Return correct + 0.1 (format - 1): best 1, worst -0.1."""
+    shown = {"correct": correct, "format": float(has_format), **metrics}
+    return RewardResult(correct + 0.1 * (float(has_format) - 1.0), shown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from rl.rewards.combined_reward import CombinedReward, try_call
 from rl.rewards.module_loader import load_file
 from rl.rewards.reward_calls import (
     Episode,
+    Meta,
     RewardItem,
     RewardKind,
     RewardResult,
@@ -166,7 +167,7 @@ class Reward:
         self,
         prompt: str,
         response: str,
-        meta: Mapping[str, Any] | None = None,
+        meta: Meta = None,
         episode: Episode | None = None,
     ) -> RewardResult:
         """Return the reward and its metrics.
@@ -239,7 +240,7 @@ class Reward:
         """Return the name used in metrics: for "module:function", the function."""
         return self.name.rpartition(":")[2]
 
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> float:
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> float:
         return self.evaluate(prompt, response, meta).reward
 
     def parts(self) -> Iterator[Reward]:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from typing import Any, Literal
 from rl.errors import UserError, install_command
 from rl.processes import InvalidReply, WorkerDiedError
 from rl.rewards.captured_output import RewardOutput
-from rl.rewards.reward_calls import Episode, RewardItem
+from rl.rewards.reward_calls import Episode, Meta, RewardItem
 from rl.rewards.reward_registry import Reward, RewardFunction, resolve_reward
 from rl.rewards.reward_workers import (
     ProcessRewardWorker,
@@ -231,7 +231,7 @@ class Scorer:
         self,
         prompt: str,
         response: str,
-        meta: Mapping[str, Any] | None = None,
+        meta: Meta = None,
         episode: Episode | None = None,
     ) -> PendingScore:
         """Submit a response for scoring, and its episode if the reward takes episodes

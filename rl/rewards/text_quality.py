@@ -7,13 +7,14 @@ from __future__ import annotations
 import functools
 import math
 import unicodedata
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 from rl.errors import UserError
 from rl.rewards.combined_reward import CombinedReward
-from rl.rewards.reward_calls import RewardItem, RewardResult
+from rl.rewards.reward_calls import Meta, RewardItem, RewardResult
 from rl.rewards.reward_registry import Reward, register_reward, resolve_reward
+from rl.rewards.text import LengthUnit, check_unit, measure_length
 
 # Maximum number of letters or tokens examined: a reward in the trainer's process must end within
 # milliseconds.
@@ -29,31 +30,23 @@ class RepetitionReward:
     share.
     """
 
-    def __init__(
-        self, *, n: int = 3, scale: float = 1.0, unit: Literal["words", "characters"] = "words"
-    ):
+    def __init__(self, *, n: int = 3, scale: float = 1.0, unit: LengthUnit = "words"):
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 100:
             raise UserError(f"repetition: n is a whole number from 1 to 100, got {n!r}")
         if not scale >= 0:
             raise UserError(
                 f"repetition: scale is at least 0 (the reward is its negative), got {scale}"
             )
-        if unit not in ("words", "characters"):
-            raise UserError(f"repetition: unit is 'words' or 'characters', got {unit!r}")
+        check_unit("repetition", unit)
         self.n, self.scale, self.unit = n, scale, unit
 
-    def __call__(
-        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
-    ) -> RewardResult:
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
         pieces: Sequence[str] = (response.lower().split() if self.unit == "words" else response)[
             :_MAX_LETTERS
         ]
-        count = len(pieces) - self.n + 1
-        share = (
-            0.0
-            if count < 1
-            else 1 - len({tuple(pieces[i : i + self.n]) for i in range(count)}) / count
-        )
+        count = max(0, len(pieces) - self.n + 1)
+        distinct = {tuple(pieces[i : i + self.n]) for i in range(count)}
+        share = 1 - len(distinct) / count if count else 0.0
         return RewardResult(-self.scale * share if share else 0.0, {"repetition": share})
 
 
@@ -73,9 +66,9 @@ class CosineLengthReward(CombinedReward):
         *,
         max_length: int,
         reward: str = "exact_match",
-        settings: Mapping[str, Any] | None = None,
+        settings: Meta = None,
         threshold: float = 1.0,
-        unit: Literal["words", "characters"] = "words",
+        unit: LengthUnit = "words",
         right: float = 2.0,
         right_long: float = 1.0,
         wrong: float = -10.0,
@@ -84,15 +77,10 @@ class CosineLengthReward(CombinedReward):
     ):
         if max_length < 1:
             raise UserError(f"cosine_length: max_length is at least 1, got {max_length}")
-        if unit not in ("words", "characters"):
-            raise UserError(f"cosine_length: unit is 'words' or 'characters', got {unit!r}")
+        check_unit("cosine_length", unit)
         self.part = resolve_reward(reward, **(settings or {}))
-        self.max_length, self.threshold, self.unit, self.too_long = (
-            max_length,
-            threshold,
-            unit,
-            too_long,
-        )
+        self.max_length, self.too_long = max_length, too_long
+        self.threshold, self.unit = threshold, unit
         self.length_bounds = {True: (right, right_long), False: (wrong, wrong_long)}
 
     def part_rewards(self) -> list[Reward]:
@@ -100,7 +88,7 @@ class CosineLengthReward(CombinedReward):
 
     def combine_results(self, item: RewardItem, results: Sequence[RewardResult]) -> RewardResult:
         response, (inner,) = item[1], results
-        length = len(response.split()) if self.unit == "words" else len(response)
+        length = measure_length(response, self.unit)
         short, long = self.length_bounds[inner.reward >= self.threshold]
         shaped = long + (short - long) * (1 + math.cos(math.pi * length / self.max_length)) / 2
         metrics = {self.part.short_name: inner.reward, **inner.metrics, "length": float(length)}
@@ -146,9 +134,7 @@ class ScriptReward:
             )
         self.scripts, self.without = scripts, without
 
-    def __call__(
-        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
-    ) -> RewardResult:
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
         scripts = [script for letter in response[:_MAX_LETTERS] if (script := _get_script(letter))]
         share = (
             sum(script in self.scripts for script in scripts) / len(scripts)
@@ -175,9 +161,7 @@ class LanguageReward:
             )
         self.language = language.lower() if language else None
 
-    def __call__(
-        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
-    ) -> RewardResult:
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
         ranked = dict(rank_languages(response))
         language = self.language or rank_languages(prompt)[0][0]
         if language not in ranked:

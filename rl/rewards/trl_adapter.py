@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl.errors import UserError
-from rl.rewards.reward_calls import RewardKind, get_reward_kind, set_reward_kind
+from rl.rewards.reward_calls import Meta, RewardKind, get_reward_kind, set_reward_kind
 
 # Key of meta for functions in TRL's form: the prompt of a row that came as a list of messages.
 CONVERSATION = "prompt_messages"
@@ -113,7 +113,7 @@ class TRLReward:
         self,
         prompts: Sequence[str],
         responses: Sequence[str],
-        metas: Sequence[Mapping[str, Any] | None],
+        metas: Sequence[Meta],
     ) -> Any:
         """Return the function's result (the caller awaits a coroutine)."""
         rows = [dict(meta or {}) for meta in metas]

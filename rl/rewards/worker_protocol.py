@@ -1,4 +1,4 @@
-"""Encode the replies of a reward's worker as JSON.
+"""Encode the replies of a reward's worker as JSON (Python's, which has NaN).
 
 A worker runs user code, so its output is parsed as data: never unpickled, of bounded length, with a
 checksum (rl.processes), the number of its item, the worker's process id and a secret of this worker
@@ -24,8 +24,6 @@ _MAX_NAME_CHARACTERS = 200  # characters of a metric's name
 READY_ITEM = 0  # item number of the message "the worker is ready"; items count from 1
 
 _FIELDS = {"item", "pid", "nonce", "reward", "metrics", "failure", "error"}
-# Strict JSON has no literals for these.
-_NONFINITE_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +45,13 @@ def encode_reply(number: int, nonce: str, reply: RewardReply) -> bytes:
         "nonce": nonce,
         "reward": None,
         "metrics": {},
+        "failure": reply.failure,
+        "error": reply.error,
     }
-    fields |= {"failure": reply.failure, "error": reply.error}
     if reply.result is not None:
-        fields["reward"] = _encode_number(reply.result.reward)
+        fields["reward"] = reply.result.reward
         seconds = {_SECONDS_PREFIX + name: taken for name, taken in reply.result.seconds.items()}
-        fields["metrics"] = {
-            key: _encode_number(value) for key, value in {**reply.result.metrics, **seconds}.items()
-        }
+        fields["metrics"] = {**reply.result.metrics, **seconds}
     payload = json.dumps(fields).encode()  # in ASCII: a lone surrogate is encoded as \ud800
     if len(payload) > MAX_REPLY_BYTES:
         too_long = f"returned metrics of {len(payload)} bytes, the maximum is {MAX_REPLY_BYTES}"
@@ -71,7 +68,7 @@ def decode_reply(
     the payload is not the reply of the worker with this process id and nonce.
     """
     try:
-        fields = _DECODER.decode(payload.decode("utf-8"))
+        fields = json.loads(payload.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         # UnicodeDecodeError is a ValueError, and so is the error for a number of 5,000 digits.
         raise InvalidReply(f"it is not JSON ({sanitize_text(str(error), 100)})") from None
@@ -99,17 +96,16 @@ def as_remote_reply(reply: RewardReply) -> RewardReply:
 
 
 def _parse_reply(fields: dict[str, Any]) -> RewardReply:
-    failure, error = fields["failure"], fields["error"]
+    failure, error, metrics = fields["failure"], fields["error"], fields["metrics"]
     if failure is not None:
         if failure not in ("error", "nan", "timeout") or not isinstance(error, str):
             raise InvalidReply(
                 f"its failure is malformed: {sanitize_text(repr((failure, error)), 100)}"
             )
         return RewardReply(None, failure, sanitize_text(error, MAX_ERROR_CHARACTERS))
-    reward, metrics = fields["reward"], fields["metrics"]
     if not isinstance(metrics, dict):
         raise InvalidReply(f"its metrics are {sanitize_text(repr(metrics), 100)}")
-    result = RewardResult(_decode_number(reward, "reward"))
+    result = RewardResult(_decode_number(fields["reward"], "reward"))
     for name, value in metrics.items():
         number = _decode_number(value, f"metric {name[:40]!r}")
         if name.startswith(_SECONDS_PREFIX):
@@ -124,8 +120,6 @@ def _parse_reply(fields: dict[str, Any]) -> RewardReply:
 
 
 def _decode_number(value: object, label: str) -> float:
-    if type(value) is str and value in _NONFINITE_NUMBERS:
-        return _NONFINITE_NUMBERS[value]
     if type(value) not in (int, float):
         raise InvalidReply(
             f"its {sanitize_text(label, 60)} is {sanitize_text(repr(value), 60)}, a number is "
@@ -137,16 +131,3 @@ def _decode_number(value: object, label: str) -> float:
         raise InvalidReply(
             f"its {sanitize_text(label, 60)} is beyond the range of a float"
         ) from None
-
-
-def _encode_number(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-
-
-def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is not valid JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_reject_constant)

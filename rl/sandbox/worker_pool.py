@@ -19,6 +19,7 @@ from rl.sandbox.zygote_launch import Zygote
 
 _GRACE_SECONDS = 1.0  # beyond the limit of a run, which its monitor enforces
 _FREE_SECONDS = 10.0
+_BROKEN_CONNECTION = (message_framing.ConnectionClosedError, message_framing.BadMessage)
 
 
 class SandboxLost(Exception):
@@ -58,11 +59,7 @@ class SandboxWorker:
         finally:
             zygote_end.close()
         opened = WorkerJob(monitor_socket, secrets.token_hex(16))
-        try:
-            opened.request({**job, "do": "begin", "nonce": opened.nonce, "cores": self.cores}, 10.0)
-        except SandboxLost:
-            monitor_socket.close()
-            raise
+        opened.request({**job, "do": "begin", "nonce": opened.nonce, "cores": self.cores}, 10.0)
         return opened
 
     def close(self, job: WorkerJob) -> None:
@@ -73,7 +70,7 @@ class SandboxWorker:
         try:
             self.zygote.control.settimeout(_FREE_SECONDS)
             message_framing.receive(self.zygote.control)
-        except (message_framing.ConnectionClosedError, message_framing.BadMessage, OSError):
+        except (*_BROKEN_CONNECTION, OSError):
             self.kill_zygote()
 
     def kill_zygote(self) -> None:
@@ -97,15 +94,13 @@ class WorkerJob:
             self.socket.settimeout(seconds + _GRACE_SECONDS)
             message_framing.send(self.socket, message)
             reply = message_framing.receive(self.socket)
-        except (
-            message_framing.ConnectionClosedError,
-            message_framing.BadMessage,
-            OSError,
-        ) as error:
+        except (*_BROKEN_CONNECTION, OSError) as error:
+            self.socket.close()
             raise SandboxLost(
                 f"the run's monitor has ended ({type(error).__name__}: {error})"
             ) from error
         if reply.pop("nonce", None) != self.nonce or "failed" in reply:
+            self.socket.close()
             raise SandboxLost(str(reply.get("failed", "a reply without this run's nonce")))
         return reply
 
@@ -145,13 +140,9 @@ class WorkerPool:
             try:
                 yield opened
             except SandboxLost:
-                opened.socket.close()
                 slot.kill_zygote()
                 raise
-            except BaseException:  # raised by the caller (or an interrupt): the slot stays usable
-                slot.close(opened)
-                raise
-            else:
+            finally:  # also if the caller raises: the slot stays usable
                 slot.close(opened)
         finally:
             self._idle_workers.put(slot)

@@ -62,10 +62,6 @@ def choose_inner_user() -> int:
     return 0
 
 
-def find_interpreter() -> str:
-    return os.path.realpath(sys.executable)
-
-
 def find_pytest_folder() -> str | None:
     """Return the folder in which pytest is installed, None if it is not installed."""
     spec = importlib.util.find_spec("pytest")
@@ -81,15 +77,8 @@ def build_bubblewrap_command(
 
     `importable_paths`: files and folders that programs may import, by name.
     """
-    line = [
-        bubblewrap,
-        "--die-with-parent",
-        "--new-session",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-        "--unshare-pid",
-    ]
+    namespaces = "--unshare-ipc --unshare-uts --unshare-cgroup-try --unshare-pid"
+    line = [bubblewrap, "--die-with-parent", "--new-session", *namespaces.split()]
     # the zygote drops these capabilities before its first job
     rights = ["CAP_SETUID", "CAP_SETGID", *["CAP_SYS_ADMIN"] * ("proc" in layers)]
     line += (
@@ -120,35 +109,16 @@ def build_bubblewrap_command(
             line += _bind_arguments(str(find_pytest_folder()), PACKAGES_MOUNT)
     else:
         folder = code_folder(layers)
-        line += [
-            "--ro-bind",
-            "/",
-            "/",
-            "--tmpfs",
-            os.path.dirname(folder),
-            *_bind_arguments(str(_INSIDE_FOLDER), f"{folder}/rl/sandbox/inside"),
-        ]
+        line += ["--ro-bind", "/", "/", "--tmpfs", os.path.dirname(folder)]
+        line += _bind_arguments(str(_INSIDE_FOLDER), f"{folder}/rl/sandbox/inside")
     for name, place in (importable_paths or {}).items():
         line += _bind_arguments(place, f"{importable_folder(code_folder(layers))}/{name}")
-    line += [
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        "--perms",
-        "0777",
-        "--tmpfs",
-        "/tmp",
-        "--perms",
-        "0777",
-        "--tmpfs",
-        "/dev/shm",
-    ]
-    return (
-        [*line, "--remount-ro", "/", "--chdir", "/"]
-        if "root" in layers
-        else [*line, "--chdir", "/"]
-    )
+    line += ["--proc", "/proc", "--dev", "/dev"]
+    for place in ("/tmp", "/dev/shm"):
+        line += ["--perms", "0777", "--tmpfs", place]
+    if "root" in layers:
+        line += ["--remount-ro", "/"]
+    return [*line, "--chdir", "/"]
 
 
 def create_source_folder(importable_paths: Mapping[str, str]) -> str:
@@ -200,7 +170,7 @@ def build_zygote_command(
         f"import os, sys; os.environ.pop({MARK_VARIABLE!r}, None); sys.path.insert(0, {code!r}); "
         f"from rl.sandbox.inside.zygote import main; {start}"
     )
-    return [find_interpreter(), "-s", "-S", "-P", "-B", "-c", program]
+    return [os.path.realpath(sys.executable), "-s", "-S", "-P", "-B", "-c", program]
 
 
 class Zygote:

@@ -11,6 +11,7 @@ import atexit
 import builtins
 import io
 import linecache
+import operator
 import os
 import site
 import sys
@@ -47,10 +48,9 @@ def _writer(descriptor: int, errors: str, line_buffering: bool = False) -> io.Te
 
 def replace_main_module(name: str, source: str) -> types.ModuleType:
     """Return an empty module `name` that replaces this project's modules in the interpreter."""
-    for key in [
-        key for key in sys.modules if key == "__main__" or key == "rl" or key.startswith("rl.")
-    ]:
-        del sys.modules[key]
+    for key in list(sys.modules):
+        if key in ("__main__", "rl") or key.startswith("rl."):
+            del sys.modules[key]
     sys.path.insert(0, os.getcwd())
     sys.argv = [FILE]
     sys.set_int_max_str_digits(0)
@@ -68,16 +68,20 @@ def replace_main_module(name: str, source: str) -> types.ModuleType:
 def run_script(source: str) -> int:
     """Run a program as `python main.py` does. Return its exit code."""
     source = source.removeprefix(_BYTE_ORDER_MARK)
-    module = replace_main_module("__main__", source)
+    space = replace_main_module("__main__", source).__dict__
     code = 0
     try:
-        exec(compile(source, module.__file__ or FILE, "exec", dont_inherit=True), module.__dict__)
+        _execute(source, space)
     except SystemExit as exit:
         code = _exit_code(exit)
     except BaseException:
         code = 1
         _print_traceback()
     return shut_down(code)
+
+
+def _execute(source: str, space: dict[str, Any]) -> None:
+    exec(compile(source, space["__file__"], "exec", dont_inherit=True), space)
 
 
 def shut_down(code: int) -> int:
@@ -114,13 +118,9 @@ class Server:
     are indices into its table of objects.
     """
 
-    def __init__(self, source: str, requests: int, replies: int, longest: int):
-        self.source, self.requests, self.replies, self.longest = (
-            source.removeprefix(_BYTE_ORDER_MARK),
-            requests,
-            replies,
-            longest,
-        )
+    def __init__(self, source: str, requests: int, replies: int):
+        self.source = source.removeprefix(_BYTE_ORDER_MARK)
+        self.requests, self.replies = requests, replies
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.space: dict[str, Any] = {}
@@ -139,12 +139,9 @@ class Server:
         return 0
 
     def _load(self) -> list[str] | None:
-        module = replace_main_module("solution", self.source)
-        self.space = module.__dict__
+        self.space = replace_main_module("solution", self.source).__dict__
         try:
-            exec(
-                compile(self.source, module.__file__ or FILE, "exec", dont_inherit=True), self.space
-            )
+            _execute(self.source, self.space)
         except SystemExit:
             return [_EXITED, "the program exited while it was loaded"]
         except BaseException as error:
@@ -270,14 +267,13 @@ def run_cell(code: str, space: dict[str, Any]) -> str | None:
     try:
         tree = ast.parse(code.removeprefix(_BYTE_ORDER_MARK))
         last = tree.body[-1] if tree.body else None
-        if not isinstance(last, ast.Expr):
-            exec(compile(tree, "<turn>", "exec", dont_inherit=True), space)
-            return None
-        tree.body.pop()
+        if isinstance(last, ast.Expr):
+            tree.body.pop()
         exec(compile(tree, "<turn>", "exec", dont_inherit=True), space)
-        value = eval(
-            compile(ast.Expression(last.value), "<turn>", "eval", dont_inherit=True), space
-        )
+        if not isinstance(last, ast.Expr):
+            return None
+        last_value = ast.Expression(last.value)
+        value = eval(compile(last_value, "<turn>", "eval", dont_inherit=True), space)
         return None if value is None else repr(value)
     except SystemExit:
         raise
@@ -291,11 +287,11 @@ def run_cell(code: str, space: dict[str, Any]) -> str | None:
 
 _VERBS: dict[str, Callable[..., Any]] = {
     "attribute": getattr,
-    "set": lambda target, name, value: setattr(target, name, value),
-    "delete": lambda target, name: delattr(target, name),
-    "item": lambda target, key: target[key],
-    "put": lambda target, key, value: target.__setitem__(key, value),
-    "remove": lambda target, key: target.__delitem__(key),
+    "set": setattr,
+    "delete": delattr,
+    "item": operator.getitem,
+    "put": operator.setitem,
+    "remove": operator.delitem,
     "length": len,
     "list": list,
     "iterate": iter,
@@ -304,7 +300,7 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "repr": repr,
     "same": lambda target, other: bool(target == other),
     "less": lambda target, other: bool(target < other),
-    "contains": lambda target, item: bool(item in target),
+    "contains": operator.contains,
     "truth": bool,
-    "is a": lambda target, of: isinstance(target, of),
+    "is a": isinstance,
 }

@@ -109,13 +109,8 @@ class Init:
             os.close(descriptor)
         message_framing.send(self.monitor, {"started": pid})
         process = os.pidfd_open(pid)
-        try:
-            waiting = select.poll()
-            waiting.register(process, select.POLLIN)
-            waiting.register(self.monitor, select.POLLIN)
-            waiting.poll()
-        finally:
-            os.close(process)
+        select.select([process, self.monitor.fileno()], [], [])
+        os.close(process)
         # Either the candidate ended, or the monitor requests its end (by a single message, which is
         # received below).
         status = kill_descendants(self.up, os.getpid(), pid)
@@ -212,15 +207,7 @@ def _run(job: dict[str, Any], message: dict[str, Any]) -> int:
     if mode == "script":
         return candidate.run_script(job["program"])
     if mode == "serve":
-        return candidate.Server(job["program"], 3, 4, job["limits"]["output_kb"] << 10).serve()
+        return candidate.Server(job["program"], 3, 4).serve()
     argv = [word.replace("{here}", os.getcwd()) for word in message["argv"]]
-    os.execve(
-        argv[0],
-        argv,
-        {
-            **os.environ,
-            "HOME": os.getcwd(),
-            "TMPDIR": os.getcwd(),
-            **message.get("environment", {}),
-        },
-    )
+    home = {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
+    os.execve(argv[0], argv, {**os.environ, **home, **message.get("environment", {})})

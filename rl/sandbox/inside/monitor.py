@@ -77,8 +77,10 @@ class Monitor:
         }
         while True:
             message = message_framing.receive(self.caller)
+            start = time.monotonic()
             reply = verbs[message["do"]](message)
-            message_framing.send(self.caller, {**reply, "nonce": self.nonce})
+            wall_s = time.monotonic() - start
+            message_framing.send(self.caller, {**reply, "wall_s": wall_s, "nonce": self.nonce})
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -100,7 +102,7 @@ class Monitor:
         if message.get("clean"):
             message_framing.send(self.init, {"do": "clean"})
             message_framing.receive(self.init)
-        start = time.monotonic()
+        until = time.monotonic() + message["wall_s"]
         source = os.memfd_create("stdin")
         with os.fdopen(os.dup(source), "wb") as file:
             file.write(message_framing.encode_text(message["stdin"]))
@@ -108,26 +110,21 @@ class Monitor:
         watch = self._start(message, source, [])
         by = ""
         try:
-            watch.wait_for_end(start + message["wall_s"])
+            watch.wait_for_end(until)
         except LimitReached as stopped:
             by = stopped.reason
-        return {**self._stop(by), "wall_s": time.monotonic() - start}
+        return self._stop(by)
 
     def _call(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send a request to the candidate's server, which is started on the first call."""
-        start = time.monotonic()
+        until = time.monotonic() + message["wall_s"]
         try:
             self._serve_candidate()
             assert self.watch is not None
-            until = start + message["wall_s"]
             if self.request_count == 0:
                 failed = reply_parser.read_loaded(self.watch.read_message(self.replies, until))
                 if failed is not None:
-                    return {
-                        **self._stop("load"),
-                        "text": failed[1],
-                        "wall_s": time.monotonic() - start,
-                    }
+                    return {**self._stop("load"), "text": failed[1]}
             self.request_count += 1
             self.watch.send(self.requests, {**message["request"], "id": self.request_count}, until)
             # Forwarded unparsed: the caller parses the message by the grammar of `replies`, only
@@ -135,20 +132,11 @@ class Monitor:
             body = self.watch.read_frame(self.replies, until).decode("utf-8")
             self.watch.drain()
             out, err = self.watch.take_output()
-            return {
-                "reply": body,
-                "number": self.request_count,
-                "stdout": out,
-                "stderr": err,
-                "wall_s": time.monotonic() - start,
-            }
+            return {"reply": body, "number": self.request_count, "stdout": out, "stderr": err}
         except (LimitReached, message_framing.ConnectionClosedError) as stopped:
-            return {
-                **self._stop(getattr(stopped, "reason", "")),
-                "wall_s": time.monotonic() - start,
-            }
+            return self._stop(getattr(stopped, "reason", ""))
         except (reply_parser.ForgedMessageError, UnicodeDecodeError):
-            return {**self._stop("forged"), "wall_s": time.monotonic() - start}
+            return self._stop("forged")
 
     def _tests(self, message: dict[str, Any]) -> dict[str, Any]:
         """Run test texts in a tester that queries the candidate. Return verdicts up to the first
@@ -187,12 +175,7 @@ class Monitor:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(says)
-        return {
-            **self._stop(by),
-            "verdicts": results,
-            "collected": collected,
-            "wall_s": time.monotonic() - start,
-        }
+        return {**self._stop(by), "verdicts": results, "collected": collected}
 
     def _fork_tester(self, message: dict[str, Any], says: int, verdicts: int) -> int:
         """Fork the tester. A tester of asserts cannot write files; a tester of pytest gets a
@@ -292,7 +275,6 @@ class Monitor:
             by = by or "cpu"
         elif not by and watch.exceeds_cpu(float(ended["cpu_s"])):
             by = "cpu"
-        rest = {"cpu_s": ended["cpu_s"], "memory_mb": max(ended["memory_mb"], watch.peak_mb)}
         return {
             "ended": True,
             "by": by,
@@ -300,5 +282,6 @@ class Monitor:
             "code": code,
             "stdout": out,
             "stderr": err,
-            **rest,
+            "cpu_s": ended["cpu_s"],
+            "memory_mb": max(ended["memory_mb"], watch.peak_mb),
         }

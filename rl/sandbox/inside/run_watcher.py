@@ -47,15 +47,8 @@ class RunWatcher:
         root: int,
         counting: bool,
     ):
-        self.init, self.caller, self.out, self.err, self.limits, self.root, self.counting = (
-            init,
-            caller,
-            out,
-            err,
-            limits,
-            root,
-            counting,
-        )
+        self.init, self.caller, self.out, self.err = init, caller, out, err
+        self.limits, self.root, self.counting = limits, root, counting
         self.ended: dict[str, Any] | None = None
         self.peak_mb = 0.0
         self.printed: dict[int, list[bytes]] = {out: [], err: []}
@@ -63,7 +56,7 @@ class RunWatcher:
         self._open = [out, err]
         self._unread = b""
         self._next_count = time.monotonic() + _TICK_SECONDS
-        self._interpreter_mb = _resident_mb(os.getpid())
+        self._interpreter_mb = _read_stat(os.getpid())[21] * _PAGE_MB
         for descriptor in self._open:
             os.set_blocking(descriptor, False)
 
@@ -88,14 +81,11 @@ class RunWatcher:
         longest = int(self.limits["output_kb"]) << 10
         while True:
             if len(self._unread) >= _HEAD.size:
-                (size,) = _HEAD.unpack_from(self._unread)
-                if size > longest:
+                end = _HEAD.size + _HEAD.unpack_from(self._unread)[0]
+                if end - _HEAD.size > longest:
                     raise LimitReached("output")
-                if len(self._unread) >= _HEAD.size + size:
-                    body, self._unread = (
-                        self._unread[_HEAD.size : _HEAD.size + size],
-                        self._unread[_HEAD.size + size :],
-                    )
+                if len(self._unread) >= end:
+                    body, self._unread = self._unread[_HEAD.size : end], self._unread[end:]
                     return body
             if source in self._wait_for_event(deadline, (source,)):
                 part = os.read(source, 1 << 18)
@@ -149,38 +139,29 @@ class RunWatcher:
         ready, _, _ = select.select(
             waiting, sinks, [], max(0.0, min(deadline - now, _TICK_SECONDS))
         )
-        for descriptor in [d for d in self._open if d in ready]:
-            self._read(descriptor)
+        self._read([descriptor for descriptor in self._open if descriptor in ready])
         if self.init in ready:
             self.ended = message_framing.receive(self.init)
         if self.caller in ready:
             raise CallerClosedError  # a waiting caller sends no message: readable means closed
         return ready
 
-    def _read(self, descriptor: int) -> None:
-        try:
+    def _read(self, descriptors: list[int]) -> None:
+        """Read once from each of these output streams, which are ready."""
+        for descriptor in descriptors:
             part = os.read(descriptor, 1 << 16)
-        except BlockingIOError:
-            return
-        if not part:
-            self._open.remove(descriptor)
-            return
-        self.printed[descriptor].append(part)
-        self.size += len(part)
-        if self.size > int(self.limits["output_kb"]) << 10:
-            raise LimitReached("output")
+            if not part:
+                self._open.remove(descriptor)
+            self.printed[descriptor].append(part)
+            self.size += len(part)
+            if self.size > int(self.limits["output_kb"]) << 10:
+                raise LimitReached("output")
 
     def drain(self) -> None:
         """Read the remaining output from the pipes."""
-        while self._open:
-            ready, _, _ = select.select(self._open, [], [], 0)
-            if not ready:
-                return
-            try:
-                for descriptor in ready:
-                    self._read(descriptor)
-            except LimitReached:
-                return
+        with contextlib.suppress(LimitReached):
+            while ready := select.select(self._open, [], [], 0)[0]:
+                self._read(ready)
 
     def take_output(self) -> tuple[str, str]:
         """Return stdout and stderr since the last call."""
@@ -202,16 +183,11 @@ class RunWatcher:
     def _count(self) -> None:
         processes, memory, cpu = 0, 0.0, 0.0
         for pid in list_descendants(self.root):
-            with (
-                contextlib.suppress(OSError, ValueError, IndexError),
-                open(f"/proc/{pid}/stat") as file,
-            ):
-                fields = file.read().rsplit(")", 1)[1].split()
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = _read_stat(pid)
                 processes += 1
-                cpu += (
-                    int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])
-                ) / _CLOCK
-                memory += max(0.0, int(fields[21]) * _PAGE_MB - self._interpreter_mb)
+                cpu += sum(fields[11:15]) / _CLOCK
+                memory += max(0.0, fields[21] * _PAGE_MB - self._interpreter_mb)
         self.peak_mb = max(self.peak_mb, memory)
         if memory > float(self.limits["memory_mb"]):
             raise LimitReached("memory")
@@ -221,7 +197,8 @@ class RunWatcher:
             raise LimitReached("cpu")
 
 
-def _resident_mb(pid: int) -> float:
-    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rsplit(")", 1)[1].split()[21]) * _PAGE_MB
-    return 0.0
+def _read_stat(pid: int) -> list[int]:
+    """Return the numbers of /proc/PID/stat from the third field on, whose state is given as 0."""
+    with open(f"/proc/{pid}/stat") as file:
+        _, *numbers = file.read().rsplit(")", 1)[1].split()
+    return [0, *map(int, numbers)]

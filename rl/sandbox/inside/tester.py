@@ -51,10 +51,11 @@ class CandidateClient:
             key: value_codec.encode(item, self.refer) for key, item in more.pop("named", {}).items()
         }
         sent = [value_codec.encode(item, self.refer) for item in arguments]
-        self._send({"id": number, "do": verb, "of": of, "arguments": sent, "named": named, **more})
-        while "call" in (message := self._receive()):
-            self._call_back(message)
-        with self._end_if_forged():
+        message = {"id": number, "do": verb, "of": of, "arguments": sent, "named": named, **more}
+        with self._end_if_broken():
+            message_framing.send(self.requests, message)
+            while "call" in (message := self._receive()):
+                self._call_back(message)
             answer = reply_parser.read_answer(
                 message, number, len(arguments) if verb == "call" else None
             )
@@ -76,19 +77,13 @@ class CandidateClient:
         """Read the server's first message. Return the reason that the program failed to load, None
         if it loaded.
         """
-        with self._end_if_forged():
+        with self._end_if_broken():
             return reply_parser.read_loaded(self._receive())
 
     @contextlib.contextmanager
-    def _end_if_forged(self) -> Iterator[None]:
+    def _end_if_broken(self) -> Iterator[None]:
         try:
             yield
-        except reply_parser.ForgedMessageError as error:
-            self.end("forged", str(error))
-
-    def _receive(self) -> dict[str, Any]:
-        try:
-            return reply_parser.parse(message_framing.receive_bytes(self.replies, self.longest))
         except reply_parser.ForgedMessageError as error:
             self.end("forged", str(error))
         except message_framing.TooLong as error:
@@ -96,23 +91,20 @@ class CandidateClient:
         except message_framing.ConnectionClosedError:
             self.end("", "the candidate ended")
 
-    def _send(self, message: dict[str, Any]) -> None:
-        try:
-            message_framing.send(self.requests, message)
-        except message_framing.ConnectionClosedError:
-            self.end("", "the candidate ended")
+    def _receive(self) -> dict[str, Any]:
+        return reply_parser.parse(message_framing.receive_bytes(self.replies, self.longest))
 
     def _call_back(self, message: dict[str, Any]) -> None:
-        with self._end_if_forged():
-            name, encoded = reply_parser.read_callback(message)
-            if name not in self.functions:
-                raise reply_parser.ForgedMessageError("a call of a function that no test passed")
-            arguments = [value_codec.decode(item, self.referent) for item in encoded]
+        """Answer a call of a function of the tests. The function may send requests too."""
+        name, encoded = reply_parser.read_callback(message)
+        if name not in self.functions:
+            raise reply_parser.ForgedMessageError("a call of a function that no test passed")
+        arguments = [value_codec.decode(item, self.referent) for item in encoded]
         try:
             reply = {"returned": value_codec.encode(self.functions[name](*arguments), self.refer)}
         except Exception as error:
             reply = {"raised": f"{type(error).__name__}: {_format_exception(error)}"}
-        self._send(reply)
+        message_framing.send(self.requests, reply)
 
     def refer(self, value: Any) -> list[Any]:
         if type(value) is RemoteObject:
