@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
-from rl.rewards.reward_calls import Meta, NotApplicable, RewardItem, RewardResult, RewardTimeout
+from rl.rewards.reward_calls import (
+    Meta,
+    NotApplicable,
+    RewardItem,
+    RewardResult,
+    RewardTimeout,
+    to_reward_result,
+)
 from rl.sanitize import describe_error
 
 
@@ -46,11 +53,6 @@ class CombinedReward(ABC):
     def combine_results(self, item: RewardItem, results: Sequence[Any]) -> RewardResult:
         """Compute the whole's result from the results of its parts, in their order."""
 
-    def evaluate(self, item: RewardItem) -> RewardResult:
-        return self._combine_or_raise(
-            item, [try_call(part.evaluate, *item) for part in self.part_rewards()]
-        )
-
     def evaluate_many(
         self, items: Sequence[RewardItem], coroutine_timeout: float | None = None
     ) -> list[RewardResult | BaseException]:
@@ -83,7 +85,10 @@ class CombinedReward(ABC):
                 raise RewardPartError(f"in its part {part.name!r}, which returned {result.reward}")
             else:
                 applicable.append(result)
-        return self.combine_results(item, applicable)
+        return to_reward_result(self.combine_results(item, applicable))
 
     def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
-        return self.evaluate((prompt, response, meta, None))
+        (outcome,) = self.evaluate_many([(prompt, response, meta, None)])
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
@@ -120,84 +120,69 @@ def build_arguments(kind: RewardKind, item: RewardItem) -> tuple[Any, ...]:
     return rest[0], meta
 
 
-def call_batched(
-    function: Callable[..., Any],
-    kind: RewardKind,
-    items: Sequence[RewardItem],
-    coroutine_timeout: float | None,
-) -> list[Any]:
-    """Return the function's result for each item: its value, or the exception that it raised.
+@dataclass(frozen=True, slots=True)
+class BatchCaller:
+    """Call a function for many items.
 
-    If a batched call raises or returns the wrong number of results, each half is called again, so
-    an error that a single item causes affects that item only. `coroutine_timeout`: time limit of
-    each coroutine in seconds.
+    `coroutine_timeout`: time limit of each coroutine in seconds.
     """
-    if kind.batched:
-        return _call_batch(function, kind, list(items), coroutine_timeout)
-    return run_coroutine(_call_concurrently(function, kind, items, coroutine_timeout))
 
+    function: Callable[..., Any]
+    kind: RewardKind
+    coroutine_timeout: float | None
 
-def _call_batch(
-    function: Callable[..., Any],
-    kind: RewardKind,
-    items: list[RewardItem],
-    coroutine_timeout: float | None,
-) -> list[Any]:
-    try:
-        columns = [
-            list(column)
-            for column in zip(*(build_arguments(kind, item) for item in items), strict=True)
-        ]
-        values = function(*columns)
-        if inspect.isawaitable(values):
-            values = run_coroutine(_await_with_timeout(values, coroutine_timeout))
-        if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
-            type_name = type(values).__name__
-            raise TypeError(
-                f"returned {str(values)[:80]!r} ({type_name}) for {len(items)} answers; a "
-                "list of rewards is expected"
-            )
-        if len(values) != len(items):
-            raise ValueError(f"returned {len(values)} rewards for {len(items)} answers")
-        return list(values)
-    except (Exception, SystemExit) as error:  # boundary: user code
-        if len(items) == 1:
-            return [error]
-        half = len(items) // 2
-        return [
-            *_call_batch(function, kind, items[:half], coroutine_timeout),
-            *_call_batch(function, kind, items[half:], coroutine_timeout),
-        ]
+    def call(self, items: Sequence[RewardItem]) -> list[Any]:
+        """Return the function's result for each item: its value, or the exception that it raised.
 
+        If a batched call raises or returns the wrong number of results, each half is called again,
+        so an error that a single item causes affects that item only.
+        """
+        if self.kind.batched:
+            return self._call_batch(items)
+        return run_coroutine(self._call_concurrently(items))
 
-async def _call_concurrently(
-    function: Callable[..., Any],
-    kind: RewardKind,
-    items: Sequence[RewardItem],
-    coroutine_timeout: float | None,
-) -> list[Any]:
-    semaphore = asyncio.Semaphore(_MAX_CONCURRENT)
-
-    async def run_item(item: RewardItem) -> Any:
-        async with semaphore:
-            try:
-                return await _await_with_timeout(
-                    function(*build_arguments(kind, item)), coroutine_timeout
+    def _call_batch(self, items: Sequence[RewardItem]) -> list[Any]:
+        try:
+            arguments = [build_arguments(self.kind, item) for item in items]
+            values = self.function(*map(list, zip(*arguments, strict=True)))
+            if inspect.isawaitable(values):
+                values = run_coroutine(self._await(values))
+            if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+                type_name = type(values).__name__
+                raise TypeError(
+                    f"returned {str(values)[:80]!r} ({type_name}) for {len(items)} answers; a "
+                    "list of rewards is expected"
                 )
-            except (Exception, SystemExit) as error:  # boundary: user code
-                return error
+            if len(values) != len(items):
+                raise ValueError(f"returned {len(values)} rewards for {len(items)} answers")
+            return list(values)
+        except (Exception, SystemExit) as error:  # boundary: user code
+            if len(items) == 1:
+                return [error]
+            half = len(items) // 2
+            return self._call_batch(items[:half]) + self._call_batch(items[half:])
 
-    return await asyncio.gather(*(run_item(item) for item in items))
+    async def _call_concurrently(self, items: Sequence[RewardItem]) -> list[Any]:
+        semaphore = asyncio.Semaphore(_MAX_CONCURRENT)
 
+        async def run_item(item: RewardItem) -> Any:
+            async with semaphore:
+                try:
+                    return await self._await(self.function(*build_arguments(self.kind, item)))
+                except (Exception, SystemExit) as error:  # boundary: user code
+                    return error
 
-async def _await_with_timeout(awaitable: Any, timeout: float | None) -> Any:
-    try:
-        async with asyncio.timeout(timeout) as deadline:
-            return await awaitable
-    except TimeoutError as error:
-        if deadline.expired():
-            raise RewardTimeout(f"did not end within {timeout:g} s") from error
-        raise
+        return await asyncio.gather(*map(run_item, items))
+
+    async def _await(self, awaitable: Any) -> Any:
+        try:
+            async with asyncio.timeout(self.coroutine_timeout) as deadline:
+                return await awaitable
+        except TimeoutError as error:
+            if deadline.expired():
+                limit = f"{self.coroutine_timeout:g} s"
+                raise RewardTimeout(f"did not end within {limit}") from error
+            raise
 
 
 class RewardTimeout(Exception):
@@ -213,21 +198,8 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append((asyncio.run(coroutine), None))
-        except BaseException as error:  # raised again in the calling thread
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join()
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 def convert_number(value: Any, label: str) -> float:

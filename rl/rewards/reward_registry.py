@@ -29,13 +29,13 @@ from rl.errors import UserError
 from rl.rewards.combined_reward import CombinedReward, try_call
 from rl.rewards.module_loader import load_file
 from rl.rewards.reward_calls import (
+    BatchCaller,
     Episode,
     Meta,
     RewardItem,
     RewardKind,
     RewardResult,
     build_arguments,
-    call_batched,
     get_reward_kind,
     set_reward_kind,
     to_reward_result,
@@ -174,17 +174,17 @@ class Reward:
 
         NaN and infinity are accepted. Raises TypeError if the function did not return a number.
         """
-        item = (prompt, response, meta, episode)
-        if self.batched:
-            (outcome,) = self.evaluate_many([item], self.coroutine_timeout)
-            if isinstance(outcome, BaseException):
-                raise outcome
-            return outcome
+        (outcome,) = self.evaluate_many([(prompt, response, meta, episode)])
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def _evaluate_item(self, item: RewardItem) -> RewardResult:
         start = time.perf_counter()
-        if isinstance(self.function, CombinedReward):
-            return to_reward_result(self.function.evaluate(item))
         try:
             result = to_reward_result(self.function(*build_arguments(self.kind, item)))
+            if self.builtin and not isfinite(result.reward):
+                result = self.give_up_result()
         except Exception as error:  # boundary: an answer may break a grader in any way
             # A UserError is about the problem or the host, not about the answer.
             if not self.builtin or isinstance(error, UserError):
@@ -195,9 +195,6 @@ class Reward:
                 describe_error(error),
             )
             result = self.give_up_result()
-        else:
-            if self.builtin and not isfinite(result.reward):
-                result = self.give_up_result()
         return self._add_seconds(result, time.perf_counter() - start)
 
     def give_up_result(self) -> RewardResult:
@@ -210,17 +207,18 @@ class Reward:
     ) -> list[RewardResult | BaseException]:
         """Return the result of each item, or the exception that it raised.
 
-        `coroutine_timeout`: time limit of each coroutine in seconds.
+        `coroutine_timeout`: time limit of each coroutine in seconds, by default that of the reward.
         """
-        if self.batched and isinstance(self.function, CombinedReward):
-            return self.function.evaluate_many(items, coroutine_timeout)
-        start, outcomes = time.perf_counter(), []
+        timeout = coroutine_timeout or self.coroutine_timeout
+        if isinstance(self.function, CombinedReward):
+            return self.function.evaluate_many(items, timeout)
         if not self.batched:
-            return [try_call(self.evaluate, *item) for item in items]
-        for value in call_batched(self.function, self.kind, items, coroutine_timeout):
-            outcomes.append(
-                value if isinstance(value, BaseException) else try_call(to_reward_result, value)
-            )
+            return [try_call(self._evaluate_item, item) for item in items]
+        start = time.perf_counter()
+        values = BatchCaller(self.function, self.kind, timeout).call(items)
+        outcomes = [
+            v if isinstance(v, BaseException) else try_call(to_reward_result, v) for v in values
+        ]
         seconds = (time.perf_counter() - start) / max(1, len(items))
         return [
             outcome if isinstance(outcome, BaseException) else self._add_seconds(outcome, seconds)
@@ -334,20 +332,16 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
             "as 'module:function'"
         )
     function = _bind_settings(spec, entry.target, settings)
+    needs, inline_safe = entry.needs, entry.inline_safe
     if isinstance(function, CombinedReward):
         # Bounded if all parts are bounded; needs the modules of all parts.
         needs = tuple(module for part in function.part_rewards() for module in part.needs)
-        return Reward(
-            spec,
-            function,
-            needs=needs,
-            inline_safe=all(part.inline_safe for part in function.part_rewards()),
-        )
+        inline_safe = all(part.inline_safe for part in function.part_rewards())
     return Reward(
         spec,
         function,
-        needs=entry.needs,
-        inline_safe=entry.inline_safe,
+        needs=needs,
+        inline_safe=inline_safe,
         builtin=entry.builtin,
         reports=entry.reports,
     )
@@ -370,16 +364,12 @@ def _iter_settings(target: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     if is_trl_style(target):
         yield from iter_trl_settings(target)
         return
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional_settings = [p for p in parameters if p.kind in positional][
-        get_reward_kind(target).leading_parameters :
+    keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    positional = [
+        p for p in parameters if p.kind not in (*keyword, inspect.Parameter.VAR_POSITIONAL)
     ]
-    yield from positional_settings
-    yield from (
-        p
-        for p in parameters
-        if p.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-    )
+    yield from positional[get_reward_kind(target).leading_parameters :]
+    yield from (p for p in parameters if p.kind in keyword)
 
 
 def _bind_settings(

@@ -85,7 +85,7 @@ def score_items(reward: Reward, items: Sequence[RewardItem]) -> list[RewardReply
         else RewardReply(outcome)
         if isfinite(outcome.reward)
         else RewardReply(None, "nan", f"returned {outcome.reward}")
-        for outcome in reward.evaluate_many(items, reward.coroutine_timeout)
+        for outcome in reward.evaluate_many(items)
     ]
 
 

@@ -98,7 +98,7 @@ class TRLReward:
             p
             for p in parameters.values()
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-            and p.name not in (*_LIST_PARAMETERS, *bound_settings)
+            and p.name not in {*_LIST_PARAMETERS, *bound_settings}
         ]
         self.columns = tuple(p.name for p in columns if p.default is inspect.Parameter.empty)
         self._optional = tuple(p.name for p in columns if p.default is not inspect.Parameter.empty)
@@ -118,18 +118,13 @@ class TRLReward:
         """Return the function's result (the caller awaits a coroutine)."""
         rows = [dict(meta or {}) for meta in metas]
         conversations = [row.pop(CONVERSATION, None) for row in rows]
+        present = dict.fromkeys(key for row in rows for key in row)
+        optional_columns = [key for key in present if self._takes_all or key in self._optional]
         fields: dict[str, list[Any]] = {
             name: [_get_column(row, name, self.name) for row in rows] for name in self.columns
         }
-        optional_columns = (
-            dict.fromkeys(key for row in rows for key in row) if self._takes_all else self._optional
-        )
         for key in optional_columns:
-            if (
-                key not in fields
-                and key not in _LIST_PARAMETERS
-                and any(key in row for row in rows)
-            ):
+            if key not in fields and key not in _LIST_PARAMETERS:
                 fields[key] = [row.get(key) for row in rows]
         completions: list[Any] = [
             response if chat is None else [{"role": "assistant", "content": response}]

@@ -17,7 +17,6 @@ from typing import Any
 from rl.errors import UserError
 from rl.sandbox import grade_tests
 from rl.sandbox.inside.value_display import make_printable
-from rl.sandbox.isolation_probe import find_sandbox
 from rl.sandbox.package_import import default_packages
 from rl.sandbox.program_language import LANGUAGES, find_command
 from rl.sandbox.python_session import PythonSession
@@ -25,7 +24,7 @@ from rl.sandbox.sandbox_results import Grade, ProgramRun, SandboxLimits
 from rl.sandbox.sandbox_service import SandboxService
 from rl.sandbox.test_kinds import Pytest, StdinStdoutTests, Tests
 from rl.sandbox.worker_pool import SandboxLost, WorkerPool
-from rl.sandbox.zygote_launch import Zygote
+from rl.sandbox.zygote_launch import Zygote, find_sandbox
 
 _MAX_CACHED_GRADES = 10_000  # grades kept
 

@@ -17,7 +17,7 @@ import socket
 import tempfile
 from typing import Any
 
-from rl.sandbox.inside import candidate, isolation, landlock, message_framing, seccomp
+from rl.sandbox.inside import candidate, isolation, message_framing, seccomp
 
 HOME = "/tmp"
 _NICE = 5  # lets the monitor run next to many busy processes
@@ -189,7 +189,7 @@ def _become_candidate(
         if "capabilities" in up:
             isolation.drop_capabilities()
         if "landlock" in up:
-            landlock.confine(os.getcwd())
+            isolation.confine_files(os.getcwd())
         if "seccomp" in up:
             seccomp.install(isolation.libc, network="network" in up)
         signal.signal(signal.SIGINT, signal.default_int_handler)

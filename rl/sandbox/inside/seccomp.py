@@ -65,6 +65,7 @@ def build_filter(network: bool = True) -> bytes:
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call numbers are known for {machine}")
     column = list(_ARCHITECTURES).index(machine)
+    refuse, allow = (_RET, 0, 0, _ERRNO | errno.EPERM), (_RET, 0, 0, _ALLOW)
     code: list[tuple[int, int, int, int]] = [
         (_LOAD, 0, 0, _ARCH), (_JEQ, 1, 0, _ARCHITECTURES[machine]), (_RET, 0, 0, _KILL),
         (_LOAD, 0, 0, _NR), (_JGE, 0, 1, 0x40000000), (_RET, 0, 0, _KILL),
@@ -74,25 +75,26 @@ def build_filter(network: bool = True) -> bytes:
     ]  # fmt: skip
     for numbers in _NUMBERS.values():
         if numbers[column] != "-":
-            code += [(_JEQ, 0, 1, int(numbers[column])), (_RET, 0, 0, _ERRNO | errno.EPERM)]
+            code += [(_JEQ, 0, 1, int(numbers[column])), refuse]
     code += [
         (_JEQ, 0, 4, _CLONE[column]),
         (_LOAD, 0, 0, _ARGUMENT),
         (_JSET, 0, 1, _NEW_NAMESPACES),
-        (_RET, 0, 0, _ERRNO | errno.EPERM),
+        refuse,
+        allow,
     ]
-    code += [(_RET, 0, 0, _ALLOW)]
     families = _FAMILIES if network else ()
     known = [(_JEQ, len(families) - i, 0, family) for i, family in enumerate(families)]
     code += [(_JEQ, 0, len(known) + 3, _SOCKET[column]), (_LOAD, 0, 0, _ARGUMENT), *known]
-    code += [(_RET, 0, 0, _ERRNO | errno.EAFNOSUPPORT), (_RET, 0, 0, _ALLOW)]
+    code += [(_RET, 0, 0, _ERRNO | errno.EAFNOSUPPORT), allow]
     code += [
         (_JEQ, 0, 4, _IOCTL[column]),
         (_LOAD, 0, 0, _ARGUMENT + 8),
         (_JEQ, 0, 1, _TIOCSTI),
-        (_RET, 0, 0, _ERRNO | errno.EPERM),
+        refuse,
+        allow,
+        allow,
     ]
-    code += [(_RET, 0, 0, _ALLOW), (_RET, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *line) for line in code)
 
 
