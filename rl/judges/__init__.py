@@ -2,7 +2,6 @@
 rubric.
 """
 
-from rl.judges.api_rubric_judge import APIRubricJudge
 from rl.judges.api_scoring_client import APIScoringClient
 from rl.judges.comparison_judge import (
     AnswerComparison,
@@ -15,13 +14,14 @@ from rl.judges.episode_rewards import add_episode_rewards, make_episode
 from rl.judges.learned_rewards import (
     LearnedRewards,
     PairwiseJudge,
+    PublishedRewardModel,
     RewardModel,
+    WeightedRewardModels,
     apply_learned_rewards,
 )
 from rl.judges.openai_client import OpenAIClient
-from rl.judges.published_reward_models import PublishedRewardModel, WeightedRewardModels
 from rl.judges.reward_scores import compute_reward_scores
-from rl.judges.rubric_judge import Rubric, RubricJudge, RubricQuestion
+from rl.judges.rubric_judge import APIRubricJudge, Rubric, RubricJudge, RubricQuestion
 from rl.judges.token_scorers import (
     BaseModelScorer,
     FrozenScorer,

@@ -26,10 +26,10 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from rl.errors import UserError
-from rl.rewards.combined_reward import CombinedReward, try_call
 from rl.rewards.module_loader import load_file
 from rl.rewards.reward_calls import (
     BatchCaller,
+    CombinedReward,
     Episode,
     Meta,
     RewardItem,
@@ -39,6 +39,7 @@ from rl.rewards.reward_calls import (
     get_reward_kind,
     set_reward_kind,
     to_reward_result,
+    try_call,
 )
 from rl.rewards.trl_adapter import adapt_reward, is_trl_style, iter_trl_settings
 from rl.sanitize import describe_error

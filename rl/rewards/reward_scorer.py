@@ -26,13 +26,13 @@ from rl.rewards.reward_calls import Episode, Meta, RewardItem
 from rl.rewards.reward_registry import Reward, RewardFunction, resolve_reward
 from rl.rewards.reward_workers import (
     ProcessRewardWorker,
+    RewardReply,
     RewardWorker,
     ThreadRewardWorker,
     WorkerStartError,
     build_worker_environment,
     score_items,
 )
-from rl.rewards.worker_protocol import RewardReply
 from rl.sanitize import describe_error, sanitize_text
 
 logger = logging.getLogger(__name__)

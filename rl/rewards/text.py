@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rl.errors import UserError
-from rl.rewards.combined_reward import CombinedReward, RewardPartError
-from rl.rewards.reward_calls import Meta, RewardItem, RewardResult
+from rl.rewards.reward_calls import CombinedReward, Meta, RewardItem, RewardPartError, RewardResult
 from rl.rewards.reward_registry import Reward, register_reward, resolve_reward
 
 LengthUnit = Literal["words", "characters"]

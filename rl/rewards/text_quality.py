@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl.errors import UserError
-from rl.rewards.combined_reward import CombinedReward
-from rl.rewards.reward_calls import Meta, RewardItem, RewardResult
+from rl.rewards.reward_calls import CombinedReward, Meta, RewardItem, RewardResult
 from rl.rewards.reward_registry import Reward, register_reward, resolve_reward
 from rl.rewards.text import LengthUnit, check_unit, measure_length
 

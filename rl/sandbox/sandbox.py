@@ -20,9 +20,15 @@ from rl.sandbox.inside.value_display import make_printable
 from rl.sandbox.package_import import default_packages
 from rl.sandbox.program_language import LANGUAGES, find_command
 from rl.sandbox.python_session import PythonSession
-from rl.sandbox.sandbox_results import Grade, ProgramRun, SandboxLimits
 from rl.sandbox.sandbox_service import SandboxService
-from rl.sandbox.test_kinds import Pytest, StdinStdoutTests, Tests
+from rl.sandbox.sandbox_types import (
+    Grade,
+    ProgramRun,
+    Pytest,
+    SandboxLimits,
+    StdinStdoutTests,
+    Tests,
+)
 from rl.sandbox.worker_pool import SandboxLost, WorkerPool
 from rl.sandbox.zygote_launch import Zygote, find_sandbox
 

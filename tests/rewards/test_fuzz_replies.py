@@ -16,7 +16,7 @@ from fuzzing import ACCEPTED, REFUSED, run_family
 
 from rl.processes import FrameReader, InvalidReply, encode_frame
 from rl.rewards import RewardResult, Scorer
-from rl.rewards.worker_protocol import (
+from rl.rewards.reward_workers import (
     MAX_REPLY_BYTES,
     RewardReply,
     decode_reply,

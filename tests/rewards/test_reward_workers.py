@@ -15,8 +15,12 @@ import pytest
 from rl.processes import InvalidReply
 from rl.rewards import RewardResult, RewardsLost, Scorer, build_worker_environment
 from rl.rewards.captured_output import RewardOutput
-from rl.rewards.reward_workers import ENVIRONMENT, WorkerStartError
-from rl.rewards.worker_protocol import MAX_ERROR_CHARACTERS, decode_reply
+from rl.rewards.reward_workers import (
+    ENVIRONMENT,
+    MAX_ERROR_CHARACTERS,
+    WorkerStartError,
+    decode_reply,
+)
 
 REPO = Path(__file__).resolve().parents[2]
 
