@@ -120,13 +120,14 @@ def make_verdict_examples(
     ]
 
 
+@dataclass(eq=False)
 class ComparisonModel:
     """Judge comparisons. `client` scores the labels and samples nothing; `renderer` is the judge's
     renderer.
     """
 
-    def __init__(self, client: SamplingClient, renderer: Any):
-        self.client, self.renderer = client, renderer
+    client: SamplingClient
+    renderer: Any
 
     def compare(self, comparisons: Sequence[AnswerComparison]) -> list[ComparisonVerdict]:
         """Return a verdict for each comparison. Six sequences are scored per comparison (two

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Protocol
 
@@ -185,6 +185,7 @@ class PairwiseJudge:
         ]
 
 
+@dataclass(eq=False)
 class LearnedRewards:
     """Add a scorer's scores to groups.
 
@@ -192,9 +193,9 @@ class LearnedRewards:
     Metrics of each episode: `reward/learned` and `reward/given`.
     """
 
-    def __init__(self, scorer: GroupScorer, other_weight: float):
-        self.scorer, self.other_weight = scorer, other_weight
-        self.seconds = 0.0
+    scorer: GroupScorer
+    other_weight: float
+    seconds: float = 0.0
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds spent on judging since the last call."""

@@ -1,7 +1,7 @@
 """Score text with reward functions.
 
-`registry` holds names and settings; `text`, `maths`, `code`, ... hold the built-in rewards;
-`scorer` runs rewards.
+`reward_registry` holds names and settings; `text`, `math_reward`, `code`, ... hold the built-in
+rewards; `reward_scorer` runs rewards.
 """
 
 from rl.rewards import (

@@ -8,6 +8,7 @@ import functools
 import math
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rl.errors import UserError
@@ -50,6 +51,7 @@ class RepetitionReward:
 
 
 @register_reward("cosine_length")
+@dataclass(kw_only=True, eq=False)
 class CosineLengthReward(CombinedReward):
     """Reward length by correctness (Yeo et al., arXiv 2502.03373, section 4.2, also the source of
     the defaults).
@@ -60,27 +62,22 @@ class CosineLengthReward(CombinedReward):
     is in words or characters; for tokens, see overlong_share.
     """
 
-    def __init__(
-        self,
-        *,
-        max_length: int,
-        reward: str = "exact_match",
-        settings: Meta = None,
-        threshold: float = 1.0,
-        unit: LengthUnit = "words",
-        right: float = 2.0,
-        right_long: float = 1.0,
-        wrong: float = -10.0,
-        wrong_long: float = 0.0,
-        too_long: float = -10.0,
-    ):
-        if max_length < 1:
-            raise UserError(f"cosine_length: max_length is at least 1, got {max_length}")
-        check_unit("cosine_length", unit)
-        self.part = resolve_reward(reward, **(settings or {}))
-        self.max_length, self.too_long = max_length, too_long
-        self.threshold, self.unit = threshold, unit
-        self.length_bounds = {True: (right, right_long), False: (wrong, wrong_long)}
+    max_length: int
+    reward: str = "exact_match"
+    settings: Meta = None
+    threshold: float = 1.0
+    unit: LengthUnit = "words"
+    right: float = 2.0
+    right_long: float = 1.0
+    wrong: float = -10.0
+    wrong_long: float = 0.0
+    too_long: float = -10.0
+
+    def __post_init__(self) -> None:
+        if self.max_length < 1:
+            raise UserError(f"cosine_length: max_length is at least 1, got {self.max_length}")
+        check_unit("cosine_length", self.unit)
+        self.part = resolve_reward(self.reward, **(self.settings or {}))
 
     def part_rewards(self) -> list[Reward]:
         return [self.part]
@@ -88,7 +85,8 @@ class CosineLengthReward(CombinedReward):
     def combine_results(self, item: RewardItem, results: Sequence[RewardResult]) -> RewardResult:
         response, (inner,) = item[1], results
         length = measure_length(response, self.unit)
-        short, long = self.length_bounds[inner.reward >= self.threshold]
+        is_right = inner.reward >= self.threshold
+        short, long = (self.right, self.right_long) if is_right else (self.wrong, self.wrong_long)
         shaped = long + (short - long) * (1 + math.cos(math.pi * length / self.max_length)) / 2
         metrics = {self.part.short_name: inner.reward, **inner.metrics, "length": float(length)}
         return RewardResult(

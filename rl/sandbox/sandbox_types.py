@@ -1,4 +1,4 @@
-"""Define the inputs and outputs of a sandbox: kinds of tests, limits, the outcomes of runs and tests.
+"""Define the inputs and outputs of a sandbox: kinds of tests, limits, outcomes of runs and tests.
 
 Expected values of tests stay with the comparer: a candidate receives only the inputs.
 """

@@ -11,6 +11,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rl.errors import UserError
@@ -28,14 +29,15 @@ class SandboxLost(Exception):
     """
 
 
+@dataclass(eq=False)
 class SandboxWorker:
     """Hold a zygote, started on first use and restarted after a loss. `cores`: the CPU cores that
     its programs run on.
     """
 
-    def __init__(self, start: Callable[[], Zygote], cores: list[int]):
-        self.start, self.cores = start, cores
-        self.zygote: Zygote | None = None
+    start: Callable[[], Zygote]
+    cores: list[int]
+    zygote: Zygote | None = None
 
     def open(self, job: dict[str, Any]) -> WorkerJob:
         """Begin a job. Raises SandboxLost if two attempts fail."""
@@ -80,11 +82,12 @@ class SandboxWorker:
             zygote.kill()
 
 
+@dataclass(eq=False)
 class WorkerJob:
     """Hold a socket to the monitor of a run. Each reply has to carry the run's nonce."""
 
-    def __init__(self, to: socket.socket, nonce: str):
-        self.socket, self.nonce = to, nonce
+    socket: socket.socket
+    nonce: str
 
     def request(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Send a request and return the reply, which the monitor gives within `seconds`. Raises

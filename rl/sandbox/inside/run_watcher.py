@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from rl.sandbox.inside import message_framing, reply_parser
@@ -32,29 +33,27 @@ class CallerClosedError(Exception):
     """Raised if the caller closed its end of the socket: the run is no longer needed."""
 
 
+@dataclass(eq=False)
 class RunWatcher:
     """Watch a candidate. `init`: reports the end of the candidate. `out`, `err`: its output
     streams, read here. `limits`: fields of rl.sandbox.SandboxLimits.
     """
 
-    def __init__(
-        self,
-        init: socket.socket,
-        caller: socket.socket,
-        out: int,
-        err: int,
-        limits: dict[str, Any],
-        root: int,
-        counting: bool,
-    ):
-        self.init, self.caller, self.out, self.err = init, caller, out, err
-        self.limits, self.root, self.counting = limits, root, counting
-        self.ended: dict[str, Any] | None = None
-        self.peak_mb = 0.0
-        self.printed: dict[int, list[bytes]] = {out: [], err: []}
-        self.size = 0
-        self._open = [out, err]
-        self._unread = b""
+    init: socket.socket
+    caller: socket.socket
+    out: int
+    err: int
+    limits: dict[str, Any]
+    root: int
+    counting: bool
+    ended: dict[str, Any] | None = None
+    peak_mb: float = 0.0
+    size: int = 0
+    _unread: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.printed: dict[int, list[bytes]] = {self.out: [], self.err: []}
+        self._open = [self.out, self.err]
         self._next_count = time.monotonic() + _TICK_SECONDS
         self._interpreter_mb = _read_stat(os.getpid())[21] * _PAGE_MB
         for descriptor in self._open:
@@ -168,8 +167,7 @@ class RunWatcher:
         out, err = (
             b"".join(self.printed[d]).decode("utf-8", "replace") for d in (self.out, self.err)
         )
-        self.printed = {self.out: [], self.err: []}
-        self.size = 0
+        self.printed, self.size = {self.out: [], self.err: []}, 0
         return out, err
 
     def close(self) -> None:
@@ -178,7 +176,7 @@ class RunWatcher:
                 os.close(descriptor)
 
     def exceeds_cpu(self, seconds: float) -> bool:
-        return seconds >= float(self.limits["cpu_s"])
+        return seconds >= self.limits["cpu_s"]
 
     def _count(self) -> None:
         processes, memory, cpu = 0, 0.0, 0.0
@@ -189,9 +187,9 @@ class RunWatcher:
                 cpu += sum(fields[11:15]) / _CLOCK
                 memory += max(0.0, fields[21] * _PAGE_MB - self._interpreter_mb)
         self.peak_mb = max(self.peak_mb, memory)
-        if memory > float(self.limits["memory_mb"]):
+        if memory > self.limits["memory_mb"]:
             raise LimitReached("memory")
-        if processes > int(self.limits["processes"]):
+        if processes > self.limits["processes"]:
             raise LimitReached("processes")
         if self.exceeds_cpu(cpu):
             raise LimitReached("cpu")

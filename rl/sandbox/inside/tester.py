@@ -13,6 +13,7 @@ import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rl.sandbox.inside import isolation, message_framing, reply_parser, seccomp, value_codec
@@ -26,6 +27,7 @@ class CandidateError(Exception):
     """Represent an exception of the candidate that derives from no known built-in exception."""
 
 
+@dataclass(eq=False)
 class CandidateClient:
     """Hold the tester's end of the connection to the candidate's server. Messages are parsed by
     `replies`; no other content of a message has an effect here.
@@ -35,10 +37,12 @@ class CandidateClient:
     raises.
     """
 
-    def __init__(
-        self, requests: int, replies: int, longest: int, end: Callable[[str, str], NoReturn]
-    ):
-        self.requests, self.replies, self.longest, self.end = requests, replies, longest, end
+    requests: int
+    replies: int
+    longest: int
+    end: Callable[[str, str], NoReturn]
+
+    def __post_init__(self) -> None:
         self.count = itertools.count(1)
         self.functions: dict[str, Callable[..., Any]] = {}
         self.exceptions: dict[str, type[BaseException]] = {}
