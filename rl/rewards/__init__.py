@@ -15,7 +15,7 @@ from rl.rewards import (
     text_quality,
 )
 from rl.rewards.module_loader import load_file
-from rl.rewards.reward_calls import Episode, EpisodeTurn, RewardResult
+from rl.rewards.reward_calls import Episode, EpisodeTurn, RewardResult, Score
 from rl.rewards.reward_registry import (
     GAVE_UP,
     Reward,
@@ -23,7 +23,7 @@ from rl.rewards.reward_registry import (
     registered_rewards,
     resolve_reward,
 )
-from rl.rewards.reward_scorer import PendingScore, RewardsLost, Score, Scorer
+from rl.rewards.reward_scorer import PendingScore, RewardsLost, Scorer
 from rl.rewards.reward_workers import build_worker_environment
 from rl.rewards.trl_adapter import CONVERSATION
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 from rl.sanitize import describe_error
 from rl.types import Message
@@ -35,6 +35,28 @@ class RewardResult:
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
+
+
+Failure = Literal["error", "timeout", "nan", "death"]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Hold the reward and metrics of a response, and the run time of each reward by name.
+
+    If the reward failed, `reward` is None, `error` describes the failure, and `failure` is its
+    kind.
+    """
+
+    reward: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    failure: Failure | None = None
+    seconds: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
+
+
+def make_failed_score(failure: Failure, error: str) -> Score:
+    return Score(None, {}, error, failure)
 
 
 def make_formatted_result(correct: float, has_format: bool, **metrics: float) -> RewardResult:

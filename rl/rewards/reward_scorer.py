@@ -16,17 +16,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl.errors import UserError, install_command
 from rl.processes import InvalidReply, WorkerDiedError
 from rl.rewards.captured_output import RewardOutput
-from rl.rewards.reward_calls import Episode, Meta, RewardItem
+from rl.rewards.reward_calls import Episode, Meta, RewardItem, Score, make_failed_score
 from rl.rewards.reward_registry import Reward, RewardFunction, resolve_reward
 from rl.rewards.reward_workers import (
     ProcessRewardWorker,
-    RewardReply,
     RewardWorker,
     ThreadRewardWorker,
     WorkerStartError,
@@ -37,7 +35,6 @@ from rl.sanitize import describe_error, sanitize_text
 
 logger = logging.getLogger(__name__)
 
-Failure = Literal["error", "timeout", "nan", "death"]
 WorkerPlace = Literal["inline", "process", "thread"]
 
 # extras that install the module of a built-in reward
@@ -53,20 +50,6 @@ _RESTART_SECONDS = (0.2, 1.0, 3.0)
 
 class RewardsLost(UserError):
     """Raised when no worker of a scorer can be restarted: no further response can be scored."""
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """Hold the reward and metrics of a response.
-
-    If the reward failed, `reward` is None, `error` describes the failure, and `failure` is its
-    kind.
-    """
-
-    reward: float | None
-    metrics: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
-    failure: Failure | None = None
 
 
 class PendingScore(Future[Score]):
@@ -254,7 +237,7 @@ class Scorer:
                     "runs in another process, and this meta cannot be pickled "
                     f"({describe_error(error)})"
                 )
-                self._finish(pending, RewardReply(None, "error", reason))
+                self._finish(pending, make_failed_score("error", reason))
                 return pending
         with self._lock:
             if self._closed:
@@ -311,7 +294,7 @@ class Scorer:
             remaining = self._drain()
             self._lock.notify_all()
         for pending in remaining:
-            self._finish(pending, RewardReply(None, "error", "was not run: the scorer was closed"))
+            self._finish(pending, make_failed_score("error", "was not run: the scorer was closed"))
         for thread in self._threads:
             thread.join(timeout=5.0)
         atexit.unregister(self.close)
@@ -322,26 +305,26 @@ class Scorer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _finish(self, pending: PendingScore, reply: RewardReply, *, give_up: bool = False) -> None:
-        """Convert a reply to a score and count it.
+    def _finish(self, pending: PendingScore, reply: Score, *, give_up: bool = False) -> None:
+        """Count a worker's reply and set the score, whose error names the reward and the prompt.
 
         `give_up`: a failure scores 0, as for an answer on which a built-in reward gives up.
         """
-        failure: Failure | None = reply.failure  # type: ignore[assignment]  # Reply has plain text
-        result = self.reward.give_up_result() if give_up else reply.result
         with self._lock:
-            for name, seconds in (result.seconds if result is not None else {}).items():
+            for name, seconds in reply.seconds.items():
                 self.seconds[name] = self.seconds.get(name, 0.0) + seconds
             self.counts["calls"] += 1
-            if failure is not None:
-                self.counts[_FAILURE_COUNTS[failure]] += 1
-        error = f"reward {self.reward.name!r} {reply.error} (prompt {_shorten(pending.prompt)})"
+            if reply.failure is not None:
+                self.counts[_FAILURE_COUNTS[reply.failure]] += 1
+        score = reply
+        if give_up:
+            result = self.reward.give_up_result()
+            score = Score(result.reward, result.metrics)
+        elif reply.failure is not None:
+            error = f"reward {self.reward.name!r} {reply.error} (prompt {_shorten(pending.prompt)})"
+            score = make_failed_score(reply.failure, error)
         pending.item = None
-        pending.set_result(
-            Score(result.reward, result.metrics)
-            if result is not None
-            else Score(None, {}, error, failure)
-        )
+        pending.set_result(score)
 
     def _manage_worker(self, worker: RewardWorker | None) -> None:
         """Run the thread that manages a worker: start it when work arrives, and restart it if it is
@@ -360,7 +343,7 @@ class Scorer:
                 worker = worker or self._restart()
                 worker = self._run_call(worker, call)
         except _ScorerClosed:
-            reply = RewardReply(None, "error", "was not run: the scorer was closed")
+            reply = make_failed_score("error", "was not run: the scorer was closed")
             for pending in call:
                 self._finish(pending, reply)
         except Exception as error:  # no caller may wait forever for the items of this thread
@@ -427,11 +410,11 @@ class Scorer:
                 self._finish(call.popleft(), reply)
             return worker
         except TimeoutError:
-            reply = RewardReply(None, "timeout", f"did not end within {self.timeout:g} s")
+            reply = make_failed_score("timeout", f"did not end within {self.timeout:g} s")
         except WorkerDiedError as error:
-            reply = RewardReply(None, "death", f"ended its worker process: {error}")
+            reply = make_failed_score("death", f"ended its worker process: {error}")
         except InvalidReply as error:
-            reply = RewardReply(None, "error", f"sent an invalid reply: {error}")
+            reply = make_failed_score("error", f"sent an invalid reply: {error}")
         worker.stop()
         if len(call) > 1:
             with self._lock:
@@ -442,7 +425,7 @@ class Scorer:
         call.clear()
         return None
 
-    def _log_lost_worker(self, reply: RewardReply, culprit: PendingScore) -> None:
+    def _log_lost_worker(self, reply: Score, culprit: PendingScore) -> None:
         """Log the 1st, 10th, 100th, ... worker lost to each kind of failure.
 
         `reply`: the failure. `culprit`: the answer that the worker was scoring. A reward may lose
@@ -461,7 +444,7 @@ class Scorer:
                 _shorten(culprit.prompt),
             )
 
-    def _receive(self, worker: RewardWorker) -> RewardReply:
+    def _receive(self, worker: RewardWorker) -> Score:
         """Return the reply to the item that just started. Raises TimeoutError, WorkerDiedError,
         InvalidReply or _ScorerClosed.
         """

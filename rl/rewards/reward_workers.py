@@ -1,6 +1,6 @@
 """Run a reward in a process that can be killed, or in a thread that can be abandoned.
 
-A worker sends a `RewardReply` to each item of a call, in order, as soon as it is available, so the
+A worker sends a `Score` to each item of a call, in order, as soon as it is available, so the
 scorer can time every item. A worker process is a fresh interpreter. It is not a fork (forks of a
 process with threads or CUDA hang) and not multiprocessing's spawn (which runs the user's script
 again): it imports only the reward's module. It runs under a reaper (rl.processes.reaper), which
@@ -24,8 +24,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import isfinite
 from typing import Any, NoReturn
 
 from rl.errors import UserError
@@ -34,8 +32,9 @@ from rl.rewards.captured_output import capture_thread_output
 from rl.rewards.reward_calls import (
     RewardItem,
     RewardPartError,
-    RewardResult,
     RewardTimeout,
+    Score,
+    make_failed_score,
     try_call,
 )
 from rl.rewards.reward_registry import Reward
@@ -50,42 +49,26 @@ READY_ITEM = 0  # item number of the message "the worker is ready"; items count 
 _FIELDS = {"item", "pid", "nonce", "reward", "metrics", "failure", "error"}
 
 
-@dataclass(frozen=True, slots=True)
-class RewardReply:
-    """Hold the outcome of an item: a result, or a failure ("error" | "nan" | "timeout") and its
-    description.
-    """
-
-    result: RewardResult | None
-    failure: str | None = None
-    error: str | None = None
-
-
-def encode_reply(number: int, nonce: str, reply: RewardReply) -> bytes:
+def encode_reply(number: int, nonce: str, reply: Score) -> bytes:
     """Encode a reply of the calling process as a message."""
-    fields: dict[str, Any] = {
+    seconds = {_SECONDS_PREFIX + name: taken for name, taken in reply.seconds.items()}
+    fields = {
         "item": number,
         "pid": os.getpid(),
         "nonce": nonce,
-        "reward": None,
-        "metrics": {},
+        "reward": reply.reward,
+        "metrics": {**reply.metrics, **seconds},
         "failure": reply.failure,
         "error": reply.error,
     }
-    if reply.result is not None:
-        fields["reward"] = reply.result.reward
-        seconds = {_SECONDS_PREFIX + name: taken for name, taken in reply.result.seconds.items()}
-        fields["metrics"] = {**reply.result.metrics, **seconds}
     payload = json.dumps(fields).encode()  # in ASCII: a lone surrogate is encoded as \ud800
     if len(payload) > MAX_REPLY_BYTES:
         too_long = f"returned metrics of {len(payload)} bytes, the maximum is {MAX_REPLY_BYTES}"
-        return encode_reply(number, nonce, RewardReply(None, "error", too_long))
+        return encode_reply(number, nonce, make_failed_score("error", too_long))
     return payload
 
 
-def decode_reply(
-    payload: bytes, number: int, pid: int | None, nonce: str
-) -> tuple[RewardReply, int]:
+def decode_reply(payload: bytes, number: int, pid: int | None, nonce: str) -> tuple[Score, int]:
     """Return (reply to item `number`, process id of the sender).
 
     `pid`: process id of the worker, None if not known yet. Raises InvalidReply, with the reason, if
@@ -112,35 +95,32 @@ def decode_reply(
     return _parse_reply(fields), sender
 
 
-def as_remote_reply(reply: RewardReply) -> RewardReply:
+def as_remote_reply(reply: Score) -> Score:
     """Return a closure's reply as if received from another process: bounded, sanitized, numbers and
     text only.
     """
     return decode_reply(encode_reply(READY_ITEM, "", reply), READY_ITEM, None, "")[0]
 
 
-def _parse_reply(fields: dict[str, Any]) -> RewardReply:
+def _parse_reply(fields: dict[str, Any]) -> Score:
     failure, error, metrics = fields["failure"], fields["error"], fields["metrics"]
     if failure is not None:
         if failure not in ("error", "nan", "timeout") or not isinstance(error, str):
             raise InvalidReply(
                 f"its failure is malformed: {sanitize_text(repr((failure, error)), 100)}"
             )
-        return RewardReply(None, failure, sanitize_text(error, MAX_ERROR_CHARACTERS))
+        return make_failed_score(failure, sanitize_text(error, MAX_ERROR_CHARACTERS))
     if not isinstance(metrics, dict):
         raise InvalidReply(f"its metrics are {sanitize_text(repr(metrics), 100)}")
-    result = RewardResult(_decode_number(fields["reward"], "reward"))
+    reward = _decode_number(fields["reward"], "reward")
+    score = Score(reward)
     for name, value in metrics.items():
         number = _decode_number(value, f"metric {name[:40]!r}")
         if name.startswith(_SECONDS_PREFIX):
-            result.seconds[name.removeprefix(_SECONDS_PREFIX)] = number
+            score.seconds[name.removeprefix(_SECONDS_PREFIX)] = number
         else:
-            result.metrics[sanitize_text(name, _MAX_NAME_CHARACTERS)] = number
-    return (
-        RewardReply(result)
-        if math.isfinite(result.reward)
-        else RewardReply(None, "nan", f"returned {result.reward}")
-    )
+            score.metrics[sanitize_text(name, _MAX_NAME_CHARACTERS)] = number
+    return score if math.isfinite(reward) else make_failed_score("nan", f"returned {reward}")
 
 
 def _decode_number(value: object, label: str) -> float:
@@ -193,23 +173,23 @@ def build_worker_environment(names: Sequence[str] = ()) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
-def score_items(reward: Reward, items: Sequence[RewardItem]) -> list[RewardReply]:
+def score_items(reward: Reward, items: Sequence[RewardItem]) -> list[Score]:
     """Return the reply to each item: its result, or an error that names the line of user code that
     raised it.
     """
     return [
         _make_error_reply(outcome)
         if isinstance(outcome, BaseException)
-        else RewardReply(outcome)
-        if isfinite(outcome.reward)
-        else RewardReply(None, "nan", f"returned {outcome.reward}")
+        else Score(outcome.reward, outcome.metrics, seconds=outcome.seconds)
+        if math.isfinite(outcome.reward)
+        else make_failed_score("nan", f"returned {outcome.reward}")
         for outcome in reward.evaluate_many(items)
     ]
 
 
-def _make_error_reply(error: BaseException) -> RewardReply:
+def _make_error_reply(error: BaseException) -> Score:
     if isinstance(error, RewardTimeout):
-        return RewardReply(None, "timeout", str(error))
+        return make_failed_score("timeout", str(error))
     cause = error
     description = f"raised {describe_error(error, MAX_ERROR_CHARACTERS)}"
     if isinstance(error, RewardPartError):
@@ -221,7 +201,7 @@ def _make_error_reply(error: BaseException) -> RewardReply:
         place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     text = sanitize_text(f"{description} (at {place})", MAX_ERROR_CHARACTERS + 500)
-    return RewardReply(None, "error", text)
+    return make_failed_score("error", text)
 
 
 # ------------------------------------------------------------------------- in the worker process
@@ -237,10 +217,10 @@ def run_worker(fd: int) -> None:
     os.register_at_fork(after_in_child=lambda: _close_in_fork(channel))
     nonce, pickled = pickle.loads(read_message(channel, limit=None))
 
-    def send(number: int, reply: RewardReply) -> None:
+    def send(number: int, reply: Score) -> None:
         channel.sendall(encode_frame(encode_reply(number, nonce, reply)))
 
-    ready = RewardReply(RewardResult(0.0))
+    ready = Score(0.0)
     send(READY_ITEM, ready)  # reports this process's id before any user code runs
     try:
         reward = pickle.loads(pickled)
@@ -250,7 +230,7 @@ def run_worker(fd: int) -> None:
     except Exception as error:  # boundary: user code
         reason = f"its worker process could not load it ({describe_error(error)})"
         reason = str(error) if isinstance(error, UserError) else reason
-        return send(READY_ITEM, RewardReply(None, "error", reason))
+        return send(READY_ITEM, make_failed_score("error", reason))
     send(READY_ITEM, ready)
     number = READY_ITEM
     while call := read_message(channel, limit=None):
@@ -264,14 +244,14 @@ def run_worker(fd: int) -> None:
             send(number, reply)
 
 
-def _score_pickled(reward: Reward, payloads: Sequence[bytes]) -> list[RewardReply]:
+def _score_pickled(reward: Reward, payloads: Sequence[bytes]) -> list[Score]:
     """Return the replies to pickled items, in order."""
     items = [try_call(pickle.loads, payload) for payload in payloads]  # runs code of user objects
     arrived = [item for item in items if not isinstance(item, BaseException)]
     replies = iter(score_items(reward, arrived) if arrived else [])
     refusal = "runs in another process, and this meta could not be unpickled"
     return [
-        RewardReply(None, "error", f"{refusal} ({describe_error(item)})")
+        make_failed_score("error", f"{refusal} ({describe_error(item)})")
         if isinstance(item, BaseException)
         else next(replies)
         for item in items
@@ -296,7 +276,7 @@ class ThreadRewardWorker:
 
     def __init__(self, reward: Reward, output: Callable[[bytes], None]):
         self._calls: queue.SimpleQueue[Sequence[RewardItem] | None] = queue.SimpleQueue()
-        self._replies: queue.SimpleQueue[RewardReply] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[Score] = queue.SimpleQueue()
         thread = threading.Thread(target=self._serve, args=(reward, output), daemon=True)
         thread.name = f"reward {reward.name}"
         try:
@@ -310,7 +290,7 @@ class ThreadRewardWorker:
                 try:
                     replies = [as_remote_reply(reply) for reply in score_items(reward, items)]
                 except BaseException as error:  # boundary: user code
-                    failure = RewardReply(None, "error", f"raised {describe_error(error)}")
+                    failure = make_failed_score("error", f"raised {describe_error(error)}")
                     replies = [failure] * len(items)
             for reply in replies:
                 self._replies.put(reply)
@@ -319,7 +299,7 @@ class ThreadRewardWorker:
         """Send the items of a call."""
         self._calls.put(items)
 
-    def receive(self, timeout: float) -> RewardReply:
+    def receive(self, timeout: float) -> Score:
         """Return the next reply. Raises TimeoutError after `timeout` seconds."""
         try:
             return self._replies.get(timeout=timeout)
@@ -378,7 +358,7 @@ class ProcessRewardWorker:
         except TimeoutError:
             raise WorkerDiedError(f"it received no items for {_SEND_SECONDS:g} s") from None
 
-    def receive(self, timeout: float) -> RewardReply:
+    def receive(self, timeout: float) -> Score:
         """Return the next reply. Raises TimeoutError after `timeout` seconds, WorkerDiedError or
         InvalidReply.
         """
@@ -386,7 +366,7 @@ class ProcessRewardWorker:
         self._last_item += 1
         return reply
 
-    def _receive_reply(self, number: int, timeout: float) -> RewardReply:
+    def _receive_reply(self, number: int, timeout: float) -> Score:
         payload = self._process.receive(timeout)
         reply, self._pid = decode_reply(payload, number, self._pid, self._nonce)
         return reply
