@@ -9,6 +9,7 @@ from typing import Any
 from rl.errors import UserError
 from rl.sandbox.compare_values import COMPARERS
 from rl.sandbox.inside import reply_parser, value_codec
+from rl.sandbox.inside.message_framing import JsonObject
 from rl.sandbox.inside.value_display import show
 from rl.sandbox.program_language import LANGUAGES, find_command
 from rl.sandbox.sandbox_types import (
@@ -53,7 +54,7 @@ def grade_tests(
 
 def build_case_message(
     language: str, stdin: str, limits: SandboxLimits, clean: bool = False
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the message that runs a program from start to end."""
     about = LANGUAGES[language]
     return {
@@ -72,7 +73,7 @@ def _fill_command(language: str, words: Sequence[str]) -> list[str]:
     return [word.replace("{tool}", find_command(language)) for word in words]
 
 
-def compile_program(job: WorkerJob, language: str, limits: SandboxLimits) -> dict[str, Any] | None:
+def compile_program(job: WorkerJob, language: str, limits: SandboxLimits) -> JsonObject | None:
     """Compile the program of a compiled language. Return the reply if that failed, else None."""
     about = LANGUAGES[language]
     if not about.build:
@@ -110,7 +111,7 @@ def grade_calls(job: WorkerJob, tests: Calls, limits: SandboxLimits) -> Iterator
         if time.monotonic() >= until:
             yield _make_late_verdict(limits)
             continue
-        request: dict[str, Any] = {"do": "call", "name": tests.function}
+        request: JsonObject = {"do": "call", "name": tests.function}
         try:
             named = arguments if isinstance(arguments, Mapping) else {}
             request["named"] = {str(key): value_codec.encode(v) for key, v in named.items()}
@@ -172,7 +173,7 @@ def _make_late_verdict(limits: SandboxLimits) -> Verdict:
 
 
 def _failed_verdict(
-    reply: dict[str, Any], limits: SandboxLimits, serving: bool = False
+    reply: JsonObject, limits: SandboxLimits, serving: bool = False
 ) -> Verdict | None:
     """Return a failed verdict if a program did not end as its test requires, else None."""
     if "ended" not in reply:

@@ -16,6 +16,7 @@ from typing import Any
 
 from rl.errors import UserError
 from rl.sandbox.inside import message_framing
+from rl.sandbox.inside.message_framing import JsonObject
 from rl.sandbox.zygote_launch import Zygote
 
 _GRACE_SECONDS = 1.0  # beyond the limit of a run, which its monitor enforces
@@ -39,7 +40,7 @@ class SandboxWorker:
     cores: list[int]
     zygote: Zygote | None = None
 
-    def open(self, job: dict[str, Any]) -> WorkerJob:
+    def open(self, job: JsonObject) -> WorkerJob:
         """Begin a job. Raises SandboxLost if two attempts fail."""
         for attempt in (1, 2):
             try:
@@ -50,7 +51,7 @@ class SandboxWorker:
                     raise SandboxLost(f"no sandbox could be started: {error}") from error
         raise AssertionError("the second attempt returns or raises")
 
-    def _open(self, job: dict[str, Any]) -> WorkerJob:
+    def _open(self, job: JsonObject) -> WorkerJob:
         zygote = self.zygote = self.zygote or self.start()
         monitor_socket, zygote_end = socket.socketpair()
         try:
@@ -89,7 +90,7 @@ class WorkerJob:
     socket: socket.socket
     nonce: str
 
-    def request(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def request(self, message: JsonObject, seconds: float) -> JsonObject:
         """Send a request and return the reply, which the monitor gives within `seconds`. Raises
         Lost.
         """
@@ -135,7 +136,7 @@ class WorkerPool:
             self._workers.remove(slot)
 
     @contextlib.contextmanager
-    def open_job(self, job: dict[str, Any]) -> Any:
+    def open_job(self, job: JsonObject) -> Any:
         """Run a job in the next free slot. Raises SandboxLost."""
         slot = self._take_worker()
         try:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl.sandbox.inside import message_framing, value_codec
+from rl.sandbox.inside.message_framing import JsonObject
 
 FILE = "main.py"
 _BYTE_ORDER_MARK = "\ufeff"  # ignored by Python at the beginning of a file
@@ -80,7 +81,7 @@ def run_script(source: str) -> int:
     return shut_down(code)
 
 
-def _execute(source: str, space: dict[str, Any]) -> None:
+def _execute(source: str, space: JsonObject) -> None:
     exec(compile(source, space["__file__"], "exec", dont_inherit=True), space)
 
 
@@ -123,7 +124,7 @@ class Server:
         self.requests, self.replies = requests, replies
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
-        self.space: dict[str, Any] = {}
+        self.space: JsonObject = {}
 
     def serve(self) -> int:
         """Load the program, report the outcome, and serve requests until the other end closes."""
@@ -148,7 +149,7 @@ class Server:
             return [_LOAD_FAILED, _describe(error)]
         return None
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, request: JsonObject) -> JsonObject:
         try:
             result, arguments = self._do(request)
             reply = {"id": request.get("id"), "value": value_codec.encode(result, self.refer)}
@@ -161,7 +162,7 @@ class Server:
         except BaseException as error:
             return {"id": request.get("id"), "raised": [*_family(error), _describe(error)]}
 
-    def _do(self, request: dict[str, Any]) -> tuple[Any, list[Any] | None]:
+    def _do(self, request: JsonObject) -> tuple[Any, list[Any] | None]:
         verb = request["do"]
         if verb == "find":
             return self._find(request["name"]), None
@@ -259,7 +260,7 @@ def _name(of: type) -> str:
     return _NAME(of)[:200]
 
 
-def run_cell(code: str, space: dict[str, Any]) -> str | None:
+def run_cell(code: str, space: JsonObject) -> str | None:
     """Run a turn of a session in `space`. Return the repr of its last expression. Tracebacks go to
     stderr.
     """

@@ -23,6 +23,7 @@ from rl.sandbox.inside import (
     reply_parser,
     tester,
 )
+from rl.sandbox.inside.message_framing import JsonObject
 from rl.sandbox.inside.run_watcher import CallerClosedError, LimitReached, RunWatcher
 
 _ENDING_SECONDS = 5.0
@@ -62,7 +63,7 @@ class Monitor:
             init_process.serve(init_end, up, user, group)
         init_end.close()
         self.init = init_socket
-        self.job: dict[str, Any] = {}
+        self.job: JsonObject = {}
         self.watch: RunWatcher | None = None
         self.requests = self.replies = -1  # pipes of a serving candidate
         self.request_count = 0
@@ -84,7 +85,7 @@ class Monitor:
 
     # ------------------------------------------------------------------------------------- requests
 
-    def _begin(self, job: dict[str, Any]) -> dict[str, Any]:
+    def _begin(self, job: JsonObject) -> JsonObject:
         self.nonce = job.pop("nonce")
         self.job = job
         # Counting costs time: spend it on the core of this run, not on the core of another run.
@@ -97,7 +98,7 @@ class Monitor:
             raise RuntimeError(reply.get("failed", "init did not begin"))
         return {"begun": True}
 
-    def _case(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _case(self, message: JsonObject) -> JsonObject:
         """Run a program from start to end. Return its output and the way it ended."""
         if message.get("clean"):
             message_framing.send(self.init, {"do": "clean"})
@@ -115,7 +116,7 @@ class Monitor:
             by = stopped.reason
         return self._stop(by)
 
-    def _call(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, message: JsonObject) -> JsonObject:
         """Send a request to the candidate's server, which is started on the first call."""
         until = time.monotonic() + message["wall_s"]
         try:
@@ -138,7 +139,7 @@ class Monitor:
         except (reply_parser.ForgedMessageError, UnicodeDecodeError):
             return self._stop("forged")
 
-    def _tests(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _tests(self, message: JsonObject) -> JsonObject:
         """Run test texts in a tester that queries the candidate. Return verdicts up to the first
         test that ended either process.
         """
@@ -177,7 +178,7 @@ class Monitor:
         os.close(says)
         return {**self._stop(by), "verdicts": results, "collected": collected}
 
-    def _fork_tester(self, message: dict[str, Any], says: int, verdicts: int) -> int:
+    def _fork_tester(self, message: JsonObject, says: int, verdicts: int) -> int:
         """Fork the tester. A tester of asserts cannot write files; a tester of pytest gets a
         private /tmp.
         """
@@ -204,7 +205,7 @@ class Monitor:
                 os._exit(1)
         return pid
 
-    def _end(self, _: dict[str, Any]) -> dict[str, Any]:
+    def _end(self, _: JsonObject) -> JsonObject:
         return self._stop("") if self.watch is not None else {"ended": None}
 
     def end_init(self) -> None:
@@ -218,7 +219,7 @@ class Monitor:
 
     # -------------------------------------------------------------------------------- the candidate
 
-    def _start(self, message: dict[str, Any], source: int, channel: list[int]) -> RunWatcher:
+    def _start(self, message: JsonObject, source: int, channel: list[int]) -> RunWatcher:
         """Let init start a candidate with `source` as its input. The descriptors belong to the
         candidate and are closed here.
         """
@@ -248,7 +249,7 @@ class Monitor:
         self.requests, self.replies, self.request_count = request_sink, reply_source, 0
         self._start({"mode": "serve"}, os.open("/dev/null", os.O_RDONLY), [requests, reply_sink])
 
-    def _stop(self, by: str) -> dict[str, Any]:
+    def _stop(self, by: str) -> JsonObject:
         """End the candidate if it still runs. Return its output and the way it ended."""
         watch = self.watch
         assert watch is not None

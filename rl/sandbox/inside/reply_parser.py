@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from rl.sandbox.inside.message_framing import JsonObject
 from rl.sandbox.inside.value_codec import ForgedMessageError, is_family, is_name
 from rl.sandbox.inside.value_display import show
 
@@ -36,7 +37,7 @@ class ResultReply:
     arguments: list[Any] | None
 
 
-def parse(body: bytes | str) -> dict[str, Any]:
+def parse(body: bytes | str) -> JsonObject:
     """Return the JSON object of a frame. Raises ForgedMessageError."""
     try:
         message = json.loads(body if isinstance(body, str) else body.decode("utf-8"))
@@ -47,7 +48,7 @@ def parse(body: bytes | str) -> dict[str, Any]:
     return message
 
 
-def read_loaded(message: dict[str, Any]) -> tuple[str, str] | None:
+def read_loaded(message: JsonObject) -> tuple[str, str] | None:
     """Return the reason that the program failed to load (load or exit, and a text), None if it
     loaded. Raises ForgedMessageError.
     """
@@ -63,7 +64,7 @@ def read_loaded(message: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def read_answer(
-    message: dict[str, Any], number: int, arguments: int | None
+    message: JsonObject, number: int, arguments: int | None
 ) -> ResultReply | ErrorReply:
     """Return the answer to request `number`. `arguments`: the number of values passed to a call,
     None if the request is not a call.
@@ -93,7 +94,7 @@ def read_answer(
     return ResultReply(None, changed)
 
 
-def read_callback(message: dict[str, Any]) -> tuple[str, list[Any]]:
+def read_callback(message: JsonObject) -> tuple[str, list[Any]]:
     """Return the name of a tester's function and its encoded arguments. Raises ForgedMessageError."""
     if (
         message.keys() != {"call", "arguments"}

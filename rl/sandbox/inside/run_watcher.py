@@ -13,6 +13,7 @@ from typing import Any
 
 from rl.sandbox.inside import message_framing, reply_parser
 from rl.sandbox.inside.init_process import list_descendants
+from rl.sandbox.inside.message_framing import JsonObject
 
 _TICK_SECONDS = 0.02  # minimum seconds between two counts
 _COUNT_PAUSE_FACTOR = 10  # minimum pause as a multiple of the duration of the last count
@@ -43,10 +44,10 @@ class RunWatcher:
     caller: socket.socket
     out: int
     err: int
-    limits: dict[str, Any]
+    limits: JsonObject
     root: int
     counting: bool
-    ended: dict[str, Any] | None = None
+    ended: JsonObject | None = None
     peak_mb: float = 0.0
     size: int = 0
     _unread: bytes = b""
@@ -64,7 +65,7 @@ class RunWatcher:
         while self.ended is None:
             self._wait_for_event(deadline, ())
 
-    def read_message(self, source: int, deadline: float) -> dict[str, Any]:
+    def read_message(self, source: int, deadline: float) -> JsonObject:
         """Return the next message from the pipe `source`, with the errors of `read_frame`. Raises
         Stopped("forged") if the content is not a message.
         """
@@ -95,7 +96,7 @@ class RunWatcher:
             elif self.ended is not None:
                 raise message_framing.ConnectionClosedError("the candidate ended")
 
-    def send(self, to: int, message: dict[str, Any], deadline: float) -> None:
+    def send(self, to: int, message: JsonObject, deadline: float) -> None:
         """Write a message to the pipe `to`, which the candidate may leave unread. Raises Stopped,
         frames.Ended.
         """

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rl.sandbox.inside import isolation, message_framing, reply_parser, seccomp, value_codec
+from rl.sandbox.inside.message_framing import JsonObject
 from rl.sandbox.inside.value_display import show
 
 TEST_MODULES = ("math", "cmath", "re", "collections", "itertools", "functools", "random", "datetime", "string", "copy", "heapq", "decimal",
@@ -95,10 +96,10 @@ class CandidateClient:
         except message_framing.ConnectionClosedError:
             self.end("", "the candidate ended")
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self) -> JsonObject:
         return reply_parser.parse(message_framing.receive_bytes(self.replies, self.longest))
 
-    def _call_back(self, message: dict[str, Any]) -> None:
+    def _call_back(self, message: JsonObject) -> None:
         """Answer a call of a function of the tests. The function may send requests too."""
         name, encoded = reply_parser.read_callback(message)
         if name not in self.functions:
@@ -272,8 +273,8 @@ def send_verdict(verdicts: int, ok: bool, reason: str) -> None:
 
 
 def serve(
-    message: dict[str, Any], requests: int, answers: int, verdicts: int, up: set[str], limits: dict[str, Any],
-    run: Callable[[dict[str, Any], CandidateClient, int], None],
+    message: JsonObject, requests: int, answers: int, verdicts: int, up: set[str], limits: JsonObject,
+    run: Callable[[JsonObject, CandidateClient, int], None],
 ) -> None:  # fmt: skip
     """Call `run`, which sends a verdict for each test; tests of files may write files. Never
     returns.
@@ -306,7 +307,7 @@ def serve(
         os._exit(0)
 
 
-def run_asserts(message: dict[str, Any], link: CandidateClient, verdicts: int) -> None:
+def run_asserts(message: JsonObject, link: CandidateClient, verdicts: int) -> None:
     """Run the tests from `message["from"]` on; send a verdict for each."""
     failed = link.read_loaded()
     space = TestNamespace(link, message["entries"])
