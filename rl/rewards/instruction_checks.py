@@ -6,7 +6,6 @@ set's column `kwargs` uses. A word is a run of letters, digits and underscores.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 import re
@@ -291,12 +290,6 @@ LANGUAGE_INSTRUCTIONS = frozenset(
 )
 
 
-@functools.cache
-def _list_parameters(instruction: str) -> tuple[str, ...]:
-    """Return the names of the parameters of an instruction."""
-    return tuple(inspect.signature(INSTRUCTIONS[instruction]).parameters)[1:]
-
-
 def bind_instructions(ids: Any, kwargs: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return the instructions of a row, each with its parameters.
 
@@ -329,7 +322,7 @@ def _bind_parameters(instruction: Any, values: Any) -> dict[str, Any]:
             f"the parameters of {instruction} are an object, this is {str(values)[:60]!r}"
         )
     parameters = {name: value for name, value in values.items() if value is not None}
-    expected = _list_parameters(instruction)
+    _, *expected = inspect.signature(INSTRUCTIONS[instruction]).parameters
     if set(parameters) != set(expected):
         raise ValueError(
             f"{instruction} has the parameters {', '.join(expected) or '(none)'}; this row has "
@@ -338,12 +331,8 @@ def _bind_parameters(instruction: Any, values: Any) -> dict[str, Any]:
     for name, value in parameters.items():
         if (expectation := _find_parameter_fault(name, value)) is not None:
             raise ValueError(f"{name} of {instruction} is {expectation}, this is {value!r}")
-    return {name: _as_integer(value) for name, value in parameters.items()}
-
-
-def _as_integer(value: Any) -> Any:
-    """Return a float of a table as the whole number that it is."""
-    return int(value) if isinstance(value, float) else value
+    # a table may hold a whole number as a float
+    return {n: int(value) if isinstance(value, float) else value for n, value in parameters.items()}
 
 
 _COUNTS = frozenset(

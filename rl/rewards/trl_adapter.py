@@ -120,9 +120,15 @@ class TRLReward:
         conversations = [row.pop(CONVERSATION, None) for row in rows]
         present = dict.fromkeys(key for row in rows for key in row)
         optional_columns = [key for key in present if self._takes_all or key in self._optional]
-        fields: dict[str, list[Any]] = {
-            name: [_get_column(row, name, self.name) for row in rows] for name in self.columns
-        }
+        fields: dict[str, list[Any]] = {}
+        for name in self.columns:
+            for row in rows:
+                if name not in row:
+                    raise KeyError(
+                        f"the reward {self.name} takes the column {name!r}, but the row has "
+                        f"{', '.join(map(repr, row)) or 'none'}"
+                    )
+            fields[name] = [row[name] for row in rows]
         for key in optional_columns:
             if key not in fields and key not in _LIST_PARAMETERS:
                 fields[key] = [row.get(key) for row in rows]
@@ -137,12 +143,3 @@ class TRLReward:
             ]
         rewards = self.function(completions=completions, **fields)
         return rewards.tolist() if hasattr(rewards, "tolist") else rewards
-
-
-def _get_column(meta: Mapping[str, Any], name: str, reward: str) -> Any:
-    if name not in meta:
-        raise KeyError(
-            f"the reward {reward} takes the column {name!r}, but the row has "
-            f"{', '.join(map(repr, meta)) or 'none'}"
-        )
-    return meta[name]

@@ -265,7 +265,7 @@ def find_sandbox(
         raise UserError(
             f"programs run on Linux only, this is {sys.platform}: pass the URL of a service"
         )
-    places = find_package_paths(packages)
+    places = find_package_paths(tuple(packages))
     refused = []
     for kind in ("bubblewrap", "sandlock") if mode == "auto" else (mode,):
         try:
