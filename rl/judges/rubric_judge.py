@@ -141,10 +141,12 @@ class RubricJudge:
     def __init__(self, client: SamplingClient, renderer: Any, rubric: Rubric, seed: int = 0):
         self.client, self.renderer, self.rubric, self.seed = client, renderer, rubric, seed
 
-    @property
-    def missing_score_reason(self) -> str:
-        """Return what the error of an answer says if its text has no score."""
-        return f"the judge wrote no score from 0 to {self.rubric.scale:g}"
+    def _read_score(self, text: str) -> float | str:
+        """Return the score in a judge's text, or what the error of an answer without one says."""
+        score = parse_score(text, self.rubric.scale)
+        if score is None:
+            return f"the judge wrote no score from 0 to {self.rubric.scale:g}"
+        return score
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
         """Return the score of each episode, [P][G]."""
@@ -235,8 +237,7 @@ class RubricJudge:
             responses, _ = self.client.sample_many(batch).result()
             for response in responses:
                 message, _ = self.renderer.parse_response(response.sequences[0].tokens)
-                score = parse_score(str(message["content"]), self.rubric.scale)
-                values.append(self.missing_score_reason if score is None else score)
+                values.append(self._read_score(str(message["content"])))
         return values
 
     def _check_length(self, length: int) -> None:
@@ -299,15 +300,12 @@ class APIRubricJudge(RubricJudge):
         replies = self.api_client.complete_many(
             prompts, self._seeds(prompts), max_tokens=self.rubric.max_tokens, temperature=1.0
         )
-        readings: list[float | str] = []
-        for reply in replies:
-            if isinstance(reply, APIRequestError):
-                readings.append(str(reply))
-                continue
-            message = reply.get("message") or {}
-            score = parse_score(str(message.get("content") or ""), self.rubric.scale)
-            readings.append(self.missing_score_reason if score is None else score)
-        return readings
+        return [
+            str(reply)
+            if isinstance(reply, APIRequestError)
+            else self._read_score(str((reply.get("message") or {}).get("content") or ""))
+            for reply in replies
+        ]
 
     def _seeds(self, prompts: Sequence[list[Message]]) -> list[int]:
         return [derive_seed(self.seed, "rubric", json.dumps(prompt)) % 2**31 for prompt in prompts]

@@ -123,6 +123,7 @@ def registered_rewards() -> list[str]:
     return sorted(_REGISTRY)
 
 
+@dataclass(eq=False, repr=False)
 class Reward:
     """Hold a resolved reward with its settings bound.
 
@@ -133,36 +134,26 @@ class Reward:
     episodes. A `Reward` can be pickled if its function can be imported by name.
     """
 
-    batched: bool
-    episode: bool
-    coroutine_timeout: float | None = (
-        None  # time limit of each coroutine in seconds, set by the scorer
-    )
+    name: str
+    function: RewardFunction
+    needs: tuple[str, ...] = ()
+    inline_safe: bool = False
+    builtin: bool = False
+    reports: tuple[str, ...] = ()
+    # time limit of each coroutine in seconds, set by the scorer
+    coroutine_timeout: float | None = None
 
-    def __init__(
-        self,
-        name: str,
-        function: RewardFunction,
-        *,
-        needs: tuple[str, ...] = (),
-        inline_safe: bool = False,
-        builtin: bool = False,
-        reports: tuple[str, ...] = (),
-    ):
-        self.name = name
-        self.function = function
-        self.needs = needs
-        self.reports = reports
-        self.kind = get_reward_kind(function)
+    def __post_init__(self) -> None:
+        self.kind = get_reward_kind(self.function)
         parts: Sequence[Reward] = (
-            function.part_rewards() if isinstance(function, CombinedReward) else ()
+            self.function.part_rewards() if isinstance(self.function, CombinedReward) else ()
         )
-        self.batched: bool = (
-            self.kind.batched or self.kind.is_coroutine or any(part.batched for part in parts)
-        )
+        awaits = self.kind.batched or self.kind.is_coroutine
+        self.batched: bool = awaits or any(part.batched for part in parts)
         self.episode: bool = self.kind.episode or any(part.episode for part in parts)
-        self.inline_safe = inline_safe and not self.batched
-        self.builtin: bool = all(part.builtin for part in parts) if parts else builtin
+        self.inline_safe = self.inline_safe and not self.batched
+        if parts:
+            self.builtin = all(part.builtin for part in parts)
 
     def evaluate(
         self,

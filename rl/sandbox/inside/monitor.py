@@ -120,19 +120,18 @@ class Monitor:
         """Send a request to the candidate's server, which is started on the first call."""
         until = time.monotonic() + message["wall_s"]
         try:
-            self._serve_candidate()
-            assert self.watch is not None
+            watch = self._serve_candidate()
             if self.request_count == 0:
-                failed = reply_parser.read_loaded(self.watch.read_message(self.replies, until))
+                failed = reply_parser.read_loaded(watch.read_message(self.replies, until))
                 if failed is not None:
                     return {**self._stop("load"), "text": failed[1]}
             self.request_count += 1
-            self.watch.send(self.requests, {**message["request"], "id": self.request_count}, until)
+            watch.send(self.requests, {**message["request"], "id": self.request_count}, until)
             # Forwarded unparsed: the caller parses the message by the grammar of `replies`, only
             # there, and requests the end of a candidate that forges messages.
-            body = self.watch.read_frame(self.replies, until).decode("utf-8")
-            self.watch.drain()
-            out, err = self.watch.take_output()
+            body = watch.read_frame(self.replies, until).decode("utf-8")
+            watch.drain()
+            out, err = watch.take_output()
             return {"reply": body, "number": self.request_count, "stdout": out, "stderr": err}
         except (LimitReached, message_framing.ConnectionClosedError) as stopped:
             return self._stop(getattr(stopped, "reason", ""))
@@ -145,8 +144,7 @@ class Monitor:
         """
         start = time.monotonic()
         self._end({})
-        self._serve_candidate()
-        assert self.watch is not None
+        watch = self._serve_candidate()
         says, verdicts = os.pipe()
         pid = self._fork_tester(message, says, verdicts)
         os.close(verdicts)
@@ -157,7 +155,7 @@ class Monitor:
         by, until, collected = "", start + message["wall_s"], 0
         try:
             while True:
-                verdict = self.watch.read_message(says, min(until, start + message["total_s"]))
+                verdict = watch.read_message(says, min(until, start + message["total_s"]))
                 if "done" in verdict:
                     break
                 if "by" in verdict:  # the candidate broke the protocol, and the tester exited
@@ -242,12 +240,14 @@ class Monitor:
             raise RuntimeError(reply.get("failed", "init started nothing"))
         return self.watch
 
-    def _serve_candidate(self) -> None:
+    def _serve_candidate(self) -> RunWatcher:
         if self.watch is not None:
-            return
+            return self.watch
         (requests, request_sink), (reply_source, reply_sink) = os.pipe(), os.pipe()
         self.requests, self.replies, self.request_count = request_sink, reply_source, 0
-        self._start({"mode": "serve"}, os.open("/dev/null", os.O_RDONLY), [requests, reply_sink])
+        return self._start(
+            {"mode": "serve"}, os.open("/dev/null", os.O_RDONLY), [requests, reply_sink]
+        )
 
     def _stop(self, by: str) -> JsonObject:
         """End the candidate if it still runs. Return its output and the way it ended."""
