@@ -19,7 +19,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -136,12 +136,13 @@ class Reward:
 
     name: str
     function: RewardFunction
+    _: KW_ONLY
     needs: tuple[str, ...] = ()
     inline_safe: bool = False
     builtin: bool = False
     reports: tuple[str, ...] = ()
     # time limit of each coroutine in seconds, set by the scorer
-    coroutine_timeout: float | None = None
+    coroutine_timeout: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.kind = get_reward_kind(self.function)

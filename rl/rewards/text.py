@@ -11,8 +11,6 @@ from rl.errors import UserError
 from rl.rewards.reward_calls import CombinedReward, Meta, RewardItem, RewardPartError, RewardResult
 from rl.rewards.reward_registry import Reward, register_reward, resolve_reward
 
-LengthUnit = Literal["words", "characters"]
-
 
 def expected_answer(meta: Meta) -> str:
     """Return meta["answer"], or meta["expected_answer"], as text.
@@ -35,7 +33,7 @@ def check_unit(reward: str, unit: str) -> None:
         raise UserError(f"{reward}: unit is 'words' or 'characters', got {unit!r}")
 
 
-def measure_length(response: str, unit: LengthUnit) -> int:
+def measure_length(response: str, unit: str) -> int:
     return len(response.split()) if unit == "words" else len(response)
 
 
@@ -82,7 +80,7 @@ class LengthPenalty:
         *,
         target_length: int,
         penalty_scale: float = 0.01,
-        unit: LengthUnit = "words",
+        unit: Literal["words", "characters"] = "words",
     ):
         if target_length < 0:
             raise UserError(f"length_penalty: target_length is at least 0, got {target_length}")

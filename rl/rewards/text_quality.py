@@ -7,14 +7,14 @@ from __future__ import annotations
 import functools
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rl.errors import UserError
 from rl.rewards.reward_calls import CombinedReward, Meta, RewardItem, RewardResult
 from rl.rewards.reward_registry import Reward, register_reward, resolve_reward
-from rl.rewards.text import LengthUnit, check_unit, measure_length
+from rl.rewards.text import check_unit, measure_length
 
 # Maximum number of letters or tokens examined: a reward in the trainer's process must end within
 # milliseconds.
@@ -30,7 +30,9 @@ class RepetitionReward:
     share.
     """
 
-    def __init__(self, *, n: int = 3, scale: float = 1.0, unit: LengthUnit = "words"):
+    def __init__(
+        self, *, n: int = 3, scale: float = 1.0, unit: Literal["words", "characters"] = "words"
+    ):
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 100:
             raise UserError(f"repetition: n is a whole number from 1 to 100, got {n!r}")
         if not scale >= 0:
@@ -64,9 +66,9 @@ class CosineLengthReward(CombinedReward):
 
     max_length: int
     reward: str = "exact_match"
-    settings: Meta = None
+    settings: Mapping[str, Any] | None = None
     threshold: float = 1.0
-    unit: LengthUnit = "words"
+    unit: Literal["words", "characters"] = "words"
     right: float = 2.0
     right_long: float = 1.0
     wrong: float = -10.0
