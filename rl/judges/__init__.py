@@ -2,7 +2,6 @@
 rubric.
 """
 
-from rl.judges.api_scoring_client import APIScoringClient
 from rl.judges.comparison_judge import (
     AnswerComparison,
     ComparisonModel,
@@ -19,7 +18,7 @@ from rl.judges.learned_rewards import (
     WeightedRewardModels,
     apply_learned_rewards,
 )
-from rl.judges.openai_client import OpenAIClient
+from rl.judges.openai_client import APIScoringClient, OpenAIClient
 from rl.judges.reward_scores import compute_reward_scores
 from rl.judges.rubric_judge import APIRubricJudge, Rubric, RubricJudge, RubricQuestion
 from rl.judges.token_scorers import (

@@ -160,7 +160,8 @@ class Server:
         except SystemExit:
             return {"id": request.get("id"), "raised": ["SystemExit", [], _EXITED]}
         except BaseException as error:
-            return {"id": request.get("id"), "raised": [*_family(error), _describe(error)]}
+            name, *family = map(_name, _MRO(type(error)))
+            return {"id": request.get("id"), "raised": [name, family, _describe(error)]}
 
     def _do(self, request: JsonObject) -> tuple[Any, list[Any] | None]:
         verb = request["do"]
@@ -239,11 +240,6 @@ def _describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"[:300]
     except BaseException:
         return type(error).__name__[:100]
-
-
-def _family(error: BaseException) -> list[Any]:
-    names = [_name(of) for of in _MRO(type(error))]
-    return [names[0], names[1:]]
 
 
 def _family_of(of: type) -> list[str]:
