@@ -1,4 +1,4 @@
-"""Call a model behind an OpenAI-compatible API (such as a vLLM server) to chat or to score tokens."""
+"""Call a model behind an OpenAI-compatible API, such as a vLLM server."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from rl.client import SamplingClient
 
 RubricReading = Literal["yes_no", "score"]
+_TOP_LOGPROBS = 20  # OpenAI's limit, and vLLM's default limit
 YES_NO_LABELS = ("yes", "no")
 _SCORE_PATTERN = re.compile(r"score\s*(?:is|:|=)?\s*\**\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 
@@ -249,9 +250,6 @@ class RubricJudge:
             text="a conversation with its answer and a question",
             remedy="lower max_tokens or rubric_max_tokens, or use a judge",
         )
-
-
-_TOP_LOGPROBS = 20  # OpenAI's limit, and vLLM's default limit
 
 
 class APIRubricJudge(RubricJudge):

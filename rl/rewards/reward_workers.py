@@ -46,7 +46,24 @@ _SECONDS_PREFIX = "time/"  # prefix of the metrics that hold a reward's run time
 _MAX_NAME_CHARACTERS = 200  # characters of a metric's name
 READY_ITEM = 0  # item number of the message "the worker is ready"; items count from 1
 
+# To import the reward's module, which may take long; an item's time limit starts after it.
+_START_SECONDS = 120.0
+_SEND_SECONDS = 30.0  # for an idle worker to receive its items
+
+# Variables that a reward may need to find its libraries and files. Keys and tokens are not among
+# them; pass further variables by name.
+ENVIRONMENT = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "LC_*", "TMPDIR",
+    "TEMP", "TMP", "XDG_CACHE_HOME", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH", "LD_PRELOAD", "OMP_*", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS",
+    "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE",
+    "TOKENIZERS_PARALLELISM", "SSL_CERT_FILE", "SSL_CERT_DIR",
+)  # fmt: skip
+
 _FIELDS = {"item", "pid", "nonce", "reward", "metrics", "failure", "error"}
+
+
+# ------------------------------------------------------------------------- the messages
 
 
 def encode_reply(number: int, nonce: str, reply: Score) -> bytes:
@@ -135,21 +152,6 @@ def _decode_number(value: object, label: str) -> float:
         raise InvalidReply(
             f"its {sanitize_text(label, 60)} is beyond the range of a float"
         ) from None
-
-
-# To import the reward's module, which may take long; an item's time limit starts after it.
-_START_SECONDS = 120.0
-_SEND_SECONDS = 30.0  # for an idle worker to receive its items
-
-# Variables that a reward may need to find its libraries and files. Keys and tokens are not among
-# them; pass further variables by name.
-ENVIRONMENT = (
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "LC_*", "TMPDIR",
-    "TEMP", "TMP", "XDG_CACHE_HOME", "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH",
-    "DYLD_LIBRARY_PATH", "LD_PRELOAD", "OMP_*", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS",
-    "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE",
-    "TOKENIZERS_PARALLELISM", "SSL_CERT_FILE", "SSL_CERT_DIR",
-)  # fmt: skip
 
 
 class WorkerStartError(Exception):
