@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import builtins
 import collections
-import functools
 import importlib
 import os
 import symtable
@@ -48,9 +47,8 @@ class RemoteModule(types.ModuleType):
                 continue  # pytest reports the error
             used |= {item for item in free if not hasattr(builtins, item) and item[0] != "_"}
         modules = {item for item in used if item in TEST_MODULES and not plain_uses[item]}
-        find = functools.cache(functools.partial(_find, link))
         self.__dict__.update(
-            _find=find, _used=used, _bound=bound, _modules=modules, __path__=list[str]()
+            _link=link, _used=used, _bound=bound, _modules=modules, __path__=list[str]()
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -58,7 +56,10 @@ class RemoteModule(types.ModuleType):
             return self._list_star_names(sys._getframe(1))
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        return self.__dict__["_find"](name)
+        try:
+            return self.__dict__["_link"].request("find", name=name)
+        except NameError as error:
+            raise AttributeError(str(error)) from None
 
     def _list_star_names(self, frame: types.FrameType) -> list[str]:
         """Return the names that `import *` binds in the file that runs in `frame`. Bind modules in
@@ -71,13 +72,6 @@ class RemoteModule(types.ModuleType):
         for name in names & self._modules:
             frame.f_globals[name] = importlib.import_module(name)
         return [name for name in names - self._modules if hasattr(self, name)]
-
-
-def _find(link: CandidateClient, name: str) -> Any:
-    try:
-        return link.request("find", name=name)
-    except NameError as error:
-        raise AttributeError(str(error)) from None
 
 
 def _list_global_names(text: str) -> tuple[set[str], set[str]]:
