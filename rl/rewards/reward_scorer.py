@@ -53,7 +53,7 @@ class RewardsLost(UserError):
 
 
 class PendingScore(Future[Score]):
-    """Future of a response's score.
+    """Represent a score that is being computed.
 
     `on_request`: called when the score is first requested; responses that are scored in a batch are
     queued until then. `immediate`: whether the score was available at once, which is constant for a
