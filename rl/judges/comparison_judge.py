@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl.judges.reward_scores import compute_answer_logprobs
 from rl.renderers import normalize_messages, split_thoughts
 from rl.types import Message, ModelInput
 
@@ -119,13 +120,14 @@ def make_verdict_examples(
     ]
 
 
+@dataclass(eq=False)
 class ComparisonModel:
     """Judge comparisons. `client` scores the labels and samples nothing; `renderer` is the judge's
     renderer.
     """
 
-    def __init__(self, client: SamplingClient, renderer: Any):
-        self.client, self.renderer = client, renderer
+    client: SamplingClient
+    renderer: Any
 
     def compare(self, comparisons: Sequence[AnswerComparison]) -> list[ComparisonVerdict]:
         """Return a verdict for each comparison. Six sequences are scored per comparison (two
@@ -136,19 +138,8 @@ class ComparisonModel:
             for comparison in comparisons
             for example in make_verdict_examples(comparison, self.renderer)
         ]
-        logprobs = self.client.compute_logprobs_many(
-            [ModelInput.from_ints(tokens.to_ints()) for tokens, _ in examples]
-        ).result()
-        # log P of the label and its end token. The first token's logprob is None; it is never part
-        # of a label.
-        logp = [
-            sum(lp for lp, w in zip(lps[1:], weights[1:], strict=True) if w and lp is not None)
-            for lps, (_, weights) in zip(logprobs, examples, strict=True)
-        ]
-        return [
-            _make_verdict(*np.asarray(logp[i : i + 6]).reshape(2, 3))
-            for i in range(0, len(logp), 6)
-        ]
+        logp = np.asarray(compute_answer_logprobs(self.client, examples)).reshape(-1, 2, 3)
+        return [_make_verdict(*orders) for orders in logp]
 
 
 def _make_verdict(logprobs: np.ndarray, swapped_logprobs: np.ndarray) -> ComparisonVerdict:

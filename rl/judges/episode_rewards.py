@@ -4,12 +4,12 @@ have ended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rl.rewards import Episode, EpisodeTurn, Scorer
-from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup
+from rl.rewards import Episode, EpisodeTurn, PendingScore, Scorer
+from rl.rollout import RolloutBatch, Trajectory
 from rl.types import Message
 
 
@@ -21,13 +21,8 @@ def make_episode(trajectory: Trajectory, tag: str = "problem") -> Episode:
     turns = []
     for number, transition in enumerate(trajectory.transitions):
         logs = transition.logs
-        new_messages = logs.get(
-            "told",
-            logs.get(
-                "messages",
-                [{"role": "user", "content": logs["prompt"]}] if logs.get("prompt") else (),
-            ),
-        )
+        prompt = [{"role": "user", "content": logs["prompt"]}] if logs.get("prompt") else ()
+        new_messages = logs.get("told", logs.get("messages", prompt))
         if number and "told" not in logs and "messages" in logs:
             messages = []  # this turn's log holds the whole conversation so far
         messages += [dict(message) for message in new_messages]
@@ -56,46 +51,34 @@ def add_episode_rewards(
     """
     if scorer is None:
         return rollouts
-    pending = [
-        [_submit_episode(scorer, member, group, metas or {}) for member in group.trajectories_G]
-        for group in rollouts.groups
-    ]
+    pending: list[list[PendingScore]] = []
+    for group in rollouts.groups:
+        meta = (metas or {}).get(group.problem_index)
+        episodes = [make_episode(trajectory, group.tag) for trajectory in group.trajectories_G]
+        pending.append(
+            [scorer.submit(_find_prompt(e), e.turns[-1].response, meta, e) for e in episodes]
+        )
     groups, errors = [], list(rollouts.errors)
     for group, futures in zip(rollouts.groups, pending, strict=True):
-        scores = [member.result() for member in futures]
+        scores = [future.result() for future in futures]
         errors += [score.error for score in scores if score.error is not None]
-        kept = [i for i, score in enumerate(scores) if score.reward is not None]
-        if kept:
-            groups.append(_add_episode_scores(group, kept, scores))
+        rewards = {i: score.reward for i, score in enumerate(scores) if score.reward is not None}
+        if rewards:
+            groups.append(
+                replace(
+                    group,
+                    trajectories_G=[group.trajectories_G[i] for i in rewards],
+                    final_rewards_G=[group.final_rewards_G[i] + rewards[i] for i in rewards],
+                    metrics_G=[
+                        {**group.metrics_G[i], **scores[i].metrics, "reward/episode": rewards[i]}
+                        for i in rewards
+                    ],
+                )
+            )
     return replace(rollouts, groups=groups, errors=errors)
 
 
-def _submit_episode(
-    scorer: Scorer,
-    trajectory: Trajectory,
-    group: TrajectoryGroup,
-    metas: Mapping[int, Mapping[str, Any]],
-) -> Any:
-    """Submit an episode to the scorer. Returns a future."""
-    episode = make_episode(trajectory, group.tag)
-    prompt = next(
-        (str(m["content"]) for m in reversed(episode.messages) if m["role"] == "user"), ""
-    )
-    return scorer.submit(
-        prompt, episode.turns[-1].response, metas.get(group.problem_index), episode
-    )
-
-
-def _add_episode_scores(
-    group: TrajectoryGroup, kept: Sequence[int], scores: Sequence[Any]
-) -> TrajectoryGroup:
-    """Return a group's kept episodes with their scores added."""
-    return replace(
-        group,
-        trajectories_G=[group.trajectories_G[i] for i in kept],
-        final_rewards_G=[group.final_rewards_G[i] + scores[i].reward for i in kept],
-        metrics_G=[
-            {**group.metrics_G[i], **scores[i].metrics, "reward/episode": scores[i].reward}
-            for i in kept
-        ],
-    )
+def _find_prompt(episode: Episode) -> str:
+    """Return the last message of the user."""
+    texts = (str(m["content"]) for m in reversed(episode.messages) if m["role"] == "user")
+    return next(texts, "")

@@ -3,29 +3,35 @@ language model's comparisons within groups.
 
 Both score samples after sampling, a batch at a time, and their scores become part of the group's
 rewards. Later steps (advantages, shaping, metrics, KL in the reward) do not depend on the source of
-a reward.
+a reward. A reward model is one of this project's (a value head), or a published one
+(`...ForSequenceClassification`, a single output).
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Protocol
 
-from rl.errors import UserError
 from rl.judges.comparison_judge import AnswerComparison, ComparisonModel, make_comparison
 from rl.judges.episode_rewards import make_episode
-from rl.judges.reward_scores import JUDGE_BATCH_SIZE, compute_reward_scores
-from rl.renderers import Renderer
+from rl.judges.reward_scores import (
+    check_finite,
+    check_length,
+    compute_reward_scores,
+    iter_batches,
+    split_by_group,
+)
+from rl.renderers import ConversationRenderer, Renderer
 from rl.rewards import Score
 from rl.rollout import RolloutBatch, TrajectoryGroup
 from rl.types import Message, ModelInput
 
 if TYPE_CHECKING:
-    from rl.client import TrainingClient
+    from rl.client import ClassifierClient, TrainingClient
 
 
 class GroupScorer(Protocol):
@@ -65,12 +71,8 @@ class RewardModel:
         shares_vocabulary: bool = True,
         policy_renderer: Renderer | None = None,
     ):
-        self.client, self.name, self.renderer, self.shares_vocabulary = (
-            client,
-            name,
-            renderer,
-            shares_vocabulary,
-        )
+        self.client, self.name, self.renderer = client, name, renderer
+        self.shares_vocabulary = shares_vocabulary
         self.shares_format = (
             shares_vocabulary
             and policy_renderer is not None
@@ -81,22 +83,17 @@ class RewardModel:
         """Return the score of each episode, [P][G]. Raises UserError if an episode is too long or a
         score is not finite.
         """
-        whole = [item for group in groups for item in self._build_inputs(group)]
-        limit = self.client.info["max_context"]
-        longest = max((item.length for item in whole), default=0)
-        if limit is not None and longest > limit:
-            raise UserError(
-                f"the reward model {self.name} reads at most {limit} tokens, an episode has "
-                f"{longest}: lower max_tokens, or use a reward model with a longer context"
-            )
-        values = compute_reward_scores(self.client, whole)
-        if not all(math.isfinite(score) for score in values):
-            raise UserError(
-                f"the reward model {self.name} returned "
-                f"{sum(not math.isfinite(s) for s in values)} scores that are not finite"
-            )
-        scores = iter(values)
-        return [[next(scores) for _ in group.trajectories_G] for group in groups]
+        inputs = [item for group in groups for item in self._build_inputs(group)]
+        check_length(
+            self.client,
+            max((item.length for item in inputs), default=0),
+            judge=f"the reward model {self.name}",
+            text="an episode",
+            remedy="lower max_tokens, or use a reward model",
+        )
+        scores = compute_reward_scores(self.client, inputs)
+        check_finite(self.name, scores)
+        return split_by_group(groups, scores)
 
     def _build_inputs(self, group: TrajectoryGroup) -> list[ModelInput]:
         """Return the input of each episode: the policy's tokens, if the policy's prompt equals this
@@ -106,9 +103,8 @@ class RewardModel:
         text in this model's rendering.
         """
         inputs: list[ModelInput] = []
-        prompts: dict[
-            int, ModelInput
-        ] = {}  # by id of the conversation, which a group's episodes share
+        # by id of the conversation, which a group's episodes share
+        prompts: dict[int, ModelInput] = {}
         conversations: list[Sequence[Message]] = []  # kept alive, so that ids stay unique
         for trajectory in group.trajectories_G:
             last = trajectory.transitions[-1]
@@ -124,31 +120,17 @@ class RewardModel:
                 if id(messages) not in prompts:
                     prompts[id(messages)] = self.renderer.build_generation_prompt(messages)
                 rendered = prompts[id(messages)]
-                if not self.shares_vocabulary or (prompt.flat(), prompt.placed()) != (
-                    rendered.flat(),
-                    rendered.placed(),
-                ):
-                    prompt, answer = (
-                        rendered,
-                        self._encode_answer(
-                            messages, str(last.logs["response"]), last.ac.stop_reason == "stop"
-                        ),
-                    )
-            inputs.append(
-                ModelInput.of(
-                    self.renderer.reward_model_input(prompt.flat(), answer).flat(), prompt.placed()
-                )
-            )
+                is_same = prompt.flat() == rendered.flat() and prompt.placed() == rendered.placed()
+                if not (self.shares_vocabulary and is_same):
+                    prompt = rendered
+                    message = {"role": "assistant", "content": str(last.logs["response"])}
+                    example, weights = self.renderer.build_supervised_example([*messages, message])
+                    answer = [t for t, w in zip(example.flat(), weights, strict=True) if w]
+                    if last.ac.stop_reason != "stop":  # cut off
+                        answer = self.renderer.without_end_mark(answer)
+            tokens = self.renderer.reward_model_input(prompt.flat(), answer).flat()
+            inputs.append(ModelInput.of(tokens, prompt.placed()))
         return inputs
-
-    def _encode_answer(self, messages: Sequence[Message], response: str, ended: bool) -> list[int]:
-        """Return the text of an answer in this model's tokens, without the end token if the answer
-        was cut off.
-        """
-        message = {"role": "assistant", "content": response}
-        example, weights = self.renderer.build_supervised_example([*messages, message])
-        answer = [token for token, weight in zip(example.flat(), weights, strict=True) if weight]
-        return answer if ended else self.renderer.without_end_mark(answer)
 
 
 def _formats_match(first: Renderer, second: Renderer) -> bool:
@@ -192,20 +174,18 @@ class PairwiseJudge:
         wins = [
             [(len(group.trajectories_G) - 1) / 2] * len(group.trajectories_G) for group in groups
         ]
-        for start in range(0, len(comparisons), JUDGE_BATCH_SIZE):
-            part = slice(start, start + JUDGE_BATCH_SIZE)
-            for (g, i, j), verdict in zip(
-                pairs[part], self.judge.compare(comparisons[part]), strict=True
-            ):
-                ahead = (verdict.first - verdict.second) / 2
-                wins[g][i] += ahead
-                wins[g][j] -= ahead
+        verdicts = [v for batch in iter_batches(comparisons) for v in self.judge.compare(batch)]
+        for (g, i, j), verdict in zip(pairs, verdicts, strict=True):
+            ahead = (verdict.first - verdict.second) / 2
+            wins[g][i] += ahead
+            wins[g][j] -= ahead
         return [
             [win / (len(of_group) - 1) if len(of_group) > 1 else 0.5 for win in of_group]
             for of_group in wins
         ]
 
 
+@dataclass(eq=False)
 class LearnedRewards:
     """Add a scorer's scores to groups.
 
@@ -213,9 +193,9 @@ class LearnedRewards:
     Metrics of each episode: `reward/learned` and `reward/given`.
     """
 
-    def __init__(self, scorer: GroupScorer, other_weight: float):
-        self.scorer, self.other_weight = scorer, other_weight
-        self.seconds = 0.0
+    scorer: GroupScorer
+    other_weight: float
+    seconds: float = 0.0
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds spent on judging since the last call."""
@@ -227,17 +207,14 @@ class LearnedRewards:
         """Return whether the scorer scores a single answer without others."""
         return self.scorer.scores_single_answers
 
-    def __call__(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Return the groups with rewards: each episode's score at its end, plus each step's
-        environment reward times `other_weight`.
-        """
-        return self.judge_groups(groups)[0]
-
     def judge_groups(
         self, groups: Sequence[TrajectoryGroup]
     ) -> tuple[list[TrajectoryGroup], list[str]]:
         """Return (the groups with rewards, without the episodes on which the judge failed; an error
         message for each of these).
+
+        Rewards: each episode's score at its end, plus each step's environment reward times
+        `other_weight`.
         """
         begin, rewarded, errors = time.perf_counter(), [], []
         scores_P_G = self.scorer.scores(groups)
@@ -263,21 +240,15 @@ class LearnedRewards:
         environment_G = group.get_total_rewards()
         trajectories, finals, metrics = [], [], []
         for i in members:
-            trajectory, score = group.trajectories_G[i], scores_G[i]
-            assert score.reward is not None  # `members` have a reward
+            trajectory, reward = group.trajectories_G[i], scores_G[i].reward
+            assert reward is not None  # `members` have a reward
             turns = [
                 replace(t, reward=t.reward * self.other_weight) for t in trajectory.transitions
             ]
             trajectories.append(replace(trajectory, transitions=turns))
-            finals.append(group.final_rewards_G[i] * self.other_weight + score.reward)
-            metrics.append(
-                {
-                    **group.metrics_G[i],
-                    **score.metrics,
-                    "reward/learned": score.reward,
-                    "reward/given": environment_G[i],
-                }
-            )
+            finals.append(group.final_rewards_G[i] * self.other_weight + reward)
+            judged = {"reward/learned": reward, "reward/given": environment_G[i]}
+            metrics.append({**group.metrics_G[i], **scores_G[i].metrics, **judged})
         return replace(
             group, trajectories_G=trajectories, final_rewards_G=finals, metrics_G=metrics
         )
@@ -299,3 +270,78 @@ def apply_learned_rewards(
     return replace(
         rollouts, groups=groups, errors=[*rollouts.errors, *errors], score_seconds=seconds
     )
+
+
+class PublishedRewardModel:
+    """Score episodes with a classifier with a single output: the logit of the conversation that
+    ends in the last answer.
+
+    The conversation is rendered from its messages with the model's tokenizer and chat template. An
+    answer that was cut off is rendered like any other, since a template has no form for such
+    answers; use `cut_off_penalty` to penalize them.
+    """
+
+    scores_single_answers = True
+
+    def __init__(self, client: ClassifierClient, name: str):
+        self.client, self.name = client, name
+        self.renderer = ConversationRenderer(client.get_tokenizer(), name)
+
+    def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
+        """Return the score of each episode, [P][G]. Raises UserError if an input is too long or a
+        score is not finite.
+        """
+        episodes = [
+            make_episode(trajectory) for group in groups for trajectory in group.trajectories_G
+        ]
+        inputs = [tuple(self.renderer.build_conversation(episode.messages)) for episode in episodes]
+        check_length(
+            self.client,
+            max(map(len, inputs), default=0),
+            judge=f"the reward model {self.name}",
+            text="a conversation with its answer",
+            remedy="lower max_tokens, or use a reward model",
+        )
+        # equal answers to the same conversation are scored once
+        distinct = list(dict.fromkeys(inputs))
+        scores = [
+            score
+            for batch in iter_batches(distinct)
+            for score in self.client.compute_scores(batch).result()
+        ]
+        check_finite(self.name, scores)
+        score_of = dict(zip(distinct, scores, strict=True))
+        return split_by_group(groups, (score_of[tokens] for tokens in inputs))
+
+
+class WeightedRewardModels:
+    """Score with several reward models: an episode's score is the weighted sum of their scores, and
+    each score is a metric, `reward/learned/<name>`.
+
+    `models` are (name, scorer, weight). The metric's name is the last part of a name that looks
+    like a path.
+    """
+
+    scores_single_answers = True
+
+    def __init__(self, models: Sequence[tuple[str, GroupScorer, float]]):
+        self.models = models
+        short = [name.rstrip("/").rsplit("/", 1)[-1] for name, _, _ in models]
+        self.names = [
+            word if short.count(word) == 1 else f"{word}-{i}"
+            for i, word in enumerate(short, start=1)
+        ]
+
+    def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
+        """Return the weighted score of each episode, [P][G]."""
+        tables = [scorer.scores(groups) for _, scorer, _ in self.models]
+        scores = zip(*(itertools.chain.from_iterable(table) for table in tables), strict=True)
+        return split_by_group(groups, map(self._sum_scores, scores))
+
+    def _sum_scores(self, scores: Sequence[float | Score]) -> Score:
+        """Return the weighted sum of an episode's scores."""
+        values = [float(score) for score in scores if not isinstance(score, Score)]
+        assert len(values) == len(scores)  # reward models return numbers
+        total = sum(model[2] * value for model, value in zip(self.models, values, strict=True))
+        names = (f"reward/learned/{name}" for name in self.names)
+        return Score(total, dict(zip(names, values, strict=True)))

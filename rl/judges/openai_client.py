@@ -1,4 +1,4 @@
-"""Call a model behind an OpenAI-compatible chat API, such as a vLLM server."""
+"""Call a model behind an OpenAI-compatible API, such as a vLLM server."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 from rl.errors import UserError
-from rl.types import Message
+from rl.types import Message, ModelInput
+
+if TYPE_CHECKING:
+    from rl.client import TrainingClient
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 _CONCURRENT_REQUESTS = 64
@@ -173,7 +176,10 @@ class OpenAIClient:
                 break
             except urllib.error.HTTPError as error:
                 problem = _read_http_error(error)
-                wait = wait and max(wait, _read_retry_after(error))
+                # the server may ask to wait longer
+                delay = error.headers.get("Retry-After", "")
+                if wait and delay.isdigit():
+                    wait = max(wait, min(float(delay), _MAX_RETRY_AFTER))
             except (OSError, http.client.HTTPException) as error:
                 problem = APIRequestError(_describe(error))
             if wait is None or not problem.may_pass:
@@ -194,12 +200,6 @@ def _read_http_error(error: urllib.error.HTTPError) -> APIRequestError:
     return APIRequestError(f"HTTP {error.code}: {text}", error.code)
 
 
-def _read_retry_after(error: urllib.error.HTTPError) -> float:
-    """Return the seconds that the server asks to wait, at most 60; 0 if it names none."""
-    seconds = error.headers.get("Retry-After", "")
-    return min(float(seconds), _MAX_RETRY_AFTER) if seconds.isdigit() else 0.0
-
-
 def _describe(error: Exception) -> str:
     return str(getattr(error, "reason", None) or error) or type(error).__name__
 
@@ -218,3 +218,60 @@ def _read_token_logprobs(
     if len(texts) != length or len(logprobs) != length - 1:
         return APIRequestError(f"the reply has logprobs of {len(texts)} tokens")
     return texts, [0.0, *logprobs]
+
+
+_SAMPLE_SIZE = 100  # tokens of the vocabulary that are compared
+
+
+class APIScoringClient:
+    """Compute logprobs of given tokens, as a sampling client does (`compute_logprobs_many`).
+
+    The server echoes prompts of token ids with their logprobs (`/completions`), which are those of
+    temperature 1.
+    """
+
+    def __init__(self, client: OpenAIClient):
+        self.client = client
+
+    def check_vocabulary(self, student: TrainingClient, name: str) -> None:
+        """Raise UserError unless the server reads up to 100 token ids, spread over the student's
+        vocabulary, as the same texts.
+        """
+        tokenizer = student.info["tokenizer"]
+        if tokenizer is None:
+            raise UserError(
+                f"the {name} is behind an API, which is asked about sample tokens, and the policy "
+                "has no tokenizer: set --tokenizer"
+            )
+        size = len(tokenizer)
+        ids = [i for i in range(size) if i not in tokenizer.all_special_ids]
+        # ASCII, since servers show a token that is a part of a character in different ways
+        texts = {i: tokenizer.decode([i]).strip() for i in ids[:: max(1, size // _SAMPLE_SIZE)]}
+        expected = {i: text for i, text in texts.items() if text and text.isascii()}
+        ((received, _),) = self.client.score_many([list(expected)])
+        for (token, text), other in zip(expected.items(), received, strict=True):
+            if other.strip() != text:
+                raise UserError(
+                    f"the {name} has another vocabulary than the policy: token {token} is "
+                    f"{text!r} in the policy's and {other[:50]!r} in the other. Choose a model of "
+                    "the policy's family"
+                )
+
+    def compute_logprobs_many(
+        self, inputs: Sequence[ModelInput], temperature: float = 1.0
+    ) -> Future[list[list[float | None]]]:
+        """Return a future of the logprobs of each input's tokens, None for its first. Raises
+        UserError for another temperature than 1.
+        """
+        if temperature != 1:
+            raise UserError(
+                f"the server at {self.client.url} returns logprobs at temperature 1, and "
+                f"temperature {temperature:g} is set: set --temperature 1"
+            )
+        scores = self.client.score_many([tokens.to_ints() for tokens in inputs])
+        future: Future[list[list[float | None]]] = Future()
+        future.set_result([[None, *logprobs[1:]] for _, logprobs in scores])
+        return future
+
+    def release(self) -> None:
+        """Do nothing: the server holds the weights."""

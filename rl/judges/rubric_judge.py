@@ -4,12 +4,16 @@
 yes is good, and the probability of "yes" against "no" is read; nothing is sampled. "score": the
 judge writes its reasoning, and the last "Score: N" in it is read, N from 0 to a scale. In both ways
 all questions about all answers of a batch form a single batch for the judge.
+
+The judge is a model of this process, or one behind an OpenAI-compatible API.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,10 +22,16 @@ import numpy as np
 from rl.errors import UserError
 from rl.judges.comparison_judge import format_conversation
 from rl.judges.episode_rewards import make_episode
-from rl.judges.reward_scores import JUDGE_BATCH_SIZE
+from rl.judges.openai_client import APIRequestError, OpenAIClient
+from rl.judges.reward_scores import (
+    check_length,
+    compute_answer_logprobs,
+    iter_batches,
+    split_by_group,
+)
 from rl.renderers import split_thoughts
 from rl.rewards import Score
-from rl.rollout import Trajectory, TrajectoryGroup
+from rl.rollout import TrajectoryGroup
 from rl.seed import derive_seed
 from rl.types import Message, SamplingParams
 
@@ -29,6 +39,7 @@ if TYPE_CHECKING:
     from rl.client import SamplingClient
 
 RubricReading = Literal["yes_no", "score"]
+_TOP_LOGPROBS = 20  # OpenAI's limit, and vLLM's default limit
 YES_NO_LABELS = ("yes", "no")
 _SCORE_PATTERN = re.compile(r"score\s*(?:is|:|=)?\s*\**\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 
@@ -131,32 +142,28 @@ class RubricJudge:
     def __init__(self, client: SamplingClient, renderer: Any, rubric: Rubric, seed: int = 0):
         self.client, self.renderer, self.rubric, self.seed = client, renderer, rubric, seed
 
-    @property
-    def missing_score_reason(self) -> str:
-        """Return what the error of an answer says if its text has no score."""
-        return f"the judge wrote no score from 0 to {self.rubric.scale:g}"
+    def _read_score(self, text: str) -> float | str:
+        """Return the score in a judge's text, or what the error of an answer without one says."""
+        score = parse_score(text, self.rubric.scale)
+        if score is None:
+            return f"the judge wrote no score from 0 to {self.rubric.scale:g}"
+        return score
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> list[list[Score]]:
         """Return the score of each episode, [P][G]."""
-        episodes = [
-            _split_conversation(trajectory)
-            for group in groups
-            for trajectory in group.trajectories_G
-        ]
+        episodes: list[tuple[Sequence[Message], str]] = []
+        # The conversation up to the last answer, with the answers of earlier turns, and that answer
+        for group in groups:
+            for trajectory in group.trajectories_G:
+                *messages, answer = make_episode(trajectory).messages
+                episodes.append((messages, str(answer["content"])))
+        # equal answers to the same conversation are read once
+        keys = [(repr(messages), answer) for messages, answer in episodes]
+        distinct = dict(zip(keys, episodes, strict=True))
         questions = self.rubric.questions
-        distinct: dict[
-            tuple[str, str], int
-        ] = {}  # equal answers to the same conversation are read once
-        places = [
-            distinct.setdefault((repr(messages), answer), len(distinct))
-            for messages, answer in episodes
-        ]
-        first = {
-            place: episode for place, episode in reversed(list(zip(places, episodes, strict=True)))
-        }
         prompts = [
-            make_rubric_prompt(*first[i], question, self.rubric)
-            for i in range(len(distinct))
+            make_rubric_prompt(*episode, question, self.rubric)
+            for episode in distinct.values()
             for question in questions
         ]
         read = (
@@ -164,34 +171,23 @@ class RubricJudge:
             if self.rubric.reading == "yes_no"
             else self._sample_scores(prompts)
         )
-        scores = iter(
-            [
-                self._weighted_score(read[i * len(questions) : (i + 1) * len(questions)])
-                for i in places
-            ]
-        )
-        return [[next(scores) for _ in group.trajectories_G] for group in groups]
+        count = len(questions)
+        readings = {key: read[i * count : (i + 1) * count] for i, key in enumerate(distinct)}
+        return split_by_group(groups, (self._weighted_score(readings[key]) for key in keys))
 
     def _weighted_score(self, readings: Sequence[float | str]) -> Score:
         """Return an answer's score from the readings of all questions. A str says why
         a question has no reading.
         """
-        questions = self.rubric.questions
-        reasons = [reading for reading in readings if isinstance(reading, str)]
-        if reasons:
-            missed = [
-                q.name
-                for q, reading in zip(questions, readings, strict=True)
-                if isinstance(reading, str)
-            ]
-            return Score(None, {}, f"{reasons[0]} for {', '.join(missed)}", "error")
-        values = [float(reading) for reading in readings]
-        total = sum(q.weight * value for q, value in zip(questions, values, strict=True)) / sum(
-            abs(q.weight) for q in questions
+        pairs = list(zip(self.rubric.questions, readings, strict=True))
+        failed = [(question.name, text) for question, text in pairs if isinstance(text, str)]
+        if failed:
+            names = ", ".join(name for name, _ in failed)
+            return Score(None, {}, f"{failed[0][1]} for {names}", "error")
+        total = sum(q.weight * float(value) for q, value in pairs) / sum(
+            abs(q.weight) for q in self.rubric.questions
         )
-        return Score(
-            total, {f"rubric/{q.name}": value for q, value in zip(questions, values, strict=True)}
-        )
+        return Score(total, {f"rubric/{q.name}": float(value) for q, value in pairs})
 
     def _yes_probabilities(self, prompts: Sequence[list[Message]]) -> list[float | str]:
         """Return P(yes) / (P(yes) + P(no)) of each prompt, each word with its end token."""
@@ -203,18 +199,9 @@ class RubricJudge:
             for word in YES_NO_LABELS
         ]
         logp: list[float] = []
-        for start in range(0, len(examples), JUDGE_BATCH_SIZE):
-            part = examples[start : start + JUDGE_BATCH_SIZE]
-            self._check_length(max(tokens.length for tokens, _ in part))
-            logprobs = self.client.compute_logprobs_many([tokens for tokens, _ in part]).result()
-            for values, (_, weights) in zip(logprobs, part, strict=True):
-                logp.append(
-                    sum(
-                        lp
-                        for lp, w in zip(values[1:], weights[1:], strict=True)
-                        if w and lp is not None
-                    )
-                )
+        for batch in iter_batches(examples):
+            self._check_length(max(tokens.length for tokens, _ in batch))
+            logp += compute_answer_logprobs(self.client, batch)
         pairs = np.asarray(logp, dtype=np.float64).reshape(-1, 2)
         return [
             float(p) if np.isfinite(p) else "the judge's probability of yes is not finite"
@@ -236,40 +223,104 @@ class RubricJudge:
         for prompt in prompts:
             tokens = self.renderer.build_generation_prompt(prompt).to_ints()
             self._check_length(len(tokens) + self.rubric.max_tokens - 1)
-            request = SamplingRequest(
-                prompt=tokens,
-                num_samples=1,
-                params=params,
-                seed=self.seed,
-                problem=derive_seed("rubric", *tokens),
-                first_index=0,
+            requests.append(
+                SamplingRequest(
+                    prompt=tokens,
+                    num_samples=1,
+                    params=params,
+                    seed=self.seed,
+                    problem=derive_seed("rubric", *tokens),
+                    first_index=0,
+                )
             )
-            requests.append(request)
         values: list[float | str] = []
-        for start in range(0, len(requests), JUDGE_BATCH_SIZE):
-            responses, _ = self.client.sample_many(
-                requests[start : start + JUDGE_BATCH_SIZE]
-            ).result()
+        for batch in iter_batches(requests):
+            responses, _ = self.client.sample_many(batch).result()
             for response in responses:
                 message, _ = self.renderer.parse_response(response.sequences[0].tokens)
-                score = parse_score(str(message["content"]), self.rubric.scale)
-                values.append(self.missing_score_reason if score is None else score)
+                values.append(self._read_score(str(message["content"])))
         return values
 
     def _check_length(self, length: int) -> None:
         """Raise UserError if a prompt of this length exceeds the judge's context."""
-        limit = self.client.info["max_context"]
-        if limit is not None and length > limit:
+        check_length(
+            self.client,
+            length,
+            judge=f"the rubric's judge {self.client.info['base_model']}",
+            text="a conversation with its answer and a question",
+            remedy="lower max_tokens or rubric_max_tokens, or use a judge",
+        )
+
+
+class APIRubricJudge(RubricJudge):
+    """Score episodes by a rubric with the model of `client`.
+
+    "yes_no" reads the probabilities of the reply's first token, of which the server returns the 20
+    highest. "score" samples at temperature 1, with a seed that depends on the prompt. Whether equal
+    requests get equal replies depends on the server. An answer with a failed request has no
+    reward.
+    """
+
+    def __init__(self, client: OpenAIClient, rubric: Rubric, seed: int = 0):
+        self.api_client, self.rubric, self.seed = client, rubric, seed
+
+    def probe(self) -> None:
+        """Read a sample answer. Raises UserError if the server cannot be used with this rubric."""
+        example: Message = {"role": "user", "content": "Which number is greater, 2 or 3?"}
+        prompt = make_rubric_prompt([example], "3", self.rubric.questions[0], self.rubric)
+        if self.rubric.reading == "score":
+            self._sample_scores([prompt])
+            return
+        (reading,) = self._yes_probabilities([prompt])
+        if isinstance(reading, str):
             raise UserError(
-                f"the rubric's judge {self.client.info['base_model']} reads at most {limit} "
-                f"tokens, a conversation with its answer and a question has {length}: lower "
-                "max_tokens or rubric_max_tokens, or use a judge with a longer context"
+                f"the model {self.api_client.model} at {self.api_client.url} cannot be read as yes "
+                f"or no: {reading}. Use --rubric-reading score, or another model"
             )
 
+    def _yes_probabilities(self, prompts: Sequence[list[Message]]) -> list[float | str]:
+        """Return P(yes) / (P(yes) + P(no)) of the first token of each reply, or a reason."""
+        replies = self.api_client.complete_many(
+            prompts,
+            self._seeds(prompts),
+            max_tokens=1,
+            temperature=1.0,
+            logprobs=True,
+            top_logprobs=_TOP_LOGPROBS,
+        )
+        return [
+            str(reply) if isinstance(reply, APIRequestError) else _read_yes_probability(reply)
+            for reply in replies
+        ]
 
-def _split_conversation(trajectory: Trajectory) -> tuple[Sequence[Message], str]:
-    """Return the conversation up to the last answer, with the answers of earlier turns, and that
-    answer.
-    """
-    messages = make_episode(trajectory).messages
-    return messages[:-1], str(messages[-1]["content"])
+    def _sample_scores(self, prompts: Sequence[list[Message]]) -> list[float | str]:
+        """Return the scores in the texts that the model writes, or why there is none."""
+        replies = self.api_client.complete_many(
+            prompts, self._seeds(prompts), max_tokens=self.rubric.max_tokens, temperature=1.0
+        )
+        return [
+            str(reply)
+            if isinstance(reply, APIRequestError)
+            else self._read_score(str((reply.get("message") or {}).get("content") or ""))
+            for reply in replies
+        ]
+
+    def _seeds(self, prompts: Sequence[list[Message]]) -> list[int]:
+        return [derive_seed(self.seed, "rubric", json.dumps(prompt)) % 2**31 for prompt in prompts]
+
+
+def _read_yes_probability(choice: Mapping[str, Any]) -> float | str:
+    """Return P(yes) / (P(yes) + P(no)) of a choice's first token; a text if it has neither."""
+    try:
+        top_logprobs = choice["logprobs"]["content"][0]["top_logprobs"]
+        logprobs = [(str(entry["token"]), float(entry["logprob"])) for entry in top_logprobs]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return "the reply has no top_logprobs of its first token"
+    yes, no = (
+        sum(math.exp(logp) for token, logp in logprobs if token.strip().lower() == label)
+        for label in YES_NO_LABELS
+    )
+    if not yes + no > 0:
+        tokens = ", ".join(repr(token) for token, _ in logprobs[:5])
+        return f"the most likely first tokens are {tokens}, neither yes nor no"
+    return yes / (yes + no)

@@ -16,15 +16,10 @@ if TYPE_CHECKING:
     from rl.client import SamplingClient, TrainingClient
 
 
-def restore_full_tokens(datum: Datum) -> list[int]:
-    """Return the sequence from which a datum was shifted: its input plus the last target. For text
-    only; see `restore_full_input`.
-    """
-    return restore_full_input(datum).to_ints()
-
-
 def restore_full_input(datum: Datum) -> ModelInput:
-    """Return the same sequence with its images. Raises ValueError for soft targets."""
+    """Return the sequence from which a datum was shifted: its input plus the last target. Raises
+    ValueError for soft targets.
+    """
     targets = datum.loss_fn_inputs["target_tokens"].array
     if targets.ndim != 1:
         raise ValueError(
@@ -102,19 +97,7 @@ def check_vocabulary(
     Without tokenizers the sizes of the vocabularies must agree; with tokenizers the sizes may
     differ (padding rows).
     """
-    tokenizers = student.info["tokenizer"], other.info["tokenizer"]
-    if tokenizers[0] is None or tokenizers[1] is None:
-        sizes = student.info["vocab_size"], other.info["vocab_size"]
-        if sizes[0] != sizes[1]:
-            raise UserError(
-                f"the {name} has {sizes[1]} tokens, the policy {sizes[0]}: logprobs are compared "
-                "token by token"
-            )
-        return
-    difference = describe_vocabulary_difference(
-        *(tokenizer.get_vocab() for tokenizer in tokenizers)
-    )
-    if difference:
+    if difference := _compare_vocabularies(student, other, name):
         raise UserError(
             f"the {name} has another vocabulary than the policy: {difference}. Choose a model of "
             "the policy's family"
@@ -127,11 +110,22 @@ def shares_vocabulary(
     """Return whether both models give every token the same id. Raises UserError if a tokenizer is
     missing and the sizes differ.
     """
+    return not _compare_vocabularies(student, other, name)
+
+
+def _compare_vocabularies(
+    student: TrainingClient, other: SamplingClient | TrainingClient, name: str
+) -> str:
     tokenizers = student.info["tokenizer"], other.info["tokenizer"]
-    if tokenizers[0] is None or tokenizers[1] is None:
-        check_vocabulary(student, other, name)
-        return True
-    return not describe_vocabulary_difference(*(tokenizer.get_vocab() for tokenizer in tokenizers))
+    if None not in tokenizers:
+        return describe_vocabulary_difference(*(each.get_vocab() for each in tokenizers))
+    sizes = student.info["vocab_size"], other.info["vocab_size"]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"the {name} has {sizes[1]} tokens, the policy {sizes[0]}: logprobs are compared "
+            "token by token"
+        )
+    return ""
 
 
 def describe_vocabulary_difference(

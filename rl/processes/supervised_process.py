@@ -159,11 +159,8 @@ class SupervisedProcess:
             return
         self._has_killed_remaining = True
         for _ in range(3):  # again for processes forked in the meantime
-            guarded = (
-                []
-                if self._process.poll() is not None
-                else reaper.find_descendants(self._process.pid)
-            )
+            lives = self._process.poll() is None
+            guarded = reaper.find_descendants(self._process.pid) if lives else []
             marked = reaper.find_marked_processes(self._mark, self._process.pid)
             for pid in {*guarded, *marked} - {os.getpid()}:
                 reaper.kill_process(pid)
@@ -273,7 +270,5 @@ class WorkerProcess(SupervisedProcess):
 
 
 def _get_signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    is_named = number in set(signal.Signals)
+    return signal.Signals(number).name if is_named else f"signal {number}"

@@ -1,7 +1,7 @@
 """Score text with reward functions.
 
-`registry` holds names and settings; `text`, `maths`, `code`, ... hold the built-in rewards;
-`scorer` runs rewards.
+`reward_registry` holds names and settings; `text`, `math_reward`, `code`, ... hold the built-in
+rewards; `reward_scorer` runs rewards.
 """
 
 from rl.rewards import (
@@ -15,8 +15,7 @@ from rl.rewards import (
     text_quality,
 )
 from rl.rewards.module_loader import load_file
-from rl.rewards.reward_calls import Episode, EpisodeTurn, RewardResult
-from rl.rewards.reward_futures import PendingScore, RewardsLost, Score
+from rl.rewards.reward_calls import Episode, EpisodeTurn, RewardResult, Score
 from rl.rewards.reward_registry import (
     GAVE_UP,
     Reward,
@@ -24,7 +23,7 @@ from rl.rewards.reward_registry import (
     registered_rewards,
     resolve_reward,
 )
-from rl.rewards.reward_scorer import Scorer
+from rl.rewards.reward_scorer import PendingScore, RewardsLost, Scorer
 from rl.rewards.reward_workers import build_worker_environment
 from rl.rewards.trl_adapter import CONVERSATION
 

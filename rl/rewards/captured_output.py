@@ -98,19 +98,20 @@ def capture_thread_output(sink: Callable[[bytes], None]) -> Iterator[None]:
     """
     writer = _LineBuffer(sink)
     thread_id = threading.get_ident()
-    for name in ("stdout", "stderr"):
-        with _STREAM_LOCK:
+    with _STREAM_LOCK:
+        for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if stream is not None and not isinstance(stream, _ThreadRouter):
+            if stream is None:
+                continue
+            if not isinstance(stream, _ThreadRouter):
                 stream = _ThreadRouter(stream)
                 setattr(sys, name, stream)
-            if stream is not None:
-                stream.sinks[thread_id] = writer
+            stream.sinks[thread_id] = writer
     try:
         yield
     finally:
-        for name in ("stdout", "stderr"):
-            with _STREAM_LOCK:
+        with _STREAM_LOCK:
+            for name in ("stdout", "stderr"):
                 stream = getattr(sys, name)
                 if isinstance(stream, _ThreadRouter):
                     stream.sinks.pop(thread_id, None)

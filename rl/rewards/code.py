@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl.errors import UserError
+from rl.rewards.reward_calls import Meta, make_formatted_result
 from rl.rewards.reward_registry import ResourceReward, RewardResult, register_reward
 from rl.rewards.text import expected_answer
 
 if TYPE_CHECKING:
-    from rl.sandbox import Grade, Sandbox, Tests
+    from rl.sandbox import Sandbox, Tests
 
 ScoreMode = Literal["all", "fraction"]
 BlockMode = Literal["fenced", "any"]
@@ -62,13 +63,8 @@ class _ProgramReward(ResourceReward):
             raise UserError(f"block is 'fenced' or 'any', got {block!r}")
         if not seconds > 0:
             raise UserError(f"seconds is a positive number, got {seconds}")
-        self.score, self.block, self.sandbox_mode, self.seconds, self.packages = (
-            score,
-            block,
-            sandbox,
-            seconds,
-            packages,
-        )
+        self.score, self.block, self.sandbox_mode = score, block, sandbox
+        self.seconds, self.packages = seconds, packages
         self._sandbox: Sandbox | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,28 +87,17 @@ class _ProgramReward(ResourceReward):
 
     def score_program(self, program: str | None, tests: Tests) -> RewardResult:
         """Return the reward of a program; None means that the response contains no program."""
-        has_format, correct, passed = float(program is not None), 0.0, 0.0
+        correct = passed = 0.0
         if program is not None and program.strip():
-            grade = self._run_tests(program, tests)
+            for _ in range(2):  # again if the sandbox itself was lost; a second loss fails
+                grade = self.sandbox().grade(program, tests, early_stop=self.score == "all")
+                if not any(reason.startswith("lost") for reason in grade.reasons):
+                    break
             correct, passed = float(grade.all), grade.fraction
         if self.score == "all":
-            return RewardResult(
-                correct + 0.1 * (has_format - 1.0), {"correct": correct, "format": has_format}
-            )
-        return RewardResult(
-            passed + 0.1 * (has_format - 1.0),
-            {"correct": correct, "format": has_format, "tests_passed": passed},
-        )
-
-    def _run_tests(self, program: str, tests: Tests) -> Grade:
-        """Run the tests on a program; retry if the sandbox itself was lost.
-
-        A program that loses the sandbox twice fails.
-        """
-        grade = self.sandbox().grade(program, tests, early_stop=self.score == "all")
-        if any(reason.startswith("lost") for reason in grade.reasons):
-            grade = self.sandbox().grade(program, tests, early_stop=self.score == "all")
-        return grade
+            return make_formatted_result(correct, program is not None)
+        result = make_formatted_result(passed, program is not None, tests_passed=passed)
+        return dataclasses.replace(result, metrics={**result.metrics, "correct": correct})
 
 
 @register_reward("code_tests", reports=("correct", "format"))
@@ -129,9 +114,7 @@ class CodeTests(_ProgramReward):
     response contains a program), and for "fraction" tests_passed (the share).
     """
 
-    def __call__(
-        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
-    ) -> RewardResult:
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
         from rl.sandbox import Asserts, extract_helpers
 
         language = get_language(meta)
@@ -156,9 +139,7 @@ class CodeOutput(_ProgramReward):
     is ignored. Metrics as for code_tests.
     """
 
-    def __call__(
-        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
-    ) -> RewardResult:
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
         from rl.sandbox import StdinStdoutTests
 
         meta = meta or {}
@@ -185,7 +166,7 @@ def make_sandbox(mode: str, seconds: float, packages: Sequence[str] | None = Non
     return Sandbox(mode=mode, limits=limits, workers=1, packages=packages)
 
 
-def get_language(meta: Mapping[str, Any] | None) -> str:
+def get_language(meta: Meta) -> str:
     """Return the sandbox's name of meta["language"] ("cpp" becomes c++); python by default."""
     language_name = str((meta or {}).get("language") or "python").lower()
     return next(
@@ -234,9 +215,7 @@ def complete_program(head: str, program: str, name: str) -> str:
     return head + "\n".join(lines[:end]) + "\n"
 
 
-def parse_tests(
-    meta: Mapping[str, Any] | None, language: str = "python"
-) -> tuple[Tests, str | None]:
+def parse_tests(meta: Meta, language: str = "python") -> tuple[Tests, str | None]:
     """Return meta["tests"] as an rl.sandbox test object, and the name of the tested function if
     known.
 
@@ -251,7 +230,10 @@ def parse_tests(
             f"it has {sorted(meta or {})}"
         )
     if isinstance(spec, str):
-        spec = _parse_json(spec)
+        try:
+            spec = json.loads(spec)
+        except ValueError:
+            spec = [spec]  # a single assert
     if isinstance(spec, (list, tuple)):
         spec = {"style": "asserts", "asserts": list(spec)}
     if not isinstance(spec, Mapping) or spec.get("style") not in _TEST_KEYS:
@@ -272,32 +254,22 @@ def parse_tests(
             f"meta['tests'] of style {style} is for Python, but meta['language'] is "
             f"{language!r}: dialogues work for any language"
         )
-    fields = {key: spec[key] for key in keys}
     if style == "asserts":
-        if not fields["asserts"] or not all(isinstance(line, str) for line in fields["asserts"]):
+        asserts, name = spec["asserts"], spec.get("entry_point")
+        if not asserts or not all(isinstance(line, str) for line in asserts):
             raise ValueError(
-                "meta['tests'] needs at least 1 assert, each a string; got "
-                f"{str(fields['asserts'])[:80]!r}"
+                f"meta['tests'] needs at least 1 assert, each a string; got {str(asserts)[:80]!r}"
             )
-        return Asserts(
-            fields.get("setup") or "", list(fields["asserts"]), fields.get("entry_point")
-        ), fields.get("entry_point")
+        return Asserts(spec.get("setup") or "", list(asserts), name), name
     if style == "pytest":
-        return Pytest(dict(fields["files"])), None
-    cases = fields["cases"]
+        return Pytest(dict(spec["files"])), None
+    cases = spec["cases"]
     if not cases or not all(isinstance(case, (list, tuple)) and len(case) == 2 for case in cases):
         raise ValueError(
             "meta['tests'] needs cases, each a pair of input and expected result; got "
             f"{str(cases)[:80]!r}"
         )
-    pairs = [(fields, expected) for fields, expected in cases]
+    pairs = [(inputs, expected) for inputs, expected in cases]
     if style == "dialogues":
         return StdinStdoutTests(pairs, spec.get("compare", "tokens"), language), None
-    return Calls(fields["function"], pairs, spec.get("compare", "exact")), fields["function"]
-
-
-def _parse_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return [text]  # a single assert
+    return Calls(spec["function"], pairs, spec.get("compare", "exact")), spec["function"]

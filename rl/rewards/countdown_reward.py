@@ -6,20 +6,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
 
 from rl.errors import UserError
-from rl.rewards.arithmetic_parser import evaluate_arithmetic
 from rl.rewards.math_reward import extract_marked_answer
+from rl.rewards.math_text import evaluate_arithmetic
+from rl.rewards.reward_calls import Meta, make_formatted_result
 from rl.rewards.reward_registry import RewardResult, register_reward
 
 _TAG = re.compile(r"<answer>([^<]{1,1000})</answer>")
 
 
 @register_reward("countdown", bounded=True)
-def countdown(prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+def countdown(prompt: str, response: str, meta: Meta = None) -> RewardResult:
     """Return correct + 0.1 (format - 1). Best 1, worst -0.1.
 
     `format`: an expression of + - * / and brackets is in \\boxed{}, after "####" or in
@@ -39,7 +38,4 @@ def countdown(prompt: str, response: str, meta: Mapping[str, Any] | None = None)
         correct = value == Fraction(meta["target"]) and not Counter(used) - Counter(
             int(number) for number in meta["numbers"]
         )
-    has_format = float(evaluation is not None)
-    return RewardResult(
-        float(correct) + 0.1 * (has_format - 1.0), {"correct": float(correct), "format": has_format}
-    )
+    return make_formatted_result(float(correct), evaluation is not None)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from rl.errors import UserError
 from rl.rewards.instruction_checks import bind_instructions, follow_instructions
-from rl.rewards.reward_calls import RewardResult
+from rl.rewards.reward_calls import Meta, RewardResult
 from rl.rewards.reward_registry import register_reward
 
 _METRICS = ("correct", "loose", "instructions", "instructions_strict", "instructions_loose")
 
 
 @register_reward("ifeval", reports=_METRICS)
-def ifeval(prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+def ifeval(prompt: str, response: str, meta: Meta = None) -> RewardResult:
     """Return 1 if the response follows all instructions of meta["instruction_id_list"], whose
     parameters are meta["kwargs"], else 0 (Zhou et al. 2023, arXiv 2311.07911).
 

@@ -6,21 +6,21 @@ set's column `kwargs` uses. A word is a run of letters, digits and underscores.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import json
+import operator
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rl.rewards.text import parse_json
 from rl.rewards.text_quality import rank_languages
 
 _RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
-    "at least": lambda count, bound: count >= bound,
-    "less than": lambda count, bound: count < bound,
-    "at most": lambda count, bound: count <= bound,
-    "more than": lambda count, bound: count > bound,
+    "at least": operator.ge,
+    "less than": operator.lt,
+    "at most": operator.le,
+    "more than": operator.gt,
 }
 # A full stop after these does not end a sentence.
 _ABBREVIATIONS = frozenset(
@@ -32,7 +32,7 @@ _SENTENCE_END = re.compile(
 )
 _FINAL_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _TITLE = re.compile(r"<<((?:[^\n<>]|<(?!<)|>(?!>))+)>>")
-_FENCE, _STARS = "```", "******"
+_STARS = "******"
 
 
 def _contains(response: str, phrase: str) -> bool:
@@ -123,9 +123,14 @@ def check_number_of_paragraphs(response: str, *, num_paragraphs: int) -> bool:
 
     A divider may also begin or end the response. No paragraph between dividers is empty.
     """
-    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", response)]
-    inner = parts[(not parts[0]) : len(parts) - (not parts[-1])]
+    inner = _strip_ends(re.split(r"\s?\*\*\*\s?", response))
     return all(inner) and len(inner) == num_paragraphs
+
+
+def _strip_ends(parts: Sequence[str]) -> list[str]:
+    """Return the parts without white space, and without a first and a last one that are empty."""
+    texts = [part.strip() for part in parts]
+    return texts[(not texts[0]) : len(texts) - (not texts[-1])]
 
 
 def check_number_of_words(response: str, *, num_words: int, relation: str) -> bool:
@@ -194,14 +199,7 @@ def check_sections(response: str, *, section_spliter: str, num_sections: int) ->
 
 def check_json(response: str) -> bool:
     """Return whether the whole response is JSON; a code fence may surround it."""
-    text = response.strip()
-    if text.startswith(_FENCE) and text.endswith(_FENCE) and len(text) > 2 * len(_FENCE):
-        text = re.sub(r"\A[Jj](?:son|SON)\b", "", text[len(_FENCE) : -len(_FENCE)])
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    return parse_json(response, r"[Jj](?:son|SON)\b") is not None
 
 
 def check_title(response: str) -> bool:
@@ -211,8 +209,7 @@ def check_title(response: str) -> bool:
 
 def check_two_responses(response: str) -> bool:
     """Return whether ****** separates two different responses."""
-    parts = [part.strip() for part in response.split(_STARS)]
-    inner = parts[(not parts[0]) : len(parts) - (not parts[-1])]
+    inner = _strip_ends(response.split(_STARS))
     return len(inner) == 2 and all(inner) and inner[0] != inner[1]
 
 
@@ -293,12 +290,6 @@ LANGUAGE_INSTRUCTIONS = frozenset(
 )
 
 
-@functools.cache
-def _list_parameters(instruction: str) -> tuple[str, ...]:
-    """Return the names of the parameters of an instruction."""
-    return tuple(inspect.signature(INSTRUCTIONS[instruction]).parameters)[1:]
-
-
 def bind_instructions(ids: Any, kwargs: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return the instructions of a row, each with its parameters.
 
@@ -331,7 +322,7 @@ def _bind_parameters(instruction: Any, values: Any) -> dict[str, Any]:
             f"the parameters of {instruction} are an object, this is {str(values)[:60]!r}"
         )
     parameters = {name: value for name, value in values.items() if value is not None}
-    expected = _list_parameters(instruction)
+    _, *expected = inspect.signature(INSTRUCTIONS[instruction]).parameters
     if set(parameters) != set(expected):
         raise ValueError(
             f"{instruction} has the parameters {', '.join(expected) or '(none)'}; this row has "
@@ -340,12 +331,8 @@ def _bind_parameters(instruction: Any, values: Any) -> dict[str, Any]:
     for name, value in parameters.items():
         if (expectation := _find_parameter_fault(name, value)) is not None:
             raise ValueError(f"{name} of {instruction} is {expectation}, this is {value!r}")
-    return {name: _as_integer(value) for name, value in parameters.items()}
-
-
-def _as_integer(value: Any) -> Any:
-    """Return a float of a table as the whole number that it is."""
-    return int(value) if isinstance(value, float) else value
+    # a table may hold a whole number as a float
+    return {n: int(value) if isinstance(value, float) else value for n, value in parameters.items()}
 
 
 _COUNTS = frozenset(

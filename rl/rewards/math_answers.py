@@ -101,22 +101,16 @@ def _equal(answer: str, expected: str) -> bool:
 
 def split_top(text: str, *separators: str) -> list[str]:
     """Split at separators outside all brackets."""
-    parts, depth, start, position = [], 0, 0, 0
-    while position < len(text):
-        character = text[position]
-        depth += (character in _OPEN) - (character in _CLOSE)
-        separator = (
-            next((s for s in separators if text.startswith(s, position)), None)
-            if depth == 0
-            else None
-        )
-        if separator is not None and not (
-            separator[0] == "\\" and text[position + len(separator) :][:1].isalpha()
-        ):
-            parts.append(text[start:position])
-            position = start = position + len(separator)
-            continue
-        position += 1
+    # a command ends where its letters end: \\in is not the beginning of \\infty
+    words = [re.escape(s) + (r"(?![^\W\d_])" if s[0] == "\\" else "") for s in separators]
+    parts, depth, start = [], 0, 0
+    for match in re.finditer("|".join([r"[(\[{)\]}]", *words]), text):
+        token = match.group()
+        if token in _OPEN or token in _CLOSE:
+            depth += 1 if token in _OPEN else -1
+        elif depth == 0:
+            parts.append(text[start : match.start()])
+            start = match.end()
     return [part.strip() for part in [*parts, text[start:]]]
 
 
@@ -157,6 +151,19 @@ def _parse_sequence(text: str) -> tuple[str, list[str]] | None:
     return None
 
 
+def _split_list(text: str) -> tuple[bool, list[str]]:
+    """Return (whether the text is a set, the items of the set or of the list without brackets)."""
+    sequence = _parse_sequence(text)
+    if sequence is not None and sequence[0] == "{}":
+        return True, sequence[1]
+    return False, _split_items(text)
+
+
+def _check_count(items: Sequence[str], kind: str) -> None:
+    if len(items) > _MAX_ITEMS:
+        raise FormulaTooLargeError(kind)
+
+
 def _split_items(text: str) -> list[str]:
     return [item for item in split_top(_AND.sub(",", text), ",", ";") if item]
 
@@ -167,10 +174,8 @@ def _equal_plus_minus(answer: str, expected: str) -> bool | None:
         return None
     sides = []
     for text in (answer, expected):
-        sequence = _parse_sequence(text)
-        items = sequence[1] if sequence is not None and sequence[0] == "{}" else _split_items(text)
-        if len(items) > _MAX_ITEMS:
-            raise FormulaTooLargeError("a list of too many items")
+        _, items = _split_list(text)
+        _check_count(items, "a list of too many items")
         sides.append(
             [value for item in items for value in _expand_signs(_get_assigned_value(item))]
         )
@@ -199,13 +204,8 @@ def _equal_lists(answer: str, expected: str) -> bool | None:
 
     Names of the values count: x = 1, y = 2 is 1, 2 but not 2, 1.
     """
-    sides = []
-    for text in (answer, expected):
-        sequence = _parse_sequence(text)
-        items = sequence[1] if sequence is not None and sequence[0] == "{}" else _split_items(text)
-        sides.append(
-            items if len(items) > 1 or (sequence is not None and sequence[0] == "{}") else []
-        )
+    lists = [_split_list(text) for text in (answer, expected)]
+    sides = [items if is_set or len(items) > 1 else [] for is_set, items in lists]
     if not any(sides):
         return None
     answer_items, expected_items = sides[0] or [answer], sides[1] or [expected]
@@ -231,8 +231,7 @@ def _same_items(answer_items: Sequence[str], expected_items: Sequence[str]) -> b
     """Return whether the items are equal in some order."""
     if len(answer_items) != len(expected_items):
         return False
-    if len(expected_items) > _MAX_ITEMS:
-        raise FormulaTooLargeError("a list of too many items")
+    _check_count(expected_items, "a list of too many items")
     remaining = list(expected_items)
     for item in answer_items:
         match = next((i for i, other in enumerate(remaining) if _equal_readings(item, other)), None)
@@ -256,10 +255,9 @@ def _equal_membership(answer: str, expected: str) -> bool | None:
 
 def _split_equalities(text: str) -> list[str]:
     """Split a chain of equalities into its members."""
-    marked, matches = text, [match for match in _EQUALS.finditer(text)]
     parts, start = [], 0
-    for match in matches:
-        before = marked[: match.start()]
+    for match in _EQUALS.finditer(text):
+        before = text[: match.start()]
         if sum(before.count(c) for c in _OPEN) == sum(before.count(c) for c in _CLOSE):
             parts.append(text[start : match.start()].strip())
             start = match.end()
@@ -276,12 +274,8 @@ def is_name(text: str) -> bool:
 
 
 def _find_letters(text: str) -> set[str]:
-    return set(
-        re.findall(
-            r"[a-zA-Z]",
-            re.sub(r"\\[a-zA-Z]+", lambda m: " ", re.sub(r"\\text\s*\{[^{}]*\}", "", text)),
-        )
-    ) - {"e", "i"}
+    plain = re.sub(r"\\[a-zA-Z]+", " ", re.sub(r"\\text\s*\{[^{}]*\}", "", text))
+    return set(re.findall(r"[a-zA-Z]", plain)) - {"e", "i"}
 
 
 def _equal_chains(answer: str, expected: str) -> bool | None:
@@ -290,33 +284,22 @@ def _equal_chains(answer: str, expected: str) -> bool | None:
     Each other member of the chain must equal the expected value too, except for names and formulas
     in other letters.
     """
-    answer_members, expected_members = [
-        [member for member in _split_equalities(text) if member] for text in (answer, expected)
-    ]
+    answer_members, expected_members = (
+        list(filter(None, _split_equalities(text))) for text in (answer, expected)
+    )
     if len(answer_members) < 2 and len(expected_members) < 2:
         return None
     if len(expected_members) > 2:
         return (
             _equal(answer, expected_members[-1]) if remove_spaces(expected_members[-1]) else False
         )
-    if len(answer_members) == 2 and is_name(answer_members[1]) and not is_name(answer_members[0]):
-        answer_members = answer_members[::-1]
-    if (
-        len(expected_members) == 2
-        and is_name(expected_members[1])
-        and not is_name(expected_members[0])
-    ):
-        expected_members = expected_members[::-1]
+    answer_members, expected_members = map(_put_name_first, (answer_members, expected_members))
     if len(expected_members) == 2:
         return _equal_equation(answer_members, expected_members, answer, expected)
     gold = expected_members[0]
     letters = _find_letters(gold)
     first = answer_members[0]
-    free = is_name(first) or (
-        _SYMBOLS.fullmatch(first) is not None
-        and bool(_find_letters(first))
-        and not _find_letters(first) <= letters
-    )
+    free = is_name(first) or bool(_SYMBOLS.fullmatch(first) and _find_letters(first) - letters)
     members = answer_members[1:] if free else answer_members
     for position, member in enumerate(members):
         last = position == len(members) - 1
@@ -324,6 +307,12 @@ def _equal_chains(answer: str, expected: str) -> bool | None:
         if not foreign and not _equal(member, gold):
             return False
     return True
+
+
+def _put_name_first(members: list[str]) -> list[str]:
+    """Return the members of value = x as x = value."""
+    is_reversed = len(members) == 2 and is_name(members[1]) and not is_name(members[0])
+    return members[::-1] if is_reversed else members
 
 
 def _equal_equation(
@@ -358,8 +347,7 @@ def _equal_sequences(answer: str, expected: str) -> bool | None:
         or len(answer_sequence[1]) != len(expected_sequence[1])
     ):
         return False
-    if len(expected_sequence[1]) > _MAX_ITEMS:
-        raise FormulaTooLargeError("a list of too many items")
+    _check_count(expected_sequence[1], "a list of too many items")
     return all(_equal(a, b) for a, b in zip(answer_sequence[1], expected_sequence[1], strict=True))
 
 
@@ -374,10 +362,7 @@ def _equal_matrices(answer: str, expected: str) -> bool | None:
     """Compare matrices and columns, in round or square brackets, by their entries. Determinants are
     formulas.
     """
-    answer_match, expected_match = (
-        _MATRIX.fullmatch(answer.strip()),
-        _MATRIX.fullmatch(expected.strip()),
-    )
+    answer_match, expected_match = (_MATRIX.fullmatch(t.strip()) for t in (answer, expected))
     if expected_match is None or expected_match.group(1) in ("vmatrix", "Vmatrix"):
         return None
     if answer_match is None or answer_match.group(1) in ("vmatrix", "Vmatrix"):
@@ -389,8 +374,7 @@ def _equal_matrices(answer: str, expected: str) -> bool | None:
     if [len(row) for row in sides[0]] != [len(row) for row in sides[1]]:
         return False
     entries = [[entry.replace(r"\phantom", "") for row in side for entry in row] for side in sides]
-    if len(entries[0]) > _MAX_ITEMS:
-        raise FormulaTooLargeError("a matrix of too many entries")
+    _check_count(entries[0], "a matrix of too many entries")
     return all(
         _equal_readings(a.strip(), b.strip()) for a, b in zip(entries[0], entries[1], strict=True)
     )
@@ -406,11 +390,7 @@ def _equal_values(answer: str, expected: str) -> bool:
     if any(bases):
         return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]  # all of them are matches
     answer_quantity, expected_quantity = parse_quantity(answer), parse_quantity(expected)
-    if (
-        answer_quantity.unit is not None
-        and expected_quantity.unit is not None
-        and answer_quantity.unit != expected_quantity.unit
-    ):
+    if len({answer_quantity.unit, expected_quantity.unit} - {None}) > 1:
         return False
     numbers = [parse_exact_number(side.text) for side in (answer_quantity, expected_quantity)]
     if numbers[0] is None or numbers[1] is None:

@@ -204,11 +204,7 @@ def _bound_digits(node: Any) -> float:
             _count_decimal_digits(node.p) + (_count_decimal_digits(node.q) if node.q != 1 else 0.0)
         )
     if isinstance(node, sympy.Float):
-        return _check_digits(
-            abs(float(node.num.exponent if hasattr(node.num, "exponent") else node._mpf_[2]))
-            * 0.302
-            + 20
-        )
+        return _check_digits(abs(float(node._mpf_[2])) * 0.302 + 20)  # of its binary exponent
     if isinstance(node, (sympy.Integral, sympy.Derivative, sympy.Limit)):
         raise FormulaTooLargeError(f"a {type(node).__name__.lower()} is not an answer")
     if isinstance(node, (sympy.Sum, sympy.Product)):

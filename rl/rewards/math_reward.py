@@ -8,21 +8,19 @@ whichever comes later.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
 
 from rl.errors import UserError
-from rl.rewards.arithmetic_parser import evaluate_arithmetic
 from rl.rewards.math_answers import answers_equal
 from rl.rewards.math_text import (
     SCIENTIFIC_NUMBER,
     TEXT_COMMAND,
     FormulaTooLargeError,
+    evaluate_arithmetic,
     normalize_spelling,
     parse_exact_number,
 )
-from rl.rewards.reward_calls import RewardResult
+from rl.rewards.reward_calls import Meta, RewardResult, make_formatted_result
 from rl.rewards.reward_registry import register_reward
 from rl.rewards.text import expected_answer
 
@@ -179,7 +177,7 @@ def _format_canonical(number: str) -> str:
 
 
 @register_reward("gsm8k", bounded=True)
-def gsm8k(prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+def gsm8k(prompt: str, response: str, meta: Meta = None) -> RewardResult:
     """Return correct + 0.1 (format - 1). Best 1, worst -0.1.
 
     `format`: \\boxed{} or "####" marks a number. `correct`: that number is also meta["answer"].
@@ -193,10 +191,7 @@ def gsm8k(prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> 
         )
     marked = extract_marked_answer(response)
     number = parse_number(marked) if marked is not None else None
-    has_format, correct = float(number is not None), float(number == expected)
-    return RewardResult(
-        correct + 0.1 * (has_format - 1.0), {"correct": correct, "format": has_format}
-    )
+    return make_formatted_result(float(number == expected), number is not None)
 
 
 def extract_unmarked_answer(response: str) -> str | None:
@@ -216,9 +211,7 @@ def extract_unmarked_answer(response: str) -> str | None:
 
 
 @register_reward("math_correctness", needs=("math_verify",), reports=("correct", "format"))
-def math_correctness(
-    prompt: str, response: str, meta: Mapping[str, Any] | None = None
-) -> RewardResult:
+def math_correctness(prompt: str, response: str, meta: Meta = None) -> RewardResult:
     """Return 1 if the answer equals meta["answer"] (or meta["expected_answer"]): 1/2 = 0.5 =
     \\frac{1}{2}.
 

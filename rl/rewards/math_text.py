@@ -1,8 +1,13 @@
-"""Normalize the spelling of mathematical answers: LaTeX and plain text, exact numbers, units."""
+"""Normalize the spelling of mathematical answers: LaTeX and plain text, exact numbers, units, and
+whole-number arithmetic.
+"""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -45,13 +50,9 @@ _REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\(?:overline|bar|dot)(?:\{(\d+)\}|
 _DOTS = re.compile(r"([+-]?)(\d*)\.(\d*?)(\d+?)\4+(?:\\(?:l|c)?dots|\.\.\.)")
 
 _MULTIPLIERS = {
-    "hundred": 100,
-    "thousand": 1000,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
+    "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12,
     "dozen": 12,
-}
+}  # fmt: skip
 _UNITS = {
     "cm": "cm centimeter centimeters centimetre centimetres", "mm": "mm millimeter millimeters",
     "km": "km kilometer kilometers kilometre kilometres", "m": "m meter meters metre metres",
@@ -259,3 +260,46 @@ def _parse_repeating(sign: str, whole: str, start: str, block: str) -> Fraction:
     value = Fraction(_parse_digits(whole + start or "0"))
     value += Fraction(_parse_digits(block), 10 ** len(block) - 1)
     return _apply_sign(sign, value / 10 ** len(start))
+
+
+# At most 200 characters, which bounds both the parsing time and the size of the numbers.
+_ARITHMETIC = re.compile(r"[\d\s+\-*/()]{1,200}")
+_ARITHMETIC_SIGNS = (
+    (r"\times", "*"), (r"\cdot", "*"), (r"\div", "/"), (r"\left", ""), (r"\right", ""), ("×", "*"),
+    ("÷", "/"), ("−", "-"),
+)  # fmt: skip
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def evaluate_arithmetic(text: str) -> tuple[Fraction, list[int]] | None:
+    """Return (exact value, numbers used) of an expression, which may end in "= value".
+
+    Return None if the text is no arithmetic expression or divides by 0.
+    """
+    for latex, sign in _ARITHMETIC_SIGNS:
+        text = text.replace(latex, sign)
+    text = text.partition("=")[0].strip()
+    if not _ARITHMETIC.fullmatch(text) or "**" in text or "//" in text:
+        return None
+    used: list[int] = []
+    try:
+        return _evaluate_node(ast.parse(text, mode="eval").body, used), used
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _evaluate_node(node: ast.expr, used: list[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_evaluate_node(node.operand, used)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        operands = _evaluate_node(node.left, used), _evaluate_node(node.right, used)
+        return _OPERATORS[type(node.op)](*operands)
+    raise ValueError(f"not an arithmetic expression: {ast.dump(node)[:60]}")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from rl.errors import UserError
 from rl.rewards.math_reward import extract_boxed_answer
-from rl.rewards.reward_calls import RewardResult
+from rl.rewards.reward_calls import Meta, RewardResult
 from rl.rewards.reward_registry import register_reward
 from rl.rewards.text import expected_answer
 
@@ -86,9 +84,7 @@ def extract_choice(response: str, choices: int) -> str | None:
 
 
 @register_reward("multiple_choice", bounded=True, reports=("correct", "format"))
-def multiple_choice(
-    prompt: str, response: str, meta: Mapping[str, Any] | None = None
-) -> RewardResult:
+def multiple_choice(prompt: str, response: str, meta: Meta = None) -> RewardResult:
     """Return 1 if the last marked answer names the letter meta["answer"] and no other, else 0.
 
     meta["choices"] has the texts of the choices; without it there are four. `format`: the response

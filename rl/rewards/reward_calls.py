@@ -1,4 +1,5 @@
 """Call a reward function: for a single answer, a batch, as a coroutine, or with the whole episode.
+Combine rewards, whose parts may fail or not apply.
 
 A `RewardKind` combines what was declared in `register_reward` with the type of the function: an
 `async def` function is awaited, with many coroutines running concurrently.
@@ -8,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, SupportsFloat
+from math import isfinite
+from typing import Any, Literal, SupportsFloat
 
+from rl.sanitize import describe_error
 from rl.types import Message
 
+Meta = Mapping[str, Any] | None  # the data of a problem
 RewardItem = tuple[Any, ...]  # prompt, response, meta, and the episode if the reward takes episodes
 _MAX_CONCURRENT = 256  # maximum number of concurrent coroutines
 _KIND_ATTRIBUTE = "__reward_kind__"
@@ -30,6 +35,34 @@ class RewardResult:
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
+
+
+Failure = Literal["error", "timeout", "nan", "death"]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Hold the reward and metrics of a response, and the run time of each reward by name.
+
+    If the reward failed, `reward` is None, `error` describes the failure, and `failure` is its
+    kind.
+    """
+
+    reward: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    failure: Failure | None = None
+    seconds: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
+
+
+def make_failed_score(failure: Failure, error: str) -> Score:
+    return Score(None, {}, error, failure)
+
+
+def make_formatted_result(correct: float, has_format: bool, **metrics: float) -> RewardResult:
+    """Return correct + 0.1 (format - 1): best 1, worst -0.1."""
+    shown = {"correct": correct, "format": float(has_format), **metrics}
+    return RewardResult(correct + 0.1 * (float(has_format) - 1.0), shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,84 +146,69 @@ def build_arguments(kind: RewardKind, item: RewardItem) -> tuple[Any, ...]:
     return rest[0], meta
 
 
-def call_batched(
-    function: Callable[..., Any],
-    kind: RewardKind,
-    items: Sequence[RewardItem],
-    coroutine_timeout: float | None,
-) -> list[Any]:
-    """Return the function's result for each item: its value, or the exception that it raised.
+@dataclass(frozen=True, slots=True)
+class BatchCaller:
+    """Call a function for many items.
 
-    If a batched call raises or returns the wrong number of results, each half is called again, so
-    an error that a single item causes affects that item only. `coroutine_timeout`: time limit of
-    each coroutine in seconds.
+    `coroutine_timeout`: time limit of each coroutine in seconds.
     """
-    if kind.batched:
-        return _call_batch(function, kind, list(items), coroutine_timeout)
-    return run_coroutine(_call_concurrently(function, kind, items, coroutine_timeout))
 
+    function: Callable[..., Any]
+    kind: RewardKind
+    coroutine_timeout: float | None
 
-def _call_batch(
-    function: Callable[..., Any],
-    kind: RewardKind,
-    items: list[RewardItem],
-    coroutine_timeout: float | None,
-) -> list[Any]:
-    try:
-        columns = [
-            list(column)
-            for column in zip(*(build_arguments(kind, item) for item in items), strict=True)
-        ]
-        values = function(*columns)
-        if inspect.isawaitable(values):
-            values = run_coroutine(_await_with_timeout(values, coroutine_timeout))
-        if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
-            type_name = type(values).__name__
-            raise TypeError(
-                f"returned {str(values)[:80]!r} ({type_name}) for {len(items)} answers; a "
-                "list of rewards is expected"
-            )
-        if len(values) != len(items):
-            raise ValueError(f"returned {len(values)} rewards for {len(items)} answers")
-        return list(values)
-    except (Exception, SystemExit) as error:  # boundary: user code
-        if len(items) == 1:
-            return [error]
-        half = len(items) // 2
-        return [
-            *_call_batch(function, kind, items[:half], coroutine_timeout),
-            *_call_batch(function, kind, items[half:], coroutine_timeout),
-        ]
+    def call(self, items: Sequence[RewardItem]) -> list[Any]:
+        """Return the function's result for each item: its value, or the exception that it raised.
 
+        If a batched call raises or returns the wrong number of results, each half is called again,
+        so an error that a single item causes affects that item only.
+        """
+        if self.kind.batched:
+            return self._call_batch(items)
+        return run_coroutine(self._call_concurrently(items))
 
-async def _call_concurrently(
-    function: Callable[..., Any],
-    kind: RewardKind,
-    items: Sequence[RewardItem],
-    coroutine_timeout: float | None,
-) -> list[Any]:
-    semaphore = asyncio.Semaphore(_MAX_CONCURRENT)
-
-    async def run_item(item: RewardItem) -> Any:
-        async with semaphore:
-            try:
-                return await _await_with_timeout(
-                    function(*build_arguments(kind, item)), coroutine_timeout
+    def _call_batch(self, items: Sequence[RewardItem]) -> list[Any]:
+        try:
+            arguments = [build_arguments(self.kind, item) for item in items]
+            values = self.function(*map(list, zip(*arguments, strict=True)))
+            if inspect.isawaitable(values):
+                values = run_coroutine(self._await(values))
+            if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+                type_name = type(values).__name__
+                raise TypeError(
+                    f"returned {str(values)[:80]!r} ({type_name}) for {len(items)} answers; a "
+                    "list of rewards is expected"
                 )
-            except (Exception, SystemExit) as error:  # boundary: user code
-                return error
+            if len(values) != len(items):
+                raise ValueError(f"returned {len(values)} rewards for {len(items)} answers")
+            return list(values)
+        except (Exception, SystemExit) as error:  # boundary: user code
+            if len(items) == 1:
+                return [error]
+            half = len(items) // 2
+            return self._call_batch(items[:half]) + self._call_batch(items[half:])
 
-    return await asyncio.gather(*(run_item(item) for item in items))
+    async def _call_concurrently(self, items: Sequence[RewardItem]) -> list[Any]:
+        semaphore = asyncio.Semaphore(_MAX_CONCURRENT)
 
+        async def run_item(item: RewardItem) -> Any:
+            async with semaphore:
+                try:
+                    return await self._await(self.function(*build_arguments(self.kind, item)))
+                except (Exception, SystemExit) as error:  # boundary: user code
+                    return error
 
-async def _await_with_timeout(awaitable: Any, timeout: float | None) -> Any:
-    try:
-        async with asyncio.timeout(timeout) as deadline:
-            return await awaitable
-    except TimeoutError as error:
-        if deadline.expired():
-            raise RewardTimeout(f"did not end within {timeout:g} s") from error
-        raise
+        return await asyncio.gather(*map(run_item, items))
+
+    async def _await(self, awaitable: Any) -> Any:
+        try:
+            async with asyncio.timeout(self.coroutine_timeout) as deadline:
+                return await awaitable
+        except TimeoutError as error:
+            if deadline.expired():
+                limit = f"{self.coroutine_timeout:g} s"
+                raise RewardTimeout(f"did not end within {limit}") from error
+            raise
 
 
 class RewardTimeout(Exception):
@@ -206,21 +224,8 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append((asyncio.run(coroutine), None))
-        except BaseException as error:  # raised again in the calling thread
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join()
-    value, error = outcome[0]
-    if error is not None:
-        raise error
-    return value
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 def convert_number(value: Any, label: str) -> float:
@@ -262,3 +267,82 @@ def to_reward_result(value: Any) -> RewardResult:
         for key, figure in result.metrics.items()
     }
     return RewardResult(convert_number(result.reward, "reward"), metrics, dict(result.seconds))
+
+
+# ------------------------------------------------------------------------ combined rewards
+
+
+def try_call(call: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a call of user code, or the exception that it raised."""
+    try:
+        return call(*args)
+    except (Exception, SystemExit) as error:  # boundary: user code
+        return error
+
+
+class RewardPartError(Exception):
+    """Raised when a part of a combined reward fails: "in its part 'a', which raised ...".
+
+    `__cause__` is the exception that the part raised.
+    """
+
+
+class CombinedReward(ABC):
+    """Compute a reward from other rewards. If a part fails, the whole fails and the error names the
+    part.
+    """
+
+    # If true, a part that does not apply has the result None, instead of failing the whole.
+    skips_not_applicable = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for part in self.part_rewards() for name in part.columns))
+
+    @abstractmethod
+    def part_rewards(self) -> Sequence[Any]:
+        """Return the parts."""
+
+    @abstractmethod
+    def combine_results(self, item: RewardItem, results: Sequence[Any]) -> RewardResult:
+        """Compute the whole's result from the results of its parts, in their order."""
+
+    def evaluate_many(
+        self, items: Sequence[RewardItem], coroutine_timeout: float | None = None
+    ) -> list[RewardResult | BaseException]:
+        """Score all items with each part in turn; an item fails if any part fails on it."""
+        columns = [part.evaluate_many(items, coroutine_timeout) for part in self.part_rewards()]
+        return [
+            try_call(self._combine_or_raise, item, row)
+            for item, *row in zip(items, *columns, strict=True)
+        ]
+
+    def _combine_or_raise(
+        self, item: RewardItem, results: Sequence[RewardResult | BaseException]
+    ) -> RewardResult:
+        applicable: list[RewardResult | None] = []
+        for part, result in zip(self.part_rewards(), results, strict=True):
+            if self.skips_not_applicable and isinstance(result, NotApplicable):
+                applicable.append(None)
+            elif isinstance(result, RewardTimeout):
+                raise result
+            elif isinstance(result, BaseException):
+                reason = (
+                    str(result)
+                    if isinstance(result, RewardPartError)
+                    else f"which raised {describe_error(result)}"
+                )
+                raise RewardPartError(f"in its part {part.name!r}, {reason}") from (
+                    result.__cause__ or result
+                )
+            elif not isfinite(result.reward):
+                raise RewardPartError(f"in its part {part.name!r}, which returned {result.reward}")
+            else:
+                applicable.append(result)
+        return to_reward_result(self.combine_results(item, applicable))
+
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
+        (outcome,) = self.evaluate_many([(prompt, response, meta, None)])
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome

@@ -19,25 +19,27 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from rl.errors import UserError
-from rl.rewards.combined_reward import CombinedReward, try_call
 from rl.rewards.module_loader import load_file
 from rl.rewards.reward_calls import (
+    BatchCaller,
+    CombinedReward,
     Episode,
+    Meta,
     RewardItem,
     RewardKind,
     RewardResult,
     build_arguments,
-    call_batched,
     get_reward_kind,
     set_reward_kind,
     to_reward_result,
+    try_call,
 )
 from rl.rewards.trl_adapter import adapt_reward, is_trl_style, iter_trl_settings
 from rl.sanitize import describe_error
@@ -121,6 +123,7 @@ def registered_rewards() -> list[str]:
     return sorted(_REGISTRY)
 
 
+@dataclass(eq=False, repr=False)
 class Reward:
     """Hold a resolved reward with its settings bound.
 
@@ -131,59 +134,50 @@ class Reward:
     episodes. A `Reward` can be pickled if its function can be imported by name.
     """
 
-    batched: bool
-    episode: bool
-    coroutine_timeout: float | None = (
-        None  # time limit of each coroutine in seconds, set by the scorer
-    )
+    name: str
+    function: RewardFunction
+    _: KW_ONLY
+    needs: tuple[str, ...] = ()
+    inline_safe: bool = False
+    builtin: bool = False
+    reports: tuple[str, ...] = ()
+    # time limit of each coroutine in seconds, set by the scorer
+    coroutine_timeout: float | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        name: str,
-        function: RewardFunction,
-        *,
-        needs: tuple[str, ...] = (),
-        inline_safe: bool = False,
-        builtin: bool = False,
-        reports: tuple[str, ...] = (),
-    ):
-        self.name = name
-        self.function = function
-        self.needs = needs
-        self.reports = reports
-        self.kind = get_reward_kind(function)
+    def __post_init__(self) -> None:
+        self.kind = get_reward_kind(self.function)
         parts: Sequence[Reward] = (
-            function.part_rewards() if isinstance(function, CombinedReward) else ()
+            self.function.part_rewards() if isinstance(self.function, CombinedReward) else ()
         )
-        self.batched: bool = (
-            self.kind.batched or self.kind.is_coroutine or any(part.batched for part in parts)
-        )
+        awaits = self.kind.batched or self.kind.is_coroutine
+        self.batched: bool = awaits or any(part.batched for part in parts)
         self.episode: bool = self.kind.episode or any(part.episode for part in parts)
-        self.inline_safe = inline_safe and not self.batched
-        self.builtin: bool = all(part.builtin for part in parts) if parts else builtin
+        self.inline_safe = self.inline_safe and not self.batched
+        if parts:
+            self.builtin = all(part.builtin for part in parts)
 
     def evaluate(
         self,
         prompt: str,
         response: str,
-        meta: Mapping[str, Any] | None = None,
+        meta: Meta = None,
         episode: Episode | None = None,
     ) -> RewardResult:
         """Return the reward and its metrics.
 
         NaN and infinity are accepted. Raises TypeError if the function did not return a number.
         """
-        item = (prompt, response, meta, episode)
-        if self.batched:
-            (outcome,) = self.evaluate_many([item], self.coroutine_timeout)
-            if isinstance(outcome, BaseException):
-                raise outcome
-            return outcome
+        (outcome,) = self.evaluate_many([(prompt, response, meta, episode)])
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def _evaluate_item(self, item: RewardItem) -> RewardResult:
         start = time.perf_counter()
-        if isinstance(self.function, CombinedReward):
-            return to_reward_result(self.function.evaluate(item))
         try:
             result = to_reward_result(self.function(*build_arguments(self.kind, item)))
+            if self.builtin and not isfinite(result.reward):
+                result = self.give_up_result()
         except Exception as error:  # boundary: an answer may break a grader in any way
             # A UserError is about the problem or the host, not about the answer.
             if not self.builtin or isinstance(error, UserError):
@@ -194,9 +188,6 @@ class Reward:
                 describe_error(error),
             )
             result = self.give_up_result()
-        else:
-            if self.builtin and not isfinite(result.reward):
-                result = self.give_up_result()
         return self._add_seconds(result, time.perf_counter() - start)
 
     def give_up_result(self) -> RewardResult:
@@ -209,17 +200,18 @@ class Reward:
     ) -> list[RewardResult | BaseException]:
         """Return the result of each item, or the exception that it raised.
 
-        `coroutine_timeout`: time limit of each coroutine in seconds.
+        `coroutine_timeout`: time limit of each coroutine in seconds, by default that of the reward.
         """
-        if self.batched and isinstance(self.function, CombinedReward):
-            return self.function.evaluate_many(items, coroutine_timeout)
-        start, outcomes = time.perf_counter(), []
+        timeout = coroutine_timeout or self.coroutine_timeout
+        if isinstance(self.function, CombinedReward):
+            return self.function.evaluate_many(items, timeout)
         if not self.batched:
-            return [try_call(self.evaluate, *item) for item in items]
-        for value in call_batched(self.function, self.kind, items, coroutine_timeout):
-            outcomes.append(
-                value if isinstance(value, BaseException) else try_call(to_reward_result, value)
-            )
+            return [try_call(self._evaluate_item, item) for item in items]
+        start = time.perf_counter()
+        values = BatchCaller(self.function, self.kind, timeout).call(items)
+        outcomes = [
+            v if isinstance(v, BaseException) else try_call(to_reward_result, v) for v in values
+        ]
         seconds = (time.perf_counter() - start) / max(1, len(items))
         return [
             outcome if isinstance(outcome, BaseException) else self._add_seconds(outcome, seconds)
@@ -239,7 +231,7 @@ class Reward:
         """Return the name used in metrics: for "module:function", the function."""
         return self.name.rpartition(":")[2]
 
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> float:
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> float:
         return self.evaluate(prompt, response, meta).reward
 
     def parts(self) -> Iterator[Reward]:
@@ -333,20 +325,16 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
             "as 'module:function'"
         )
     function = _bind_settings(spec, entry.target, settings)
+    needs, inline_safe = entry.needs, entry.inline_safe
     if isinstance(function, CombinedReward):
         # Bounded if all parts are bounded; needs the modules of all parts.
         needs = tuple(module for part in function.part_rewards() for module in part.needs)
-        return Reward(
-            spec,
-            function,
-            needs=needs,
-            inline_safe=all(part.inline_safe for part in function.part_rewards()),
-        )
+        inline_safe = all(part.inline_safe for part in function.part_rewards())
     return Reward(
         spec,
         function,
-        needs=entry.needs,
-        inline_safe=entry.inline_safe,
+        needs=needs,
+        inline_safe=inline_safe,
         builtin=entry.builtin,
         reports=entry.reports,
     )
@@ -369,16 +357,12 @@ def _iter_settings(target: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     if is_trl_style(target):
         yield from iter_trl_settings(target)
         return
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional_settings = [p for p in parameters if p.kind in positional][
-        get_reward_kind(target).leading_parameters :
+    keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    positional = [
+        p for p in parameters if p.kind not in (*keyword, inspect.Parameter.VAR_POSITIONAL)
     ]
-    yield from positional_settings
-    yield from (
-        p
-        for p in parameters
-        if p.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-    )
+    yield from positional[get_reward_kind(target).leading_parameters :]
+    yield from (p for p in parameters if p.kind in keyword)
 
 
 def _bind_settings(

@@ -14,15 +14,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 from rl.errors import UserError, install_command
 from rl.processes import InvalidReply, WorkerDiedError
 from rl.rewards.captured_output import RewardOutput
-from rl.rewards.reward_calls import Episode, RewardItem, RewardResult
-from rl.rewards.reward_futures import Failure, PendingScore, RewardsLost, Score, shorten_prompt
-from rl.rewards.reward_queue import RewardQueue
+from rl.rewards.reward_calls import Episode, Meta, RewardItem, Score, make_failed_score
 from rl.rewards.reward_registry import Reward, RewardFunction, resolve_reward
 from rl.rewards.reward_workers import (
     ProcessRewardWorker,
@@ -30,10 +29,9 @@ from rl.rewards.reward_workers import (
     ThreadRewardWorker,
     WorkerStartError,
     build_worker_environment,
+    score_items,
 )
-from rl.rewards.worker_loop import evaluate_item
-from rl.rewards.worker_protocol import SECONDS_PREFIX, RewardReply
-from rl.sanitize import describe_error
+from rl.sanitize import describe_error, sanitize_text
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +39,66 @@ WorkerPlace = Literal["inline", "process", "thread"]
 
 # extras that install the module of a built-in reward
 _EXTRAS = {"py3langid": "language"}
-_MAX_CHUNK = 64
-# Items with about this total run time are sent in a single message: 100 round trips a second cost
-# nothing.
-_CHUNK_SECONDS = 0.01
-_CLOSE_POLL_SECONDS = (
-    0.2  # interval at which a wait for a reply checks whether the scorer was closed
-)
+_FAILURE_COUNTS = {"error": "errors", "timeout": "timeouts", "nan": "nan", "death": "deaths"}
+# interval at which a wait for a reply checks whether the scorer was closed
+_CLOSE_POLL_SECONDS = 0.2
 # Grace after the time limit, in which a cancelled coroutine reports the timeout itself
 _CANCEL_GRACE_SECONDS = 2.0
 # Pauses between attempts to restart a lost worker: a missing resource may become available.
 _RESTART_SECONDS = (0.2, 1.0, 3.0)
+
+
+class RewardsLost(UserError):
+    """Raised when no worker of a scorer can be restarted: no further response can be scored."""
+
+
+class PendingScore(Future[Score]):
+    """Represent a score that is being computed.
+
+    `on_request`: called when the score is first requested; responses that are scored in a batch are
+    queued until then. `immediate`: whether the score was available at once, which is constant for a
+    scorer.
+    """
+
+    deadline = None  # each item before this one has its time limit
+
+    def __init__(self, prompt: str, item: Any, on_request: Callable[[], None] | None = None):
+        super().__init__()
+        self.prompt, self.item, self.immediate = prompt, item, False
+        self._on_request = on_request
+
+    def done(self) -> bool:
+        self._request()
+        return super().done()
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        """Call `callback` when the score has been computed."""
+        self._request()
+        super().add_done_callback(callback)
+
+    def result(self, timeout: float | None = None) -> Score:
+        """Wait at most `timeout` seconds for the score.
+
+        None also ends: each item before this one has its time limit. Raises TimeoutError at the
+        timeout, RewardsLost if no worker remains.
+        """
+        self._request()
+        try:
+            return super().result(timeout)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"no score within {timeout} s for the response to {_shorten(self.prompt)}"
+            ) from error
+
+    def _request(self) -> None:
+        on_request, self._on_request = self._on_request, None
+        if on_request is not None and not super().done():
+            on_request()
+
+
+def _shorten(prompt: str) -> str:
+    """Return the beginning of a prompt, for an error message."""
+    return sanitize_text(repr(prompt if len(prompt) <= 60 else prompt[:57] + "..."), 400)
 
 
 def _check_packages(reward: Reward) -> None:
@@ -116,10 +163,11 @@ class Scorer:
         self._output = RewardOutput(self.reward.name)
         self._lost_workers: dict[str | None, int] = {}  # number by kind of failure
         self._lock = threading.Condition()
-        self._queue = RewardQueue(self.reward.batched)
+        # A call is scored by a single message to a worker: an item, or many of a batched reward,
+        # whose items are held until the first score is requested.
+        self._calls: deque[deque[PendingScore]] = deque()
+        self._held_items: list[PendingScore] = []
         self._closed = False
-        # Running mean; this initial value sends the first items individually
-        self._item_seconds = _CHUNK_SECONDS
         self._threads: list[threading.Thread] = []
         self._active_workers = 0  # number of worker threads that have not given up
         self._failure: RewardsLost | None = None
@@ -166,7 +214,7 @@ class Scorer:
         self,
         prompt: str,
         response: str,
-        meta: Mapping[str, Any] | None = None,
+        meta: Meta = None,
         episode: Episode | None = None,
     ) -> PendingScore:
         """Submit a response for scoring, and its episode if the reward takes episodes
@@ -178,7 +226,7 @@ class Scorer:
         item: RewardItem = (prompt, response, dict(meta) if meta is not None else None, episode)
         pending = PendingScore(prompt, item, self._flush if self.reward.batched else None)
         if self.place == "inline":
-            self._finish(pending, evaluate_item(self.reward, item))
+            self._finish(pending, *score_items(self.reward, [item]))
             pending.immediate = True
             return pending
         if self.place == "process":
@@ -189,7 +237,7 @@ class Scorer:
                     "runs in another process, and this meta cannot be pickled "
                     f"({describe_error(error)})"
                 )
-                self._finish(pending, RewardReply(None, "error", reason))
+                self._finish(pending, make_failed_score("error", reason))
                 return pending
         with self._lock:
             if self._closed:
@@ -198,15 +246,31 @@ class Scorer:
                 )
             if self._failure is not None:
                 raise self._failure
-            self._queue.add(pending)
-            self._lock.notify()
+            if self.reward.batched:
+                self._held_items.append(pending)
+            else:
+                self._calls.append(deque([pending]))
+                self._lock.notify()
         return pending
 
     def _flush(self) -> None:
-        """Start scoring the queued responses."""
+        """Start scoring the held responses, a call for each worker."""
         with self._lock:
-            self._queue.release()
-            self._lock.notify_all()
+            self._queue_calls(self._held_items, len(self._threads))
+            self._held_items = []
+
+    def _queue_calls(self, items: Sequence[PendingScore], number: int) -> None:
+        """Queue items as calls of equal size. The caller holds the lock."""
+        size = -(-len(items) // number) or 1
+        self._calls.extend(deque(items[i : i + size]) for i in range(0, len(items), size))
+        self._lock.notify_all()
+
+    def _drain(self) -> list[PendingScore]:
+        """Remove and return all items that no worker has taken. The caller holds the lock."""
+        items = [*(item for call in self._calls for item in call), *self._held_items]
+        self._calls.clear()
+        self._held_items = []
+        return items
 
     def take_seconds(self) -> dict[str, float]:
         """Return seconds per reward name since the last call, summed over all workers, and reset
@@ -227,10 +291,10 @@ class Scorer:
         """Stop the workers. Responses that were not scored yet get a score without reward."""
         with self._lock:
             self._closed = True
-            remaining = self._queue.drain()
+            remaining = self._drain()
             self._lock.notify_all()
         for pending in remaining:
-            self._finish(pending, RewardReply(None, "error", "was not run: the scorer was closed"))
+            self._finish(pending, make_failed_score("error", "was not run: the scorer was closed"))
         for thread in self._threads:
             thread.join(timeout=5.0)
         atexit.unregister(self.close)
@@ -241,63 +305,26 @@ class Scorer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _finish(
-        self, pending: PendingScore, reply: RewardReply, score: RewardResult | None = None
-    ) -> None:
-        """Convert a reply to a score and count it.
+    def _finish(self, pending: PendingScore, reply: Score, *, give_up: bool = False) -> None:
+        """Count a worker's reply and set the score, whose error names the reward and the prompt.
 
-        `score`: result to use for a failed reply that does not count as a failure of the batch.
+        `give_up`: a failure scores 0, as for an answer on which a built-in reward gives up.
         """
-        kinds: dict[str, str] = {
-            "error": "errors",
-            "timeout": "timeouts",
-            "nan": "nan",
-            "death": "deaths",
-        }
-        failure: Failure | None = reply.failure  # type: ignore[assignment]  # Reply has plain text
-        metrics = {} if reply.result is None else reply.result.metrics
-        # Another process sends run times as metrics.
-        seconds = {} if reply.result is None else dict(reply.result.seconds)
-        seconds |= {
-            name.removeprefix(SECONDS_PREFIX): value
-            for name, value in metrics.items()
-            if name.startswith(SECONDS_PREFIX)
-        }
         with self._lock:
-            for name, value in seconds.items():
-                self.seconds[name] = self.seconds.get(name, 0.0) + value
+            for name, seconds in reply.seconds.items():
+                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
             self.counts["calls"] += 1
-            if failure is not None:
-                self.counts[kinds[failure]] += 1
-        if score is not None:
-            pending.set(Score(score.reward, score.metrics))
-        elif reply.result is not None:
-            pending.set(
-                Score(
-                    reply.result.reward,
-                    {k: v for k, v in metrics.items() if not k.startswith(SECONDS_PREFIX)},
-                )
-            )
-        else:
-            error = (
-                f"reward {self.reward.name!r} {reply.error} (prompt "
-                f"{shorten_prompt(pending.prompt)})"
-            )
-            pending.set(Score(None, {}, error, failure))
-
-    def _take_chunk(self) -> list[PendingScore]:
-        """Wait for work and return as many items as fit into a chunk, leaving the other workers
-        their share.
-
-        Returns an empty list when the scorer is closed.
-        """
-        with self._lock:
-            while not self._queue and not self._closed:
-                self._lock.wait()
-            return self._queue.take(
-                len(self._threads),
-                min(_MAX_CHUNK, max(1, int(_CHUNK_SECONDS / self._item_seconds))),
-            )
+            if reply.failure is not None:
+                self.counts[_FAILURE_COUNTS[reply.failure]] += 1
+        score = reply
+        if give_up:
+            result = self.reward.give_up_result()
+            score = Score(result.reward, result.metrics)
+        elif reply.failure is not None:
+            error = f"reward {self.reward.name!r} {reply.error} (prompt {_shorten(pending.prompt)})"
+            score = make_failed_score(reply.failure, error)
+        pending.item = None
+        pending.set_result(score)
 
     def _manage_worker(self, worker: RewardWorker | None) -> None:
         """Run the thread that manages a worker: start it when work arrives, and restart it if it is
@@ -305,21 +332,25 @@ class Scorer:
 
         `worker`: the worker, if it was started already.
         """
-        chunk: deque[PendingScore] = deque()
+        call: deque[PendingScore] = deque()
         try:
-            while batch := self._take_chunk():
-                chunk = deque(batch)
-                while chunk:
-                    worker = worker or self._restart()
-                    worker = self._run_chunk(worker, chunk)
-        except _ScorerClosed as error:
-            while chunk:
-                self._finish(chunk.popleft(), RewardReply(None, "error", f"was not run: {error}"))
+            while True:
+                with self._lock:
+                    self._lock.wait_for(lambda: self._calls or self._closed)
+                    if not self._calls:  # the scorer was closed
+                        return
+                    call = self._calls.popleft()
+                worker = worker or self._restart()
+                worker = self._run_call(worker, call)
+        except _ScorerClosed:
+            reply = make_failed_score("error", "was not run: the scorer was closed")
+            for pending in call:
+                self._finish(pending, reply)
         except Exception as error:  # no caller may wait forever for the items of this thread
             logger.warning(
                 "reward %r lost a worker permanently: %s", self.reward.name, describe_error(error)
             )
-            self._end_manager(chunk, error)
+            self._end_manager(call, error)
         finally:
             if worker is not None:
                 worker.stop()
@@ -327,11 +358,11 @@ class Scorer:
     def _restart(self) -> RewardWorker:
         """Start a replacement for a lost worker.
 
-        Raises WorkerStartError after the last attempt, _Closed if the scorer was closed.
+        Raises WorkerStartError after the last attempt, _ScorerClosed if the scorer was closed.
         """
         for pause in (*_RESTART_SECONDS, None):
             if self._closed:
-                raise _ScorerClosed("the scorer was closed")
+                raise _ScorerClosed
             try:
                 return self._make_worker()
             except WorkerStartError as error:
@@ -344,62 +375,57 @@ class Scorer:
                 self._lock.wait_for(lambda: self._closed, timeout=pause)
         raise AssertionError("the last attempt returns or raises")
 
-    def _end_manager(self, chunk: deque[PendingScore], cause: Exception) -> None:
-        """End this worker's thread: return its items to the queue; after the last worker, fail all
+    def _end_manager(self, call: deque[PendingScore], cause: Exception) -> None:
+        """End this worker's thread: return its call to the queue; after the last worker, fail all
         items.
         """
         with self._lock:
-            self._queue.put_back(chunk)
-            chunk.clear()
+            if call:
+                self._calls.appendleft(call)
             self._active_workers -= 1
-            remaining: list[PendingScore] = []
-            if self._active_workers == 0:
-                reason = (
-                    f"reward {self.reward.name!r} cannot score any more: none of its workers "
-                    f"could be restarted: {cause}"
-                )
-                remedy = (
-                    "If a resource is exhausted, free some: processes (ulimit -u), descriptors "
-                    "(ulimit -n), memory"
-                )
-                self._failure = RewardsLost(f"{reason}. {remedy}")
-                remaining = self._queue.drain()
             self._lock.notify_all()
+            if self._active_workers:
+                return
+            self._failure = RewardsLost(
+                f"reward {self.reward.name!r} cannot score any more: none of its workers could be "
+                f"restarted: {cause}. If a resource is exhausted, free some: processes "
+                "(ulimit -u), descriptors (ulimit -n), memory"
+            )
+            remaining = self._drain()
         for pending in remaining:
-            assert self._failure is not None  # set above whenever items remain
-            pending.fail(self._failure)
+            pending.item = None
+            pending.set_exception(self._failure)
 
-    def _run_chunk(self, worker: RewardWorker, chunk: deque[PendingScore]) -> RewardWorker | None:
-        """Score a chunk until it is empty or its first item loses the worker.
+    def _run_call(self, worker: RewardWorker, call: deque[PendingScore]) -> RewardWorker | None:
+        """Score the items of a call until one loses the worker. Returns the worker, or None if it
+        was lost.
 
-        Returns the worker, or None if it was lost.
+        The items after a lost one are queued again, each half as a call of its own, which shows the
+        item to blame.
         """
         try:
-            worker.send([pending.item for pending in chunk])
-            while chunk:
+            worker.send([pending.item for pending in call])
+            while call:
                 reply = self._receive(worker)
-                self._finish(chunk.popleft(), reply)
+                self._finish(call.popleft(), reply)
             return worker
         except TimeoutError:
-            reply = RewardReply(None, "timeout", f"did not end within {self.timeout:g} s")
+            reply = make_failed_score("timeout", f"did not end within {self.timeout:g} s")
         except WorkerDiedError as error:
-            reply = RewardReply(None, "death", f"ended its worker process: {error}")
+            reply = make_failed_score("death", f"ended its worker process: {error}")
         except InvalidReply as error:
-            reply = RewardReply(None, "error", f"sent an invalid reply: {error}")
+            reply = make_failed_score("error", f"sent an invalid reply: {error}")
         worker.stop()
-        # Scoring the halves separately shows which item is to blame.
-        if self.reward.batched and len(chunk) > 1:
+        if len(call) > 1:
             with self._lock:
-                self._queue.add_halves(list(chunk))
-                self._lock.notify_all()
-            chunk.clear()
-            return None
-        culprit = chunk.popleft()
-        self._log_lost_worker(reply, culprit)
-        self._finish(culprit, reply, self.reward.give_up_result() if self.reward.builtin else None)
+                self._queue_calls(list(call), 2)
+        else:
+            self._log_lost_worker(reply, call[0])
+            self._finish(call[0], reply, give_up=self.reward.builtin)
+        call.clear()
         return None
 
-    def _log_lost_worker(self, reply: RewardReply, culprit: PendingScore) -> None:
+    def _log_lost_worker(self, reply: Score, culprit: PendingScore) -> None:
         """Log the 1st, 10th, 100th, ... worker lost to each kind of failure.
 
         `reply`: the failure. `culprit`: the answer that the worker was scoring. A reward may lose
@@ -415,34 +441,24 @@ class Scorer:
                 self.reward.name,
                 reply.error,
                 total,
-                shorten_prompt(culprit.prompt),
+                _shorten(culprit.prompt),
             )
 
-    def _receive(self, worker: RewardWorker) -> RewardReply:
-        """Return the reply to the item that just started. Raises TimeoutError, WorkerDiedError or
-        _Closed.
+    def _receive(self, worker: RewardWorker) -> Score:
+        """Return the reply to the item that just started. Raises TimeoutError, WorkerDiedError,
+        InvalidReply or _ScorerClosed.
         """
-        start = time.monotonic()
+        grace = _CANCEL_GRACE_SECONDS if self.reward.batched else 0.0
+        deadline = time.monotonic() + self.timeout + grace
         while True:
-            remaining = (
-                start
-                + self.timeout
-                + (_CANCEL_GRACE_SECONDS if self.reward.batched else 0.0)
-                - time.monotonic()
-            )
+            remaining = deadline - time.monotonic()
             try:
-                reply = worker.receive(min(_CLOSE_POLL_SECONDS, max(0.0, remaining)))
+                return worker.receive(min(_CLOSE_POLL_SECONDS, max(0.0, remaining)))
             except TimeoutError:
                 if self._closed:
-                    raise _ScorerClosed("the scorer was closed") from None
+                    raise _ScorerClosed from None
                 if remaining <= 0:
                     raise
-                continue
-            # Workers write this without a lock: a lost update of a running mean does no harm.
-            self._item_seconds += (
-                0.2 * max(1e-6, time.monotonic() - start) - 0.2 * self._item_seconds
-            )
-            return reply
 
     def _make_worker(self) -> RewardWorker:
         if self.place == "thread":

@@ -1,37 +1,50 @@
 """Run a reward in a process that can be killed, or in a thread that can be abandoned.
 
-A worker sends a `RewardReply` to each item, in order, as soon as it is available, so the scorer can
-time every item. A worker process is a fresh interpreter. It is not a fork (forks of a process with
-threads or CUDA hang) and not multiprocessing's spawn (which runs the user's script again): it
-imports only the reward's module. It runs under a reaper (rl.processes.reaper), which ends all
-processes that it started. Its messages are parsed as data (rl.rewards.worker_protocol). It receives
-only the named environment variables.
+A worker sends a `Score` to each item of a call, in order, as soon as it is available, so the
+scorer can time every item. A worker process is a fresh interpreter. It is not a fork (forks of a
+process with threads or CUDA hang) and not multiprocessing's spawn (which runs the user's script
+again): it imports only the reward's module. It runs under a reaper (rl.processes.reaper), which
+ends all processes that it started. It receives only the named environment variables.
+
+A worker runs user code, so its output is parsed as data: JSON (Python's, which has NaN), never
+unpickled, of bounded length, with a checksum (rl.processes), the number of its item, the worker's
+process id and a secret of this worker (its nonce). Anything else is an InvalidReply.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import json
+import math
 import os
 import pickle
 import queue
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from rl.processes import InvalidReply, WorkerDiedError, WorkerProcess
+from rl.errors import UserError
+from rl.processes import InvalidReply, WorkerDiedError, WorkerProcess, encode_frame, read_message
 from rl.rewards.captured_output import capture_thread_output
-from rl.rewards.reward_calls import RewardItem
-from rl.rewards.reward_registry import Reward
-from rl.rewards.worker_loop import evaluate_items
-from rl.rewards.worker_protocol import (
-    MAX_REPLY_BYTES,
-    READY_ITEM,
-    RewardReply,
-    as_remote_reply,
-    decode_reply,
+from rl.rewards.reward_calls import (
+    RewardItem,
+    RewardPartError,
+    RewardTimeout,
+    Score,
+    make_failed_score,
+    try_call,
 )
-from rl.sanitize import describe_error
+from rl.rewards.reward_registry import Reward
+from rl.sanitize import describe_error, sanitize_text
+
+MAX_REPLY_BYTES = 1 << 20  # bytes of a single reply: a reward, its metrics, an error's text
+MAX_ERROR_CHARACTERS = 2000  # characters of an error's text that are kept
+_SECONDS_PREFIX = "time/"  # prefix of the metrics that hold a reward's run time in seconds
+_MAX_NAME_CHARACTERS = 200  # characters of a metric's name
+READY_ITEM = 0  # item number of the message "the worker is ready"; items count from 1
 
 # To import the reward's module, which may take long; an item's time limit starts after it.
 _START_SECONDS = 120.0
@@ -46,6 +59,99 @@ ENVIRONMENT = (
     "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE",
     "TOKENIZERS_PARALLELISM", "SSL_CERT_FILE", "SSL_CERT_DIR",
 )  # fmt: skip
+
+_FIELDS = {"item", "pid", "nonce", "reward", "metrics", "failure", "error"}
+
+
+# ------------------------------------------------------------------------- the messages
+
+
+def encode_reply(number: int, nonce: str, reply: Score) -> bytes:
+    """Encode a reply of the calling process as a message."""
+    seconds = {_SECONDS_PREFIX + name: taken for name, taken in reply.seconds.items()}
+    fields = {
+        "item": number,
+        "pid": os.getpid(),
+        "nonce": nonce,
+        "reward": reply.reward,
+        "metrics": {**reply.metrics, **seconds},
+        "failure": reply.failure,
+        "error": reply.error,
+    }
+    payload = json.dumps(fields).encode()  # in ASCII: a lone surrogate is encoded as \ud800
+    if len(payload) > MAX_REPLY_BYTES:
+        too_long = f"returned metrics of {len(payload)} bytes, the maximum is {MAX_REPLY_BYTES}"
+        return encode_reply(number, nonce, make_failed_score("error", too_long))
+    return payload
+
+
+def decode_reply(payload: bytes, number: int, pid: int | None, nonce: str) -> tuple[Score, int]:
+    """Return (reply to item `number`, process id of the sender).
+
+    `pid`: process id of the worker, None if not known yet. Raises InvalidReply, with the reason, if
+    the payload is not the reply of the worker with this process id and nonce.
+    """
+    try:
+        fields = json.loads(payload.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        # UnicodeDecodeError is a ValueError, and so is the error for a number of 5,000 digits.
+        raise InvalidReply(f"it is not JSON ({sanitize_text(str(error), 100)})") from None
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        raise InvalidReply(f"it has unexpected fields: {sanitize_text(repr(fields), 100)}")
+    if fields["nonce"] != nonce:
+        raise InvalidReply("it does not hold the worker's nonce")
+    sender = fields["pid"]
+    if type(sender) is not int or (pid is not None and sender != pid):
+        raise InvalidReply(
+            f"process {sanitize_text(repr(sender), 40)} sent it, the worker is process {pid}"
+        )
+    if type(fields["item"]) is not int or fields["item"] != number:
+        raise InvalidReply(
+            f"it answers item {sanitize_text(repr(fields['item']), 40)}, expected item {number}"
+        )
+    return _parse_reply(fields), sender
+
+
+def as_remote_reply(reply: Score) -> Score:
+    """Return a closure's reply as if received from another process: bounded, sanitized, numbers and
+    text only.
+    """
+    return decode_reply(encode_reply(READY_ITEM, "", reply), READY_ITEM, None, "")[0]
+
+
+def _parse_reply(fields: dict[str, Any]) -> Score:
+    failure, error, metrics = fields["failure"], fields["error"], fields["metrics"]
+    if failure is not None:
+        if failure not in ("error", "nan", "timeout") or not isinstance(error, str):
+            raise InvalidReply(
+                f"its failure is malformed: {sanitize_text(repr((failure, error)), 100)}"
+            )
+        return make_failed_score(failure, sanitize_text(error, MAX_ERROR_CHARACTERS))
+    if not isinstance(metrics, dict):
+        raise InvalidReply(f"its metrics are {sanitize_text(repr(metrics), 100)}")
+    reward = _decode_number(fields["reward"], "reward")
+    score = Score(reward)
+    for name, value in metrics.items():
+        number = _decode_number(value, f"metric {name[:40]!r}")
+        if name.startswith(_SECONDS_PREFIX):
+            score.seconds[name.removeprefix(_SECONDS_PREFIX)] = number
+        else:
+            score.metrics[sanitize_text(name, _MAX_NAME_CHARACTERS)] = number
+    return score if math.isfinite(reward) else make_failed_score("nan", f"returned {reward}")
+
+
+def _decode_number(value: object, label: str) -> float:
+    if type(value) not in (int, float):
+        raise InvalidReply(
+            f"its {sanitize_text(label, 60)} is {sanitize_text(repr(value), 60)}, a number is "
+            "expected"
+        )
+    try:
+        return float(value)  # type: ignore[arg-type]  # an int or a float
+    except OverflowError:
+        raise InvalidReply(
+            f"its {sanitize_text(label, 60)} is beyond the range of a float"
+        ) from None
 
 
 class WorkerStartError(Exception):
@@ -69,6 +175,100 @@ def build_worker_environment(names: Sequence[str] = ()) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
+def score_items(reward: Reward, items: Sequence[RewardItem]) -> list[Score]:
+    """Return the reply to each item: its result, or an error that names the line of user code that
+    raised it.
+    """
+    return [
+        _make_error_reply(outcome)
+        if isinstance(outcome, BaseException)
+        else Score(outcome.reward, outcome.metrics, seconds=outcome.seconds)
+        if math.isfinite(outcome.reward)
+        else make_failed_score("nan", f"returned {outcome.reward}")
+        for outcome in reward.evaluate_many(items)
+    ]
+
+
+def _make_error_reply(error: BaseException) -> Score:
+    if isinstance(error, RewardTimeout):
+        return make_failed_score("timeout", str(error))
+    cause = error
+    description = f"raised {describe_error(error, MAX_ERROR_CHARACTERS)}"
+    if isinstance(error, RewardPartError):
+        cause = error.__cause__ or error
+        description = f"failed {error}"[:MAX_ERROR_CHARACTERS]
+    trace = cause.__traceback__
+    place = "returned instead of a reward"
+    while trace is not None:
+        place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    text = sanitize_text(f"{description} (at {place})", MAX_ERROR_CHARACTERS + 500)
+    return make_failed_score("error", text)
+
+
+# ------------------------------------------------------------------------- in the worker process
+
+
+def run_worker(fd: int) -> None:
+    """Run the worker process: receive the reward, send READY_ITEM or the error, then score calls of
+    pickled items.
+
+    `fd`: file descriptor of the channel to the trainer. Returns when the channel is closed.
+    """
+    channel, worker_pid = socket.socket(fileno=fd), os.getpid()
+    os.register_at_fork(after_in_child=lambda: _close_in_fork(channel))
+    nonce, pickled = pickle.loads(read_message(channel, limit=None))
+
+    def send(number: int, reply: Score) -> None:
+        channel.sendall(encode_frame(encode_reply(number, nonce, reply)))
+
+    ready = Score(0.0)
+    send(READY_ITEM, ready)  # reports this process's id before any user code runs
+    try:
+        reward = pickle.loads(pickled)
+        for module in reward.needs:
+            __import__(module)
+        reward.start()
+    except Exception as error:  # boundary: user code
+        reason = f"its worker process could not load it ({describe_error(error)})"
+        reason = str(error) if isinstance(error, UserError) else reason
+        return send(READY_ITEM, make_failed_score("error", reason))
+    send(READY_ITEM, ready)
+    number = READY_ITEM
+    while call := read_message(channel, limit=None):
+        replies = _score_pickled(reward, pickle.loads(call))
+        if os.getpid() != worker_pid:
+            # A fork of this process, made by the reward, returned to this loop: only the original
+            # may reply.
+            os._exit(0)
+        for reply in replies:
+            number += 1
+            send(number, reply)
+
+
+def _score_pickled(reward: Reward, payloads: Sequence[bytes]) -> list[Score]:
+    """Return the replies to pickled items, in order."""
+    items = [try_call(pickle.loads, payload) for payload in payloads]  # runs code of user objects
+    arrived = [item for item in items if not isinstance(item, BaseException)]
+    replies = iter(score_items(reward, arrived) if arrived else [])
+    refusal = "runs in another process, and this meta could not be unpickled"
+    return [
+        make_failed_score("error", f"{refusal} ({describe_error(item)})")
+        if isinstance(item, BaseException)
+        else next(replies)
+        for item in items
+    ]
+
+
+def _close_in_fork(channel: socket.socket) -> None:
+    """Close the socket in a fork of the worker: it must neither reply nor keep the socket open."""
+    with contextlib.suppress(OSError):  # the reward closed it
+        channel.close()
+
+
+# ------------------------------------------------------------------------------- in the trainer
+
+
 class ThreadRewardWorker:
     """Run items in a daemon thread.
 
@@ -77,51 +277,40 @@ class ThreadRewardWorker:
     """
 
     def __init__(self, reward: Reward, output: Callable[[bytes], None]):
-        self._output = output
-        self._inbox: queue.SimpleQueue[Sequence[RewardItem] | None] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[RewardReply] = queue.SimpleQueue()
-        self._batched = reward.batched
+        self._calls: queue.SimpleQueue[Sequence[RewardItem] | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[Score] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._serve, args=(reward, output), daemon=True)
+        thread.name = f"reward {reward.name}"
         try:
-            threading.Thread(
-                target=self._serve, args=(reward,), name=f"reward {reward.name}", daemon=True
-            ).start()
+            thread.start()
         except RuntimeError as error:
             raise WorkerStartError(f"its thread did not start ({error})") from error
 
-    def _serve(self, reward: Reward) -> None:
-        while (items := self._inbox.get()) is not None:
-            with capture_thread_output(self._output):
-                replies = evaluate_items(reward, items)
-                for _ in items:
-                    try:
-                        self._outbox.put(as_remote_reply(next(replies)))
-                    except BaseException as error:  # boundary: user code may raise SystemExit
-                        self._outbox.put(
-                            RewardReply(None, "error", f"raised {describe_error(error)}")
-                        )
+    def _serve(self, reward: Reward, output: Callable[[bytes], None]) -> None:
+        while (items := self._calls.get()) is not None:
+            with capture_thread_output(output):
+                try:
+                    replies = [as_remote_reply(reply) for reply in score_items(reward, items)]
+                except BaseException as error:  # boundary: user code
+                    failure = make_failed_score("error", f"raised {describe_error(error)}")
+                    replies = [failure] * len(items)
+            for reply in replies:
+                self._replies.put(reply)
 
     def send(self, items: Sequence[RewardItem]) -> None:
-        """Send items, which are run sequentially."""
-        for part in [items] if self._batched else [[item] for item in items]:
-            self._inbox.put(part)
+        """Send the items of a call."""
+        self._calls.put(items)
 
-    def receive(self, timeout: float) -> RewardReply:
+    def receive(self, timeout: float) -> Score:
         """Return the next reply. Raises TimeoutError after `timeout` seconds."""
         try:
-            return self._outbox.get(timeout=timeout)
+            return self._replies.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError from None
 
     def stop(self) -> None:
-        """Drop items that are still queued: they are sent again to the next worker and must not run
-        twice.
-        """
-        while not self._inbox.empty():
-            try:
-                self._inbox.get_nowait()
-            except queue.Empty:
-                break
-        self._inbox.put(None)
+        """End the thread after the call that it runs."""
+        self._calls.put(None)
 
 
 class ProcessRewardWorker:
@@ -140,7 +329,7 @@ class ProcessRewardWorker:
         self._last_item = READY_ITEM
         try:
             self._process = WorkerProcess(
-                "rl.rewards.worker_loop:run_worker", environment, MAX_REPLY_BYTES, output
+                "rl.rewards.reward_workers:run_worker", environment, MAX_REPLY_BYTES, output
             )
         except OSError as error:
             raise WorkerStartError(
@@ -165,13 +354,13 @@ class ProcessRewardWorker:
         raise WorkerStartError(f"its worker process did not start ({reason})") from cause
 
     def send(self, items: Sequence[bytes]) -> None:
-        """Send pickled items. Raises WorkerDiedError if the worker ended."""
+        """Send the pickled items of a call. Raises WorkerDiedError if the worker ended."""
         try:
-            self._process.send(pickle.dumps(list(items)), _SEND_SECONDS)
+            self._process.send(pickle.dumps(items), _SEND_SECONDS)
         except TimeoutError:
             raise WorkerDiedError(f"it received no items for {_SEND_SECONDS:g} s") from None
 
-    def receive(self, timeout: float) -> RewardReply:
+    def receive(self, timeout: float) -> Score:
         """Return the next reply. Raises TimeoutError after `timeout` seconds, WorkerDiedError or
         InvalidReply.
         """
@@ -179,7 +368,7 @@ class ProcessRewardWorker:
         self._last_item += 1
         return reply
 
-    def _receive_reply(self, number: int, timeout: float) -> RewardReply:
+    def _receive_reply(self, number: int, timeout: float) -> Score:
         payload = self._process.receive(timeout)
         reply, self._pid = decode_reply(payload, number, self._pid, self._nonce)
         return reply

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rl.errors import UserError
-from rl.rewards.combined_reward import CombinedReward, RewardPartError
-from rl.rewards.reward_calls import RewardItem, RewardResult
+from rl.rewards.reward_calls import CombinedReward, Meta, RewardItem, RewardPartError, RewardResult
 from rl.rewards.reward_registry import Reward, register_reward, resolve_reward
 
 
-def expected_answer(meta: Mapping[str, Any] | None) -> str:
+def expected_answer(meta: Meta) -> str:
     """Return meta["answer"], or meta["expected_answer"], as text.
 
     Raises UserError if the problem has neither.
@@ -28,8 +27,18 @@ def expected_answer(meta: Mapping[str, Any] | None) -> str:
     )
 
 
+def check_unit(reward: str, unit: str) -> None:
+    """Raise UserError unless `unit` is a unit of an answer's length."""
+    if unit not in ("words", "characters"):
+        raise UserError(f"{reward}: unit is 'words' or 'characters', got {unit!r}")
+
+
+def measure_length(response: str, unit: str) -> int:
+    return len(response.split()) if unit == "words" else len(response)
+
+
 @register_reward("exact_match", bounded=True)
-def exact_match(prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> RewardResult:
+def exact_match(prompt: str, response: str, meta: Meta = None) -> RewardResult:
     """Return 1 if the response, stripped of white space, equals meta["answer"], else 0."""
     correct = float(response.strip() == expected_answer(meta))
     return RewardResult(correct, {"correct": correct})
@@ -55,7 +64,7 @@ class KeywordContains:
         self.case_sensitive = case_sensitive
         self.keywords = [word if case_sensitive else word.lower() for word in keywords]
 
-    def __call__(self, prompt: str, response: str, meta: Mapping[str, Any] | None = None) -> float:
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> float:
         text = response if self.case_sensitive else response.lower()
         return sum(word in text for word in self.keywords) / len(self.keywords)
 
@@ -80,14 +89,11 @@ class LengthPenalty:
                 "length_penalty: penalty_scale is at least 0 (the reward is its negative), "
                 f"got {penalty_scale}"
             )
-        if unit not in ("words", "characters"):
-            raise UserError(f"length_penalty: unit is 'words' or 'characters', got {unit!r}")
+        check_unit("length_penalty", unit)
         self.target_length, self.penalty_scale, self.unit = target_length, penalty_scale, unit
 
-    def __call__(
-        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
-    ) -> RewardResult:
-        length = len(response.split()) if self.unit == "words" else len(response)
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
+        length = measure_length(response, self.unit)
         return RewardResult(
             -self.penalty_scale * abs(length - self.target_length), {"length": float(length)}
         )
@@ -96,15 +102,17 @@ class LengthPenalty:
 _FENCE = "```"
 
 
-def _is_json(response: str) -> bool:
-    """Return whether the response is a single JSON object or array, optionally in a code fence."""
+def parse_json(response: str, tag: str) -> tuple[Any] | None:
+    """Return the value of a response that is JSON, optionally in a code fence whose tag matches the
+    pattern `tag`; None for any other text.
+    """
     text = response.strip()
     if text.startswith(_FENCE) and text.endswith(_FENCE) and len(text) > 2 * len(_FENCE):
-        text = text[len(_FENCE) : -len(_FENCE)].removeprefix("json")
+        text = re.sub(rf"\A{tag}", "", text[len(_FENCE) : -len(_FENCE)])
     try:
-        return isinstance(json_module.loads(text), (dict, list))
+        return (json_module.loads(text),)
     except (ValueError, RecursionError):
-        return False
+        return None
 
 
 def _is_numbered_list(response: str) -> bool:
@@ -142,12 +150,11 @@ class FormatCompliance:
                 "numbered_list=True"
             )
 
-    def __call__(
-        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
-    ) -> RewardResult:
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
         checks = [pattern.search(response) is not None for pattern in self.patterns]
         if self.json:
-            checks.append(_is_json(response))
+            value = parse_json(response, "json")
+            checks.append(value is not None and isinstance(value[0], (dict, list)))
         if self.numbered_list:
             checks.append(_is_numbered_list(response))
         return RewardResult(sum(checks) / len(checks), {"format": float(all(checks))})

@@ -8,12 +8,13 @@ import functools
 import math
 import unicodedata
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl.errors import UserError
-from rl.rewards.combined_reward import CombinedReward
-from rl.rewards.reward_calls import RewardItem, RewardResult
+from rl.rewards.reward_calls import CombinedReward, Meta, RewardItem, RewardResult
 from rl.rewards.reward_registry import Reward, register_reward, resolve_reward
+from rl.rewards.text import check_unit, measure_length
 
 # Maximum number of letters or tokens examined: a reward in the trainer's process must end within
 # milliseconds.
@@ -38,26 +39,21 @@ class RepetitionReward:
             raise UserError(
                 f"repetition: scale is at least 0 (the reward is its negative), got {scale}"
             )
-        if unit not in ("words", "characters"):
-            raise UserError(f"repetition: unit is 'words' or 'characters', got {unit!r}")
+        check_unit("repetition", unit)
         self.n, self.scale, self.unit = n, scale, unit
 
-    def __call__(
-        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
-    ) -> RewardResult:
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
         pieces: Sequence[str] = (response.lower().split() if self.unit == "words" else response)[
             :_MAX_LETTERS
         ]
-        count = len(pieces) - self.n + 1
-        share = (
-            0.0
-            if count < 1
-            else 1 - len({tuple(pieces[i : i + self.n]) for i in range(count)}) / count
-        )
+        count = max(0, len(pieces) - self.n + 1)
+        distinct = {tuple(pieces[i : i + self.n]) for i in range(count)}
+        share = 1 - len(distinct) / count if count else 0.0
         return RewardResult(-self.scale * share if share else 0.0, {"repetition": share})
 
 
 @register_reward("cosine_length")
+@dataclass(kw_only=True, eq=False)
 class CosineLengthReward(CombinedReward):
     """Reward length by correctness (Yeo et al., arXiv 2502.03373, section 4.2, also the source of
     the defaults).
@@ -68,40 +64,31 @@ class CosineLengthReward(CombinedReward):
     is in words or characters; for tokens, see overlong_share.
     """
 
-    def __init__(
-        self,
-        *,
-        max_length: int,
-        reward: str = "exact_match",
-        settings: Mapping[str, Any] | None = None,
-        threshold: float = 1.0,
-        unit: Literal["words", "characters"] = "words",
-        right: float = 2.0,
-        right_long: float = 1.0,
-        wrong: float = -10.0,
-        wrong_long: float = 0.0,
-        too_long: float = -10.0,
-    ):
-        if max_length < 1:
-            raise UserError(f"cosine_length: max_length is at least 1, got {max_length}")
-        if unit not in ("words", "characters"):
-            raise UserError(f"cosine_length: unit is 'words' or 'characters', got {unit!r}")
-        self.part = resolve_reward(reward, **(settings or {}))
-        self.max_length, self.threshold, self.unit, self.too_long = (
-            max_length,
-            threshold,
-            unit,
-            too_long,
-        )
-        self.length_bounds = {True: (right, right_long), False: (wrong, wrong_long)}
+    max_length: int
+    reward: str = "exact_match"
+    settings: Mapping[str, Any] | None = None
+    threshold: float = 1.0
+    unit: Literal["words", "characters"] = "words"
+    right: float = 2.0
+    right_long: float = 1.0
+    wrong: float = -10.0
+    wrong_long: float = 0.0
+    too_long: float = -10.0
+
+    def __post_init__(self) -> None:
+        if self.max_length < 1:
+            raise UserError(f"cosine_length: max_length is at least 1, got {self.max_length}")
+        check_unit("cosine_length", self.unit)
+        self.part = resolve_reward(self.reward, **(self.settings or {}))
 
     def part_rewards(self) -> list[Reward]:
         return [self.part]
 
     def combine_results(self, item: RewardItem, results: Sequence[RewardResult]) -> RewardResult:
         response, (inner,) = item[1], results
-        length = len(response.split()) if self.unit == "words" else len(response)
-        short, long = self.length_bounds[inner.reward >= self.threshold]
+        length = measure_length(response, self.unit)
+        is_right = inner.reward >= self.threshold
+        short, long = (self.right, self.right_long) if is_right else (self.wrong, self.wrong_long)
         shaped = long + (short - long) * (1 + math.cos(math.pi * length / self.max_length)) / 2
         metrics = {self.part.short_name: inner.reward, **inner.metrics, "length": float(length)}
         return RewardResult(
@@ -146,9 +133,7 @@ class ScriptReward:
             )
         self.scripts, self.without = scripts, without
 
-    def __call__(
-        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
-    ) -> RewardResult:
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
         scripts = [script for letter in response[:_MAX_LETTERS] if (script := _get_script(letter))]
         share = (
             sum(script in self.scripts for script in scripts) / len(scripts)
@@ -175,9 +160,7 @@ class LanguageReward:
             )
         self.language = language.lower() if language else None
 
-    def __call__(
-        self, prompt: str, response: str, meta: Mapping[str, Any] | None = None
-    ) -> RewardResult:
+    def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
         ranked = dict(rank_languages(response))
         language = self.language or rank_languages(prompt)[0][0]
         if language not in ranked:

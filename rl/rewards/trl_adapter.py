@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl.errors import UserError
-from rl.rewards.reward_calls import RewardKind, get_reward_kind, set_reward_kind
+from rl.rewards.reward_calls import Meta, RewardKind, get_reward_kind, set_reward_kind
 
 # Key of meta for functions in TRL's form: the prompt of a row that came as a list of messages.
 CONVERSATION = "prompt_messages"
@@ -98,7 +98,7 @@ class TRLReward:
             p
             for p in parameters.values()
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-            and p.name not in (*_LIST_PARAMETERS, *bound_settings)
+            and p.name not in {*_LIST_PARAMETERS, *bound_settings}
         ]
         self.columns = tuple(p.name for p in columns if p.default is inspect.Parameter.empty)
         self._optional = tuple(p.name for p in columns if p.default is not inspect.Parameter.empty)
@@ -113,23 +113,24 @@ class TRLReward:
         self,
         prompts: Sequence[str],
         responses: Sequence[str],
-        metas: Sequence[Mapping[str, Any] | None],
+        metas: Sequence[Meta],
     ) -> Any:
         """Return the function's result (the caller awaits a coroutine)."""
         rows = [dict(meta or {}) for meta in metas]
         conversations = [row.pop(CONVERSATION, None) for row in rows]
-        fields: dict[str, list[Any]] = {
-            name: [_get_column(row, name, self.name) for row in rows] for name in self.columns
-        }
-        optional_columns = (
-            dict.fromkeys(key for row in rows for key in row) if self._takes_all else self._optional
-        )
+        present = dict.fromkeys(key for row in rows for key in row)
+        optional_columns = [key for key in present if self._takes_all or key in self._optional]
+        fields: dict[str, list[Any]] = {}
+        for name in self.columns:
+            for row in rows:
+                if name not in row:
+                    raise KeyError(
+                        f"the reward {self.name} takes the column {name!r}, but the row has "
+                        f"{', '.join(map(repr, row)) or 'none'}"
+                    )
+            fields[name] = [row[name] for row in rows]
         for key in optional_columns:
-            if (
-                key not in fields
-                and key not in _LIST_PARAMETERS
-                and any(key in row for row in rows)
-            ):
+            if key not in fields and key not in _LIST_PARAMETERS:
                 fields[key] = [row.get(key) for row in rows]
         completions: list[Any] = [
             response if chat is None else [{"role": "assistant", "content": response}]
@@ -142,12 +143,3 @@ class TRLReward:
             ]
         rewards = self.function(completions=completions, **fields)
         return rewards.tolist() if hasattr(rewards, "tolist") else rewards
-
-
-def _get_column(meta: Mapping[str, Any], name: str, reward: str) -> Any:
-    if name not in meta:
-        raise KeyError(
-            f"the reward {reward} takes the column {name!r}, but the row has "
-            f"{', '.join(map(repr, meta)) or 'none'}"
-        )
-    return meta[name]

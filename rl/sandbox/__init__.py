@@ -3,8 +3,17 @@
 from rl.sandbox.compare_values import COMPARERS
 from rl.sandbox.python_session import PythonSession, SessionTurn
 from rl.sandbox.sandbox import Sandbox
-from rl.sandbox.sandbox_results import Grade, ProgramRun, SandboxLimits
-from rl.sandbox.test_kinds import Asserts, Calls, Pytest, StdinStdoutTests, Tests, extract_helpers
+from rl.sandbox.sandbox_types import (
+    Asserts,
+    Calls,
+    Grade,
+    ProgramRun,
+    Pytest,
+    SandboxLimits,
+    StdinStdoutTests,
+    Tests,
+    extract_helpers,
+)
 
 __all__ = [
     "COMPARERS",

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl.errors import UserError
 from rl.sandbox.compare_values import COMPARERS
 from rl.sandbox.inside import reply_parser, value_codec
+from rl.sandbox.inside.message_framing import JsonObject
 from rl.sandbox.inside.value_display import show
 from rl.sandbox.program_language import LANGUAGES, find_command
-from rl.sandbox.sandbox_results import SandboxLimits
-from rl.sandbox.test_kinds import Asserts, Calls, Compare, Pytest, StdinStdoutTests, Tests
+from rl.sandbox.sandbox_types import (
+    Asserts,
+    Calls,
+    Compare,
+    Pytest,
+    SandboxLimits,
+    StdinStdoutTests,
+    Tests,
+)
 from rl.sandbox.worker_pool import WorkerJob
 from rl.sandbox.zygote_launch import PACKAGES_MOUNT
 
@@ -26,11 +34,9 @@ _IMPORT_SECONDS = 10.0  # of pytest, before its first verdict
 
 def count_tests(tests: Tests) -> int:
     """Return the number of tests; 0 for pytest, which counts them itself."""
-    if isinstance(tests, Asserts):
-        return len(tests.asserts)
     if isinstance(tests, Pytest):
-        return 0  # pytest counts them
-    return len(tests.cases)
+        return 0
+    return len(tests.asserts if isinstance(tests, Asserts) else tests.cases)
 
 
 def grade_tests(
@@ -48,40 +54,33 @@ def grade_tests(
 
 def build_case_message(
     language: str, stdin: str, limits: SandboxLimits, clean: bool = False
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the message that runs a program from start to end."""
     about = LANGUAGES[language]
-    message: dict[str, Any] = {
+    return {
         "do": "case",
-        "mode": "script",
+        "mode": "exec" if about.start else "script",
         "stdin": stdin,
         "wall_s": limits.wall_s,
         "clean": clean,
+        "argv": _fill_command(language, about.start),
+        "address_space": about.address_space,
+        "environment": about.environment,
     }
-    if about.start:
-        argv = [word.replace("{tool}", find_command(language)) for word in about.start]
-        message |= {
-            "mode": "exec",
-            "argv": argv,
-            "address_space": about.address_space,
-            "environment": about.environment,
-        }
-    return message
 
 
-def compile_program(job: WorkerJob, language: str, limits: SandboxLimits) -> dict[str, Any] | None:
+def _fill_command(language: str, words: Sequence[str]) -> list[str]:
+    return [word.replace("{tool}", find_command(language)) for word in words]
+
+
+def compile_program(job: WorkerJob, language: str, limits: SandboxLimits) -> JsonObject | None:
     """Compile the program of a compiled language. Return the reply if that failed, else None."""
     about = LANGUAGES[language]
     if not about.build:
         return None
-    argv = [word.replace("{tool}", find_command(language)) for word in about.build]
-    message = {
-        **build_case_message(language, "", limits),
-        "argv": argv,
-        "address_space": False,
-        "wall_s": _BUILD_SECONDS,
-    }
-    reply = job.request(message, _BUILD_SECONDS)
+    message = build_case_message(language, "", limits)
+    message |= {"argv": _fill_command(language, about.build), "address_space": False}
+    reply = job.request({**message, "wall_s": _BUILD_SECONDS}, _BUILD_SECONDS)
     return None if reply["code"] == 0 and not reply["by"] else reply
 
 
@@ -95,7 +94,7 @@ def grade_dialogues(
         if built is not None:
             yield False, f"load: it does not compile: {built['stderr'][:300]}"
         elif time.monotonic() >= until:
-            yield False, f"timeout: all tests together took longer than {limits.total_s:g} s"
+            yield _make_late_verdict(limits)
         else:
             reply = job.request(
                 build_case_message(tests.language, stdin, limits, clean=number > 0), limits.wall_s
@@ -110,16 +109,14 @@ def grade_calls(job: WorkerJob, tests: Calls, limits: SandboxLimits) -> Iterator
     until = time.monotonic() + limits.total_s
     for arguments, expected in tests.cases:
         if time.monotonic() >= until:
-            yield False, f"timeout: all tests together took longer than {limits.total_s:g} s"
+            yield _make_late_verdict(limits)
             continue
-        request: dict[str, Any] = {"do": "call", "name": tests.function}
+        request: JsonObject = {"do": "call", "name": tests.function}
         try:
-            if isinstance(arguments, Mapping):
-                request["named"] = {
-                    str(key): value_codec.encode(item) for key, item in arguments.items()
-                }
-            else:
-                request["arguments"] = [value_codec.encode(item) for item in arguments]
+            named = arguments if isinstance(arguments, Mapping) else {}
+            request["named"] = {str(key): value_codec.encode(v) for key, v in named.items()}
+            plain = [] if isinstance(arguments, Mapping) else arguments
+            request["arguments"] = [value_codec.encode(item) for item in plain]
         except value_codec.NotPlain as error:
             raise UserError(
                 f"arguments of {tests.function} must be plain data "
@@ -130,11 +127,9 @@ def grade_calls(job: WorkerJob, tests: Calls, limits: SandboxLimits) -> Iterator
         )
         verdict = _failed_verdict(reply, limits, serving=True)
         if verdict is None:
-            count = 0 if isinstance(arguments, Mapping) else len(arguments)
             try:
-                answer = reply_parser.read_answer(
-                    reply_parser.parse(reply["reply"]), reply["number"], count
-                )
+                message = reply_parser.parse(reply["reply"])
+                answer = reply_parser.read_answer(message, reply["number"], len(plain))
                 verdict = _grade_answer(answer, tests.compare, expected)
             except reply_parser.ForgedMessageError as error:
                 job.request({"do": "end"}, _END_SECONDS)  # the next call gets another candidate
@@ -164,20 +159,21 @@ def _grade_answer(
 
 def compare_values(compare: Compare, value: Any, expected: Any) -> Verdict:
     """Return the verdict of a comparer. A comparer that raises fails the test."""
+    comparer = COMPARERS[compare] if isinstance(compare, str) else compare
     try:
-        ok = bool(
-            COMPARERS[compare](value, expected)
-            if isinstance(compare, str)
-            else compare(value, expected)
-        )
+        ok = bool(comparer(value, expected))
     # boundary: the caller's function, or a value that cannot be compared
     except Exception as error:
         return False, f"error: the comparer: {type(error).__name__}: {str(error)[:300]}"
     return (True, "ok") if ok else (False, f"wrong: {show(value)!r}")
 
 
+def _make_late_verdict(limits: SandboxLimits) -> Verdict:
+    return False, f"timeout: all tests together took longer than {limits.total_s:g} s"
+
+
 def _failed_verdict(
-    reply: dict[str, Any], limits: SandboxLimits, serving: bool = False
+    reply: JsonObject, limits: SandboxLimits, serving: bool = False
 ) -> Verdict | None:
     """Return a failed verdict if a program did not end as its test requires, else None."""
     if "ended" not in reply:
@@ -223,7 +219,7 @@ def grade_asserts(
     while done < count:
         remaining = until - time.monotonic()
         if remaining <= 0:
-            yield False, f"timeout: all tests together took longer than {limits.total_s:g} s"
+            yield _make_late_verdict(limits)
             done += 1
             continue
         reply = job.request(
@@ -234,10 +230,8 @@ def grade_asserts(
         done += len(reply["verdicts"])
         if reply["by"] and done < count:  # the test after the last verdict ended it
             by = "" if reply["by"] == "tester" else reply["by"]
-            yield _failed_verdict({**reply, "by": by}, limits, serving=True) or (
-                False,
-                "error: no verdict",
-            )
+            verdict = _failed_verdict({**reply, "by": by}, limits, serving=True)
+            yield verdict or (False, "error: no verdict")
             done += 1
 
 
@@ -263,10 +257,8 @@ def grade_pytest(
     rest = "skipped" if early_stop else "error: not run"
     if reply["by"]:
         by = "" if reply["by"] == "tester" else reply["by"]
-        passed.append(
-            _failed_verdict({**reply, "by": by}, limits, serving=True)
-            or (False, "error: no verdict")
-        )
+        verdict = _failed_verdict({**reply, "by": by}, limits, serving=True)
+        passed.append(verdict or (False, "error: no verdict"))
         rest = f"{passed[-1][1].partition(':')[0]}: not run, the program had ended"
     yield from passed
     yield from [(False, rest)] * (reply["collected"] - len(passed))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
@@ -21,16 +20,12 @@ def default_packages() -> tuple[str, ...]:
     return tuple(name for name in DEFAULT_PACKAGES if importlib.util.find_spec(name) is not None)
 
 
-def find_package_paths(packages: Sequence[str]) -> dict[str, str]:
+@cache
+def find_package_paths(packages: tuple[str, ...]) -> dict[str, str]:
     """Return the files and folders of `packages` and their requirements: paths by import name.
 
     Raises UserError if a package is not installed for this interpreter.
     """
-    return dict(_find_package_paths(tuple(packages)))
-
-
-@cache
-def _find_package_paths(packages: tuple[str, ...]) -> dict[str, str]:
     places: dict[str, str] = {}
     seen: set[str] = set()
     waiting = [(name, True) for name in packages]

@@ -33,6 +33,7 @@ class SessionTurn:
         return self.stdout + self.stderr + (f"{self.value}\n" if self.value is not None else "")
 
 
+@dataclass(eq=False)
 class PythonSession:
     """Run turns in an interpreter, from a single thread.
 
@@ -40,9 +41,10 @@ class PythonSession:
     next turn. Close the session: it holds an interpreter besides the sandbox's workers.
     """
 
-    def __init__(self, slots: WorkerPool, slot: SandboxWorker, job: dict[str, Any]):
-        self._slots, self._slot, self._message = slots, slot, job
-        self._job: WorkerJob | None = None
+    _slots: WorkerPool
+    _slot: SandboxWorker
+    _message: dict[str, Any]
+    _job: WorkerJob | None = None
 
     def run(self, code: str, *, wall_s: float | None = None) -> SessionTurn:
         """Run a turn within `wall_s` seconds (default: the limit `wall_s`)."""

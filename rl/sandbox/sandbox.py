@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -9,34 +10,29 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rl.errors import UserError
 from rl.sandbox import grade_tests
 from rl.sandbox.inside.value_display import make_printable
-from rl.sandbox.isolation_probe import find_sandbox
 from rl.sandbox.package_import import default_packages
 from rl.sandbox.program_language import LANGUAGES, find_command
 from rl.sandbox.python_session import PythonSession
-from rl.sandbox.sandbox_results import Grade, ProgramRun, SandboxLimits
 from rl.sandbox.sandbox_service import SandboxService
-from rl.sandbox.test_kinds import Pytest, StdinStdoutTests, Tests
+from rl.sandbox.sandbox_types import (
+    Grade,
+    ProgramRun,
+    Pytest,
+    SandboxLimits,
+    StdinStdoutTests,
+    Tests,
+)
 from rl.sandbox.worker_pool import SandboxLost, WorkerPool
-from rl.sandbox.zygote_launch import Zygote
+from rl.sandbox.zygote_launch import Zygote, find_sandbox
 
 _MAX_CACHED_GRADES = 10_000  # grades kept
-
-
-class _PendingGrade:
-    """Track a program during its first grading. `grade` is set once `finished` is set, unless
-    grading failed.
-    """
-
-    def __init__(self) -> None:
-        self.finished = threading.Event()
-        self.grade: Grade | None = None
 
 
 class Sandbox:
@@ -80,13 +76,12 @@ class Sandbox:
             self._service.probe()
             self.kind, self._worker_pool = self._service.kind, WorkerPool(_refuse_zygote, 0)
         else:
-            launcher = find_sandbox(mode, without, self.packages)
-            self.kind, self._worker_pool = launcher.kind, WorkerPool(launcher.start, self.workers)
+            self.kind, start = find_sandbox(mode, without, self.packages)
+            self._worker_pool = WorkerPool(start, self.workers)
         self._sessions = 0
         self._lock = threading.Lock()
-        self._cache: OrderedDict[str, Grade] = OrderedDict()
-        # Programs during their first grading; each event is set afterwards, also on failure.
-        self._pending_grades: dict[str, _PendingGrade] = {}
+        # The result is None if the first grading failed or was lost.
+        self._cache: OrderedDict[str, Future[Grade | None]] = OrderedDict()
 
     # --------------------------------------------------------------------------------------- public
 
@@ -120,17 +115,16 @@ class Sandbox:
             return ProgramRun(
                 "", str(error), None, None, False, "lost", time.monotonic() - start, 0.0
             )
-        by, wall, cpu = reply["by"], reply["wall_s"], reply["cpu_s"]
-        code, number = (None, None) if by else (reply["code"], reply["signal"])
+        by = reply["by"]
         return ProgramRun(
             reply["stdout"],
             reply["stderr"],
-            code,
-            number,
+            None if by else reply["code"],
+            None if by else reply["signal"],
             by == "timeout",
             by,
-            wall,
-            cpu,
+            reply["wall_s"],
+            reply["cpu_s"],
             reply["memory_mb"],
         )
 
@@ -154,41 +148,30 @@ class Sandbox:
         if key is None:
             return self._grade(program, tests, limits, early_stop)
         with self._lock:
-            graded = self._pending_grades.get(key)
-            is_first = graded is None and key not in self._cache
-            if is_first:
-                graded = self._pending_grades[key] = _PendingGrade()
-        if graded is not None and not is_first:  # samples of a group are often the same program
-            graded.finished.wait()
-            if graded.grade is not None:
-                return dataclasses.replace(graded.grade, cached=True)
-        with self._lock:
-            if key in self._cache:
-                self._cache.move_to_end(key)
-                return dataclasses.replace(self._cache[key], cached=True)
+            future = self._cache.get(key)
+            if is_first := future is None:
+                future = self._cache[key] = Future()
+                if len(self._cache) > _MAX_CACHED_GRADES:
+                    self._cache.popitem(last=False)
+            self._cache.move_to_end(key)
+        assert future is not None
+        if not is_first:  # samples of a group are often the same program
+            shared = future.result()
+            if shared is not None:
+                return dataclasses.replace(shared, cached=True)
+            return self._grade(program, tests, limits, early_stop)
+        grade = None
         try:
             grade = self._grade(program, tests, limits, early_stop)
-            if (
-                is_first
-                and graded is not None
-                and not any(reason.startswith("lost") for reason in grade.reasons)
-            ):
-                # Waiting threads share a timeout grade too; later requests grade again.
-                graded.grade = grade
-            # A loss or a timeout may not repeat.
-            if not any(reason.startswith(("lost", "timeout")) for reason in grade.reasons):
-                self._cache_grade(key, grade)
+            return grade
         finally:
-            if is_first:
+            reasons = ["lost"] if grade is None else grade.reasons
+            words = {reason.partition(":")[0] for reason in reasons}
+            if words & {"lost", "timeout"}:  # these may not repeat
                 with self._lock:
-                    self._pending_grades.pop(key).finished.set()
-        return grade
-
-    def _cache_grade(self, key: str, grade: Grade) -> None:
-        with self._lock:
-            self._cache[key] = grade
-            while len(self._cache) > _MAX_CACHED_GRADES:
-                self._cache.popitem(last=False)
+                    self._cache.pop(key, None)
+            # Waiting threads share a timeout too; later requests grade again.
+            future.set_result(None if "lost" in words else grade)
 
     def grade_many(
         self,
@@ -261,45 +244,31 @@ class Sandbox:
         start = time.monotonic()
         language = tests.language if isinstance(tests, StdinStdoutTests) else "python"
         results: list[tuple[bool, str]] = []
-        count = grade_tests.count_tests(tests)
         try:
-            if self._service is not None:
-                _collect_verdicts(
-                    self._service.grade_tests(program, tests, limits), results, early_stop
-                )
-            else:
-                with self._worker_pool.open_job(
-                    self._build_job(program, language, None, limits)
-                ) as job:
-                    stop = early_stop and not isinstance(tests, Pytest)  # pytest stops by itself
-                    _collect_verdicts(
-                        grade_tests.grade_tests(job, tests, limits, early_stop), results, stop
-                    )
+            with contextlib.ExitStack() as stack:
+                if self._service is not None:
+                    verdicts = self._service.grade_tests(program, tests, limits)
+                else:
+                    job = self._build_job(program, language, None, limits)
+                    opened = stack.enter_context(self._worker_pool.open_job(job))
+                    verdicts = grade_tests.grade_tests(opened, tests, limits, early_stop)
+                for verdict in verdicts:
+                    results.append(verdict)
+                    # pytest stops by itself
+                    if early_stop and not verdict[0] and not isinstance(tests, Pytest):
+                        break
         except SandboxLost as error:
             results.append((False, f"lost: {error}"))
-        stopped = early_stop and bool(results) and not results[-1][0]
-        reason = (
-            "skipped"
-            if stopped
-            else results[-1][1]
-            if results and results[-1][1].startswith("lost")
-            else "lost: no verdict"
-        )
-        results += [(False, reason)] * (count - len(results))
+        reason = "lost: no verdict"
+        if results and not results[-1][0]:
+            lost = results[-1][1] if results[-1][1].startswith("lost") else reason
+            reason = "skipped" if early_stop else lost
+        results += [(False, reason)] * (grade_tests.count_tests(tests) - len(results))
         return Grade(
             [ok for ok, _ in results],
             [make_printable(reason) for _, reason in results],
             time.monotonic() - start,
         )
-
-
-def _collect_verdicts(
-    verdicts: Iterator[tuple[bool, str]], results: list[tuple[bool, str]], early_stop: bool
-) -> None:
-    for verdict in verdicts:
-        results.append(verdict)
-        if early_stop and not verdict[0]:
-            break
 
 
 def _refuse_zygote() -> Zygote:
@@ -314,15 +283,9 @@ def _cache_key(program: str, tests: Tests, limits: SandboxLimits, early_stop: bo
     """
     if callable(getattr(tests, "compare", None)):
         return None
+    values = (dataclasses.astuple(tests), dataclasses.astuple(limits), early_stop)
     try:
-        description = repr(
-            (
-                type(tests).__name__,
-                dataclasses.astuple(tests),
-                dataclasses.astuple(limits),
-                early_stop,
-            )
-        )
+        description = repr((type(tests).__name__, *values))
     except ValueError:
         return None
     return hashlib.sha256(json.dumps([program, description]).encode()).hexdigest()

@@ -8,19 +8,25 @@ from __future__ import annotations
 import ast
 import base64
 import json
+import operator
 import secrets
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from rl.errors import UserError
 from rl.sandbox.grade_tests import MAX_RANGE_LENGTH, Verdict, compare_values
 from rl.sandbox.inside import reply_parser, value_codec
 from rl.sandbox.inside.value_display import make_printable
-from rl.sandbox.sandbox_results import ProgramRun, SandboxLimits
-from rl.sandbox.test_kinds import Asserts, Calls, StdinStdoutTests, Tests
+from rl.sandbox.sandbox_types import (
+    Asserts,
+    Calls,
+    ProgramRun,
+    SandboxLimits,
+    StdinStdoutTests,
+    Tests,
+)
 from rl.sandbox.worker_pool import SandboxLost
 
 _LANGUAGES = {"python": "python", "c++": "cpp", "bash": "bash", "javascript": "nodejs"}
@@ -103,10 +109,8 @@ class SandboxService:
                 response = json.loads(answer.read())
             ran = response.get("run_result") or response.get("compile_result") or {}
             status, code = str(ran.get("status", response.get("status"))), ran.get("return_code")
-            out, err = (
-                str(ran.get("stdout") or ""),
-                str(ran.get("stderr") or response.get("message") or ""),
-            )
+            out = str(ran.get("stdout") or "")
+            err = str(ran.get("stderr") or response.get("message") or "")
             seconds = float(ran.get("execution_time") or time.monotonic() - start)
         except (OSError, urllib.error.URLError, ValueError, AttributeError, TypeError) as error:
             raise SandboxLost(f"{type(error).__name__}: {error}") from error
@@ -122,37 +126,22 @@ class SandboxService:
                 run = self.run(program, tests.language, stdin, {}, limits)
                 if run.ok:
                     yield compare_values(tests.compare, run.stdout, expected)
+                elif run.ended_by:
+                    yield False, f"{run.ended_by}:"
                 else:
-                    yield (
-                        False,
-                        f"{run.ended_by}:"
-                        if run.ended_by
-                        else f"error: exit code {run.returncode}: {run.stderr[-300:]}",
-                    )
+                    yield False, f"error: exit code {run.returncode}: {run.stderr[-300:]}"
             return
-        calls, compare = (
-            ([tests], tests.compare)
-            if isinstance(tests, Calls)
-            else (self._convert_asserts(tests), lambda a, b: a == b)
-        )
-        for call in calls:
-            yield from self._grade_calls(program, call, compare, limits)
+        for calls in [tests] if isinstance(tests, Calls) else self._convert_asserts(tests):
+            yield from self._grade_calls(program, calls, limits)
 
-    def _grade_calls(
-        self, program: str, tests: Calls, compare: Any, limits: SandboxLimits
-    ) -> Iterator[Verdict]:
+    def _grade_calls(self, program: str, tests: Calls, limits: SandboxLimits) -> Iterator[Verdict]:
         nonce = secrets.token_hex(16)
         cases = [
             ([], dict(arguments)) if isinstance(arguments, Mapping) else (list(arguments), {})
             for arguments, _ in tests.cases
         ]
-        run = self.run(
-            program + _DRIVER.format(cases=cases, nonce=nonce, function=tests.function),
-            "python",
-            "",
-            {},
-            limits,
-        )
+        driver = _DRIVER.format(cases=cases, nonce=nonce, function=tests.function)
+        run = self.run(program + driver, "python", "", {}, limits)
         printed = [line[len(nonce) :] for line in run.stdout.splitlines() if line.startswith(nonce)]
         for number, (_, expected) in enumerate(tests.cases):
             if number >= len(printed) or len(printed) > len(tests.cases):
@@ -169,7 +158,7 @@ class SandboxService:
                 yield False, f"forged: {printed[number][:300]}"
                 continue
             yield (
-                compare_values(compare, value, expected)
+                compare_values(tests.compare, value, expected)
                 if "value" in reply
                 else (False, f"error: {printed[number][:300]}")
             )
@@ -195,12 +184,9 @@ class SandboxService:
                     and isinstance(call.func, ast.Name)
                     and not call.keywords
                 )
-                calls.append(
-                    Calls(
-                        call.func.id,
-                        [([ast.literal_eval(item) for item in call.args], ast.literal_eval(right))],
-                    )
-                )
+                arguments = [ast.literal_eval(item) for item in call.args]
+                case = (arguments, ast.literal_eval(right))
+                calls.append(Calls(call.func.id, [case], operator.eq))
             except (AssertionError, ValueError, SyntaxError) as error:
                 reason = f"this assert needs a local sandbox: {text[:200]!r}"
                 raise UserError(

@@ -11,14 +11,17 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rl.errors import UserError
 from rl.sandbox.inside import message_framing
+from rl.sandbox.inside.message_framing import JsonObject
 from rl.sandbox.zygote_launch import Zygote
 
 _GRACE_SECONDS = 1.0  # beyond the limit of a run, which its monitor enforces
 _FREE_SECONDS = 10.0
+_BROKEN_CONNECTION = (message_framing.ConnectionClosedError, message_framing.BadMessage)
 
 
 class SandboxLost(Exception):
@@ -27,16 +30,17 @@ class SandboxLost(Exception):
     """
 
 
+@dataclass(eq=False)
 class SandboxWorker:
     """Hold a zygote, started on first use and restarted after a loss. `cores`: the CPU cores that
     its programs run on.
     """
 
-    def __init__(self, start: Callable[[], Zygote], cores: list[int]):
-        self.start, self.cores = start, cores
-        self.zygote: Zygote | None = None
+    start: Callable[[], Zygote]
+    cores: list[int]
+    zygote: Zygote | None = None
 
-    def open(self, job: dict[str, Any]) -> WorkerJob:
+    def open(self, job: JsonObject) -> WorkerJob:
         """Begin a job. Raises SandboxLost if two attempts fail."""
         for attempt in (1, 2):
             try:
@@ -47,7 +51,7 @@ class SandboxWorker:
                     raise SandboxLost(f"no sandbox could be started: {error}") from error
         raise AssertionError("the second attempt returns or raises")
 
-    def _open(self, job: dict[str, Any]) -> WorkerJob:
+    def _open(self, job: JsonObject) -> WorkerJob:
         zygote = self.zygote = self.zygote or self.start()
         monitor_socket, zygote_end = socket.socketpair()
         try:
@@ -58,11 +62,7 @@ class SandboxWorker:
         finally:
             zygote_end.close()
         opened = WorkerJob(monitor_socket, secrets.token_hex(16))
-        try:
-            opened.request({**job, "do": "begin", "nonce": opened.nonce, "cores": self.cores}, 10.0)
-        except SandboxLost:
-            monitor_socket.close()
-            raise
+        opened.request({**job, "do": "begin", "nonce": opened.nonce, "cores": self.cores}, 10.0)
         return opened
 
     def close(self, job: WorkerJob) -> None:
@@ -73,7 +73,7 @@ class SandboxWorker:
         try:
             self.zygote.control.settimeout(_FREE_SECONDS)
             message_framing.receive(self.zygote.control)
-        except (message_framing.ConnectionClosedError, message_framing.BadMessage, OSError):
+        except (*_BROKEN_CONNECTION, OSError):
             self.kill_zygote()
 
     def kill_zygote(self) -> None:
@@ -83,13 +83,14 @@ class SandboxWorker:
             zygote.kill()
 
 
+@dataclass(eq=False)
 class WorkerJob:
     """Hold a socket to the monitor of a run. Each reply has to carry the run's nonce."""
 
-    def __init__(self, to: socket.socket, nonce: str):
-        self.socket, self.nonce = to, nonce
+    socket: socket.socket
+    nonce: str
 
-    def request(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def request(self, message: JsonObject, seconds: float) -> JsonObject:
         """Send a request and return the reply, which the monitor gives within `seconds`. Raises
         Lost.
         """
@@ -97,15 +98,13 @@ class WorkerJob:
             self.socket.settimeout(seconds + _GRACE_SECONDS)
             message_framing.send(self.socket, message)
             reply = message_framing.receive(self.socket)
-        except (
-            message_framing.ConnectionClosedError,
-            message_framing.BadMessage,
-            OSError,
-        ) as error:
+        except (*_BROKEN_CONNECTION, OSError) as error:
+            self.socket.close()
             raise SandboxLost(
                 f"the run's monitor has ended ({type(error).__name__}: {error})"
             ) from error
         if reply.pop("nonce", None) != self.nonce or "failed" in reply:
+            self.socket.close()
             raise SandboxLost(str(reply.get("failed", "a reply without this run's nonce")))
         return reply
 
@@ -137,7 +136,7 @@ class WorkerPool:
             self._workers.remove(slot)
 
     @contextlib.contextmanager
-    def open_job(self, job: dict[str, Any]) -> Any:
+    def open_job(self, job: JsonObject) -> Any:
         """Run a job in the next free slot. Raises SandboxLost."""
         slot = self._take_worker()
         try:
@@ -145,13 +144,9 @@ class WorkerPool:
             try:
                 yield opened
             except SandboxLost:
-                opened.socket.close()
                 slot.kill_zygote()
                 raise
-            except BaseException:  # raised by the caller (or an interrupt): the slot stays usable
-                slot.close(opened)
-                raise
-            else:
+            finally:  # also if the caller raises: the slot stays usable
                 slot.close(opened)
         finally:
             self._idle_workers.put(slot)

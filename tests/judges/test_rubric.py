@@ -157,7 +157,7 @@ def test_scores_without_metrics_and_with_stand_side_by_side():
     judge = SimpleNamespace(
         scores_single_answers=True, scores=lambda groups: [[0.5, Score(2.0, {"x": 1.0})]]
     )
-    ((first),) = LearnedRewards(judge, 1.0)([group("a", "b", rewards=[1.0, 2.0])])
+    ((first,), _) = LearnedRewards(judge, 1.0).judge_groups([group("a", "b", rewards=[1.0, 2.0])])
     assert first.get_total_rewards() == [1.5, 4.0]
     assert first.metrics_G == [
         {"reward/learned": 0.5, "reward/given": 1.0},

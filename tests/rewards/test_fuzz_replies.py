@@ -15,10 +15,9 @@ import pytest
 from fuzzing import ACCEPTED, REFUSED, run_family
 
 from rl.processes import FrameReader, InvalidReply, encode_frame
-from rl.rewards import RewardResult, Scorer
-from rl.rewards.worker_protocol import (
+from rl.rewards import Score, Scorer
+from rl.rewards.reward_workers import (
     MAX_REPLY_BYTES,
-    RewardReply,
     decode_reply,
     encode_reply,
 )
@@ -190,13 +189,13 @@ def check(item) -> str:
     fields = json.loads(payload)
     assert (fields["item"], fields["pid"], fields["nonce"], sender) == (7, PID, NONCE, PID)
     if reply.failure is None:
-        assert type(reply.result.reward) is float and math.isfinite(reply.result.reward)
-        assert reply.result.reward == float(fields["reward"])
+        assert type(reply.reward) is float and math.isfinite(reply.reward)
+        assert reply.reward == float(fields["reward"])
         assert all(
-            type(value) is float and len(name) < 400 for name, value in reply.result.metrics.items()
+            type(value) is float and len(name) < 400 for name, value in reply.metrics.items()
         )
         assert all(
-            name.encode("utf-8") is not None and "\x1b" not in name for name in reply.result.metrics
+            name.encode("utf-8") is not None and "\x1b" not in name for name in reply.metrics
         )
     else:
         assert (
@@ -221,16 +220,12 @@ def test_replies_come_back_as_they_were_sent():
     rng = random.Random(3)
     frames = FrameReader(MAX_REPLY_BYTES)
     sent = [
-        RewardReply(
-            RewardResult(
-                rng.uniform(-1e6, 1e6), {f"m{i}": rng.gauss(0, 1) for i in range(rng.randrange(4))}
-            )
-        )
+        Score(rng.uniform(-1e6, 1e6), {f"m{i}": rng.gauss(0, 1) for i in range(rng.randrange(4))})
         for _ in range(200)
     ]
     sent += [
-        RewardReply(None, "error", "raised ä and 中"),
-        RewardReply(RewardResult(5e-324, {"x": math.inf, "y": -math.inf})),
+        Score(None, {}, "raised ä and 中", "error"),
+        Score(5e-324, {"x": math.inf, "y": -math.inf}),
     ]
     stream = b"".join(
         encode_frame(encode_reply(number, NONCE, reply)) for number, reply in enumerate(sent)
@@ -245,10 +240,8 @@ def test_replies_come_back_as_they_were_sent():
 
 def test_a_reward_that_is_no_number_has_a_name():
     for value, text in ((math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")):
-        payload = encode_reply(7, NONCE, RewardReply(RewardResult(value)))
-        assert decode_reply(payload, 7, PID, NONCE)[0] == RewardReply(
-            None, "nan", f"returned {text}"
-        )
+        payload = encode_reply(7, NONCE, Score(value))
+        assert decode_reply(payload, 7, PID, NONCE)[0] == Score(None, {}, f"returned {text}", "nan")
 
 
 # ------------------------------------------------------------------------------------ a live worker

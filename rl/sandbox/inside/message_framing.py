@@ -12,6 +12,7 @@ import socket
 import struct
 from typing import Any
 
+JsonObject = dict[str, Any]
 _HEAD = struct.Struct("!Q")
 MAX_MESSAGE_BYTES = 1 << 30  # bytes of a message
 
@@ -28,7 +29,7 @@ class TooLong(BadMessage):
     """Raised for a message that is longer than allowed."""
 
 
-def send(to: socket.socket | int, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+def send(to: socket.socket | int, message: JsonObject, fds: tuple[int, ...] = ()) -> None:
     """Send a message. `fds` need a unix socket; they are sent with the first byte. Raises ConnectionClosedError."""
     data = memoryview(pack(message))
     try:
@@ -56,13 +57,13 @@ def encode_text(text: str) -> bytes:
         return text.encode("utf-8", "surrogatepass")
 
 
-def pack(message: dict[str, Any]) -> bytes:
+def pack(message: JsonObject) -> bytes:
     """Return the bytes of a message."""
     body = json.dumps(message).encode()
     return _HEAD.pack(len(body)) + body
 
 
-def receive(of: socket.socket | int, longest: int = MAX_MESSAGE_BYTES) -> dict[str, Any]:
+def receive(of: socket.socket | int, longest: int = MAX_MESSAGE_BYTES) -> JsonObject:
     """Return the next message. Raises ConnectionClosedError, BadMessage, and TimeoutError if the socket has a
     timeout.
     """
@@ -79,7 +80,7 @@ def receive_bytes(of: socket.socket | int, longest: int = MAX_MESSAGE_BYTES) -> 
     return _read_exactly(of, size)
 
 
-def receive_with_fds(of: socket.socket, most: int = 8) -> tuple[dict[str, Any], list[int]]:
+def receive_with_fds(of: socket.socket, most: int = 8) -> tuple[JsonObject, list[int]]:
     """Return a message and the file descriptors sent with it."""
     first, fds, _, _ = socket.recv_fds(of, _HEAD.size, most)
     if not first:
@@ -91,7 +92,7 @@ def receive_with_fds(of: socket.socket, most: int = 8) -> tuple[dict[str, Any], 
     return _read(_read_exactly(of, size)), list(fds)
 
 
-def _read(body: bytes) -> dict[str, Any]:
+def _read(body: bytes) -> JsonObject:
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -23,6 +23,7 @@ from rl.sandbox.inside import (
     reply_parser,
     tester,
 )
+from rl.sandbox.inside.message_framing import JsonObject
 from rl.sandbox.inside.run_watcher import CallerClosedError, LimitReached, RunWatcher
 
 _ENDING_SECONDS = 5.0
@@ -62,7 +63,7 @@ class Monitor:
             init_process.serve(init_end, up, user, group)
         init_end.close()
         self.init = init_socket
-        self.job: dict[str, Any] = {}
+        self.job: JsonObject = {}
         self.watch: RunWatcher | None = None
         self.requests = self.replies = -1  # pipes of a serving candidate
         self.request_count = 0
@@ -77,12 +78,14 @@ class Monitor:
         }
         while True:
             message = message_framing.receive(self.caller)
+            start = time.monotonic()
             reply = verbs[message["do"]](message)
-            message_framing.send(self.caller, {**reply, "nonce": self.nonce})
+            wall_s = time.monotonic() - start
+            message_framing.send(self.caller, {**reply, "wall_s": wall_s, "nonce": self.nonce})
 
     # ------------------------------------------------------------------------------------- requests
 
-    def _begin(self, job: dict[str, Any]) -> dict[str, Any]:
+    def _begin(self, job: JsonObject) -> JsonObject:
         self.nonce = job.pop("nonce")
         self.job = job
         # Counting costs time: spend it on the core of this run, not on the core of another run.
@@ -95,12 +98,12 @@ class Monitor:
             raise RuntimeError(reply.get("failed", "init did not begin"))
         return {"begun": True}
 
-    def _case(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _case(self, message: JsonObject) -> JsonObject:
         """Run a program from start to end. Return its output and the way it ended."""
         if message.get("clean"):
             message_framing.send(self.init, {"do": "clean"})
             message_framing.receive(self.init)
-        start = time.monotonic()
+        until = time.monotonic() + message["wall_s"]
         source = os.memfd_create("stdin")
         with os.fdopen(os.dup(source), "wb") as file:
             file.write(message_framing.encode_text(message["stdin"]))
@@ -108,56 +111,40 @@ class Monitor:
         watch = self._start(message, source, [])
         by = ""
         try:
-            watch.wait_for_end(start + message["wall_s"])
+            watch.wait_for_end(until)
         except LimitReached as stopped:
             by = stopped.reason
-        return {**self._stop(by), "wall_s": time.monotonic() - start}
+        return self._stop(by)
 
-    def _call(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, message: JsonObject) -> JsonObject:
         """Send a request to the candidate's server, which is started on the first call."""
-        start = time.monotonic()
+        until = time.monotonic() + message["wall_s"]
         try:
-            self._serve_candidate()
-            assert self.watch is not None
-            until = start + message["wall_s"]
+            watch = self._serve_candidate()
             if self.request_count == 0:
-                failed = reply_parser.read_loaded(self.watch.read_message(self.replies, until))
+                failed = reply_parser.read_loaded(watch.read_message(self.replies, until))
                 if failed is not None:
-                    return {
-                        **self._stop("load"),
-                        "text": failed[1],
-                        "wall_s": time.monotonic() - start,
-                    }
+                    return {**self._stop("load"), "text": failed[1]}
             self.request_count += 1
-            self.watch.send(self.requests, {**message["request"], "id": self.request_count}, until)
+            watch.send(self.requests, {**message["request"], "id": self.request_count}, until)
             # Forwarded unparsed: the caller parses the message by the grammar of `replies`, only
             # there, and requests the end of a candidate that forges messages.
-            body = self.watch.read_frame(self.replies, until).decode("utf-8")
-            self.watch.drain()
-            out, err = self.watch.take_output()
-            return {
-                "reply": body,
-                "number": self.request_count,
-                "stdout": out,
-                "stderr": err,
-                "wall_s": time.monotonic() - start,
-            }
+            body = watch.read_frame(self.replies, until).decode("utf-8")
+            watch.drain()
+            out, err = watch.take_output()
+            return {"reply": body, "number": self.request_count, "stdout": out, "stderr": err}
         except (LimitReached, message_framing.ConnectionClosedError) as stopped:
-            return {
-                **self._stop(getattr(stopped, "reason", "")),
-                "wall_s": time.monotonic() - start,
-            }
+            return self._stop(getattr(stopped, "reason", ""))
         except (reply_parser.ForgedMessageError, UnicodeDecodeError):
-            return {**self._stop("forged"), "wall_s": time.monotonic() - start}
+            return self._stop("forged")
 
-    def _tests(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _tests(self, message: JsonObject) -> JsonObject:
         """Run test texts in a tester that queries the candidate. Return verdicts up to the first
         test that ended either process.
         """
         start = time.monotonic()
         self._end({})
-        self._serve_candidate()
-        assert self.watch is not None
+        watch = self._serve_candidate()
         says, verdicts = os.pipe()
         pid = self._fork_tester(message, says, verdicts)
         os.close(verdicts)
@@ -168,7 +155,7 @@ class Monitor:
         by, until, collected = "", start + message["wall_s"], 0
         try:
             while True:
-                verdict = self.watch.read_message(says, min(until, start + message["total_s"]))
+                verdict = watch.read_message(says, min(until, start + message["total_s"]))
                 if "done" in verdict:
                     break
                 if "by" in verdict:  # the candidate broke the protocol, and the tester exited
@@ -187,14 +174,9 @@ class Monitor:
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(says)
-        return {
-            **self._stop(by),
-            "verdicts": results,
-            "collected": collected,
-            "wall_s": time.monotonic() - start,
-        }
+        return {**self._stop(by), "verdicts": results, "collected": collected}
 
-    def _fork_tester(self, message: dict[str, Any], says: int, verdicts: int) -> int:
+    def _fork_tester(self, message: JsonObject, says: int, verdicts: int) -> int:
         """Fork the tester. A tester of asserts cannot write files; a tester of pytest gets a
         private /tmp.
         """
@@ -213,7 +195,7 @@ class Monitor:
                 isolation.mount_private(
                     up, int(self.job["limits"]["file_mb"]), int(self.job["limits"]["files"])
                 )
-                run = pytest_tester.run if files else None
+                run = pytest_tester.run_pytest if files else tester.run_asserts
                 tester.serve(
                     message, self.requests, self.replies, verdicts, self.up, self.job["limits"], run
                 )
@@ -221,7 +203,7 @@ class Monitor:
                 os._exit(1)
         return pid
 
-    def _end(self, _: dict[str, Any]) -> dict[str, Any]:
+    def _end(self, _: JsonObject) -> JsonObject:
         return self._stop("") if self.watch is not None else {"ended": None}
 
     def end_init(self) -> None:
@@ -235,7 +217,7 @@ class Monitor:
 
     # -------------------------------------------------------------------------------- the candidate
 
-    def _start(self, message: dict[str, Any], source: int, channel: list[int]) -> RunWatcher:
+    def _start(self, message: JsonObject, source: int, channel: list[int]) -> RunWatcher:
         """Let init start a candidate with `source` as its input. The descriptors belong to the
         candidate and are closed here.
         """
@@ -258,14 +240,16 @@ class Monitor:
             raise RuntimeError(reply.get("failed", "init started nothing"))
         return self.watch
 
-    def _serve_candidate(self) -> None:
+    def _serve_candidate(self) -> RunWatcher:
         if self.watch is not None:
-            return
+            return self.watch
         (requests, request_sink), (reply_source, reply_sink) = os.pipe(), os.pipe()
         self.requests, self.replies, self.request_count = request_sink, reply_source, 0
-        self._start({"mode": "serve"}, os.open("/dev/null", os.O_RDONLY), [requests, reply_sink])
+        return self._start(
+            {"mode": "serve"}, os.open("/dev/null", os.O_RDONLY), [requests, reply_sink]
+        )
 
-    def _stop(self, by: str) -> dict[str, Any]:
+    def _stop(self, by: str) -> JsonObject:
         """End the candidate if it still runs. Return its output and the way it ended."""
         watch = self.watch
         assert watch is not None
@@ -292,7 +276,6 @@ class Monitor:
             by = by or "cpu"
         elif not by and watch.exceeds_cpu(float(ended["cpu_s"])):
             by = "cpu"
-        rest = {"cpu_s": ended["cpu_s"], "memory_mb": max(ended["memory_mb"], watch.peak_mb)}
         return {
             "ended": True,
             "by": by,
@@ -300,5 +283,6 @@ class Monitor:
             "code": code,
             "stdout": out,
             "stderr": err,
-            **rest,
+            "cpu_s": ended["cpu_s"],
+            "memory_mb": max(ended["memory_mb"], watch.peak_mb),
         }

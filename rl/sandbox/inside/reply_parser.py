@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from rl.sandbox.inside.message_framing import JsonObject
 from rl.sandbox.inside.value_codec import ForgedMessageError, is_family, is_name
 from rl.sandbox.inside.value_display import show
 
@@ -36,7 +37,7 @@ class ResultReply:
     arguments: list[Any] | None
 
 
-def parse(body: bytes | str) -> dict[str, Any]:
+def parse(body: bytes | str) -> JsonObject:
     """Return the JSON object of a frame. Raises ForgedMessageError."""
     try:
         message = json.loads(body if isinstance(body, str) else body.decode("utf-8"))
@@ -47,23 +48,21 @@ def parse(body: bytes | str) -> dict[str, Any]:
     return message
 
 
-def read_loaded(message: dict[str, Any]) -> tuple[str, str] | None:
+def read_loaded(message: JsonObject) -> tuple[str, str] | None:
     """Return the reason that the program failed to load (load or exit, and a text), None if it
     loaded. Raises ForgedMessageError.
     """
-    if message == {"loaded": True} and message["loaded"] is True:
-        return None
-    failed = message.get("failed")
-    if message.keys() != {"failed"} or type(failed) is not list or len(failed) != 2:
-        raise ForgedMessageError(f"not a load report: {show(message, 80)}")
-    word, text = failed
-    if word not in ("load", "exit") or type(text) is not str or len(text) > _MAX_TEXT_LENGTH:
-        raise ForgedMessageError(f"not a load report: {show(message, 80)}")
-    return word, text
+    match message:
+        case {"loaded": True, **rest} if not rest:
+            return None
+        case {"failed": [("load" | "exit") as word, str(text)], **rest} if not rest:
+            if len(text) <= _MAX_TEXT_LENGTH:
+                return word, text
+    raise ForgedMessageError(f"not a load report: {show(message, 80)}")
 
 
 def read_answer(
-    message: dict[str, Any], number: int, arguments: int | None
+    message: JsonObject, number: int, arguments: int | None
 ) -> ResultReply | ErrorReply:
     """Return the answer to request `number`. `arguments`: the number of values passed to a call,
     None if the request is not a call.
@@ -93,23 +92,17 @@ def read_answer(
     return ResultReply(None, changed)
 
 
-def read_callback(message: dict[str, Any]) -> tuple[str, list[Any]]:
+def read_callback(message: JsonObject) -> tuple[str, list[Any]]:
     """Return the name of a tester's function and its encoded arguments. Raises ForgedMessageError."""
-    if (
-        message.keys() != {"call", "arguments"}
-        or type(message["call"]) is not str
-        or type(message["arguments"]) is not list
-    ):
-        raise ForgedMessageError(f"not a call of a test's function: {show(message, 80)}")
-    return message["call"], message["arguments"]
+    match message:
+        case {"call": str(name), "arguments": list(arguments), **rest} if not rest:
+            return name, arguments
+    raise ForgedMessageError(f"not a call of a test's function: {show(message, 80)}")
 
 
 def _parse_raised(raised: Any) -> ErrorReply:
-    if type(raised) is not list or len(raised) != 3:
-        raise ForgedMessageError(f"no exception: {show(raised, 80)}")
-    name, family, text = raised
-    if not (
-        is_name(name) and is_family(family) and type(text) is str and len(text) <= _MAX_TEXT_LENGTH
-    ):
-        raise ForgedMessageError(f"no exception: {show(raised, 80)}")
-    return ErrorReply(name, family, text)
+    match raised:
+        case [name, family, str(text)] if is_name(name) and is_family(family):
+            if len(text) <= _MAX_TEXT_LENGTH:
+                return ErrorReply(name, family, text)
+    raise ForgedMessageError(f"no exception: {show(raised, 80)}")

@@ -8,10 +8,12 @@ import select
 import socket
 import struct
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from rl.sandbox.inside import message_framing, reply_parser
 from rl.sandbox.inside.init_process import list_descendants
+from rl.sandbox.inside.message_framing import JsonObject
 
 _TICK_SECONDS = 0.02  # minimum seconds between two counts
 _COUNT_PAUSE_FACTOR = 10  # minimum pause as a multiple of the duration of the last count
@@ -32,38 +34,29 @@ class CallerClosedError(Exception):
     """Raised if the caller closed its end of the socket: the run is no longer needed."""
 
 
+@dataclass(eq=False)
 class RunWatcher:
     """Watch a candidate. `init`: reports the end of the candidate. `out`, `err`: its output
     streams, read here. `limits`: fields of rl.sandbox.SandboxLimits.
     """
 
-    def __init__(
-        self,
-        init: socket.socket,
-        caller: socket.socket,
-        out: int,
-        err: int,
-        limits: dict[str, Any],
-        root: int,
-        counting: bool,
-    ):
-        self.init, self.caller, self.out, self.err, self.limits, self.root, self.counting = (
-            init,
-            caller,
-            out,
-            err,
-            limits,
-            root,
-            counting,
-        )
-        self.ended: dict[str, Any] | None = None
-        self.peak_mb = 0.0
-        self.printed: dict[int, list[bytes]] = {out: [], err: []}
-        self.size = 0
-        self._open = [out, err]
-        self._unread = b""
+    init: socket.socket
+    caller: socket.socket
+    out: int
+    err: int
+    limits: JsonObject
+    root: int
+    counting: bool
+    ended: JsonObject | None = None
+    peak_mb: float = 0.0
+    size: int = 0
+    _unread: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.printed: dict[int, list[bytes]] = {self.out: [], self.err: []}
+        self._open = [self.out, self.err]
         self._next_count = time.monotonic() + _TICK_SECONDS
-        self._interpreter_mb = _resident_mb(os.getpid())
+        self._interpreter_mb = _read_stat(os.getpid())[21] * _PAGE_MB
         for descriptor in self._open:
             os.set_blocking(descriptor, False)
 
@@ -72,7 +65,7 @@ class RunWatcher:
         while self.ended is None:
             self._wait_for_event(deadline, ())
 
-    def read_message(self, source: int, deadline: float) -> dict[str, Any]:
+    def read_message(self, source: int, deadline: float) -> JsonObject:
         """Return the next message from the pipe `source`, with the errors of `read_frame`. Raises
         Stopped("forged") if the content is not a message.
         """
@@ -88,14 +81,11 @@ class RunWatcher:
         longest = int(self.limits["output_kb"]) << 10
         while True:
             if len(self._unread) >= _HEAD.size:
-                (size,) = _HEAD.unpack_from(self._unread)
-                if size > longest:
+                end = _HEAD.size + _HEAD.unpack_from(self._unread)[0]
+                if end - _HEAD.size > longest:
                     raise LimitReached("output")
-                if len(self._unread) >= _HEAD.size + size:
-                    body, self._unread = (
-                        self._unread[_HEAD.size : _HEAD.size + size],
-                        self._unread[_HEAD.size + size :],
-                    )
+                if len(self._unread) >= end:
+                    body, self._unread = self._unread[_HEAD.size : end], self._unread[end:]
                     return body
             if source in self._wait_for_event(deadline, (source,)):
                 part = os.read(source, 1 << 18)
@@ -106,7 +96,7 @@ class RunWatcher:
             elif self.ended is not None:
                 raise message_framing.ConnectionClosedError("the candidate ended")
 
-    def send(self, to: int, message: dict[str, Any], deadline: float) -> None:
+    def send(self, to: int, message: JsonObject, deadline: float) -> None:
         """Write a message to the pipe `to`, which the candidate may leave unread. Raises Stopped,
         frames.Ended.
         """
@@ -149,46 +139,36 @@ class RunWatcher:
         ready, _, _ = select.select(
             waiting, sinks, [], max(0.0, min(deadline - now, _TICK_SECONDS))
         )
-        for descriptor in [d for d in self._open if d in ready]:
-            self._read(descriptor)
+        self._read([descriptor for descriptor in self._open if descriptor in ready])
         if self.init in ready:
             self.ended = message_framing.receive(self.init)
         if self.caller in ready:
             raise CallerClosedError  # a waiting caller sends no message: readable means closed
         return ready
 
-    def _read(self, descriptor: int) -> None:
-        try:
+    def _read(self, descriptors: list[int]) -> None:
+        """Read once from each of these output streams, which are ready."""
+        for descriptor in descriptors:
             part = os.read(descriptor, 1 << 16)
-        except BlockingIOError:
-            return
-        if not part:
-            self._open.remove(descriptor)
-            return
-        self.printed[descriptor].append(part)
-        self.size += len(part)
-        if self.size > int(self.limits["output_kb"]) << 10:
-            raise LimitReached("output")
+            if not part:
+                self._open.remove(descriptor)
+            self.printed[descriptor].append(part)
+            self.size += len(part)
+            if self.size > int(self.limits["output_kb"]) << 10:
+                raise LimitReached("output")
 
     def drain(self) -> None:
         """Read the remaining output from the pipes."""
-        while self._open:
-            ready, _, _ = select.select(self._open, [], [], 0)
-            if not ready:
-                return
-            try:
-                for descriptor in ready:
-                    self._read(descriptor)
-            except LimitReached:
-                return
+        with contextlib.suppress(LimitReached):
+            while ready := select.select(self._open, [], [], 0)[0]:
+                self._read(ready)
 
     def take_output(self) -> tuple[str, str]:
         """Return stdout and stderr since the last call."""
         out, err = (
             b"".join(self.printed[d]).decode("utf-8", "replace") for d in (self.out, self.err)
         )
-        self.printed = {self.out: [], self.err: []}
-        self.size = 0
+        self.printed, self.size = {self.out: [], self.err: []}, 0
         return out, err
 
     def close(self) -> None:
@@ -197,31 +177,27 @@ class RunWatcher:
                 os.close(descriptor)
 
     def exceeds_cpu(self, seconds: float) -> bool:
-        return seconds >= float(self.limits["cpu_s"])
+        return seconds >= self.limits["cpu_s"]
 
     def _count(self) -> None:
         processes, memory, cpu = 0, 0.0, 0.0
         for pid in list_descendants(self.root):
-            with (
-                contextlib.suppress(OSError, ValueError, IndexError),
-                open(f"/proc/{pid}/stat") as file,
-            ):
-                fields = file.read().rsplit(")", 1)[1].split()
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = _read_stat(pid)
                 processes += 1
-                cpu += (
-                    int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])
-                ) / _CLOCK
-                memory += max(0.0, int(fields[21]) * _PAGE_MB - self._interpreter_mb)
+                cpu += sum(fields[11:15]) / _CLOCK
+                memory += max(0.0, fields[21] * _PAGE_MB - self._interpreter_mb)
         self.peak_mb = max(self.peak_mb, memory)
-        if memory > float(self.limits["memory_mb"]):
+        if memory > self.limits["memory_mb"]:
             raise LimitReached("memory")
-        if processes > int(self.limits["processes"]):
+        if processes > self.limits["processes"]:
             raise LimitReached("processes")
         if self.exceeds_cpu(cpu):
             raise LimitReached("cpu")
 
 
-def _resident_mb(pid: int) -> float:
-    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rsplit(")", 1)[1].split()[21]) * _PAGE_MB
-    return 0.0
+def _read_stat(pid: int) -> list[int]:
+    """Return the numbers of /proc/PID/stat from the third field on, whose state is given as 0."""
+    with open(f"/proc/{pid}/stat") as file:
+        _, *numbers = file.read().rsplit(")", 1)[1].split()
+    return [0, *map(int, numbers)]

@@ -13,12 +13,14 @@ import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rl.sandbox.inside import isolation, message_framing, reply_parser, seccomp, value_codec
+from rl.sandbox.inside.message_framing import JsonObject
 from rl.sandbox.inside.value_display import show
 
-_MODULES = ("math", "cmath", "re", "collections", "itertools", "functools", "random", "datetime", "string", "copy", "heapq", "decimal",
+TEST_MODULES = ("math", "cmath", "re", "collections", "itertools", "functools", "random", "datetime", "string", "copy", "heapq", "decimal",
             "fractions", "statistics", "operator", "typing", "json", "sys")  # fmt: skip
 
 
@@ -26,6 +28,7 @@ class CandidateError(Exception):
     """Represent an exception of the candidate that derives from no known built-in exception."""
 
 
+@dataclass(eq=False)
 class CandidateClient:
     """Hold the tester's end of the connection to the candidate's server. Messages are parsed by
     `replies`; no other content of a message has an effect here.
@@ -35,15 +38,12 @@ class CandidateClient:
     raises.
     """
 
-    def __init__(
-        self, requests: int, replies: int, longest: int, end: Callable[[str, str], NoReturn]
-    ):
-        self.requests, self.replies, self.longest, self.end = (
-            requests,
-            replies,
-            longest,
-            end,
-        )
+    requests: int
+    replies: int
+    longest: int
+    end: Callable[[str, str], NoReturn]
+
+    def __post_init__(self) -> None:
         self.count = itertools.count(1)
         self.functions: dict[str, Callable[..., Any]] = {}
         self.exceptions: dict[str, type[BaseException]] = {}
@@ -56,10 +56,11 @@ class CandidateClient:
             key: value_codec.encode(item, self.refer) for key, item in more.pop("named", {}).items()
         }
         sent = [value_codec.encode(item, self.refer) for item in arguments]
-        self._send({"id": number, "do": verb, "of": of, "arguments": sent, "named": named, **more})
-        while "call" in (message := self._receive()):
-            self._call_back(message)
-        with self._end_if_forged():
+        message = {"id": number, "do": verb, "of": of, "arguments": sent, "named": named, **more}
+        with self._end_if_broken():
+            message_framing.send(self.requests, message)
+            while "call" in (message := self._receive()):
+                self._call_back(message)
             answer = reply_parser.read_answer(
                 message, number, len(arguments) if verb == "call" else None
             )
@@ -81,19 +82,13 @@ class CandidateClient:
         """Read the server's first message. Return the reason that the program failed to load, None
         if it loaded.
         """
-        with self._end_if_forged():
+        with self._end_if_broken():
             return reply_parser.read_loaded(self._receive())
 
     @contextlib.contextmanager
-    def _end_if_forged(self) -> Iterator[None]:
+    def _end_if_broken(self) -> Iterator[None]:
         try:
             yield
-        except reply_parser.ForgedMessageError as error:
-            self.end("forged", str(error))
-
-    def _receive(self) -> dict[str, Any]:
-        try:
-            return reply_parser.parse(message_framing.receive_bytes(self.replies, self.longest))
         except reply_parser.ForgedMessageError as error:
             self.end("forged", str(error))
         except message_framing.TooLong as error:
@@ -101,23 +96,20 @@ class CandidateClient:
         except message_framing.ConnectionClosedError:
             self.end("", "the candidate ended")
 
-    def _send(self, message: dict[str, Any]) -> None:
-        try:
-            message_framing.send(self.requests, message)
-        except message_framing.ConnectionClosedError:
-            self.end("", "the candidate ended")
+    def _receive(self) -> JsonObject:
+        return reply_parser.parse(message_framing.receive_bytes(self.replies, self.longest))
 
-    def _call_back(self, message: dict[str, Any]) -> None:
-        with self._end_if_forged():
-            name, encoded = reply_parser.read_callback(message)
-            if name not in self.functions:
-                raise reply_parser.ForgedMessageError("a call of a function that no test passed")
-            arguments = [value_codec.decode(item, self.referent) for item in encoded]
+    def _call_back(self, message: JsonObject) -> None:
+        """Answer a call of a function of the tests. The function may send requests too."""
+        name, encoded = reply_parser.read_callback(message)
+        if name not in self.functions:
+            raise reply_parser.ForgedMessageError("a call of a function that no test passed")
+        arguments = [value_codec.decode(item, self.referent) for item in encoded]
         try:
             reply = {"returned": value_codec.encode(self.functions[name](*arguments), self.refer)}
         except Exception as error:
             reply = {"raised": f"{type(error).__name__}: {_format_exception(error)}"}
-        self._send(reply)
+        message_framing.send(self.requests, reply)
 
     def refer(self, value: Any) -> list[Any]:
         if type(value) is RemoteObject:
@@ -135,7 +127,7 @@ class CandidateClient:
         return (
             self.exception(name, family)
             if kind == "class" and family
-            else RemoteObject(self, number, name)
+            else RemoteObject(self, number)
         )
 
     def exception(self, name: str, family: list[str]) -> type[BaseException]:
@@ -178,91 +170,77 @@ def _build_exception(of: type[BaseException], text: str) -> BaseException:
         return error
 
 
+def _forward(verb: str, convert: Callable[[Any], Any] = lambda result: result) -> Any:
+    """Return a method that requests an operation of the candidate and converts its result."""
+
+    def request(self: RemoteObject, *arguments: Any, **named: Any) -> Any:
+        link: CandidateClient = object.__getattribute__(self, "_link")
+        number = object.__getattribute__(self, "_number")
+        return convert(link.request(verb, number, arguments, named=named))
+
+    return request
+
+
+# Not methods: a test may use attributes of the program's objects by any name.
+_iterate = _forward("iterate")
+_is_same = _forward("same", bool)
+_is_less = _forward("less", bool)
+_is_instance = _forward("is a", bool)
+
+
 class RemoteObject:
     """Refer to an object of the candidate. Operations return plain data. A reference never equals
     plain data, regardless of the object's __eq__.
     """
 
-    __slots__ = ("_link", "_number", "_name")
+    __slots__ = ("_link", "_number")
 
-    def __init__(self, link: CandidateClient, number: int, name: str):
+    def __init__(self, link: CandidateClient, number: int):
         object.__setattr__(self, "_link", link)
         object.__setattr__(self, "_number", number)
-        object.__setattr__(self, "_name", name)
 
-    def _ask(self, verb: str, *arguments: Any, **named: Any) -> Any:
-        link: CandidateClient = object.__getattribute__(self, "_link")
-        return link.request(verb, object.__getattribute__(self, "_number"), arguments, named=named)
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return RemoteObject._ask(self, "call", *arguments, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        return RemoteObject._ask(self, "attribute", name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        RemoteObject._ask(self, "set", name, value)
-
-    def __delattr__(self, name: str) -> None:
-        RemoteObject._ask(self, "delete", name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return RemoteObject._ask(self, "item", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        RemoteObject._ask(self, "put", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        RemoteObject._ask(self, "remove", key)
-
-    def __len__(self) -> int:
-        return int(RemoteObject._ask(self, "length"))
+    __call__ = _forward("call")
+    __getattr__ = _forward("attribute")
+    __setattr__ = _forward("set")
+    __delattr__ = _forward("delete")
+    __getitem__ = _forward("item")
+    __setitem__ = _forward("put")
+    __delitem__ = _forward("remove")
+    __len__ = _forward("length", int)
+    __next__ = _forward("next")
+    __str__ = _forward("text", str)
+    __repr__ = _forward("repr", str)
+    __bool__ = _forward("truth", bool)
+    __contains__ = _forward("contains", bool)
 
     def __iter__(self) -> Iterator[Any]:
-        inner = RemoteObject._ask(self, "iterate")
+        inner = _iterate(self)
         while True:
             try:
-                yield RemoteObject._ask(inner, "next")
+                yield RemoteObject.__next__(inner)
             except StopIteration:
                 return
 
-    def __next__(self) -> Any:
-        return RemoteObject._ask(self, "next")
-
-    def __str__(self) -> str:
-        return str(RemoteObject._ask(self, "text"))
-
-    def __repr__(self) -> str:
-        return str(RemoteObject._ask(self, "repr"))
-
-    def __bool__(self) -> bool:
-        return bool(RemoteObject._ask(self, "truth"))
-
     def __eq__(self, other: object) -> bool:
-        return type(other) is RemoteObject and bool(RemoteObject._ask(self, "same", other))
+        return type(other) is RemoteObject and _is_same(self, other)
 
     def __ne__(self, other: object) -> bool:
         return not RemoteObject.__eq__(self, other)
 
     def __lt__(self, other: object) -> bool:
-        if type(other) is not RemoteObject:
-            return NotImplemented
-        return bool(RemoteObject._ask(self, "less", other))
-
-    def __contains__(self, item: Any) -> bool:
-        return bool(RemoteObject._ask(self, "contains", item))
+        return _is_less(self, other) if type(other) is RemoteObject else NotImplemented
 
     def __hash__(self) -> int:
         return hash(object.__getattribute__(self, "_number"))
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return type(instance) is RemoteObject and bool(RemoteObject._ask(instance, "is a", self))
+        return type(instance) is RemoteObject and _is_instance(instance, self)
 
     def __enter__(self) -> Any:
-        return RemoteObject._ask(self, "attribute", "__enter__")()
+        return RemoteObject.__getattr__(self, "__enter__")()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        return RemoteObject._ask(self, "attribute", "__exit__")(None, None, None)
+        return RemoteObject.__getattr__(self, "__exit__")(None, None, None)
 
 
 class TestNamespace(dict[str, Any]):
@@ -280,7 +258,7 @@ class TestNamespace(dict[str, Any]):
         if name not in self.entries:
             if hasattr(builtins, name):
                 return getattr(builtins, name)
-            if name in _MODULES:
+            if name in TEST_MODULES:
                 return importlib.import_module(name)
         try:
             value = self.link.request("find", name=name)
@@ -290,12 +268,16 @@ class TestNamespace(dict[str, Any]):
         return value
 
 
+def send_verdict(verdicts: int, ok: bool, reason: str) -> None:
+    message_framing.send(verdicts, {"ok": ok, "why": reason})
+
+
 def serve(
-    message: dict[str, Any], requests: int, answers: int, verdicts: int, up: set[str], limits: dict[str, Any],
-    run: Callable[[dict[str, Any], CandidateClient, int], None] | None = None,
+    message: JsonObject, requests: int, answers: int, verdicts: int, up: set[str], limits: JsonObject,
+    run: Callable[[JsonObject, CandidateClient, int], None],
 ) -> None:  # fmt: skip
-    """Run the tests from `message["from"]` on, or call `run`; send a verdict for each test. `run`
-    may write files. Never returns.
+    """Call `run`, which sends a verdict for each test; tests of files may write files. Never
+    returns.
     """
 
     def end(by: str, reason: str) -> NoReturn:
@@ -311,28 +293,22 @@ def serve(
             os.dup2(os.open("/dev/null", os.O_RDWR), target)
         isolation.die_with_parent()
         if "limits" in up:
-            files = limits["file_mb"] if run is not None else 0
-            isolation.set_limits(
-                {**limits, "file_mb": files, "memory_mb": limits["memory_mb"] + 256}
-            )
+            file_mb = limits["file_mb"] if "files" in message else 0
+            memory_mb = limits["memory_mb"] + 256
+            isolation.set_limits({**limits, "file_mb": file_mb, "memory_mb": memory_mb})
         if "capabilities" in up:
             isolation.drop_capabilities()
         if "seccomp" in up:
             seccomp.install(isolation.libc)
-        (run or run_asserts)(
-            message,
-            CandidateClient(requests, answers, int(limits["output_kb"]) << 10, end),
-            verdicts,
-        )
+        longest = int(limits["output_kb"]) << 10
+        run(message, CandidateClient(requests, answers, longest, end), verdicts)
+        message_framing.send(verdicts, {"done": True})
     finally:
         os._exit(0)
 
 
-def run_asserts(message: dict[str, Any], link: CandidateClient, verdicts: int) -> None:
-    def say(ok: bool, reason: str) -> None:
-        message_framing.send(verdicts, {"ok": ok, "why": reason})
-
-    tests, first = message["tests"], message["from"]
+def run_asserts(message: JsonObject, link: CandidateClient, verdicts: int) -> None:
+    """Run the tests from `message["from"]` on; send a verdict for each."""
     failed = link.read_loaded()
     space = TestNamespace(link, message["entries"])
     if not failed:
@@ -341,20 +317,17 @@ def run_asserts(message: dict[str, Any], link: CandidateClient, verdicts: int) -
             for name in message["owned"]:
                 space.pop(name, None)
         except Exception as error:
-            failed = (
-                "error",
-                f"the tests' setup: {type(error).__name__}: {_format_exception(error)}",
-            )
-    for text in tests[first:]:
+            text = f"{type(error).__name__}: {_format_exception(error)}"
+            failed = "error", f"the tests' setup: {text}"
+    for text in message["tests"][message["from"] :]:
         ok, reason = (
             (False, f"{failed[0]}: {failed[1]}")
             if failed
             else _run_test(text, space, message["entries"])
         )
-        say(ok, reason)
+        send_verdict(verdicts, ok, reason)
         if not ok and message["early_stop"]:
             break
-    message_framing.send(verdicts, {"done": True})
 
 
 def _run_test(text: str, space: TestNamespace, entries: list[str]) -> tuple[bool, str]:

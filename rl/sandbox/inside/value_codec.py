@@ -103,10 +103,7 @@ def encode(value: Any, reference: Callable[[Any], list[Any]] | None = None, deep
     if of is complex:
         return ["c", value.real, value.imag]
     if of is range:
-        return [
-            "r",
-            *[encode(int.__add__(number, 0)) for number in (value.start, value.stop, value.step)],
-        ]
+        return ["r", *[encode(int.__add__(n, 0)) for n in (value.start, value.stop, value.step)]]
     if of is fractions.Fraction:
         return ["R", encode(_check_bounds(value).numerator), encode(value.denominator)]
     for key, (base, text, _, _) in _TEXTS.items():
@@ -135,14 +132,11 @@ def _encode_other(value: Any, of: type, reference: Any, deep: int) -> Any:
         if base is dict and of.__module__ != "__main__":
             return _encode_map("d", value, reference, deep)
         if base in _TAGS:
-            return [
-                _TAGS[base],
-                *[encode(item, reference, deep + 1) for item in base.__iter__(value)],
-            ]
+            items = base.__iter__(value)
+            return [_TAGS[base], *[encode(item, reference, deep + 1) for item in items]]
         if base is bytes:
             return ["B", bytes.hex(value)]
-    views = {"dict_keys": "l", "dict_values": "l", "dict_items": "l"}
-    if of.__module__ == "builtins" and of.__name__ in views:
+    if of.__module__ == "builtins" and of.__name__ in ("dict_keys", "dict_values", "dict_items"):
         return ["l", *[encode(item, reference, deep + 1) for item in value]]
     if of.__module__ == "numpy" and hasattr(of, "tolist"):
         return encode(value.tolist(), reference, deep + 1)
@@ -246,9 +240,9 @@ class _Decoder:
             raise ForgedMessageError(f"no encoded value: {show(value, 80)}")
         tag = value[0]
         if tag in _SEQUENCES or tag in _MAPS:
-            items = []
-            for i in range(1, len(value)):
-                items.append(self.read(value[i], deep + 1))
+            items = []  # no comprehension, which would be a further frame for each level
+            for item in value[1:]:
+                items.append(self.read(item, deep + 1))
             return self._sequence(tag, items) if tag in _SEQUENCES else self._map(tag, items)
         if tag in _TEXTS:
             return self._text(tag, value)
@@ -281,13 +275,7 @@ class _Decoder:
         mapping: dict[Any, Any] = {}
         for i in range(0, len(pairs), _KEYS_AT_ONCE):
             self._hash(mapping.update, pairs[i : i + _KEYS_AT_ONCE])
-        return (
-            collections.defaultdict(None, mapping)
-            if tag == "D"
-            else mapping
-            if tag == "d"
-            else _MAPS[tag](mapping)
-        )
+        return collections.defaultdict(None, mapping) if tag == "D" else _MAPS[tag](mapping)
 
     def _hash(self, update: Callable[[Any], None], keys: list[Any]) -> None:
         """Insert keys into a set or mapping in small batches and bound the time: a hostile sender
@@ -331,11 +319,7 @@ class _Decoder:
             raise ForgedMessageError("a range with step 0")
         if self.remaining_range_length is not None:
             start, stop, step = numbers
-            self.remaining_range_length -= (
-                max(0, -((start - stop) // step))
-                if step > 0
-                else max(0, -((stop - start) // -step))
-            )
+            self.remaining_range_length -= max(0, -((start - stop) // step))
             if self.remaining_range_length < 0:
                 raise NotPlain("a range over more numbers than could be sent")
         return range(*numbers)

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 
-from rl.sandbox.inside import isolation, landlock, message_framing, monitor
+from rl.sandbox.inside import isolation, message_framing, monitor
 
 # The modules that programs import most are preloaded; no code of a program runs here.
 _MODULES = (
@@ -38,7 +38,7 @@ def main(control_fd: int, names: str, user: int, importable: str, sandlock: str 
     os.umask(0o077)
     sys.setrecursionlimit(1000)
     if "landlock" in up:
-        landlock.load(sandlock)
+        isolation.load_landlock(sandlock)
     for name in _MODULES.split():
         importlib.import_module(name)
     sys.path.append(importable)
@@ -65,14 +65,11 @@ def _job(control: socket.socket, descriptor: int, up: set[str]) -> None:
         monitor.serve(socket.socket(fileno=descriptor), up, os.getuid(), os.getgid())
     os.close(descriptor)
     process = os.pidfd_open(pid)
-    waiting = select.poll()
-    waiting.register(process, select.POLLIN)
-    waiting.register(control, select.POLLHUP | select.POLLRDHUP)
-    for which, _ in waiting.poll():
-        if which != process:  # the caller has closed the socket
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os._exit(0)
+    ready, _, _ = select.select([process, control.fileno()], [], [])
+    if control.fileno() in ready:  # the caller sends nothing meanwhile: it has closed the socket
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os._exit(0)
     os.close(process)
     os.waitpid(pid, 0)
     # reap the init of a killed monitor, which dies with it
