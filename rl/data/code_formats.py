@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rl.data.row_formats import ParsedRow, RowFormat, get_column, make_prompt
-from rl.data.row_readers import BadRow
+from rl.data.row_readers import BadRow, Columns
 from rl.sandbox import extract_helpers
 
 INSTRUCTION = "\n\nWrite Python, the whole of it in one block between ```python and ```."
@@ -49,7 +49,7 @@ class MBPP(_CodeFormat):
 
     required = frozenset({"code", "test_list"})
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         description = _text(columns, "text" if "text" in columns else "prompt")
         asserts = _texts(columns, "test_list")
         solution = _text(columns, "code").replace("\r\n", "\n")
@@ -68,7 +68,7 @@ class MBPP(_CodeFormat):
         )
         return _problem(prompt, tests, solution, columns, ("text", "prompt", "code"))
 
-    def split_of(self, columns: Mapping[str, Any]) -> str | None:
+    def split_of(self, columns: Columns) -> str | None:
         """Return the published split of a task_id; None if the row has no task_id.
 
         601 to 974: train; 511 to 600: validation; 11 to 510: test; 1 to 10: examples in prompts.
@@ -90,7 +90,7 @@ class HumanEval(_CodeFormat):
 
     required = frozenset({"prompt", "entry_point", "test"})
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         head, test, name = (_text(columns, key) for key in ("prompt", "test", "entry_point"))
         if not re.search(rf"^def {re.escape(name)}\b", head, re.MULTILINE):
             raise BadRow(f"'prompt' does not define the function {name!r} of 'entry_point'")
@@ -118,7 +118,7 @@ class APPS(_CodeFormat):
 
     required = frozenset({"question", "input_output"})
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         question, cases = _text(columns, "question"), _json(columns, "input_output", dict)
         inputs, outputs, function = cases.get("inputs"), cases.get("outputs"), cases.get("fn_name")
         if (
@@ -170,7 +170,7 @@ class LiveCodeBench(_CodeFormat):
 
     required = frozenset({"question_content", "public_test_cases"})
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         question = _text(columns, "question_content")
         cases = _json(columns, "public_test_cases", list)
         if columns.get("private_test_cases"):
@@ -212,7 +212,7 @@ def _problem(
     prompt: str,
     tests: Mapping[str, Any],
     solution: str | None,
-    columns: Mapping[str, Any],
+    columns: Columns,
     used: Sequence[str],
 ) -> ParsedRow:
     meta = {
@@ -310,7 +310,7 @@ def _is_python(text: str) -> bool:
     return True
 
 
-def _text(columns: Mapping[str, Any], name: str) -> str:
+def _text(columns: Columns, name: str) -> str:
     """Return the text of a column. Raises BadRow if it is absent, empty or not text."""
     value = get_column(columns, name)
     if not isinstance(value, str) or not value.strip():
@@ -318,7 +318,7 @@ def _text(columns: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _texts(columns: Mapping[str, Any], name: str) -> list[str]:
+def _texts(columns: Columns, name: str) -> list[str]:
     """Return the texts of a column. Raises BadRow if it is absent or no list of texts."""
     value = get_column(columns, name)
     if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
@@ -326,7 +326,7 @@ def _texts(columns: Mapping[str, Any], name: str) -> list[str]:
     return list(value)
 
 
-def _json(columns: Mapping[str, Any], name: str, kind: type) -> Any:
+def _json(columns: Columns, name: str, kind: type) -> Any:
     """Return a column's value of type `kind`; a text is parsed as JSON.
 
     Raises BadRow if the column is absent, or holds no JSON or another type.

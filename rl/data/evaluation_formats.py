@@ -8,8 +8,7 @@ import importlib.util
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rl.data.row_formats import (
     ColumnNames,
@@ -19,7 +18,7 @@ from rl.data.row_formats import (
     make_prompt,
     read_text,
 )
-from rl.data.row_readers import BadRow
+from rl.data.row_readers import BadRow, Columns
 from rl.errors import UserError, install_command
 from rl.rewards import instruction_checks, math_reward
 from rl.seed import derive_seed
@@ -48,10 +47,10 @@ class GSM8K(RowFormat):
     """
 
     @classmethod
-    def matches(cls, columns: Mapping[str, Any], names: ColumnNames) -> bool:
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
         return "question" in columns and "####" in str(columns.get("answer"))
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         question, worked = read_text(columns, "question"), read_text(columns, "answer")
         solution, marker, number = worked.rpartition("####")
         number = number.strip().replace(",", "")
@@ -69,10 +68,10 @@ class MATH(RowFormat):
     """
 
     @classmethod
-    def matches(cls, columns: Mapping[str, Any], names: ColumnNames) -> bool:
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
         return "problem" in columns and ("solution" in columns or "answer" in columns)
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         solution = columns.get("solution")
         worked = solution if isinstance(solution, str) and solution.strip() else None
         answer = (
@@ -99,7 +98,7 @@ class AIMEFormat(RowFormat):
 
     example = json.dumps({"problem": "Find 2+2.", "answer": "004"})
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         renamed = {
             name.lower() if name in ("Problem", "Answer", "Solution") else name: value
             for name, value in columns.items()
@@ -126,12 +125,12 @@ class MultipleChoiceFormat(RowFormat):
     reward = "multiple_choice"
 
     @classmethod
-    def matches(cls, columns: Mapping[str, Any], names: ColumnNames) -> bool:
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
         return {_CORRECT, "Question"} <= columns.keys() or (
             "question" in columns and ("choices" in columns or "options" in columns)
         )
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         if _CORRECT in columns:
             question = read_text(columns, "Question").strip()
             texts = [read_text(columns, name).strip() for name in (_CORRECT, *_INCORRECT)]
@@ -156,7 +155,7 @@ class MultipleChoiceFormat(RowFormat):
         )
 
     @staticmethod
-    def _read_choices(columns: Mapping[str, Any]) -> tuple[list[str], int]:
+    def _read_choices(columns: Columns) -> tuple[list[str], int]:
         """Return the texts of the choices and the position of the right choice."""
         name = "choices" if "choices" in columns else "options"
         texts = columns.get(name)
@@ -198,7 +197,7 @@ class IFEvalFormat(RowFormat):
     required = frozenset({"instruction_id_list", "kwargs"})
     reward = "ifeval"
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         prompt = read_text(columns, "prompt")
         try:
             instructions = instruction_checks.bind_instructions(

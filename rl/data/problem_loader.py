@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from rl.config import DataFormat
 from rl.data.data_files import find_files, read_file
@@ -23,7 +23,15 @@ from rl.data.prompt_template import PromptTemplate
 from rl.data.row_formats import ColumnNames, RowFormat, is_chat
 from rl.data.row_images import RowImages
 from rl.data.row_parser import ROW_FORMATS, RowParser, choose_format, detect_format
-from rl.data.row_readers import FILE_SUFFIXES, BadRow, BadRowCollector, OnBadRow, Row, read_hub
+from rl.data.row_readers import (
+    FILE_SUFFIXES,
+    BadRow,
+    BadRowCollector,
+    Columns,
+    OnBadRow,
+    Row,
+    read_hub,
+)
 from rl.data.streaming import StreamedProblemSet
 from rl.data.synthetic import addition, countdown, oneliners, shapes, sorting
 from rl.data.table_readers import open_table
@@ -157,7 +165,7 @@ def _find_hub_entry(source: str) -> DatasetEntry | None:
     return None if Path(source).expanduser().exists() else find_dataset(source)
 
 
-def _first_columns(row: Row) -> Mapping[str, Any]:
+def _first_columns(row: Row) -> Columns:
     """Return the columns of a stream's first row. Raises UserError if that row is bad."""
     if isinstance(row.columns, BadRow):
         raise UserError(
@@ -202,7 +210,7 @@ def find_default_reward(source: str) -> str | None:
     return None if entry is None else entry.reward
 
 
-def _first_good_row(source: str) -> Mapping[str, Any] | None:
+def _first_good_row(source: str) -> Columns | None:
     """Return the columns of a file's first good row; None if it has no good row."""
     return next(
         (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.config import DataSettings
+from rl.data.row_readers import Columns
 from rl.types import Message, Problem
 
 # columns that would reveal the answer
@@ -40,9 +41,7 @@ class PromptTemplate:
         """Return whether this wrapper changes any prompt."""
         return self.system is not None or self.template is not None or self.suffix is not None
 
-    def __call__(
-        self, messages: Sequence[Message], columns: Mapping[str, Any]
-    ) -> tuple[Message, ...]:
+    def __call__(self, messages: Sequence[Message], columns: Columns) -> tuple[Message, ...]:
         """Return the wrapped messages. A text without a prompt has no messages: returns ()."""
         if not messages:
             return ()
@@ -68,7 +67,7 @@ class PromptTemplate:
         """Return a problem of a generated set with its prompt wrapped."""
         return replace(problem, messages=self(problem.messages, problem.meta))
 
-    def _apply_to_content(self, content: Any, columns: Mapping[str, Any]) -> Any:
+    def _apply_to_content(self, content: Any, columns: Columns) -> Any:
         """Wrap a message's content; in content with images, wrap the last text."""
         if not isinstance(content, list):
             return self._apply_to_text(content, columns)
@@ -79,7 +78,7 @@ class PromptTemplate:
         prompt = self._apply_to_text(content[at]["text"] if at < len(content) else "", columns)
         return [*content[:at], {"type": "text", "text": prompt}, *content[at + 1 :]]
 
-    def _apply_to_text(self, prompt: str, columns: Mapping[str, Any]) -> str:
+    def _apply_to_text(self, prompt: str, columns: Columns) -> str:
         """Apply template and suffix to a text."""
         excluded = {*_ANSWER_COLUMNS, self.answer_column}
         substitutions = {

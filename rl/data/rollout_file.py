@@ -12,7 +12,7 @@ A row is one of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,14 @@ from typing import Any
 from rl.data.data_files import read_file
 from rl.data.problem_set import ProblemSet
 from rl.data.row_formats import read_messages
-from rl.data.row_readers import FILE_SUFFIXES, BadRow, BadRowCollector, MissingColumn, OnBadRow
+from rl.data.row_readers import (
+    FILE_SUFFIXES,
+    BadRow,
+    BadRowCollector,
+    Columns,
+    MissingColumn,
+    OnBadRow,
+)
 from rl.errors import UserError
 from rl.images import has_images
 from rl.jsonl import get_evaluation_step, get_rollout_step
@@ -188,7 +195,7 @@ def _find_rollout_files(path: Path, steps: range | None) -> list[Path]:
     return files
 
 
-def _parse_run_row(columns: Mapping[str, Any], place: str) -> tuple[tuple[Any, ...], _AnswerGroup]:
+def _parse_run_row(columns: Columns, place: str) -> tuple[tuple[Any, ...], _AnswerGroup]:
     """Return (key of the group within its file, the answer) of a row that a run wrote."""
     tokens, prompt = (_token_ids(columns, name) for name in ("response_tokens", "prompt_tokens"))
     for name in ("group", "tag", "problem"):
@@ -213,7 +220,7 @@ def _parse_run_row(columns: Mapping[str, Any], place: str) -> tuple[tuple[Any, .
     )
 
 
-def _token_ids(columns: Mapping[str, Any], name: str) -> tuple[int, ...]:
+def _token_ids(columns: Columns, name: str) -> tuple[int, ...]:
     """Return the token ids of a column. Raises BadRow unless it is a non-empty list of ids."""
     value = columns.get(name)
     if (
@@ -274,7 +281,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _parse_published_row(
-    columns: Mapping[str, Any],
+    columns: Columns,
     place: str,
     prompt: str | None,
     response: str | None,
@@ -323,9 +330,7 @@ def _parse_published_row(
     )
 
 
-def _pick_column(
-    columns: Mapping[str, Any], requested: str | None, usual: tuple[str, ...], what: str
-) -> str:
+def _pick_column(columns: Columns, requested: str | None, usual: tuple[str, ...], what: str) -> str:
     """Return the named column, or the first of the usual columns that the row has.
 
     Raises BadRow if the row has no such column.

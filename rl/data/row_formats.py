@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rl.data.row_readers import BadRow, MissingColumn
+from rl.data.row_readers import BadRow, Columns, MissingColumn
 from rl.errors import UserError
 from rl.images import content_to_text, has_images
 from rl.renderers import get_content_text
@@ -63,19 +63,19 @@ class RowFormat(ABC):
         self.names = names
 
     @classmethod
-    def matches(cls, columns: Mapping[str, Any], names: ColumnNames) -> bool:
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
         """Return whether a row has this format, by its columns."""
         return bool(cls.required) and cls.required <= columns.keys()
 
     @abstractmethod
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         """Return the content of a row. Raises BadRow if the row does not have this format."""
 
-    def split_of(self, columns: Mapping[str, Any]) -> str | None:
+    def split_of(self, columns: Columns) -> str | None:
         """Return the published split that the row names; None if it names none."""
         return None
 
-    def read_all(self, columns: Mapping[str, Any]) -> list[ParsedRow]:
+    def read_all(self, columns: Columns) -> list[ParsedRow]:
         """Return all problems of a row; most formats have a single problem per row."""
         return [self.read(columns)]
 
@@ -94,13 +94,13 @@ class ColumnsFormat(RowFormat):
         answers = {column: "4" for column in (names.response, names.answer) if column}
         self.example = json.dumps({names.prompt: "2+2=", **answers})
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         used = {self.names.prompt, self.names.response}
         messages = _read_prompt(columns, self.names.prompt)
         meta = collect_meta(columns, self.names.answer, used)
         return ParsedRow(messages, meta, self._read_response(columns))
 
-    def _read_response(self, columns: Mapping[str, Any]) -> str | None:
+    def _read_response(self, columns: Columns) -> str | None:
         """Return the response of a row; None if it has none."""
         name = self.names.response
         if name is None:
@@ -126,7 +126,7 @@ class MessagesFormat(RowFormat):
 
     required = frozenset({"messages"})
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         messages = get_column(columns, "messages")
         meta = collect_meta(columns, self.names.answer, {"messages"})
         return _parse_chat(messages, "messages", meta)
@@ -140,10 +140,10 @@ class ShareGPTFormat(RowFormat):
     """
 
     @classmethod
-    def matches(cls, columns: Mapping[str, Any], names: ColumnNames) -> bool:
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
         return "conversations" in columns or isinstance(columns.get("conversation"), list)
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         name = (
             "conversation"
             if "conversation" in columns and "conversations" not in columns
@@ -195,7 +195,7 @@ class TextFormat(RowFormat):
 
     required = frozenset({"text"})
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         meta = collect_meta(columns, self.names.answer, {"text"})
         return ParsedRow([], meta, read_text(columns, "text"))
 
@@ -210,7 +210,7 @@ class UnpairedFormat(ColumnsFormat):
         row = {names.prompt: "2+2=", names.response or "completion": "4", "label": True}
         self.example = json.dumps(row)
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         if "label" not in columns and "chosen" in columns and "rejected" in columns:
             raise MissingColumn(
                 "label",
@@ -241,15 +241,15 @@ class AlpacaFormat(RowFormat):
     """
 
     @classmethod
-    def matches(cls, columns: Mapping[str, Any], names: ColumnNames) -> bool:
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
         return "instruction" in columns and ("output" in columns or "instances" in columns)
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         prompt = make_prompt(_instruction(columns))
         meta = collect_meta(columns, self.names.answer, {"instruction", "input", "output"})
         return ParsedRow(prompt, meta, read_text(columns, "output"))
 
-    def read_all(self, columns: Mapping[str, Any]) -> list[ParsedRow]:
+    def read_all(self, columns: Columns) -> list[ParsedRow]:
         instances = columns.get("instances")
         if "output" in columns or instances is None:
             return [self.read(columns)]
@@ -289,10 +289,10 @@ class PreferencesFormat(RowFormat):
         self.example = json.dumps({names.prompt: "2+2=", names.chosen: "4", names.rejected: "5"})
 
     @classmethod
-    def matches(cls, columns: Mapping[str, Any], names: ColumnNames) -> bool:
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
         return names.chosen in columns and names.rejected in columns
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> ParsedRow:
         prompt_column, *pair = self.names.prompt, self.names.chosen, self.names.rejected
         if self.names.chosen not in columns and "output_1" in columns:
             return self._parse_labelled(columns)
@@ -328,7 +328,7 @@ class PreferencesFormat(RowFormat):
         return ParsedRow(prompt, meta, *answers)
 
     @staticmethod
-    def _read_answer(columns: Mapping[str, Any], name: str) -> str:
+    def _read_answer(columns: Columns, name: str) -> str:
         """Return the answer in a column: a text, or a list of a single assistant message."""
         value = columns[name]
         if not isinstance(value, list):
@@ -340,7 +340,7 @@ class PreferencesFormat(RowFormat):
             )
         return _assistant_text(value[0], name)
 
-    def _parse_labelled(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def _parse_labelled(self, columns: Columns) -> ParsedRow:
         """Read a row of input, output_1, output_2 and label."""
         label = get_column(columns, "label")
         if type(label) is not int or label not in (1, 2):  # true and 1.0 name no output
@@ -352,7 +352,7 @@ class PreferencesFormat(RowFormat):
         return ParsedRow(make_prompt(read_text(columns, "input")), meta, *answers)
 
 
-def is_chat(columns: Mapping[str, Any], prompt: str | None) -> bool:
+def is_chat(columns: Columns, prompt: str | None) -> bool:
     """Return whether a row's prompt is a list of messages."""
     return any(
         isinstance(columns.get(name), list)
@@ -413,7 +413,7 @@ def make_prompt(text: str) -> list[Message]:
     return [{"role": "user", "content": text}]
 
 
-def _read_prompt(columns: Mapping[str, Any], name: str) -> list[Message]:
+def _read_prompt(columns: Columns, name: str) -> list[Message]:
     """Return the prompt in a column: a text, or a list of messages."""
     value = get_column(columns, name)
     if isinstance(value, list):
@@ -421,19 +421,19 @@ def _read_prompt(columns: Mapping[str, Any], name: str) -> list[Message]:
     return make_prompt(read_text(columns, name))
 
 
-def _instruction(columns: Mapping[str, Any]) -> str:
+def _instruction(columns: Columns) -> str:
     prompt = read_text(columns, "instruction")
     return f"{prompt}\n\n{read_text(columns, 'input')}" if columns.get("input") else prompt
 
 
-def get_column(columns: Mapping[str, Any], name: str) -> Any:
+def get_column(columns: Columns, name: str) -> Any:
     """Return the value of a column. Raises MissingColumn if it is absent."""
     if name not in columns:
         raise MissingColumn(name, columns)
     return columns[name]
 
 
-def read_text(columns: Mapping[str, Any], name: str) -> str:
+def read_text(columns: Columns, name: str) -> str:
     """Return the text of a column. Raises BadRow if it is absent, empty or not text."""
     value = get_column(columns, name)
     if not isinstance(value, str):
@@ -505,7 +505,7 @@ def _is_call(call: Any) -> bool:
 
 
 def collect_meta(
-    columns: Mapping[str, Any], answer: str | None, used: Collection[str | None]
+    columns: Columns, answer: str | None, used: Collection[str | None]
 ) -> dict[str, Any]:
     """Return the columns that are not in `used`, and the answer as "answer".
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.data.row_readers import BadRow
+from rl.data.row_readers import BadRow, Columns
 from rl.errors import UserError
 from rl.images import get_image, has_images, is_image_part, make_image_chunk
 from rl.types import Message
@@ -25,9 +25,7 @@ class RowImages:
     def __init__(self, column: str | None = None, folder: Path | None = None):
         self.column, self.folder = column, folder
 
-    def __call__(
-        self, messages: Sequence[Message], columns: Mapping[str, Any]
-    ) -> tuple[Message, ...]:
+    def __call__(self, messages: Sequence[Message], columns: Columns) -> tuple[Message, ...]:
         """Return the messages with the images as parts of their content.
 
         Images of a column fill the placeholders of the messages in order: {"type": "image"} without
@@ -49,12 +47,12 @@ class RowImages:
         )
         return tuple(with_images)
 
-    def image_columns(self, columns: Mapping[str, Any]) -> set[str]:
+    def image_columns(self, columns: Columns) -> set[str]:
         """Return the columns that hold the row's images, which are not passed to the reward."""
         names = (self.column,) if self.column is not None else COLUMNS
         return {name for name in names if _images_in(columns.get(name))}
 
-    def _column(self, columns: Mapping[str, Any]) -> list[Any]:
+    def _column(self, columns: Columns) -> list[Any]:
         """Return the images of the image column. Raises BadRow if a named column is absent."""
         if self.column is not None and self.column not in columns:
             raise BadRow(

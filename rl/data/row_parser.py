@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rl.data.code_formats import APPS, MBPP, HumanEval, LiveCodeBench
 from rl.data.evaluation_formats import GSM8K, MATH, AIMEFormat, IFEvalFormat, MultipleChoiceFormat
@@ -22,6 +20,7 @@ from rl.data.row_formats import (
     UnpairedFormat,
 )
 from rl.data.row_images import RowImages
+from rl.data.row_readers import Columns
 from rl.types import Problem
 
 # The formats by name, in the order in which `detect_format` tries them.
@@ -45,14 +44,14 @@ ROW_FORMATS: dict[str, type[RowFormat]] = {
 }
 
 
-def detect_format(columns: Mapping[str, Any], names: ColumnNames) -> str:
+def detect_format(columns: Columns, names: ColumnNames) -> str:
     """Return the name of the format of a row, by its columns."""
     return next(
         (name for name, form in ROW_FORMATS.items() if form.matches(columns, names)), "columns"
     )
 
 
-def choose_format(format: str, columns: Mapping[str, Any], names: ColumnNames) -> RowFormat:
+def choose_format(format: str, columns: Columns, names: ColumnNames) -> RowFormat:
     """Return the reader of all rows.
 
     format: its name; "auto": it is detected from the columns of the first row, and is "columns" if
@@ -74,7 +73,7 @@ class RowParser:
     images: RowImages
     tag: str
 
-    def parse(self, content: ParsedRow, columns: Mapping[str, Any], index: int) -> Problem:
+    def parse(self, content: ParsedRow, columns: Columns, index: int) -> Problem:
         """Return the problem of a row. Raises BadRow for a bad image."""
         image_columns = self.images.image_columns(columns)
         prompt = self.images(self.template(content.messages, columns), columns)

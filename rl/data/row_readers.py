@@ -18,6 +18,7 @@ from rl.errors import UserError, check_hub_access, suggest_hub_name
 logger = logging.getLogger(__name__)
 
 OnBadRow = Literal["error", "skip"]
+Columns = Mapping[str, Any]  # a row: the value of each column by name
 _PLAIN = (".jsonl", ".json", ".csv", ".tsv")
 FILE_SUFFIXES = (*_PLAIN, *(f"{suffix}.gz" for suffix in _PLAIN), ".parquet", ".arrow")
 
@@ -144,7 +145,7 @@ class Row:
     """Hold a row: its place ("train.jsonl line 12") and its columns, or the reason it is bad."""
 
     place: str
-    columns: Mapping[str, Any] | BadRow
+    columns: Columns | BadRow
     folder: Path | None = None  # the folder that paths in the row are relative to
 
 
@@ -265,7 +266,7 @@ def parse_json_line(line: bytes, number: int, name: str) -> Row:
     return Row(f"{name} line {number}", _parse_columns(line))
 
 
-def _parse_columns(line: bytes) -> Mapping[str, Any] | BadRow:
+def _parse_columns(line: bytes) -> Columns | BadRow:
     """Parse a line of JSON to columns; return the BadRow of an invalid line."""
     try:
         value = json.loads(line.decode("utf-8"))
@@ -278,7 +279,7 @@ def _parse_columns(line: bytes) -> Mapping[str, Any] | BadRow:
     return _check_object(value, line)
 
 
-def _check_object(value: Any, text: bytes) -> Mapping[str, Any] | BadRow:
+def _check_object(value: Any, text: bytes) -> Columns | BadRow:
     """Return a parsed value if it is a usable JSON object, else the BadRow.
 
     text: the JSON text that contains the value. A cheap scan of it decides whether the value needs

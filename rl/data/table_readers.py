@@ -6,14 +6,14 @@ import csv
 import json
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rl.data.row_readers import BadRow, Row, parse_json_line, read_lines
+from rl.data.row_readers import BadRow, Columns, Row, parse_json_line, read_lines
 from rl.errors import UserError
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -60,7 +60,7 @@ def read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
             yield Row(f"{path.name} line {reader.line_num}", _parse_cells(header, cells))
 
 
-def _parse_cells(header: Sequence[str], cells: Sequence[str]) -> Mapping[str, Any] | BadRow:
+def _parse_cells(header: Sequence[str], cells: Sequence[str]) -> Columns | BadRow:
     if len(cells) != len(header):
         return BadRow(f"it has {len(cells)} cells, the first line names {len(header)} columns")
     return {name: _cell(cell) for name, cell in zip(header, cells, strict=True)}

@@ -24,6 +24,7 @@ from rl.renderers.response_parsing import (
     CALL_BEGIN,
     CHANNEL,
     CHANNEL_TEXT,
+    Tools,
     find_thought_marks,
     split_calls,
     split_channels,
@@ -160,7 +161,7 @@ class ChatTemplateRenderer(Renderer):
     def call_format(self) -> ToolCallFormat | None:
         return self._call_format
 
-    def available_tools(self) -> Sequence[Mapping[str, Any]]:
+    def available_tools(self) -> Tools:
         return self.template_settings.get("tools") or ()
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
@@ -259,7 +260,7 @@ class ChatTemplateRenderer(Renderer):
             [(begin + at, image) for at, image in following.placed()],
         )
 
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplateRenderer:
+    def with_tools(self, tools: Tools) -> ChatTemplateRenderer:
         if not tools:
             return self
         if "tools" not in str(self.tokenizer.chat_template):

@@ -15,6 +15,7 @@ import numpy as np
 from rl.errors import UserError
 from rl.images import has_images, is_image_part
 from rl.renderers.image_parts import split_image_parts
+from rl.renderers.response_parsing import Tools
 from rl.renderers.special_token_escaping import SpecialTokenEscaper
 from rl.renderers.stop_tokens import get_end_tokens
 from rl.renderers.tool_call_formats import ToolCallFormat
@@ -103,7 +104,7 @@ class Renderer(ABC):
         """Return the text of sampled tokens up to their end mark, which `parse_response` parses."""
         return self._decode(self._split_at_end(tokens)[0])
 
-    def available_tools(self) -> Sequence[Mapping[str, Any]]:
+    def available_tools(self) -> Tools:
         """Return the tools that the model may call."""
         return ()
 
@@ -125,7 +126,7 @@ class Renderer(ABC):
         """
         return ()
 
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
+    def with_tools(self, tools: Tools) -> Renderer:
         """Return this renderer with `tools` that the model may call, each {"type": "function",
         "function": {name, description, parameters}}.
 

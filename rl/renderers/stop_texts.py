@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl.renderers.renderer import Renderer, TrainOn
+from rl.renderers.response_parsing import Tools
 from rl.renderers.tool_call_formats import ToolCallFormat
 from rl.types import Message, ModelInput
 
@@ -42,7 +43,7 @@ class StopTextRenderer(Renderer):
     def call_format(self) -> ToolCallFormat | None:
         return self.inner.call_format()
 
-    def available_tools(self) -> Sequence[Mapping[str, Any]]:
+    def available_tools(self) -> Tools:
         return self.inner.available_tools()
 
     def thought_marks(self) -> tuple[str, str] | None:
@@ -80,7 +81,7 @@ class StopTextRenderer(Renderer):
     ) -> ModelInput | None:
         return self.inner.extend_prompt(messages, seen, answer, new)
 
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
+    def with_tools(self, tools: Tools) -> Renderer:
         return StopTextRenderer(self.inner.with_tools(tools), self.stops)
 
     def with_settings(self, settings: Mapping[str, Any]) -> Renderer:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rl.renderers.response_parsing import (
     CALL_BEGIN,
     CALL_END,
     CHANNEL_TEXT,
     NEXT_MESSAGE,
+    Tools,
     parse_json_call,
     parse_parameter,
 )
@@ -53,9 +53,7 @@ def trim_uncertain_end(text: str, marks: Sequence[str]) -> str:
     return text[: len(text) - held].rstrip("\ufffd")
 
 
-def parse_partial_calls(
-    text: str, tools: Sequence[Mapping[str, Any]], ended: bool
-) -> tuple[str, list[PartialCall]]:
+def parse_partial_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[PartialCall]]:
     """Return (the text without its calls, the calls) of an answer without its thoughts, like
     `split_calls` for complete calls.
 
@@ -123,9 +121,7 @@ def _parse_json_call(text: str, ended: bool) -> tuple[PartialCall | None, int]:
     ), -1
 
 
-def _parse_xml_call(
-    text: str, tools: Sequence[Mapping[str, Any]], ended: bool
-) -> tuple[PartialCall | None, int]:
+def _parse_xml_call(text: str, tools: Tools, ended: bool) -> tuple[PartialCall | None, int]:
     """Do the same as `_parse_json_call` for
     <function=NAME><parameter=NAME>..</parameter></function>. The arguments become JSON text.
     """

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,13 @@ from rl.renderers.renderer import (
     get_text_content,
     normalize_messages,
 )
-from rl.renderers.response_parsing import CALL_BEGIN, CALL_END, format_with_calls, split_calls
+from rl.renderers.response_parsing import (
+    CALL_BEGIN,
+    CALL_END,
+    Tools,
+    format_with_calls,
+    split_calls,
+)
 from rl.types import Message, ModelInput
 
 _SEPARATOR = "\n\n"
@@ -36,19 +42,19 @@ class _TextRenderer(Renderer):
         self,
         tokenizer: Any,
         eos_token_ids: Iterable[int] = (),
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Tools = (),
     ):
         super().__init__(tokenizer, eos_token_ids)
         self.tools = list(tools)
 
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
+    def with_tools(self, tools: Tools) -> Renderer:
         if not tools:
             return self
         renderer = type(self)(self.tokenizer, self.end_tokens, tools)
         renderer.escaper = self.escaper  # equal, and reuses its renamed tokenizer
         return renderer
 
-    def available_tools(self) -> Sequence[Mapping[str, Any]]:
+    def available_tools(self) -> Tools:
         return self.tools
 
     def marks(self) -> tuple[str, ...]:
@@ -83,7 +89,7 @@ class PlainRenderer(_TextRenderer):
         self,
         tokenizer: Any,
         eos_token_ids: Iterable[int] = (),
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Tools = (),
     ):
         super().__init__(tokenizer, eos_token_ids, tools)
         if tokenizer.eos_token_id is None:
@@ -175,7 +181,7 @@ class RoleColonRenderer(_TextRenderer):
         self,
         tokenizer: Any,
         eos_token_ids: Iterable[int] = (),
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Tools = (),
     ):
         super().__init__(tokenizer, eos_token_ids, tools)
         self._begin = get_begin_tokens(tokenizer)
