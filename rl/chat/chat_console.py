@@ -50,7 +50,7 @@ class ChatConsole:
         """Read lines until the input ends."""
         self._say("/help lists the commands; /exit or Ctrl-D ends the chat")
         for session in self.sessions:
-            if isinstance(getattr(session.renderer, "inner", session.renderer), PlainRenderer):
+            if isinstance(session.renderer, PlainRenderer):
                 self._say(
                     f"{session.name} reads plain text without roles: a message continues the text "
                     "before it. If the model was trained on single prompts, /reset before each one"

@@ -12,7 +12,6 @@ from rl.renderers.chat_template_families import add_family_template
 from rl.renderers.conversation_renderer import ConversationRenderer
 from rl.renderers.renderer import Renderer, TrainOn, get_content_text, normalize_messages
 from rl.renderers.response_parsing import format_broken_call, format_with_calls, split_thoughts
-from rl.renderers.stop_texts import StopTextRenderer
 from rl.renderers.stop_tokens import set_end_tokens
 from rl.renderers.streaming_calls import trim_uncertain_end
 from rl.renderers.streaming_parser import parse_partial_answer, prompt_opens_thoughts
@@ -25,7 +24,6 @@ __all__ = [
     "RENDERER_NAMES",
     "Renderer",
     "RoleColonRenderer",
-    "StopTextRenderer",
     "TrainOn",
     "format_broken_call",
     "trim_uncertain_end",

@@ -140,7 +140,7 @@ class ChatTemplateRenderer(Renderer):
         )
         return place_images(example.flat(), messages, self._image_reader), weights
 
-    def get_stop_sequences(self) -> list[int]:
+    def _get_end_marks(self) -> list[int]:
         return [self._end_id, *sorted(self.end_tokens - {self._end_id})]
 
     def thought_marks(self) -> tuple[str, str] | None:
@@ -148,7 +148,7 @@ class ChatTemplateRenderer(Renderer):
 
     def marks(self) -> tuple[str, ...]:
         if self._has_channels:
-            return (CHANNEL, "<|end|>", "<|start|>assistant")
+            return (CHANNEL, "<|end|>", "<|start|>assistant", *self.stops)
         call = (
             (self._call_format.begin,)
             if self._call_format is not None
@@ -156,7 +156,7 @@ class ChatTemplateRenderer(Renderer):
             if self._calls_tools
             else ()
         )
-        return (*(self._thought_marks or ()), *call)
+        return (*(self._thought_marks or ()), *call, *self.stops)
 
     def call_format(self) -> ToolCallFormat | None:
         return self._call_format
@@ -164,7 +164,7 @@ class ChatTemplateRenderer(Renderer):
     def available_tools(self) -> Tools:
         return self.template_settings.get("tools") or ()
 
-    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
+    def _parse_answer(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, ended = self._split_at_end(tokens)
         return self._parse_text(self._decode(before)), ended
 
@@ -269,13 +269,7 @@ class ChatTemplateRenderer(Renderer):
                 "a model with a template that has a place for tools, or "
                 "the renderer 'role_colon', which describes the tools in text"
             )
-        renderer = ChatTemplateRenderer(
-            self.tokenizer, self.end_tokens, **{**self.template_settings, "tools": list(tools)}
-        )
-        # Reuse the renamed tokenizer: it takes a second to build, and each group of episodes with
-        # tools calls this method.
-        renderer.escaper = self.escaper
-        return renderer
+        return self._copy_with(tools=list(tools))
 
     def with_settings(self, settings: Mapping[str, Any]) -> ChatTemplateRenderer:
         if not settings:
@@ -289,10 +283,16 @@ class ChatTemplateRenderer(Renderer):
                     f"the chat template of {model!r} has no setting {name!r}, so it would have no "
                     "effect: leave it out"
                 )
+        return self._copy_with(**settings)
+
+    def _copy_with(self, **settings: Any) -> ChatTemplateRenderer:
+        """Return this renderer with further settings of the template."""
         renderer = ChatTemplateRenderer(
             self.tokenizer, self.end_tokens, **{**self.template_settings, **settings}
         )
-        renderer.escaper = self.escaper
+        # Reuse the renamed tokenizer: it takes a second to build, and each group of episodes with
+        # tools calls `with_tools`.
+        renderer.escaper, renderer.stops = self.escaper, self.stops
         return renderer
 
     def _escape_messages(self, messages: Sequence[Message]) -> list[Message]:

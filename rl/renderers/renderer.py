@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, Literal
 
 import numpy as np
@@ -33,6 +34,8 @@ class Renderer(ABC):
     (`rl.renderers.stop_tokens`). Special tokens in the text of a message are encoded as ordinary
     text (`rl.renderers.special_token_escaping`).
     """
+
+    stops: tuple[str, ...] = ()  # texts before which an answer ends, besides its end mark
 
     def __init__(
         self, tokenizer: Any, eos_token_ids: Iterable[int] = (), template_source: str = ""
@@ -60,14 +63,38 @@ class Renderer(ABC):
         """
 
     @abstractmethod
+    def _get_end_marks(self) -> list[str] | list[int]:
+        """Return the token ids or texts that end an answer, without `stops`."""
+
     def get_stop_sequences(self) -> list[str] | list[int]:
         """Return the token ids or texts that end an answer, for `SamplingParams.stop`."""
+        return [*self._get_end_marks(), *self.stops]  # type: ignore[return-value, list-item]  # the sampler accepts both
+
+    def with_stops(self, stops: Sequence[str]) -> Renderer:
+        """Return this renderer with texts before which answers also end. They are not part of the
+        answer.
+        """
+        renderer = copy(self)
+        renderer.stops = (*self.stops, *stops)
+        return renderer
+
+    def cut_at_stop(self, text: str) -> str:
+        """Return the text before the first stop text."""
+        places = (place for stop in self.stops if (place := text.find(stop)) >= 0)
+        return text[: min(places, default=len(text))]
 
     @abstractmethod
+    def _parse_answer(self, tokens: Sequence[int]) -> tuple[Message, bool]:
+        """Do as `parse_response`, without `stops`."""
+
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         """Return (the message of the sampled tokens without their end mark, whether an end mark was
         sampled). False means that the length limit cut the answer off.
         """
+        message, ended = self._parse_answer(tokens)
+        content = str(message["content"])
+        cut = self.cut_at_stop(content)
+        return (message, ended) if cut == content else ({**message, "content": cut}, True)
 
     @abstractmethod
     def with_end_mark(self, tokens: Sequence[int]) -> list[int]:
@@ -124,7 +151,7 @@ class Renderer(ABC):
         """Return the texts that end the answer's text or start another part: thoughts, tool calls,
         another role's turn.
         """
-        return ()
+        return self.stops
 
     def with_tools(self, tools: Tools) -> Renderer:
         """Return this renderer with `tools` that the model may call, each {"type": "function",

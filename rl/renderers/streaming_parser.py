@@ -16,7 +16,6 @@ from rl.renderers.response_parsing import (
     split_channels,
     split_thoughts,
 )
-from rl.renderers.stop_texts import StopTextRenderer
 from rl.renderers.streaming_calls import (
     PartialCall,
     parse_channel_calls,
@@ -138,9 +137,7 @@ def _build_message(
     """Return the assistant message of the parsed parts."""
     message: Message = {
         "role": "assistant",
-        "content": renderer.cut_at_stop(content)
-        if isinstance(renderer, StopTextRenderer)
-        else content,
+        "content": renderer.cut_at_stop(content),
     }
     message |= {} if thoughts is None else {"reasoning_content": thoughts}
     functions: list[dict[str, Any]] = [

@@ -51,14 +51,15 @@ class _TextRenderer(Renderer):
         if not tools:
             return self
         renderer = type(self)(self.tokenizer, self.end_tokens, tools)
-        renderer.escaper = self.escaper  # equal, and reuses its renamed tokenizer
+        # an equal escaper, to reuse its renamed tokenizer
+        renderer.escaper, renderer.stops = self.escaper, self.stops
         return renderer
 
     def available_tools(self) -> Tools:
         return self.tools
 
     def marks(self) -> tuple[str, ...]:
-        return (CALL_BEGIN,) if self.tools else ()
+        return (CALL_BEGIN, *self.stops) if self.tools else self.stops
 
     def _get_text(self, message: Message) -> str:
         """Return the text of a message, including its calls if tools are set."""
@@ -123,10 +124,10 @@ class PlainRenderer(_TextRenderer):
         ]
         return build_weighted_example([(self._begin, 0.0), *pieces])
 
-    def get_stop_sequences(self) -> list[int]:
+    def _get_end_marks(self) -> list[int]:
         return [self._eos, *sorted(self.end_tokens - {self._eos})]
 
-    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
+    def _parse_answer(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, stopped = self._split_at_end(tokens)
         return self._parse_content(self._decode(before)), stopped
 
@@ -265,7 +266,7 @@ class RoleColonRenderer(_TextRenderer):
             [(self._begin, 0.0), *((piece, float(i % 2)) for i, piece in enumerate(pieces))]
         )
 
-    def get_stop_sequences(self) -> list[str]:
+    def _get_end_marks(self) -> list[str]:
         return [_STOP_TEXT, CALL_END] if self.tools else [_STOP_TEXT]
 
     def marks(self) -> tuple[str, ...]:
@@ -274,7 +275,7 @@ class RoleColonRenderer(_TextRenderer):
     def get_answer_text(self, tokens: Sequence[int]) -> str:
         return super().get_answer_text(tokens).partition(_STOP_TEXT)[0].strip()
 
-    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
+    def _parse_answer(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, stopped = self._split_at_end(tokens)
         content, mark, _ = self._decode(before).partition(_STOP_TEXT)
         called = bool(self.tools) and content.rstrip().endswith(CALL_END)
