@@ -28,7 +28,7 @@ from rl.config.requested_run import (
     read_resumed_run,
     relative_path,
 )
-from rl.config.run_config import MethodEntry, RunConfig
+from rl.config.run_config import Methods, RunConfig
 from rl.config.sources import merge_run, merge_sources
 
 HELP_WORDS = ("-h", "--help")
@@ -36,7 +36,7 @@ HELP_WORDS = ("-h", "--help")
 
 def read_run(
     argv: Sequence[str],
-    methods: Mapping[str, MethodEntry],
+    methods: Methods,
     default_recipe: Path,
     options: type,
     arguments: Mapping[str, Any] = MappingProxyType({}),
@@ -88,7 +88,7 @@ def override_settings(
 
 def parse_run(
     argv: Sequence[str],
-    methods: Mapping[str, MethodEntry],
+    methods: Methods,
     default_recipe: Path,
     *,
     options: type,
@@ -134,7 +134,7 @@ def _split_help_words(argv: Sequence[str]) -> tuple[bool, list[str]]:
 
 def _print_help(
     argv: Sequence[str],
-    methods: Mapping[str, MethodEntry],
+    methods: Methods,
     default_recipe: Path,
     options: type,
     environments: Callable[[str | None], None] | None,

@@ -123,6 +123,9 @@ class RawValue:
         )
 
 
+RawValues = Mapping[str, RawValue]  # by the name of the setting
+
+
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the name in `known` that is closest to `name`, or None if no name is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
@@ -296,7 +299,7 @@ def format_value(value: Any) -> str:
 
 def build_settings(
     cls: type,
-    raw_values: Mapping[str, RawValue],
+    raw_values: RawValues,
     problems: list[str],
     prefix: str = "",
     *,
@@ -471,7 +474,7 @@ def suggest_setting(
 
 
 def check_names(
-    raw_values: Mapping[str, RawValue],
+    raw_values: RawValues,
     known: Collection[str],
     owner: str,
     problems: list[str],

@@ -18,6 +18,9 @@ class MethodEntry(Protocol):
     variants: Mapping[str, Mapping[str, Any]]
 
 
+Methods = Mapping[str, MethodEntry]
+
+
 class RunOptions(Protocol):
     """Specify what this module requires of the class of run-level settings."""
 
@@ -67,7 +70,7 @@ def diff_configs(
     requested: Mapping[str, Any],
     *,
     ignore: Collection[str] = ("resume", "overwrite", "output_dir"),
-    methods: Mapping[str, MethodEntry] | None = None,
+    methods: Methods | None = None,
     options: type | None = None,
 ) -> list[str]:
     """Return a line for each setting that differs between two `resolve_config` runs ("stage grpo:
