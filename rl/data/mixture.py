@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -28,24 +29,15 @@ class Mixture(ProblemSet):
         self.sets, self.weights = list(sets), list(weights)
         self._firsts = list(accumulate((len(part) for part in sets), initial=0))
         self._counts = _rows_per_cycle(self.weights)
-        self._cycles: dict[tuple[int, int], np.ndarray] = {}
+        self._set_indices = lru_cache(maxsize=4)(self._sample_set_indices)
 
-    def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
-        if step < 0 or batch_size < 1 or seed < 0:
-            raise ValueError(
-                f"step and seed must be at least 0, batch_size at least 1; "
-                f"got {step=}, {seed=}, {batch_size=}"
-            )
-        problems = []
-        for position in range(step * batch_size, (step + 1) * batch_size):
-            cycle, offset = divmod(position, _CYCLE)
-            owners = self._set_indices(seed, cycle)
-            part = int(owners[offset])
-            place = cycle * self._counts[part] + int((owners[:offset] == part).sum())
-            epoch, row = divmod(place, len(self.sets[part]))
-            row_index = int(self.sets[part]._order(seed, epoch)[row])
-            problems.append(self.at(self._firsts[part] + row_index, epoch))
-        return problems
+    def _locate(self, position: int, seed: int) -> tuple[int, int]:
+        cycle, offset = divmod(position, _CYCLE)
+        owners = self._set_indices(seed, cycle)
+        part = int(owners[offset])
+        place = cycle * self._counts[part] + int((owners[:offset] == part).sum())
+        epoch, row = divmod(place, len(self.sets[part]))
+        return self._firsts[part] + int(self.sets[part]._order(seed, epoch)[row]), epoch
 
     def epoch(self, step: int, batch_size: int) -> float:
         """Return the number of epochs of the set that has completed the most."""
@@ -55,17 +47,13 @@ class Mixture(ProblemSet):
         )
 
     def subset(self, indices: Sequence[int]) -> ProblemSet:
-        spans = [
-            range(first, first + len(part))
-            for first, part in zip(self._firsts, self.sets, strict=False)
-        ]
-        chosen = [[i - span.start for i in indices if i in span] for span in spans]
-        remaining = [
-            (part.subset(part_indices), weight)
-            for part, part_indices, weight in zip(self.sets, chosen, self.weights, strict=True)
-            if part_indices
-        ]
-        return Mixture([part for part, _ in remaining], [weight for _, weight in remaining])
+        parts, weights = [], []
+        for first, part, weight in zip(self._firsts, self.sets, self.weights, strict=False):
+            chosen = [i - first for i in indices if first <= i < first + len(part)]
+            if chosen:
+                parts.append(part.subset(chosen))
+                weights.append(weight)
+        return Mixture(parts, weights)
 
     def first(self, count: int) -> ProblemSet:
         return self.subset(range(min(count, len(self))))
@@ -81,17 +69,10 @@ class Mixture(ProblemSet):
             parts.append(part.with_rows(part_rows) if part_rows else part)
         return Mixture(parts, self.weights)
 
-    def _set_indices(self, seed: int, cycle: int) -> np.ndarray:
+    def _sample_set_indices(self, seed: int, cycle: int) -> np.ndarray:
         """Return the set index of each of the 1000 rows of a cycle, shape (1000,)."""
-        key = (seed, cycle)
-        if key not in self._cycles:
-            while len(self._cycles) >= 4:
-                del self._cycles[next(iter(self._cycles))]
-            owners = np.repeat(np.arange(len(self._counts)), self._counts)
-            self._cycles[key] = np.random.Generator(
-                np.random.Philox([seed, cycle + (1 << 40)])
-            ).permutation(owners)
-        return self._cycles[key]
+        owners = np.repeat(np.arange(len(self._counts)), self._counts)
+        return np.random.Generator(np.random.Philox([seed, cycle + (1 << 40)])).permutation(owners)
 
 
 def _rows_per_cycle(weights: Sequence[float]) -> list[int]:

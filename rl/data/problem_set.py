@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import overload
 
@@ -33,7 +34,8 @@ class ProblemSet(Sequence[Problem]):
         self.name = name
         self._problems: Sequence[Problem] = problems if self.is_lazy else list(problems)
         self._variant = variant
-        self._orders: dict[tuple[int, int], np.ndarray] = {}
+        # two adjacent epochs, for training and for another use
+        self._order = lru_cache(maxsize=4)(self._make_order)
 
     def __len__(self) -> int:
         return len(self._problems)
@@ -103,27 +105,21 @@ class ProblemSet(Sequence[Problem]):
                 f"step and seed must be at least 0, batch_size at least 1; "
                 f"got {step=}, {seed=}, {batch_size=}"
             )
-        problems = []
-        for position in range(step * batch_size, (step + 1) * batch_size):
-            epoch, offset = divmod(position, len(self))
-            problems.append(self.at(int(self._order(seed, epoch)[offset]), epoch))
-        return problems
+        positions = range(step * batch_size, (step + 1) * batch_size)
+        return [self.at(*self._locate(position, seed)) for position in positions]
+
+    def _locate(self, position: int, seed: int) -> tuple[int, int]:
+        """Return (index, epoch) of the problem at a position of the concatenated epochs."""
+        epoch, offset = divmod(position, len(self))
+        return int(self._order(seed, epoch)[offset]), epoch
 
     def epoch(self, step: int, batch_size: int) -> float:
         """Return the number of epochs (a fraction) before step `step`."""
         return step * batch_size / len(self)
 
-    def _order(self, seed: int, epoch: int) -> np.ndarray:
-        """Return the permutation of an epoch, shape (len(self),). At most 4 are cached."""
-        key = (seed, epoch)
-        if key not in self._orders:
-            # two adjacent epochs, for training and for another use
-            while len(self._orders) >= 4:
-                del self._orders[next(iter(self._orders))]
-            self._orders[key] = np.random.Generator(np.random.Philox([seed, epoch])).permutation(
-                len(self)
-            )
-        return self._orders[key]
+    def _make_order(self, seed: int, epoch: int) -> np.ndarray:
+        """Return the permutation of an epoch, shape (len(self),)."""
+        return np.random.Generator(np.random.Philox([seed, epoch])).permutation(len(self))
 
 
 def concatenate_sets(sets: Sequence[ProblemSet]) -> ProblemSet:

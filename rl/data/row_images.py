@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ COLUMNS = ("images", "image")  # the columns searched for images if no column is
 MARK = "<image>"  # the placeholder of an image in the prompts of many data sets
 
 
+@dataclass
 class RowImages:
     """Insert a row's images into its messages.
 
@@ -22,8 +24,8 @@ class RowImages:
     folder: the folder that relative paths of images start from.
     """
 
-    def __init__(self, column: str | None = None, folder: Path | None = None):
-        self.column, self.folder = column, folder
+    column: str | None = None
+    folder: Path | None = None
 
     def __call__(self, messages: Sequence[Message], columns: Columns) -> tuple[Message, ...]:
         """Return the messages with the images as parts of their content.

@@ -129,9 +129,9 @@ class StreamedProblemSet(ProblemSet):
             "a stream has no subset by index: its rows are chosen when they are read"
         )
 
-    def _order(self, seed: int, epoch: int) -> np.ndarray:
-        if not self._table.blocks or (seed, epoch) in self._orders:
-            return super()._order(seed, epoch)
+    def _make_order(self, seed: int, epoch: int) -> np.ndarray:
+        if not self._table.blocks:
+            return super()._make_order(seed, epoch)
         rng = np.random.Generator(np.random.Philox([seed, epoch]))
         ends = np.cumsum(self._table.blocks)
         starts = ends - np.asarray(self._table.blocks)
@@ -145,9 +145,4 @@ class StreamedProblemSet(ProblemSet):
         windows = [
             np.concatenate(shuffled[i : i + _WINDOW]) for i in range(0, len(shuffled), _WINDOW)
         ]
-        while len(self._orders) >= 4:
-            del self._orders[next(iter(self._orders))]
-        self._orders[(seed, epoch)] = np.concatenate(
-            [rng.permutation(window) for window in windows]
-        )
-        return self._orders[(seed, epoch)]
+        return np.concatenate([rng.permutation(window) for window in windows])

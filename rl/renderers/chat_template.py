@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +31,7 @@ from rl.renderers.response_parsing import (
     split_channels,
     split_thoughts,
 )
+from rl.renderers.special_token_escaping import SpecialTokenEscaper
 from rl.renderers.tool_call_formats import ToolCallFormat, find_call_format
 from rl.types import Message, ModelInput
 
@@ -49,6 +51,69 @@ _RESERVED_NAMES = {
     "role",
     "content",
 }
+
+
+# The prompt format of Llama 3 as published by Meta (text conversations): contents unchanged, no
+# date, no default system message.
+_LLAMA3 = (
+    "{{ '<|begin_of_text|>' }}"
+    "{% for message in messages %}"
+    "{% if message.get('tool_calls') %}{{ raise_exception('the template of llama3 for tokenizers "
+    "without one writes no tool calls') }}"
+    "{% endif %}"
+    "{{ '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + "
+    "'<|end_header_id|>\n\n' }}"
+    "{{ message.content + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% "
+    "endif %}"
+)
+_LLAMA3_TOKENS = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}
+
+
+def add_llama3_template(tokenizer: Any) -> Any:
+    """Return a copy of the tokenizer with Llama 3's template, if the tokenizer has the special
+    tokens of Llama 3 and no template.
+
+    Otherwise return the tokenizer itself.
+    """
+    if tokenizer.chat_template is not None or not _LLAMA3_TOKENS <= {*tokenizer.get_added_vocab()}:
+        return tokenizer
+    templated = copy(tokenizer)
+    templated.chat_template = _LLAMA3
+    return templated
+
+
+def apply_template(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    generation: bool,
+    subject: str = "the model's chat template",
+    remedy: str = "",
+    **settings: Any,
+) -> str:
+    """Return the text that a chat template renders. Raises UserError, with `subject` and `remedy`,
+    if the template fails.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generation, **settings
+        )
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        roles = [message["role"] for message in messages]
+        raise UserError(
+            f"{subject} cannot render this conversation (roles {roles}): "
+            f"{type(error).__name__}: {error}{remedy}"
+        ) from error
 
 
 class ChatTemplateRenderer(Renderer):
@@ -72,7 +137,8 @@ class ChatTemplateRenderer(Renderer):
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), **template_settings: Any):
-        super().__init__(tokenizer, eos_token_ids, template_source=str(tokenizer.chat_template))
+        template = str(tokenizer.chat_template)
+        super().__init__(tokenizer, eos_token_ids, template_source=template)
         if tokenizer.chat_template is None:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use the renderer "
@@ -84,10 +150,10 @@ class ChatTemplateRenderer(Renderer):
             name: self.escaper.escape(value) if name in outside else value
             for name, value in template_settings.items()
         }
-        self._thought_marks = find_thought_marks(str(tokenizer.chat_template))
-        self._calls_tools = CALL_BEGIN in str(tokenizer.chat_template)
-        self._call_format = find_call_format(str(tokenizer.chat_template))
-        self._has_channels = f"{CHANNEL}final{CHANNEL_TEXT}" in str(tokenizer.chat_template)
+        self._thought_marks = find_thought_marks(template)
+        self._calls_tools = CALL_BEGIN in template
+        self._call_format = find_call_format(template)
+        self._has_channels = f"{CHANNEL}final{CHANNEL_TEXT}" in template
         self._image_reader = get_image_reader(tokenizer)
         self._contents_in_parts = self._image_reader is not None and not self._accepts_strings()
         self._end_begins_next = False  # whether an answer ends with the mark of the next message
@@ -309,29 +375,12 @@ class ChatTemplateRenderer(Renderer):
         """
         if not messages:
             raise UserError("got no messages to render; at least a user message is required")
-        from jinja2 import TemplateError
-
-        try:
-            text = self.tokenizer.apply_chat_template(
-                prepare_for_template(messages, all_in_parts=self._contents_in_parts),
-                tokenize=False,
-                add_generation_prompt=generation,
-                **self._settings,
-            )
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-        ) as error:
-            roles = [message["role"] for message in messages]
-            raise UserError(
-                f"the model's chat template cannot render this conversation (roles {roles}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        assert isinstance(text, str)
+        text = apply_template(
+            self.tokenizer,
+            prepare_for_template(messages, all_in_parts=self._contents_in_parts),
+            generation,
+            **self._settings,
+        )
         for number, message in enumerate(messages):
             missing = [
                 content_text for content_text in iter_texts(message) if content_text not in text
@@ -498,3 +547,35 @@ class ChatTemplateRenderer(Renderer):
                 "'last_assistant'"
             )
         return len(before)
+
+
+class ConversationRenderer:
+    """Render conversations with `tokenizer`'s chat template, token for token like
+    `apply_chat_template`.
+
+    Special tokens in messages are encoded as text, so that an answer cannot imitate another turn
+    (`rl.renderers.special_token_escaping`). `name`: the model's name, for errors.
+    """
+
+    def __init__(self, tokenizer: Any, name: str):
+        self.tokenizer, self.name = tokenizer, name
+        self.escaper = SpecialTokenEscaper(tokenizer, str(tokenizer.chat_template))
+
+    def build_conversation(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of the conversation. Raises UserError if the template cannot render it,
+        or if it has images.
+        """
+        read = normalize_messages(messages)
+        covered = [
+            self.escaper.escape(message, may_write_markup=message["role"] == "assistant")
+            for message in read
+        ]
+        text = apply_template(
+            self.tokenizer,
+            covered,
+            False,
+            f"the chat template of the reward model {self.name}",
+            ". Leave out what the template does not support (a system prompt, tools), or use "
+            "another reward model",
+        )
+        return self.escaper.encode(text)
