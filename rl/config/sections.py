@@ -578,20 +578,7 @@ class EnvironmentSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        settings: tuple[str, ...] = (
-            "environment_settings",
-            "environment_rows",
-            "environment_isolation",
-            "max_turns",
-            "episode_tokens",
-        )
-        settings += (
-            "episode_seconds",
-            "opponents",
-            "opponents_every",
-            "opponents_by",
-            "players_temperature",
-        )
+        settings = [name for name in vars(self) if name != "environment"]
         require(
             self, settings, self.environment is not None, "no environment is set", "set environment"
         )

@@ -46,6 +46,7 @@ class _TextRenderer(Renderer):
     ):
         super().__init__(tokenizer, eos_token_ids)
         self.tools = list(tools)
+        self._begin = get_begin_tokens(tokenizer)
 
     def with_tools(self, tools: Tools) -> Renderer:
         if not tools:
@@ -99,7 +100,6 @@ class PlainRenderer(_TextRenderer):
                 "eos_token"
             )
         self._eos: int = tokenizer.eos_token_id
-        self._begin = get_begin_tokens(tokenizer)
 
     def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
         return ModelInput.from_ints(
@@ -177,15 +177,6 @@ class RoleColonRenderer(_TextRenderer):
     That mark is trained with each response, so that the model stops; EOS also ends a response if
     the tokenizer has it.
     """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        eos_token_ids: Iterable[int] = (),
-        tools: Tools = (),
-    ):
-        super().__init__(tokenizer, eos_token_ids, tools)
-        self._begin = get_begin_tokens(tokenizer)
 
     def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
         return ModelInput.from_ints(
