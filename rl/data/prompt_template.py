@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.config import DataSettings
 from rl.data.row_readers import Columns
-from rl.types import Message, Problem
+from rl.types import Message, Messages, Problem
 
 # columns that would reveal the answer
 _ANSWER_COLUMNS = ("answer", "response", "completion", "output", "solution")
@@ -41,7 +40,7 @@ class PromptTemplate:
         """Return whether this wrapper changes any prompt."""
         return self.system is not None or self.template is not None or self.suffix is not None
 
-    def __call__(self, messages: Sequence[Message], columns: Columns) -> tuple[Message, ...]:
+    def __call__(self, messages: Messages, columns: Columns) -> tuple[Message, ...]:
         """Return the wrapped messages. A text without a prompt has no messages: returns ()."""
         if not messages:
             return ()

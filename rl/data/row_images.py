@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from rl.data.row_readers import BadRow, Columns
 from rl.errors import UserError
 from rl.images import get_image, has_images, is_image_part, make_image_chunk
-from rl.types import Message
+from rl.types import Message, Messages
 
 COLUMNS = ("images", "image")  # the columns searched for images if no column is named
 MARK = "<image>"  # the placeholder of an image in the prompts of many data sets
@@ -27,7 +27,7 @@ class RowImages:
     column: str | None = None
     folder: Path | None = None
 
-    def __call__(self, messages: Sequence[Message], columns: Columns) -> tuple[Message, ...]:
+    def __call__(self, messages: Messages, columns: Columns) -> tuple[Message, ...]:
         """Return the messages with the images as parts of their content.
 
         Images of a column fill the placeholders of the messages in order: {"type": "image"} without
@@ -67,7 +67,7 @@ class RowImages:
         )
         return _images_in(columns[names[0]]) if names else []
 
-    def _fill_parts(self, messages: Sequence[Message], images: list[Any]) -> list[Message]:
+    def _fill_parts(self, messages: Messages, images: list[Any]) -> list[Message]:
         """Insert images at the image parts of the messages that have no image."""
         remaining, filled_messages = iter(images), []
         for number, message in enumerate(messages, start=1):
@@ -96,7 +96,7 @@ class RowImages:
             raise BadRow(f"{where} has a place for an image, and the row has no more images")
         return {"type": "image", "image": image}
 
-    def _fill_marks(self, messages: Sequence[Message], images: list[Any]) -> list[Message]:
+    def _fill_marks(self, messages: Messages, images: list[Any]) -> list[Message]:
         """Insert images at the marks in user texts, or before the first user text."""
         users = [
             i

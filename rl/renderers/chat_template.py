@@ -33,7 +33,7 @@ from rl.renderers.response_parsing import (
 )
 from rl.renderers.special_token_escaping import SpecialTokenEscaper
 from rl.renderers.tool_call_formats import ToolCallFormat, find_call_format
-from rl.types import Message, ModelInput
+from rl.types import Message, Messages, ModelInput
 
 _CALL_MARK = "<|call|>"  # ends a call in formats with channels
 _PROBE = "zqPROBEqz"  # a content that no template contains
@@ -86,7 +86,7 @@ def add_llama3_template(tokenizer: Any) -> Any:
 
 def apply_template(
     tokenizer: Any,
-    messages: Sequence[Message],
+    messages: Messages,
     generation: bool,
     subject: str = "the model's chat template",
     remedy: str = "",
@@ -175,7 +175,7 @@ class ChatTemplateRenderer(Renderer):
         )
         self._check_parsing()
 
-    def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
+    def build_generation_prompt(self, messages: Messages) -> ModelInput:
         """Return the prompt of the next assistant message, with images at their positions."""
         messages = self._escape_messages(messages)
         return place_images(
@@ -183,7 +183,7 @@ class ChatTemplateRenderer(Renderer):
         )
 
     def build_supervised_example(
-        self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
+        self, messages: Messages, train_on: TrainOn = "last_assistant"
     ) -> tuple[ModelInput, np.ndarray]:
         """Return N tokens and N weights; see `Renderer`. Text that the template writes after an
         end-of-turn token (a line break) has weight 0.
@@ -264,10 +264,10 @@ class ChatTemplateRenderer(Renderer):
 
     def extend_prompt(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         seen: Sequence[int],
         answer: Sequence[int],
-        new: Sequence[Message],
+        new: Messages,
     ) -> ModelInput | None:
         """Extend the prompt; see `Renderer`. The text between the answer and the next prompt is
         determined with a probe in place of the answer.
@@ -361,7 +361,7 @@ class ChatTemplateRenderer(Renderer):
         renderer.escaper, renderer.stops = self.escaper, self.stops
         return renderer
 
-    def _escape_messages(self, messages: Sequence[Message]) -> list[Message]:
+    def _escape_messages(self, messages: Messages) -> list[Message]:
         """Return the messages as text (and images) with escaped special tokens."""
         read = normalize_messages(messages, allow_images=self._image_reader is not None)
         return [
@@ -369,7 +369,7 @@ class ChatTemplateRenderer(Renderer):
             for message in read
         ]
 
-    def _render_text(self, messages: Sequence[Message], generation: bool) -> str:
+    def _render_text(self, messages: Messages, generation: bool) -> str:
         """Return the rendered text of escaped messages. Raises UserError if the template fails or
         leaves out a message.
         """
@@ -497,7 +497,7 @@ class ChatTemplateRenderer(Renderer):
             .partition(_NEXT_PROBE)[0]
         )
 
-    def _find_span(self, text: str, messages: Sequence[Message], index: int) -> Span:
+    def _find_span(self, text: str, messages: Messages, index: int) -> Span:
         """Return the start and end in `text` of the part of message `index` that the model writes,
         including its end-of-turn mark. Raises UserError if the part cannot be located.
         """
@@ -527,7 +527,7 @@ class ChatTemplateRenderer(Renderer):
             )
         return begin, end + len(mark)
 
-    def _find_content_start(self, text: str, messages: Sequence[Message], index: int) -> int:
+    def _find_content_start(self, text: str, messages: Messages, index: int) -> int:
         """Return the start of message `index` for a template that renders history differently from
         prompts (without thoughts). Raises UserError if the start is ambiguous.
         """
@@ -561,7 +561,7 @@ class ConversationRenderer:
         self.tokenizer, self.name = tokenizer, name
         self.escaper = SpecialTokenEscaper(tokenizer, str(tokenizer.chat_template))
 
-    def build_conversation(self, messages: Sequence[Message]) -> list[int]:
+    def build_conversation(self, messages: Messages) -> list[int]:
         """Return the tokens of the conversation. Raises UserError if the template cannot render it,
         or if it has images.
         """

@@ -20,7 +20,7 @@ from rl.renderers.response_parsing import Tools
 from rl.renderers.special_token_escaping import SpecialTokenEscaper
 from rl.renderers.stop_tokens import get_end_tokens
 from rl.renderers.tool_call_formats import ToolCallFormat
-from rl.types import Message, ModelInput
+from rl.types import Message, Messages, ModelInput
 
 TrainOn = Literal["last_assistant", "all_assistant"]
 Span = tuple[int, int]
@@ -47,12 +47,12 @@ class Renderer(ABC):
         self.escaper = SpecialTokenEscaper(tokenizer, template_source)
 
     @abstractmethod
-    def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
+    def build_generation_prompt(self, messages: Messages) -> ModelInput:
         """Return the prompt tokens for the next assistant message."""
 
     @abstractmethod
     def build_supervised_example(
-        self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
+        self, messages: Messages, train_on: TrainOn = "last_assistant"
     ) -> tuple[ModelInput, np.ndarray]:
         """Return the whole conversation as N tokens, and N weights: 1 on the text that the model is
         trained to write, including its end-of-turn token.
@@ -107,10 +107,10 @@ class Renderer(ABC):
     @abstractmethod
     def extend_prompt(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         seen: Sequence[int],
         answer: Sequence[int],
-        new: Sequence[Message],
+        new: Messages,
     ) -> ModelInput | None:
         """Return the prompt of the next turn as a token-for-token extension of the previous prompt
         and answer, or None if that is impossible.
@@ -291,7 +291,7 @@ def build_weighted_example(
     return ModelInput.from_ints(tokens), weights
 
 
-def find_trained_messages(messages: Sequence[Message], train_on: TrainOn) -> list[int]:
+def find_trained_messages(messages: Messages, train_on: TrainOn) -> list[int]:
     """Return the indices of the trained messages. Raises UserError if the conversation does not end
     with an assistant message.
     """
@@ -342,7 +342,7 @@ def get_content_text(content: Any, where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def normalize_messages(messages: Sequence[Message], *, allow_images: bool = False) -> list[Message]:
+def normalize_messages(messages: Messages, *, allow_images: bool = False) -> list[Message]:
     """Return the messages with their contents as text. Raises UserError for a message without a
     role, or without content and tool calls.
 

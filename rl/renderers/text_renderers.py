@@ -27,7 +27,7 @@ from rl.renderers.response_parsing import (
     format_with_calls,
     split_calls,
 )
-from rl.types import Message, ModelInput
+from rl.types import Message, Messages, ModelInput
 
 _SEPARATOR = "\n\n"
 _STOP_TEXT = "\n\nUser:"
@@ -101,7 +101,7 @@ class PlainRenderer(_TextRenderer):
             )
         self._eos: int = tokenizer.eos_token_id
 
-    def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
+    def build_generation_prompt(self, messages: Messages) -> ModelInput:
         return ModelInput.from_ints(
             [
                 *self._begin,
@@ -114,7 +114,7 @@ class PlainRenderer(_TextRenderer):
         )
 
     def build_supervised_example(
-        self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
+        self, messages: Messages, train_on: TrainOn = "last_assistant"
     ) -> tuple[ModelInput, np.ndarray]:
         messages = normalize_messages(messages)
         trained = set(find_trained_messages(messages, train_on))
@@ -133,10 +133,10 @@ class PlainRenderer(_TextRenderer):
 
     def extend_prompt(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         seen: Sequence[int],
         answer: Sequence[int],
-        new: Sequence[Message],
+        new: Messages,
     ) -> ModelInput:
         """Extend the prompt; see `Renderer`. This always succeeds, because the format has no roles
         and does not change earlier text.
@@ -160,7 +160,7 @@ class PlainRenderer(_TextRenderer):
         return [*before, self._eos] if stopped else before
 
     def _iter_message_tokens(
-        self, messages: Sequence[Message], continuing: bool = False
+        self, messages: Messages, continuing: bool = False
     ) -> Iterator[list[int]]:
         """Yield the tokens of each message."""
         for index, message in enumerate(messages):
@@ -178,7 +178,7 @@ class RoleColonRenderer(_TextRenderer):
     the tokenizer has it.
     """
 
-    def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
+    def build_generation_prompt(self, messages: Messages) -> ModelInput:
         return ModelInput.from_ints(
             [
                 *self._begin,
@@ -192,10 +192,10 @@ class RoleColonRenderer(_TextRenderer):
 
     def extend_prompt(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         seen: Sequence[int],
         answer: Sequence[int],
-        new: Sequence[Message],
+        new: Messages,
     ) -> ModelInput | None:
         """Extend the prompt; see `Renderer`. Returns None if the model wrote "User:" itself and
         another role speaks next, or if it wrote more text after it.
@@ -235,7 +235,7 @@ class RoleColonRenderer(_TextRenderer):
         )
 
     def build_supervised_example(
-        self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
+        self, messages: Messages, train_on: TrainOn = "last_assistant"
     ) -> tuple[ModelInput, np.ndarray]:
         messages = normalize_messages(messages)
         text = self._render_tools() + self._render_text(messages) + "User:"
@@ -303,7 +303,7 @@ class RoleColonRenderer(_TextRenderer):
             else before
         )
 
-    def _render_text(self, messages: Sequence[Message]) -> str:
+    def _render_text(self, messages: Messages) -> str:
         """Return the escaped text of messages with their roles."""
         return "".join(
             self.escaper.escape(f"{message['role'].capitalize()}: {self._get_text(message)}")
