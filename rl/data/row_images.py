@@ -9,7 +9,7 @@ from typing import Any
 
 from rl.data.row_readers import BadRow, Columns
 from rl.errors import UserError
-from rl.images import get_image, has_images, is_image_part, make_image_chunk
+from rl.images import decode_image, get_image, has_images, is_image_part, make_image_chunk
 from rl.types import Message, Messages
 
 COLUMNS = ("images", "image")  # the columns searched for images if no column is named
@@ -135,7 +135,9 @@ class RowImages:
             if isinstance(image, Mapping) and not image.get("bytes"):
                 image = get_image(image)
             if isinstance(image, str) and (path := self._path(image)) is not None:
-                _verify_file(path)
+                # not decoded here: the check of the row's tokens decodes it
+                with decode_image(path, f"{path} is not an image, or is damaged") as opened:
+                    opened.verify()
                 return str(path)
             return make_image_chunk(image, self.folder)
         except UserError as error:
@@ -159,20 +161,3 @@ def _images_in(value: Any) -> list[Any]:
         if isinstance(value, (list, tuple))
         else [value]
     )
-
-
-def _verify_file(path: Path) -> None:
-    """Raise UserError unless the file looks like an image.
-
-    The file is not decoded here; the check of the row's tokens decodes it.
-    """
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            image.verify()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(
-            f"{path} is not an image, or is damaged: "
-            f"{(str(error) or type(error).__name__).splitlines()[0]}"
-        ) from error
