@@ -122,16 +122,8 @@ def load_problems(
     template = PromptTemplate(system_prompt, prompt_template, prompt_suffix, answer_column)
     name, _, options = str(source).partition(":")
     if name in GENERATED:
-        generated = GENERATED[name](
-            split, _parse_options(options), tag=tag or name, system_prompt=system_prompt
-        )
-        generated = generated if limit is None else generated.first(limit)
-        template = replace(template, system=None)
-        if not template.is_active:
-            return generated
-        return generated.with_rows(
-            {i: template.apply_to_problem(problem) for i, problem in enumerate(generated)}
-        )
+        generated = GENERATED[name](split, _parse_options(options), tag=tag or name)
+        return template.apply_to_set(generated if limit is None else generated.first(limit))
     names = ColumnNames(
         prompt_column, response_column, answer_column, chosen_column, rejected_column
     )

@@ -53,7 +53,6 @@ def addition(
     options: Mapping[str, str] | None = None,
     *,
     tag: str = "addition",
-    system_prompt: str | None = None,
 ) -> ProblemSet:
     """Generate all sums of two operands from 10 to 99 of a split.
 
@@ -71,6 +70,4 @@ def addition(
         for a, b in product(_OPERANDS, _OPERANDS)
         if is_test(a, b) == (split == "test")
     )
-    return build_set(
-        "addition", split, rows, tag, system_prompt, noise=noise, resample=_resample_digit
-    )
+    return build_set("addition", split, rows, tag, noise=noise, resample=_resample_digit)

@@ -28,7 +28,6 @@ def countdown(
     options: Mapping[str, str] | None = None,
     *,
     tag: str = "countdown",
-    system_prompt: str | None = None,
 ) -> ProblemSet:
     """Generate solvable problems of the "train" or "test" split (disjoint), deterministically.
 
@@ -40,7 +39,7 @@ def countdown(
     Raises UserError for an unknown split or option, or if too few problems exist.
     """
     rows = _generate_rows(split, _options(options or {}))
-    return build_set("countdown", split, rows, tag, system_prompt)
+    return build_set("countdown", split, rows, tag)
 
 
 def _generate_rows(

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl.data.problem_set import ProblemSet
 from rl.errors import UserError
-from rl.types import Message, Problem
+from rl.types import Problem
 
 
 def make_options_error(name: str, takes: str, options: Mapping[str, str]) -> UserError:
@@ -42,7 +42,6 @@ def build_set(
     split: str,
     rows: Iterable[tuple[Any, dict[str, Any], str, str | None]],
     tag: str,
-    system_prompt: str | None,
     *,
     noise: tuple[float, int] = (0.0, 0),
     resample: Callable[[Problem, random.Random], str] | None = None,
@@ -57,13 +56,8 @@ def build_set(
     """
     if split not in ("train", "test"):
         raise UserError(f"{name} has the splits 'train' and 'test', got {split!r}")
-    system: list[Message] = (
-        [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    )
     problems = [
-        Problem(
-            (*system, {"role": "user", "content": content}), meta, response, tag, index, rejected
-        )
+        Problem(({"role": "user", "content": content},), meta, response, tag, index, rejected)
         for index, (content, meta, response, rejected) in enumerate(rows)
     ]
     share, first = noise

@@ -73,7 +73,6 @@ def oneliners(
     options: Mapping[str, str] | None = None,
     *,
     tag: str = "oneliners",
-    system_prompt: str | None = None,
 ) -> ProblemSet:
     """Generate all functions of two steps of a split. The reward is `code_tests`.
 
@@ -99,7 +98,6 @@ def oneliners(
         split,
         map(make_row, pairs),
         tag,
-        system_prompt,
         noise=noise,
         resample=resample,
     )

@@ -40,7 +40,6 @@ def shapes(
     options: Mapping[str, str] | None = None,
     *,
     tag: str = "shapes",
-    system_prompt: str | None = None,
 ) -> ProblemSet:
     """Generate images of 32 x 32 pixels: 8,192 of the "train" and 256 of the "test" split.
 
@@ -78,7 +77,6 @@ def shapes(
         split,
         rows,
         tag,
-        system_prompt,
         noise=noise,
         resample=resample,
         seed=lambda index, epoch: derive_seed("shapes noise", split, index, epoch),

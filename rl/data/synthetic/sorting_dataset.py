@@ -44,7 +44,6 @@ def sorting(
     options: Mapping[str, str] | None = None,
     *,
     tag: str = "sorting",
-    system_prompt: str | None = None,
 ) -> ProblemSet:
     """Generate different rows of the "train" or "test" split (disjoint), deterministically.
 
@@ -66,7 +65,7 @@ def sorting(
         return "".join(rng.sample(problem.meta["answer"], digits))
 
     rows = _generate_rows(split, digits, size if split == "train" else -(-size // 10))
-    return build_set("sorting", split, rows, tag, system_prompt, noise=noise, resample=shuffle)
+    return build_set("sorting", split, rows, tag, noise=noise, resample=shuffle)
 
 
 def _generate_rows(
