@@ -26,6 +26,7 @@ from rl.renderers.response_parsing import (
     CHANNEL,
     CHANNEL_TEXT,
     Tools,
+    build_answer,
     find_thought_marks,
     split_calls,
     split_channels,
@@ -236,25 +237,16 @@ class ChatTemplateRenderer(Renderer):
 
     def _parse_text(self, content: str) -> Message:
         """Return the text of an answer without its end mark as a message."""
-        message: Message = {"role": "assistant", "content": content}
         if self._has_channels:
-            content, thoughts, calls, unparsed = split_channels(content)
-            message |= {"content": content} | (
-                {"reasoning_content": thoughts} if thoughts is not None else {}
-            )
-            message |= {"tool_calls": calls} if calls else {}
-            return message | ({"unparsed_tool_calls": unparsed} if unparsed else {})
+            return build_answer(*split_channels(content))
+        thoughts = None
         if self._thought_marks is not None:
             content, thoughts = split_thoughts(content, self._thought_marks)
-            if thoughts is not None:
-                message |= {"content": content, "reasoning_content": thoughts}
-        if self._calls_tools or self._call_format is not None:
-            take = split_calls if self._call_format is None else self._call_format.parse
-            content, calls, unparsed = take(content, self.template_settings.get("tools") or ())
-            message["content"] = content
-            message |= {"tool_calls": calls} if calls else {}
-            message |= {"unparsed_tool_calls": unparsed} if unparsed else {}
-        return message
+        if not self._calls_tools and self._call_format is None:
+            return build_answer(content, thoughts)
+        parse = split_calls if self._call_format is None else self._call_format.parse
+        content, calls, unparsed = parse(content, self.available_tools())
+        return build_answer(content, thoughts, calls, unparsed)
 
     def with_end_mark(self, tokens: Sequence[int]) -> list[int]:
         before, ended = self._split_at_end(tokens)

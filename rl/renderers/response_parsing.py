@@ -13,6 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl.types import Message
+
 Tools = Sequence[Mapping[str, Any]]
 Call = dict[str, Any]
 # (text without calls, calls, failed calls)
@@ -31,6 +33,21 @@ NEXT_MESSAGE = re.compile(r"<\|end\|>(?:<\|start\|>assistant)?|<\|start\|>assist
 def make_call(name: str, arguments: Any) -> Call:
     """Return a call as a chat template expects it."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def build_answer(
+    content: str,
+    thoughts: str | None = None,
+    calls: Sequence[Call] = (),
+    unparsed: Sequence[Mapping[str, str]] = (),
+) -> Message:
+    """Return the assistant message of a parsed answer: its text, thoughts, calls and failed calls
+    (see `split_calls`).
+    """
+    message: Message = {"role": "assistant", "content": content}
+    message |= {} if thoughts is None else {"reasoning_content": thoughts}
+    message |= {"tool_calls": calls} if calls else {}
+    return message | ({"unparsed_tool_calls": unparsed} if unparsed else {})
 
 
 def find_thought_marks(template: str) -> tuple[str, str] | None:

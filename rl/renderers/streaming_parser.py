@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from rl.renderers.renderer import Renderer
 from rl.renderers.response_parsing import (
@@ -20,8 +18,11 @@ from rl.renderers.response_parsing import (
     CHANNEL,
     CHANNEL_TEXT,
     NEXT_MESSAGE,
+    Call,
     Tools,
+    build_answer,
     drop_partial_message,
+    make_call,
     parse_json_call,
     parse_parameter,
     split_channels,
@@ -40,14 +41,6 @@ _PARAMETER_END = ("\n</parameter>", "</parameter>")
 _TO_FUNCTION = re.compile(r"to=functions\.([^\s<]+)")
 
 
-@dataclass(frozen=True, slots=True)
-class PartialCall:
-    """Hold a partial tool call. `arguments` is the JSON text so far."""
-
-    name: str
-    arguments: str
-
-
 def get_mark_overlap(text: str, mark: str) -> int:
     """Return the length of the longest end of `text` that is a proper prefix of `mark`."""
     return next(
@@ -61,14 +54,14 @@ def trim_uncertain_end(text: str, marks: Sequence[str]) -> str:
     return text[: len(text) - held].rstrip("\ufffd")
 
 
-def parse_partial_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[PartialCall]]:
+def parse_partial_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[Call]]:
     """Return (the text without its calls, the calls) of an answer without its thoughts, like
     `split_calls` for complete calls.
 
     `ended`: no text follows. Otherwise a call without a known name, and everything after it, is
     left out.
     """
-    content, calls = "", list[PartialCall]()
+    content, calls = "", list[Call]()
     before, opened, rest = text.partition(CALL_BEGIN)
     while opened:
         content += before
@@ -94,84 +87,73 @@ def parse_partial_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list
     return content + before, calls
 
 
-def _parse_json_call(text: str, ended: bool) -> tuple[PartialCall | None, int]:
+def _parse_json_call(text: str, ended: bool) -> tuple[Call | None, int]:
     """Return (the call after its opening mark, its length). The call is None if it is not known yet
     or invalid; the length is -1 if the call has not ended.
     """
-    closed = text.find(CALL_END)
     header = _JSON_HEADER.match(text)
     if header is None:
         whole, length = parse_json_call(text)
         if isinstance(whole, str):
-            return None, -1 if closed < 0 else length
-        return PartialCall(
-            whole["function"]["name"],
-            json.dumps(whole["function"]["arguments"], ensure_ascii=False),
+            return None, length if CALL_END in text else -1
+        function = whole["function"]
+        return make_call(
+            function["name"], json.dumps(function["arguments"], ensure_ascii=False)
         ), length
     try:
         name = json.loads(header[1])
     except ValueError:
-        return None, -1 if closed < 0 else closed + len(CALL_END)
+        return None, _find_call_end(text, 0)
     depth, begin = 0, header.end()
     for piece in _JSON_TOKEN.finditer(text, begin):
         depth += piece[0] in ("{", "[")
         depth -= piece[0] in ("}", "]")
         if piece[0] == CALL_END:
-            return PartialCall(name, text[begin : piece.start()].rstrip()), piece.end()
+            return make_call(name, text[begin : piece.start()].rstrip()), piece.end()
         if depth == 0:
-            end = text.find(CALL_END, piece.end())
-            return PartialCall(name, text[begin : piece.end()]), -1 if end < 0 else end + len(
-                CALL_END
-            )
-    return PartialCall(
-        name,
-        text[begin:].rstrip() if ended else trim_uncertain_end(text[begin:], (CALL_END,)).rstrip(),
-    ), -1
+            return make_call(name, text[begin : piece.end()]), _find_call_end(text, piece.end())
+    arguments = text[begin:] if ended else trim_uncertain_end(text[begin:], (CALL_END,))
+    return make_call(name, arguments.rstrip()), -1
 
 
-def _parse_xml_call(text: str, tools: Tools, ended: bool) -> tuple[PartialCall | None, int]:
+def _find_call_end(text: str, at: int) -> int:
+    """Return the position after the closing mark of a call, searched from `at` on; -1 if it is not
+    written yet.
+    """
+    end = text.find(CALL_END, at)
+    return -1 if end < 0 else end + len(CALL_END)
+
+
+def _parse_xml_call(text: str, tools: Tools, ended: bool) -> tuple[Call | None, int]:
     """Do the same as `_parse_json_call` for
     <function=NAME><parameter=NAME>..</parameter></function>. The arguments become JSON text.
     """
-    closed = text.find(CALL_END)
     header = _FUNCTION_HEADER.match(text)
     if header is None:
-        return None, -1 if closed < 0 else closed + len(CALL_END)
+        return None, _find_call_end(text, 0)
     name, at, arguments = header[1], header.end(), "{"
     while (parameter := _PARAMETER.match(text, at)) is not None:
         end = text.find("</parameter>", parameter.end())
-        key = (
-            ("" if arguments == "{" else ", ") + json.dumps(parameter[1], ensure_ascii=False) + ": "
-        )
+        separator = "" if arguments == "{" else ", "
+        key = f"{separator}{json.dumps(parameter[1], ensure_ascii=False)}: "
         if end < 0:
-            value = parse_parameter(tools, name, parameter[1], None)
-            begun = (
-                text[parameter.end() :]
-                if ended
-                else trim_uncertain_end(text[parameter.end() :], _PARAMETER_END)
-            )
-            if value is not None or (
-                not begun and not ended
-            ):  # a number, for example, is read when it is complete
-                return PartialCall(name, arguments), -1
-            return PartialCall(
-                name, arguments + key + json.dumps(begun, ensure_ascii=False)[:-1]
-            ), -1
+            begun = text[parameter.end() :]
+            begun = begun if ended else trim_uncertain_end(begun, _PARAMETER_END)
+            is_text = parse_parameter(tools, name, parameter[1], None) is None
+            if is_text and (begun or ended):
+                arguments += key + json.dumps(begun, ensure_ascii=False)[:-1]
+            # a number, for example, is read when it is complete
+            return make_call(name, arguments), -1
         value = parse_parameter(
             tools, name, parameter[1], text[parameter.end() : end].removesuffix("\n")
         )
         arguments += key + json.dumps(value, ensure_ascii=False)
         at = end + len("</parameter>")
     finish = re.compile(r"\s*</function>").match(text, at)
-    end = text.find(CALL_END, at)
-    return PartialCall(name, arguments + ("}" if finish else "")), -1 if end < 0 else end + len(
-        CALL_END
-    )
+    return make_call(name, arguments + ("}" if finish else "")), _find_call_end(text, at)
 
 
-def parse_channel_calls(
-    text: str, marks: Sequence[str], ended: bool
-) -> tuple[str, list[PartialCall]]:
+def parse_channel_calls(text: str, marks: Sequence[str], ended: bool) -> tuple[str, list[Call]]:
     """Return (the text without messages that are calls, the calls) of a gpt-oss answer. A message
     is a call if its arguments start with a brace.
     """
@@ -183,7 +165,7 @@ def parse_channel_calls(
         if called is not None and body.lstrip().startswith("{"):
             open_end = start == len(text) and not ended
             calls.append(
-                PartialCall(
+                make_call(
                     called[1], (trim_uncertain_end(body, marks) if open_end else body).strip()
                 )
             )
@@ -216,7 +198,7 @@ def parse_partial_answer(
     of thoughts without an opening mark turns the preceding text into thoughts.
     """
     marks, text = renderer.marks(), renderer.get_answer_text(tokens)
-    calls: list[PartialCall] = []
+    calls: list[Call] = []
     if CHANNEL in marks:
         text, calls = parse_channel_calls(text, marks, ended)
         content, thoughts, *_ = split_channels(
@@ -258,9 +240,7 @@ def _get_call_mark(renderer: Renderer) -> str:
     return CALL_BEGIN if form is None else form.begin
 
 
-def _split_partial_calls(
-    renderer: Renderer, text: str, ended: bool
-) -> tuple[str, list[PartialCall]]:
+def _split_partial_calls(renderer: Renderer, text: str, ended: bool) -> tuple[str, list[Call]]:
     """Return (the text without its calls, the calls). Calls in a special format
     (`rl.renderers.tool_call_formats`) are included only when the answer has ended.
     """
@@ -271,7 +251,7 @@ def _split_partial_calls(
         content, parsed_calls, _ = form.parse(text, tools)
         functions = [call["function"] for call in parsed_calls]
         return content, [
-            PartialCall(function["name"], json.dumps(function["arguments"], ensure_ascii=False))
+            make_call(function["name"], json.dumps(function["arguments"], ensure_ascii=False))
             for function in functions
         ]
     if form.begin == PYTHON_TAG and tools and text.lstrip().startswith("{"):
@@ -298,19 +278,7 @@ def _split_open_thought(
 
 
 def _build_message(
-    renderer: Renderer, content: str, thoughts: str | None, calls: Sequence[PartialCall]
+    renderer: Renderer, content: str, thoughts: str | None, calls: list[Call]
 ) -> Message:
     """Return the assistant message of the parsed parts."""
-    message: Message = {
-        "role": "assistant",
-        "content": renderer.cut_at_stop(content),
-    }
-    message |= {} if thoughts is None else {"reasoning_content": thoughts}
-    functions: list[dict[str, Any]] = [
-        {"name": call.name, "arguments": call.arguments} for call in calls
-    ]
-    return message | (
-        {"tool_calls": [{"type": "function", "function": function} for function in functions]}
-        if functions
-        else {}
-    )
+    return build_answer(renderer.cut_at_stop(content), thoughts, calls)

@@ -24,6 +24,7 @@ from rl.renderers.response_parsing import (
     CALL_BEGIN,
     CALL_END,
     Tools,
+    build_answer,
     format_with_calls,
     split_calls,
 )
@@ -73,11 +74,9 @@ class _TextRenderer(Renderer):
     def _parse_content(self, content: str) -> Message:
         """Return the assistant message of an answer's text."""
         if not self.tools:
-            return {"role": "assistant", "content": content}
+            return build_answer(content)
         text, calls, unparsed = split_calls(content, self.tools)
-        message: Message = {"role": "assistant", "content": text}
-        message |= {"tool_calls": calls} if calls else {}
-        return message | ({"unparsed_tool_calls": unparsed} if unparsed else {})
+        return build_answer(text, None, calls, unparsed)
 
 
 class PlainRenderer(_TextRenderer):
