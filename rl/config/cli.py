@@ -97,7 +97,7 @@ def parse_run(
     """Return the run that a command line requests.
 
     `methods`: methods by name. `default_recipe`: the recipe that runs if no word is given; help
-    lists the recipes of its folder. `options`: the class of run-level settings (a `RunOptions`).
+    lists the recipes of its folder. `options`: the class of run-level settings.
     `environments`: prints the help of the named environment, or the list of environments (None).
 
     Help is printed with exit code 0, mistakes in a box on stderr with exit code 2. With several

@@ -21,13 +21,6 @@ class MethodEntry(Protocol):
 Methods = Mapping[str, MethodEntry]
 
 
-class RunOptions(Protocol):
-    """Specify what this module requires of the class of run-level settings."""
-
-    @property
-    def name(self) -> str | None: ...
-
-
 @dataclass(frozen=True)
 class StageConfig:
     """Hold a stage of a run. `settings` is an instance of the method's settings class."""

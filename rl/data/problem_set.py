@@ -83,15 +83,6 @@ class ProblemSet(Sequence[Problem]):
             variant=self._variant,
         )
 
-    def with_check(self, check: Callable[[Problem], Problem], on_bad_row: str) -> ProblemSet:
-        """Return a lazy set that applies `check` to each problem on access.
-
-        Raises NotImplementedError if the rows of this set are not read on access.
-        """
-        raise NotImplementedError(
-            f"the rows of {self.name} are already loaded: check them with rl.data.select_good_rows"
-        )
-
     def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
         """Return the `batch_size` problems of step `step` (from 0).
 

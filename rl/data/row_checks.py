@@ -10,6 +10,7 @@ from typing import Any
 from rl.data.length_limits import LengthLimits, RowTooLong, cut_prompt
 from rl.data.problem_set import ProblemSet
 from rl.data.row_readers import BadRow, BadRowCollector, FaultyRows, OnBadRow, kind_of_fault
+from rl.data.streaming import StreamedProblemSet
 from rl.errors import UserError
 from rl.renderers import Renderer
 from rl.types import Problem, StoredAnswer
@@ -188,7 +189,7 @@ def select_good_rows(
         rows, and raises UserError if no row remains.
     Rows that are too long are skipped (see LengthLimits), logged and counted, too.
     """
-    if problems.is_lazy:
+    if isinstance(problems, StreamedProblemSet):
         return problems.with_check(check, on_bad_row)
     bad, long, good_indices = BadRowCollector(on_bad_row), BadRowCollector("skip"), []
     changed: dict[int, Problem] = {}

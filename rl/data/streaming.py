@@ -76,9 +76,12 @@ class StreamedProblemSet(ProblemSet):
         return self._select(self._part[-count:], f"{self.name}, held out")
 
     def with_check(self, check: Callable[[Problem], Problem], on_bad_row: str) -> ProblemSet:
+        """Return a set that applies `check` to each problem on access. Raises UserError if no row
+        passes the check.
+        """
         checked_set = self._select(self._part)
         checked_set._check, checked_set.on_bad_row = check, on_bad_row
-        checked_set.at(0)  # raise now if no row passes the check
+        checked_set.at(0)
         return checked_set
 
     def at(self, index: int, epoch: int = 0) -> Problem:
