@@ -12,7 +12,13 @@ from rl.renderers.chat_template import (
     ConversationRenderer,
     add_llama3_template,
 )
-from rl.renderers.renderer import Renderer, TrainOn, get_content_text, normalize_messages
+from rl.renderers.renderer import (
+    Renderer,
+    StopTextRenderer,
+    TrainOn,
+    get_content_text,
+    normalize_messages,
+)
 from rl.renderers.response_parsing import format_broken_call, format_with_calls, split_thoughts
 from rl.renderers.stop_tokens import set_end_tokens
 from rl.renderers.streaming_parser import (
@@ -29,6 +35,7 @@ __all__ = [
     "RENDERER_NAMES",
     "Renderer",
     "RoleColonRenderer",
+    "StopTextRenderer",
     "TrainOn",
     "format_broken_call",
     "trim_uncertain_end",

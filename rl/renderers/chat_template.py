@@ -207,8 +207,8 @@ class ChatTemplateRenderer(Renderer):
         )
         return place_images(example.flat(), messages, self._image_reader), weights
 
-    def _get_end_marks(self) -> list[int]:
-        return [self._end_id, *sorted(self.end_tokens - {self._end_id})]
+    def get_stop_sequences(self) -> list[Any]:
+        return [self._end_id, *sorted(self.end_tokens - {self._end_id}), *self.stops]
 
     def thought_marks(self) -> tuple[str, str] | None:
         return None if self._has_channels else self._thought_marks
@@ -231,9 +231,9 @@ class ChatTemplateRenderer(Renderer):
     def available_tools(self) -> Tools:
         return self.template_settings.get("tools") or ()
 
-    def _parse_answer(self, tokens: Sequence[int]) -> tuple[Message, bool]:
+    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, ended = self._split_at_end(tokens)
-        return self._parse_text(self._decode(before)), ended
+        return self._end_at_stop(self._parse_text(self._decode(before)), ended)
 
     def _parse_text(self, content: str) -> Message:
         """Return the text of an answer without its end mark as a message."""

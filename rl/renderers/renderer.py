@@ -63,12 +63,14 @@ class Renderer(ABC):
         """
 
     @abstractmethod
-    def _get_end_marks(self) -> list[str] | list[int]:
-        """Return the token ids or texts that end an answer, without `stops`."""
-
-    def get_stop_sequences(self) -> list[str] | list[int]:
+    def get_stop_sequences(self) -> list[Any]:
         """Return the token ids or texts that end an answer, for `SamplingParams.stop`."""
-        return [*self._get_end_marks(), *self.stops]  # type: ignore[return-value, list-item]  # the sampler accepts both
+
+    @abstractmethod
+    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
+        """Return (the message of the sampled tokens without their end mark, whether an end mark was
+        sampled). False means that the length limit cut the answer off.
+        """
 
     def with_stops(self, stops: Sequence[str]) -> Renderer:
         """Return this renderer with texts before which answers also end. They are not part of the
@@ -83,15 +85,8 @@ class Renderer(ABC):
         places = (place for stop in self.stops if (place := text.find(stop)) >= 0)
         return text[: min(places, default=len(text))]
 
-    @abstractmethod
-    def _parse_answer(self, tokens: Sequence[int]) -> tuple[Message, bool]:
-        """Do as `parse_response`, without `stops`."""
-
-    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
-        """Return (the message of the sampled tokens without their end mark, whether an end mark was
-        sampled). False means that the length limit cut the answer off.
-        """
-        message, ended = self._parse_answer(tokens)
+    def _end_at_stop(self, message: Message, ended: bool) -> tuple[Message, bool]:
+        """Return the result of `parse_response`, cut at the first stop text."""
         content = str(message["content"])
         cut = self.cut_at_stop(content)
         return (message, ended) if cut == content else ({**message, "content": cut}, True)
@@ -278,6 +273,13 @@ class Renderer(ABC):
                 base, used = cut, 0
                 run = self._encode(text[cut:], continuing=True)
         return [*pieces, run[used:]]
+
+
+class StopTextRenderer:
+    """Former name of `inner.with_stops(stops)`."""
+
+    def __new__(cls, inner: Renderer, stops: Sequence[str]) -> Renderer:  # type: ignore[misc]
+        return inner.with_stops(stops)
 
 
 def build_weighted_example(

@@ -123,12 +123,12 @@ class PlainRenderer(_TextRenderer):
         ]
         return build_weighted_example([(self._begin, 0.0), *pieces])
 
-    def _get_end_marks(self) -> list[int]:
-        return [self._eos, *sorted(self.end_tokens - {self._eos})]
+    def get_stop_sequences(self) -> list[Any]:
+        return [self._eos, *sorted(self.end_tokens - {self._eos}), *self.stops]
 
-    def _parse_answer(self, tokens: Sequence[int]) -> tuple[Message, bool]:
+    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, stopped = self._split_at_end(tokens)
-        return self._parse_content(self._decode(before)), stopped
+        return self._end_at_stop(self._parse_content(self._decode(before)), stopped)
 
     def extend_prompt(
         self,
@@ -256,8 +256,8 @@ class RoleColonRenderer(_TextRenderer):
             [(self._begin, 0.0), *((piece, float(i % 2)) for i, piece in enumerate(pieces))]
         )
 
-    def _get_end_marks(self) -> list[str]:
-        return [_STOP_TEXT, CALL_END] if self.tools else [_STOP_TEXT]
+    def get_stop_sequences(self) -> list[Any]:
+        return [_STOP_TEXT, *([CALL_END] if self.tools else []), *self.stops]
 
     def marks(self) -> tuple[str, ...]:
         return (*super().marks(), _STOP_TEXT)
@@ -265,11 +265,12 @@ class RoleColonRenderer(_TextRenderer):
     def get_answer_text(self, tokens: Sequence[int]) -> str:
         return super().get_answer_text(tokens).partition(_STOP_TEXT)[0].strip()
 
-    def _parse_answer(self, tokens: Sequence[int]) -> tuple[Message, bool]:
+    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, stopped = self._split_at_end(tokens)
         content, mark, _ = self._decode(before).partition(_STOP_TEXT)
         called = bool(self.tools) and content.rstrip().endswith(CALL_END)
-        return self._parse_content(content.strip()), stopped or bool(mark) or called
+        ended = stopped or bool(mark) or called
+        return self._end_at_stop(self._parse_content(content.strip()), ended)
 
     def with_end_mark(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens of the answer's text and the end mark, for every way in which they were
