@@ -233,7 +233,7 @@ class ChatTemplateRenderer(Renderer):
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, ended = self._split_at_end(tokens)
-        return self._end_at_stop(self._parse_text(self._decode(before)), ended)
+        return self._end_at_stop(self._parse_text(self.decode(before)), ended)
 
     def _parse_text(self, content: str) -> Message:
         """Return the text of an answer without its end mark as a message."""
@@ -280,7 +280,7 @@ class ChatTemplateRenderer(Renderer):
         between = text[len(prompt) : at]
         if (
             self._thought_marks is not None
-            and self._thought_marks[1] in self._decode(answer)
+            and self._thought_marks[1] in self.decode(answer)
             and self._thought_marks[1] not in between
         ):
             return None  # the template also removes an empty thought

@@ -124,7 +124,7 @@ class Renderer(ABC):
 
     def get_answer_text(self, tokens: Sequence[int]) -> str:
         """Return the text of sampled tokens up to their end mark, which `parse_response` parses."""
-        return self._decode(self._split_at_end(tokens)[0])
+        return self.decode(self._split_at_end(tokens)[0])
 
     def available_tools(self) -> Tools:
         """Return the tools that the model may call."""
@@ -232,7 +232,7 @@ class Renderer(ABC):
                 "model (base_model) or a tokenizer with a vocabulary that covers the data"
             ) from error
 
-    def _decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens without clean-up, which would change spaces before
         punctuation.
         """

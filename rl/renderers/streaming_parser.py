@@ -180,7 +180,7 @@ def prompt_opens_thoughts(renderer: Renderer, prompt: Sequence[int]) -> bool:
     thought = renderer.thought_marks()
     if thought is None:
         return False
-    text = renderer._decode(prompt[-64:])
+    text = renderer.decode(prompt[-64:])
     return text.rfind(thought[0]) > text.rfind(thought[1])
 
 

@@ -128,7 +128,7 @@ class PlainRenderer(_TextRenderer):
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, stopped = self._split_at_end(tokens)
-        return self._end_at_stop(self._parse_content(self._decode(before)), stopped)
+        return self._end_at_stop(self._parse_content(self.decode(before)), stopped)
 
     def extend_prompt(
         self,
@@ -201,7 +201,7 @@ class RoleColonRenderer(_TextRenderer):
         """
         before, stopped = self._split_at_end(answer)
         tail = self._render_text(normalize_messages(new)) + "Assistant:"
-        head, mark, after = self._decode(before).partition(_STOP_TEXT)
+        head, mark, after = self.decode(before).partition(_STOP_TEXT)
         if mark and not stopped:
             if after or not tail.startswith("User:"):
                 return None
@@ -267,7 +267,7 @@ class RoleColonRenderer(_TextRenderer):
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, stopped = self._split_at_end(tokens)
-        content, mark, _ = self._decode(before).partition(_STOP_TEXT)
+        content, mark, _ = self.decode(before).partition(_STOP_TEXT)
         called = bool(self.tools) and content.rstrip().endswith(CALL_END)
         ended = stopped or bool(mark) or called
         return self._end_at_stop(self._parse_content(content.strip()), ended)
@@ -292,11 +292,11 @@ class RoleColonRenderer(_TextRenderer):
         space at the start of a text.
         """
         role = self._encode("Assistant:", continuing=True)
-        return self._decode([*role, *tokens]).removeprefix(self._decode(role))
+        return self.decode([*role, *tokens]).removeprefix(self.decode(role))
 
     def without_end_mark(self, tokens: Sequence[int]) -> list[int]:
         before = self._split_at_end(tokens)[0]
-        text, mark, _ = self._decode(before).partition(_STOP_TEXT)
+        text, mark, _ = self.decode(before).partition(_STOP_TEXT)
         return (
             self._encode(self.escaper.escape(f" {text.strip()}"), continuing=True)
             if mark
