@@ -17,11 +17,13 @@ import pickle
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rl.data.row_formats import ParsedRow, RowFormat, get_column, make_prompt
+from rl.data.row_formats import RowFormat, get_column, make_prompt
 from rl.data.row_readers import BadRow, Columns
 from rl.sandbox import extract_helpers
+from rl.types import Problem
 
 INSTRUCTION = "\n\nWrite Python, the whole of it in one block between ```python and ```."
 _SPLITS = {  # of MBPP, by task_id
@@ -49,7 +51,7 @@ class MBPP(_CodeFormat):
 
     required = frozenset({"code", "test_list"})
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         description = _text(columns, "text" if "text" in columns else "prompt")
         asserts = _texts(columns, "test_list")
         solution = _text(columns, "code").replace("\r\n", "\n")
@@ -90,7 +92,7 @@ class HumanEval(_CodeFormat):
 
     required = frozenset({"prompt", "entry_point", "test"})
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         head, test, name = (_text(columns, key) for key in ("prompt", "test", "entry_point"))
         if not re.search(rf"^def {re.escape(name)}\b", head, re.MULTILINE):
             raise BadRow(f"'prompt' does not define the function {name!r} of 'entry_point'")
@@ -106,7 +108,7 @@ class HumanEval(_CodeFormat):
         solution = head + body if isinstance(body, str) else None
         prompt = f"Complete this function.\n\n```python\n{head.rstrip()}\n```{INSTRUCTION}"
         problem = _problem(prompt, tests, solution, columns, ("prompt", "canonical_solution"))
-        return problem._replace(meta={**problem.meta, "head": head})
+        return replace(problem, meta={**problem.meta, "head": head})
 
 
 class APPS(_CodeFormat):
@@ -118,7 +120,7 @@ class APPS(_CodeFormat):
 
     required = frozenset({"question", "input_output"})
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         question, cases = _text(columns, "question"), _json(columns, "input_output", dict)
         inputs, outputs, function = cases.get("inputs"), cases.get("outputs"), cases.get("fn_name")
         if (
@@ -170,7 +172,7 @@ class LiveCodeBench(_CodeFormat):
 
     required = frozenset({"question_content", "public_test_cases"})
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         question = _text(columns, "question_content")
         cases = _json(columns, "public_test_cases", list)
         if columns.get("private_test_cases"):
@@ -214,13 +216,13 @@ def _problem(
     solution: str | None,
     columns: Columns,
     used: Sequence[str],
-) -> ParsedRow:
+) -> Problem:
     meta = {
         **{name: value for name, value in columns.items() if name not in used},
         "tests": dict(tests),
     }
     response = None if solution is None else f"```python\n{solution.strip(chr(10))}\n```"
-    return ParsedRow(make_prompt(prompt), meta, response)
+    return Problem(make_prompt(prompt), meta, response)
 
 
 def _build_prompt(question: str, starter: Any, function: str | None) -> str:

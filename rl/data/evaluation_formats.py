@@ -9,10 +9,10 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rl.data.row_formats import (
     ColumnNames,
-    ParsedRow,
     RowFormat,
     collect_meta,
     make_prompt,
@@ -22,6 +22,7 @@ from rl.data.row_readers import BadRow, Columns
 from rl.errors import UserError, install_command
 from rl.rewards import instruction_checks, math_reward
 from rl.seed import derive_seed
+from rl.types import Problem
 
 GSM8K_INSTRUCTION = "\n\nReason step by step, then write the final number alone inside \\boxed{}."
 MATH_INSTRUCTION = "\n\nReason step by step, then write the final answer inside \\boxed{}."
@@ -50,7 +51,7 @@ class GSM8K(RowFormat):
     def matches(cls, columns: Columns, names: ColumnNames) -> bool:
         return "question" in columns and "####" in str(columns.get("answer"))
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         question, worked = read_text(columns, "question"), read_text(columns, "answer")
         solution, marker, number = worked.rpartition("####")
         number = number.strip().replace(",", "")
@@ -58,7 +59,7 @@ class GSM8K(RowFormat):
             raise BadRow(f"'answer' does not end in '#### ' and a number: {worked[-40:]!r}")
         solution = re.sub(r"<<[^<>]*>>", "", solution).strip()
         response = f"{solution}\nThe answer is \\boxed{{{number}}}.".lstrip()
-        return ParsedRow(make_prompt(question + GSM8K_INSTRUCTION), {"answer": number}, response)
+        return Problem(make_prompt(question + GSM8K_INSTRUCTION), {"answer": number}, response)
 
 
 class MATH(RowFormat):
@@ -71,7 +72,7 @@ class MATH(RowFormat):
     def matches(cls, columns: Columns, names: ColumnNames) -> bool:
         return "problem" in columns and ("solution" in columns or "answer" in columns)
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         solution = columns.get("solution")
         worked = solution if isinstance(solution, str) and solution.strip() else None
         answer = (
@@ -88,7 +89,7 @@ class MATH(RowFormat):
         response = (
             worked if boxed or worked is None else f"{worked}\nThe answer is \\boxed{{{answer}}}."
         )
-        return ParsedRow(make_prompt(prompt), meta, response)
+        return Problem(make_prompt(prompt), meta, response)
 
 
 class AIMEFormat(RowFormat):
@@ -98,7 +99,7 @@ class AIMEFormat(RowFormat):
 
     example = json.dumps({"problem": "Find 2+2.", "answer": "004"})
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         renamed = {
             name.lower() if name in ("Problem", "Answer", "Solution") else name: value
             for name, value in columns.items()
@@ -109,7 +110,7 @@ class AIMEFormat(RowFormat):
         if not (text.isascii() and text.isdigit() and int(text) <= 999):
             raise BadRow(f"'answer' is an integer from 0 to 999, this is {answer!r}")
         row = MATH().read({**renamed, "answer": str(int(text))})
-        return row._replace(messages=make_prompt(problem + AIME_INSTRUCTION))
+        return replace(row, messages=make_prompt(problem + AIME_INSTRUCTION))
 
 
 class MultipleChoiceFormat(RowFormat):
@@ -130,7 +131,7 @@ class MultipleChoiceFormat(RowFormat):
             "question" in columns and ("choices" in columns or "options" in columns)
         )
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         if _CORRECT in columns:
             question = read_text(columns, "Question").strip()
             texts = [read_text(columns, name).strip() for name in (_CORRECT, *_INCORRECT)]
@@ -148,7 +149,7 @@ class MultipleChoiceFormat(RowFormat):
             f"{letter}) {text}" for letter, text in zip(letters, choices, strict=True)
         )
         prompt = f"{question}\n\n{listing}" + CHOICE_INSTRUCTION.format(letters=", ".join(letters))
-        return ParsedRow(
+        return Problem(
             make_prompt(prompt),
             {**meta, "answer": letters[position], "choices": choices},
             f"Answer: {letters[position]}",
@@ -197,7 +198,7 @@ class IFEvalFormat(RowFormat):
     required = frozenset({"instruction_id_list", "kwargs"})
     reward = "ifeval"
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         prompt = read_text(columns, "prompt")
         try:
             instructions = instruction_checks.bind_instructions(
@@ -213,6 +214,4 @@ class IFEvalFormat(RowFormat):
                 f"which is not installed: {install_command('language')}"
             )
         meta = collect_meta(columns, None, {"prompt", "instruction_id_list", "kwargs"})
-        return ParsedRow(
-            make_prompt(prompt), {**meta, "instruction_id_list": ids, "kwargs": kwargs}
-        )
+        return Problem(make_prompt(prompt), {**meta, "instruction_id_list": ids, "kwargs": kwargs})

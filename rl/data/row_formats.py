@@ -1,4 +1,8 @@
-"""Define the row formats. Each format converts a row's columns to `ParsedRow`s or raises BadRow."""
+"""Define the row formats. Each format converts a row's columns to problems or raises BadRow.
+
+Their `meta` reaches the reward, their `response` is the reference answer, and `rejected` the answer
+that it was preferred to.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,14 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rl.data.row_readers import BadRow, Columns, MissingColumn
 from rl.errors import UserError
 from rl.images import content_to_text, has_images
 from rl.renderers import get_content_text
-from rl.types import Message
-
-
-class ParsedRow(NamedTuple):
-    """Hold the content of a row.
-
-    messages: the prompt. meta: what reaches the reward. response: the reference answer.
-    rejected: the answer that `response` was preferred to.
-    """
-
-    messages: list[Message]
-    meta: dict[str, Any]
-    response: str | None = None
-    rejected: str | None = None
+from rl.types import Message, Problem
 
 
 @dataclass(frozen=True)
@@ -68,14 +59,14 @@ class RowFormat(ABC):
         return bool(cls.required) and cls.required <= columns.keys()
 
     @abstractmethod
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         """Return the content of a row. Raises BadRow if the row does not have this format."""
 
     def split_of(self, columns: Columns) -> str | None:
         """Return the published split that the row names; None if it names none."""
         return None
 
-    def read_all(self, columns: Columns) -> list[ParsedRow]:
+    def read_all(self, columns: Columns) -> list[Problem]:
         """Return all problems of a row; most formats have a single problem per row."""
         return [self.read(columns)]
 
@@ -94,11 +85,11 @@ class ColumnsFormat(RowFormat):
         answers = {column: "4" for column in (names.response, names.answer) if column}
         self.example = json.dumps({names.prompt: "2+2=", **answers})
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         used = {self.names.prompt, self.names.response}
         messages = _read_prompt(columns, self.names.prompt)
         meta = collect_meta(columns, self.names.answer, used)
-        return ParsedRow(messages, meta, self._read_response(columns))
+        return Problem(messages, meta, self._read_response(columns))
 
     def _read_response(self, columns: Columns) -> str | None:
         """Return the response of a row; None if it has none."""
@@ -126,7 +117,7 @@ class MessagesFormat(RowFormat):
 
     required = frozenset({"messages"})
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         messages = get_column(columns, "messages")
         meta = collect_meta(columns, self.names.answer, {"messages"})
         return _parse_chat(messages, "messages", meta)
@@ -143,7 +134,7 @@ class ShareGPTFormat(RowFormat):
     def matches(cls, columns: Columns, names: ColumnNames) -> bool:
         return "conversations" in columns or isinstance(columns.get("conversation"), list)
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         name = (
             "conversation"
             if "conversation" in columns and "conversations" not in columns
@@ -195,9 +186,9 @@ class TextFormat(RowFormat):
 
     required = frozenset({"text"})
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         meta = collect_meta(columns, self.names.answer, {"text"})
-        return ParsedRow([], meta, read_text(columns, "text"))
+        return Problem([], meta, read_text(columns, "text"))
 
 
 class UnpairedFormat(ColumnsFormat):
@@ -210,7 +201,7 @@ class UnpairedFormat(ColumnsFormat):
         row = {names.prompt: "2+2=", names.response or "completion": "4", "label": True}
         self.example = json.dumps(row)
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         if "label" not in columns and "chosen" in columns and "rejected" in columns:
             raise MissingColumn(
                 "label",
@@ -227,7 +218,7 @@ class UnpairedFormat(ColumnsFormat):
                 "the row has a label but no answer: put the answer into the column 'completion', "
                 "or name its column with --response-column"
             )
-        return read._replace(meta={**read.meta, "label": label})
+        return replace(read, meta={**read.meta, "label": label})
 
 
 _LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
@@ -244,12 +235,12 @@ class AlpacaFormat(RowFormat):
     def matches(cls, columns: Columns, names: ColumnNames) -> bool:
         return "instruction" in columns and ("output" in columns or "instances" in columns)
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         prompt = make_prompt(_instruction(columns))
         meta = collect_meta(columns, self.names.answer, {"instruction", "input", "output"})
-        return ParsedRow(prompt, meta, read_text(columns, "output"))
+        return Problem(prompt, meta, read_text(columns, "output"))
 
-    def read_all(self, columns: Columns) -> list[ParsedRow]:
+    def read_all(self, columns: Columns) -> list[Problem]:
         instances = columns.get("instances")
         if "output" in columns or instances is None:
             return [self.read(columns)]
@@ -292,7 +283,7 @@ class PreferencesFormat(RowFormat):
     def matches(cls, columns: Columns, names: ColumnNames) -> bool:
         return names.chosen in columns and names.rejected in columns
 
-    def read(self, columns: Columns) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         prompt_column, *pair = self.names.prompt, self.names.chosen, self.names.rejected
         if self.names.chosen not in columns and "output_1" in columns:
             return self._parse_labelled(columns)
@@ -325,7 +316,7 @@ class PreferencesFormat(RowFormat):
         for answer, name in zip(answers, pair, strict=True):
             if not answer.strip():
                 raise BadRow(f"the answer in {name!r} is empty")
-        return ParsedRow(prompt, meta, *answers)
+        return Problem(prompt, meta, answers[0], rejected=answers[1])
 
     @staticmethod
     def _read_answer(columns: Columns, name: str) -> str:
@@ -340,7 +331,7 @@ class PreferencesFormat(RowFormat):
             )
         return _assistant_text(value[0], name)
 
-    def _parse_labelled(self, columns: Columns) -> ParsedRow:
+    def _parse_labelled(self, columns: Columns) -> Problem:
         """Read a row of input, output_1, output_2 and label."""
         label = get_column(columns, "label")
         if type(label) is not int or label not in (1, 2):  # true and 1.0 name no output
@@ -348,8 +339,9 @@ class PreferencesFormat(RowFormat):
                 f"'label' is 1 or 2, the number of the preferred output; this is {label!r}"
             )
         meta = collect_meta(columns, self.names.answer, {"input", "output_1", "output_2", "label"})
-        answers = [read_text(columns, f"output_{number}") for number in (label, 3 - label)]
-        return ParsedRow(make_prompt(read_text(columns, "input")), meta, *answers)
+        prompt = make_prompt(read_text(columns, "input"))
+        chosen, rejected = (read_text(columns, f"output_{n}") for n in (label, 3 - label))
+        return Problem(prompt, meta, chosen, rejected=rejected)
 
 
 def is_chat(columns: Columns, prompt: str | None) -> bool:
@@ -360,15 +352,15 @@ def is_chat(columns: Columns, prompt: str | None) -> bool:
     )
 
 
-def _parse_chat(value: Any, name: str, meta: dict[str, Any]) -> ParsedRow:
+def _parse_chat(value: Any, name: str, meta: dict[str, Any]) -> Problem:
     """Read a conversation. If its last message is the assistant's, that message is the response."""
     messages = read_messages(value, name)
     if messages[-1]["role"] != "assistant":
-        return ParsedRow(messages, meta)
+        return Problem(messages, meta)
     *prompt, last = messages
     if not prompt:
         raise BadRow(f"{name!r} holds only an assistant message; a prompt must precede it")
-    return ParsedRow(prompt, meta, _assistant_text(last, name))
+    return Problem(prompt, meta, _assistant_text(last, name))
 
 
 def _role(message: Any) -> Any:

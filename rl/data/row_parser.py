@@ -12,7 +12,6 @@ from rl.data.row_formats import (
     ColumnNames,
     ColumnsFormat,
     MessagesFormat,
-    ParsedRow,
     PreferencesFormat,
     RowFormat,
     ShareGPTFormat,
@@ -73,9 +72,9 @@ class RowParser:
     images: RowImages
     tag: str
 
-    def parse(self, content: ParsedRow, columns: Columns, index: int) -> Problem:
+    def parse(self, content: Problem, columns: Columns, index: int) -> Problem:
         """Return the problem of a row. Raises BadRow for a bad image."""
         image_columns = self.images.image_columns(columns)
         prompt = self.images(self.template(content.messages, columns), columns)
         meta = {key: value for key, value in content.meta.items() if key not in image_columns}
-        return Problem(prompt, meta, content.response, self.tag, index, content.rejected)
+        return replace(content, messages=prompt, meta=meta, tag=self.tag, index=index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import re
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rl.config import nearest_name
 from rl.data.dataset_registry import DATASET_REGISTRY, find_dataset
 from rl.errors import UserError, check_hub_access, suggest_hub_name
 
@@ -211,14 +211,14 @@ def _missing_column_message(
     setting = next(
         (setting for setting, column in columns_by_setting.items() if column == missing.name), None
     )
-    close_matches = difflib.get_close_matches(missing.name, missing.columns, n=1)
+    near = nearest_name(missing.name, missing.columns)
     candidates: list[str] = []  # for the prompt, which has a default name
     if missing.name == "prompt" and setting is not None:
         candidates = [name for name in missing.columns if name != "answer"]
     likely_columns = [name for name in _PROMPTS if name in candidates]
     hint = (
-        f"; did you mean {close_matches[0]!r}?"
-        if close_matches
+        f"; did you mean {near!r}?"
+        if near
         else f"; if it is {likely_columns[0]!r}, say {setting} {likely_columns[0]}"
         if likely_columns
         else f"; name the column that has it, such as {setting} {candidates[0]}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -102,14 +103,7 @@ class PlainRenderer(_TextRenderer):
 
     def build_generation_prompt(self, messages: Messages) -> ModelInput:
         return ModelInput.from_ints(
-            [
-                *self._begin,
-                *(
-                    token
-                    for piece in self._iter_message_tokens(normalize_messages(messages))
-                    for token in piece
-                ),
-            ]
+            [*self._begin, *chain(*self._iter_message_tokens(normalize_messages(messages)))]
         )
 
     def build_supervised_example(
@@ -141,18 +135,8 @@ class PlainRenderer(_TextRenderer):
         and does not change earlier text.
         """
         mark = [] if answer and answer[-1] in self.end_tokens else [self._eos]
-        return ModelInput.from_ints(
-            [
-                *seen,
-                *answer,
-                *mark,
-                *(
-                    t
-                    for piece in self._iter_message_tokens(normalize_messages(new), continuing=True)
-                    for t in piece
-                ),
-            ]
-        )
+        following = self._iter_message_tokens(normalize_messages(new), continuing=True)
+        return ModelInput.from_ints([*seen, *answer, *mark, *chain(*following)])
 
     def with_end_mark(self, tokens: Sequence[int]) -> list[int]:
         before, stopped = self._split_at_end(tokens)
