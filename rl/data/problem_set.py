@@ -1,5 +1,5 @@
-"""Define `ProblemSet`, problems in an order that depends only on the seed and the step, and `Mixture`,
-several sets in fixed proportions.
+"""Define `ProblemSet`, problems in an order that depends only on the seed and the step, and
+`Mixture`, several sets in fixed proportions.
 """
 
 from __future__ import annotations
