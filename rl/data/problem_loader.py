@@ -107,12 +107,7 @@ def load_problems(
 
     Raises UserError if an option is invalid, or if the source cannot be read or has no rows.
     """
-    if format not in FORMATS:
-        raise UserError(f"format must be one of {', '.join(FORMATS)}; got {format!r}")
-    if on_bad_row not in ("error", "skip"):
-        raise UserError(f"on_bad_row must be 'error' or 'skip', got {on_bad_row!r}")
-    if limit is not None and limit < 1:
-        raise UserError(f"limit must be at least 1 (None: all rows), got {limit}")
+    _check_options(format, on_bad_row, limit)
     named_file = split_named_file(str(source))
     entry = named_file[0] if named_file is not None else _find_hub_entry(str(source))
     if entry is not None and format == "auto" and (prompt_column, response_column) == _DEFAULTS:
@@ -155,6 +150,15 @@ _DEFAULTS = ("prompt", None)  # prompt_column and response_column that no caller
 def _find_hub_entry(source: str) -> DatasetEntry | None:
     """Return the entry of a data set that is read from the hub; None if it is not listed."""
     return None if Path(source).expanduser().exists() else find_dataset(source)
+
+
+def _check_options(format: str, on_bad_row: str, limit: int | None) -> None:
+    if format not in FORMATS:
+        raise UserError(f"format must be one of {', '.join(FORMATS)}; got {format!r}")
+    if on_bad_row not in ("error", "skip"):
+        raise UserError(f"on_bad_row must be 'error' or 'skip', got {on_bad_row!r}")
+    if limit is not None and limit < 1:
+        raise UserError(f"limit must be at least 1 (None: all rows), got {limit}")
 
 
 def _first_columns(row: Row) -> Columns:

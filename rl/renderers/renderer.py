@@ -276,7 +276,7 @@ class Renderer(ABC):
 
 
 class StopTextRenderer:
-    """Former name of `inner.with_stops(stops)`."""
+    """Return `inner.with_stops(stops)`, whose former name this is."""
 
     def __new__(cls, inner: Renderer, stops: Sequence[str]) -> Renderer:  # type: ignore[misc]
         return inner.with_stops(stops)
