@@ -239,7 +239,7 @@ class ChatTemplateRenderer(Renderer):
         """Return the text of an answer without its end mark as a message."""
         if self._has_channels:
             return build_answer(*split_channels(content))
-        thoughts = None
+        thoughts: str | None = None
         if self._thought_marks is not None:
             content, thoughts = split_thoughts(content, self._thought_marks)
         if not self._calls_tools and self._call_format is None:
