@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -16,22 +15,6 @@ from rl.types import SampledSequence
 
 COLUMN_WIDTH = 48  # characters; in a narrower terminal answers are shown one under the other
 _NAME, _NOTE, _THOUGHT = "bold magenta", "dim", "dim italic"
-
-
-class AnswerDisplay(Protocol):
-    """Show the answers to a message. The index of an answer is that of its model."""
-
-    def show(self, index: int, turn: ChatTurn) -> None:
-        """Show what is new of an answer."""
-        ...
-
-    def fail(self, index: int, message: str) -> None:
-        """Show below the part so far that an answer failed."""
-        ...
-
-    def close(self) -> None:
-        """End the display."""
-        ...
 
 
 def describe_sample(sequence: SampledSequence, outcome: str) -> str:
@@ -53,6 +36,7 @@ class LineDisplay:
         self._sent = {"reasoning_content": "", "content": ""}
 
     def show(self, index: int, turn: ChatTurn) -> None:
+        """Write what is new of the answer of model `index`."""
         self._begin(index)
         for name, style in (("reasoning_content", _THOUGHT), ("content", "")):
             text, sent = str(turn.visible.get(name) or ""), self._sent[name]
@@ -67,6 +51,7 @@ class LineDisplay:
             self._write(describe_sample(turn.sequence, turn.outcome) + "\n", _NOTE)
 
     def fail(self, index: int, message: str) -> None:
+        """Write below the part so far that an answer failed."""
         self._begin(index)
         self._write(f"\n{message}\n" if any(self._sent.values()) else f"{message}\n", "red")
 
@@ -99,6 +84,7 @@ class ColumnDisplay:
         self._live.start()
 
     def show(self, index: int, turn: ChatTurn) -> None:
+        """Show what is new of the answer of model `index`."""
         text = Text()
         if thoughts := str(turn.visible.get("reasoning_content") or ""):
             text.append_text(_make_text(f"{thoughts}\n\n", _THOUGHT))
@@ -109,11 +95,13 @@ class ColumnDisplay:
         self._refresh()
 
     def fail(self, index: int, message: str) -> None:
+        """Show below the part so far that an answer failed."""
         text = self._texts[index]
         text.append_text(_make_text(f"\n{message}" if text else message, "red"))
         self._refresh()
 
     def close(self) -> None:
+        """End the display: print the whole answers."""
         self._live.stop()
         self._console.print(self._make_table(None))
 
@@ -139,7 +127,7 @@ class ColumnDisplay:
         return table
 
 
-def make_display(console: Console, names: Sequence[str]) -> AnswerDisplay:
+def make_display(console: Console, names: Sequence[str]) -> LineDisplay | ColumnDisplay:
     """Return columns for several models if the terminal is wide enough, else lines."""
     if len(names) > 1 and console.is_terminal and console.width >= COLUMN_WIDTH * len(names):
         return ColumnDisplay(console, names)

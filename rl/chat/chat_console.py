@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from rl.chat.answer_display import ColumnDisplay, make_display
+from rl.chat.answer_display import ColumnDisplay, LineDisplay, make_display
 from rl.chat.chat_session import ChatSession, ChatTurn
 from rl.jsonl import format_json_line
 from rl.renderers import PlainRenderer
@@ -50,7 +50,7 @@ class ChatConsole:
         """Read lines until the input ends."""
         self._say("/help lists the commands; /exit or Ctrl-D ends the chat")
         for session in self.sessions:
-            if isinstance(getattr(session.renderer, "inner", session.renderer), PlainRenderer):
+            if isinstance(session.renderer, PlainRenderer):
                 self._say(
                     f"{session.name} reads plain text without roles: a message continues the text "
                     "before it. If the model was trained on single prompts, /reset before each one"
@@ -130,7 +130,7 @@ class ChatConsole:
         session: ChatSession,
         turn: ChatTurn,
         index: int,
-        display: Any,
+        display: LineDisplay | ColumnDisplay,
         interrupted: threading.Event,
     ) -> bool:
         """Sample and show more of an answer. Return whether it goes on."""

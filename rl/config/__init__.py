@@ -9,14 +9,14 @@ from rl.config.check_config import (
     require,
 )
 from rl.config.cli import override_settings, parse_run, read_run
-from rl.config.correction_config import CorrectionSettings
 from rl.config.data_config import (
     AnswerDataSettings,
     DataFormat,
     DataSettings,
+    LearnedRewardSettings,
     PreferenceDataSettings,
+    is_api_address,
 )
-from rl.config.environment_config import EnvironmentSettings
 from rl.config.fields import (
     RawValue,
     SettingsError,
@@ -47,20 +47,22 @@ from rl.config.recorded_files import (
     match_recorded_files,
     record_resumed_files,
 )
-from rl.config.reward_model_config import LearnedRewardSettings, is_api_address
-from rl.config.rollout_config import AsyncRolloutSettings, RolloutSettings
+from rl.config.requested_run import load_resolved_config
 from rl.config.run_config import (
     RunConfig,
     StageConfig,
     diff_configs,
     resolve_config,
 )
-from rl.config.saved_config import load_resolved_config
 from rl.config.sections import (
+    AsyncRolloutSettings,
+    CorrectionSettings,
+    EnvironmentSettings,
     KlSettings,
     LoopSettings,
     ModelSettings,
     OptimSettings,
+    RolloutSettings,
     RowLoopSettings,
     RunSettings,
     SamplingSettings,

@@ -28,7 +28,7 @@ from rl.config.requested_run import (
     read_resumed_run,
     relative_path,
 )
-from rl.config.run_config import MethodEntry, RunConfig
+from rl.config.run_config import Methods, RunConfig
 from rl.config.sources import merge_run, merge_sources
 
 HELP_WORDS = ("-h", "--help")
@@ -36,7 +36,7 @@ HELP_WORDS = ("-h", "--help")
 
 def read_run(
     argv: Sequence[str],
-    methods: Mapping[str, MethodEntry],
+    methods: Methods,
     default_recipe: Path,
     options: type,
     arguments: Mapping[str, Any] = MappingProxyType({}),
@@ -88,7 +88,7 @@ def override_settings(
 
 def parse_run(
     argv: Sequence[str],
-    methods: Mapping[str, MethodEntry],
+    methods: Methods,
     default_recipe: Path,
     *,
     options: type,
@@ -97,7 +97,7 @@ def parse_run(
     """Return the run that a command line requests.
 
     `methods`: methods by name. `default_recipe`: the recipe that runs if no word is given; help
-    lists the recipes of its folder. `options`: the class of run-level settings (a `RunOptions`).
+    lists the recipes of its folder. `options`: the class of run-level settings.
     `environments`: prints the help of the named environment, or the list of environments (None).
 
     Help is printed with exit code 0, mistakes in a box on stderr with exit code 2. With several
@@ -134,7 +134,7 @@ def _split_help_words(argv: Sequence[str]) -> tuple[bool, list[str]]:
 
 def _print_help(
     argv: Sequence[str],
-    methods: Mapping[str, MethodEntry],
+    methods: Methods,
     default_recipe: Path,
     options: type,
     environments: Callable[[str | None], None] | None,

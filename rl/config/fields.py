@@ -74,10 +74,14 @@ class SettingField:
     name: str
     section: str | None
     spec: PrimitiveConstructorSpec
-    required: bool
     default: Any
     range: Range | None = None
     whole: bool = False
+
+    @property
+    def required(self) -> bool:
+        """Return whether the field has no default."""
+        return self.default is dataclasses.MISSING
 
     @property
     def is_switch(self) -> bool:
@@ -123,6 +127,9 @@ class RawValue:
         )
 
 
+RawValues = Mapping[str, RawValue]  # by the name of the setting
+
+
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the name in `known` that is closest to `name`, or None if no name is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
@@ -165,11 +172,11 @@ def _find_converter(owner: type, name: str, annotation: Any) -> PrimitiveConstru
     return spec
 
 
-def _get_default(field: dataclasses.Field) -> tuple[bool, Any]:
-    """Return (whether the field has a default, the default)."""
+def _get_default(field: dataclasses.Field) -> Any:
+    """Return the default of a field; MISSING if it has none."""
     if field.default_factory is not dataclasses.MISSING:
-        return True, field.default_factory()
-    return field.default is not dataclasses.MISSING, field.default
+        return field.default_factory()
+    return field.default
 
 
 @functools.cache
@@ -187,36 +194,27 @@ def get_fields(cls: type) -> dict[str, SettingField]:
                 f"{cls.__name__} has two settings named {field.name!r}; flat names are unique over "
                 "sections"
             )
-        has_default, default = (
-            (True, getattr(base, field.name)) if base is not None else _get_default(field)
-        )
-        spec, whole = (
-            _find_converter(owner, field.name, annotation),
-            get_number_types(annotation) == {int},
-        )
+        is_missing = base is dataclasses.MISSING
+        default = _get_default(field) if is_missing else getattr(base, field.name)
+        spec = _find_converter(owner, field.name, annotation)
+        whole = get_number_types(annotation) == {int}
         table[field.name] = SettingField(
-            field.name, section, spec, not has_default, default, get_range(annotation), whole
+            field.name, section, spec, default, get_range(annotation), whole
         )
 
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         annotation = hints[field.name]
         if not dataclasses.is_dataclass(annotation):
-            add(cls, field, annotation, None, None)
+            add(cls, field, annotation, None, dataclasses.MISSING)
             continue
         # A method may override the defaults of a section (`optim: Optim =
         # Optim(learning_rate=3e-4)`).
-        has_base, base = _get_default(field)
+        base = _get_default(field)
         section_type = typing.cast(type, annotation)
         section_hints = typing.get_type_hints(section_type, include_extras=True)
         for inner in dataclasses.fields(section_type):
-            add(
-                section_type,
-                inner,
-                section_hints[inner.name],
-                field.name,
-                base if has_base else None,
-            )
+            add(section_type, inner, section_hints[inner.name], field.name, base)
     return table
 
 
@@ -296,7 +294,7 @@ def format_value(value: Any) -> str:
 
 def build_settings(
     cls: type,
-    raw_values: Mapping[str, RawValue],
+    raw_values: RawValues,
     problems: list[str],
     prefix: str = "",
     *,
@@ -376,7 +374,7 @@ def _construct(
 
     hints = typing.get_type_hints(cls)
     sections = {
-        item.name: create(hints[item.name], values.get(item.name, {}), _get_default(item)[1])
+        item.name: create(hints[item.name], values.get(item.name, {}), _get_default(item))
         for item in dataclasses.fields(cls)
         if dataclasses.is_dataclass(hints[item.name]) and item.name not in spoilt
     }
@@ -471,7 +469,7 @@ def suggest_setting(
 
 
 def check_names(
-    raw_values: Mapping[str, RawValue],
+    raw_values: RawValues,
     known: Collection[str],
     owner: str,
     problems: list[str],

@@ -11,7 +11,7 @@ import os
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +21,7 @@ from rl.config.recipe import read_recipe_summary
 from rl.sanitize import sanitize_message
 
 if TYPE_CHECKING:
-    from rl.config.run_config import MethodEntry
+    from rl.config.run_config import MethodEntry, Methods
 
 _MAX_PROBLEMS = 40  # problems in one box
 
@@ -204,9 +204,7 @@ def read_field_help(cls: type, name: str) -> str | None:
     return None
 
 
-def print_index(
-    methods: Mapping[str, MethodEntry], default_recipe: Path, recipes: Sequence[Path]
-) -> None:
+def print_index(methods: Methods, default_recipe: Path, recipes: Sequence[Path]) -> None:
     """Print the page of `train.py --help`: the methods, the recipes and the next commands."""
     from rich.console import Console
     from rich.padding import Padding

@@ -12,9 +12,6 @@ from typing import Any
 from rl.errors import warn_on_rank_zero
 
 LAUNCH_FOLDER_KEY = "launched_from"  # in config.json: the folder in which the run was started
-_CODE_SETTINGS = ("reward", "environment")
-_DATA_SETTINGS = ("dataset", "eval_dataset")
-_DATA_LISTS = ("more_datasets", "more_eval_datasets")
 
 
 def is_method_address(name: object) -> bool:
@@ -157,6 +154,19 @@ def _is_data_path(word: Any) -> bool:
     return isinstance(word, str) and ("/" in word or bool(Path(word).suffix))
 
 
+# Settings that may name files, and whether a word of theirs does. The value is a word, a list of
+# words, or a list of pairs of a word and its weight.
+_FILE_SETTINGS: dict[str, Callable[[Any], bool]] = {
+    "reward": _is_code_file,
+    "rewards": _is_code_file,
+    "environment": _is_code_file,
+    "dataset": _is_data_path,
+    "eval_dataset": _is_data_path,
+    "more_datasets": _is_data_path,
+    "more_eval_datasets": _is_data_path,
+}
+
+
 def _differs(first: Path, second: Path) -> bool:
     """Return whether two files, or the files of two folders, differ in content or existence."""
     if first.is_dir() and second.is_dir():
@@ -188,22 +198,15 @@ def _replace_files(
         settings, method = dict(stage["settings"]), stage["method"]
         if _is_code_file(method):
             method = replace((number, "method", 0), method)
-        for names, is_file in ((_CODE_SETTINGS, _is_code_file), (_DATA_SETTINGS, _is_data_path)):
-            for name in names:
-                if is_file(settings.get(name)):
-                    settings[name] = replace((number, name, 0), settings[name])
-        for name in _DATA_LISTS:
-            if isinstance(words := settings.get(name), list):
-                settings[name] = [
-                    replace((number, name, index), word) if _is_data_path(word) else word
-                    for index, word in enumerate(words)
-                ]
-        if isinstance(pairs := settings.get("rewards"), list):
-            settings["rewards"] = [
-                [replace((number, "rewards", index), pair[0]), *pair[1:]]
-                if isinstance(pair, list) and pair and _is_code_file(pair[0])
-                else pair
-                for index, pair in enumerate(pairs)
-            ]
+        for name, is_file in _FILE_SETTINGS.items():
+            value = settings.get(name)
+            words = list(value) if isinstance(value, list) else [value]
+            for index, item in enumerate(words):
+                if isinstance(item, list) and item and is_file(item[0]):
+                    words[index] = [replace((number, name, index), item[0]), *item[1:]]
+                elif is_file(item):
+                    words[index] = replace((number, name, index), item)
+            if name in settings:
+                settings[name] = words if isinstance(value, list) else words[0]
         stages.append({**stage, "method": method, "settings": settings})
     return {**config, "stages": stages}

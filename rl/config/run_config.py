@@ -18,11 +18,7 @@ class MethodEntry(Protocol):
     variants: Mapping[str, Mapping[str, Any]]
 
 
-class RunOptions(Protocol):
-    """Specify what this module requires of the class of run-level settings."""
-
-    @property
-    def name(self) -> str | None: ...
+Methods = Mapping[str, MethodEntry]
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ def diff_configs(
     requested: Mapping[str, Any],
     *,
     ignore: Collection[str] = ("resume", "overwrite", "output_dir"),
-    methods: Mapping[str, MethodEntry] | None = None,
+    methods: Methods | None = None,
     options: type | None = None,
 ) -> list[str]:
     """Return a line for each setting that differs between two `resolve_config` runs ("stage grpo:

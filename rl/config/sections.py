@@ -1,5 +1,4 @@
-"""Define the settings sections that most methods share (data: `rl.config.data_config`; reward
-models: `rl.config.reward_model_config`).
+"""Define the settings sections that most methods share (data and rewards: `rl.config.data_config`).
 
 This module imports no torch, because the command line loads it first.
 
@@ -420,3 +419,166 @@ class RowLoopSettings(LoopSettings):
 
     epochs: Annotated[float | None, Range(1e-6, 1e6)] = None
     """Number of passes over all rows. If it is set, steps is computed from it and batch_size, and the value of steps is ignored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """Hold the settings of scheduling between sampling, environments and rewards."""
+
+    rollout_mode: Literal["lockstep", "async"] = "lockstep"
+    """Scheduling of rollouts. lockstep: all episodes of a batch take each turn together. async: each episode continues as soon as its turn, tool call or reward is ready, while other episodes decode; for slow rewards and episodes of uneven length. Both sample the same tokens. Evaluation is always async."""
+    max_waiting: Annotated[int, Range(1, 100_000)] = 256
+    """Maximum number of environment and reward calls at once (rollout_mode async)."""
+    slice_steps: Size = 16
+    """Number of tokens that each running sequence decodes before new sequences join (rollout_mode async)."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        require(
+            self,
+            ("max_waiting", "slice_steps"),
+            self.is_async,
+            "rollout_mode is lockstep",
+            "set rollout_mode to async",
+        )
+
+    @property
+    def is_async(self) -> bool:
+        """Return whether episodes advance independently of each other, because rollout_mode is
+        async or another setting requires it.
+        """
+        return self.rollout_mode == "async" or self.gradient_parts > 1 or self.steps_off_policy > 0
+
+    @property
+    def gradient_parts(self) -> int:
+        """Return the number of parts over which the gradient of a batch is accumulated."""
+        return 1
+
+    @property
+    def steps_off_policy(self) -> int:
+        """Return the maximum staleness of a trained token, in updates."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncRolloutSettings(RolloutSettings):
+    """Hold the settings of scheduling between sampling, environments, rewards and training."""
+
+    stream_minibatches: Annotated[int, Range(1, 10**6)] = 1
+    """Number of parts in which a batch is trained: the gradient of each part is computed as soon as its groups are complete, while the remaining groups are still sampled. A single optimizer step follows, equal to that of the whole batch. 1: train after all groups are complete."""
+    max_steps_off_policy: Annotated[int, Range(0, 10_000)] = 0
+    """Maximum staleness, in updates, of the weights that sample a trained token: sampling continues while the learner updates. 0: sampling and training alternate."""
+    on_stale: Literal["wait", "resample"] = "wait"
+    """Action for a group that would exceed max_steps_off_policy before it is complete. wait: delay the update until the group is complete (the newest weights sample the remaining tokens). resample: drop the group and sample it again with the newest weights; other groups fill the batch. Both are counted."""
+    sampler_ranks: Annotated[int, Range(0, 4096)] = 0
+    """Number of launched processes, the last ranks, that only sample while the other ranks train; with max_steps_off_policy both run at the same time. 0: every process samples and trains in turn."""
+    recompute_cache: bool = False
+    """Recompute the KV cache of running sequences when new weights arrive; off: keep the entries that the older weights computed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        late = self.max_steps_off_policy > 0
+        require(
+            self,
+            ("on_stale", "recompute_cache"),
+            late,
+            "max_steps_off_policy is 0",
+            "set max_steps_off_policy, such as 2",
+        )
+
+    @property
+    def gradient_parts(self) -> int:
+        """Return `stream_minibatches`."""
+        return self.stream_minibatches
+
+    @property
+    def steps_off_policy(self) -> int:
+        """Return `max_steps_off_policy`."""
+        return self.max_steps_off_policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionSettings:
+    """Hold the settings of the importance correction for tokens that were sampled by older weights
+    or at another precision.
+    """
+
+    correction: Literal["none", "truncate", "icepop", "mask"] = "none"
+    """Importance correction by the ratio of learner probability (before the step) to sampler probability. truncate: weight by the ratio, clipped to the bounds (TIS, Yao et al. 2025). icepop: weight by the ratio within the bounds, by 0 outside (arXiv 2510.18855). mask: drop what is outside the bounds, without weights (Liu, Li et al. 2025, "When speed kills stability"). Each needs an extra forward pass."""
+    correction_level: Literal["token", "sequence", "geometric"] = "token"
+    """Level of the ratio. token: the ratio of each token. sequence: the product over the answer. geometric: the geometric mean over the answer (GSPO's ratio, arXiv 2507.18071), which can mask answers but not weight them."""
+    correction_low: Annotated[float, Range(0, 1, why="a ratio, such as 0.5")] = 0.0
+    """Lower bound of the ratio, such as 0.5 for tokens or 0.99 for geometric means."""
+    correction_high: Annotated[float, Range(1, 1e6, why="a ratio, such as 2")] = 2.0
+    """Upper bound of the ratio, such as 2 for tokens or 1.01 for geometric means."""
+    proximal: Literal["sampler", "learner", "interpolated"] | None = None
+    """Denominator of the ratios in the loss, around which the loss clips. sampler: the sampler's logprobs. learner: the learner's logprobs before the step (decoupled PPO, arXiv 2110.00641; AReaL, 2505.24298). interpolated: an estimate of the learner's logprobs without a forward pass, between the sampler's and the current ones by the age of the token (AReaL's log-linear approximation). Default: learner if the correction weights tokens, interpolated under max_steps_off_policy with the loss ppo and no correction (docs/corrections.md), else sampler."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        on = self.correction != "none"
+        why, remedy = "correction is none", "set correction to truncate, icepop or mask"
+        require(self, ("correction_level", "correction_low", "correction_high"), on, why, remedy)
+        if self.weights_tokens and self.correction_level == "geometric":
+            raise ValueError(
+                "correction_level geometric is not an importance weight: set correction to mask, or correction_level to token or sequence"
+            )
+        if on and self.proximal == "interpolated":
+            raise ValueError(
+                f"correction {self.correction} computes the learner's logprobs before the step anyway: set proximal to learner"
+            )
+        if self.weights_tokens and self.proximal == "sampler":
+            raise ValueError(
+                f"correction {self.correction} weights by learner / sampler, a factor that ratios against the sampler contain already: "
+                "leave proximal out, or set it to learner"
+            )
+
+    @property
+    def weights_tokens(self) -> bool:
+        """Return whether the correction weights tokens."""
+        return self.correction in ("truncate", "icepop")
+
+    @property
+    def against_learner(self) -> bool:
+        """Return whether the ratios of the loss are taken against the learner's logprobs."""
+        return self.proximal == "learner" or (self.proximal is None and self.weights_tokens)
+
+    @property
+    def active(self) -> bool:
+        """Return whether the learner's logprobs before the step are needed."""
+        return self.correction != "none" or self.against_learner
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSettings:
+    """Hold the settings of multi-turn episodes: tools, conversations, games."""
+
+    environment: str | None = None
+    """Environment: a registered name (calculator, ...), module:Class or file.py:Class; None: each problem is a single question. --environment NAME --help shows its settings."""
+    environment_settings: tuple[tuple[str, str], ...] = ()
+    """Settings of the environment, written --environment.NAME VALUE; in a recipe environment is a mapping, {name: calculator, digits: 4}."""
+    environment_rows: Size = 1000
+    """Number of different episodes (seeds) of an environment without a data set; held-out evaluation uses eval_limit other seeds."""
+    max_turns: Size = 16
+    """Maximum number of answers in an episode; an episode that has not ended by then is truncated."""
+    episode_tokens: Annotated[int | None, Range(1, 10**9)] = None
+    """Maximum number of tokens in an episode, over all turns; the episode is truncated if the next answer of max_tokens could exceed it. Default: the model's context length."""
+    environment_isolation: Literal["auto", "thread", "process"] = "auto"
+    """Isolation of episodes. process: each episode runs in a separate process, so that a hang or crash costs only that episode. thread: episodes run in this process. auto: process for module:Class and file.py:Class."""
+    episode_seconds: Seconds = 60.0
+    """Seconds that the environment and its tools may take in an episode, without the time of sampling; a slower episode is dropped and named."""
+    opponents: Size = 5
+    """Number of older versions of the policy to keep as opponents, for environments with an opponent player (pool)."""
+    opponents_every: Size = 20
+    """Steps between additions of the current policy to the opponents; the first addition is before the first step."""
+    opponents_by: Literal["elo", "age", "any"] = "elo"
+    """Selection of the opponent of a batch. elo: prefer an opponent of about the policy's strength. age: prefer a newer version. any: choose uniformly."""
+    players_temperature: Annotated[float, Range(0, 100)] = 0.0
+    """Temperature of other models that play (a judge, an answerer, an opponent); older versions of the policy sample at the policy's temperature."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        settings = [name for name in vars(self) if name != "environment"]
+        require(
+            self, settings, self.environment is not None, "no environment is set", "set environment"
+        )

@@ -16,6 +16,7 @@ from typing import Any
 from rl.config.fields import (
     ENVIRONMENT_PREFIX,
     RawValue,
+    RawValues,
     SettingsError,
     Source,
     build_settings,
@@ -28,14 +29,14 @@ from rl.config.fields import (
 )
 from rl.config.flag_parser import Flag, resolve_flags
 from rl.config.recipe import RecipeStage, RequestedRun
-from rl.config.run_config import MethodEntry, RunConfig, StageConfig
+from rl.config.run_config import MethodEntry, Methods, RunConfig, StageConfig
 
 _ALTERNATIVES = {"reward": "rewards", "rewards": "reward"}  # each replaces the other
 _OF_ALL_STAGES = frozenset({Source.SHARED, Source.FLAG})
 
 
 def merge_sources(
-    layers: Mapping[Source, Mapping[str, RawValue]], known: Collection[str]
+    layers: Mapping[Source, RawValues], known: Collection[str]
 ) -> dict[str, RawValue]:
     """Return the value of each setting in `known` with its source; later layers take precedence.
 
@@ -56,7 +57,7 @@ def merge_sources(
     return merged
 
 
-def _add_parts(before: RawValue | None, parts: Mapping[str, RawValue]) -> RawValue:
+def _add_parts(before: RawValue | None, parts: RawValues) -> RawValue:
     """Return environment_settings with the `environment.NAME` settings `parts` added."""
     raw_values = [*([before] if before else []), *parts.values()]
     words = list(before.words) if before else []
@@ -70,7 +71,7 @@ def _add_parts(before: RawValue | None, parts: Mapping[str, RawValue]) -> RawVal
 def merge_run(
     requested: RequestedRun,
     flags: Iterable[Flag],
-    methods: Mapping[str, MethodEntry],
+    methods: Methods,
     options: type,
     problems: list[str],
 ) -> RunConfig:
@@ -114,7 +115,7 @@ def merge_run(
 
 
 def _select_known_stages(
-    stages: Sequence[RecipeStage], methods: Mapping[str, MethodEntry], problems: list[str]
+    stages: Sequence[RecipeStage], methods: Methods, problems: list[str]
 ) -> dict[str, RecipeStage]:
     """Return the stages with a known method by name: their own, or their method's, numbered if it
     would repeat. Append a problem for each other stage.
@@ -135,7 +136,7 @@ def _select_known_stages(
     }
 
 
-def _list_owners(methods: Mapping[str, MethodEntry]) -> dict[str, str]:
+def _list_owners(methods: Methods) -> dict[str, str]:
     """Return, for each setting, the names of the methods that have it."""
     owners: dict[str, list[str]] = {}
     for name, method in methods.items():
@@ -172,7 +173,7 @@ def _merge_stage(
     requested: RequestedRun,
     stage: RecipeStage,
     method: MethodEntry,
-    flag_values: Mapping[str | None, Mapping[str, RawValue]],
+    flag_values: Mapping[str | None, RawValues],
     name: str,
     earlier_names: Collection[str | None],
 ) -> dict[str, RawValue]:
@@ -201,7 +202,7 @@ def _merge_stage(
 
 def _build_settings(
     classes: Mapping[str | None, type],
-    merged: Mapping[str | None, Mapping[str, RawValue]],
+    merged: Mapping[str | None, RawValues],
     requested: RequestedRun,
     flag_names: Collection[str],
     problems: list[str],
@@ -249,7 +250,7 @@ def _build_settings(
     return built
 
 
-def _check_two_rewards(flag_values: Mapping[str, RawValue]) -> list[str]:
+def _check_two_rewards(flag_values: RawValues) -> list[str]:
     """Return a problem if the line sets both rewards and reward to its default value. The settings
     class cannot detect this case, because the default looks like no value.
     """

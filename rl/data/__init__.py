@@ -9,9 +9,8 @@ from rl.data.dataset_registry import (
     split_named_file,
 )
 from rl.data.length_limits import LengthLimits, RowTooLong
-from rl.data.mixture import Mixture
 from rl.data.problem_loader import find_default_reward, has_row_splits, load_problems
-from rl.data.problem_set import ProblemSet, concatenate_sets
+from rl.data.problem_set import Mixture, ProblemSet, concatenate_sets
 from rl.data.prompt_template import PromptTemplate
 from rl.data.rollout_file import filter_answers, load_rollouts
 from rl.data.row_checks import RowCheck, make_answers_check, select_good_rows

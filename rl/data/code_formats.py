@@ -16,24 +16,32 @@ import json
 import pickle
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rl.data.row_formats import ParsedRow, RowFormat
-from rl.data.row_readers import BadRow, MissingColumn
+from rl.data.row_formats import RowFormat, get_column, make_prompt
+from rl.data.row_readers import BadRow, Columns
 from rl.sandbox import extract_helpers
+from rl.types import Problem
 
 INSTRUCTION = "\n\nWrite Python, the whole of it in one block between ```python and ```."
-_TRAIN, _VALIDATION, _TEST, _FEW_SHOT = (
-    range(601, 975),
-    range(511, 601),
-    range(11, 511),
-    range(1, 11),
-)
+_SPLITS = {  # of MBPP, by task_id
+    "train": range(601, 975),
+    "validation": range(511, 601),
+    "test": range(11, 511),
+    "prompt": range(1, 11),
+}
 _MOST_UNPACKED = 1 << 28  # bytes of a problem's unpacked tests
 
 
-class MBPP(RowFormat):
+class _CodeFormat(RowFormat):
+    """Read rows of programs to write."""
+
+    reward = "code_tests"
+
+
+class MBPP(_CodeFormat):
     """Read MBPP (Austin et al. 2021, arXiv 2108.07732).
 
     Columns: text (sanitized: prompt), code, test_list; test_setup_code or test_imports.
@@ -41,12 +49,12 @@ class MBPP(RowFormat):
     The prompt shows the first assert, which names the function; all asserts test it.
     """
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    required = frozenset({"code", "test_list"})
+
+    def read(self, columns: Columns) -> Problem:
         description = _text(columns, "text" if "text" in columns else "prompt")
-        asserts, solution = (
-            _texts(columns, "test_list"),
-            _text(columns, "code").replace("\r\n", "\n"),
-        )
+        asserts = _texts(columns, "test_list")
+        solution = _text(columns, "code").replace("\r\n", "\n")
         if not asserts:
             raise BadRow("'test_list' is empty")
         setup = columns.get("test_setup_code") or "\n".join(
@@ -62,19 +70,18 @@ class MBPP(RowFormat):
         )
         return _problem(prompt, tests, solution, columns, ("text", "prompt", "code"))
 
-    def split_of(self, columns: Mapping[str, Any]) -> str | None:
+    def split_of(self, columns: Columns) -> str | None:
         """Return the published split of a task_id; None if the row has no task_id.
 
         601 to 974: train; 511 to 600: validation; 11 to 510: test; 1 to 10: examples in prompts.
         """
         number = columns.get("task_id")
-        splits = {"train": _TRAIN, "validation": _VALIDATION, "test": _TEST, "prompt": _FEW_SHOT}
         return next(
-            (name for name, ids in splits.items() if type(number) is int and number in ids), None
+            (name for name, ids in _SPLITS.items() if type(number) is int and number in ids), None
         )
 
 
-class HumanEval(RowFormat):
+class HumanEval(_CodeFormat):
     """Read HumanEval (Chen et al. 2021, arXiv 2107.03374).
 
     Columns: prompt (a function's head and docstring), canonical_solution (its body), test
@@ -83,12 +90,10 @@ class HumanEval(RowFormat):
     them for the tests.
     """
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
-        head, test, name = (
-            _text(columns, "prompt"),
-            _text(columns, "test"),
-            _text(columns, "entry_point"),
-        )
+    required = frozenset({"prompt", "entry_point", "test"})
+
+    def read(self, columns: Columns) -> Problem:
+        head, test, name = (_text(columns, key) for key in ("prompt", "test", "entry_point"))
         if not re.search(rf"^def {re.escape(name)}\b", head, re.MULTILINE):
             raise BadRow(f"'prompt' does not define the function {name!r} of 'entry_point'")
         if not _is_python(test) or not re.search(r"^def check\b", test, re.MULTILINE):
@@ -103,17 +108,19 @@ class HumanEval(RowFormat):
         solution = head + body if isinstance(body, str) else None
         prompt = f"Complete this function.\n\n```python\n{head.rstrip()}\n```{INSTRUCTION}"
         problem = _problem(prompt, tests, solution, columns, ("prompt", "canonical_solution"))
-        return problem._replace(meta={**problem.meta, "head": head})
+        return replace(problem, meta={**problem.meta, "head": head})
 
 
-class APPS(RowFormat):
+class APPS(_CodeFormat):
     """Read APPS (Hendrycks et al. 2021, arXiv 2105.09938).
 
     Columns: question, input_output (JSON: inputs, outputs, and fn_name if a function is called),
     starter_code, solutions (JSON, a list).
     """
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    required = frozenset({"question", "input_output"})
+
+    def read(self, columns: Columns) -> Problem:
         question, cases = _text(columns, "question"), _json(columns, "input_output", dict)
         inputs, outputs, function = cases.get("inputs"), cases.get("outputs"), cases.get("fn_name")
         if (
@@ -125,10 +132,7 @@ class APPS(RowFormat):
             raise BadRow("'input_output' holds no inputs with as many outputs: nothing to test by")
         if function is None:
             tests = _dialogues(
-                [
-                    (_join_lines(arguments), _join_lines(output))
-                    for arguments, output in zip(inputs, outputs, strict=True)
-                ]
+                zip(map(_join_lines, inputs), map(_join_lines, outputs), strict=True)
             )
         else:
             if (
@@ -158,7 +162,7 @@ class APPS(RowFormat):
         )
 
 
-class LiveCodeBench(RowFormat):
+class LiveCodeBench(_CodeFormat):
     """Read LiveCodeBench (Jain et al. 2024, arXiv 2403.07974).
 
     Columns: question_content, public_test_cases and private_test_cases (JSON lists of input,
@@ -166,11 +170,11 @@ class LiveCodeBench(RowFormat):
     pickled text); only a text is unpickled.
     """
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
-        question, cases = (
-            _text(columns, "question_content"),
-            _json(columns, "public_test_cases", list),
-        )
+    required = frozenset({"question_content", "public_test_cases"})
+
+    def read(self, columns: Columns) -> Problem:
+        question = _text(columns, "question_content")
+        cases = _json(columns, "public_test_cases", list)
         if columns.get("private_test_cases"):
             cases = [*cases, *_unpack_private_tests(columns["private_test_cases"])]
         if not cases or not all(
@@ -189,7 +193,7 @@ class LiveCodeBench(RowFormat):
             function = function_name.rpartition(".")[2]
             tests = _calls(function, [_call(case) for case in cases])
         elif kinds == {"stdin"}:
-            tests = _dialogues([(str(case["input"]), str(case["output"])) for case in cases])
+            tests = _dialogues((str(case["input"]), str(case["output"])) for case in cases)
         else:
             raise BadRow(
                 f"'testtype' is stdin or functional, the same for all tests of a problem; "
@@ -206,30 +210,19 @@ class LiveCodeBench(RowFormat):
         return _problem(prompt, tests, None, columns, used)
 
 
-def detect_code_format(columns: Mapping[str, Any]) -> str | None:
-    """Return the name of the format that a row has by its columns; None for any other row."""
-    shapes = {
-        "humaneval": {"prompt", "entry_point", "test"},
-        "mbpp": {"code", "test_list"},
-        "apps": {"question", "input_output"},
-        "livecodebench": {"question_content", "public_test_cases"},
-    }
-    return next((name for name, required in shapes.items() if required <= columns.keys()), None)
-
-
 def _problem(
     prompt: str,
     tests: Mapping[str, Any],
     solution: str | None,
-    columns: Mapping[str, Any],
+    columns: Columns,
     used: Sequence[str],
-) -> ParsedRow:
+) -> Problem:
     meta = {
         **{name: value for name, value in columns.items() if name not in used},
         "tests": dict(tests),
     }
     response = None if solution is None else f"```python\n{solution.strip(chr(10))}\n```"
-    return ParsedRow([{"role": "user", "content": prompt}], meta, response)
+    return Problem(make_prompt(prompt), meta, response)
 
 
 def _build_prompt(question: str, starter: Any, function: str | None) -> str:
@@ -246,7 +239,7 @@ def _build_prompt(question: str, starter: Any, function: str | None) -> str:
     return f"{question.strip()}\n\n{task}{begin}{INSTRUCTION}"
 
 
-def _dialogues(cases: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def _dialogues(cases: Iterable[tuple[str, str]]) -> dict[str, Any]:
     return {"style": "dialogues", "cases": [list(case) for case in cases]}
 
 
@@ -256,9 +249,7 @@ def _calls(function: str, cases: list[Any]) -> dict[str, Any]:
 
 def _join_lines(value: Any) -> str:
     """Return a text; a list of lines is joined."""
-    if isinstance(value, list):
-        return "\n".join(str(line) for line in value)
-    return str(value)
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _call(case: Mapping[str, Any]) -> list[Any]:
@@ -321,28 +312,28 @@ def _is_python(text: str) -> bool:
     return True
 
 
-def _text(columns: Mapping[str, Any], name: str) -> str:
+def _text(columns: Columns, name: str) -> str:
     """Return the text of a column. Raises BadRow if it is absent, empty or not text."""
-    value = _require_column(columns, name)
+    value = get_column(columns, name)
     if not isinstance(value, str) or not value.strip():
         raise BadRow(f"{name!r} is empty or no text: {str(value)[:60]!r}")
     return value
 
 
-def _texts(columns: Mapping[str, Any], name: str) -> list[str]:
+def _texts(columns: Columns, name: str) -> list[str]:
     """Return the texts of a column. Raises BadRow if it is absent or no list of texts."""
-    value = _require_column(columns, name)
+    value = get_column(columns, name)
     if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
         raise BadRow(f"{name!r} is a list of texts, this is {str(value)[:60]!r}")
     return list(value)
 
 
-def _json(columns: Mapping[str, Any], name: str, kind: type) -> Any:
+def _json(columns: Columns, name: str, kind: type) -> Any:
     """Return a column's value of type `kind`; a text is parsed as JSON.
 
     Raises BadRow if the column is absent, or holds no JSON or another type.
     """
-    value = _require_column(columns, name)
+    value = get_column(columns, name)
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -351,9 +342,3 @@ def _json(columns: Mapping[str, Any], name: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise BadRow(f"{name!r} holds a {type(value).__name__}, a {kind.__name__} is expected")
     return value
-
-
-def _require_column(columns: Mapping[str, Any], name: str) -> Any:
-    if name not in columns:
-        raise MissingColumn(name, columns)
-    return columns[name]

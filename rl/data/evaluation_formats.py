@@ -1,4 +1,6 @@
-"""Define the row formats of published evaluations: AIME, multiple choice (GPQA) and IFEval."""
+"""Define the row formats of published mathematics problems (GSM8K, MATH, AIME) and of other
+evaluations: multiple choice (GPQA) and IFEval.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,24 @@ import importlib.util
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from rl.data.math_formats import MATH
-from rl.data.row_formats import ParsedRow, RowFormat, collect_meta, read_text
-from rl.data.row_readers import BadRow
+from rl.data.row_formats import (
+    ColumnNames,
+    RowFormat,
+    collect_meta,
+    make_prompt,
+    read_text,
+)
+from rl.data.row_readers import BadRow, Columns
 from rl.errors import UserError, install_command
-from rl.rewards import instruction_checks
+from rl.rewards import instruction_checks, math_reward
 from rl.seed import derive_seed
+from rl.types import Problem
 
+GSM8K_INSTRUCTION = "\n\nReason step by step, then write the final number alone inside \\boxed{}."
+MATH_INSTRUCTION = "\n\nReason step by step, then write the final answer inside \\boxed{}."
 AIME_INSTRUCTION = (
     "\n\nThe answer is an integer from 0 to 999. Reason step by step, then write it inside "
     "\\boxed{}."
@@ -30,6 +40,58 @@ _SHUFFLE_SEED = 0
 _MOST_CHOICES = 26
 
 
+class GSM8K(RowFormat):
+    """Read question, and answer: a solution that ends in "#### N".
+
+    meta["answer"] is N without commas; the response is the solution without its <<...>> notes,
+    ending in \\boxed{N}.
+    """
+
+    @classmethod
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
+        return "question" in columns and "####" in str(columns.get("answer"))
+
+    def read(self, columns: Columns) -> Problem:
+        question, worked = read_text(columns, "question"), read_text(columns, "answer")
+        solution, marker, number = worked.rpartition("####")
+        number = number.strip().replace(",", "")
+        if not marker or not re.fullmatch(r"[-+]?\d+(\.\d+)?", number):
+            raise BadRow(f"'answer' does not end in '#### ' and a number: {worked[-40:]!r}")
+        solution = re.sub(r"<<[^<>]*>>", "", solution).strip()
+        response = f"{solution}\nThe answer is \\boxed{{{number}}}.".lstrip()
+        return Problem(make_prompt(question + GSM8K_INSTRUCTION), {"answer": number}, response)
+
+
+class MATH(RowFormat):
+    """Read problem, and solution (its last \\boxed{} is the answer) or answer or both.
+
+    This is the format of MATH, MATH-500 and similar data sets.
+    """
+
+    @classmethod
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
+        return "problem" in columns and ("solution" in columns or "answer" in columns)
+
+    def read(self, columns: Columns) -> Problem:
+        solution = columns.get("solution")
+        worked = solution if isinstance(solution, str) and solution.strip() else None
+        answer = (
+            columns["answer"]
+            if "answer" in columns
+            else math_reward.extract_boxed_answer(worked or "")
+        )
+        if answer is None or not str(answer).strip():
+            unmarked = f"'solution' ends without an answer in \\boxed{{}}: {str(solution)[-40:]!r}"
+            raise BadRow("'answer' is empty" if "answer" in columns else unmarked)
+        meta = {**collect_meta(columns, None, {"problem", "solution"}), "answer": str(answer)}
+        prompt = read_text(columns, "problem") + MATH_INSTRUCTION
+        boxed = worked is not None and math_reward.extract_boxed_answer(worked) is not None
+        response = (
+            worked if boxed or worked is None else f"{worked}\nThe answer is \\boxed{{{answer}}}."
+        )
+        return Problem(make_prompt(prompt), meta, response)
+
+
 class AIMEFormat(RowFormat):
     """Read problem and answer, an integer from 0 to 999, with or without leading zeros or a sign of
     degrees behind it, which is left out. The columns may be capitalized.
@@ -37,7 +99,7 @@ class AIMEFormat(RowFormat):
 
     example = json.dumps({"problem": "Find 2+2.", "answer": "004"})
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         renamed = {
             name.lower() if name in ("Problem", "Answer", "Solution") else name: value
             for name, value in columns.items()
@@ -48,7 +110,7 @@ class AIMEFormat(RowFormat):
         if not (text.isascii() and text.isdigit() and int(text) <= 999):
             raise BadRow(f"'answer' is an integer from 0 to 999, this is {answer!r}")
         row = MATH().read({**renamed, "answer": str(int(text))})
-        return row._replace(messages=[{"role": "user", "content": problem + AIME_INSTRUCTION}])
+        return replace(row, messages=make_prompt(problem + AIME_INSTRUCTION))
 
 
 class MultipleChoiceFormat(RowFormat):
@@ -61,8 +123,15 @@ class MultipleChoiceFormat(RowFormat):
     """
 
     example = json.dumps({"question": "2+2=", "choices": ["3", "4"], "answer": "B"})
+    reward = "multiple_choice"
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    @classmethod
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
+        return {_CORRECT, "Question"} <= columns.keys() or (
+            "question" in columns and ("choices" in columns or "options" in columns)
+        )
+
+    def read(self, columns: Columns) -> Problem:
         if _CORRECT in columns:
             question = read_text(columns, "Question").strip()
             texts = [read_text(columns, name).strip() for name in (_CORRECT, *_INCORRECT)]
@@ -80,14 +149,14 @@ class MultipleChoiceFormat(RowFormat):
             f"{letter}) {text}" for letter, text in zip(letters, choices, strict=True)
         )
         prompt = f"{question}\n\n{listing}" + CHOICE_INSTRUCTION.format(letters=", ".join(letters))
-        return ParsedRow(
-            [{"role": "user", "content": prompt}],
+        return Problem(
+            make_prompt(prompt),
             {**meta, "answer": letters[position], "choices": choices},
             f"Answer: {letters[position]}",
         )
 
     @staticmethod
-    def _read_choices(columns: Mapping[str, Any]) -> tuple[list[str], int]:
+    def _read_choices(columns: Columns) -> tuple[list[str], int]:
         """Return the texts of the choices and the position of the right choice."""
         name = "choices" if "choices" in columns else "options"
         texts = columns.get(name)
@@ -126,8 +195,10 @@ class IFEvalFormat(RowFormat):
             "kwargs": [{}],
         }
     )
+    required = frozenset({"instruction_id_list", "kwargs"})
+    reward = "ifeval"
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         prompt = read_text(columns, "prompt")
         try:
             instructions = instruction_checks.bind_instructions(
@@ -135,7 +206,7 @@ class IFEvalFormat(RowFormat):
             )
         except ValueError as error:
             raise BadRow(str(error)) from error
-        ids = [name for name, _ in instructions]
+        ids, kwargs = map(list, zip(*instructions, strict=True))
         languages = instruction_checks.LANGUAGE_INSTRUCTIONS.intersection(ids)
         if languages and importlib.util.find_spec("py3langid") is None:
             raise UserError(
@@ -143,27 +214,4 @@ class IFEvalFormat(RowFormat):
                 f"which is not installed: {install_command('language')}"
             )
         meta = collect_meta(columns, None, {"prompt", "instruction_id_list", "kwargs"})
-        return ParsedRow(
-            [{"role": "user", "content": prompt}],
-            {
-                **meta,
-                "instruction_id_list": ids,
-                "kwargs": [parameters for _, parameters in instructions],
-            },
-        )
-
-
-def detect_evaluation_format(columns: Mapping[str, Any]) -> str | None:
-    """Return the evaluation format of a row, by its columns; None if it is another row.
-
-    A row with a prompt is no multiple choice: its prompt is used as it is.
-    """
-    if "instruction_id_list" in columns and "kwargs" in columns:
-        return "ifeval"
-    if "prompt" in columns:
-        return None
-    if _CORRECT in columns and "Question" in columns:
-        return "multiple_choice"
-    if "question" in columns and ("choices" in columns or "options" in columns):
-        return "multiple_choice"
-    return None
+        return Problem(make_prompt(prompt), {**meta, "instruction_id_list": ids, "kwargs": kwargs})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -91,7 +90,8 @@ def cut_prompt(problem: Problem, renderer: Renderer, limit: int, where: str) -> 
         tokens = tokens[length - limit :]
         if not tokens:
             break
-        messages[at] = {**messages[at], "content": _decode_whole_characters(renderer, tokens)}
+        # without a partial character at the beginning
+        messages[at] = {**messages[at], "content": renderer.decode(tokens).lstrip("\ufffd")}
         tokens, length = (
             renderer.encode(messages[at]["content"]),
             renderer.build_generation_prompt(messages).length,
@@ -100,13 +100,3 @@ def cut_prompt(problem: Problem, renderer: Renderer, limit: int, where: str) -> 
         f"{where} cannot be cut to a prompt of {limit} tokens: without its longest user message "
         f"it still takes {length}; raise max_prompt_tokens, or leave out the row"
     )
-
-
-def _decode_whole_characters(renderer: Renderer, tokens: Sequence[int]) -> str:
-    """Decode tokens, without a partial character at the beginning."""
-    text = str(
-        renderer.tokenizer.decode(
-            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-    )
-    return text.lstrip("\ufffd")

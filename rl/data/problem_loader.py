@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from rl.config import DataFormat
-from rl.data.code_formats import APPS, MBPP, HumanEval, LiveCodeBench, detect_code_format
 from rl.data.data_files import find_files, read_file
 from rl.data.dataset_registry import (
     DATASET_REGISTRY,
@@ -19,28 +18,20 @@ from rl.data.dataset_registry import (
     find_dataset,
     split_named_file,
 )
-from rl.data.evaluation_formats import (
-    AIMEFormat,
-    IFEvalFormat,
-    MultipleChoiceFormat,
-    detect_evaluation_format,
-)
-from rl.data.math_formats import GSM8K, MATH
 from rl.data.problem_set import ProblemSet
 from rl.data.prompt_template import PromptTemplate
-from rl.data.row_formats import (
-    AlpacaFormat,
-    ColumnsFormat,
-    MessagesFormat,
-    PreferencesFormat,
-    RowFormat,
-    ShareGPTFormat,
-    TextFormat,
-    UnpairedFormat,
-    is_chat,
-)
+from rl.data.row_formats import ColumnNames, RowFormat, is_chat
 from rl.data.row_images import RowImages
-from rl.data.row_readers import FILE_SUFFIXES, BadRow, BadRowCollector, OnBadRow, Row, read_hub
+from rl.data.row_parser import ROW_FORMATS, RowParser, choose_format, detect_format
+from rl.data.row_readers import (
+    FILE_SUFFIXES,
+    BadRow,
+    BadRowCollector,
+    Columns,
+    OnBadRow,
+    Row,
+    read_hub,
+)
 from rl.data.streaming import StreamedProblemSet
 from rl.data.synthetic import addition, countdown, oneliners, shapes, sorting
 from rl.data.table_readers import open_table
@@ -54,17 +45,6 @@ GENERATED = {
     "oneliners": oneliners,
     "shapes": shapes,
     "sorting": sorting,
-}
-_PUBLISHED: dict[str, Callable[[], RowFormat]] = {
-    "gsm8k": GSM8K,
-    "math": MATH,
-    "mbpp": MBPP,
-    "humaneval": HumanEval,
-    "apps": APPS,
-    "livecodebench": LiveCodeBench,
-    "aime": AIMEFormat,
-    "multiple_choice": MultipleChoiceFormat,
-    "ifeval": IFEvalFormat,
 }
 
 
@@ -134,43 +114,31 @@ def load_problems(
         format = entry.format
     if named_file is not None:
         source = named_file[1]
+    template = PromptTemplate(system_prompt, prompt_template, prompt_suffix, answer_column)
     name, _, options = str(source).partition(":")
     if name in GENERATED:
-        generated = GENERATED[name](
-            split, _parse_options(options), tag=tag or name, system_prompt=system_prompt
-        )
-        generated = generated if limit is None else generated.first(limit)
-        dress = PromptTemplate(None, prompt_template, prompt_suffix, answer_column)
-        return (
-            generated.with_rows({i: dress.apply_to_problem(p) for i, p in enumerate(generated)})
-            if dress.is_active
-            else generated
-        )
-    named = dict(
-        prompt_column=prompt_column, response_column=response_column, answer_column=answer_column
+        generated = GENERATED[name](split, _parse_options(options), tag=tag or name)
+        return template.apply_to_set(generated if limit is None else generated.first(limit))
+    names = ColumnNames(
+        prompt_column, response_column, answer_column, chosen_column, rejected_column
     )
-    named |= dict(chosen_column=chosen_column, rejected_column=rejected_column)
-    dress = PromptTemplate(system_prompt, prompt_template, prompt_suffix, answer_column)
     if stream:
-        streamed = _open_stream(
-            str(source), split, config, (format, named, dress, tag, on_bad_row), image_column
+        paths, label = _find_source_files(str(source), split, config)
+        table = open_table(paths)
+        if not len(table):
+            raise UserError(f"{source} (split {split!r}) holds no row")
+        parser = RowParser(template, RowImages(image_column, paths[0].parent), tag or label)
+        reader = choose_format(format, _first_columns(table.row(0)), names)
+        streamed = StreamedProblemSet(
+            table, reader, parser, name=f"{label}/{split}", on_bad_row=on_bad_row
         )
         return streamed if limit is None else streamed.first(limit)
     rows, label = _read_source(str(source), split, config)
-    images = RowImages(image_column)
+    parser = RowParser(template, RowImages(image_column), tag or label)
     # Rows of a file may name their split; other sources were read by split.
     file_split = split if Path(source).expanduser().is_file() else None
-    problems = _parse_problems(
-        rows,
-        format,
-        named,
-        limit,
-        dress,
-        tag or label,
-        BadRowCollector(on_bad_row),
-        file_split,
-        images,
-    )
+    bad = BadRowCollector(on_bad_row)
+    problems = _parse_problems(rows, format, names, limit, parser, bad, file_split)
     if not problems:
         raise UserError(f"{source} (split {split!r}) holds no row")
     return ProblemSet(problems, name=f"{label}/{split}")
@@ -193,33 +161,7 @@ def _check_options(format: str, on_bad_row: str, limit: int | None) -> None:
         raise UserError(f"limit must be at least 1 (None: all rows), got {limit}")
 
 
-def _open_stream(
-    source: str, split: str, config: str | None, parsing: tuple[Any, ...], image_column: str | None
-) -> StreamedProblemSet:
-    """Open a source whose rows are read on access.
-
-    how: (format, columns by setting, dress, tag, on_bad_row).
-    Raises UserError if the source holds no row or its first row is bad.
-    """
-    format, named, dress, tag, on_bad_row = parsing
-    paths, label = _find_source_files(source, split, config)
-    table = open_table(paths)
-    if not len(table):
-        raise UserError(f"{source} (split {split!r}) holds no row")
-    reader = _row_format(format, _first_columns(table.row(0)), named)
-    images = RowImages(image_column, paths[0].parent)
-    return StreamedProblemSet(
-        table,
-        reader,
-        dress,
-        tag or label,
-        images=images,
-        name=f"{label}/{split}",
-        on_bad_row=on_bad_row,
-    )
-
-
-def _first_columns(row: Row) -> Mapping[str, Any]:
+def _first_columns(row: Row) -> Columns:
     """Return the columns of a stream's first row. Raises UserError if that row is bad."""
     if isinstance(row.columns, BadRow):
         raise UserError(
@@ -230,28 +172,21 @@ def _first_columns(row: Row) -> Mapping[str, Any]:
 
 
 def has_row_splits(
-    source: str | Path, *, format: DataFormat = "auto", **columns_by_setting: str | None
+    source: str | Path, *, format: DataFormat = "auto", **columns: str | None
 ) -> bool:
     """Return whether the source is a file whose first good row names its published split.
 
-    named: the column arguments of `load_problems`.
+    columns: the column arguments of `load_problems`.
     """
     if (named_file := split_named_file(str(source))) is not None:
         source = named_file[1]
     if not Path(source).expanduser().is_file():
         return False
-    columns = {
-        "prompt_column": "prompt",
-        "response_column": None,
-        "answer_column": "answer",
-        "chosen_column": "chosen",
-    }
-    columns |= {
-        "rejected_column": "rejected",
-        **{key: value for key, value in columns_by_setting.items() if key.endswith("_column")},
-    }
+    names = {key: name for key in asdict(ColumnNames()) if (name := columns.get(f"{key}_column"))}
     first = _first_good_row(str(source))
-    return first is not None and _row_format(format, first, columns).split_of(first) is not None
+    if first is None:
+        return False
+    return choose_format(format, first, ColumnNames(**names)).split_of(first) is not None
 
 
 def find_default_reward(source: str) -> str | None:
@@ -266,14 +201,12 @@ def find_default_reward(source: str) -> str | None:
         return GENERATED_REWARDS[name]
     if Path(source).expanduser().is_file():
         first = _first_good_row(source)
-        if first is None:
-            return None
-        return "code_tests" if detect_code_format(first) else detect_evaluation_format(first)
+        return None if first is None else ROW_FORMATS[detect_format(first, ColumnNames())].reward
     entry = _find_hub_entry(source)
     return None if entry is None else entry.reward
 
 
-def _first_good_row(source: str) -> Mapping[str, Any] | None:
+def _first_good_row(source: str) -> Columns | None:
     """Return the columns of a file's first good row; None if it has no good row."""
     return next(
         (
@@ -354,87 +287,14 @@ def _is_local_path(source: str) -> bool:
     return False
 
 
-def _detect_format(columns: Mapping[str, Any], columns_by_setting: Mapping[str, str | None]) -> str:
-    """Return the format of a row, by its columns.
-
-    The result is "columns" if the caller named a prompt or response column, even one that the row
-    lacks.
-    """
-    if (
-        columns_by_setting["prompt_column"] != "prompt"
-        or columns_by_setting["response_column"] is not None
-    ):
-        return "columns"
-    if (program := detect_code_format(columns)) is not None:
-        return program
-    if (evaluation := detect_evaluation_format(columns)) is not None:
-        return evaluation
-    if "prompt" in columns:
-        return "columns"
-    if "messages" in columns:
-        return "messages"
-    if "conversations" in columns or isinstance(columns.get("conversation"), list):
-        return "sharegpt"
-    if "instruction" in columns and ("output" in columns or "instances" in columns):
-        return "alpaca"
-    if "question" in columns and "####" in str(columns.get("answer")):
-        return "gsm8k"
-    if (
-        columns_by_setting["chosen_column"] in columns
-        and columns_by_setting["rejected_column"] in columns
-    ):
-        return "preferences"
-    if "problem" in columns and ("solution" in columns or "answer" in columns):
-        return "math"
-    return "text" if "text" in columns else "columns"
-
-
-def _row_format(
-    format: str, columns: Mapping[str, Any], columns_by_setting: Mapping[str, str | None]
-) -> RowFormat:
-    """Return the reader of all rows, chosen by the columns of the first row."""
-    if format == "auto":
-        format = _detect_format(columns, columns_by_setting)
-    answer = columns_by_setting["answer_column"]
-    if answer == "answer" and "answer" not in columns:
-        answer = None  # the default column may be absent
-    by_answer: dict[str, Any] = {
-        "messages": MessagesFormat,
-        "sharegpt": ShareGPTFormat,
-        "text": TextFormat,
-    }
-    if format in by_answer:
-        return by_answer[format](answer)
-    if format == "unpaired":
-        return UnpairedFormat(
-            str(columns_by_setting["prompt_column"]), columns_by_setting["response_column"], answer
-        )
-    if format == "alpaca":
-        return AlpacaFormat(answer)
-    if format in _PUBLISHED:
-        return _PUBLISHED[format]()
-    if format == "preferences":
-        return PreferencesFormat(
-            str(columns_by_setting["prompt_column"]),
-            str(columns_by_setting["chosen_column"]),
-            str(columns_by_setting["rejected_column"]),
-            answer,
-        )
-    return ColumnsFormat(
-        str(columns_by_setting["prompt_column"]), columns_by_setting["response_column"], answer
-    )
-
-
 def _parse_problems(
     rows: Iterator[Row],
     format: str,
-    columns_by_setting: Mapping[str, str | None],
+    names: ColumnNames,
     limit: int | None,
-    prompt_template: PromptTemplate,
-    tag: str,
+    parser: RowParser,
     bad: BadRowCollector,
     split: str | None,
-    images: RowImages,
 ) -> list[Problem]:
     """Convert rows to problems. Bad rows are raised or logged after the last row.
 
@@ -448,33 +308,21 @@ def _parse_problems(
         try:
             if isinstance(row.columns, BadRow):
                 raise row.columns
-            reader = reader or _row_format(format, row.columns, columns_by_setting)
+            reader = reader or choose_format(format, row.columns, names)
             if split is not None and reader.split_of(row.columns) not in (None, split):
                 continue
-            reads = reader.read_all(row.columns)
-            images.folder, image_columns = row.folder, images.image_columns(row.columns)
-            prompts = [
-                images(prompt_template(read.messages, row.columns), row.columns) for read in reads
+            parser.images.folder = row.folder
+            contents = reader.read_all(row.columns)
+            problems += [
+                replace(
+                    parser.parse(content, row.columns, len(problems) + i),
+                    place=row.place if len(contents) == 1 else f"{row.place}, instance {i + 1}",
+                    chat=is_chat(row.columns, names.prompt),
+                )
+                for i, content in enumerate(contents)
             ]
         except BadRow as error:
             bad.add(row.place, error)
-            continue
-        for number, (prompt, (_, meta, response, rejected)) in enumerate(
-            zip(prompts, reads, strict=True), start=1
-        ):
-            place = row.place if len(reads) == 1 else f"{row.place}, instance {number}"
-            chat = is_chat(row.columns, columns_by_setting["prompt_column"])
-            meta = (
-                {key: value for key, value in meta.items() if key not in image_columns}
-                if image_columns
-                else meta
-            )
-            problems.append(
-                Problem(
-                    prompt, meta, response, tag, len(problems), rejected, place=place, chat=chat
-                )
-            )
-    bad.raise_or_log(
-        len(problems), columns_by_setting, "" if reader is None else reader.example, problems
-    )
+    example = "" if reader is None else reader.example
+    bad.raise_or_log(len(problems), names.by_setting(), example, problems)
     return problems if limit is None else problems[:limit]

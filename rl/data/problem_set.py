@@ -1,10 +1,13 @@
-"""Define `ProblemSet`: problems in an order that depends only on the seed and the step."""
+"""Define `ProblemSet`, problems in an order that depends only on the seed and the step, and
+`Mixture`, several sets in fixed proportions.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import overload
 
@@ -13,6 +16,7 @@ import numpy as np
 from rl.types import Problem
 
 Variant = Callable[[Problem, int], Problem]
+_CYCLE = 1000  # rows within which the share of each set is exact
 
 
 class ProblemSet(Sequence[Problem]):
@@ -33,7 +37,8 @@ class ProblemSet(Sequence[Problem]):
         self.name = name
         self._problems: Sequence[Problem] = problems if self.is_lazy else list(problems)
         self._variant = variant
-        self._orders: dict[tuple[int, int], np.ndarray] = {}
+        # two adjacent epochs, for training and for another use
+        self._order = lru_cache(maxsize=4)(self._make_order)
 
     def __len__(self) -> int:
         return len(self._problems)
@@ -81,15 +86,6 @@ class ProblemSet(Sequence[Problem]):
             variant=self._variant,
         )
 
-    def with_check(self, check: Callable[[Problem], Problem], on_bad_row: str) -> ProblemSet:
-        """Return a lazy set that applies `check` to each problem on access.
-
-        Raises NotImplementedError if the rows of this set are not read on access.
-        """
-        raise NotImplementedError(
-            f"the rows of {self.name} are already loaded: check them with rl.data.select_good_rows"
-        )
-
     def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
         """Return the `batch_size` problems of step `step` (from 0).
 
@@ -103,27 +99,21 @@ class ProblemSet(Sequence[Problem]):
                 f"step and seed must be at least 0, batch_size at least 1; "
                 f"got {step=}, {seed=}, {batch_size=}"
             )
-        problems = []
-        for position in range(step * batch_size, (step + 1) * batch_size):
-            epoch, offset = divmod(position, len(self))
-            problems.append(self.at(int(self._order(seed, epoch)[offset]), epoch))
-        return problems
+        positions = range(step * batch_size, (step + 1) * batch_size)
+        return [self.at(*self._locate(position, seed)) for position in positions]
+
+    def _locate(self, position: int, seed: int) -> tuple[int, int]:
+        """Return (index, epoch) of the problem at a position of the concatenated epochs."""
+        epoch, offset = divmod(position, len(self))
+        return int(self._order(seed, epoch)[offset]), epoch
 
     def epoch(self, step: int, batch_size: int) -> float:
         """Return the number of epochs (a fraction) before step `step`."""
         return step * batch_size / len(self)
 
-    def _order(self, seed: int, epoch: int) -> np.ndarray:
-        """Return the permutation of an epoch, shape (len(self),). At most 4 are cached."""
-        key = (seed, epoch)
-        if key not in self._orders:
-            # two adjacent epochs, for training and for another use
-            while len(self._orders) >= 4:
-                del self._orders[next(iter(self._orders))]
-            self._orders[key] = np.random.Generator(np.random.Philox([seed, epoch])).permutation(
-                len(self)
-            )
-        return self._orders[key]
+    def _make_order(self, seed: int, epoch: int) -> np.ndarray:
+        """Return the permutation of an epoch, shape (len(self),)."""
+        return np.random.Generator(np.random.Philox([seed, epoch])).permutation(len(self))
 
 
 def concatenate_sets(sets: Sequence[ProblemSet]) -> ProblemSet:
@@ -153,3 +143,75 @@ def concatenate_sets(sets: Sequence[ProblemSet]) -> ProblemSet:
         name=" + ".join(part.name for part in sets),
         variant=variant if any_variant else None,
     )
+
+
+class Mixture(ProblemSet):
+    """Mix the problems of several sets in the proportions of `weights` instead of their sizes.
+
+    Each cycle of 1000 rows, from a multiple of 1000, holds exactly the share of each set, rounded
+    to a row. The order of the sets within a cycle is sampled from (seed, cycle). Each set has
+    separate endless shuffled epochs. A batch depends only on (step, seed).
+    """
+
+    def __init__(self, sets: Sequence[ProblemSet], weights: Sequence[float]):
+        whole = concatenate_sets(sets)
+        super().__init__(list(whole), name=whole.name, variant=whole._variant)
+        self.sets, self.weights = list(sets), list(weights)
+        self._firsts = list(accumulate((len(part) for part in sets), initial=0))
+        self._counts = _rows_per_cycle(self.weights)
+        self._set_indices = lru_cache(maxsize=4)(self._sample_set_indices)
+
+    def _locate(self, position: int, seed: int) -> tuple[int, int]:
+        cycle, offset = divmod(position, _CYCLE)
+        owners = self._set_indices(seed, cycle)
+        part = int(owners[offset])
+        place = cycle * self._counts[part] + int((owners[:offset] == part).sum())
+        epoch, row = divmod(place, len(self.sets[part]))
+        return self._firsts[part] + int(self.sets[part]._order(seed, epoch)[row]), epoch
+
+    def epoch(self, step: int, batch_size: int) -> float:
+        """Return the number of epochs of the set that has completed the most."""
+        cycles = step * batch_size / _CYCLE
+        return max(
+            cycles * count / len(part) for count, part in zip(self._counts, self.sets, strict=True)
+        )
+
+    def subset(self, indices: Sequence[int]) -> ProblemSet:
+        parts, weights = [], []
+        for first, part, weight in zip(self._firsts, self.sets, self.weights, strict=False):
+            chosen = [i - first for i in indices if first <= i < first + len(part)]
+            if chosen:
+                parts.append(part.subset(chosen))
+                weights.append(weight)
+        return Mixture(parts, weights)
+
+    def first(self, count: int) -> ProblemSet:
+        return self.subset(range(min(count, len(self))))
+
+    def with_rows(self, rows: Mapping[int, Problem]) -> ProblemSet:
+        parts = []
+        for first, part in zip(self._firsts, self.sets, strict=False):
+            part_rows = {
+                i - first: dataclasses.replace(row, index=i - first)
+                for i, row in rows.items()
+                if first <= i < first + len(part)
+            }
+            parts.append(part.with_rows(part_rows) if part_rows else part)
+        return Mixture(parts, self.weights)
+
+    def _sample_set_indices(self, seed: int, cycle: int) -> np.ndarray:
+        """Return the set index of each of the 1000 rows of a cycle, shape (1000,)."""
+        owners = np.repeat(np.arange(len(self._counts)), self._counts)
+        return np.random.Generator(np.random.Philox([seed, cycle + (1 << 40)])).permutation(owners)
+
+
+def _rows_per_cycle(weights: Sequence[float]) -> list[int]:
+    """Return each set's rows per _CYCLE: rounded by largest remainders, at least 1 row."""
+    exact = [weight / sum(weights) * _CYCLE for weight in weights]
+    counts = [max(1, int(share)) for share in exact]
+    order = sorted(range(len(exact)), key=lambda i: int(exact[i]) - exact[i])
+    for i in order[: max(0, _CYCLE - sum(counts))]:
+        counts[i] += 1
+    while sum(counts) > _CYCLE:
+        counts[counts.index(max(counts))] -= 1
+    return counts

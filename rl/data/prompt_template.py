@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.config import DataSettings
-from rl.types import Message, Problem
+from rl.data.problem_set import ProblemSet
+from rl.data.row_readers import Columns
+from rl.types import Message, Messages
 
 # columns that would reveal the answer
 _ANSWER_COLUMNS = ("answer", "response", "completion", "output", "solution")
@@ -35,14 +36,7 @@ class PromptTemplate:
         """Return the template of the data settings."""
         return cls(data.system_prompt, data.prompt_template, data.prompt_suffix, data.answer_column)
 
-    @property
-    def is_active(self) -> bool:
-        """Return whether this wrapper changes any prompt."""
-        return self.system is not None or self.template is not None or self.suffix is not None
-
-    def __call__(
-        self, messages: Sequence[Message], columns: Mapping[str, Any]
-    ) -> tuple[Message, ...]:
+    def __call__(self, messages: Messages, columns: Columns) -> tuple[Message, ...]:
         """Return the wrapped messages. A text without a prompt has no messages: returns ()."""
         if not messages:
             return ()
@@ -64,11 +58,18 @@ class PromptTemplate:
             }
         return tuple(prompt_messages)
 
-    def apply_to_problem(self, problem: Problem) -> Problem:
-        """Return a problem of a generated set with its prompt wrapped."""
-        return replace(problem, messages=self(problem.messages, problem.meta))
+    def apply_to_set(self, problems: ProblemSet) -> ProblemSet:
+        """Return a generated set with its prompts wrapped."""
+        if self.system is None and self.template is None and self.suffix is None:
+            return problems
+        return problems.with_rows(
+            {
+                i: replace(problem, messages=self(problem.messages, problem.meta))
+                for i, problem in enumerate(problems._problems)  # without noise
+            }
+        )
 
-    def _apply_to_content(self, content: Any, columns: Mapping[str, Any]) -> Any:
+    def _apply_to_content(self, content: Any, columns: Columns) -> Any:
         """Wrap a message's content; in content with images, wrap the last text."""
         if not isinstance(content, list):
             return self._apply_to_text(content, columns)
@@ -79,7 +80,7 @@ class PromptTemplate:
         prompt = self._apply_to_text(content[at]["text"] if at < len(content) else "", columns)
         return [*content[:at], {"type": "text", "text": prompt}, *content[at + 1 :]]
 
-    def _apply_to_text(self, prompt: str, columns: Mapping[str, Any]) -> str:
+    def _apply_to_text(self, prompt: str, columns: Columns) -> str:
         """Apply template and suffix to a text."""
         excluded = {*_ANSWER_COLUMNS, self.answer_column}
         substitutions = {

@@ -12,15 +12,20 @@ A row is one of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rl.data.data_files import read_file
 from rl.data.problem_set import ProblemSet
-from rl.data.row_formats import read_messages
-from rl.data.row_readers import FILE_SUFFIXES, BadRow, BadRowCollector, MissingColumn, OnBadRow
+from rl.data.row_formats import get_column, make_prompt, read_messages
+from rl.data.row_readers import (
+    FILE_SUFFIXES,
+    BadRow,
+    BadRowCollector,
+    Columns,
+    OnBadRow,
+)
 from rl.errors import UserError
 from rl.images import has_images
 from rl.jsonl import get_evaluation_step, get_rollout_step
@@ -31,16 +36,6 @@ PROMPTS = ("prompt", "question", "problem", "instruction")
 RESPONSES = ("response", "responses", "completion", "completions", "code", "output", "solution")
 REWARDS = ("reward", "rewards", "score", "scores", "is_correct", "correct")
 _TRUTH = {"true": 1.0, "false": 0.0}
-
-
-@dataclass
-class _AnswerGroup:
-    """Collect the answers to a problem while the rows are read."""
-
-    messages: list[Message]
-    meta: dict[str, Any]
-    answers: list[StoredAnswer] = field(default_factory=list)
-    place: str = ""
 
 
 def load_rollouts(
@@ -66,7 +61,7 @@ def load_rollouts(
     """
     files = _find_rollout_files(Path(source).expanduser(), steps)
     bad, good = BadRowCollector(on_bad_row), 0
-    groups: dict[tuple[Any, ...], _AnswerGroup] = {}
+    groups: dict[tuple[Any, ...], list[Problem]] = {}
     for path in files:
         for row in read_file(path):
             try:
@@ -81,19 +76,17 @@ def load_rollouts(
                         "use sft or dpo for such rows"
                     )
                 if "response_tokens" in row.columns:
-                    key, group = _parse_run_row(row.columns, row.place)
+                    key, problem = _parse_run_row(row.columns, row.place)
                     key = (path.name, *key)
                 else:
-                    key, group = _parse_published_row(
+                    key, problem = _parse_published_row(
                         row.columns, row.place, prompt_column, response_column, reward_column
                     )
             except BadRow as error:
                 bad.add(row.place, error)
                 continue
             good += 1
-            groups.setdefault(
-                key, _AnswerGroup(group.messages, group.meta, [], group.place)
-            ).answers.extend(group.answers)
+            groups.setdefault(key, []).append(problem)
     bad.raise_or_log(
         good,
         {
@@ -109,13 +102,12 @@ def load_rollouts(
     )
     name = Path(source).name.split(".")[0]
     problems = [
-        Problem(
-            (*system, *group.messages),
-            group.meta,
+        replace(
+            group[0],
+            messages=(*system, *group[0].messages),
             tag=name,
             index=i,
-            answers=tuple(group.answers),
-            place=group.place,
+            answers=tuple(answer for problem in group for answer in problem.answers),
         )
         for i, group in enumerate(list(groups.values())[:limit])
     ]
@@ -188,7 +180,7 @@ def _find_rollout_files(path: Path, steps: range | None) -> list[Path]:
     return files
 
 
-def _parse_run_row(columns: Mapping[str, Any], place: str) -> tuple[tuple[Any, ...], _AnswerGroup]:
+def _parse_run_row(columns: Columns, place: str) -> tuple[tuple[Any, ...], Problem]:
     """Return (key of the group within its file, the answer) of a row that a run wrote."""
     tokens, prompt = (_token_ids(columns, name) for name in ("response_tokens", "prompt_tokens"))
     for name in ("group", "tag", "problem"):
@@ -207,13 +199,12 @@ def _parse_run_row(columns: Mapping[str, Any], place: str) -> tuple[tuple[Any, .
         place=place,
         experts=_experts(columns.get("experts"), len(prompt) + len(tokens) - 1),
     )
-    messages: list[Message] = [{"role": "user", "content": columns.get("prompt", "")}]
-    return (columns.get("group"), columns.get("tag"), columns.get("problem")), _AnswerGroup(
-        messages, {}, [answer], place
-    )
+    message = {"role": "user", "content": columns.get("prompt", "")}
+    key = (columns.get("group"), columns.get("tag"), columns.get("problem"))
+    return key, Problem((message,), answers=(answer,), place=place)
 
 
-def _token_ids(columns: Mapping[str, Any], name: str) -> tuple[int, ...]:
+def _token_ids(columns: Columns, name: str) -> tuple[int, ...]:
     """Return the token ids of a column. Raises BadRow unless it is a non-empty list of ids."""
     value = columns.get(name)
     if (
@@ -274,18 +265,18 @@ def _is_number(value: Any) -> bool:
 
 
 def _parse_published_row(
-    columns: Mapping[str, Any],
+    columns: Columns,
     place: str,
     prompt: str | None,
     response: str | None,
     reward: str | None,
-) -> tuple[tuple[Any, ...], _AnswerGroup]:
+) -> tuple[tuple[Any, ...], Problem]:
     """Return (key of the prompt, its answers) of a row of text."""
     prompt = _pick_column(columns, prompt, PROMPTS, "prompt")
     prompt_value = columns[prompt]
     text = None if isinstance(prompt_value, list) else _text(prompt_value, prompt)
     messages: list[Message] = (
-        read_messages(prompt_value, prompt) if text is None else [{"role": "user", "content": text}]
+        read_messages(prompt_value, prompt) if text is None else make_prompt(text)
     )
     solved = {
         name: value
@@ -318,28 +309,23 @@ def _parse_published_row(
         ]
         used = {prompt, response, reward}
     meta = {name: value for name, value in columns.items() if name not in used}
-    return (str(messages),), _AnswerGroup(
-        messages, meta, [StoredAnswer(value, text, place=place) for text, value in pairs], place
-    )
+    answers = tuple(StoredAnswer(value, text, place=place) for text, value in pairs)
+    return (str(messages),), Problem(tuple(messages), meta, answers=answers, place=place)
 
 
-def _pick_column(
-    columns: Mapping[str, Any], requested: str | None, usual: tuple[str, ...], what: str
-) -> str:
+def _pick_column(columns: Columns, requested: str | None, usual: tuple[str, ...], what: str) -> str:
     """Return the named column, or the first of the usual columns that the row has.
 
     Raises BadRow if the row has no such column.
     """
-    candidates: Iterator[str] = (
-        name for name in ([requested] if requested is not None else usual) if name in columns
-    )
-    match = next(candidates, None)
-    if match is None and requested is not None:
-        raise MissingColumn(requested, columns)
-    if match is None:
-        has = ", ".join(map(repr, columns)) or "none"
-        raise BadRow(f"no column of {', '.join(usual)}, it has {has}: name it with --{what}-column")
-    return match
+    if requested is not None:
+        get_column(columns, requested)
+        return requested
+    for name in usual:
+        if name in columns:
+            return name
+    has = ", ".join(map(repr, columns)) or "none"
+    raise BadRow(f"no column of {', '.join(usual)}, it has {has}: name it with --{what}-column")
 
 
 def _text(value: Any, name: str) -> str:

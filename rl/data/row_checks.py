@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl.data.length_limits import LengthLimits, RowTooLong, cut_prompt
 from rl.data.problem_set import ProblemSet
 from rl.data.row_readers import BadRow, BadRowCollector, FaultyRows, OnBadRow, kind_of_fault
+from rl.data.streaming import StreamedProblemSet
 from rl.errors import UserError
 from rl.renderers import Renderer
 from rl.types import Problem, StoredAnswer
@@ -46,6 +47,7 @@ def _find_response_column(problem: Problem) -> str | None:
     return texts[0] if len(texts) == 1 else None
 
 
+@dataclass(frozen=True)
 class RowCheck:
     """Check that a row is usable in a training stage.
 
@@ -54,33 +56,22 @@ class RowCheck:
     longest: return the tokens of what the method builds from a row, if that is more than the prompt
         and an answer.
     limits: the length limits of a row.
-    where_there: check only those of `reads` that the row has.
+    skip_missing: check only those of `reads` that the row has.
     """
 
-    def __init__(
-        self,
-        info: Mapping[str, Any],
-        renderer: Renderer,
-        name: str,
-        reads: Sequence[str],
-        sampled: int,
-        longest: Callable[[Problem, Renderer], int] | None = None,
-        *,
-        limits: LengthLimits | None = None,
-        skip_missing: bool = False,
-    ):
-        self.longest, self.limits, self.skip_missing = (
-            longest,
-            limits or LengthLimits(),
-            skip_missing,
-        )
-        self.limit, self.renderer, self.name, self.reads, self.sampled = (
-            info["max_context"],
-            renderer,
-            name,
-            reads,
-            sampled,
-        )
+    info: Mapping[str, Any]
+    renderer: Renderer
+    name: str
+    reads: Sequence[str]
+    sampled: int
+    longest: Callable[[Problem, Renderer], int] | None = None
+    limits: LengthLimits = LengthLimits()
+    skip_missing: bool = False
+
+    @property
+    def limit(self) -> int | None:
+        """Return the model's context in tokens; None if it has no limit."""
+        return self.info["max_context"]
 
     def __call__(self, problem: Problem) -> Problem:
         """Return the row, with its prompt cut if on_too_long is "cut".
@@ -198,7 +189,7 @@ def select_good_rows(
         rows, and raises UserError if no row remains.
     Rows that are too long are skipped (see LengthLimits), logged and counted, too.
     """
-    if problems.is_lazy:
+    if isinstance(problems, StreamedProblemSet):
         return problems.with_check(check, on_bad_row)
     bad, long, good_indices = BadRowCollector(on_bad_row), BadRowCollector("skip"), []
     changed: dict[int, Problem] = {}

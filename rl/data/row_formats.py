@@ -1,51 +1,72 @@
-"""Define the row formats. Each format converts a row's columns to `ParsedRow`s or raises BadRow."""
+"""Define the row formats. Each format converts a row's columns to problems or raises BadRow.
+
+Their `meta` reaches the reward, their `response` is the reference answer, and `rejected` the answer
+that it was preferred to.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
 
-from rl.data.row_readers import BadRow, MissingColumn
+from rl.data.row_readers import BadRow, Columns, MissingColumn
 from rl.errors import UserError
 from rl.images import content_to_text, has_images
 from rl.renderers import get_content_text
-from rl.types import Message
+from rl.types import Message, Problem
 
 
-class ParsedRow(NamedTuple):
-    """Hold the content of a row.
+@dataclass(frozen=True)
+class ColumnNames:
+    """Hold the names of the columns that a caller may choose.
 
-    messages: the prompt. meta: what reaches the reward. response: the reference answer.
-    rejected: the answer that `response` was preferred to.
+    answer: None if no column has the answer.
     """
 
-    messages: list[Message]
-    meta: dict[str, Any]
+    prompt: str = "prompt"
     response: str | None = None
-    rejected: str | None = None
+    answer: str | None = "answer"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+
+    def by_setting(self) -> dict[str, str | None]:
+        """Return the name of each column by the setting that chooses it."""
+        return {f"{column}_column": name for column, name in vars(self).items()}
 
 
 class RowFormat(ABC):
     """Read rows of one format.
 
     example: a row of the format as a line of a .jsonl file, for error messages; "" if a format has
-    none.
+    none. required: the columns of every row by which the format is detected. reward: the name of
+    the reward that scores such rows, if their columns decide it.
     """
 
     example = ""
+    required: frozenset[str] = frozenset()
+    reward: str | None = None
+
+    def __init__(self, names: ColumnNames = ColumnNames()):
+        self.names = names
+
+    @classmethod
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
+        """Return whether a row has this format, by its columns."""
+        return bool(cls.required) and cls.required <= columns.keys()
 
     @abstractmethod
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         """Return the content of a row. Raises BadRow if the row does not have this format."""
 
-    def split_of(self, columns: Mapping[str, Any]) -> str | None:
+    def split_of(self, columns: Columns) -> str | None:
         """Return the published split that the row names; None if it names none."""
         return None
 
-    def read_all(self, columns: Mapping[str, Any]) -> list[ParsedRow]:
+    def read_all(self, columns: Columns) -> list[Problem]:
         """Return all problems of a row; most formats have a single problem per row."""
         return [self.read(columns)]
 
@@ -57,26 +78,23 @@ class ColumnsFormat(RowFormat):
     message) is the response, and also stays in meta.
     """
 
-    def __init__(self, prompt: str, response: str | None, answer: str | None):
-        self.prompt, self.response, self.answer = prompt, response, answer
-        self.example = json.dumps(
-            {prompt: "2+2=", **{column: "4" for column in (response, answer) if column}}
-        )
+    required = frozenset({"prompt"})
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
-        prompt = _column(columns, self.prompt)
-        if isinstance(prompt, list):
-            messages = read_messages(prompt, self.prompt)
-        else:
-            messages = [{"role": "user", "content": read_text(columns, self.prompt)}]
-        used = {self.prompt, self.response}
-        return ParsedRow(
-            messages, collect_meta(columns, self.answer, used), self._response(columns)
-        )
+    def __init__(self, names: ColumnNames):
+        super().__init__(names)
+        answers = {column: "4" for column in (names.response, names.answer) if column}
+        self.example = json.dumps({names.prompt: "2+2=", **answers})
 
-    def _response(self, columns: Mapping[str, Any]) -> str | None:
+    def read(self, columns: Columns) -> Problem:
+        used = {self.names.prompt, self.names.response}
+        messages = _read_prompt(columns, self.names.prompt)
+        meta = collect_meta(columns, self.names.answer, used)
+        return Problem(messages, meta, self._read_response(columns))
+
+    def _read_response(self, columns: Columns) -> str | None:
         """Return the response of a row; None if it has none."""
-        if self.response is None:
+        name = self.names.response
+        if name is None:
             completion = columns.get("completion")
             if isinstance(completion, str) and completion.strip():
                 return completion
@@ -85,10 +103,10 @@ class ColumnsFormat(RowFormat):
                 if isinstance(completion, list) and len(completion) == 1
                 else None
             )
-        value = _column(columns, self.response)
+        value = get_column(columns, name)
         if isinstance(value, list) and len(value) == 1:
-            return _assistant_text(value[0], self.response)
-        return read_text(columns, self.response)
+            return _assistant_text(value[0], name)
+        return read_text(columns, name)
 
 
 class MessagesFormat(RowFormat):
@@ -97,15 +115,12 @@ class MessagesFormat(RowFormat):
     If the last message is the assistant's, that message is the response.
     """
 
-    def __init__(self, answer: str | None):
-        self.answer = answer
+    required = frozenset({"messages"})
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
-        return _parse_chat(
-            _column(columns, "messages"),
-            "messages",
-            collect_meta(columns, self.answer, {"messages"}),
-        )
+    def read(self, columns: Columns) -> Problem:
+        messages = get_column(columns, "messages")
+        meta = collect_meta(columns, self.names.answer, {"messages"})
+        return _parse_chat(messages, "messages", meta)
 
 
 class ShareGPTFormat(RowFormat):
@@ -115,16 +130,17 @@ class ShareGPTFormat(RowFormat):
     row may also have a column `system`.
     """
 
-    def __init__(self, answer: str | None):
-        self.answer = answer
+    @classmethod
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
+        return "conversations" in columns or isinstance(columns.get("conversation"), list)
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def read(self, columns: Columns) -> Problem:
         name = (
             "conversation"
             if "conversation" in columns and "conversations" not in columns
             else "conversations"
         )
-        turns, system = _column(columns, name), columns.get("system")
+        turns, system = get_column(columns, name), columns.get("system")
         if not isinstance(turns, list):
             raise BadRow(f"{name!r} must be a list of messages, this is {str(turns)[:60]!r}")
         messages = [
@@ -137,7 +153,9 @@ class ShareGPTFormat(RowFormat):
             and (not messages or messages[0]["role"] != "system")
         ):
             messages = [{"role": "system", "content": system}, *messages]
-        return _parse_chat(messages, name, collect_meta(columns, self.answer, {name, "system"}))
+        return _parse_chat(
+            messages, name, collect_meta(columns, self.names.answer, {name, "system"})
+        )
 
     @staticmethod
     def _message(turn: Any, where: str) -> Any:
@@ -166,23 +184,24 @@ _SPEAKERS = {
 class TextFormat(RowFormat):
     """Read a text from the column `text`, to be trained on as it is, without a prompt."""
 
-    def __init__(self, answer: str | None):
-        self.answer = answer
+    required = frozenset({"text"})
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
-        return ParsedRow(
-            [], collect_meta(columns, self.answer, {"text"}), read_text(columns, "text")
-        )
+    def read(self, columns: Columns) -> Problem:
+        meta = collect_meta(columns, self.names.answer, {"text"})
+        return Problem([], meta, read_text(columns, "text"))
 
 
 class UnpairedFormat(ColumnsFormat):
     """Read prompt, completion and `label`: whether the answer is good (true or false, 1 or 0)."""
 
-    def __init__(self, prompt: str, response: str | None, answer: str | None):
-        super().__init__(prompt, response, answer)
-        self.example = json.dumps({prompt: "2+2=", response or "completion": "4", "label": True})
+    required = frozenset()  # never detected: a prompt and a completion are also without label
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def __init__(self, names: ColumnNames):
+        super().__init__(names)
+        row = {names.prompt: "2+2=", names.response or "completion": "4", "label": True}
+        self.example = json.dumps(row)
+
+    def read(self, columns: Columns) -> Problem:
         if "label" not in columns and "chosen" in columns and "rejected" in columns:
             raise MissingColumn(
                 "label",
@@ -191,7 +210,7 @@ class UnpairedFormat(ColumnsFormat):
                 "each",
             )
         read = super().read(columns)
-        label = _LABELS.get(str(_column(columns, "label")).lower())
+        label = _LABELS.get(str(get_column(columns, "label")).lower())
         if label is None:
             raise BadRow(f"'label' is true or false (1 or 0), this is {columns['label']!r}")
         if read.response is None:
@@ -199,7 +218,7 @@ class UnpairedFormat(ColumnsFormat):
                 "the row has a label but no answer: put the answer into the column 'completion', "
                 "or name its column with --response-column"
             )
-        return read._replace(meta={**read.meta, "label": label})
+        return replace(read, meta={**read.meta, "label": label})
 
 
 _LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
@@ -212,15 +231,16 @@ class AlpacaFormat(RowFormat):
     {input, output}, each instance is a separate problem.
     """
 
-    def __init__(self, answer: str | None):
-        self.answer = answer
+    @classmethod
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
+        return "instruction" in columns and ("output" in columns or "instances" in columns)
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
-        prompt = _instruction(columns)
-        meta = collect_meta(columns, self.answer, {"instruction", "input", "output"})
-        return ParsedRow([{"role": "user", "content": prompt}], meta, read_text(columns, "output"))
+    def read(self, columns: Columns) -> Problem:
+        prompt = make_prompt(_instruction(columns))
+        meta = collect_meta(columns, self.names.answer, {"instruction", "input", "output"})
+        return Problem(prompt, meta, read_text(columns, "output"))
 
-    def read_all(self, columns: Mapping[str, Any]) -> list[ParsedRow]:
+    def read_all(self, columns: Columns) -> list[Problem]:
         instances = columns.get("instances")
         if "output" in columns or instances is None:
             return [self.read(columns)]
@@ -255,66 +275,51 @@ class PreferencesFormat(RowFormat):
     - input, output_1, output_2 and label: the number of the preferred output, 1 or 2 (LLMBar).
     """
 
-    def __init__(self, prompt: str, chosen: str, rejected: str, answer: str | None):
-        self.prompt, self.chosen, self.rejected, self.answer = prompt, chosen, rejected, answer
-        self.example = json.dumps({prompt: "2+2=", chosen: "4", rejected: "5"})
+    def __init__(self, names: ColumnNames):
+        super().__init__(names)
+        self.example = json.dumps({names.prompt: "2+2=", names.chosen: "4", names.rejected: "5"})
 
-    def read(self, columns: Mapping[str, Any]) -> ParsedRow:
-        if self.chosen not in columns and "output_1" in columns:
+    @classmethod
+    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
+        return names.chosen in columns and names.rejected in columns
+
+    def read(self, columns: Columns) -> Problem:
+        prompt_column, *pair = self.names.prompt, self.names.chosen, self.names.rejected
+        if self.names.chosen not in columns and "output_1" in columns:
             return self._parse_labelled(columns)
-        meta = collect_meta(
-            columns, self.answer, {self.prompt, self.chosen, self.rejected, "instruction", "input"}
-        )
-        pair = [_column(columns, name) for name in (self.chosen, self.rejected)]
+        used = {prompt_column, *pair, "instruction", "input"}
+        meta = collect_meta(columns, self.names.answer, used)
+        sides = [get_column(columns, name) for name in pair]
         whole = all(
-            isinstance(side, list) and side and _role(side[0]) != "assistant" for side in pair
+            isinstance(side, list) and side and _role(side[0]) != "assistant" for side in sides
         )
-        if (
-            whole
-            or all(isinstance(side, str) and side.lstrip().startswith("Human:") for side in pair)
-            and self.prompt not in columns
+        if whole or (
+            prompt_column not in columns
+            and all(isinstance(side, str) and side.lstrip().startswith("Human:") for side in sides)
         ):
-            sides = [
-                read_messages(s, name) if whole else _parse_dialogue(s, name)
-                for s, name in zip(pair, self._names, strict=True)
-            ]
-            if sides[0][:-1] != sides[1][:-1]:
+            chats = list(map(read_messages if whole else _parse_dialogue, sides, pair))
+            prompt = chats[0][:-1]
+            if prompt != chats[1][:-1]:
                 raise BadRow(
-                    f"{self.chosen!r} and {self.rejected!r} differ before their last message: "
+                    f"{pair[0]!r} and {pair[1]!r} differ before their last message: "
                     "they must answer the same prompt"
                 )
-            prompt, answers = (
-                sides[0][:-1],
-                [
-                    _assistant_text(side[-1], name)
-                    for side, name in zip(sides, self._names, strict=True)
-                ],
-            )
+            answers = list(map(_assistant_text, (chat[-1] for chat in chats), pair))
         else:
-            prompt, answers = (
-                self._prompt_messages(columns),
-                [self._answer_in(columns, name) for name in self._names],
+            is_instruction = prompt_column not in columns and "instruction" in columns
+            prompt = (
+                make_prompt(_instruction(columns))
+                if is_instruction
+                else _read_prompt(columns, prompt_column)
             )
-        for answer, name in zip(answers, self._names, strict=True):
+            answers = [self._read_answer(columns, name) for name in pair]
+        for answer, name in zip(answers, pair, strict=True):
             if not answer.strip():
                 raise BadRow(f"the answer in {name!r} is empty")
-        return ParsedRow(prompt, meta, *answers)
-
-    @property
-    def _names(self) -> tuple[str, str]:
-        return self.chosen, self.rejected
-
-    def _prompt_messages(self, columns: Mapping[str, Any]) -> list[Message]:
-        """Return the prompt of a row, if the answers do not include the prompt."""
-        if self.prompt not in columns and "instruction" in columns:
-            return [{"role": "user", "content": _instruction(columns)}]
-        prompt = _column(columns, self.prompt)
-        if isinstance(prompt, list):
-            return read_messages(prompt, self.prompt)
-        return [{"role": "user", "content": read_text(columns, self.prompt)}]
+        return Problem(prompt, meta, answers[0], rejected=answers[1])
 
     @staticmethod
-    def _answer_in(columns: Mapping[str, Any], name: str) -> str:
+    def _read_answer(columns: Columns, name: str) -> str:
         """Return the answer in a column: a text, or a list of a single assistant message."""
         value = columns[name]
         if not isinstance(value, list):
@@ -326,24 +331,20 @@ class PreferencesFormat(RowFormat):
             )
         return _assistant_text(value[0], name)
 
-    def _parse_labelled(self, columns: Mapping[str, Any]) -> ParsedRow:
+    def _parse_labelled(self, columns: Columns) -> Problem:
         """Read a row of input, output_1, output_2 and label."""
-        label = _column(columns, "label")
+        label = get_column(columns, "label")
         if type(label) is not int or label not in (1, 2):  # true and 1.0 name no output
             raise BadRow(
                 f"'label' is 1 or 2, the number of the preferred output; this is {label!r}"
             )
-        meta = collect_meta(columns, self.answer, {"input", "output_1", "output_2", "label"})
-        prompt: list[Message] = [{"role": "user", "content": read_text(columns, "input")}]
-        return ParsedRow(
-            prompt,
-            meta,
-            read_text(columns, f"output_{label}"),
-            read_text(columns, f"output_{3 - label}"),
-        )
+        meta = collect_meta(columns, self.names.answer, {"input", "output_1", "output_2", "label"})
+        prompt = make_prompt(read_text(columns, "input"))
+        chosen, rejected = (read_text(columns, f"output_{n}") for n in (label, 3 - label))
+        return Problem(prompt, meta, chosen, rejected=rejected)
 
 
-def is_chat(columns: Mapping[str, Any], prompt: str | None) -> bool:
+def is_chat(columns: Columns, prompt: str | None) -> bool:
     """Return whether a row's prompt is a list of messages."""
     return any(
         isinstance(columns.get(name), list)
@@ -351,15 +352,15 @@ def is_chat(columns: Mapping[str, Any], prompt: str | None) -> bool:
     )
 
 
-def _parse_chat(value: Any, name: str, meta: dict[str, Any]) -> ParsedRow:
+def _parse_chat(value: Any, name: str, meta: dict[str, Any]) -> Problem:
     """Read a conversation. If its last message is the assistant's, that message is the response."""
     messages = read_messages(value, name)
     if messages[-1]["role"] != "assistant":
-        return ParsedRow(messages, meta)
+        return Problem(messages, meta)
     *prompt, last = messages
     if not prompt:
         raise BadRow(f"{name!r} holds only an assistant message; a prompt must precede it")
-    return ParsedRow(prompt, meta, _assistant_text(last, name))
+    return Problem(prompt, meta, _assistant_text(last, name))
 
 
 def _role(message: Any) -> Any:
@@ -399,20 +400,34 @@ def _parse_dialogue(text: str, name: str) -> list[Message]:
     return read_messages(messages, name)
 
 
-def _instruction(columns: Mapping[str, Any]) -> str:
+def make_prompt(text: str) -> list[Message]:
+    """Return a prompt of a single user message."""
+    return [{"role": "user", "content": text}]
+
+
+def _read_prompt(columns: Columns, name: str) -> list[Message]:
+    """Return the prompt in a column: a text, or a list of messages."""
+    value = get_column(columns, name)
+    if isinstance(value, list):
+        return read_messages(value, name)
+    return make_prompt(read_text(columns, name))
+
+
+def _instruction(columns: Columns) -> str:
     prompt = read_text(columns, "instruction")
     return f"{prompt}\n\n{read_text(columns, 'input')}" if columns.get("input") else prompt
 
 
-def _column(columns: Mapping[str, Any], name: str) -> Any:
+def get_column(columns: Columns, name: str) -> Any:
+    """Return the value of a column. Raises MissingColumn if it is absent."""
     if name not in columns:
         raise MissingColumn(name, columns)
     return columns[name]
 
 
-def read_text(columns: Mapping[str, Any], name: str) -> str:
+def read_text(columns: Columns, name: str) -> str:
     """Return the text of a column. Raises BadRow if it is absent, empty or not text."""
-    value = _column(columns, name)
+    value = get_column(columns, name)
     if not isinstance(value, str):
         raise BadRow(f"{name!r} is a {type(value).__name__}, text is expected: {str(value)[:60]!r}")
     if not value.strip():
@@ -482,7 +497,7 @@ def _is_call(call: Any) -> bool:
 
 
 def collect_meta(
-    columns: Mapping[str, Any], answer: str | None, used: Collection[str | None]
+    columns: Columns, answer: str | None, used: Collection[str | None]
 ) -> dict[str, Any]:
     """Return the columns that are not in `used`, and the answer as "answer".
 
@@ -490,7 +505,7 @@ def collect_meta(
     """
     meta = {key: value for key, value in columns.items() if key not in used}
     if answer is not None:
-        value = _column(columns, answer)
+        value = get_column(columns, answer)
         # NaN: a missing value in a table
         if value is None or isinstance(value, str) and not value.strip() or value != value:
             raise BadRow(f"{answer!r} is empty")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.data.row_readers import BadRow
+from rl.data.row_readers import BadRow, Columns
 from rl.errors import UserError
-from rl.images import get_image, has_images, is_image_part, make_image_chunk
-from rl.types import Message
+from rl.images import decode_image, get_image, has_images, is_image_part, make_image_chunk
+from rl.types import Message, Messages
 
 COLUMNS = ("images", "image")  # the columns searched for images if no column is named
 MARK = "<image>"  # the placeholder of an image in the prompts of many data sets
 
 
+@dataclass
 class RowImages:
     """Insert a row's images into its messages.
 
@@ -22,12 +24,10 @@ class RowImages:
     folder: the folder that relative paths of images start from.
     """
 
-    def __init__(self, column: str | None = None, folder: Path | None = None):
-        self.column, self.folder = column, folder
+    column: str | None = None
+    folder: Path | None = None
 
-    def __call__(
-        self, messages: Sequence[Message], columns: Mapping[str, Any]
-    ) -> tuple[Message, ...]:
+    def __call__(self, messages: Messages, columns: Columns) -> tuple[Message, ...]:
         """Return the messages with the images as parts of their content.
 
         Images of a column fill the placeholders of the messages in order: {"type": "image"} without
@@ -49,12 +49,12 @@ class RowImages:
         )
         return tuple(with_images)
 
-    def image_columns(self, columns: Mapping[str, Any]) -> set[str]:
+    def image_columns(self, columns: Columns) -> set[str]:
         """Return the columns that hold the row's images, which are not passed to the reward."""
         names = (self.column,) if self.column is not None else COLUMNS
         return {name for name in names if _images_in(columns.get(name))}
 
-    def _column(self, columns: Mapping[str, Any]) -> list[Any]:
+    def _column(self, columns: Columns) -> list[Any]:
         """Return the images of the image column. Raises BadRow if a named column is absent."""
         if self.column is not None and self.column not in columns:
             raise BadRow(
@@ -67,7 +67,7 @@ class RowImages:
         )
         return _images_in(columns[names[0]]) if names else []
 
-    def _fill_parts(self, messages: Sequence[Message], images: list[Any]) -> list[Message]:
+    def _fill_parts(self, messages: Messages, images: list[Any]) -> list[Message]:
         """Insert images at the image parts of the messages that have no image."""
         remaining, filled_messages = iter(images), []
         for number, message in enumerate(messages, start=1):
@@ -96,7 +96,7 @@ class RowImages:
             raise BadRow(f"{where} has a place for an image, and the row has no more images")
         return {"type": "image", "image": image}
 
-    def _fill_marks(self, messages: Sequence[Message], images: list[Any]) -> list[Message]:
+    def _fill_marks(self, messages: Messages, images: list[Any]) -> list[Message]:
         """Insert images at the marks in user texts, or before the first user text."""
         users = [
             i
@@ -135,7 +135,9 @@ class RowImages:
             if isinstance(image, Mapping) and not image.get("bytes"):
                 image = get_image(image)
             if isinstance(image, str) and (path := self._path(image)) is not None:
-                _verify_file(path)
+                # not decoded here: the check of the row's tokens decodes it
+                with decode_image(path, f"{path} is not an image, or is damaged") as opened:
+                    opened.verify()
                 return str(path)
             return make_image_chunk(image, self.folder)
         except UserError as error:
@@ -159,20 +161,3 @@ def _images_in(value: Any) -> list[Any]:
         if isinstance(value, (list, tuple))
         else [value]
     )
-
-
-def _verify_file(path: Path) -> None:
-    """Raise UserError unless the file looks like an image.
-
-    The file is not decoded here; the check of the row's tokens decodes it.
-    """
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            image.verify()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(
-            f"{path} is not an image, or is damaged: "
-            f"{(str(error) or type(error).__name__).splitlines()[0]}"
-        ) from error

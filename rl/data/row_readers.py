@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import re
@@ -12,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rl.config import nearest_name
 from rl.data.dataset_registry import DATASET_REGISTRY, find_dataset
 from rl.errors import UserError, check_hub_access, suggest_hub_name
 
 logger = logging.getLogger(__name__)
 
 OnBadRow = Literal["error", "skip"]
+Columns = Mapping[str, Any]  # a row: the value of each column by name
 _PLAIN = (".jsonl", ".json", ".csv", ".tsv")
 FILE_SUFFIXES = (*_PLAIN, *(f"{suffix}.gz" for suffix in _PLAIN), ".parquet", ".arrow")
 
@@ -144,7 +145,7 @@ class Row:
     """Hold a row: its place ("train.jsonl line 12") and its columns, or the reason it is bad."""
 
     place: str
-    columns: Mapping[str, Any] | BadRow
+    columns: Columns | BadRow
     folder: Path | None = None  # the folder that paths in the row are relative to
 
 
@@ -210,14 +211,14 @@ def _missing_column_message(
     setting = next(
         (setting for setting, column in columns_by_setting.items() if column == missing.name), None
     )
-    close_matches = difflib.get_close_matches(missing.name, missing.columns, n=1)
+    near = nearest_name(missing.name, missing.columns)
     candidates: list[str] = []  # for the prompt, which has a default name
     if missing.name == "prompt" and setting is not None:
         candidates = [name for name in missing.columns if name != "answer"]
     likely_columns = [name for name in _PROMPTS if name in candidates]
     hint = (
-        f"; did you mean {close_matches[0]!r}?"
-        if close_matches
+        f"; did you mean {near!r}?"
+        if near
         else f"; if it is {likely_columns[0]!r}, say {setting} {likely_columns[0]}"
         if likely_columns
         else f"; name the column that has it, such as {setting} {candidates[0]}"
@@ -265,7 +266,7 @@ def parse_json_line(line: bytes, number: int, name: str) -> Row:
     return Row(f"{name} line {number}", _parse_columns(line))
 
 
-def _parse_columns(line: bytes) -> Mapping[str, Any] | BadRow:
+def _parse_columns(line: bytes) -> Columns | BadRow:
     """Parse a line of JSON to columns; return the BadRow of an invalid line."""
     try:
         value = json.loads(line.decode("utf-8"))
@@ -278,7 +279,7 @@ def _parse_columns(line: bytes) -> Mapping[str, Any] | BadRow:
     return _check_object(value, line)
 
 
-def _check_object(value: Any, text: bytes) -> Mapping[str, Any] | BadRow:
+def _check_object(value: Any, text: bytes) -> Columns | BadRow:
     """Return a parsed value if it is a usable JSON object, else the BadRow.
 
     text: the JSON text that contains the value. A cheap scan of it decides whether the value needs

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rl.data.length_limits import RowTooLong
 from rl.data.problem_set import ProblemSet
-from rl.data.prompt_template import PromptTemplate
 from rl.data.row_formats import RowFormat
-from rl.data.row_images import RowImages
-from rl.data.row_readers import BadRow
+from rl.data.row_parser import RowParser
+from rl.data.row_readers import BadRow, Row
 from rl.data.table_readers import Table
 from rl.errors import UserError
 from rl.types import Problem
@@ -22,19 +22,6 @@ logger = logging.getLogger(__name__)
 
 _WINDOW = 8  # blocks (of a file that is read in blocks) whose rows are shuffled together
 _LOGGED_ROWS = 20  # skipped rows that are logged by name; further rows are only counted
-
-
-class _TableRows(Sequence[Any]):
-    """Present the rows from `start` to `stop` of a table as the rows of a ProblemSet."""
-
-    def __init__(self, table: Table, start: int, stop: int):
-        self.table, self.start, self.stop = table, start, stop
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.table.row(self.start + index)
 
 
 class StreamedProblemSet(ProblemSet):
@@ -52,69 +39,57 @@ class StreamedProblemSet(ProblemSet):
         self,
         table: Table,
         reader: RowFormat,
-        prompt_template: PromptTemplate,
-        tag: str,
+        parser: RowParser,
         *,
         name: str,
         on_bad_row: str,
         part: range | None = None,
-        images: RowImages | None = None,
+        check: Callable[[Problem], Problem] | None = None,
     ):
-        rows = range(len(table)) if part is None else part
-        super().__init__(_TableRows(table, rows.start, rows.stop), name=name)
-        self._table, self._reader, self._prompt_template, self._tag, self._part = (
-            table,
-            reader,
-            prompt_template,
-            tag,
-            rows,
-        )
-        self.on_bad_row, self._images = on_bad_row, images or RowImages()
-        self._check: Callable[[Problem], Problem] | None = None
+        self._part = range(len(table)) if part is None else part
+        super().__init__(self._part, name=name)  # type: ignore[arg-type]  # `at` reads the rows
+        self._table, self._reader, self._parser, self._check = table, reader, parser, check
+        self.on_bad_row = on_bad_row
         self.skipped_rows: set[int] = set()
 
     @property
     def tags(self) -> list[str]:
-        return [self._tag]
+        return [self._parser.tag]
 
-    def _with_range(self, part: range, name: str) -> StreamedProblemSet:
+    def _select(self, part: range, name: str = "") -> StreamedProblemSet:
         """Return a set of the rows `part` of the same table, with the same check."""
-        narrowed = StreamedProblemSet(
+        return StreamedProblemSet(
             self._table,
             self._reader,
-            self._prompt_template,
-            self._tag,
-            name=name,
+            self._parser,
+            name=name or self.name,
             on_bad_row=self.on_bad_row,
             part=part,
-            images=self._images,
+            check=self._check,
         )
-        narrowed._check = self._check
-        return narrowed
 
     def first(self, count: int) -> StreamedProblemSet:
-        return self._with_range(
-            range(self._part.start, min(self._part.stop, self._part.start + count)), self.name
-        )
+        return self._select(self._part[:count])
 
     def last(self, count: int) -> StreamedProblemSet:
         """Return the last `count` problems."""
-        return self._with_range(
-            range(self._part.stop - count, self._part.stop), f"{self.name}, held out"
-        )
+        return self._select(self._part[-count:], f"{self.name}, held out")
 
     def with_check(self, check: Callable[[Problem], Problem], on_bad_row: str) -> ProblemSet:
-        checked_set = self._with_range(self._part, self.name)
+        """Return a set that applies `check` to each problem on access. Raises UserError if no row
+        passes the check.
+        """
+        checked_set = self._select(self._part)
         checked_set._check, checked_set.on_bad_row = check, on_bad_row
-        checked_set.at(0)  # raise now if no row passes the check
+        checked_set.at(0)
         return checked_set
 
     def at(self, index: int, epoch: int = 0) -> Problem:
         for offset in range(len(self)):
             place = (index + offset) % len(self)
-            row = self._table.row(self._part.start + place)
+            row = self._table.row(self._part[place])
             try:
-                return self._problem(row.columns, row.place, index)
+                return self._parse_row(row, index)
             except UserError as error:
                 self._skip_row(
                     place,
@@ -124,23 +99,14 @@ class StreamedProblemSet(ProblemSet):
                 )
         raise UserError(f"no row of {self.name} can be used; the last row tried is {row.place}")
 
-    def _problem(self, columns: Any, place: str, index: int) -> Problem:
+    def _parse_row(self, row: Row, index: int) -> Problem:
         try:
-            if isinstance(columns, BadRow):
-                raise columns
-            messages, meta, response, rejected = self._reader.read(columns)
-            prompt, image_columns = (
-                self._images(self._prompt_template(messages, columns), columns),
-                self._images.image_columns(columns),
-            )
+            if isinstance(row.columns, BadRow):
+                raise row.columns
+            problem = self._parser.parse(self._reader.read(row.columns), row.columns, index)
         except BadRow as error:
             raise UserError(str(error)) from error
-        meta = (
-            {key: value for key, value in meta.items() if key not in image_columns}
-            if image_columns
-            else meta
-        )
-        problem = Problem(prompt, meta, response, self._tag, index, rejected, place=place)
+        problem = replace(problem, place=row.place)
         return problem if self._check is None else self._check(problem)
 
     def _skip_row(self, place: int, text: str, skip: bool, error: UserError) -> None:
@@ -166,9 +132,9 @@ class StreamedProblemSet(ProblemSet):
             "a stream has no subset by index: its rows are chosen when they are read"
         )
 
-    def _order(self, seed: int, epoch: int) -> np.ndarray:
-        if not self._table.blocks or (seed, epoch) in self._orders:
-            return super()._order(seed, epoch)
+    def _make_order(self, seed: int, epoch: int) -> np.ndarray:
+        if not self._table.blocks:
+            return super()._make_order(seed, epoch)
         rng = np.random.Generator(np.random.Philox([seed, epoch]))
         ends = np.cumsum(self._table.blocks)
         starts = ends - np.asarray(self._table.blocks)
@@ -182,9 +148,4 @@ class StreamedProblemSet(ProblemSet):
         windows = [
             np.concatenate(shuffled[i : i + _WINDOW]) for i in range(0, len(shuffled), _WINDOW)
         ]
-        while len(self._orders) >= 4:
-            del self._orders[next(iter(self._orders))]
-        self._orders[(seed, epoch)] = np.concatenate(
-            [rng.permutation(window) for window in windows]
-        )
-        return self._orders[(seed, epoch)]
+        return np.concatenate([rng.permutation(window) for window in windows])

@@ -5,15 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rl.data.row_readers import BadRow, Row, parse_json_line, read_lines
+from rl.data.row_readers import BadRow, Columns, Row, parse_json_line, read_lines
 from rl.errors import UserError
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -60,7 +60,7 @@ def read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
             yield Row(f"{path.name} line {reader.line_num}", _parse_cells(header, cells))
 
 
-def _parse_cells(header: Sequence[str], cells: Sequence[str]) -> Mapping[str, Any] | BadRow:
+def _parse_cells(header: Sequence[str], cells: Sequence[str]) -> Columns | BadRow:
     if len(cells) != len(header):
         return BadRow(f"it has {len(cells)} cells, the first line names {len(header)} columns")
     return {name: _cell(cell) for name, cell in zip(header, cells, strict=True)}
@@ -78,158 +78,115 @@ def _cell(text: str) -> Any:
     )
 
 
-class Table(ABC):
-    """Access rows by index.
+@dataclass(frozen=True)
+class Table:
+    """Access `size` rows by index.
 
     blocks: the number of rows in each block, if reading a row costs as much as reading its block;
     empty if each row is read separately.
     """
 
+    row: Callable[[int], Row]
+    size: int
     blocks: Sequence[int] = ()
 
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def row(self, index: int) -> Row: ...
-
-
-class JsonLinesTable(Table):
-    """Read a .jsonl file by the byte offsets of its lines."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._stream = path.open("rb")
-        # (byte offset, line number from 1) of each non-empty line
-        self._lines: list[tuple[int, int]] = []
-        at = 0
-        for number, line in enumerate(read_lines(self._stream, path), start=1):
-            if line.strip():
-                self._lines.append((at, number))
-            at += len(line)
-
     def __len__(self) -> int:
-        return len(self._lines)
-
-    def row(self, index: int) -> Row:
-        at, number = self._lines[index]
-        self._stream.seek(at)
-        return parse_json_line(self._stream.readline(), number, self.path.name)
+        return self.size
 
 
-class ArrowTable(Table):
-    """Read a memory-mapped .arrow file: a stream of record batches (as `datasets` writes) or the
+def _open_jsonl(path: Path) -> Table:
+    """Open a .jsonl file by the byte offsets of its lines."""
+    stream = path.open("rb")
+    lines: list[tuple[int, int]] = []  # (byte offset, line number from 1) of each non-empty line
+    at = 0
+    for number, line in enumerate(read_lines(stream, path), start=1):
+        if line.strip():
+            lines.append((at, number))
+        at += len(line)
+
+    def read_row(index: int) -> Row:
+        at, number = lines[index]
+        stream.seek(at)
+        return parse_json_line(stream.readline(), number, path.name)
+
+    return Table(read_row, len(lines))
+
+
+def _open_arrow(path: Path) -> Table:
+    """Open a memory-mapped .arrow file: a stream of record batches (as `datasets` writes) or the
     file format.
     """
+    import pyarrow as pa
 
-    def __init__(self, path: Path):
-        import pyarrow as pa
-
-        self.path = path
-        source = pa.memory_map(str(path))
+    source = pa.memory_map(str(path))
+    try:
         try:
-            try:
-                record_stream = pa.ipc.open_stream(source)
-                self._batches = list(record_stream)
-            except pa.ArrowInvalid:
-                opened = pa.ipc.open_file(source)
-                self._batches = [opened.get_batch(i) for i in range(opened.num_record_batches)]
+            columns = pa.ipc.open_stream(source).read_all()
+        except pa.ArrowInvalid:
+            columns = pa.ipc.open_file(source).read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(
+            f"{path} is not an .arrow file, or is damaged ({error}): write it again"
+        ) from error
+
+    def read_row(index: int) -> Row:
+        return Row(f"{path.name} row {index}", columns.slice(index, 1).to_pylist()[0])
+
+    return Table(read_row, columns.num_rows)
+
+
+def _open_parquet(path: Path) -> Table:
+    """Open a .parquet file. Each row group is decoded at once; the last used groups are cached."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(str(path))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(
+            f"{path} is not a .parquet file, or is damaged ({error}): fetch or write it again"
+        ) from error
+    groups = range(file.metadata.num_row_groups)
+    blocks = [file.metadata.row_group(i).num_rows for i in groups]
+    starts = list(accumulate(blocks, initial=0))
+
+    @lru_cache(_CACHED_GROUPS)
+    def read_group(number: int) -> list[dict[str, Any]]:
+        try:
+            return file.read_row_group(number).to_pylist()
         except (pa.ArrowInvalid, OSError) as error:
             raise UserError(
-                f"{path} is not an .arrow file, or is damaged ({error}): write it again"
+                f"{path} is damaged in its row group {number} ({error}): fetch or write it again"
             ) from error
-        self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+    def read_row(index: int) -> Row:
+        group = bisect_right(starts, index) - 1
+        return Row(f"{path.name} row {index}", read_group(group)[index - starts[group]])
 
-    def row(self, index: int) -> Row:
-        at = bisect_right(self._ends, index)
-        first = self._ends[at] - self._batches[at].num_rows
-        (columns,) = self._batches[at].slice(index - first, 1).to_pylist()
-        return Row(f"{self.path.name} row {index}", columns)
+    return Table(read_row, starts[-1], blocks)
 
 
-class ParquetTable(Table):
-    """Read a .parquet file. Each row group is decoded at once; the last used groups are cached."""
-
-    def __init__(self, path: Path):
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        self.path = path
-        try:
-            self._file = pq.ParquetFile(str(path))
-        except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(
-                f"{path} is not a .parquet file, or is damaged ({error}): fetch or write it again"
-            ) from error
-        groups = range(self._file.metadata.num_row_groups)
-        self.blocks = [self._file.metadata.row_group(i).num_rows for i in groups]
-        self._ends = list(accumulate(self.blocks))
-        self._cached_groups: OrderedDict[int, list[dict[str, Any]]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def row(self, index: int) -> Row:
-        at = bisect_right(self._ends, index)
-        return Row(
-            f"{self.path.name} row {index}",
-            self._read_group(at)[index - (self._ends[at] - self.blocks[at])],
-        )
-
-    def _read_group(self, number: int) -> list[dict[str, Any]]:
-        """Return the rows of a row group, from the cache if possible."""
-        import pyarrow as pa
-
-        if number not in self._cached_groups:
-            while len(self._cached_groups) >= _CACHED_GROUPS:
-                self._cached_groups.popitem(last=False)
-            try:
-                self._cached_groups[number] = self._file.read_row_group(number).to_pylist()
-            except (pa.ArrowInvalid, OSError) as error:
-                raise UserError(
-                    f"{self.path} is damaged in its row group {number} ({error}): "
-                    "fetch or write it again"
-                ) from error
-        self._cached_groups.move_to_end(number)
-        return self._cached_groups[number]
-
-
-class ConcatenatedTable(Table):
-    """Concatenate several tables."""
-
-    def __init__(self, parts: Sequence[Table]):
-        self.parts = list(parts)
-        self._ends = list(accumulate(len(part) for part in parts))
-        if any(part.blocks for part in parts):
-            self.blocks = [size for part in parts for size in (part.blocks or [len(part)])]
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def row(self, index: int) -> Row:
-        at = bisect_right(self._ends, index)
-        return self.parts[at].row(index - (self._ends[at] - len(self.parts[at])))
+_OPENERS = {".jsonl": _open_jsonl, ".parquet": _open_parquet, ".arrow": _open_arrow}
 
 
 def open_table(paths: Sequence[Path]) -> Table:
-    """Open files for access by row index.
+    """Open files, one after the other, for access by row index.
 
     Raises UserError for a file type that can only be read from its beginning.
     """
-    kinds: Mapping[str, Callable[[Path], Table]] = {
-        ".jsonl": JsonLinesTable,
-        ".parquet": ParquetTable,
-        ".arrow": ArrowTable,
-    }
-    tables = []
     for path in paths:
-        if path.suffix not in kinds:
+        if path.suffix not in _OPENERS:
             raise UserError(
-                f"{path} cannot be read row by row: stream supports {', '.join(kinds)}; "
+                f"{path} cannot be read row by row: stream supports {', '.join(_OPENERS)}; "
                 "unpack or convert it, or leave out stream"
             )
-        tables.append(kinds[path.suffix](path))
-    return tables[0] if len(tables) == 1 else ConcatenatedTable(tables)
+    tables = [_OPENERS[path.suffix](path) for path in paths]
+    starts = list(accumulate(map(len, tables), initial=0))
+
+    def read_row(index: int) -> Row:
+        part = bisect_right(starts, index) - 1
+        return tables[part].row(index - starts[part])
+
+    has_blocks = any(table.blocks for table in tables)
+    blocks = [size for table in tables for size in table.blocks or [table.size]]
+    return Table(read_row, starts[-1], blocks if has_blocks else ())

@@ -6,6 +6,7 @@ Driver, learner and sampler share an `ImageReader`, which processes an image onc
 from rl.images.image_input import (
     IMAGE_KEYS,
     content_to_text,
+    decode_image,
     get_image,
     has_images,
     is_image_part,
@@ -33,6 +34,7 @@ __all__ = [
     "open_image",
     "get_image_reader",
     "content_to_text",
+    "decode_image",
     "to_data_url",
     "make_no_images_error",
 ]

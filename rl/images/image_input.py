@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,16 +98,26 @@ def open_image(chunk: ImageChunk) -> Any:
 
     Raises UserError if it cannot be decoded.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
+
+    fault = f"an image of {len(chunk.data)} bytes ({chunk.format}) cannot be decoded"
+    with decode_image(io.BytesIO(chunk.data), fault) as image:
+        return ImageOps.exif_transpose(_flatten_transparency(image)).convert("RGB")
+
+
+@contextmanager
+def decode_image(source: Any, fault: str) -> Iterator[Any]:
+    """Open a file or a path as a PIL image for the body. Raises UserError, with `fault`, if the
+    image cannot be decoded there.
+    """
+    from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(chunk.data)) as image:
-            return ImageOps.exif_transpose(_flatten_transparency(image)).convert("RGB")
+        with Image.open(source) as image:
+            yield image
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(
-            f"an image of {len(chunk.data)} bytes ({chunk.format}) cannot be decoded: "
-            f"{_first_line(error)}"
-        ) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise UserError(f"{fault}: {reason}") from error
 
 
 def _flatten_transparency(image: Any) -> Any:
@@ -129,17 +140,11 @@ def _flatten_transparency(image: Any) -> Any:
 
 def _chunk_from_bytes(data: bytes) -> ImageChunk:
     """Convert encoded bytes to a chunk. Raises UserError if they are not a valid image."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            image.load()
-            form = _FORMATS.get(image.format)
-            return ImageChunk(data if form else _encode_png(image), form or "png")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(
-            f"{len(data)} bytes are not an image, or a damaged image: {_first_line(error)}"
-        ) from error
+    fault = f"{len(data)} bytes are not an image, or a damaged image"
+    with decode_image(io.BytesIO(data), fault) as image:
+        image.load()
+        form = _FORMATS.get(image.format)
+        return ImageChunk(data if form else _encode_png(image), form or "png")
 
 
 def _encode_png(image: Any) -> bytes:
@@ -189,8 +194,3 @@ def _decode_base64(text: str) -> bytes:
             f"a text of {len(text)} characters is neither a file nor base64 ({error}): "
             f"{text[:40]!r}"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message, at most 200 characters."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -7,15 +7,25 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl.errors import UserError
-from rl.renderers.chat_template import ChatTemplateRenderer
-from rl.renderers.chat_template_families import add_family_template
-from rl.renderers.conversation_renderer import ConversationRenderer
-from rl.renderers.renderer import Renderer, TrainOn, get_content_text, normalize_messages
+from rl.renderers.chat_template import (
+    ChatTemplateRenderer,
+    ConversationRenderer,
+    add_llama3_template,
+)
+from rl.renderers.renderer import (
+    Renderer,
+    StopTextRenderer,
+    TrainOn,
+    get_content_text,
+    normalize_messages,
+)
 from rl.renderers.response_parsing import format_broken_call, format_with_calls, split_thoughts
-from rl.renderers.stop_texts import StopTextRenderer
 from rl.renderers.stop_tokens import set_end_tokens
-from rl.renderers.streaming_calls import trim_uncertain_end
-from rl.renderers.streaming_parser import parse_partial_answer, prompt_opens_thoughts
+from rl.renderers.streaming_parser import (
+    parse_partial_answer,
+    prompt_opens_thoughts,
+    trim_uncertain_end,
+)
 from rl.renderers.text_renderers import PlainRenderer, RoleColonRenderer
 
 __all__ = [
@@ -63,7 +73,7 @@ def get_renderer(
     it came with the model (`client.get_tokenizer()`) or if the model's config is in its folder.
     """
     if name in _TEMPLATE_NAMES:
-        tokenizer = add_family_template(tokenizer, name)
+        tokenizer = add_llama3_template(tokenizer) if name == "llama3" else tokenizer
         return ChatTemplateRenderer(
             tokenizer, eos_token_ids, **{**_TEMPLATE_NAMES[name], **template_settings}
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -24,13 +25,16 @@ from rl.renderers.response_parsing import (
     CALL_BEGIN,
     CHANNEL,
     CHANNEL_TEXT,
+    Tools,
+    build_answer,
     find_thought_marks,
     split_calls,
     split_channels,
     split_thoughts,
 )
+from rl.renderers.special_token_escaping import SpecialTokenEscaper
 from rl.renderers.tool_call_formats import ToolCallFormat, find_call_format
-from rl.types import Message, ModelInput
+from rl.types import Message, Messages, ModelInput
 
 _CALL_MARK = "<|call|>"  # ends a call in formats with channels
 _PROBE = "zqPROBEqz"  # a content that no template contains
@@ -48,6 +52,69 @@ _RESERVED_NAMES = {
     "role",
     "content",
 }
+
+
+# The prompt format of Llama 3 as published by Meta (text conversations): contents unchanged, no
+# date, no default system message.
+_LLAMA3 = (
+    "{{ '<|begin_of_text|>' }}"
+    "{% for message in messages %}"
+    "{% if message.get('tool_calls') %}{{ raise_exception('the template of llama3 for tokenizers "
+    "without one writes no tool calls') }}"
+    "{% endif %}"
+    "{{ '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + "
+    "'<|end_header_id|>\n\n' }}"
+    "{{ message.content + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% "
+    "endif %}"
+)
+_LLAMA3_TOKENS = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}
+
+
+def add_llama3_template(tokenizer: Any) -> Any:
+    """Return a copy of the tokenizer with Llama 3's template, if the tokenizer has the special
+    tokens of Llama 3 and no template.
+
+    Otherwise return the tokenizer itself.
+    """
+    if tokenizer.chat_template is not None or not _LLAMA3_TOKENS <= {*tokenizer.get_added_vocab()}:
+        return tokenizer
+    templated = copy(tokenizer)
+    templated.chat_template = _LLAMA3
+    return templated
+
+
+def apply_template(
+    tokenizer: Any,
+    messages: Messages,
+    generation: bool,
+    subject: str = "the model's chat template",
+    remedy: str = "",
+    **settings: Any,
+) -> str:
+    """Return the text that a chat template renders. Raises UserError, with `subject` and `remedy`,
+    if the template fails.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generation, **settings
+        )
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        roles = [message["role"] for message in messages]
+        raise UserError(
+            f"{subject} cannot render this conversation (roles {roles}): "
+            f"{type(error).__name__}: {error}{remedy}"
+        ) from error
 
 
 class ChatTemplateRenderer(Renderer):
@@ -71,7 +138,8 @@ class ChatTemplateRenderer(Renderer):
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), **template_settings: Any):
-        super().__init__(tokenizer, eos_token_ids, template_source=str(tokenizer.chat_template))
+        template = str(tokenizer.chat_template)
+        super().__init__(tokenizer, eos_token_ids, template_source=template)
         if tokenizer.chat_template is None:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template: use the renderer "
@@ -83,10 +151,10 @@ class ChatTemplateRenderer(Renderer):
             name: self.escaper.escape(value) if name in outside else value
             for name, value in template_settings.items()
         }
-        self._thought_marks = find_thought_marks(str(tokenizer.chat_template))
-        self._calls_tools = CALL_BEGIN in str(tokenizer.chat_template)
-        self._call_format = find_call_format(str(tokenizer.chat_template))
-        self._has_channels = f"{CHANNEL}final{CHANNEL_TEXT}" in str(tokenizer.chat_template)
+        self._thought_marks = find_thought_marks(template)
+        self._calls_tools = CALL_BEGIN in template
+        self._call_format = find_call_format(template)
+        self._has_channels = f"{CHANNEL}final{CHANNEL_TEXT}" in template
         self._image_reader = get_image_reader(tokenizer)
         self._contents_in_parts = self._image_reader is not None and not self._accepts_strings()
         self._end_begins_next = False  # whether an answer ends with the mark of the next message
@@ -108,7 +176,7 @@ class ChatTemplateRenderer(Renderer):
         )
         self._check_parsing()
 
-    def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
+    def build_generation_prompt(self, messages: Messages) -> ModelInput:
         """Return the prompt of the next assistant message, with images at their positions."""
         messages = self._escape_messages(messages)
         return place_images(
@@ -116,7 +184,7 @@ class ChatTemplateRenderer(Renderer):
         )
 
     def build_supervised_example(
-        self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
+        self, messages: Messages, train_on: TrainOn = "last_assistant"
     ) -> tuple[ModelInput, np.ndarray]:
         """Return N tokens and N weights; see `Renderer`. Text that the template writes after an
         end-of-turn token (a line break) has weight 0.
@@ -139,15 +207,15 @@ class ChatTemplateRenderer(Renderer):
         )
         return place_images(example.flat(), messages, self._image_reader), weights
 
-    def get_stop_sequences(self) -> list[int]:
-        return [self._end_id, *sorted(self.end_tokens - {self._end_id})]
+    def get_stop_sequences(self) -> list[Any]:
+        return [self._end_id, *sorted(self.end_tokens - {self._end_id}), *self.stops]
 
     def thought_marks(self) -> tuple[str, str] | None:
         return None if self._has_channels else self._thought_marks
 
     def marks(self) -> tuple[str, ...]:
         if self._has_channels:
-            return (CHANNEL, "<|end|>", "<|start|>assistant")
+            return (CHANNEL, "<|end|>", "<|start|>assistant", *self.stops)
         call = (
             (self._call_format.begin,)
             if self._call_format is not None
@@ -155,39 +223,30 @@ class ChatTemplateRenderer(Renderer):
             if self._calls_tools
             else ()
         )
-        return (*(self._thought_marks or ()), *call)
+        return (*(self._thought_marks or ()), *call, *self.stops)
 
     def call_format(self) -> ToolCallFormat | None:
         return self._call_format
 
-    def available_tools(self) -> Sequence[Mapping[str, Any]]:
+    def available_tools(self) -> Tools:
         return self.template_settings.get("tools") or ()
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, ended = self._split_at_end(tokens)
-        return self._parse_text(self._decode(before)), ended
+        return self._end_at_stop(self._parse_text(self.decode(before)), ended)
 
     def _parse_text(self, content: str) -> Message:
         """Return the text of an answer without its end mark as a message."""
-        message: Message = {"role": "assistant", "content": content}
         if self._has_channels:
-            content, thoughts, calls, unparsed = split_channels(content)
-            message |= {"content": content} | (
-                {"reasoning_content": thoughts} if thoughts is not None else {}
-            )
-            message |= {"tool_calls": calls} if calls else {}
-            return message | ({"unparsed_tool_calls": unparsed} if unparsed else {})
+            return build_answer(*split_channels(content))
+        thoughts: str | None = None
         if self._thought_marks is not None:
             content, thoughts = split_thoughts(content, self._thought_marks)
-            if thoughts is not None:
-                message |= {"content": content, "reasoning_content": thoughts}
-        if self._calls_tools or self._call_format is not None:
-            take = split_calls if self._call_format is None else self._call_format.parse
-            content, calls, unparsed = take(content, self.template_settings.get("tools") or ())
-            message["content"] = content
-            message |= {"tool_calls": calls} if calls else {}
-            message |= {"unparsed_tool_calls": unparsed} if unparsed else {}
-        return message
+        if not self._calls_tools and self._call_format is None:
+            return build_answer(content, thoughts)
+        parse = split_calls if self._call_format is None else self._call_format.parse
+        content, calls, unparsed = parse(content, self.available_tools())
+        return build_answer(content, thoughts, calls, unparsed)
 
     def with_end_mark(self, tokens: Sequence[int]) -> list[int]:
         before, ended = self._split_at_end(tokens)
@@ -197,10 +256,10 @@ class ChatTemplateRenderer(Renderer):
 
     def extend_prompt(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         seen: Sequence[int],
         answer: Sequence[int],
-        new: Sequence[Message],
+        new: Messages,
     ) -> ModelInput | None:
         """Extend the prompt; see `Renderer`. The text between the answer and the next prompt is
         determined with a probe in place of the answer.
@@ -221,7 +280,7 @@ class ChatTemplateRenderer(Renderer):
         between = text[len(prompt) : at]
         if (
             self._thought_marks is not None
-            and self._thought_marks[1] in self._decode(answer)
+            and self._thought_marks[1] in self.decode(answer)
             and self._thought_marks[1] not in between
         ):
             return None  # the template also removes an empty thought
@@ -259,7 +318,7 @@ class ChatTemplateRenderer(Renderer):
             [(begin + at, image) for at, image in following.placed()],
         )
 
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplateRenderer:
+    def with_tools(self, tools: Tools) -> ChatTemplateRenderer:
         if not tools:
             return self
         if "tools" not in str(self.tokenizer.chat_template):
@@ -268,13 +327,7 @@ class ChatTemplateRenderer(Renderer):
                 "a model with a template that has a place for tools, or "
                 "the renderer 'role_colon', which describes the tools in text"
             )
-        renderer = ChatTemplateRenderer(
-            self.tokenizer, self.end_tokens, **{**self.template_settings, "tools": list(tools)}
-        )
-        # Reuse the renamed tokenizer: it takes a second to build, and each group of episodes with
-        # tools calls this method.
-        renderer.escaper = self.escaper
-        return renderer
+        return self._copy_with(tools=list(tools))
 
     def with_settings(self, settings: Mapping[str, Any]) -> ChatTemplateRenderer:
         if not settings:
@@ -288,13 +341,19 @@ class ChatTemplateRenderer(Renderer):
                     f"the chat template of {model!r} has no setting {name!r}, so it would have no "
                     "effect: leave it out"
                 )
+        return self._copy_with(**settings)
+
+    def _copy_with(self, **settings: Any) -> ChatTemplateRenderer:
+        """Return this renderer with further settings of the template."""
         renderer = ChatTemplateRenderer(
             self.tokenizer, self.end_tokens, **{**self.template_settings, **settings}
         )
-        renderer.escaper = self.escaper
+        # Reuse the renamed tokenizer: it takes a second to build, and each group of episodes with
+        # tools calls `with_tools`.
+        renderer.escaper, renderer.stops = self.escaper, self.stops
         return renderer
 
-    def _escape_messages(self, messages: Sequence[Message]) -> list[Message]:
+    def _escape_messages(self, messages: Messages) -> list[Message]:
         """Return the messages as text (and images) with escaped special tokens."""
         read = normalize_messages(messages, allow_images=self._image_reader is not None)
         return [
@@ -302,35 +361,18 @@ class ChatTemplateRenderer(Renderer):
             for message in read
         ]
 
-    def _render_text(self, messages: Sequence[Message], generation: bool) -> str:
+    def _render_text(self, messages: Messages, generation: bool) -> str:
         """Return the rendered text of escaped messages. Raises UserError if the template fails or
         leaves out a message.
         """
         if not messages:
             raise UserError("got no messages to render; at least a user message is required")
-        from jinja2 import TemplateError
-
-        try:
-            text = self.tokenizer.apply_chat_template(
-                prepare_for_template(messages, all_in_parts=self._contents_in_parts),
-                tokenize=False,
-                add_generation_prompt=generation,
-                **self._settings,
-            )
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-        ) as error:
-            roles = [message["role"] for message in messages]
-            raise UserError(
-                f"the model's chat template cannot render this conversation (roles {roles}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        assert isinstance(text, str)
+        text = apply_template(
+            self.tokenizer,
+            prepare_for_template(messages, all_in_parts=self._contents_in_parts),
+            generation,
+            **self._settings,
+        )
         for number, message in enumerate(messages):
             missing = [
                 content_text for content_text in iter_texts(message) if content_text not in text
@@ -447,7 +489,7 @@ class ChatTemplateRenderer(Renderer):
             .partition(_NEXT_PROBE)[0]
         )
 
-    def _find_span(self, text: str, messages: Sequence[Message], index: int) -> Span:
+    def _find_span(self, text: str, messages: Messages, index: int) -> Span:
         """Return the start and end in `text` of the part of message `index` that the model writes,
         including its end-of-turn mark. Raises UserError if the part cannot be located.
         """
@@ -477,7 +519,7 @@ class ChatTemplateRenderer(Renderer):
             )
         return begin, end + len(mark)
 
-    def _find_content_start(self, text: str, messages: Sequence[Message], index: int) -> int:
+    def _find_content_start(self, text: str, messages: Messages, index: int) -> int:
         """Return the start of message `index` for a template that renders history differently from
         prompts (without thoughts). Raises UserError if the start is ambiguous.
         """
@@ -497,3 +539,35 @@ class ChatTemplateRenderer(Renderer):
                 "'last_assistant'"
             )
         return len(before)
+
+
+class ConversationRenderer:
+    """Render conversations with `tokenizer`'s chat template, token for token like
+    `apply_chat_template`.
+
+    Special tokens in messages are encoded as text, so that an answer cannot imitate another turn
+    (`rl.renderers.special_token_escaping`). `name`: the model's name, for errors.
+    """
+
+    def __init__(self, tokenizer: Any, name: str):
+        self.tokenizer, self.name = tokenizer, name
+        self.escaper = SpecialTokenEscaper(tokenizer, str(tokenizer.chat_template))
+
+    def build_conversation(self, messages: Messages) -> list[int]:
+        """Return the tokens of the conversation. Raises UserError if the template cannot render it,
+        or if it has images.
+        """
+        read = normalize_messages(messages)
+        covered = [
+            self.escaper.escape(message, may_write_markup=message["role"] == "assistant")
+            for message in read
+        ]
+        text = apply_template(
+            self.tokenizer,
+            covered,
+            False,
+            f"the chat template of the reward model {self.name}",
+            ". Leave out what the template does not support (a system prompt, tools), or use "
+            "another reward model",
+        )
+        return self.escaper.encode(text)

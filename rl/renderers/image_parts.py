@@ -9,7 +9,7 @@ from typing import Any
 
 from rl.errors import UserError
 from rl.images import ImageReader, get_image, is_image_part, make_image_chunk
-from rl.types import ImageChunk, Message, ModelInput
+from rl.types import ImageChunk, Message, Messages, ModelInput
 
 
 def split_image_parts(content: Sequence[Any], role: str, where: str) -> list[dict[str, Any]]:
@@ -44,7 +44,7 @@ def split_image_parts(content: Sequence[Any], role: str, where: str) -> list[dic
     return parts
 
 
-def get_image_chunks(messages: Sequence[Message]) -> list[ImageChunk]:
+def get_image_chunks(messages: Messages) -> list[ImageChunk]:
     """Return the images of messages (from `split_image_parts`) in order."""
     return [
         part["image"]
@@ -54,7 +54,7 @@ def get_image_chunks(messages: Sequence[Message]) -> list[ImageChunk]:
     ]
 
 
-def prepare_for_template(messages: Sequence[Message], *, all_in_parts: bool) -> list[Message]:
+def prepare_for_template(messages: Messages, *, all_in_parts: bool) -> list[Message]:
     """Return the messages for a chat template, with a placeholder part for each image.
     `all_in_parts`: texts also become lists of parts.
     """
@@ -72,7 +72,7 @@ def prepare_for_template(messages: Sequence[Message], *, all_in_parts: bool) -> 
     return [{**message, "content": content(message)} for message in messages]
 
 
-def expand_images(text: str, messages: Sequence[Message], reader: ImageReader) -> str:
+def expand_images(text: str, messages: Messages, reader: ImageReader) -> str:
     """Return a rendered text with each image placeholder replaced by the text of the image's
     tokens. Raises UserError if the numbers of placeholders and images differ.
     """
@@ -91,7 +91,7 @@ def expand_images(text: str, messages: Sequence[Message], reader: ImageReader) -
 
 
 def place_images(
-    tokens: Sequence[int], messages: Sequence[Message], reader: ImageReader | None
+    tokens: Sequence[int], messages: Messages, reader: ImageReader | None
 ) -> ModelInput:
     """Return the tokens of a rendered text with the images at their positions."""
     chunks = get_image_chunks(messages)

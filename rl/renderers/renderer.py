@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +16,11 @@ import numpy as np
 from rl.errors import UserError
 from rl.images import has_images, is_image_part
 from rl.renderers.image_parts import split_image_parts
+from rl.renderers.response_parsing import Tools
 from rl.renderers.special_token_escaping import SpecialTokenEscaper
 from rl.renderers.stop_tokens import get_end_tokens
 from rl.renderers.tool_call_formats import ToolCallFormat
-from rl.types import Message, ModelInput
+from rl.types import Message, Messages, ModelInput
 
 TrainOn = Literal["last_assistant", "all_assistant"]
 Span = tuple[int, int]
@@ -33,6 +35,8 @@ class Renderer(ABC):
     text (`rl.renderers.special_token_escaping`).
     """
 
+    stops: tuple[str, ...] = ()  # texts before which an answer ends, besides its end mark
+
     def __init__(
         self, tokenizer: Any, eos_token_ids: Iterable[int] = (), template_source: str = ""
     ):
@@ -43,12 +47,12 @@ class Renderer(ABC):
         self.escaper = SpecialTokenEscaper(tokenizer, template_source)
 
     @abstractmethod
-    def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
+    def build_generation_prompt(self, messages: Messages) -> ModelInput:
         """Return the prompt tokens for the next assistant message."""
 
     @abstractmethod
     def build_supervised_example(
-        self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
+        self, messages: Messages, train_on: TrainOn = "last_assistant"
     ) -> tuple[ModelInput, np.ndarray]:
         """Return the whole conversation as N tokens, and N weights: 1 on the text that the model is
         trained to write, including its end-of-turn token.
@@ -59,7 +63,7 @@ class Renderer(ABC):
         """
 
     @abstractmethod
-    def get_stop_sequences(self) -> list[str] | list[int]:
+    def get_stop_sequences(self) -> list[Any]:
         """Return the token ids or texts that end an answer, for `SamplingParams.stop`."""
 
     @abstractmethod
@@ -67,6 +71,25 @@ class Renderer(ABC):
         """Return (the message of the sampled tokens without their end mark, whether an end mark was
         sampled). False means that the length limit cut the answer off.
         """
+
+    def with_stops(self, stops: Sequence[str]) -> Renderer:
+        """Return this renderer with texts before which answers also end. They are not part of the
+        answer.
+        """
+        renderer = copy(self)
+        renderer.stops = (*self.stops, *stops)
+        return renderer
+
+    def cut_at_stop(self, text: str) -> str:
+        """Return the text before the first stop text."""
+        places = (place for stop in self.stops if (place := text.find(stop)) >= 0)
+        return text[: min(places, default=len(text))]
+
+    def _end_at_stop(self, message: Message, ended: bool) -> tuple[Message, bool]:
+        """Return the result of `parse_response`, cut at the first stop text."""
+        content = str(message["content"])
+        cut = self.cut_at_stop(content)
+        return (message, ended) if cut == content else ({**message, "content": cut}, True)
 
     @abstractmethod
     def with_end_mark(self, tokens: Sequence[int]) -> list[int]:
@@ -79,10 +102,10 @@ class Renderer(ABC):
     @abstractmethod
     def extend_prompt(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         seen: Sequence[int],
         answer: Sequence[int],
-        new: Sequence[Message],
+        new: Messages,
     ) -> ModelInput | None:
         """Return the prompt of the next turn as a token-for-token extension of the previous prompt
         and answer, or None if that is impossible.
@@ -101,9 +124,9 @@ class Renderer(ABC):
 
     def get_answer_text(self, tokens: Sequence[int]) -> str:
         """Return the text of sampled tokens up to their end mark, which `parse_response` parses."""
-        return self._decode(self._split_at_end(tokens)[0])
+        return self.decode(self._split_at_end(tokens)[0])
 
-    def available_tools(self) -> Sequence[Mapping[str, Any]]:
+    def available_tools(self) -> Tools:
         """Return the tools that the model may call."""
         return ()
 
@@ -123,9 +146,9 @@ class Renderer(ABC):
         """Return the texts that end the answer's text or start another part: thoughts, tool calls,
         another role's turn.
         """
-        return ()
+        return self.stops
 
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
+    def with_tools(self, tools: Tools) -> Renderer:
         """Return this renderer with `tools` that the model may call, each {"type": "function",
         "function": {name, description, parameters}}.
 
@@ -209,7 +232,7 @@ class Renderer(ABC):
                 "model (base_model) or a tokenizer with a vocabulary that covers the data"
             ) from error
 
-    def _decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens without clean-up, which would change spaces before
         punctuation.
         """
@@ -252,6 +275,13 @@ class Renderer(ABC):
         return [*pieces, run[used:]]
 
 
+class StopTextRenderer:
+    """Return `inner.with_stops(stops)`, whose former name this is."""
+
+    def __new__(cls, inner: Renderer, stops: Sequence[str]) -> Renderer:  # type: ignore[misc]
+        return inner.with_stops(stops)
+
+
 def build_weighted_example(
     pieces: Sequence[tuple[Sequence[int], float]],
 ) -> tuple[ModelInput, np.ndarray]:
@@ -263,7 +293,7 @@ def build_weighted_example(
     return ModelInput.from_ints(tokens), weights
 
 
-def find_trained_messages(messages: Sequence[Message], train_on: TrainOn) -> list[int]:
+def find_trained_messages(messages: Messages, train_on: TrainOn) -> list[int]:
     """Return the indices of the trained messages. Raises UserError if the conversation does not end
     with an assistant message.
     """
@@ -314,7 +344,7 @@ def get_content_text(content: Any, where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def normalize_messages(messages: Sequence[Message], *, allow_images: bool = False) -> list[Message]:
+def normalize_messages(messages: Messages, *, allow_images: bool = False) -> list[Message]:
     """Return the messages with their contents as text. Raises UserError for a message without a
     role, or without content and tool calls.
 

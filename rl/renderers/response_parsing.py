@@ -13,6 +13,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl.types import Message
+
+Tools = Sequence[Mapping[str, Any]]
+Call = dict[str, Any]
+# (text without calls, calls, failed calls)
+ParsedCalls = tuple[str, list[Call], list[dict[str, str]]]
+
 THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 CHANNEL, CHANNEL_TEXT = "<|channel|>", "<|message|>"
@@ -21,6 +28,26 @@ THOUGHTS = ((THOUGHT_BEGIN, THOUGHT_END), ("<|channel>thought\n", "<channel|>"))
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n?(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 NEXT_MESSAGE = re.compile(r"<\|end\|>(?:<\|start\|>assistant)?|<\|start\|>assistant")
+
+
+def make_call(name: str, arguments: Any) -> Call:
+    """Return a call as a chat template expects it."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def build_answer(
+    content: str,
+    thoughts: str | None = None,
+    calls: Sequence[Call] = (),
+    unparsed: Sequence[Mapping[str, str]] = (),
+) -> Message:
+    """Return the assistant message of a parsed answer: its text, thoughts, calls and failed calls
+    (see `split_calls`).
+    """
+    message: Message = {"role": "assistant", "content": content}
+    message |= {} if thoughts is None else {"reasoning_content": thoughts}
+    message |= {"tool_calls": calls} if calls else {}
+    return message | ({"unparsed_tool_calls": unparsed} if unparsed else {})
 
 
 def find_thought_marks(template: str) -> tuple[str, str] | None:
@@ -52,9 +79,7 @@ def split_thoughts(text: str, marks: tuple[str, str] = THOUGHTS[0]) -> tuple[str
         rest = after
 
 
-def split_calls(
-    text: str, tools: Sequence[Mapping[str, Any]] = ()
-) -> tuple[str, list[dict[str, Any]], list[dict[str, str]]]:
+def split_calls(text: str, tools: Tools = ()) -> ParsedCalls:
     """Return (the text without calls, the calls, the failed calls).
 
     A call is {"type": "function", "function": {"name": ..., "arguments": {...}}}, the form that
@@ -83,7 +108,7 @@ def split_calls(
     return content + before, calls, unparsed
 
 
-def parse_json_call(text: str) -> tuple[dict[str, Any] | str, int]:
+def parse_json_call(text: str) -> tuple[Call | str, int]:
     """Return (the call at the start of `text`, after its opening mark, or the reason why it is
     invalid; its length including the closing mark).
     """
@@ -106,15 +131,10 @@ def parse_json_call(text: str) -> tuple[dict[str, Any] | str, int]:
         or not isinstance(value.get("arguments"), dict)
     ):
         return 'a call is {"name": text, "arguments": {...}}', length
-    return {
-        "type": "function",
-        "function": {"name": value["name"], "arguments": value["arguments"]},
-    }, length
+    return make_call(value["name"], value["arguments"]), length
 
 
-def _parse_xml_call(
-    text: str, tools: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, Any] | str, int]:
+def _parse_xml_call(text: str, tools: Tools) -> tuple[Call | str, int]:
     """Do as `parse_json_call` for <function=NAME><parameter=NAME>..</parameter></function>."""
     closed = text.find(CALL_END)
     until = len(text) if closed < 0 else closed + len(CALL_END)
@@ -130,12 +150,10 @@ def _parse_xml_call(
         key: _parse_typed(value, _find_schema(tools, name, key))
         for key, value in _PARAMETER.findall(body)
     }
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}, match.end()
+    return make_call(name, arguments), match.end()
 
 
-def _find_schema(
-    tools: Sequence[Mapping[str, Any]], name: str, parameter: str
-) -> Mapping[str, Any]:
+def _find_schema(tools: Tools, name: str, parameter: str) -> Mapping[str, Any]:
     """Return the JSON schema of a parameter in the description of a tool (default: a string)."""
     function: Mapping[str, Any] = next(
         (tool["function"] for tool in tools if tool.get("function", {}).get("name") == name), {}
@@ -144,9 +162,7 @@ def _find_schema(
     return schema if isinstance(schema, Mapping) else {"type": "string"}
 
 
-def parse_parameter(
-    tools: Sequence[Mapping[str, Any]], name: str, parameter: str, text: str | None
-) -> Any:
+def parse_parameter(tools: Tools, name: str, parameter: str, text: str | None) -> Any:
     """Return the value of a parameter written as `text`. For `text` None, return None if the
     parameter is a string, which can be streamed, else its schema.
     """
@@ -168,7 +184,7 @@ def _parse_typed(text: str, schema: Mapping[str, Any]) -> Any:
         return text
 
 
-def split_channels(text: str) -> tuple[str, str | None, list[dict[str, Any]], list[dict[str, str]]]:
+def split_channels(text: str) -> tuple[str, str | None, list[Call], list[dict[str, str]]]:
     """Return (the text for the user, the thoughts or None, the calls, the failed calls) of a
     gpt-oss answer, in the forms above.
 
@@ -183,9 +199,7 @@ def split_channels(text: str) -> tuple[str, str | None, list[dict[str, Any]], li
                 arguments = json.loads(body)
                 if not isinstance(arguments, dict):
                     raise ValueError("arguments are not a JSON object")
-                calls.append(
-                    {"type": "function", "function": {"name": called[1], "arguments": arguments}}
-                )
+                calls.append(make_call(called[1], arguments))
             except (ValueError, RecursionError) as error:
                 unparsed.append({"raw_text": part, "error": f"no JSON ({error})"})
                 contents.append(part)

@@ -1,30 +1,178 @@
 """Parse an answer while it is sampled, for streaming to a client. Each partial message is a prefix
 of the final message.
+
+A tool call counts once its name and the start of its arguments are written. Its arguments are then
+the text that the model writes, whether or not it becomes valid JSON.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from typing import Any
 
 from rl.renderers.renderer import Renderer
 from rl.renderers.response_parsing import (
     CALL_BEGIN,
+    CALL_END,
     CHANNEL,
+    CHANNEL_TEXT,
+    NEXT_MESSAGE,
+    Call,
+    Tools,
+    build_answer,
     drop_partial_message,
+    make_call,
+    parse_json_call,
+    parse_parameter,
     split_channels,
     split_thoughts,
 )
-from rl.renderers.stop_texts import StopTextRenderer
-from rl.renderers.streaming_calls import (
-    PartialCall,
-    parse_channel_calls,
-    parse_partial_calls,
-    trim_uncertain_end,
-)
 from rl.renderers.tool_call_formats import PYTHON_TAG
 from rl.types import Message
+
+_JSON_HEADER = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)'
+)
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\]]|' + re.escape(CALL_END), re.DOTALL)
+_FUNCTION_HEADER = re.compile(r"\s*<function=([^>\n]+)>\n?")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+_PARAMETER_END = ("\n</parameter>", "</parameter>")
+_TO_FUNCTION = re.compile(r"to=functions\.([^\s<]+)")
+
+
+def get_mark_overlap(text: str, mark: str) -> int:
+    """Return the length of the longest end of `text` that is a proper prefix of `mark`."""
+    return next(
+        (n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0
+    )
+
+
+def trim_uncertain_end(text: str, marks: Sequence[str]) -> str:
+    """Return a growing text up to a possible start of a mark or part of a character."""
+    held = max((get_mark_overlap(text, mark) for mark in marks), default=0)
+    return text[: len(text) - held].rstrip("\ufffd")
+
+
+def parse_partial_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[Call]]:
+    """Return (the text without its calls, the calls) of an answer without its thoughts, like
+    `split_calls` for complete calls.
+
+    `ended`: no text follows. Otherwise a call without a known name, and everything after it, is
+    left out.
+    """
+    content, calls = "", list[Call]()
+    before, opened, rest = text.partition(CALL_BEGIN)
+    while opened:
+        content += before
+        by_parts = rest.lstrip().startswith("<function=")
+        call, length = (
+            _parse_xml_call(rest, tools, ended) if by_parts else _parse_json_call(rest, ended)
+        )
+        if call is None and length < 0:
+            if not ended:
+                return content, calls
+            length = len(rest)
+        if call is None:
+            content += CALL_BEGIN + rest[:length]
+            before, opened, rest = rest[length:].partition(CALL_BEGIN)
+            continue
+        calls.append(call)
+        content = content.removesuffix("\n")
+        content = content.removesuffix("\n") if by_parts else content
+        if length < 0:
+            return content, calls
+        before, opened, rest = rest[length:].partition(CALL_BEGIN)
+        before = "" if not before.strip() else before
+    return content + before, calls
+
+
+def _parse_json_call(text: str, ended: bool) -> tuple[Call | None, int]:
+    """Return (the call after its opening mark, its length). The call is None if it is not known yet
+    or invalid; the length is -1 if the call has not ended.
+    """
+    header = _JSON_HEADER.match(text)
+    if header is None:
+        whole, length = parse_json_call(text)
+        if isinstance(whole, str):
+            return None, length if CALL_END in text else -1
+        function = whole["function"]
+        return make_call(
+            function["name"], json.dumps(function["arguments"], ensure_ascii=False)
+        ), length
+    try:
+        name = json.loads(header[1])
+    except ValueError:
+        return None, _find_call_end(text, 0)
+    depth, begin = 0, header.end()
+    for piece in _JSON_TOKEN.finditer(text, begin):
+        depth += piece[0] in ("{", "[")
+        depth -= piece[0] in ("}", "]")
+        if piece[0] == CALL_END:
+            return make_call(name, text[begin : piece.start()].rstrip()), piece.end()
+        if depth == 0:
+            return make_call(name, text[begin : piece.end()]), _find_call_end(text, piece.end())
+    arguments = text[begin:] if ended else trim_uncertain_end(text[begin:], (CALL_END,))
+    return make_call(name, arguments.rstrip()), -1
+
+
+def _find_call_end(text: str, at: int) -> int:
+    """Return the position after the closing mark of a call, searched from `at` on; -1 if it is not
+    written yet.
+    """
+    end = text.find(CALL_END, at)
+    return -1 if end < 0 else end + len(CALL_END)
+
+
+def _parse_xml_call(text: str, tools: Tools, ended: bool) -> tuple[Call | None, int]:
+    """Do the same as `_parse_json_call` for
+    <function=NAME><parameter=NAME>..</parameter></function>. The arguments become JSON text.
+    """
+    header = _FUNCTION_HEADER.match(text)
+    if header is None:
+        return None, _find_call_end(text, 0)
+    name, at, arguments = header[1], header.end(), "{"
+    while (parameter := _PARAMETER.match(text, at)) is not None:
+        end = text.find("</parameter>", parameter.end())
+        separator = "" if arguments == "{" else ", "
+        key = f"{separator}{json.dumps(parameter[1], ensure_ascii=False)}: "
+        if end < 0:
+            begun = text[parameter.end() :]
+            begun = begun if ended else trim_uncertain_end(begun, _PARAMETER_END)
+            is_text = parse_parameter(tools, name, parameter[1], None) is None
+            if is_text and (begun or ended):
+                arguments += key + json.dumps(begun, ensure_ascii=False)[:-1]
+            # a number, for example, is read when it is complete
+            return make_call(name, arguments), -1
+        value = parse_parameter(
+            tools, name, parameter[1], text[parameter.end() : end].removesuffix("\n")
+        )
+        arguments += key + json.dumps(value, ensure_ascii=False)
+        at = end + len("</parameter>")
+    finish = re.compile(r"\s*</function>").match(text, at)
+    return make_call(name, arguments + ("}" if finish else "")), _find_call_end(text, at)
+
+
+def parse_channel_calls(text: str, marks: Sequence[str], ended: bool) -> tuple[str, list[Call]]:
+    """Return (the text without messages that are calls, the calls) of a gpt-oss answer. A message
+    is a call if its arguments start with a brace.
+    """
+    parts, calls, last = [], [], 0
+    bounds = [(match.start(), match.end()) for match in NEXT_MESSAGE.finditer(text)]
+    for start, end in [*bounds, (len(text), len(text))]:
+        header, begun, body = text[last:start].partition(CHANNEL_TEXT)
+        called = _TO_FUNCTION.search(header) if begun else None
+        if called is not None and body.lstrip().startswith("{"):
+            open_end = start == len(text) and not ended
+            calls.append(
+                make_call(
+                    called[1], (trim_uncertain_end(body, marks) if open_end else body).strip()
+                )
+            )
+        else:
+            parts.append(text[last:end])
+        last = end
+    return "".join(parts), calls
 
 
 def prompt_opens_thoughts(renderer: Renderer, prompt: Sequence[int]) -> bool:
@@ -32,7 +180,7 @@ def prompt_opens_thoughts(renderer: Renderer, prompt: Sequence[int]) -> bool:
     thought = renderer.thought_marks()
     if thought is None:
         return False
-    text = renderer._decode(prompt[-64:])
+    text = renderer.decode(prompt[-64:])
     return text.rfind(thought[0]) > text.rfind(thought[1])
 
 
@@ -43,15 +191,14 @@ def parse_partial_answer(
     it has `ended`.
 
     Thoughts (`reasoning_content`) and text are streamed as they are written. Calls (`tool_calls`)
-    have their arguments as text, which is streamed too; a call is included once its name is known
-    (`rl.renderers.streaming_calls`). A thought that never ended counts as thought, not as text.
-    `within_thoughts`: the result of `prompt_opens_thoughts`. At the end of a text, these are held
-    back: spaces, parts of characters, and possible starts of a mark. A single exception to the
-    prefix property remains: a closing mark of thoughts without an opening mark turns the preceding
-    text into thoughts.
+    have their arguments as text, which is streamed too; a call is included once its name is known.
+    A thought that never ended counts as thought, not as text. `within_thoughts`: the result of
+    `prompt_opens_thoughts`. At the end of a text, these are held back: spaces, parts of characters,
+    and possible starts of a mark. A single exception to the prefix property remains: a closing mark
+    of thoughts without an opening mark turns the preceding text into thoughts.
     """
     marks, text = renderer.marks(), renderer.get_answer_text(tokens)
-    calls: list[PartialCall] = []
+    calls: list[Call] = []
     if CHANNEL in marks:
         text, calls = parse_channel_calls(text, marks, ended)
         content, thoughts, *_ = split_channels(
@@ -93,9 +240,7 @@ def _get_call_mark(renderer: Renderer) -> str:
     return CALL_BEGIN if form is None else form.begin
 
 
-def _split_partial_calls(
-    renderer: Renderer, text: str, ended: bool
-) -> tuple[str, list[PartialCall]]:
+def _split_partial_calls(renderer: Renderer, text: str, ended: bool) -> tuple[str, list[Call]]:
     """Return (the text without its calls, the calls). Calls in a special format
     (`rl.renderers.tool_call_formats`) are included only when the answer has ended.
     """
@@ -106,7 +251,7 @@ def _split_partial_calls(
         content, parsed_calls, _ = form.parse(text, tools)
         functions = [call["function"] for call in parsed_calls]
         return content, [
-            PartialCall(function["name"], json.dumps(function["arguments"], ensure_ascii=False))
+            make_call(function["name"], json.dumps(function["arguments"], ensure_ascii=False))
             for function in functions
         ]
     if form.begin == PYTHON_TAG and tools and text.lstrip().startswith("{"):
@@ -133,21 +278,7 @@ def _split_open_thought(
 
 
 def _build_message(
-    renderer: Renderer, content: str, thoughts: str | None, calls: Sequence[PartialCall]
+    renderer: Renderer, content: str, thoughts: str | None, calls: list[Call]
 ) -> Message:
     """Return the assistant message of the parsed parts."""
-    message: Message = {
-        "role": "assistant",
-        "content": renderer.cut_at_stop(content)
-        if isinstance(renderer, StopTextRenderer)
-        else content,
-    }
-    message |= {} if thoughts is None else {"reasoning_content": thoughts}
-    functions: list[dict[str, Any]] = [
-        {"name": call.name, "arguments": call.arguments} for call in calls
-    ]
-    return message | (
-        {"tool_calls": [{"type": "function", "function": function} for function in functions]}
-        if functions
-        else {}
-    )
+    return build_answer(renderer.cut_at_stop(content), thoughts, calls)

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,15 @@ from rl.renderers.renderer import (
     get_text_content,
     normalize_messages,
 )
-from rl.renderers.response_parsing import CALL_BEGIN, CALL_END, format_with_calls, split_calls
-from rl.types import Message, ModelInput
+from rl.renderers.response_parsing import (
+    CALL_BEGIN,
+    CALL_END,
+    Tools,
+    build_answer,
+    format_with_calls,
+    split_calls,
+)
+from rl.types import Message, Messages, ModelInput
 
 _SEPARATOR = "\n\n"
 _STOP_TEXT = "\n\nUser:"
@@ -36,23 +44,25 @@ class _TextRenderer(Renderer):
         self,
         tokenizer: Any,
         eos_token_ids: Iterable[int] = (),
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Tools = (),
     ):
         super().__init__(tokenizer, eos_token_ids)
         self.tools = list(tools)
+        self._begin = get_begin_tokens(tokenizer)
 
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
+    def with_tools(self, tools: Tools) -> Renderer:
         if not tools:
             return self
         renderer = type(self)(self.tokenizer, self.end_tokens, tools)
-        renderer.escaper = self.escaper  # equal, and reuses its renamed tokenizer
+        # an equal escaper, to reuse its renamed tokenizer
+        renderer.escaper, renderer.stops = self.escaper, self.stops
         return renderer
 
-    def available_tools(self) -> Sequence[Mapping[str, Any]]:
+    def available_tools(self) -> Tools:
         return self.tools
 
     def marks(self) -> tuple[str, ...]:
-        return (CALL_BEGIN,) if self.tools else ()
+        return (CALL_BEGIN, *self.stops) if self.tools else self.stops
 
     def _get_text(self, message: Message) -> str:
         """Return the text of a message, including its calls if tools are set."""
@@ -65,11 +75,9 @@ class _TextRenderer(Renderer):
     def _parse_content(self, content: str) -> Message:
         """Return the assistant message of an answer's text."""
         if not self.tools:
-            return {"role": "assistant", "content": content}
+            return build_answer(content)
         text, calls, unparsed = split_calls(content, self.tools)
-        message: Message = {"role": "assistant", "content": text}
-        message |= {"tool_calls": calls} if calls else {}
-        return message | ({"unparsed_tool_calls": unparsed} if unparsed else {})
+        return build_answer(text, None, calls, unparsed)
 
 
 class PlainRenderer(_TextRenderer):
@@ -83,7 +91,7 @@ class PlainRenderer(_TextRenderer):
         self,
         tokenizer: Any,
         eos_token_ids: Iterable[int] = (),
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Tools = (),
     ):
         super().__init__(tokenizer, eos_token_ids, tools)
         if tokenizer.eos_token_id is None:
@@ -92,22 +100,14 @@ class PlainRenderer(_TextRenderer):
                 "eos_token"
             )
         self._eos: int = tokenizer.eos_token_id
-        self._begin = get_begin_tokens(tokenizer)
 
-    def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
+    def build_generation_prompt(self, messages: Messages) -> ModelInput:
         return ModelInput.from_ints(
-            [
-                *self._begin,
-                *(
-                    token
-                    for piece in self._iter_message_tokens(normalize_messages(messages))
-                    for token in piece
-                ),
-            ]
+            [*self._begin, *chain(*self._iter_message_tokens(normalize_messages(messages)))]
         )
 
     def build_supervised_example(
-        self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
+        self, messages: Messages, train_on: TrainOn = "last_assistant"
     ) -> tuple[ModelInput, np.ndarray]:
         messages = normalize_messages(messages)
         trained = set(find_trained_messages(messages, train_on))
@@ -117,43 +117,33 @@ class PlainRenderer(_TextRenderer):
         ]
         return build_weighted_example([(self._begin, 0.0), *pieces])
 
-    def get_stop_sequences(self) -> list[int]:
-        return [self._eos, *sorted(self.end_tokens - {self._eos})]
+    def get_stop_sequences(self) -> list[Any]:
+        return [self._eos, *sorted(self.end_tokens - {self._eos}), *self.stops]
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, stopped = self._split_at_end(tokens)
-        return self._parse_content(self._decode(before)), stopped
+        return self._end_at_stop(self._parse_content(self.decode(before)), stopped)
 
     def extend_prompt(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         seen: Sequence[int],
         answer: Sequence[int],
-        new: Sequence[Message],
+        new: Messages,
     ) -> ModelInput:
         """Extend the prompt; see `Renderer`. This always succeeds, because the format has no roles
         and does not change earlier text.
         """
         mark = [] if answer and answer[-1] in self.end_tokens else [self._eos]
-        return ModelInput.from_ints(
-            [
-                *seen,
-                *answer,
-                *mark,
-                *(
-                    t
-                    for piece in self._iter_message_tokens(normalize_messages(new), continuing=True)
-                    for t in piece
-                ),
-            ]
-        )
+        following = self._iter_message_tokens(normalize_messages(new), continuing=True)
+        return ModelInput.from_ints([*seen, *answer, *mark, *chain(*following)])
 
     def with_end_mark(self, tokens: Sequence[int]) -> list[int]:
         before, stopped = self._split_at_end(tokens)
         return [*before, self._eos] if stopped else before
 
     def _iter_message_tokens(
-        self, messages: Sequence[Message], continuing: bool = False
+        self, messages: Messages, continuing: bool = False
     ) -> Iterator[list[int]]:
         """Yield the tokens of each message."""
         for index, message in enumerate(messages):
@@ -171,16 +161,7 @@ class RoleColonRenderer(_TextRenderer):
     the tokenizer has it.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        eos_token_ids: Iterable[int] = (),
-        tools: Sequence[Mapping[str, Any]] = (),
-    ):
-        super().__init__(tokenizer, eos_token_ids, tools)
-        self._begin = get_begin_tokens(tokenizer)
-
-    def build_generation_prompt(self, messages: Sequence[Message]) -> ModelInput:
+    def build_generation_prompt(self, messages: Messages) -> ModelInput:
         return ModelInput.from_ints(
             [
                 *self._begin,
@@ -194,17 +175,17 @@ class RoleColonRenderer(_TextRenderer):
 
     def extend_prompt(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         seen: Sequence[int],
         answer: Sequence[int],
-        new: Sequence[Message],
+        new: Messages,
     ) -> ModelInput | None:
         """Extend the prompt; see `Renderer`. Returns None if the model wrote "User:" itself and
         another role speaks next, or if it wrote more text after it.
         """
         before, stopped = self._split_at_end(answer)
         tail = self._render_text(normalize_messages(new)) + "Assistant:"
-        head, mark, after = self._decode(before).partition(_STOP_TEXT)
+        head, mark, after = self.decode(before).partition(_STOP_TEXT)
         if mark and not stopped:
             if after or not tail.startswith("User:"):
                 return None
@@ -237,7 +218,7 @@ class RoleColonRenderer(_TextRenderer):
         )
 
     def build_supervised_example(
-        self, messages: Sequence[Message], train_on: TrainOn = "last_assistant"
+        self, messages: Messages, train_on: TrainOn = "last_assistant"
     ) -> tuple[ModelInput, np.ndarray]:
         messages = normalize_messages(messages)
         text = self._render_tools() + self._render_text(messages) + "User:"
@@ -259,8 +240,8 @@ class RoleColonRenderer(_TextRenderer):
             [(self._begin, 0.0), *((piece, float(i % 2)) for i, piece in enumerate(pieces))]
         )
 
-    def get_stop_sequences(self) -> list[str]:
-        return [_STOP_TEXT, CALL_END] if self.tools else [_STOP_TEXT]
+    def get_stop_sequences(self) -> list[Any]:
+        return [_STOP_TEXT, *([CALL_END] if self.tools else []), *self.stops]
 
     def marks(self) -> tuple[str, ...]:
         return (*super().marks(), _STOP_TEXT)
@@ -270,9 +251,10 @@ class RoleColonRenderer(_TextRenderer):
 
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         before, stopped = self._split_at_end(tokens)
-        content, mark, _ = self._decode(before).partition(_STOP_TEXT)
+        content, mark, _ = self.decode(before).partition(_STOP_TEXT)
         called = bool(self.tools) and content.rstrip().endswith(CALL_END)
-        return self._parse_content(content.strip()), stopped or bool(mark) or called
+        ended = stopped or bool(mark) or called
+        return self._end_at_stop(self._parse_content(content.strip()), ended)
 
     def with_end_mark(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens of the answer's text and the end mark, for every way in which they were
@@ -294,18 +276,18 @@ class RoleColonRenderer(_TextRenderer):
         space at the start of a text.
         """
         role = self._encode("Assistant:", continuing=True)
-        return self._decode([*role, *tokens]).removeprefix(self._decode(role))
+        return self.decode([*role, *tokens]).removeprefix(self.decode(role))
 
     def without_end_mark(self, tokens: Sequence[int]) -> list[int]:
         before = self._split_at_end(tokens)[0]
-        text, mark, _ = self._decode(before).partition(_STOP_TEXT)
+        text, mark, _ = self.decode(before).partition(_STOP_TEXT)
         return (
             self._encode(self.escaper.escape(f" {text.strip()}"), continuing=True)
             if mark
             else before
         )
 
-    def _render_text(self, messages: Sequence[Message]) -> str:
+    def _render_text(self, messages: Messages) -> str:
         """Return the escaped text of messages with their roles."""
         return "".join(
             self.escaper.escape(f"{message['role'].capitalize()}: {self._get_text(message)}")

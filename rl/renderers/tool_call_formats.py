@@ -15,16 +15,19 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rl.renderers.response_parsing import CALL_BEGIN, CALL_END, parse_parameter
-
-Tools = Sequence[Mapping[str, Any]]
-Call = dict[str, Any]
-# (text without calls, calls, failed calls)
-ParsedCalls = tuple[str, list[Call], list[dict[str, str]]]
+from rl.renderers.response_parsing import (
+    CALL_BEGIN,
+    CALL_END,
+    Call,
+    ParsedCalls,
+    Tools,
+    make_call,
+    parse_parameter,
+)
 
 PYTHON_TAG = "<|python_tag|>"
 _QUOTE = '<|"|>'
@@ -48,11 +51,6 @@ def find_call_format(template: str) -> ToolCallFormat | None:
     template without calls.
     """
     return next((form for sign, form in _FORMATS if sign in template), None)
-
-
-def make_call(name: str, arguments: dict[str, Any]) -> Call:
-    """Return a call as a chat template expects it."""
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _make_parser(

@@ -13,7 +13,6 @@ from typing_extensions import TypedDict
 
 from rl.renderers import (
     Renderer,
-    StopTextRenderer,
     parse_partial_answer,
     prompt_opens_thoughts,
 )
@@ -221,7 +220,7 @@ class ChatContext:
     def reader(self) -> Renderer:
         """Return the renderer that parses samples, without the stop texts of the request."""
         stops = get_request_stop_texts(self.params, self.renderer.get_stop_sequences())
-        return StopTextRenderer(self.renderer, stops) if stops else self.renderer
+        return self.renderer.with_stops(stops) if stops else self.renderer
 
     @cached_property
     def head(self) -> ResponseHead:

@@ -31,7 +31,7 @@ from rl.judges import (
     shares_vocabulary,
 )
 from rl.models import is_adapter, load_classifier_config
-from rl.renderers import Renderer, StopTextRenderer, get_renderer
+from rl.renderers import Renderer, get_renderer
 from rl.seed import derive_seed
 from rl.trainer.initial_weights import find_initial_weights, find_weights_folder
 from rl.trainer.saved_weights import SavedWeights, open_weights
@@ -299,7 +299,7 @@ def make_renderer(
         tokenizer,
         **settings,
     )
-    return StopTextRenderer(renderer, stop) if stop else renderer
+    return renderer.with_stops(stop) if stop else renderer
 
 
 def stage_renderer(client: TrainingClient | SamplingClient, settings: Any) -> Renderer:

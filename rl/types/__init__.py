@@ -19,7 +19,7 @@ from rl.types.inputs import (
     ModelInputChunk,
     PlacedImage,
 )
-from rl.types.problem_types import Message, Problem, StoredAnswer
+from rl.types.problem_types import Message, Messages, Problem, StoredAnswer
 from rl.types.responses import (
     Checkpoint,
     CheckpointType,
@@ -82,6 +82,7 @@ __all__ = [
     "LossFnOutput",
     "LossFnType",
     "Message",
+    "Messages",
     "ModelData",
     "ModelID",
     "ModelInput",

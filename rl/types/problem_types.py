@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]  # {"role": "user" | "assistant" | "system" | "tool", "content": str, ...}
+Messages = Sequence[Message]  # a conversation
 
 
 @dataclass(frozen=True, slots=True)

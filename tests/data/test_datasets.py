@@ -524,3 +524,14 @@ def test_math500_is_not_all_new_to_who_trains_on_the_whole_of_math(shared_data: 
     assert [
         a for a, _ in find_contamination(make_problems("nothing", rows[3]["problem"]), test).shared
     ] == ["t 3"]
+
+
+def test_a_template_leaves_the_noise_of_generated_rows():
+    plain, wrapped = (
+        load_problems("addition:noise=0.5", limit=50, prompt_suffix=suffix)
+        for suffix in (None, "!")
+    )
+    for epoch in range(3):
+        for i in range(50):
+            assert wrapped.at(i, epoch).response == plain.at(i, epoch).response
+            assert wrapped.at(i, epoch).messages[-1]["content"].endswith("=!")

@@ -27,7 +27,7 @@ from rl.config import (
 from rl.data import LengthLimits, RowCheck, load_problems, select_good_rows
 from rl.errors import UserError
 from rl.models import load_skeleton
-from rl.renderers import StopTextRenderer, get_renderer
+from rl.renderers import get_renderer
 from rl.rollout import supervised_datum
 from rl.trainer import load_held_out_problems, load_training_problems
 from rl.types import Problem
@@ -127,7 +127,7 @@ def test_flags_with_dots_reach_the_template_and_evaluate_takes_data_flags(tmp_pa
 
 
 def test_stop_strings_end_an_answer_before_them(tokenizer):
-    renderer = StopTextRenderer(get_renderer("plain", tokenizer), ["3", "+"])
+    renderer = get_renderer("plain", tokenizer).with_stops(["3", "+"])
     tokens = tokenizer.encode("124+53", add_special_tokens=False)
     assert renderer.parse_response(tokens) == ({"role": "assistant", "content": "124"}, True)
     assert renderer.parse_response(tokens[:2]) == ({"role": "assistant", "content": "12"}, False)

@@ -55,7 +55,7 @@ def sampled(renderer, problem, text, end, *, logs=True):
     drawn = [*renderer._encode(renderer.escaper.escape(text), continuing=True), *end]
     if len(end) > 1:  # a mark in words: tokenized as in training, together with the answer
         drawn = renderer._encode(
-            renderer.escaper.escape(text) + renderer._decode(end), continuing=True
+            renderer.escaper.escape(text) + renderer.decode(end), continuing=True
         )
     action = SampledSequence(drawn, [-1.0] * len(drawn), "stop" if end else "length")
     result = builder.make_envs()[0].step(action)
@@ -141,7 +141,7 @@ def test_role_colons_mark_is_read_as_in_training_however_it_was_tokenised(render
             drawn = [
                 token for piece in pieces for token in renderer._encode(piece, continuing=True)
             ]
-            if renderer._decode(drawn) != text:
+            if renderer.decode(drawn) != text:
                 # a tokenizer that joins words with added spaces: these tokens are another text
                 continue
             assert renderer.reward_model_input(prompt, drawn).to_ints() == expected, pieces
@@ -373,7 +373,7 @@ def test_an_episode_in_the_models_own_format_is_read_with_its_tools(renderers): 
     renderer = renderers("chat_template", "qwen3")
     group = play_episode(renderer, "chat_template", ["4", "st"], tools=True)
     last = group.trajectories_G[0].transitions[-1]
-    assert "Look at a place" in renderer._decode(last.ob.to_ints())
+    assert "Look at a place" in renderer.decode(last.ob.to_ints())
     reader = Reader()
     RewardModel(reader, "rm", renderer, policy_renderer=renderer).scores([group])
     assert reader.read == [renderer.reward_model_input(last.ob.flat(), last.ac.tokens).to_ints()]

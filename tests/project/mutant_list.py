@@ -77,8 +77,8 @@ MUTANTS = [
     ),
     M(
         "rl/data/problem_set.py",
-        "            self._orders[key] = np.random.Generator(np.random.Philox([seed, epoch])).permutation(\n                len(self)\n            )\n",
-        "            self._orders[key] = np.random.Generator(np.random.Philox([seed, 0])).permutation(len(self))\n",
+        "        return np.random.Generator(np.random.Philox([seed, epoch])).permutation(len(self))\n",
+        "        return np.random.Generator(np.random.Philox([seed, 0])).permutation(len(self))\n",
         "each epoch the same order",
         "data",
     ),

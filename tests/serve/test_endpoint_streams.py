@@ -14,7 +14,7 @@ from endpoints import Endpoint, ScriptedBackend, TinyBackend  # noqa: E402
 from serving import BASE, server  # noqa: E402
 
 from rl.models import load_tokenizer  # noqa: E402
-from rl.renderers import StopTextRenderer, get_renderer, parse_partial_answer, prompt_opens_thoughts  # noqa: E402
+from rl.renderers import get_renderer, parse_partial_answer, prompt_opens_thoughts  # noqa: E402
 from rl.renderers.tool_call_formats import find_call_format  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
@@ -64,7 +64,7 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(
 ):
     """Check every prefix of every answer, in the tokenizer's tokens and character by character."""
     base = get_renderer(name, load_tokenizer(str(shared_data / "tokenizers" / tokenizer)))
-    renderer = StopTextRenderer(base.with_tools(TOOLS) if with_tools else base, ["lo and", "zz"])
+    renderer = (base.with_tools(TOOLS) if with_tools else base).with_stops(["lo and", "zz"])
     within = prompt_opens_thoughts(renderer, renderer.build_generation_prompt(ASK).to_ints())
     assert not within
     begun = 0
@@ -224,7 +224,7 @@ def test_what_is_certain_of_an_answer_with_calls_of_other_forms(shared_data, sig
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen2.5"))
     renderer = get_renderer("chat_template", tokenizer).with_tools(TOOLS)
     renderer._call_format = find_call_format(sign)
-    for wrapped in (renderer, StopTextRenderer(renderer, ["zz"])):
+    for wrapped in (renderer, renderer.with_stops(["zz"])):
         for text in (*FORMS[sign], "No call <at> all, 🙂 {"):
             tokens = by_character(tokenizer, text)
             whole = check_prefixes(wrapped, tokens, False, text)

@@ -301,14 +301,14 @@ def test_commands_in_the_manner_of_other_libraries_are_answered(words, expected)
 
 
 def test_every_word_of_other_libraries_leads_to_a_setting():
-    from rl.config.aliases import _DOTTED_NAMES, _FOREIGN_NAMES
+    from rl.config.aliases import _FOREIGN_NAMES
     from rl.config.fields import get_fields
 
     known = {
         *get_fields(RunSettings),
         *(key for method in METHODS.values() for key in get_fields(method.Settings)),
     }
-    names = [*_FOREIGN_NAMES.values(), *_DOTTED_NAMES.values()]
+    names = [name for rows in _FOREIGN_NAMES.values() for name in rows]
     assert {here for here, _ in names if here} <= known
     # settings of some methods: beta of dpo and offline, epochs of ppo and others
     assert known & _FOREIGN_NAMES.keys() == {"beta", "epochs"}

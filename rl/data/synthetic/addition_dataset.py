@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import zlib
 from collections.abc import Mapping
+from itertools import product
 
 from rl.data.problem_set import ProblemSet
-from rl.data.synthetic.noise_config import parse_noise
-from rl.errors import UserError
+from rl.data.synthetic.generated_set import build_set, parse_noise
 from rl.types import Problem
 
-_LOW, _HIGH = 10, 99
+_OPERANDS = range(10, 100)
+_TAKES = (
+    "noise=P with P from 0 to 1, and from=EPOCH, e.g. 'addition:noise=0.7' or "
+    "'addition:noise=0.7,from=11'"
+)
 
 
 def is_test(a: int, b: int) -> bool:
@@ -23,18 +26,11 @@ def is_test(a: int, b: int) -> bool:
     return zlib.crc32(f"{min(a, b)}+{max(a, b)}".encode()) % 10 == 0
 
 
-def _with_noise(problem: Problem, epoch: int, probability: float) -> Problem:
-    """Resample a digit of the response with `probability`; the new digit may be the same.
-
-    The result is a function of index and epoch.
-    """
-    rng = random.Random(f"addition noise {problem.index} {epoch}")
+def _resample_digit(problem: Problem, rng: random.Random) -> str:
+    """Resample a digit of the response; the new digit may be the same."""
     response = problem.response or ""
-    if rng.random() >= probability:
-        return problem
     position = rng.randrange(len(response))
-    noisy = response[:position] + str(rng.randrange(10)) + response[position + 1 :]
-    return dataclasses.replace(problem, response=noisy)
+    return response[:position] + str(rng.randrange(10)) + response[position + 1 :]
 
 
 def _wrong(a: int, b: int) -> str:
@@ -52,27 +48,11 @@ def _carries(a: int, b: int) -> int:
     return ones + (a // 10 + b // 10 + ones > 9)
 
 
-def _noise(options: Mapping[str, str]) -> tuple[float, int]:
-    """Return (share of noisy responses, first epoch that has them).
-
-    Raises UserError for unknown or invalid options.
-    """
-    noise = parse_noise(options)
-    if noise is None or set(options) - {"noise", "from"}:
-        got = ",".join(f"{key}={value}" for key, value in options.items())
-        raise UserError(
-            "addition takes the options noise=P with P from 0 to 1, and from=EPOCH, e.g. "
-            f"'addition:noise=0.7' or 'addition:noise=0.7,from=11'; got {got!r}"
-        )
-    return noise
-
-
 def addition(
     split: str = "train",
     options: Mapping[str, str] | None = None,
     *,
     tag: str = "addition",
-    system_prompt: str | None = None,
 ) -> ProblemSet:
     """Generate all sums of two operands from 10 to 99 of a split.
 
@@ -84,29 +64,10 @@ def addition(
     meta["answer"] is always correct, `rejected` always has a wrong digit; meta["level"] is the
     number of carries (0 to 2).
     """
-    noise, first = _noise(options or {})
-    if split not in ("train", "test"):
-        raise UserError(f"addition has the splits 'train' and 'test', got {split!r}")
-    pairs = [
-        (a, b)
-        for a in range(_LOW, _HIGH + 1)
-        for b in range(_LOW, _HIGH + 1)
+    noise = parse_noise("addition", _TAKES, options or {})
+    rows = (
+        (f"{a}+{b}=", {"answer": str(a + b), "level": _carries(a, b)}, str(a + b), _wrong(a, b))
+        for a, b in product(_OPERANDS, _OPERANDS)
         if is_test(a, b) == (split == "test")
-    ]
-    system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
-    problems = [
-        Problem(
-            messages=(*system, {"role": "user", "content": f"{a}+{b}="}),
-            meta={"answer": str(a + b), "level": _carries(a, b)},
-            response=str(a + b),
-            tag=tag,
-            index=index,
-            rejected=_wrong(a, b),
-        )
-        for index, (a, b) in enumerate(pairs)
-    ]
-
-    def variant(problem: Problem, epoch: int) -> Problem:
-        return _with_noise(problem, epoch, noise) if epoch >= first else problem
-
-    return ProblemSet(problems, name=f"addition/{split}", variant=variant if noise else None)
+    )
+    return build_set("addition", split, rows, tag, noise=noise, resample=_resample_digit)

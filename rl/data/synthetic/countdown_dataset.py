@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rl.data.problem_set import ProblemSet
+from rl.data.synthetic.generated_set import build_set
 from rl.errors import UserError
-from rl.types import Problem
 
-_DEFAULTS = {"numbers": 4, "high": 99, "size": 10_000}
-_LEAST = {"numbers": 2, "high": 9, "size": 1}
-_MOST = {"numbers": 6, "high": 999, "size": 1_000_000}
+# option: (default, least, most)
+_OPTIONS = {"numbers": (4, 2, 6), "high": (99, 9, 999), "size": (10_000, 1, 1_000_000)}
 _TARGETS = range(10, 1000)
 
 
@@ -28,7 +28,6 @@ def countdown(
     options: Mapping[str, str] | None = None,
     *,
     tag: str = "countdown",
-    system_prompt: str | None = None,
 ) -> ProblemSet:
     """Generate solvable problems of the "train" or "test" split (disjoint), deterministically.
 
@@ -39,49 +38,42 @@ def countdown(
     response is that solution, in \\boxed{}.
     Raises UserError for an unknown split or option, or if too few problems exist.
     """
-    resolved = _options(options or {})
-    if split not in ("train", "test"):
-        raise UserError(f"countdown has the splits 'train' and 'test', got {split!r}")
-    rng = random.Random(f"countdown {split} {sorted(resolved.items())}")
-    system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
-    count = resolved["size"] if split == "train" else -(-resolved["size"] // 10)
-    problems: list[Problem] = []
+    rows = _generate_rows(split, _options(options or {}))
+    return build_set("countdown", split, rows, tag)
+
+
+def _generate_rows(
+    split: str, options: Mapping[str, int]
+) -> Iterator[tuple[str, dict[str, Any], str, None]]:
+    """Yield different problems of a split. Raises UserError if too few exist."""
+    rng = random.Random(f"countdown {split} {sorted(options.items())}")
+    count = options["size"] if split == "train" else -(-options["size"] // 10)
     seen: set[tuple[tuple[int, ...], int]] = set()
     for _ in range(200 * count + 10_000):
-        if len(problems) == count:
-            break
-        numbers = [rng.randint(1, resolved["high"]) for _ in range(resolved["numbers"])]
+        if len(seen) == count:
+            return
+        numbers = [rng.randint(1, options["high"]) for _ in range(options["numbers"])]
         solution, value, used = _expression(numbers, rng)
-        if value not in _TARGETS or is_test(numbers, value) != (split == "test"):
-            continue
         key = (tuple(sorted(numbers)), value)
-        if key in seen:
+        if value not in _TARGETS or is_test(numbers, value) != (split == "test") or key in seen:
             continue
         seen.add(key)
         meta = {"numbers": numbers, "target": value, "answer": str(value), "level": used}
-        message = {"role": "user", "content": _prompt(numbers, value)}
-        problems.append(
-            Problem((*system, message), meta, f"\\boxed{{{solution}}}", tag, len(problems))
+        yield _prompt(numbers, value), meta, f"\\boxed{{{solution}}}", None
+    if len(seen) < count:
+        raise UserError(
+            f"countdown: of {options['numbers']} numbers up to {options['high']} fewer than "
+            f"{count} problems exist; request a smaller size"
         )
-    if len(problems) < count:
-        problem_kind = (
-            f"of {resolved['numbers']} numbers up to {resolved['high']} fewer than {count} "
-            f"problems exist"
-        )
-        raise UserError(f"countdown: {problem_kind}; request a smaller size")
-    return ProblemSet(problems, name=f"countdown/{split}")
 
 
 def _options(options: Mapping[str, str]) -> dict[str, int]:
     """Return all options as numbers. Raises UserError for unknown or invalid options."""
-    resolved = dict(_DEFAULTS)
+    resolved = {name: default for name, (default, _, _) in _OPTIONS.items()}
     for key, value in options.items():
-        if (
-            key not in _DEFAULTS
-            or not value.isdecimal()
-            or not _LEAST[key] <= int(value) <= _MOST[key]
-        ):
-            ranges = ", ".join(f"{name} from {_LEAST[name]} to {_MOST[name]}" for name in _DEFAULTS)
+        _, least, most = _OPTIONS.get(key, (0, 1, 0))
+        if not value.isdecimal() or not least <= int(value) <= most:
+            ranges = ", ".join(f"{name} from {a} to {b}" for name, (_, a, b) in _OPTIONS.items())
             raise UserError(
                 f"countdown takes the options {ranges}, e.g. 'countdown:numbers=3,high=20'; got "
                 f"{key}={value}"

@@ -4,15 +4,14 @@ models of few parameters.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import zlib
 from collections.abc import Mapping
 from itertools import product
+from typing import Any
 
 from rl.data.problem_set import ProblemSet
-from rl.data.synthetic.noise_config import parse_noise
-from rl.errors import UserError
+from rl.data.synthetic.generated_set import build_set, parse_noise
 from rl.types import Problem
 
 _CONSTANTS = range(2, 10)
@@ -26,6 +25,7 @@ _STEPS = {
     "least": "max({e},{c})",
 }
 _INPUTS = (-7, 0, 3, 5, 12)
+_TAKES = "noise=P with P from 0 to 1, and from=EPOCH, e.g. 'oneliners:noise=0.5,from=4'"
 
 Step = tuple[str, int]
 
@@ -73,7 +73,6 @@ def oneliners(
     options: Mapping[str, str] | None = None,
     *,
     tag: str = "oneliners",
-    system_prompt: str | None = None,
 ) -> ProblemSet:
     """Generate all functions of two steps of a split. The reward is `code_tests`.
 
@@ -82,38 +81,23 @@ def oneliners(
     of a model that can write functions but makes errors. Option `from`: the first epoch with noise.
     meta["tests"] is always correct.
     """
-    noise, first = _noise(options or {})
-    if split not in ("train", "test"):
-        raise UserError(f"oneliners has the splits 'train' and 'test', got {split!r}")
+    noise = parse_noise("oneliners", _TAKES, options or {})
     every = [*product(_STEPS, _CONSTANTS)]
     pairs = [pair for pair in product(every, every) if is_test(pair) == (split == "test")]
-    system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
-    problems = []
-    for index, steps in enumerate(pairs):
-        message = {"role": "user", "content": ", ".join(f"{name} {c}" for name, c in steps) + ":"}
+
+    def make_row(steps: tuple[Step, Step]) -> tuple[str, dict[str, Any], str, None]:
         cases = [[[x], _apply(steps[1], _apply(steps[0], x))] for x in _INPUTS]
         meta = {"tests": {"style": "calls", "function": "f", "cases": cases}}
-        problems.append(Problem((*system, message), meta, _program(steps), tag, index))
+        return ", ".join(f"{name} {c}" for name, c in steps) + ":", meta, _program(steps), None
 
-    def variant(problem: Problem, epoch: int) -> Problem:
-        draw = random.Random(f"oneliners noise {problem.index} {epoch}")
-        if epoch < first or draw.random() >= noise:
-            return problem
-        return dataclasses.replace(
-            problem, response=_program(_resample_step(pairs[problem.index], draw))
-        )
+    def resample(problem: Problem, rng: random.Random) -> str:
+        return _program(_resample_step(pairs[problem.index], rng))
 
-    return ProblemSet(problems, name=f"oneliners/{split}", variant=variant if noise else None)
-
-
-def _noise(options: Mapping[str, str]) -> tuple[float, int]:
-    """Return (share of noisy responses, first epoch that has them).
-
-    Raises UserError for unknown or invalid options.
-    """
-    noise = parse_noise(options)
-    if noise is None or set(options) - {"noise", "from"}:
-        got = ",".join(f"{key}={value}" for key, value in options.items())
-        takes = "noise=P with P from 0 to 1, and from=EPOCH, e.g. 'oneliners:noise=0.5,from=4'"
-        raise UserError(f"oneliners takes the options {takes}; got {got!r}")
-    return noise
+    return build_set(
+        "oneliners",
+        split,
+        map(make_row, pairs),
+        tag,
+        noise=noise,
+        resample=resample,
+    )

@@ -7,16 +7,15 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rl.data.problem_set import ProblemSet
-from rl.data.synthetic.noise_config import parse_noise
+from rl.data.synthetic.generated_set import build_set, make_options_error, parse_noise
 from rl.errors import UserError
 from rl.seed import derive_seed
-from rl.types import ImageChunk, Message, Problem
+from rl.types import ImageChunk, Problem
 
 COLOURS = {
     "red": (220, 40, 40),
@@ -29,7 +28,11 @@ QUESTIONS = {"count": "how many?", "colour": "colour?", "place": "where?"}
 _SIDE, _MOST = 32, 4
 # With 2,048 rows a model of half a million weights memorizes them.
 _ROWS = {"train": 8192, "test": 256}
-_DEFAULTS = {"ask": "count", "rows": "", "blind": "0", "noise": "0", "from": "0"}
+_DEFAULTS = {"ask": "count", "rows": "", "blind": "0"}
+_TAKES = (
+    f"ask={'|'.join(QUESTIONS)}, rows=N, blind=1, noise=P with P from 0 to 1, and from=EPOCH, e.g. "
+    "'shapes:ask=count'"
+)
 
 
 def shapes(
@@ -37,7 +40,6 @@ def shapes(
     options: Mapping[str, str] | None = None,
     *,
     tag: str = "shapes",
-    system_prompt: str | None = None,
 ) -> ProblemSet:
     """Generate images of 32 x 32 pixels: 8,192 of the "train" and 256 of the "test" split.
 
@@ -54,47 +56,36 @@ def shapes(
     meta["answer"] is always correct. Raises UserError for invalid options or an unknown split.
     """
     resolved = {**_DEFAULTS, **(options or {})}
-    invalid = (
-        resolved["ask"] not in QUESTIONS
+    noise = parse_noise("shapes", _TAKES, options or {}, _DEFAULTS)
+    ask = resolved["ask"]
+    if (
+        ask not in QUESTIONS
         or resolved["blind"] not in ("0", "1")
         or not (resolved["rows"] or "1").isdecimal()
-    )
-    noise = parse_noise(resolved)
-    if invalid or noise is None or set(resolved) - set(_DEFAULTS):
-        got = ",".join(f"{key}={value}" for key, value in (options or {}).items())
-        takes = (
-            f"ask={'|'.join(QUESTIONS)}, rows=N, blind=1, noise=P with P from 0 to 1, and "
-            f"from=EPOCH"
-        )
-        raise UserError(f"shapes takes the options {takes}, e.g. 'shapes:ask=count'; got {got!r}")
-    if split not in _ROWS:
-        raise UserError(f"shapes has the splits 'train' and 'test', got {split!r}")
-    count = int(resolved["rows"] or _ROWS[split])
+    ):
+        raise make_options_error("shapes", _TAKES, options or {})
+    count = int(resolved["rows"] or _ROWS.get(split, 1))
+
+    def resample(problem: Problem, rng: random.Random) -> str:
+        return rng.choice([other for other in _answers(ask) if other != problem.response])
+
+    rows = (_make_row(split, index, ask, resolved["blind"] == "1") for index in range(count))
     if count < 1:
         raise UserError("shapes has at least one row, got rows=0")
-    problems = [
-        _problem(split, index, resolved["ask"], resolved["blind"] == "1", tag, system_prompt)
-        for index in range(count)
-    ]
-    probability, first = noise
-
-    def variant(problem: Problem, epoch: int) -> Problem:
-        draw = random.Random(derive_seed("shapes noise", split, problem.index, epoch))
-        if epoch < first or draw.random() >= probability:
-            return problem
-        return replace(
-            problem,
-            response=draw.choice(
-                [other for other in _answers(resolved["ask"]) if other != problem.response]
-            ),
-        )
-
-    return ProblemSet(problems, name=f"shapes/{split}", variant=variant if probability else None)
+    return build_set(
+        "shapes",
+        split,
+        rows,
+        tag,
+        noise=noise,
+        resample=resample,
+        seed=lambda index, epoch: derive_seed("shapes noise", split, index, epoch),
+    )
 
 
-def _problem(
-    split: str, index: int, ask: str, blind: bool, tag: str, system_prompt: str | None
-) -> Problem:
+def _make_row(
+    split: str, index: int, ask: str, blind: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any], str, str]:
     draw = random.Random(derive_seed("shapes", split, index, ask))
     answer, image = _picture(draw, ask)
     wrong = draw.choice([other for other in _answers(ask) if other != answer])
@@ -108,10 +99,7 @@ def _problem(
         {"type": "image", "image": ImageChunk(_png(image), "png")},
         {"type": "text", "text": QUESTIONS[ask]},
     ]
-    messages: list[Message] = [{"role": "user", "content": parts}]
-    if system_prompt is not None:
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    return Problem(tuple(messages), {"answer": answer}, answer, tag, index, wrong)
+    return parts, {"answer": answer}, answer, wrong
 
 
 def _answers(ask: str) -> tuple[str, ...]:

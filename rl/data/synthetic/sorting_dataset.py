@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import combinations_with_replacement
+from typing import Any
 
 from rl.data.problem_set import ProblemSet
-from rl.data.synthetic.noise_config import parse_noise
+from rl.data.synthetic.generated_set import build_set, make_options_error, parse_noise
 from rl.errors import UserError
 from rl.types import Problem
 
-_DEFAULTS = {"digits": 5, "size": 10_000}
 _RANGES = {"digits": (2, 9), "size": (1, 1_000_000)}
+_TAKES = (
+    ", ".join(f"{key} from {low} to {high}" for key, (low, high) in _RANGES.items())
+    + ", noise=P with P from 0 to 1, and from=EPOCH, e.g. 'sorting:digits=4,noise=1'"
+)
 
 
 def is_test(digits: str) -> bool:
@@ -41,7 +44,6 @@ def sorting(
     options: Mapping[str, str] | None = None,
     *,
     tag: str = "sorting",
-    system_prompt: str | None = None,
 ) -> ProblemSet:
     """Generate different rows of the "train" or "test" split (disjoint), deterministically.
 
@@ -52,10 +54,24 @@ def sorting(
     meta["answer"] is always sorted.
     Raises UserError for an unknown split or option, or if too few rows exist.
     """
-    digits, size, noise, first = _parse_options(options or {})
-    if split not in ("train", "test"):
-        raise UserError(f"sorting has the splits 'train' and 'test', got {split!r}")
-    count = size if split == "train" else -(-size // 10)
+    resolved = {"digits": "5", "size": "10000", **(options or {})}
+    noise = parse_noise("sorting", _TAKES, options or {}, _RANGES)
+    for key, (low, high) in _RANGES.items():
+        if not resolved[key].isdecimal() or not low <= int(resolved[key]) <= high:
+            raise make_options_error("sorting", _TAKES, options or {})
+    digits, size = (int(resolved[key]) for key in _RANGES)
+
+    def shuffle(problem: Problem, rng: random.Random) -> str:
+        return "".join(rng.sample(problem.meta["answer"], digits))
+
+    rows = _generate_rows(split, digits, size if split == "train" else -(-size // 10))
+    return build_set("sorting", split, rows, tag, noise=noise, resample=shuffle)
+
+
+def _generate_rows(
+    split: str, digits: int, count: int
+) -> Iterator[tuple[str, dict[str, Any], str, None]]:
+    """Yield different rows of a split. Raises UserError if too few exist."""
     if count > (existing := _count_rows(digits, split)):
         raise UserError(
             f"sorting: of {digits} digits fewer than {count} rows exist in the split {split}: "
@@ -67,44 +83,6 @@ def sorting(
         row = "".join(rng.choices("0123456789", k=digits))
         if is_test(row) == (split == "test"):
             rows[row] = None
-    system = () if system_prompt is None else ({"role": "system", "content": system_prompt},)
-    problems = [
-        Problem(
-            messages=(*system, {"role": "user", "content": f"{row}="}),
-            meta={"answer": "".join(sorted(row))},
-            response="".join(sorted(row)),
-            tag=tag,
-            index=index,
-        )
-        for index, row in enumerate(rows)
-    ]
-
-    def variant(problem: Problem, epoch: int) -> Problem:
-        rng = random.Random(f"sorting noise {problem.index} {epoch}")
-        if epoch < first or rng.random() >= noise:
-            return problem
-        order = "".join(rng.sample(problem.meta["answer"], digits))
-        return dataclasses.replace(problem, response=order)
-
-    return ProblemSet(problems, name=f"sorting/{split}", variant=variant if noise else None)
-
-
-def _parse_options(options: Mapping[str, str]) -> tuple[int, int, float, int]:
-    """Return (digits, size, share of noisy responses, first epoch that has them).
-
-    Raises UserError for unknown or invalid options.
-    """
-    noise = parse_noise(options)
-    numbers = {key: options.get(key, str(value)) for key, value in _DEFAULTS.items()}
-    valid = all(
-        numbers[key].isdecimal() and low <= int(numbers[key]) <= high
-        for key, (low, high) in _RANGES.items()
-    )
-    if noise is None or not valid or set(options) - {"noise", "from", *_DEFAULTS}:
-        received = ",".join(f"{key}={value}" for key, value in options.items())
-        ranges = ", ".join(f"{key} from {low} to {high}" for key, (low, high) in _RANGES.items())
-        raise UserError(
-            f"sorting takes the options {ranges}, noise=P with P from 0 to 1, and from=EPOCH, "
-            f"e.g. 'sorting:digits=4,noise=1'; got {received!r}"
-        )
-    return int(numbers["digits"]), int(numbers["size"]), *noise
+    for row in rows:
+        answer = "".join(sorted(row))
+        yield f"{row}=", {"answer": answer}, answer, None
