@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from rl.client.sampling_client import SamplingClient
+from rl.client.service_context import free_when_collected
 from rl.errors import UserError
 from rl.runtime import Driver, StepOutput, StepRequest
 from rl.sampler import SamplingRequest
@@ -82,8 +82,7 @@ class SampleStream:
         self._active: dict[int, tuple[int, int, SamplingClient]] = {}
         self._rank_loads = [0] * self._num_ranks
         self._recompute = False
-        self._finalizer = weakref.finalize(self, _close_stream, self._driver, self._stream_id)
-        self._finalizer.atexit = False
+        self._finalizer = free_when_collected(self, self._driver, "close_stream", self._stream_id)
 
     @property
     def busy(self) -> bool:
@@ -218,9 +217,3 @@ class SampleStream:
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
-
-
-def _close_stream(driver: Driver, number: int) -> None:
-    """Submit the verb that frees the stream, unless the service is closed."""
-    if not driver.closed:
-        driver.submit("close_stream", number)
