@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from rl.renderers import Renderer, format_with_calls
 from rl.rollout import Trajectory, Transition
 from rl.serve.http_errors import HttpError
-from rl.serve.tenant_limit import choose_evictions
+from rl.serve.scheduler import choose_evictions
 from rl.types import Message, ModelInput, SampledSequence, SampleResponse, SamplingParams
 
 _GREEDY_TOKEN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, stop=None)

@@ -30,7 +30,7 @@ from rl.serve.http_errors import (
     ShutdownError,
     to_http_error,
 )
-from rl.serve.tenant_limit import TenantCounter, check_share
+from rl.serve.scheduler import TenantCounter, check_share
 from rl.types import ForwardBackwardOutput, SampleResponse
 
 PROTOBUF_TYPE = "application/x-protobuf"

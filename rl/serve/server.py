@@ -23,19 +23,21 @@ from rl.client import ServiceClient
 from rl.errors import UserError
 from rl.memory_plan import ModelSkeleton, check_tensor_parallel
 from rl.runtime import SamplerSettings, WorkerSettings
-from rl.serve.app import JsonLineFormatter, make_app
-from rl.serve.chat_page_route import make_chat_page_route
-from rl.serve.http_socket import allow_port_reuse, bind_sockets, check_certificate
+from rl.serve.app import JsonLineFormatter, make_app, make_chat_page_route
+from rl.serve.http_connection import (
+    allow_port_reuse,
+    bind_sockets,
+    check_certificate,
+    make_timeout_protocol,
+)
 from rl.serve.openai_routes import make_openai_routes as openai_routes
 from rl.serve.request_store import PendingRequest, RequestStore
-from rl.serve.request_timeouts import make_timeout_protocol
 from rl.serve.serve_settings import ServedBaseModel, ServeLimits, ServeSettings
 from rl.serve.served_models import ModelManager, ServerParts
 from rl.serve.serving_engine import ServingEngine
 from rl.serve.session_store import SessionStore
 from rl.serve.tinker_rest import TinkerRestRoutes, UrlSigner
-from rl.serve.tinker_sampling import TinkerSamplingRoutes
-from rl.serve.tinker_training import TinkerTrainingRoutes
+from rl.serve.tinker_routes import TinkerSamplingRoutes, TinkerTrainingRoutes
 
 log = logging.getLogger("whetstone.serve")
 KEYS_VARIABLE = "WHETSTONE_SERVE_KEYS"

@@ -26,9 +26,8 @@ from rl.client import SamplingClient, TrainingClient
 from rl.distributed import checkpoint_folder
 from rl.jsonl import write_atomically
 from rl.serve.http_errors import HttpError
-from rl.serve.scheduler import EngineJob
+from rl.serve.scheduler import EngineJob, check_share, choose_evictions
 from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel, ServeLimits
-from rl.serve.tenant_limit import check_share, choose_evictions
 
 CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
 LIVE_FOLDER = "live"

@@ -6,8 +6,8 @@ from serving import Wire, open_server, server
 from test_serve import KEYS
 
 from rl.serve import HttpError
+from rl.serve.scheduler import check_share, choose_evictions
 from rl.serve.session_store import SamplerRecord
-from rl.serve.tenant_limit import check_share, choose_evictions
 
 
 @pytest.mark.parametrize("limit", [2, 7, 64])

@@ -19,7 +19,7 @@ from rl.client import ServiceClient
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
 from rl.serve import ModelServer, ServedBaseModel, ServeSettings, tinker_pb2
-from rl.serve.request_timeouts import make_timeout_protocol
+from rl.serve.http_connection import make_timeout_protocol
 
 httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
