@@ -78,11 +78,10 @@ class RequestGuard:
         self.app = app
         self.engine = engine
         self.links = links
-        self.open_count = 0
         # open requests by owner; None: requests without a valid key, which get 401 at once
         self._open_by_owner = TenantCounter()
         self._keys = [(key.encode(), compute_owner_id(key)) for key in engine.settings.keys]
-        engine.metrics.set_gauge("open_requests", lambda: self.open_count)
+        engine.metrics.set_gauge("open_requests", self._open_by_owner.total)
 
     async def __call__(self, scope: Scope, receive: ReceiveFn, send: Send) -> None:
         if scope["type"] != "http":
@@ -96,12 +95,10 @@ class RequestGuard:
             await send(message)
 
         owner = self._get_owner(scope)
-        self.open_count += 1
         self._open_by_owner.change(owner, 1)
         try:
             await self._handle(scope, receive, record_status, owner)
         finally:
-            self.open_count -= 1
             self._open_by_owner.change(owner, -1)
             self._record_request(scope, response["status"], time.perf_counter() - begin)
 
@@ -142,7 +139,7 @@ class RequestGuard:
                 401, "this server requires a key: send x-api-key, or authorization: Bearer"
             )
         if scope["path"] not in KEYLESS_PATHS:  # health checks have no limit
-            total, owner_count = self.open_count - 1, self._open_by_owner[owner] - 1
+            total, owner_count = self._open_by_owner.total() - 1, self._open_by_owner[owner] - 1
             if total >= limits.open_requests:
                 raise HttpError(503, "too many requests are open: try again", retry_after=1.0)
             check_share(

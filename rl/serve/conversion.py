@@ -329,11 +329,3 @@ def parse_targets(fields: Mapping[str, Any] | None) -> TensorData | None:
             "target_prompt_logprobs must be a TensorData of token ids, [prompt tokens - 1, K]: "
             f"{error}"
         ) from error
-
-
-def count_tokens(model_input: ModelInput) -> int:
-    """Return the number of tokens of an input; an image without `expected_tokens` counts as 0."""
-    return sum(
-        chunk.length if isinstance(chunk, EncodedTextChunk) else chunk.expected_tokens or 0
-        for chunk in model_input.chunks
-    )

@@ -35,15 +35,6 @@ class TenantCounter(Counter[str | None]):
             del self[tenant]
 
 
-def compute_share(limit: int, total_used: int, tenant_used: int) -> int:
-    """Return the amount of `limit` that a tenant may hold, at least 1.
-
-    total_used     amount that all tenants hold
-    tenant_used    amount that the tenant holds
-    """
-    return max(1, (limit - (total_used - tenant_used)) // 2)
-
-
 def check_share(
     resource: str,
     limit: int,
@@ -67,7 +58,7 @@ def check_share(
             f"this server holds {total_used} {resource}, and its limit is {limit}: try again later"
         )
         raise HttpError(429, text, retry_after=retry_after)
-    share = compute_share(limit, total_used, tenant_used)
+    share = max(1, (limit - (total_used - tenant_used)) // 2)
     if has_others and tenant_used + amount > share:
         text = (
             f"{tenant_used} of the {resource} are yours, and your share is {share} while other "
@@ -96,15 +87,14 @@ WorkFn = Callable[[], Generator[None, None, Any]]
 
 @dataclass(eq=False)
 class EngineJob:
-    """Hold a unit of work of `owner`. `done` resolves to the generator's return value or error."""
+    """Hold a unit of work. `done` resolves to the generator's return value or error."""
 
-    owner: str
+    tenant: str  # whose turn and share of the queue the job takes
     lane: str
     verb: str
     work: WorkFn
     done: Future = field(default_factory=Future)
     generator: Generator[None, None, Any] | None = None
-    tenant: str = ""  # whose turn and share of the queue the job takes; the owner if empty
 
 
 @dataclass(eq=False)
@@ -114,7 +104,7 @@ class SamplingJob:
     `get_client()` is called on the sampling thread.
     """
 
-    owner: str
+    tenant: str  # as in `EngineJob`
     get_client: Callable[[], Any]
     arguments: dict[str, Any]  # of `SamplingClient.make_request`
     done: Future = field(default_factory=Future)
@@ -122,7 +112,6 @@ class SamplingJob:
     sampling_client: Any = None  # the result of `get_client()`, set when it has been called
     # receives the tokens sampled so far; called on the sampling thread
     on_progress: Callable[[dict[int, Any]], None] | None = None
-    tenant: str = ""  # as in `EngineJob`
     sequence_ids: Sequence[str] = ()  # promised before sampling
 
 
@@ -132,9 +121,8 @@ class FairQueue:
     `has_others(tenant)` returns whether other tenants exist, which may send requests at any time.
     """
 
-    def __init__(self, limit: int):
-        self.limit = limit
-        self.has_others: Callable[[str], bool] = lambda tenant: False
+    def __init__(self, limit: int, has_others: Callable[[str], bool] = lambda tenant: False):
+        self.limit, self.has_others = limit, has_others
         self._tenant_counts = TenantCounter()  # waiting jobs and samples by tenant
         # requests by tenant that wait for an earlier number, outside the queue
         self._early_counts = TenantCounter()
@@ -176,7 +164,6 @@ class FairQueue:
     def add(self, job: EngineJob) -> None:
         """Append a job to its lane."""
         with self.changed:
-            job.tenant = job.tenant or job.owner
             lanes = self._lanes_by_tenant.setdefault(job.tenant, OrderedDict())
             lanes.setdefault(job.lane, deque()).append(job)
             self._count(job, 1)
@@ -184,7 +171,6 @@ class FairQueue:
 
     def add_sample(self, job: SamplingJob) -> None:
         """Queue a sample. Raises HttpError (429) if the queue, or the tenant's share, is full."""
-        job.tenant = job.tenant or job.owner
         self.check_capacity(job.tenant)
         with self.changed:
             self._samples.append(job)

@@ -84,7 +84,7 @@ class ModelServer(ServerParts):
         Ranks other than 0 serve rank 0 inside this call and exit in it. Raises UserError if the
         output folder was written by another server and `settings.resume` is off.
         """
-        session_store = SessionStore(settings.output_dir, settings.limits)
+        session_store = SessionStore(settings)
         if session_store.has_saved_sessions() and not settings.resume:
             raise UserError(
                 f"{settings.output_dir} was written by another server: pass --resume to continue "
@@ -97,11 +97,16 @@ class ModelServer(ServerParts):
         engine = ServingEngine(
             ServiceClient(output_dir=settings.output_dir, seed=settings.seed, settings=worker),
             settings,
+            session_store.has_other_tenants,
         )
         limits = settings.limits
         model_manager = ModelManager(engine, session_store)
-        request_store = RequestStore(limits.result_seconds, limits.told_seconds, limits.held_bytes)
-        request_store.has_others = model_manager.has_other_tenants
+        request_store = RequestStore(
+            limits.result_seconds,
+            limits.told_seconds,
+            limits.held_bytes,
+            session_store.has_other_tenants,
+        )
         engine.metrics.set_gauge("held_bytes", lambda: request_store.total_bytes)
         if settings.resume and session_store.has_saved_sessions():
             session_store.load_sessions({base.name: base for base in settings.bases})

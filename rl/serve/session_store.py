@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from rl.distributed import checkpoint_folder
 from rl.jsonl import write_atomically
 from rl.serve.http_errors import HttpError
 from rl.serve.scheduler import EngineJob, check_share, choose_evictions
-from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel, ServeLimits
+from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel, ServeSettings
 
 CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
 LIVE_FOLDER = "live"
@@ -166,15 +166,18 @@ class SessionStore:
     Lookups raise HttpError (404) for a record of another owner, as for an unknown id.
     """
 
-    def __init__(self, output_dir: Path, limits: ServeLimits):
-        self.root = Path(output_dir)
-        self.limits = limits
+    def __init__(self, settings: ServeSettings):
+        self.root, self.keys, self.limits = settings.output_dir, settings.keys, settings.limits
         self._open_lock = threading.Lock()
         self.sessions: dict[str, SessionRecord] = {}
         self.models: dict[str, ModelRecord] = {}
         self.samplers: dict[str, SamplerRecord] = {}
-        # returns whether the server has other tenants
-        self.has_other_tenants: Callable[[str], bool] = lambda tenant: False
+
+    def has_other_tenants(self, tenant: str) -> bool:
+        """Return whether another tenant exists: another key, or another live session."""
+        if self.keys:
+            return len(self.keys) > 1
+        return any(session.session_id != tenant for session in self.list_live_sessions())
 
     # ------------------------------------------------------------------------------------- sessions
 

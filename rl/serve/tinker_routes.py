@@ -23,6 +23,7 @@ from rl.serve import conversion, schemas, tinker_pb2
 from rl.serve.api_routes import RouteHandler, TypedRoute, make_unsupported
 from rl.serve.http_errors import HttpError, SafeJSONResponse
 from rl.serve.request_store import PROTOBUF_TYPE, PendingRequest, compute_digest
+from rl.serve.scheduler import EngineJob
 from rl.serve.schemas import (
     AcceptedSampleBody,
     CreateSamplingSessionBody,
@@ -202,13 +203,9 @@ class TinkerTrainingRoutes(ServerParts):
         model.request_digest = digest.hex()
         model.create_result = {"model_id": model_id, **result}
         self.request_store.add(pending)
+        work = functools.partial(self.model_manager.create_model, model, make)
         self.engine.submit(
-            session.owner,
-            model_id,
-            "create_model",
-            lambda: self.model_manager.create_model(model, make),
-            pending.work_future,
-            session.tenant,
+            EngineJob(session.tenant, model_id, "create_model", work, pending.work_future)
         )
         return response
 
@@ -220,7 +217,7 @@ class TinkerTrainingRoutes(ServerParts):
             self.model_manager.write_model(model)
             self.model_manager.free_model(model)
 
-        await self.engine.run_function(model.owner, "unload_model", unload, model.tenant)
+        await self.engine.run_function(model.tenant, "unload_model", unload)
         request_id = f"{model.model_id}:unload:{time.monotonic_ns()}"
         result = {"model_id": model.model_id, "type": "unload_model"}
         self.request_store.add(PendingRequest(request_id, model.owner, "unload_model"), result)
@@ -230,10 +227,7 @@ class TinkerTrainingRoutes(ServerParts):
         """Return architecture, tokenizer and LoRA rank of a model."""
         model = self.session_store.get_model(body.model_id, request.state.owner)
         info = await self.engine.run_function(
-            model.owner,
-            "get_info",
-            lambda: self.model_manager.load_client(model).info,
-            model.tenant,
+            model.tenant, "get_info", lambda: self.model_manager.load_client(model).info
         )
         place = await asyncio.to_thread(
             locate_tokenizer, model.base, info["tokenizer"], self.session_store.root
@@ -480,7 +474,7 @@ class TinkerSamplingRoutes(ServerParts):
                 prompt, params, options = parsed
                 client = functools.partial(self.model_manager.sampling_client, sampler)
                 pending.work_future = self.engine.submit_sample(
-                    client, owner, prompt, count, params, tenant=tenant, sequence_ids=ids, **options
+                    client, tenant, prompt, count, params, sequence_ids=ids, **options
                 )
             self.request_store.add(pending)
         return {"request_id": request_id, "sample_sequence_ids": pending.sequence_ids}
@@ -497,8 +491,8 @@ class TinkerSamplingRoutes(ServerParts):
     def _parse_request(self, body: SampleBody) -> tuple[ModelInput, SamplingParams, dict[str, Any]]:
         """Return prompt, sampling parameters and logprob options of a request.
 
-        Raises BadRequestError if a field is not supported or the request has too many tokens, and
-        ValueError or TypeError if a value is wrong.
+        Raises BadRequestError if a field is not supported, and ValueError or TypeError if a value
+        is wrong.
         """
         for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
             if getattr(body, name):
@@ -508,13 +502,6 @@ class TinkerSamplingRoutes(ServerParts):
                 )
         prompt = ModelInput([chunk.to_chunk() for chunk in body.prompt.chunks])
         params = SamplingParams(**body.sampling_params.model_dump(exclude_unset=True))
-        limit, count = self.engine.settings.limits.tokens, body.num_samples or 1
-        prompt_tokens = conversion.count_tokens(prompt)
-        if prompt_tokens + count * (params.max_tokens or 1) > limit:
-            raise BadRequestError(
-                f"{prompt_tokens} prompt tokens and {count} samples of {params.max_tokens} exceed "
-                f"{limit}, the limit of a request (--tokens)"
-            )
         options: dict[str, Any] = {
             "include_prompt_logprobs": body.prompt_logprobs,
             "topk_prompt_logprobs": body.topk_prompt_logprobs or 0,
