@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
+from starlette.applications import Starlette
+
 from rl.envs import EpisodeLimits, last_user_text
 from rl.processes import SupervisedProcess
 from rl.programs.loop_server import LoopServer
@@ -52,6 +54,15 @@ class ActionRequest:
     answer: asyncio.Future[SampledSequence]
     logs: dict[str, Any] = field(default_factory=dict)
     is_dead: bool = False  # whether the program has ended
+
+    def resolve(self, result: SampledSequence | HttpError) -> None:
+        """Answer the request with an action or an error, unless it was answered before."""
+        if self.answer.done():
+            return
+        if isinstance(result, HttpError):
+            self.answer.set_exception(result)
+        else:
+            self.answer.set_result(result)
 
 
 @dataclass(frozen=True)
@@ -175,10 +186,9 @@ class ProgramEpisode(AgentSession):
         super().record_turn(turn, returned_message)
         ask = self._answered_requests.pop(id(turn.sequence), None)
         if ask is not None:
-            messages = turn.messages if turn.messages is not None else ()
             text = (
-                last_user_text(messages)
-                if messages
+                last_user_text(turn.messages)
+                if turn.messages
                 else self._renderer.tokenizer.decode(turn.prompt)
             )
             ask.logs |= {
@@ -189,27 +199,16 @@ class ProgramEpisode(AgentSession):
 
     # ------------------------------------------------------------------------ calls of the rollout
 
-    def answer(self, ask: ActionRequest, sequence: SampledSequence) -> None:
-        """Answer a request with an action."""
-        if not ask.answer.done():
-            ask.answer.set_result(sequence)
-
     def refuse(self, ask: ActionRequest, reason: str) -> None:
         """Refuse this and all later requests; the program continues until it ends."""
         self.end_reason = reason
-        if not ask.answer.done():
-            ask.answer.set_exception(
-                HttpError(400, reason, "messages", code="context_length_exceeded")
-            )
+        ask.resolve(HttpError(400, reason, "messages", code="context_length_exceeded"))
 
     def refuse_pending(self) -> None:
         """Refuse all pending requests, and mark them as dead."""
         for ask in list(self._pending_requests):
             ask.is_dead = True
-            if not ask.answer.done():
-                ask.answer.set_exception(
-                    HttpError(410, "the episode has ended", code="episode_over")
-                )
+            ask.resolve(HttpError(410, "the episode has ended", code="episode_over"))
 
 
 class _ProgramTimer:
@@ -272,11 +271,7 @@ class _NoBackend:
     """Refuse to sample for requests outside an episode."""
 
     async def sample(self, *_: Any, **__: Any) -> SampleResponse:
-        raise HttpError(
-            404,
-            "only requests of an episode are served: use the URL in OPENAI_BASE_URL unchanged",
-            kind="invalid_request_error",
-        )
+        return self.tokenizer(None, "")
 
     def models(self, owner: str) -> Sequence[Any]:
         return [ServedModel(POLICY_MODEL, None, 0)]
@@ -299,18 +294,11 @@ class LiveEndpoint:
 
     def __init__(self) -> None:
         self.episodes = _ProgramSessions()
-        self.server = LoopServer(self._make_application, "the endpoint of --environment endpoint")
-        self.server.run_coroutine(self._create_semaphore()).result()
-
-    async def _create_semaphore(self) -> None:
-        """Create the semaphore of starting programs in the event loop."""
-        self._starting = asyncio.Semaphore(max(2, os.cpu_count() or 1))
-
-    def _make_application(self) -> Any:
-        """Return the ASGI application with the OpenAI-style routes."""
-        from starlette.applications import Starlette
-
-        return Starlette(routes=make_openai_routes(_NoBackend(), self.episodes))
+        self._starting = asyncio.Semaphore(max(2, os.cpu_count() or 1))  # of starting programs
+        self.server = LoopServer(
+            lambda: Starlette(routes=make_openai_routes(_NoBackend(), self.episodes)),
+            "the endpoint of --environment endpoint",
+        )
 
     def begin(
         self, episode: ProgramEpisode, words: Sequence[str], environment: Mapping[str, str]
