@@ -141,7 +141,14 @@ if __name__ == "__main__":
 
         lacking = [
             name
-            for name in ("fastapi", "starlette", "uvicorn", "google", "prometheus_client")
+            for name in (
+                "fastapi",
+                "starlette",
+                "uvicorn",
+                "google",
+                "prometheus_client",
+                "zstandard",
+            )
             if importlib.util.find_spec(name) is None
         ]
         if lacking:

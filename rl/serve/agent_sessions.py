@@ -262,15 +262,12 @@ class AgentSession:
         """Return the index of the longest earlier turn that this turn continues by exact ids; None
         at the start of a conversation or branch.
         """
-        best: int | None = None
-        length = 0
-        for i, other in enumerate(self.turns):
-            if other is turn:
-                break
+        lengths: dict[int, int] = {}
+        for i, other in enumerate(self.turns[: self.turns.index(turn)]):
             other_ids = [*other.prompt, *other.sequence.tokens]
-            if len(other_ids) > length and turn.prompt[: len(other_ids)] == other_ids:
-                best, length = i, len(other_ids)
-        return best
+            if turn.prompt[: len(other_ids)] == other_ids:
+                lengths[i] = len(other_ids)
+        return max(lengths, key=lengths.__getitem__, default=None)
 
 
 def make_turn_logs(turn: SampledTurn) -> dict[str, Any]:
@@ -294,9 +291,7 @@ def _digest_prefixes(
 ) -> list[bytes]:
     """Return for each message a digest of the tools and of the messages up to and including it."""
     digests = []
-    digest = hashlib.blake2b(
-        json.dumps(list(tools), sort_keys=True).encode("utf-8", "backslashreplace"), digest_size=16
-    )
+    digest = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16)
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         parts = [
@@ -306,7 +301,7 @@ def _digest_prefixes(
             message.get("reasoning_content"),
             calls,
         ]
-        digest.update(json.dumps(parts, sort_keys=True).encode("utf-8", "backslashreplace") + b"\0")
+        digest.update(json.dumps(parts, sort_keys=True).encode() + b"\0")
         digests.append(digest.copy().digest())
     return digests
 

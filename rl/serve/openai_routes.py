@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from rl.renderers import trim_uncertain_end
 from rl.serve.agent_sessions import AgentSession, AgentSessions, SampledTurn, SamplingBackend
 from rl.serve.api_routes import RouteHandler, TypedRoute
-from rl.serve.http_errors import HttpError, report_error
+from rl.serve.http_errors import HttpError, SafeJSONResponse, report_error
 from rl.serve.openai_responses import (
     ChatContext,
     ChatEvent,
@@ -210,7 +209,7 @@ class OpenAIRoutes:
             renderer = renderer.with_settings(body.chat_template_kwargs)
         with _blame("tools"):
             with_tools = renderer.with_tools(tools)
-        with _blame("messages"), _refuse_unknown_words("messages"):
+        with _blame("messages"):
             # a megabyte takes more than a second
             prompt = await asyncio.to_thread(session.build_prompt, with_tools, messages, tools)
         context = ChatContext(body, with_tools, prompt)
@@ -348,7 +347,7 @@ class _Completion:
         for i, item in enumerate(self.body.prompt):
             ids = item
             if isinstance(item, str):
-                with _refuse_unknown_words(f"prompt[{i}]"):
+                with _blame(f"prompt[{i}]"):
                     add = self.body.add_special_tokens
                     ids = self.tokenizer.encode(item, add_special_tokens=add)
             if not ids:
@@ -523,35 +522,24 @@ async def _wait_for_progress(
 
 def _format_event(value: Any) -> bytes:
     """Return a server-sent event with `value` as JSON."""
-    text = json.dumps(value, ensure_ascii=False)
-    return f"data: {text}\n\n".encode("utf-8", "backslashreplace")
+    return b"data: " + SafeJSONResponse.encode(value) + b"\n\n"
 
 
 @contextlib.contextmanager
-def _refuse_unknown_words(param: str) -> Iterator[None]:
-    """Raise HttpError for a text that the tokenizer cannot encode.
+def _blame(param: str, prefix: str = "") -> Iterator[None]:
+    """Raise HttpError for a ValueError of a field, and for a text that the tokenizer cannot encode.
 
     The tokenizers library raises a bare Exception for an unknown word.
     """
     try:
         yield
+    except ValueError as error:
+        raise HttpError(400, f"{prefix}{error}", param) from error
     except Exception as error:
         if type(error) is not Exception:
             raise
-        raise HttpError(
-            400,
-            f"{param} contains text that the model's tokenizer cannot encode ({error})"[:300],
-            param,
-        ) from error
-
-
-@contextlib.contextmanager
-def _blame(param: str, prefix: str = "") -> Iterator[None]:
-    """Raise HttpError for a ValueError of a field."""
-    try:
-        yield
-    except ValueError as error:
-        raise HttpError(400, f"{prefix}{error}", param) from error
+        text = f"{param} contains text that the model's tokenizer cannot encode ({error})"
+        raise HttpError(400, text[:300], param) from error
 
 
 async def _gather_or_cancel(

@@ -392,14 +392,6 @@ class RewardBody(OpenAIBody):
 
 # ------------------------------------------------------------------------------------------- chats
 
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-
 
 class ChatToolCall(OpenAIBody):
     """Hold a call of a tool. Arguments that are cut-off JSON, as a model may have written them,
@@ -438,7 +430,7 @@ class ChatMessage(OpenAIBody):
     model_config = ConfigDict(title="an object with role and content")
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
-        description=f"any of {', '.join(_ROLES)}"
+        description="any of system, developer, user, assistant, tool"
     )
     content: Annotated[
         str, BeforeValidator(lambda value: _join_parts(value), json_schema_input_type=str | list)
@@ -502,7 +494,8 @@ def to_messages(chat: Sequence[ChatMessage]) -> list[Message]:
     messages: list[Message] = []
     names: dict[str, str] = {}  # function name by call id
     for item in chat:
-        message: Message = {"role": _ROLES[item.role], "content": item.content}
+        role = "system" if item.role == "developer" else item.role
+        message: Message = {"role": role, "content": item.content}
         if item.role == "assistant":
             thoughts = item.reasoning_content or item.reasoning
             message |= {"reasoning_content": str(thoughts)} if thoughts else {}

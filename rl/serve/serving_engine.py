@@ -326,11 +326,8 @@ class ServingEngine:
                 for ticket, job in tickets.items()
                 if job.on_progress is not None
             }
-            part = (
-                stream.run_steps(_STREAM_STEPS, partial_tickets=frozenset(callbacks))
-                if callbacks
-                else stream.run_steps()
-            )
+            steps = {"steps": _STREAM_STEPS} if callbacks else {}
+            part = stream.run_steps(**steps, partial_tickets=frozenset(callbacks))
             finished = dict(part.finished)
             for ticket, samples in part.partial_output.items():
                 # a client that streams may have disconnected; the other samples continue

@@ -30,7 +30,6 @@ from rl.serve.schemas import (
     JoinSamplingSessionBody,
     SampleBody,
     decompress,
-    is_zstd_available,
     read_body,
     read_fields,
 )
@@ -101,13 +100,13 @@ class TinkerTrainingRoutes(ServerParts):
         Chunks are sent in parallel, keys are sent directly, and bodies from other machines are
         compressed.
         """
-        compress = self.engine.settings.host not in LOOPBACK_HOSTS and is_zstd_available()
-        flags = {
+        return {
             "pjwt_auth_enabled": False,
-            "proto_compress_fwdbwd": compress,
+            "proto_compress_fwdbwd": self.engine.settings.host not in LOOPBACK_HOSTS,
             "parallel_fwdbwd_chunks": True,
+            "sample_use_retrieve_futures": False,
+            "custom_loss_server_side": False,
         }
-        return {**flags, "sample_use_retrieve_futures": False, "custom_loss_server_side": False}
 
     async def get_dynamic_config(self, request: Request) -> Any:
         """Return the SDK's settings that may change while it runs."""
