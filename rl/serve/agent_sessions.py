@@ -246,10 +246,10 @@ class AgentSession:
                 "temperature": turn.sequence.temperature,
                 "stop_reason": turn.sequence.stop_reason,
                 "version": turn.sequence.version,
-                "parent": self._find_parent(turn),
+                "parent": self._find_parent(index),
                 **make_turn_logs(turn),
             }
-            for turn in self.turns
+            for index, turn in enumerate(self.turns)
         ]
         return {
             "turns": turns,
@@ -258,14 +258,14 @@ class AgentSession:
             "done": self.reward is not None,
         }
 
-    def _find_parent(self, turn: SampledTurn) -> int | None:
-        """Return the index of the longest earlier turn that this turn continues by exact ids; None
+    def _find_parent(self, index: int) -> int | None:
+        """Return the index of the longest earlier turn that a turn continues by exact ids; None
         at the start of a conversation or branch.
         """
-        lengths: dict[int, int] = {}
-        for i, other in enumerate(self.turns[: self.turns.index(turn)]):
+        prompt, lengths = self.turns[index].prompt, dict[int, int]()
+        for i, other in enumerate(self.turns[:index]):
             other_ids = [*other.prompt, *other.sequence.tokens]
-            if turn.prompt[: len(other_ids)] == other_ids:
+            if prompt[: len(other_ids)] == other_ids:
                 lengths[i] = len(other_ids)
         return max(lengths, key=lengths.__getitem__, default=None)
 
