@@ -84,7 +84,9 @@ class ServiceClient:
             end_process_at_exit()
             sys.exit(0)
         self._driver = Driver(settings)
-        folder = str(output_dir or os.environ.get("WHETSTONE_OUTPUT_DIR") or _default_output_dir())
+        script = Path(sys.argv[0]).stem or "interactive"
+        default = Path("runs", f"{script}-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder = str(output_dir or os.environ.get("WHETSTONE_OUTPUT_DIR") or default)
         self._context = ServiceContext(self._driver, folder, seed, metadata)
 
     @property
@@ -396,12 +398,6 @@ class ServiceClient:
     )
     create_sampling_client_async = make_awaited(create_sampling_client)
     get_server_capabilities_async = make_async(get_server_capabilities)
-
-
-def _default_output_dir() -> Path:
-    """Return runs/<script>-<time>."""
-    script = Path(sys.argv[0]).stem or "interactive"
-    return Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _check_same_model(requested: ModelSpec, saved: ModelSpec, path: str) -> None:

@@ -322,7 +322,12 @@ class AgentSessions:
 
         Raises HttpError for an invalid name or a full session.
         """
-        check_session_name(name)
+        if not 0 < len(name) <= 200 or not name.isprintable() or "/" in name:
+            raise HttpError(
+                400,
+                "a session name must have 1 to 200 printable characters and no slash",
+                "X-Session-ID",
+            )
         session = self._by_name.setdefault((owner, name), AgentSession(owner))
         self._by_name.move_to_end((owner, name))
         if len(self._by_name) > self.max_sessions:
@@ -358,13 +363,3 @@ class AgentSessions:
         """Delete a session. Raises HttpError (404) if it does not exist."""
         self.find(owner, name)
         del self._by_name[owner, name]
-
-
-def check_session_name(name: str) -> None:
-    """Raise HttpError for an invalid session name."""
-    if not 0 < len(name) <= 200 or not name.isprintable() or "/" in name:
-        raise HttpError(
-            400,
-            "a session name must have 1 to 200 printable characters and no slash",
-            "X-Session-ID",
-        )

@@ -39,6 +39,8 @@ log = logging.getLogger("whetstone.serve")
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+PAGE_PATH = "/"
+_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 KEYLESS_PATHS = ("/healthz", "/api/v1/healthz")  # served without a key
 
 
@@ -110,8 +112,8 @@ class RequestGuard:
         if not self._keys or scope["path"] in KEYLESS_PATHS or is_page_request(scope):
             return LOCAL_OWNER
         if scope["path"].startswith(LINK_PREFIX):
-            owners = [owner for _, owner in self._keys]
-            return self.links.find_owner(scope["path"], owners) or LOCAL_OWNER
+            owners = (owner for _, owner in self._keys if self.links.is_valid(owner, scope["path"]))
+            return next(owners, LOCAL_OWNER)
         return self._find_key_owner(dict(scope["headers"]))
 
     async def _handle(
@@ -230,11 +232,6 @@ class JsonLineFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-PAGE_PATH = "/"
-_TEMPLATE = Path(__file__).with_name("chat.html")
-_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
-
-
 def is_page_request(scope: MutableMapping[str, Any]) -> bool:
     """Return whether a browser requests the page: `accept` names HTML, and not JSON."""
     accept = dict(scope["headers"]).get(b"accept", b"").lower()
@@ -246,54 +243,44 @@ def is_page_request(scope: MutableMapping[str, Any]) -> bool:
     )
 
 
-class ChatPageRoute:
-    """Answer requests of the page's path. All but those of browsers are not found."""
+class ChatPage(Response):
+    """The response with the chat page. Other requests than those of browsers are not found."""
 
-    def __init__(self) -> None:
-        self._html = _TEMPLATE.read_bytes()
-        self._headers = {
-            "content-security-policy": make_content_policy(self._html.decode()),
-            "cache-control": "no-cache",
-            "referrer-policy": "no-referrer",
-            "vary": "accept",
-            "x-content-type-options": "nosniff",
-        }
+    media_type = "text/html"
 
-    async def __call__(
-        self,
-        scope: MutableMapping[str, Any],
-        receive: Callable[[], Awaitable[Any]],
-        send: Callable[[Any], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: ReceiveFn, send: Send) -> None:
         if not is_page_request(scope):
             raise HTTPException(404)
-        response = Response(self._html, media_type="text/html", headers=self._headers)
-        await response(scope, receive, send)
-
-
-def make_content_policy(html: str) -> str:
-    """Return a Content-Security-Policy that allows the page's inline script and style by their
-    hashes, requests to this server, and nothing else.
-    """
-    sources: dict[str, list[str]] = {"script": [], "style": []}
-    for kind, text in _INLINE.findall(html):
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        sources[kind].append(f"'sha256-{digest}'")
-    return "; ".join(
-        [
-            "default-src 'none'",
-            *(f"{kind}-src {' '.join(hashes)}" for kind, hashes in sources.items()),
-            "connect-src 'self'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-            "require-trusted-types-for 'script'",
-            "trusted-types 'none'",
-        ]
-    )
+        await super().__call__(scope, receive, send)
 
 
 def make_chat_page_route() -> Route:
-    """Return the route of the chat page, which needs no key: it contains no data."""
-    return Route(PAGE_PATH, ChatPageRoute())
+    """Return the route of the chat page, which needs no key: it contains no data.
+
+    Its Content-Security-Policy allows the page's inline script and style by their hashes, requests
+    to this server, and nothing else.
+    """
+    html = Path(__file__).with_name("chat.html").read_text()
+    digests = {
+        kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        for kind, text in _INLINE.findall(html)
+    }
+    policy = [
+        "default-src 'none'",
+        *(f"{kind}-src 'sha256-{digest}'" for kind, digest in digests.items()),
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    ]
+    headers = {
+        "content-security-policy": "; ".join(policy),
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "vary": "accept",
+        "x-content-type-options": "nosniff",
+    }
+    return Route(PAGE_PATH, ChatPage(html, headers=headers))

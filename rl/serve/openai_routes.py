@@ -522,7 +522,7 @@ async def _wait_for_progress(
 
 def _format_event(value: Any) -> bytes:
     """Return a server-sent event with `value` as JSON."""
-    return b"data: " + SafeJSONResponse.encode(value) + b"\n\n"
+    return b"data: " + SafeJSONResponse.render(value) + b"\n\n"
 
 
 @contextlib.contextmanager

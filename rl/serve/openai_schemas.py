@@ -75,14 +75,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 _CONSTRAINTS = re.compile("guided_.*|response_format|structured_outputs")
 
 
-def _has_no_effect(name: str, value: Any) -> bool:
-    """Return whether a field that no body has can be ignored at `value`."""
-    return name in IGNORED_FIELDS or any(
-        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-        for neutral in NEUTRAL_VALUES.get(name, ())
-    )
-
-
 def _add_neutral_fields(schema: dict[str, Any]) -> None:
     """Add the fields that are ignored, or accepted at some values, to a schema."""
     for name in (*NEUTRAL_VALUES, *IGNORED_FIELDS):
@@ -116,7 +108,10 @@ class OpenAIBody(JsonBody):
     @classmethod
     def is_ignorable(cls, name: str, value: Any) -> bool:
         """Return whether an unknown field is ignored at `value`."""
-        return _has_no_effect(name, value)
+        return name in IGNORED_FIELDS or any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in NEUTRAL_VALUES.get(name, ())
+        )
 
     @classmethod
     def describe_unknown(cls, place: str, name: str, value: Any) -> HttpError:
@@ -284,12 +279,25 @@ class TextBody(SamplingBody):
         return self.return_token_ids or self.return_tokens_as_token_ids
 
 
+def _list_prompts(value: Any) -> Any:
+    """Return a single prompt as a list of prompts."""
+    is_ids = isinstance(value, list) and value and all(isinstance(item, int) for item in value)
+    return [value] if is_ids or isinstance(value, str) else value
+
+
+def _is_token_ids(value: Any) -> bool:
+    """Return whether `value` is a list of non-negative integers."""
+    return isinstance(value, list) and all(
+        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
+    )
+
+
 class CompletionBody(TextBody):
     """Hold a completion request."""
 
     prompt: Annotated[
         list[Any],
-        BeforeValidator(lambda value: _list_prompts(value), json_schema_input_type=Any),
+        BeforeValidator(_list_prompts, json_schema_input_type=Any),
     ] = Field(
         min_length=1,
         max_length=MAX_PROMPTS,
@@ -327,19 +335,6 @@ class CompletionBody(TextBody):
             text = f"best_of must be n ({self.n}): the response has every sample"
             raise HttpError(400, f"{text}, got {shorten(self.best_of)}", "best_of")
         return self
-
-
-def _list_prompts(value: Any) -> Any:
-    """Return a single prompt as a list of prompts."""
-    is_ids = isinstance(value, list) and value and all(isinstance(item, int) for item in value)
-    return [value] if is_ids or isinstance(value, str) else value
-
-
-def _is_token_ids(value: Any) -> bool:
-    """Return whether `value` is a list of non-negative integers."""
-    return isinstance(value, list) and all(
-        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
-    )
 
 
 class GenerateParams(SamplingBody):
@@ -424,6 +419,20 @@ class ChatToolCall(OpenAIBody):
         return {"name": name, "arguments": arguments}
 
 
+def _join_parts(value: Any) -> Any:
+    """Return the content of a message as text."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for k, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
+            text = f"has type {kind!r:.40}; this server accepts texts: "
+            raise make_refusal(text + "{'type': 'text', 'text': ...}", f"[{k}]")
+        texts.append(part[kind])
+    return "".join(texts)
+
+
 class ChatMessage(OpenAIBody):
     """Hold a message of a chat."""
 
@@ -432,9 +441,9 @@ class ChatMessage(OpenAIBody):
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="any of system, developer, user, assistant, tool"
     )
-    content: Annotated[
-        str, BeforeValidator(lambda value: _join_parts(value), json_schema_input_type=str | list)
-    ] = Field(default="", description="a text or a list of text parts")
+    content: Annotated[str, BeforeValidator(_join_parts, json_schema_input_type=str | list)] = (
+        Field(default="", description="a text or a list of text parts")
+    )
     name: Any = Field(default=None, description="the name of the tool whose result this is")
     tool_calls: list[ChatToolCall] = Field(
         default=[], fail_fast=True, description="a list of calls"
@@ -471,20 +480,6 @@ class ChatMessage(OpenAIBody):
     @classmethod
     def describe_unknown(cls, place: str, name: str, value: Any) -> HttpError:
         return HttpError(400, f"{place} is not supported", place)
-
-
-def _join_parts(value: Any) -> Any:
-    """Return the content of a message as text."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for k, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-            text = f"has type {kind!r:.40}; this server accepts texts: "
-            raise make_refusal(text + "{'type': 'text', 'text': ...}", f"[{k}]")
-        texts.append(part[kind])
-    return "".join(texts)
 
 
 def to_messages(chat: Sequence[ChatMessage]) -> list[Message]:

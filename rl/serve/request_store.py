@@ -87,7 +87,7 @@ def _encode_result(result: Any) -> EncodedResult:
         return EncodedResult("outputs", conversion.encode_output(result))
     if isinstance(result, SampleResponse):
         return EncodedResult("samples", conversion.encode_samples(result))
-    return EncodedResult("json", SafeJSONResponse.encode(result))
+    return EncodedResult("json", SafeJSONResponse.render(result))
 
 
 def _encode_error(message: str, category: ErrorCategory) -> EncodedResult:

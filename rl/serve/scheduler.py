@@ -220,19 +220,15 @@ class FairQueue:
             return jobs[0]
 
     def finish_job(self, job: EngineJob) -> None:
-        """Remove a finished job."""
+        """Remove a finished job from its lane."""
         with self.changed:
-            self._remove(job)
-
-    def _remove(self, job: EngineJob) -> None:
-        """Remove a job from its lane. The caller holds `changed`."""
-        lanes = self._lanes_by_tenant[job.tenant]
-        lanes[job.lane].remove(job)
-        self._count(job, -1)
-        if not lanes[job.lane]:
-            del lanes[job.lane]
-        if not lanes:
-            del self._lanes_by_tenant[job.tenant]
+            lanes = self._lanes_by_tenant[job.tenant]
+            lanes[job.lane].remove(job)
+            self._count(job, -1)
+            if not lanes[job.lane]:
+                del lanes[job.lane]
+            if not lanes:
+                del self._lanes_by_tenant[job.tenant]
 
     def drain(self) -> list[EngineJob | SamplingJob]:
         """Remove and return all work that has not started, because the server ends."""
@@ -240,5 +236,5 @@ class FairQueue:
             lanes = [lane for lanes in self._lanes_by_tenant.values() for lane in lanes.values()]
             jobs = [job for lane in lanes for job in lane if job.generator is None]
             for job in jobs:
-                self._remove(job)
+                self.finish_job(job)
             return [*jobs, *self.take_samples()]

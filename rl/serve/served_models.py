@@ -6,6 +6,7 @@ Models are in memory or written to disk. The work runs on the thread of `Serving
 from __future__ import annotations
 
 import functools
+import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator
@@ -58,16 +59,11 @@ class ModelManager:
         self.session_store = session_store
         self._snapshots: OrderedDict[Path, SamplingClient] = OrderedDict()
         engine.resolve_name, engine.list_names = self.resolve_name, self.list_names
-        for state, loaded in (("in_memory", True), ("written_out", False)):
-            count = functools.partial(self._count_models, loaded)
-            engine.metrics.set_gauge("models", count, state=state)
-        engine.metrics.set_gauge("samplers", lambda: len(session_store.samplers))
-        engine.metrics.set_gauge("sessions", lambda: len(session_store.list_live_sessions()))
-
-    def _count_models(self, loaded: bool) -> int:
-        """Return the number of models in memory, or else of models written to disk."""
-        models = self.session_store.list_models()
-        return sum((model.client is not None) == loaded for model in models)
+        models, set_gauge = session_store.list_models, engine.metrics.set_gauge
+        set_gauge("models", lambda: sum(m.client is not None for m in models()), state="in_memory")
+        set_gauge("models", lambda: sum(m.client is None for m in models()), state="written_out")
+        set_gauge("samplers", lambda: len(session_store.samplers))
+        set_gauge("sessions", lambda: len(session_store.list_live_sessions()))
 
     # --------------------------------------------------------------------------- requests, in order
 
@@ -180,7 +176,9 @@ class ModelManager:
             self.commit_change(model, "create_model")
         except BaseException as error:
             self.free_model(model)
-            self.session_store.remove_model(model, fresh)
+            self.session_store.models.pop(model.model_id, None)
+            if fresh:
+                shutil.rmtree(model.folder, ignore_errors=True)
             # the model is no longer known
             text = f"{model.model_id} could not be made: {error}"
             self._fail_waiting(model, UserError(text))

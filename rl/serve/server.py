@@ -187,7 +187,10 @@ def main(args: argparse.Namespace) -> int:
     check_certificate(settings.tls_cert, settings.tls_key)
     # only rank 0 listens; the other ranks execute its calls
     sockets = bind_sockets(settings) if os.environ.get("RANK", "0") == "0" else None
-    _configure_logging()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLineFormatter())  # the server's log as JSON lines
+    log.handlers[:], log.propagate = [handler], False
+    log.setLevel(logging.INFO)
     served = ModelServer.create(settings)
     served.engine.start()
     config = _make_uvicorn_config(served, settings)
@@ -238,7 +241,9 @@ async def _run_server(
     while not server.started and not serve_task.done():
         await asyncio.sleep(0.01)
     if server.started:
-        address = _server_address(server, settings)
+        host, port = server.servers[0].sockets[0].getsockname()[:2]
+        protocol = "https" if settings.tls_cert else "http"
+        address = f"{protocol}://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("listening", extra={"address": address})
         print(f"serving {', '.join(base.name for base in settings.bases)} at {address}", flush=True)
     stop_task = asyncio.create_task(stop_requested.wait())
@@ -249,19 +254,3 @@ async def _run_server(
     await asyncio.to_thread(server_parts.shut_down, settings.stop_grace)
     server.should_exit = True
     await serve_task
-
-
-def _server_address(server: Any, settings: ServeSettings) -> str:
-    """Return the URL at which the server listens."""
-    host, port = server.servers[0].sockets[0].getsockname()[:2]
-    protocol = "https" if settings.tls_cert else "http"
-    return f"{protocol}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _configure_logging() -> None:
-    """Write the server's log to stderr as JSON lines."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLineFormatter())
-    logger = logging.getLogger("whetstone.serve")
-    logger.handlers[:], logger.propagate = [handler], False
-    logger.setLevel(logging.INFO)

@@ -126,7 +126,7 @@ class ServingEngine:
         503 if the server is shutting down, 429 if the queue is full.
         """
         if self.is_shutting_down:
-            raise HttpError(503, "the server is shutting down: try again", retry_after=5.0)
+            raise ShutdownError()
         if not isinstance(prompt, ModelInput):
             prompt = ModelInput.from_ints(list(prompt))
         options |= {"prompt": prompt, "num_samples": num_samples, "sampling_params": params}

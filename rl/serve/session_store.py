@@ -410,12 +410,6 @@ class SessionStore:
         }
         _write_json(model.folder / "model.json", record)
 
-    def remove_model(self, model: ModelRecord, with_files: bool) -> None:
-        """Remove a model that could not be created. `with_files`: remove its folder as well."""
-        self.models.pop(model.model_id, None)
-        if with_files:
-            shutil.rmtree(model.folder, ignore_errors=True)
-
     @staticmethod
     def read_live_metadata(model: ModelRecord) -> dict[str, Any] | None:
         """Return the metadata of the last time that the model was written out; None if it never
