@@ -8,19 +8,12 @@ import re
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from rl import types
-from rl.client.api_future import (
-    APIFuture,
-    AwaitableClient,
-    SavedState,
-    make_async,
-    make_awaited,
-)
-from rl.client.call_recorder import CallRecorder
+from rl.client.api_future import APIFuture, AwaitableClient, SavedState, make_async, make_awaited
 from rl.client.check_arguments import (
     check_call,
     require_value_head,
@@ -41,6 +34,28 @@ from rl.types import (
     TensorData,
 )
 from rl.types.number_checks import validate_number
+
+
+class CallRecorder(Protocol):
+    """Receive the calls that change a model, in their order. It must not change their arguments."""
+
+    def record_backward(
+        self,
+        data: Sequence[Datum],
+        loss: str,
+        config: Mapping[str, Any],
+        divisor: float,
+        outputs: Future,
+    ) -> None:
+        """Receive a forward_backward call. `outputs`: a future of (outputs by datum, metrics);
+        outputs have the entropies of a recorded call, which change neither loss nor gradient.
+        """
+
+    def record_scale(self, factor: float) -> None:
+        """Receive a factor that multiplies the gradient accumulated since the last step."""
+
+    def record_step(self, params: AdamParams) -> None:
+        """Receive an optimizer step."""
 
 
 class TrainingClient(AwaitableClient):

@@ -1,8 +1,8 @@
 """Run the programs of `--environment endpoint`: requests of a program become observations of a
 rollout, and the actions of the rollout become the responses.
 
-All requests run in the event loop of a server on loopback. The rollout reads the queue of events
-of each episode.
+All requests run in the event loop of a server on loopback, in a thread of this process. The rollout
+reads the queue of events of each episode.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ import os
 import queue
 import secrets
 import shutil
+import socket
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 
 from rl.envs import EpisodeLimits, last_user_text
+from rl.errors import UserError
 from rl.processes import SupervisedProcess
-from rl.programs.loop_server import LoopServer
 from rl.renderers import Renderer
 from rl.serve import (
     AgentSession,
@@ -38,6 +42,66 @@ from rl.serve import (
     make_turn_logs,
 )
 from rl.types import Message, SampledSequence, SampleResponse, SamplingParams
+
+_START_SECONDS = 30.0
+HOST = "127.0.0.1"
+
+
+class LoopServer:
+    """Run an application in a thread. `close` ends the server; the end of the process does as well.
+
+    `url`: its address, a free port on loopback.
+    """
+
+    def __init__(self, application: Callable[[], Any], name: str):
+        self._socket = socket.socket()
+        self._socket.bind((HOST, 0))
+        self._socket.listen(2048)
+        self.url = f"http://{HOST}:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(
+            application(),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=300,
+            ws="none",
+        )
+        self._server = uvicorn.Server(config)
+        self._started = threading.Event()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        if not self._started.wait(_START_SECONDS):
+            raise UserError(
+                f"{name} did not start listening at {self.url} within {_START_SECONDS:g} s"
+            )
+
+    def _run(self) -> None:
+        """Run the event loop until the server ends."""
+        asyncio.set_event_loop(self.loop)
+        self.loop.call_soon(self._started.set)
+        with contextlib.suppress(asyncio.CancelledError):
+            self.loop.run_until_complete(self._server.serve(sockets=[self._socket]))
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the server's thread is running."""
+        return self._thread.is_alive()
+
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine in the server's event loop, and return its future."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call_soon(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function in the server's event loop; do nothing if the loop has ended."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *args)
+
+    def close(self) -> None:
+        """End the server, and wait up to 10 s for its thread."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(timeout=10.0)
+
 
 _FIRST_REQUEST_SECONDS = (
     5.0  # after which the next program may start, even without a request of this one
