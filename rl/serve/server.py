@@ -37,7 +37,7 @@ from rl.serve.served_models import ModelManager, ServerParts
 from rl.serve.serving_engine import ServingEngine
 from rl.serve.session_store import SessionStore
 from rl.serve.tinker_rest import TinkerRestRoutes, UrlSigner
-from rl.serve.tinker_routes import TinkerSamplingRoutes, TinkerTrainingRoutes
+from rl.serve.tinker_routes import TinkerRoutes
 
 log = logging.getLogger("whetstone.serve")
 KEYS_VARIABLE = "WHETSTONE_SERVE_KEYS"
@@ -117,8 +117,7 @@ class ModelServer(ServerParts):
                     request_store.add(last_request, model.last_update["result"])
         parts, links = (engine, session_store, model_manager, request_store), UrlSigner()
         routes = [
-            *TinkerTrainingRoutes(*parts).routes(),
-            *TinkerSamplingRoutes(*parts).routes(),
+            *TinkerRoutes(*parts).routes(),
             *TinkerRestRoutes(*parts, links).routes(),
             *openai_routes(engine),
             make_chat_page_route(),

@@ -25,10 +25,6 @@ from rl.serve.http_errors import HttpError, SafeJSONResponse
 from rl.serve.request_store import PROTOBUF_TYPE, PendingRequest, compute_digest
 from rl.serve.scheduler import EngineJob
 from rl.serve.schemas import (
-    AcceptedSampleBody,
-    CreateSamplingSessionBody,
-    JoinSamplingSessionBody,
-    SampleBody,
     decompress,
     read_body,
     read_fields,
@@ -39,15 +35,16 @@ from rl.serve.serving_engine import locate_tokenizer
 from rl.serve.session_store import ModelRecord, SamplerRecord, SessionRecord
 from rl.types import GetInfoResponse, ModelData, ModelInput, SamplingParams
 
-# largest result that is converted to JSON on the event loop; larger results use a thread
-_MAX_INLINE_RESULT_BYTES = 16384
+# largest body of a sample that is parsed, and largest result that is converted to JSON, on the
+# event loop; for larger ones a thread is used
+_MAX_INLINE_BYTES = 16384
 
 
-class TinkerTrainingRoutes(ServerParts):
-    """Hold the handlers under /api/v1 for training."""
+class TinkerRoutes(ServerParts):
+    """Hold the handlers under /api/v1 for training and sampling."""
 
     def routes(self) -> list[TypedRoute]:
-        """Return the routes for training, including the unsupported ones."""
+        """Return the routes for training and sampling, including the unsupported ones."""
         handlers: dict[str, RouteHandler] = {
             "client/config": self.get_client_config,
             "client/dynamic_config": self.get_dynamic_config,
@@ -66,6 +63,9 @@ class TinkerTrainingRoutes(ServerParts):
                 self.load_weights,
                 self.retrieve_future,
                 self.cancel_future,
+                self.create_sampling_session,
+                self.join_sampling_session,
+                self.asample,
             )
         }
         numbered_verbs: dict[str, type[schemas.JsonBody]] = {
@@ -86,7 +86,11 @@ class TinkerTrainingRoutes(ServerParts):
             "auth/token": "exchanging a key for a token: send the key itself",
         }
         handlers |= {path: make_unsupported(text) for path, text in unsupported.items()}
-        body_types: dict[str, Any] = {"forward_backward": PROTOBUF_TYPE, **numbered_verbs}
+        body_types: dict[str, Any] = {
+            "forward_backward": PROTOBUF_TYPE,
+            "asample": schemas.SampleBody,
+            **numbered_verbs,
+        }
         return [
             TypedRoute(f"/api/v1/{path}", handler, body_type=body_types.get(path))
             for path, handler in handlers.items()
@@ -373,7 +377,7 @@ class TinkerTrainingRoutes(ServerParts):
         pending.sent_at = time.monotonic()
         answer = pending.encoded_result
         protobuf = PROTOBUF_TYPE in request.headers.get("accept", "")
-        if protobuf or len(answer.body) < _MAX_INLINE_RESULT_BYTES:
+        if protobuf or len(answer.body) < _MAX_INLINE_BYTES:
             return answer.to_response(protobuf)
         return await asyncio.to_thread(answer.to_response, protobuf)
 
@@ -384,24 +388,10 @@ class TinkerTrainingRoutes(ServerParts):
             pending.work_future.cancel()
         return Response(status_code=204)
 
-
-# largest body whose fields are parsed on the event loop; larger bodies are parsed in a thread
-_MAX_INLINE_BODY_BYTES = 16384
-
-
-class TinkerSamplingRoutes(ServerParts):
-    """Hold the handlers under /api/v1 for sampling."""
-
-    def routes(self) -> list[TypedRoute]:
-        """Return the routes for sampling."""
-        return [
-            TypedRoute("/api/v1/create_sampling_session", self.create_sampling_session),
-            TypedRoute("/api/v1/join_sampling_session", self.join_sampling_session),
-            TypedRoute("/api/v1/asample", self.asample, body_type=SampleBody),
-        ]
+    # ------------------------------------------------------------------------------------- sampling
 
     async def create_sampling_session(
-        self, request: Request, body: CreateSamplingSessionBody
+        self, request: Request, body: schemas.CreateSamplingSessionBody
     ) -> Any:
         """Create a sampling session of a base model or of saved weights.
 
@@ -431,7 +421,9 @@ class TinkerSamplingRoutes(ServerParts):
             raise HttpError(400, text)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
-    async def join_sampling_session(self, request: Request, body: JoinSamplingSessionBody) -> Any:
+    async def join_sampling_session(
+        self, request: Request, body: schemas.JoinSamplingSessionBody
+    ) -> Any:
         """Count another client of a sampling session, and return the count."""
         sampler = self.session_store.get_sampler(body.sampling_session_id, request.state.owner)
         sampler.clones += 1
@@ -443,7 +435,7 @@ class TinkerSamplingRoutes(ServerParts):
         A repeated request returns the same ids. An invalid value becomes the request's result.
         """
         fields, owner, raw = await read_fields(request), request.state.owner, await request.body()
-        body = read_body(AcceptedSampleBody, fields)
+        body = read_body(schemas.AcceptedSampleBody, fields)
         if body.sampling_session_id is None:
             raise HttpError(
                 400, "asample needs the sampling_session_id that create_sampling_session returned"
@@ -451,12 +443,13 @@ class TinkerSamplingRoutes(ServerParts):
         sampler = self.session_store.get_sampler(body.sampling_session_id, owner)
         self.session_store.get_session(sampler.session, owner)
         count, request_id = body.num_samples or 1, f"{sampler.sampler_id}:{body.seq_id}"
-        digest, parsed = compute_digest(raw), None
-        if (
-            self.request_store.find_duplicate(request_id, digest) is None
-            and len(raw) > _MAX_INLINE_BODY_BYTES
-        ):
-            parsed = await asyncio.to_thread(self._try_parse, fields)
+        digest = compute_digest(raw)
+        parsed: Any = None
+        if self.request_store.find_duplicate(request_id, digest) is None:
+            if len(raw) > _MAX_INLINE_BYTES:
+                parsed = await asyncio.to_thread(_parse_sample, fields)
+            else:
+                parsed = _parse_sample(fields)
         # check again: the same request may have arrived meanwhile
         pending = self.request_store.find_duplicate(request_id, digest)
         if pending is None:
@@ -466,7 +459,6 @@ class TinkerSamplingRoutes(ServerParts):
             pending = PendingRequest(
                 request_id, owner, "sample", digest, sequence_ids=ids, tenant=tenant, size=size
             )
-            parsed = parsed or self._try_parse(fields)
             if isinstance(parsed, Exception):
                 pending.work_future.set_exception(parsed)
             else:
@@ -478,21 +470,13 @@ class TinkerSamplingRoutes(ServerParts):
             self.request_store.add(pending)
         return {"request_id": request_id, "sample_sequence_ids": pending.sequence_ids}
 
-    def _try_parse(
-        self, fields: Any
-    ) -> tuple[ModelInput, SamplingParams, dict[str, Any]] | Exception:
-        """Return the parsed request, or the error that becomes the request's result."""
-        try:
-            return self._parse_request(read_body(SampleBody, fields))
-        except (HttpError, ValueError, TypeError) as error:
-            return error
 
-    def _parse_request(self, body: SampleBody) -> tuple[ModelInput, SamplingParams, dict[str, Any]]:
-        """Return prompt, sampling parameters and logprob options of a request.
-
-        Raises BadRequestError if a field is not supported, and ValueError or TypeError if a value
-        is wrong.
-        """
+def _parse_sample(fields: Any) -> tuple[ModelInput, SamplingParams, dict[str, Any]] | Exception:
+    """Return prompt, sampling parameters and logprob options of a request, or the error that
+    becomes the request's result.
+    """
+    try:
+        body = read_body(schemas.SampleBody, fields)
         for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
             if getattr(body, name):
                 raise BadRequestError(
@@ -508,3 +492,5 @@ class TinkerSamplingRoutes(ServerParts):
             "prompt_logprobs_last_n": body.prompt_logprobs_last_n,
         }
         return prompt, params, options
+    except (HttpError, ValueError, TypeError) as error:
+        return error
