@@ -29,15 +29,15 @@ class SampleStream:
         ticket = stream.add(SamplingRequest(prompt=[1, 5, 7], params=params, seed=0, problem=3))
         while stream.busy:
             # at most ENGINE_STEPS engine steps, the same number on every rank
-            output = stream.slice()  # .finished: {ticket: SampleResponse or ValueError}
+            output = stream.run_steps()  # .finished: {ticket: SampleResponse or ValueError}
         stream.close()
 
     `add` and `drop` only record what the next step request applies, and may be called from any
     thread at any time. `run_steps` (a single caller at a time) is a verb like others, so other
     submitted verbs (an update, `sample_many`) run between two calls. A server calls it in a loop in
-    a separate thread while `busy`, and responds to finished requests. With `shows=True` it also
-    gets the tokens sampled so far by running samples (`.drawn[ticket][sample]`, the whole sample
-    and not only the new tokens), to stream them. A request that cannot run has its error in
+    a separate thread while `busy`, and responds to finished requests. With `partial_tickets` it
+    also gets the tokens sampled so far by running samples (`.partial_output[ticket][sample]`, the
+    whole sample and not only the new tokens), to stream them. A request that cannot run has its error in
     `finished`, and affects no other request. The random stream of a sample depends only on its
     request, not on other requests in the batch.
 

@@ -16,10 +16,9 @@ import secrets
 import shutil
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
@@ -28,9 +27,9 @@ import uvicorn
 from starlette.applications import Starlette
 
 from rl.envs import EpisodeLimits, last_user_text
-from rl.errors import UserError
 from rl.processes import SupervisedProcess
 from rl.renderers import Renderer
+from rl.rollout import EventLoopThread
 from rl.serve import (
     AgentSession,
     AgentSessions,
@@ -43,21 +42,22 @@ from rl.serve import (
 )
 from rl.types import Message, SampledSequence, SampleResponse, SamplingParams
 
-_START_SECONDS = 30.0
 HOST = "127.0.0.1"
+POLICY_MODEL = "policy"  # the model name of the policy, which serves any other name as well
+# after which the next program may start, even without a request of this one
+_FIRST_REQUEST_SECONDS = 5.0
 
 
-class LoopServer:
+class LoopServer(EventLoopThread):
     """Run an application in a thread. `close` ends the server; the end of the process does as well.
 
     `url`: its address, a free port on loopback.
     """
 
     def __init__(self, application: Callable[[], Any], name: str):
-        self._socket = socket.socket()
-        self._socket.bind((HOST, 0))
-        self._socket.listen(2048)
-        self.url = f"http://{HOST}:{self._socket.getsockname()[1]}"
+        super().__init__(name)
+        listener = socket.create_server((HOST, 0), backlog=2048)
+        self.url = f"http://{HOST}:{listener.getsockname()[1]}"
         config = uvicorn.Config(
             application(),
             log_config=None,
@@ -67,26 +67,12 @@ class LoopServer:
             ws="none",
         )
         self._server = uvicorn.Server(config)
-        self._started = threading.Event()
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-        if not self._started.wait(_START_SECONDS):
-            raise UserError(
-                f"{name} did not start listening at {self.url} within {_START_SECONDS:g} s"
-            )
-
-    def _run(self) -> None:
-        """Run the event loop until the server ends."""
-        asyncio.set_event_loop(self.loop)
-        self.loop.call_soon(self._started.set)
-        with contextlib.suppress(asyncio.CancelledError):
-            self.loop.run_until_complete(self._server.serve(sockets=[self._socket]))
+        self._serving = self.run_coroutine(self._server.serve(sockets=[listener]))
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the server's thread is running."""
-        return self._thread.is_alive()
+        """Return whether the server is running."""
+        return not self._serving.done()
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine in the server's event loop, and return its future."""
@@ -98,15 +84,10 @@ class LoopServer:
             self.loop.call_soon_threadsafe(function, *args)
 
     def close(self) -> None:
-        """End the server, and wait up to 10 s for its thread."""
+        """End the server, wait up to 10 s for that, and stop the loop."""
         self._server.should_exit = self._server.force_exit = True
-        self._thread.join(timeout=10.0)
-
-
-_FIRST_REQUEST_SECONDS = (
-    5.0  # after which the next program may start, even without a request of this one
-)
-POLICY_MODEL = "policy"  # the model name of the policy, which serves any other name as well
+        wait([self._serving], timeout=10.0)
+        self.call_soon(self.loop.stop)
 
 
 @dataclass(eq=False)
@@ -160,15 +141,13 @@ class ProgramEpisode(AgentSession):
         self.limits, self.system_prompt, self.strict = limits, system_prompt, strict
         self.end_reason: str | None = None  # the reason for which further requests are refused
         self.request_count = 0
-        self.requested_or_ended = (
-            asyncio.Event()
-        )  # set at the first request or at the end of the program
+        # set at the first request or at the end of the program
+        self.requested_or_ended = asyncio.Event()
         self.replaced_settings: dict[str, Any] = {}
         self.timer = _ProgramTimer(limits.seconds)
         self._renderer = renderer
-        self._answered_requests: dict[
-            int, ActionRequest
-        ] = {}  # by the id() of the sampled sequence
+        # by the id() of the sampled sequence
+        self._answered_requests: dict[int, ActionRequest] = {}
         self._pending_requests: set[ActionRequest] = set()
 
     async def renderer(self, backend: SamplingBackend, model: str | None) -> Renderer:

@@ -257,12 +257,12 @@ class SessionStore:
         folder, model_id = self.root / session_id / f"train-{seq}", f"{session_id}:train:{seq}"
         return ModelRecord(model_id, session.owner, session_id, folder, base, user_metadata)
 
-    def get_model(self, model_id: str, owner: str, *, alive: bool = True) -> ModelRecord:
+    def get_model(self, model_id: str, owner: str) -> ModelRecord:
         """Return the model and note its use. Raises HttpError: 404 for an unknown id, 410 if its
-        session has ended and `alive`.
+        session has ended.
         """
         model = find_record(self.models, model_id, owner, "model")
-        self.get_session(model.session, owner, alive=alive)
+        self.get_session(model.session, owner)
         model.last_used, model.last_request = time.monotonic(), time.time()
         return model
 
