@@ -37,9 +37,9 @@ class SampleStream:
     submitted verbs (an update, `sample_many`) run between two calls. A server calls it in a loop in
     a separate thread while `busy`, and responds to finished requests. With `partial_tickets` it
     also gets the tokens sampled so far by running samples (`.partial_output[ticket][sample]`, the
-    whole sample and not only the new tokens), to stream them. A request that cannot run has its error in
-    `finished`, and affects no other request. The random stream of a sample depends only on its
-    request, not on other requests in the batch.
+    whole sample and not only the new tokens), to stream them. A request that cannot run has its
+    error in `finished`, and affects no other request. The random stream of a sample depends only on
+    its request, not on other requests in the batch.
 
     `switch_weights` changes the weights between two calls: running samples continue under the new
     weights, and record the version that sampled each token (`SampledSequence.versions`). The stream

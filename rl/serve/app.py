@@ -99,7 +99,15 @@ class RequestGuard:
         owner = self._get_owner(scope)
         self._open_by_owner.change(owner, 1)
         try:
-            await self._handle(scope, receive, record_status, owner)
+            self._check_request(scope, owner)
+            scope.setdefault("state", {})["owner"] = owner
+            limits = self.engine.settings.limits
+            # `_handle_error` has answered and logged the error, and Starlette raises it again
+            with contextlib.suppress(Exception):
+                limited = limit_body(receive, limits.body_bytes, limits.body_seconds)
+                await self.app(scope, limited, record_status)
+        except HttpError as error:
+            await make_error_response(error)(scope, receive, record_status)
         finally:
             self._open_by_owner.change(owner, -1)
             self._record_request(scope, response["status"], time.perf_counter() - begin)
@@ -115,21 +123,6 @@ class RequestGuard:
             owners = (owner for _, owner in self._keys if self.links.is_valid(owner, scope["path"]))
             return next(owners, LOCAL_OWNER)
         return self._find_key_owner(dict(scope["headers"]))
-
-    async def _handle(
-        self, scope: Scope, receive: ReceiveFn, send: Send, owner: str | None
-    ) -> None:
-        """Check key, load and body size, then pass the request to the application."""
-        limits = self.engine.settings.limits
-        try:
-            self._check_request(scope, owner)
-        except HttpError as error:
-            await make_error_response(error)(scope, receive, send)
-            return
-        scope.setdefault("state", {})["owner"] = owner
-        # `_handle_error` has answered and logged the error, and Starlette raises it again
-        with contextlib.suppress(Exception):
-            await self.app(scope, limit_body(receive, limits.body_bytes, limits.body_seconds), send)
 
     def _check_request(self, scope: Scope, owner: str | None) -> None:
         """Raise HttpError: 401 without a valid key, 503 and 429 above the limit of open requests
