@@ -166,6 +166,10 @@ LogitBias = Annotated[
 ]
 
 
+_IGNORED: Any = Field(default=None, description="ignored")
+_MODEL: Any = Field(default=None, description="a text; by default the first base model")
+
+
 def _flag(text: str, default: bool = False) -> Any:
     """Return a boolean field with a description."""
     return Field(default, description=f"true or false; {text}")
@@ -265,7 +269,7 @@ class TextBody(SamplingBody):
 
     model_config = ConfigDict(json_schema_extra=_add_neutral_fields)
 
-    model: str | None = Field(default=None, description="a text; by default the first base model")
+    model: str | None = _MODEL
     stream: bool = _flag("send events as tokens are sampled")
     stream_options: StreamOptions = Field(
         default=StreamOptions(), description="an object; options of the stream"
@@ -357,7 +361,7 @@ class GenerateBody(OpenAIBody):
 
     model_config = ConfigDict(json_schema_extra=_add_neutral_fields)
 
-    model: str | None = Field(default=None, description="a text; by default the first base model")
+    model: str | None = _MODEL
     token_ids: list[TokenId] = Field(
         min_length=1, fail_fast=True, description="a list of at least one token id"
     )
@@ -451,10 +455,10 @@ class ChatMessage(OpenAIBody):
     tool_call_id: Any = Field(default=None, description="the id of the call whose result this is")
     reasoning_content: Any = Field(default=None, description="the thoughts of an assistant message")
     reasoning: Any = Field(default=None, description="the same as reasoning_content")
-    refusal: Any = Field(default=None, description="ignored")
-    annotations: Any = Field(default=None, description="ignored")
-    token_ids: Any = Field(default=None, description="ignored")
-    prompt_token_ids: Any = Field(default=None, description="ignored")
+    refusal: Any = _IGNORED
+    annotations: Any = _IGNORED
+    token_ids: Any = _IGNORED
+    prompt_token_ids: Any = _IGNORED
 
     @model_validator(mode="before")
     @classmethod

@@ -70,6 +70,8 @@ def _default_false(value: Any) -> Any:
 
 
 _ADAM, _SAMPLING = AdamParams(), SamplingParams()
+_NON_NEGATIVE = "a finite number of at least 0"
+_FRACTION = "a number of at least 0 and below 1"
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
 # integers beyond 64 bits are refused, as everywhere in `rl.types`
@@ -226,17 +228,13 @@ class AdamParamsBody(JsonBody):
 
     model_config = ConfigDict(extra="forbid")
 
-    learning_rate: Number = Field(
-        default=_ADAM.learning_rate, description="a finite number of at least 0"
-    )
-    beta1: Number = Field(default=_ADAM.beta1, description="a number of at least 0 and below 1")
-    beta2: Number = Field(default=_ADAM.beta2, description="a number of at least 0 and below 1")
-    eps: Number = Field(default=_ADAM.eps, description="a finite number of at least 1e-30")
-    weight_decay: Number = Field(
-        default=_ADAM.weight_decay, description="a finite number of at least 0"
-    )
+    learning_rate: Number = Field(_ADAM.learning_rate, description=_NON_NEGATIVE)
+    beta1: Number = Field(_ADAM.beta1, description=_FRACTION)
+    beta2: Number = Field(_ADAM.beta2, description=_FRACTION)
+    eps: Number = Field(_ADAM.eps, description="a finite number of at least 1e-30")
+    weight_decay: Number = Field(_ADAM.weight_decay, description=_NON_NEGATIVE)
     grad_clip_norm: Number = Field(
-        default=_ADAM.grad_clip_norm, description="a finite number of at least 0 (0: no clipping)"
+        _ADAM.grad_clip_norm, description=f"{_NON_NEGATIVE} (0: no clipping)"
     )
 
 
