@@ -146,33 +146,30 @@ def make_timeout_protocol(header_seconds: float) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._head_timer = self.loop.call_later(header_seconds, self._head_is_late)
+            self._update_timer()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self._answers():
-                self._stop_timer()
-            elif self._head_timer is None:
-                # the first bytes of the next request; further bytes do not extend its timeout
-                self._head_timer = self.loop.call_later(header_seconds, self._head_is_late)
+            self._update_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
             super().connection_lost(exc)
 
-        def _answers(self) -> bool:
-            """Return whether a request has a complete head and no complete response."""
-            return self.cycle is not None and not self.cycle.response_complete
+        def _update_timer(self) -> None:
+            """Stop the timer while a request with a complete head is answered; otherwise start it.
+
+            The first bytes of the next request start it, and further bytes do not extend it.
+            """
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop_timer()
+            elif self._head_timer is None:
+                self._head_timer = self.loop.call_later(header_seconds, self.transport.close)
 
         def _stop_timer(self) -> None:
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
-
-        def _head_is_late(self) -> None:
-            self._head_timer = None
-            if not self._answers() and not self.transport.is_closing():
-                self.transport.close()
 
     return LimitedProtocol
 
