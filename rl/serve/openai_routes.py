@@ -269,15 +269,15 @@ class OpenAIRoutes:
         sampled: list[SampledSequence] = []
         for prompt, response in zip(prompts, responses, strict=True):
             for sequence in response.sequences:
-                top: Sequence[TopRow] = [None] * len(sequence.tokens)
                 text = request.decode_sample(sequence)
+                top: Sequence[TopRow] = [None] * len(sequence.tokens)
                 if not body.max_tokens:  # the prompt is scored, the sampled token is dropped
                     sequence, text, top = SampledSequence([], [], "length"), "", []
-                elif k:
-                    top = await session.compute_top_logprobs(
-                        self.backend, body.model, prompt, sequence, k
-                    )
-                if body.max_tokens:  # a turn
+                else:
+                    if k:
+                        top = await session.compute_top_logprobs(
+                            self.backend, body.model, prompt, sequence, k
+                        )
                     session.record_turn(_make_turn(prompt, sequence, text))
                 sampled.append(sequence)
                 index = len(choices)
