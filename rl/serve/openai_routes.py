@@ -107,7 +107,7 @@ class OpenAIRoutes:
                 TextResponse,
             ),
             *make("/inference/v1/generate", self.generate, GenerateBody, TokenResponse),
-            *(TypedRoute(path, handler, method, is_openai=True) for method, path, handler in table),
+            *(TypedRoute(path, handler, method) for method, path, handler in table),
         ]
 
     def list_models(self, request: Request) -> Any:
@@ -163,7 +163,7 @@ class OpenAIRoutes:
 
         endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
         return [
-            TypedRoute(prefix + path, endpoint, "POST", body_type, True, response_types)
+            TypedRoute(prefix + path, endpoint, "POST", body_type, response_types)
             for prefix in _PREFIXES
         ]
 
