@@ -237,7 +237,7 @@ def is_page_request(scope: MutableMapping[str, Any]) -> bool:
 
 
 class ChatPage(Response):
-    """The response with the chat page. Other requests than those of browsers are not found."""
+    """Hold the chat page. Other requests than those of browsers are not found."""
 
     media_type = "text/html"
 
