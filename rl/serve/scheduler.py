@@ -149,13 +149,14 @@ class FairQueue:
             if len(self) + amount > self.limit // 2:
                 self._drop_cancelled()
             total, tenant_total = len(self), self._tenant_counts[tenant]
+            others = any(other != tenant for other in self._tenant_counts)
             early = 0 if in_order else self._early_counts[tenant]
         check_share(
             "waiting requests (--queued)",
             self.limit,
             total + early,
             tenant_total + early,
-            self.has_others(tenant),
+            others or self.has_others(tenant),
             amount=amount,
             retry_after=1.0,
         )
