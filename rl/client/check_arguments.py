@@ -130,8 +130,9 @@ def check_call(
         loss.check_terms(i, datum.loss_fn_inputs, config)
         if datum.temperature is not None:
             expected = "0 (greedy) or at least 0.001: logits are divided by it"
-            minimum = 0.0 if datum.temperature == 0 else 1e-3
-            validate_number(f"datum {i}: temperature", datum.temperature, expected, minimum=minimum)
+            label, value = f"datum {i}: temperature", datum.temperature
+            if validate_number(label, value, expected, minimum=0.0) != 0:
+                validate_number(label, value, expected, minimum=1e-3)
     return loss, data
 
 
