@@ -139,11 +139,8 @@ if __name__ == "__main__":
     def serve() -> None:
         from rl.errors import UserError, install_command
 
-        lacking = [
-            name
-            for name in ("fastapi", "starlette", "uvicorn", "google", "prometheus_client")
-            if importlib.util.find_spec(name) is None
-        ]
+        needed = "fastapi starlette uvicorn google prometheus_client zstandard".split()
+        lacking = [name for name in needed if importlib.util.find_spec(name) is None]
         if lacking:
             raise UserError(
                 f"serving needs packages that are not installed ({', '.join(lacking)}): "

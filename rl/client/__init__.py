@@ -1,15 +1,18 @@
 """Provide Tinker's verbs: service, training and sampling clients."""
 
 from rl.client.api_future import APIFuture
-from rl.client.call_recorder import CallRecorder
 from rl.client.classifier_client import ClassifierClient
 from rl.client.custom_loss import LossHandle, PerDatumLossFn
-from rl.client.microbatch_calls import drop_gradients, forward_backward_microbatches
 from rl.client.rest_client import RestClient
 from rl.client.sample_stream import SampleStream
 from rl.client.sampling_client import SamplingClient
 from rl.client.service_client import ServiceClient
-from rl.client.training_client import TrainingClient
+from rl.client.training_client import (
+    CallRecorder,
+    TrainingClient,
+    drop_gradients,
+    forward_backward_microbatches,
+)
 from rl.client.training_config import LoRAConfig, TrainingConfig, suggest_settings
 
 __all__ = [

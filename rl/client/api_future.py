@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any, Generic, ParamSpec, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
 
 
 class APIFuture(Generic[T]):
@@ -93,6 +96,13 @@ class APIFuture(Generic[T]):
         return self.result_async().__await__()
 
 
+def make_completed(value: T) -> APIFuture[T]:
+    """Return a completed future of `value`."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    future.set_result(value)
+    return APIFuture(future)
+
+
 class SavedState(APIFuture[Any]):
     """Hold the future of a `save_state`, with the checkpoint's folder."""
 
@@ -104,33 +114,30 @@ class SavedState(APIFuture[Any]):
         return str(self.result().path)
 
 
-class AwaitableClient:
+class AwaitableClient(APIFuture[Any]):
     """Let a client also be used as a future of itself: `create_x()`, `create_x().result()`, `await
-    create_x()`.
-
-    Subclasses set `_created`, the future of the verb that made the client.
+    create_x()`. The future given to the constructor is that of the verb that made the client.
     """
 
-    _created: concurrent.futures.Future
+    def _convert_result(self, value: Any) -> Any:
+        return self
 
-    def result(self, timeout: float | None = None) -> Any:
-        return self._as_future().result(timeout)
 
-    async def result_async(self, timeout: float | None = None) -> Any:
-        return await self._as_future().result_async(timeout)
+def make_async(method: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
+    """Return the `*_async` form of a method that returns a future: it is awaited twice."""
 
-    def future(self) -> concurrent.futures.Future:
-        return self._as_future().future()
+    @functools.wraps(method)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return method(*args, **kwargs)
 
-    def done(self) -> bool:
-        return self._created.done()
+    return call
 
-    async def coroutine(self) -> Any:
-        return await self.result_async()
 
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self.result_async().__await__()
+def make_awaited(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+    """Return the `*_async` form of a method that makes a client or a sample: it is awaited once."""
 
-    def _as_future(self) -> APIFuture[Any]:
-        """Return a future with this client as its result."""
-        return APIFuture(self._created, lambda _: self)
+    @functools.wraps(method)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return await method(*args, **kwargs)
+
+    return call

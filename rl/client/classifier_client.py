@@ -4,14 +4,12 @@ the ranks that serve it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from rl.client.api_future import APIFuture
-from rl.client.service_context import ServiceContext
+from rl.client.service_context import ServiceContext, free_when_collected
 from rl.errors import BadRequestError
-from rl.runtime import Driver
 
 
 class ClassifierClient:
@@ -22,8 +20,7 @@ class ClassifierClient:
     def __init__(self, context: ServiceContext, name: str):
         self._driver, self.model_id = context.driver, context.next_model_id()
         self._created = context.driver.submit("load_classifier", self.model_id, name)
-        self._finalizer = weakref.finalize(self, _free_classifier, context.driver, self.model_id)
-        self._finalizer.atexit = False
+        self._finalizer = free_when_collected(self, context.driver, "free_model", self.model_id)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -55,9 +52,3 @@ class ClassifierClient:
     def release(self) -> None:
         """Free the model's memory now, not when the client is collected."""
         self._finalizer()
-
-
-def _free_classifier(driver: Driver, model_id: int) -> None:
-    """Submit the verb that frees the model, unless the service is closed."""
-    if not driver.closed:
-        driver.submit("free_model", model_id)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -137,14 +136,12 @@ def evaluate_custom_loss(
                     f"the custom loss has a gradient of NaN or infinity by the {name} of datum {i}"
                 )
             datum.loss_fn_inputs[_GRADIENT_FIELDS[name]] = TensorData.from_torch(weights)
-    return float(loss.detach()), {name: _to_float(name, value) for name, value in metrics.items()}
-
-
-def _to_float(name: str, value: Any) -> float:
-    """Return a metric as a float. Raises BadRequestError if it is not a number."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise BadRequestError(
-            f"the custom loss's metric {name!r} is a number, got {type(value).__name__}"
-        ) from None
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            raise BadRequestError(
+                f"the custom loss's metric {name!r} is a number, got {type(value).__name__}"
+            ) from None
+    return float(loss.detach()), numbers

@@ -5,12 +5,11 @@ server is involved.
 from __future__ import annotations
 
 import json
-from concurrent.futures import Future
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rl.client.api_future import APIFuture
+from rl.client.api_future import APIFuture, make_completed
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
 from rl.models import MODEL_PRESETS
@@ -38,20 +37,20 @@ class RestClient:
 
     def get_server_capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
         """Return the models that can be trained without a download."""
-        return _completed_future(list_server_capabilities())
+        return make_completed(list_server_capabilities())
 
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: str = "owned"
     ) -> APIFuture[TrainingRun]:
         """Return the run that made a checkpoint, and the `user_metadata` saved with it."""
-        return _completed_future(_read_training_run(Path(tinker_path)))
+        return make_completed(_read_training_run(Path(tinker_path)))
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
         """Return the base model and the LoRA settings of a checkpoint."""
         spec = checkpoint_folder.read_verified_state(Path(tinker_path))["spec"]
         lora = spec.get("lora") or {}
         flags = [lora.get(name) for name in ("rank", "train_unembed", "train_mlp", "train_attn")]
-        return _completed_future(WeightsInfoResponse(spec["base_model"], bool(lora), *flags))
+        return make_completed(WeightsInfoResponse(spec["base_model"], bool(lora), *flags))
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Remove a checkpoint's folder. Raises UserError if the folder is not a checkpoint."""
@@ -62,7 +61,7 @@ class RestClient:
                 "was removed"
             )
         checkpoint_folder.remove_checkpoint(folder)
-        return _completed_future(None)
+        return make_completed(None)
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError for Tinker's methods that need a server."""
@@ -107,10 +106,3 @@ def _read_training_run(folder: Path) -> TrainingRun:
     return TrainingRun(
         folder.parent.parent.name, spec["base_model"], lora is not None, rank, saved, user_metadata
     )
-
-
-def _completed_future(value: Any) -> APIFuture[Any]:
-    """Return a completed future of `value`."""
-    future: Future = Future()
-    future.set_result(value)
-    return APIFuture(future)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from rl.client.sampling_client import SamplingClient
+from rl.client.service_context import free_when_collected
 from rl.errors import UserError
 from rl.runtime import Driver, StepOutput, StepRequest
 from rl.sampler import SamplingRequest
@@ -29,17 +29,17 @@ class SampleStream:
         ticket = stream.add(SamplingRequest(prompt=[1, 5, 7], params=params, seed=0, problem=3))
         while stream.busy:
             # at most ENGINE_STEPS engine steps, the same number on every rank
-            output = stream.slice()  # .finished: {ticket: SampleResponse or ValueError}
+            output = stream.run_steps()  # .finished: {ticket: SampleResponse or ValueError}
         stream.close()
 
     `add` and `drop` only record what the next step request applies, and may be called from any
     thread at any time. `run_steps` (a single caller at a time) is a verb like others, so other
     submitted verbs (an update, `sample_many`) run between two calls. A server calls it in a loop in
-    a separate thread while `busy`, and responds to finished requests. With `shows=True` it also
-    gets the tokens sampled so far by running samples (`.drawn[ticket][sample]`, the whole sample
-    and not only the new tokens), to stream them. A request that cannot run has its error in
-    `finished`, and affects no other request. The random stream of a sample depends only on its
-    request, not on other requests in the batch.
+    a separate thread while `busy`, and responds to finished requests. With `partial_tickets` it
+    also gets the tokens sampled so far by running samples (`.partial_output[ticket][sample]`, the
+    whole sample and not only the new tokens), to stream them. A request that cannot run has its
+    error in `finished`, and affects no other request. The random stream of a sample depends only on
+    its request, not on other requests in the batch.
 
     `switch_weights` changes the weights between two calls: running samples continue under the new
     weights, and record the version that sampled each token (`SampledSequence.versions`). The stream
@@ -82,8 +82,7 @@ class SampleStream:
         self._active: dict[int, tuple[int, int, SamplingClient]] = {}
         self._rank_loads = [0] * self._num_ranks
         self._recompute = False
-        self._finalizer = weakref.finalize(self, _close_stream, self._driver, self._stream_id)
-        self._finalizer.atexit = False
+        self._finalizer = free_when_collected(self, self._driver, "close_stream", self._stream_id)
 
     @property
     def busy(self) -> bool:
@@ -218,9 +217,3 @@ class SampleStream:
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
-
-
-def _close_stream(driver: Driver, number: int) -> None:
-    """Submit the verb that frees the stream, unless the service is closed."""
-    if not driver.closed:
-        driver.submit("close_stream", number)

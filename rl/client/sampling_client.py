@@ -7,26 +7,25 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
-from rl.client.api_future import APIFuture, AwaitableClient
-from rl.client.async_methods import AsyncSamplingMethods
+from rl.client.api_future import APIFuture, AwaitableClient, make_async, make_awaited
 from rl.client.check_arguments import check_target_logprobs, resolve_images
-from rl.client.service_context import ServiceContext
+from rl.client.service_context import ServiceContext, free_when_collected
 from rl.errors import BadRequestError, UserError
 from rl.rollout import validate_token_ids
-from rl.runtime import Driver
 from rl.sampler import SamplingRequest
 from rl.seed import derive_seed
 from rl.types import ModelInput, SampleResponse, SamplingParams, TensorData
 from rl.types.number_checks import validate_bool, validate_integer, validate_number
 
+T = TypeVar("T")
 MAX_SAMPLES = 1_000_000  # per request: each sample is held in memory until all have ended
 
 
-class SamplingClient(AsyncSamplingMethods, AwaitableClient):
+class SamplingClient(AwaitableClient):
     """Sample from pinned weights. The weights are freed when their last client is collected."""
 
     _client_ids = itertools.count()  # for copies and pickles
@@ -35,13 +34,12 @@ class SamplingClient(AsyncSamplingMethods, AwaitableClient):
     def __init__(
         self, context: ServiceContext, version_id: int, created: Future, info: dict[str, Any] | None
     ):
+        super().__init__(created)
         self._context = context
         self._driver = context.driver
         self._version_id = version_id
-        self._created = created
         self._info = info
-        self._finalizer = weakref.finalize(self, _free_version, context.driver, version_id)
-        self._finalizer.atexit = False
+        self._finalizer = free_when_collected(self, context.driver, "free_version", version_id)
         self._client_id = next(SamplingClient._client_ids)
         SamplingClient._live_clients[self._client_id] = self
 
@@ -79,46 +77,46 @@ class SamplingClient(AsyncSamplingMethods, AwaitableClient):
     @property
     def info(self) -> dict[str, Any]:
         """Return the model's details: base_model, arch, vocab_size, max_context, tokenizer, ..."""
-        return self._info if self._info is not None else self._created.result()
+        return self._info if self._info is not None else self._future.result()
 
     @property
     def version(self) -> int:
         """Return the number of updates the weights had seen when they were taken. Samples
         carry it.
         """
-        return self._created.result()["version"]
+        return self._future.result()["version"]
 
     @property
     def ready(self) -> bool:
         """Return whether the weights are ready for sampling, or have failed to load: then `version`
         raises the error (an extension).
         """
-        return self._created.done()
+        return self._future.done()
 
     @property
     def failed(self) -> bool:
         """Return whether the weights could not be loaded (an extension)."""
-        return self._created.done() and self._created.exception() is not None
+        return self._future.done() and self._future.exception() is not None
 
     def on_ready(self, callback: Callable[[], object]) -> None:
         """Call `callback` from another thread once the weights are ready or have failed (an
         extension).
         """
-        self._created.add_done_callback(lambda _: callback())
+        self._future.add_done_callback(lambda _: callback())
 
     @property
     def mix_group(self) -> int | None:
         """Return an id that is equal for clients which can be sampled in a single batch
         (`SampleStream(mixed=True)`), None for a client that cannot be mixed (an extension).
         """
-        return self._created.result().get("mixes")
+        return self._future.result().get("mixes")
 
     @property
     def sync_seconds(self) -> float:
         """Return the seconds that transferring the weights took on rank 0 (0 if they were read from
         a folder).
         """
-        return self._created.result().get("seconds", 0.0)
+        return self._future.result().get("seconds", 0.0)
 
     def sample(
         self,
@@ -142,17 +140,22 @@ class SamplingClient(AsyncSamplingMethods, AwaitableClient):
         `topk_sample_logprobs` and `prompt_alt_tokens_k` are not supported here: requesting them
         raises BadRequestError.
         """
-        unsupported = {
-            "topk_sample_logprobs": topk_sample_logprobs,
-            "prompt_alt_tokens_k": prompt_alt_tokens_k,
-        }
-        prompt_options = (include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n)
+        for name, value in (
+            ("topk_sample_logprobs", topk_sample_logprobs),
+            ("prompt_alt_tokens_k", prompt_alt_tokens_k),
+        ):
+            if value:
+                raise BadRequestError(
+                    f"{name} is not supported here: use topk_prompt_logprobs, or a forward of the "
+                    "training client"
+                )
         request = self.make_request(
             prompt,
             num_samples,
             sampling_params,
-            *prompt_options,
-            unsupported,
+            include_prompt_logprobs,
+            topk_prompt_logprobs,
+            prompt_logprobs_last_n,
             target_prompt_logprobs,
         )
         future = self._driver.submit_sample(self._version_id, request)
@@ -170,21 +173,13 @@ class SamplingClient(AsyncSamplingMethods, AwaitableClient):
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
         prompt_logprobs_last_n: int | None = None,
-        unsupported: Mapping[str, int] | None = None,
         target_prompt_logprobs: TensorData | None = None,
     ) -> SamplingRequest:
         """Return the SamplingRequest that `sample` would submit, with its random stream, for a
-        `SampleStream` (an extension). `unsupported`: unsupported options by name; a nonzero value
-        raises BadRequestError.
+        `SampleStream` (an extension).
         """
         prompt = resolve_images(prompt, self.info)
         tokens = self._check_request(prompt, num_samples, sampling_params, topk_prompt_logprobs)
-        for name, value in (unsupported or {}).items():
-            if value:
-                raise BadRequestError(
-                    f"{name} is not supported here: use topk_prompt_logprobs, or a forward of the "
-                    "training client"
-                )
         if prompt_logprobs_last_n is not None:
             expected = "a whole number from 1 to the prompt's length"
             validate_integer(
@@ -286,15 +281,9 @@ class SamplingClient(AsyncSamplingMethods, AwaitableClient):
                 sequence.sequence_id = self._context.next_sequence_id()
                 self._context.sample_temperatures.record(sequence)
         if last_n is not None and response.prompt_logprobs is not None:
-            first = len(response.prompt_logprobs) - last_n
-            response.prompt_logprobs = [
-                None if i < first else logp for i, logp in enumerate(response.prompt_logprobs)
-            ]
+            response.prompt_logprobs = _keep_last(response.prompt_logprobs, last_n)
             if response.topk_prompt_logprobs is not None:
-                response.topk_prompt_logprobs = [
-                    None if i < first else row
-                    for i, row in enumerate(response.topk_prompt_logprobs)
-                ]
+                response.topk_prompt_logprobs = _keep_last(response.topk_prompt_logprobs, last_n)
         return response
 
     def name_samples(
@@ -343,15 +332,8 @@ class SamplingClient(AsyncSamplingMethods, AwaitableClient):
                 "a whole number of at least 1",
                 minimum=1,
             )
-        future = self.compute_logprobs_many([prompt])
-
-        def convert(values: list[list[float | None]]) -> list[float | None]:
-            num_skipped = (
-                0 if prompt_logprobs_last_n is None else len(values[0]) - prompt_logprobs_last_n
-            )
-            return [None if i < num_skipped else value for i, value in enumerate(values[0])]
-
-        return APIFuture(future._future, convert)
+        future = self.compute_logprobs_many([prompt])._future
+        return APIFuture(future, lambda values: _keep_last(values[0], prompt_logprobs_last_n))
 
     def compute_logprobs_many(
         self, prompts: Sequence[ModelInput], temperature: float = 1.0
@@ -404,6 +386,16 @@ class SamplingClient(AsyncSamplingMethods, AwaitableClient):
             self._driver.flush()
         self._finalizer()
 
+    sample_async = make_awaited(sample)
+    compute_logprobs_async = make_awaited(compute_logprobs)
+    get_base_model_async = make_async(get_base_model)
+
+
+def _keep_last(values: Sequence[T | None], last_n: int | None) -> list[T | None]:
+    """Return the values with None in place of all but the last `last_n`; None: keep all."""
+    first = 0 if last_n is None else len(values) - last_n
+    return [None if i < first else value for i, value in enumerate(values)]
+
 
 def _restore_client(process: int, client_id: int) -> SamplingClient:
     """Return the client of that number in this process. Raises UserError in another process, or if
@@ -417,9 +409,3 @@ def _restore_client(process: int, client_id: int) -> SamplingClient:
             "threads or coroutines"
         )
     return client
-
-
-def _free_version(driver: Driver, version_id: int) -> None:
-    """Submit the verb that frees the version, unless the service is closed."""
-    if not driver.closed:
-        driver.submit("free_version", version_id)

@@ -8,14 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rl import types
-from rl.client.api_future import APIFuture
-from rl.client.async_methods import AsyncServiceMethods
+from rl.client.api_future import APIFuture, make_async, make_awaited, make_completed
 from rl.client.classifier_client import ClassifierClient
 from rl.client.custom_loss import LossHandle, PerDatumLossFn
 from rl.client.rest_client import RestClient, list_server_capabilities, refuse_base_url
@@ -41,7 +39,7 @@ MAX_RANK = 4096
 TINKER_ALPHA = 32.0
 
 
-class ServiceClient(AsyncServiceMethods):
+class ServiceClient:
     """Create clients on rank 0. On every other rank, serve inside the first constructor and exit
     when rank 0's script ends.
 
@@ -86,7 +84,9 @@ class ServiceClient(AsyncServiceMethods):
             end_process_at_exit()
             sys.exit(0)
         self._driver = Driver(settings)
-        folder = str(output_dir or os.environ.get("WHETSTONE_OUTPUT_DIR") or _default_output_dir())
+        script = Path(sys.argv[0]).stem or "interactive"
+        default = Path("runs", f"{script}-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder = str(output_dir or os.environ.get("WHETSTONE_OUTPUT_DIR") or default)
         self._context = ServiceContext(self._driver, folder, seed, metadata)
 
     @property
@@ -276,9 +276,7 @@ class ServiceClient(AsyncServiceMethods):
         """Return a loss of a single datum, `fn(logprobs, *fields) -> (loss, metrics)`, for
         `forward_backward_custom`. The keys of `input_ranks` name its fields.
         """
-        done: Future = Future()
-        done.set_result(LossHandle(fn, tuple(input_ranks)))
-        return APIFuture(done)
+        return make_completed(LossHandle(fn, tuple(input_ranks)))
 
     def _create_client(
         self,
@@ -385,9 +383,7 @@ class ServiceClient(AsyncServiceMethods):
         if status not in ("success", "errored", "interrupted"):
             raise UserError(f"status is 'success', 'errored' or 'interrupted', got {status!r}")
         self._driver.close()
-        closed: Future = Future()
-        closed.set_result(None)
-        return APIFuture(closed)
+        return make_completed(None)
 
     def __enter__(self) -> ServiceClient:
         return self
@@ -395,11 +391,13 @@ class ServiceClient(AsyncServiceMethods):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-
-def _default_output_dir() -> Path:
-    """Return runs/<script>-<time>."""
-    script = Path(sys.argv[0]).stem or "interactive"
-    return Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+    create_lora_training_client_async = make_awaited(create_lora_training_client)
+    create_training_client_from_state_async = make_awaited(create_training_client_from_state)
+    create_training_client_from_state_with_optimizer_async = make_awaited(
+        create_training_client_from_state_with_optimizer
+    )
+    create_sampling_client_async = make_awaited(create_sampling_client)
+    get_server_capabilities_async = make_async(get_server_capabilities)
 
 
 def _check_same_model(requested: ModelSpec, saved: ModelSpec, path: str) -> None:

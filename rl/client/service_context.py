@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import itertools
 import uuid
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rl.errors import BadRequestError, warn_on_rank_zero
 from rl.runtime import Driver, SampleTemperatures
@@ -35,9 +36,10 @@ class ServiceContext:
         self._folder_models: dict[str, int] = {}  # which model wrote a folder
         # by output folder: ids of the models that save to a separate subfolder of it
         self._separate_models: dict[str, set[int]] = {}
-        self._models = 0
-        self._versions = 0
-        self._streams = 0
+        # each returns a new id of a model or weight version, or the index of a new random stream
+        self.next_model_id = itertools.count().__next__
+        self.next_version_id = itertools.count(1).__next__
+        self.next_stream = itertools.count(1).__next__
         self._warnings: set[str] = set()
 
     def warn_once(self, text: str) -> None:
@@ -45,21 +47,6 @@ class ServiceContext:
         if text not in self._warnings:
             self._warnings.add(text)
             warn_on_rank_zero(text, stacklevel=7)
-
-    def next_model_id(self) -> int:
-        """Return a new model id."""
-        model_id, self._models = self._models, self._models + 1
-        return model_id
-
-    def next_version_id(self) -> int:
-        """Return a new id of a weight version."""
-        self._versions += 1
-        return self._versions
-
-    def next_stream(self) -> int:
-        """Return the index of a new random stream."""
-        self._streams += 1
-        return self._streams
 
     def next_sequence_id(self) -> str:
         """Return a new id of a sampled sequence, unique across services."""
@@ -82,6 +69,22 @@ class ServiceContext:
     def absolute_output_dir(self) -> str:
         """Return the absolute path of the output folder."""
         return str(Path(self.output_dir).absolute())
+
+
+def free_when_collected(
+    owner: object, driver: Driver, verb: str, number: int
+) -> weakref.finalize[..., Any]:
+    """Return a finalizer that submits `verb`, which frees what `owner` holds on the ranks, once
+    `owner` is collected or the finalizer is called, unless the service is closed.
+    """
+
+    def free() -> None:
+        if not driver.closed:
+            driver.submit(verb, number)
+
+    finalizer = weakref.finalize(owner, free)
+    finalizer.atexit = False
+    return finalizer
 
 
 def check_user_metadata(user_metadata: Mapping[str, str] | None) -> dict[str, str]:

@@ -5,18 +5,15 @@ that serve it).
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from rl import types
-from rl.client.api_future import APIFuture, AwaitableClient, SavedState
-from rl.client.async_methods import AsyncTrainingMethods
-from rl.client.call_recorder import CallRecorder
+from rl.client.api_future import APIFuture, AwaitableClient, SavedState, make_async, make_awaited
 from rl.client.check_arguments import (
     check_call,
     require_value_head,
@@ -25,10 +22,9 @@ from rl.client.check_arguments import (
 )
 from rl.client.custom_loss import CustomLoss, LossHandle, evaluate_custom_loss, strip_datums
 from rl.client.sampling_client import SamplingClient
-from rl.client.service_context import ServiceContext, check_user_metadata
+from rl.client.service_context import ServiceContext, check_user_metadata, free_when_collected
 from rl.errors import BadRequestError, UserError
-from rl.losses import CUSTOM_LOSS, CUSTOM_VALUE_LOSS
-from rl.runtime import Driver
+from rl.losses import CUSTOM_LOSS, CUSTOM_VALUE_LOSS, LossSpec
 from rl.types import (
     AdamParams,
     Datum,
@@ -40,7 +36,29 @@ from rl.types import (
 from rl.types.number_checks import validate_number
 
 
-class TrainingClient(AsyncTrainingMethods, AwaitableClient):
+class CallRecorder(Protocol):
+    """Receive the calls that change a model, in their order. It must not change their arguments."""
+
+    def record_backward(
+        self,
+        data: Sequence[Datum],
+        loss: str,
+        config: Mapping[str, Any],
+        divisor: float,
+        outputs: Future,
+    ) -> None:
+        """Receive a forward_backward call. `outputs`: a future of (outputs by datum, metrics);
+        outputs have the entropies of a recorded call, which change neither loss nor gradient.
+        """
+
+    def record_scale(self, factor: float) -> None:
+        """Receive a factor that multiplies the gradient accumulated since the last step."""
+
+    def record_step(self, params: AdamParams) -> None:
+        """Receive an optimizer step."""
+
+
+class TrainingClient(AwaitableClient):
     """Train a model. Verbs return futures and run in the order they were called."""
 
     def __init__(
@@ -51,16 +69,15 @@ class TrainingClient(AsyncTrainingMethods, AwaitableClient):
         user_metadata: Mapping[str, str] | None = None,
         service: Any = None,
     ):
+        super().__init__(created)
         self._context = context
         self._driver = context.driver
         self._service = service
-        self._created = created
         self._pending_backwards: list[Future] = []  # since the last optim_step
         self.model_id = model_id
         self.recorder: CallRecorder | None = None  # receives the learner calls (an extension)
         self._user_metadata = dict(user_metadata or {})
-        self._finalizer = weakref.finalize(self, _free_model, context.driver, model_id)
-        self._finalizer.atexit = False
+        self._finalizer = free_when_collected(self, context.driver, "free_model", model_id)
 
     @property
     def service(self) -> Any:
@@ -72,7 +89,7 @@ class TrainingClient(AsyncTrainingMethods, AwaitableClient):
         """Return the model's details: base_model, arch, vocab_size, max_context, parameters,
         device, dtype, ...
         """
-        return self._created.result()
+        return self._future.result()
 
     @property
     def version(self) -> int:
@@ -163,11 +180,7 @@ class TrainingClient(AsyncTrainingMethods, AwaitableClient):
             minimum=0,
             open_ends=True,
         )
-        drawn_at = (
-            self._find_temperatures(data)
-            if loss.at_sampling_temperature and "temperature" not in config
-            else None
-        )
+        drawn_at = self._find_temperatures(data, loss, config)
         future = self._driver.submit(
             "forward_backward",
             self.model_id,
@@ -186,8 +199,14 @@ class TrainingClient(AsyncTrainingMethods, AwaitableClient):
                 self.recorder.record_backward(received, loss_fn, config, divisor, future)
         return APIFuture(future, _to_output)
 
-    def _find_temperatures(self, data: Sequence[Datum]) -> list[float | None]:
-        """Return the sampling temperature of each datum, None if unknown."""
+    def _find_temperatures(
+        self, data: Sequence[Datum], loss: LossSpec, config: Mapping[str, Any]
+    ) -> list[float | None] | None:
+        """Return the sampling temperature of each datum, None if unknown; None in place of the list
+        if the loss is scored at another temperature.
+        """
+        if "temperature" in config or not loss.at_sampling_temperature:
+            return None
         return [self._context.sample_temperatures.find_temperature(datum) for datum in data]
 
     def forward_backward_custom(
@@ -221,7 +240,7 @@ class TrainingClient(AsyncTrainingMethods, AwaitableClient):
         if "values" in outputs:
             require_value_head(self.info, "outputs")
         check_call(bare, "cross_entropy", config, self.info)
-        drawn_at = self._find_temperatures(data) if "temperature" not in config else None
+        drawn_at = self._find_temperatures(data, spec, config)
 
         def run(backward: bool) -> Future:
             return self._driver.submit(
@@ -515,15 +534,22 @@ class TrainingClient(AsyncTrainingMethods, AwaitableClient):
     def get_telemetry(self) -> None:
         """Return None: no telemetry is sent."""
 
+    forward_async = make_async(forward)
+    forward_backward_async = make_async(forward_backward)
+    forward_backward_custom_async = make_async(forward_backward_custom)
+    optim_step_async = make_async(optim_step)
+    save_state_async = make_async(save_state)
+    save_weights_for_sampler_async = make_async(save_weights_for_sampler)
+    save_weights_external_async = make_async(save_weights_external)
+    load_state_async = make_async(load_state)
+    load_state_with_optimizer_async = make_async(load_state_with_optimizer)
+    save_weights_and_get_sampling_client_async = make_awaited(save_weights_and_get_sampling_client)
+    create_sampling_client_async = make_awaited(create_sampling_client)
+    get_info_async = make_async(get_info)
+
 
 class _InvalidAdamParams(BadRequestError, TypeError):
     """Signal that optim_step received another type than AdamParams."""
-
-
-def _free_model(driver: Driver, model_id: int) -> None:
-    """Submit the verb that frees the model, unless the service is closed."""
-    if not driver.closed:
-        driver.submit("free_model", model_id)
 
 
 def _to_output(value: tuple[list[dict[str, Any]], dict[str, float]]) -> ForwardBackwardOutput:
@@ -532,3 +558,46 @@ def _to_output(value: tuple[list[dict[str, Any]], dict[str, float]]) -> ForwardB
     return ForwardBackwardOutput(
         [{k: TensorData(v, "float32") for k, v in item.items()} for item in outputs], metrics
     )
+
+
+def forward_backward_microbatches(
+    client: TrainingClient,
+    data: Sequence[Datum],
+    loss_fn: str,
+    loss_fn_config: Mapping[str, Any] | None = None,
+    *,
+    backward: bool = True,
+) -> Generator[None, None, ForwardBackwardOutput]:
+    """Run `client.forward_backward` (or `forward` if `backward` is false), bit-identically, and
+    yield between micro-batches.
+
+    A verb submitted between two micro-batches (sampling steps, say) runs between them: it waits for
+    a micro-batch instead of the whole call. Raises what the call raises. An update after a failed
+    micro-batch is refused, as after a failed call.
+    """
+    config = dict(loss_fn_config or {})
+    loss, data = check_call(data, loss_fn, config, client.info, client._context)
+    drawn_at = client._find_temperatures(data, loss, config)
+    outputs: dict[int, dict[str, Any]] = {}
+    metrics, temperature, index, num_microbatches = {"loss:sum": 0.0}, 1.0, 0, 1
+    while index < num_microbatches:
+        call = (list(data), loss, config, 1.0, backward, False, True, drawn_at)
+        future = client._driver.submit("forward_backward_microbatch", client.model_id, index, *call)
+        if backward:
+            client._pending_backwards.append(future)
+        microbatch_outputs, sums, temperature, num_microbatches = future.result()
+        outputs |= microbatch_outputs
+        metrics |= {name: metrics.get(name, 0.0) + value for name, value in sums.items()}
+        index += 1
+        if index < num_microbatches:
+            yield
+    rows = [outputs[i] for i in range(len(data))]
+    return _to_output((rows, {**metrics, "temperature:mean": temperature}))
+
+
+def drop_gradients(client: TrainingClient) -> None:
+    """Discard the gradients accumulated since the last update, because that update will not be
+    requested.
+    """
+    client._pending_backwards.clear()
+    client._driver.submit("drop_gradients", client.model_id).result()

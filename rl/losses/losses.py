@@ -19,7 +19,7 @@ With lp = learner logprob, q = behavior logprob (of the sampler), r = exp(lp - q
 A datum's `mask` (or `sequence_ratio_mask`), if it has a mask, selects the tokens that a policy loss
 trains and counts: tokens with a nonzero mask, for any advantage. Without a mask these are the
 tokens with a nonzero advantage. Some losses must know the actions exactly (`dro`, `gspo`, entropy,
-KL, values); rl.client.action_masks adds a mask to their datums beforehand. Masked positions are
+KL, values); rl.client.check_arguments adds a mask to their datums beforehand. Masked positions are
 selected away, never multiplied by zero: a NaN at a masked position changes nothing.
 
 rl.losses.loss_terms holds what is added to a policy-gradient loss: entropy, KL to a reference,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import shlex
 import shutil
 import tempfile
@@ -89,34 +90,28 @@ class Endpoint(Environment):
         return ProgramGroup(self, problem, group_size, renderer, limits, system_prompt)
 
 
+@dataclass(eq=False)
 class ProgramGroup(EnvGroupBuilder):
     """Build the environments of a group: programs with the same row and seed."""
 
-    def __init__(
-        self,
-        settings: Endpoint,
-        problem: Problem,
-        group_size: int,
-        renderer: Renderer,
-        limits: EpisodeLimits,
-        system_prompt: str | None = None,
-    ):
-        self.settings, self.problem, self.group_size, self.renderer = (
-            settings,
-            problem,
-            group_size,
-            renderer,
-        )
-        self.limits, self.system_prompt = limits, system_prompt
+    settings: Endpoint
+    problem: Problem
+    group_size: int
+    renderer: Renderer
+    limits: EpisodeLimits
+    system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        problem = self.problem
         self.tag, self.problem_index = problem.tag, problem.index
         # `ProgramEpisode` counts and limits the turns
-        self.max_turns, self.max_tokens = 1_000_000, limits.tokens
+        self.max_turns, self.max_tokens = 1_000_000, self.limits.tokens
+        self.question = last_user_text(problem.messages) if problem.messages else ""
         self.seed = int(
             problem.meta.get("seed", derive_seed("environment", "endpoint", problem.index))
         )
-        self.row: dict[str, Any] = replace_nonfinite(
-            {**problem.meta, **({"messages": list(problem.messages)} if problem.messages else {})}
-        )
+        messages = {"messages": list(problem.messages)} if problem.messages else {}
+        self.row: dict[str, Any] = replace_nonfinite({**problem.meta, **messages})
 
     def make_envs(self) -> Sequence[Env]:
         return [ProgramEnv(self, member, get_live_endpoint()) for member in range(self.group_size)]
@@ -127,27 +122,14 @@ class ProgramGroup(EnvGroupBuilder):
             key: value if isinstance(value, str) else json.dumps(value)
             for key, value in self.row.items()
         }
-        fillers |= {
-            "seed": str(self.seed),
-            "row": row_file,
-            "prompt": last_user_text(self.problem.messages) if self.problem.messages else "",
-        }
+        fillers |= {"seed": str(self.seed), "row": row_file, "prompt": self.question}
         return [_fill_in(word, fillers) for word in self.settings.command]
 
 
 def _fill_in(word: str, fillers: Mapping[str, str]) -> str:
     """Return `word` with each known {name} replaced; inserted texts are not searched again."""
-    parts, rest = [], word
-    while (begin := rest.find("{")) >= 0:
-        end = rest.find("}", begin)
-        name = rest[begin + 1 : end] if end > 0 else ""
-        if name in fillers:
-            parts += [rest[:begin], fillers[name]]
-            rest = rest[end + 1 :]
-        else:
-            parts.append(rest[: begin + 1])
-            rest = rest[begin + 1 :]
-    return "".join([*parts, rest])
+    pattern = "|".join(re.escape(f"{{{name}}}") for name in fillers)
+    return re.sub(pattern, lambda match: fillers[match[0][1:-1]], word)
 
 
 class ProgramEnv(Env):
@@ -180,7 +162,7 @@ class ProgramEnv(Env):
         """Answer the request with an action; the result is the next request or the end."""
         ask = self.last_request = self.request
         assert ask is not None
-        self.endpoint.server.call_soon(self.episode.answer, ask, action)
+        self.endpoint.server.call_soon(ask.resolve, action)
         return _DeferredStep(lambda: self._get_step_result(ask, action))
 
     def no_room(self) -> _DeferredStep:
@@ -204,22 +186,18 @@ class ProgramEnv(Env):
     def _make_variables(self, row: str) -> dict[str, str]:
         """Return the environment variables of the program. `row`: the file with its row."""
         session_url = f"{self.endpoint.server.url}/session/{self.episode.name}"
-        variables = {
+        return {
+            "PYTHONHASHSEED": "0",
+            **build_worker_environment(self.group.settings.pass_env),
             "OPENAI_BASE_URL": f"{session_url}/v1",
             "OPENAI_API_BASE": f"{session_url}/v1",
             "OPENAI_API_KEY": self.episode.name,
             "OPENAI_MODEL": POLICY_MODEL,
-        }
-        variables |= {
             "WHETSTONE_REWARD_URL": f"{session_url}/reward",
             "WHETSTONE_SEED": str(self.group.seed),
             "WHETSTONE_ROW": row,
-        }
-        variables |= {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
-        return {
-            "PYTHONHASHSEED": "0",
-            **build_worker_environment(self.group.settings.pass_env),
-            **variables,
+            "NO_PROXY": "127.0.0.1,localhost",
+            "no_proxy": "127.0.0.1,localhost",
         }
 
     def _wait_for_event(self) -> ActionRequest | ProgramExit:
@@ -296,11 +274,8 @@ class ProgramEnv(Env):
             self.last_request.logs.get("answer_text", "") if self.last_request is not None else ""
         )
         thread = EnvThread(self.group.limits.seconds, f"the environment {self.name}, its grader,")
-        question = (
-            last_user_text(self.group.problem.messages) if self.group.problem.messages else ""
-        )
         reward, graded_metrics = thread.submit(
-            lambda: grade_answer(grader, question, last_answer, self.group.row)
+            lambda: grade_answer(grader, self.group.question, last_answer, self.group.row)
         ).result()
         thread.finish()
         posted_metrics = {} if posted is None else {"posted": posted}

@@ -1,8 +1,8 @@
 """Run the programs of `--environment endpoint`: requests of a program become observations of a
 rollout, and the actions of the rollout become the responses.
 
-All requests run in the event loop of a server on loopback. The rollout reads the queue of events
-of each episode.
+All requests run in the event loop of a server on loopback, in a thread of this process. The rollout
+reads the queue of events of each episode.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ import os
 import queue
 import secrets
 import shutil
+import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
+import uvicorn
+from starlette.applications import Starlette
+
 from rl.envs import EpisodeLimits, last_user_text
 from rl.processes import SupervisedProcess
-from rl.programs.loop_server import LoopServer
 from rl.renderers import Renderer
+from rl.rollout import EventLoopThread
 from rl.serve import (
     AgentSession,
     AgentSessions,
@@ -37,10 +42,52 @@ from rl.serve import (
 )
 from rl.types import Message, SampledSequence, SampleResponse, SamplingParams
 
-_FIRST_REQUEST_SECONDS = (
-    5.0  # after which the next program may start, even without a request of this one
-)
+HOST = "127.0.0.1"
 POLICY_MODEL = "policy"  # the model name of the policy, which serves any other name as well
+# after which the next program may start, even without a request of this one
+_FIRST_REQUEST_SECONDS = 5.0
+
+
+class LoopServer(EventLoopThread):
+    """Run an application in a thread. `close` ends the server; the end of the process does as well.
+
+    `url`: its address, a free port on loopback.
+    """
+
+    def __init__(self, application: Callable[[], Any], name: str):
+        super().__init__(name)
+        listener = socket.create_server((HOST, 0), backlog=2048)
+        self.url = f"http://{HOST}:{listener.getsockname()[1]}"
+        config = uvicorn.Config(
+            application(),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=300,
+            ws="none",
+        )
+        self._server = uvicorn.Server(config)
+        self._serving = self.run_coroutine(self._server.serve(sockets=[listener]))
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the server is running."""
+        return not self._serving.done()
+
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine in the server's event loop, and return its future."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call_soon(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function in the server's event loop; do nothing if the loop has ended."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *args)
+
+    def close(self) -> None:
+        """End the server, wait up to 10 s for that, and stop the loop."""
+        self._server.should_exit = self._server.force_exit = True
+        wait([self._serving], timeout=10.0)
+        self.call_soon(self.loop.stop)
 
 
 @dataclass(eq=False)
@@ -52,6 +99,15 @@ class ActionRequest:
     answer: asyncio.Future[SampledSequence]
     logs: dict[str, Any] = field(default_factory=dict)
     is_dead: bool = False  # whether the program has ended
+
+    def resolve(self, result: SampledSequence | HttpError) -> None:
+        """Answer the request with an action or an error, unless it was answered before."""
+        if self.answer.done():
+            return
+        if isinstance(result, HttpError):
+            self.answer.set_exception(result)
+        else:
+            self.answer.set_result(result)
 
 
 @dataclass(frozen=True)
@@ -85,15 +141,13 @@ class ProgramEpisode(AgentSession):
         self.limits, self.system_prompt, self.strict = limits, system_prompt, strict
         self.end_reason: str | None = None  # the reason for which further requests are refused
         self.request_count = 0
-        self.requested_or_ended = (
-            asyncio.Event()
-        )  # set at the first request or at the end of the program
+        # set at the first request or at the end of the program
+        self.requested_or_ended = asyncio.Event()
         self.replaced_settings: dict[str, Any] = {}
         self.timer = _ProgramTimer(limits.seconds)
         self._renderer = renderer
-        self._answered_requests: dict[
-            int, ActionRequest
-        ] = {}  # by the id() of the sampled sequence
+        # by the id() of the sampled sequence
+        self._answered_requests: dict[int, ActionRequest] = {}
         self._pending_requests: set[ActionRequest] = set()
 
     async def renderer(self, backend: SamplingBackend, model: str | None) -> Renderer:
@@ -175,10 +229,9 @@ class ProgramEpisode(AgentSession):
         super().record_turn(turn, returned_message)
         ask = self._answered_requests.pop(id(turn.sequence), None)
         if ask is not None:
-            messages = turn.messages if turn.messages is not None else ()
             text = (
-                last_user_text(messages)
-                if messages
+                last_user_text(turn.messages)
+                if turn.messages
                 else self._renderer.tokenizer.decode(turn.prompt)
             )
             ask.logs |= {
@@ -189,27 +242,16 @@ class ProgramEpisode(AgentSession):
 
     # ------------------------------------------------------------------------ calls of the rollout
 
-    def answer(self, ask: ActionRequest, sequence: SampledSequence) -> None:
-        """Answer a request with an action."""
-        if not ask.answer.done():
-            ask.answer.set_result(sequence)
-
     def refuse(self, ask: ActionRequest, reason: str) -> None:
         """Refuse this and all later requests; the program continues until it ends."""
         self.end_reason = reason
-        if not ask.answer.done():
-            ask.answer.set_exception(
-                HttpError(400, reason, "messages", code="context_length_exceeded")
-            )
+        ask.resolve(HttpError(400, reason, "messages", code="context_length_exceeded"))
 
     def refuse_pending(self) -> None:
         """Refuse all pending requests, and mark them as dead."""
         for ask in list(self._pending_requests):
             ask.is_dead = True
-            if not ask.answer.done():
-                ask.answer.set_exception(
-                    HttpError(410, "the episode has ended", code="episode_over")
-                )
+            ask.resolve(HttpError(410, "the episode has ended", code="episode_over"))
 
 
 class _ProgramTimer:
@@ -272,11 +314,7 @@ class _NoBackend:
     """Refuse to sample for requests outside an episode."""
 
     async def sample(self, *_: Any, **__: Any) -> SampleResponse:
-        raise HttpError(
-            404,
-            "only requests of an episode are served: use the URL in OPENAI_BASE_URL unchanged",
-            kind="invalid_request_error",
-        )
+        return self.tokenizer(None, "")
 
     def models(self, owner: str) -> Sequence[Any]:
         return [ServedModel(POLICY_MODEL, None, 0)]
@@ -299,18 +337,11 @@ class LiveEndpoint:
 
     def __init__(self) -> None:
         self.episodes = _ProgramSessions()
-        self.server = LoopServer(self._make_application, "the endpoint of --environment endpoint")
-        self.server.run_coroutine(self._create_semaphore()).result()
-
-    async def _create_semaphore(self) -> None:
-        """Create the semaphore of starting programs in the event loop."""
-        self._starting = asyncio.Semaphore(max(2, os.cpu_count() or 1))
-
-    def _make_application(self) -> Any:
-        """Return the ASGI application with the OpenAI-style routes."""
-        from starlette.applications import Starlette
-
-        return Starlette(routes=make_openai_routes(_NoBackend(), self.episodes))
+        self._starting = asyncio.Semaphore(max(2, os.cpu_count() or 1))  # of starting programs
+        self.server = LoopServer(
+            lambda: Starlette(routes=make_openai_routes(_NoBackend(), self.episodes)),
+            "the endpoint of --environment endpoint",
+        )
 
     def begin(
         self, episode: ProgramEpisode, words: Sequence[str], environment: Mapping[str, str]

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from rl.renderers import Renderer, format_with_calls
 from rl.rollout import Trajectory, Transition
 from rl.serve.http_errors import HttpError
-from rl.serve.tenant_limit import choose_evictions
+from rl.serve.scheduler import choose_evictions
 from rl.types import Message, ModelInput, SampledSequence, SampleResponse, SamplingParams
 
 _GREEDY_TOKEN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, stop=None)
@@ -246,10 +246,10 @@ class AgentSession:
                 "temperature": turn.sequence.temperature,
                 "stop_reason": turn.sequence.stop_reason,
                 "version": turn.sequence.version,
-                "parent": self._find_parent(turn),
+                "parent": self._find_parent(index),
                 **make_turn_logs(turn),
             }
-            for turn in self.turns
+            for index, turn in enumerate(self.turns)
         ]
         return {
             "turns": turns,
@@ -258,19 +258,16 @@ class AgentSession:
             "done": self.reward is not None,
         }
 
-    def _find_parent(self, turn: SampledTurn) -> int | None:
-        """Return the index of the longest earlier turn that this turn continues by exact ids; None
+    def _find_parent(self, index: int) -> int | None:
+        """Return the index of the longest earlier turn that a turn continues by exact ids; None
         at the start of a conversation or branch.
         """
-        best: int | None = None
-        length = 0
-        for i, other in enumerate(self.turns):
-            if other is turn:
-                break
+        prompt, lengths = self.turns[index].prompt, dict[int, int]()
+        for i, other in enumerate(self.turns[:index]):
             other_ids = [*other.prompt, *other.sequence.tokens]
-            if len(other_ids) > length and turn.prompt[: len(other_ids)] == other_ids:
-                best, length = i, len(other_ids)
-        return best
+            if prompt[: len(other_ids)] == other_ids:
+                lengths[i] = len(other_ids)
+        return max(lengths, key=lengths.__getitem__, default=None)
 
 
 def make_turn_logs(turn: SampledTurn) -> dict[str, Any]:
@@ -294,9 +291,7 @@ def _digest_prefixes(
 ) -> list[bytes]:
     """Return for each message a digest of the tools and of the messages up to and including it."""
     digests = []
-    digest = hashlib.blake2b(
-        json.dumps(list(tools), sort_keys=True).encode("utf-8", "backslashreplace"), digest_size=16
-    )
+    digest = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16)
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         parts = [
@@ -306,7 +301,7 @@ def _digest_prefixes(
             message.get("reasoning_content"),
             calls,
         ]
-        digest.update(json.dumps(parts, sort_keys=True).encode("utf-8", "backslashreplace") + b"\0")
+        digest.update(json.dumps(parts, sort_keys=True).encode() + b"\0")
         digests.append(digest.copy().digest())
     return digests
 
@@ -327,7 +322,12 @@ class AgentSessions:
 
         Raises HttpError for an invalid name or a full session.
         """
-        check_session_name(name)
+        if not 0 < len(name) <= 200 or not name.isprintable() or "/" in name:
+            raise HttpError(
+                400,
+                "a session name must have 1 to 200 printable characters and no slash",
+                "X-Session-ID",
+            )
         session = self._by_name.setdefault((owner, name), AgentSession(owner))
         self._by_name.move_to_end((owner, name))
         if len(self._by_name) > self.max_sessions:
@@ -363,13 +363,3 @@ class AgentSessions:
         """Delete a session. Raises HttpError (404) if it does not exist."""
         self.find(owner, name)
         del self._by_name[owner, name]
-
-
-def check_session_name(name: str) -> None:
-    """Raise HttpError for an invalid session name."""
-    if not 0 < len(name) <= 200 or not name.isprintable() or "/" in name:
-        raise HttpError(
-            400,
-            "a session name must have 1 to 200 printable characters and no slash",
-            "X-Session-ID",
-        )

@@ -25,7 +25,8 @@ RouteHandler = Callable[..., Any]
 
 
 class TypedRoute(Route):
-    """Route requests to a handler: its result becomes a JSON response, any error an error response.
+    """Route requests to a handler: its result becomes a JSON response, any error an error response,
+    which has OpenAI's form unless the path begins with /api/.
 
     A handler with a second parameter receives the body, as the class of the parameter. A handler
     that is not a coroutine function runs in a thread, because it reads or writes files.
@@ -41,13 +42,11 @@ class TypedRoute(Route):
         handler: RouteHandler,
         method: str = "POST",
         body_type: type[JsonBody] | str | None = None,
-        is_openai: bool = False,
         response_types: Sequence[type] = (),
     ):
         """Create a route.
 
         body_type         class of a JSON body, or a media type, if the handler reads the body
-        is_openai         whether errors have OpenAI's form
         response_types    types of the JSON response and of an event of a stream
         """
         _, *parameters = inspect.signature(handler, eval_str=True).parameters.values()
@@ -62,7 +61,7 @@ class TypedRoute(Route):
                 result = await run(request, *bodies)
                 return result if isinstance(result, Response) else SafeJSONResponse(result)
             except Exception as error:  # boundary: every failure is a response, not a traceback
-                return make_error_response(report_error(error), is_openai)
+                return make_error_response(report_error(error), not path.startswith("/api/"))
 
         endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
         super().__init__(path, endpoint, methods=[method])

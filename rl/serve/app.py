@@ -1,18 +1,23 @@
-"""Build the ASGI application: API keys, limits, error responses, metrics and the request log.
+"""Build the ASGI application: API keys, limits, error responses, metrics, the request log, and the
+chat page at /, a single HTML file that speaks the OpenAI-style endpoint.
 
 The routes of the two protocols are in other modules.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import hmac
 import json
 import logging
 import os
+import re
 import time
 import traceback
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -22,12 +27,11 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from rl.serve.api_routes import make_description_routes
-from rl.serve.chat_page_route import is_page_request
+from rl.serve.http_connection import ReceiveFn, limit_body
 from rl.serve.http_errors import HttpError, SafeJSONResponse, make_error_response, report_error
-from rl.serve.request_timeouts import ReceiveFn, limit_body
+from rl.serve.scheduler import TenantCounter, check_share
 from rl.serve.serve_settings import LOCAL_OWNER, compute_owner_id
 from rl.serve.serving_engine import ServingEngine
-from rl.serve.tenant_limit import TenantCounter, check_share
 from rl.serve.tinker_rest import LINK_PREFIX, UrlSigner
 
 log = logging.getLogger("whetstone.serve")
@@ -35,6 +39,8 @@ log = logging.getLogger("whetstone.serve")
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+PAGE_PATH = "/"
+_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 KEYLESS_PATHS = ("/healthz", "/api/v1/healthz")  # served without a key
 
 
@@ -74,11 +80,10 @@ class RequestGuard:
         self.app = app
         self.engine = engine
         self.links = links
-        self.open_count = 0
         # open requests by owner; None: requests without a valid key, which get 401 at once
         self._open_by_owner = TenantCounter()
         self._keys = [(key.encode(), compute_owner_id(key)) for key in engine.settings.keys]
-        engine.metrics.set_gauge("open_requests", lambda: self.open_count)
+        engine.metrics.set_gauge("open_requests", self._open_by_owner.total)
 
     async def __call__(self, scope: Scope, receive: ReceiveFn, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,12 +97,18 @@ class RequestGuard:
             await send(message)
 
         owner = self._get_owner(scope)
-        self.open_count += 1
         self._open_by_owner.change(owner, 1)
         try:
-            await self._handle(scope, receive, record_status, owner)
+            self._check_request(scope, owner)
+            scope.setdefault("state", {})["owner"] = owner
+            limits = self.engine.settings.limits
+            # `_handle_error` has answered and logged the error, and Starlette raises it again
+            with contextlib.suppress(Exception):
+                limited = limit_body(receive, limits.body_bytes, limits.body_seconds)
+                await self.app(scope, limited, record_status)
+        except HttpError as error:
+            await make_error_response(error)(scope, receive, record_status)
         finally:
-            self.open_count -= 1
             self._open_by_owner.change(owner, -1)
             self._record_request(scope, response["status"], time.perf_counter() - begin)
 
@@ -109,24 +120,9 @@ class RequestGuard:
         if not self._keys or scope["path"] in KEYLESS_PATHS or is_page_request(scope):
             return LOCAL_OWNER
         if scope["path"].startswith(LINK_PREFIX):
-            owners = [owner for _, owner in self._keys]
-            return self.links.find_owner(scope["path"], owners) or LOCAL_OWNER
+            owners = (owner for _, owner in self._keys if self.links.is_valid(owner, scope["path"]))
+            return next(owners, LOCAL_OWNER)
         return self._find_key_owner(dict(scope["headers"]))
-
-    async def _handle(
-        self, scope: Scope, receive: ReceiveFn, send: Send, owner: str | None
-    ) -> None:
-        """Check key, load and body size, then pass the request to the application."""
-        limits = self.engine.settings.limits
-        try:
-            self._check_request(scope, owner)
-        except HttpError as error:
-            await make_error_response(error)(scope, receive, send)
-            return
-        scope.setdefault("state", {})["owner"] = owner
-        # `_handle_error` has answered and logged the error, and Starlette raises it again
-        with contextlib.suppress(Exception):
-            await self.app(scope, limit_body(receive, limits.body_bytes, limits.body_seconds), send)
 
     def _check_request(self, scope: Scope, owner: str | None) -> None:
         """Raise HttpError: 401 without a valid key, 503 and 429 above the limit of open requests
@@ -138,7 +134,7 @@ class RequestGuard:
                 401, "this server requires a key: send x-api-key, or authorization: Bearer"
             )
         if scope["path"] not in KEYLESS_PATHS:  # health checks have no limit
-            total, owner_count = self.open_count - 1, self._open_by_owner[owner] - 1
+            total, owner_count = self._open_by_owner.total() - 1, self._open_by_owner[owner] - 1
             if total >= limits.open_requests:
                 raise HttpError(503, "too many requests are open: try again", retry_after=1.0)
             check_share(
@@ -227,3 +223,57 @@ class JsonLineFormatter(logging.Formatter):
                 for frame in traceback.extract_tb(record.exc_info[2], limit=-12)
             ]
         return json.dumps(line)
+
+
+def is_page_request(scope: MutableMapping[str, Any]) -> bool:
+    """Return whether a browser requests the page: `accept` names HTML, and not JSON."""
+    accept = dict(scope["headers"]).get(b"accept", b"").lower()
+    return (
+        scope["path"] == PAGE_PATH
+        and scope["method"] in ("GET", "HEAD")
+        and b"text/html" in accept
+        and b"application/json" not in accept
+    )
+
+
+class ChatPage(Response):
+    """Hold the chat page. Other requests than those of browsers are not found."""
+
+    media_type = "text/html"
+
+    async def __call__(self, scope: Scope, receive: ReceiveFn, send: Send) -> None:
+        if not is_page_request(scope):
+            raise HTTPException(404)
+        await super().__call__(scope, receive, send)
+
+
+def make_chat_page_route() -> Route:
+    """Return the route of the chat page, which needs no key: it contains no data.
+
+    Its Content-Security-Policy allows the page's inline script and style by their hashes, requests
+    to this server, and nothing else.
+    """
+    html = Path(__file__).with_name("chat.html").read_text()
+    digests = {
+        kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        for kind, text in _INLINE.findall(html)
+    }
+    policy = [
+        "default-src 'none'",
+        *(f"{kind}-src 'sha256-{digest}'" for kind, digest in digests.items()),
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    ]
+    headers = {
+        "content-security-policy": "; ".join(policy),
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "vary": "accept",
+        "x-content-type-options": "nosniff",
+    }
+    return Route(PAGE_PATH, ChatPage(html, headers=headers))

@@ -56,12 +56,12 @@ def parse_datum(message: Any) -> Datum:
     """Return the Datum of a protobuf message. Raises ValueError for an invalid message."""
     inputs = {name: parse_tensor(name, item) for name, item in message.loss_fn_inputs.items()}
     spans = [
-        [_parse_span(item) for item in raw_spans] or None
+        list(map(_parse_span, raw_spans)) or None
         for raw_spans in (message.model_input_spans, message.loss_fn_input_spans)
     ]
     if (spans[0] is None) != (spans[1] is None):
         spans = [item or [] for item in spans]
-    return Datum(ModelInput([_parse_chunk(chunk) for chunk in message.model_input]), inputs, *spans)
+    return Datum(ModelInput(list(map(_parse_chunk, message.model_input))), inputs, *spans)
 
 
 def _parse_chunk(chunk: Any) -> EncodedTextChunk | ImageChunk:
@@ -190,7 +190,10 @@ def encode_output(output: ForwardBackwardOutput) -> bytes:
     """
     message = tinker_pb2.ForwardBackwardOutput()
     message.loss_fn_output_type = "ArrayRecord"
-    for layout, group in itertools.groupby(output.loss_fn_outputs, _get_layout):
+    for layout, group in itertools.groupby(
+        output.loss_fn_outputs,
+        lambda row: {name: (data.dtype, data.array.shape[1:]) for name, data in row.items()},
+    ):
         rows = list(group)
         record = message.loss_fn_outputs.add(num_datums=len(rows))
         for name, (dtype, trailing_shape) in layout.items():
@@ -203,11 +206,6 @@ def encode_output(output: ForwardBackwardOutput) -> bytes:
     return message.SerializeToString()
 
 
-def _get_layout(output: Mapping[str, TensorData]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the dtype and the trailing shape of each field of a datum's output."""
-    return {name: (data.dtype, data.array.shape[1:]) for name, data in output.items()}
-
-
 def encode_samples(response: SampleResponse) -> bytes:
     """Return the protobuf bytes of a sample response."""
     message = tinker_pb2.SampleResponse()
@@ -218,23 +216,20 @@ def encode_samples(response: SampleResponse) -> bytes:
             item.logprobs = sequence.logprobs_np.astype("<f4").tobytes()
     if response.prompt_logprobs_np is not None:
         message.prompt_logprobs = response.prompt_logprobs_np.astype("<f4").tobytes()
-    if response.topk_prompt_logprobs is not None:
-        _write_topk(message.topk_prompt_logprobs, response.topk_prompt_logprobs)
+    if (rows := response.topk_prompt_logprobs) is not None:
+        # arrays [positions, k], padded with `_NO_LOGPROB`
+        width = max((len(row) for row in rows if row), default=0)
+        padded = [[*(row or ()), *[(0, _NO_LOGPROB)] * width][:width] for row in rows]
+        cells = np.array(padded, [("ids", "<i4"), ("logprobs", "<f4")])
+        topk = message.topk_prompt_logprobs
+        topk.k, topk.length = width, len(rows)
+        topk.token_ids, topk.logprobs = cells["ids"].tobytes(), cells["logprobs"].tobytes()
     if response.target_prompt_logprobs is not None:
         targets, tensor = response.target_prompt_logprobs.array, message.target_prompt_logprobs
         tensor.dense, tensor.dtype = targets.astype("<f4").tobytes(), tinker_pb2.DTYPE_FLOAT32
         tensor.shape.extend(targets.shape)
     message.prompt_cache_hit_tokens = response.prompt_cache_hit_tokens
     return message.SerializeToString()
-
-
-def _write_topk(message: Any, rows: Sequence[Sequence[tuple[int, float]] | None]) -> None:
-    """Write top-k logprobs as arrays [positions, k], padded with `_NO_LOGPROB`."""
-    width = max((len(row) for row in rows if row), default=0)
-    padded = [[*(row or ()), *[(0, _NO_LOGPROB)] * width][:width] for row in rows]
-    cells = np.array(padded, [("ids", "<i4"), ("logprobs", "<f4")])
-    message.k, message.length = width, len(rows)
-    message.token_ids, message.logprobs = cells["ids"].tobytes(), cells["logprobs"].tobytes()
 
 
 def samples_to_json(body: bytes) -> dict[str, Any]:
@@ -259,7 +254,13 @@ def samples_to_json(body: bytes) -> dict[str, Any]:
         logprobs = _read_floats(message.prompt_logprobs)
         result["prompt_logprobs"] = [None if math.isnan(value) else value for value in logprobs]
     if message.HasField("topk_prompt_logprobs"):
-        result["topk_prompt_logprobs"] = _read_topk(message.topk_prompt_logprobs)
+        topk, k = message.topk_prompt_logprobs, message.topk_prompt_logprobs.k
+        ids = np.frombuffer(topk.token_ids, "<i4").tolist()
+        pairs = list(zip(ids, _read_floats(topk.logprobs), strict=True))
+        rows = [pairs[i * k : (i + 1) * k] for i in range(topk.length)]
+        result["topk_prompt_logprobs"] = [
+            [pair for pair in row if pair[1] != _NO_LOGPROB] or None for row in rows
+        ]
     if message.HasField("target_prompt_logprobs"):
         tensor = message.target_prompt_logprobs
         array = np.frombuffer(tensor.dense, "<f4").reshape(tuple(tensor.shape))
@@ -288,14 +289,6 @@ def output_to_json(body: bytes) -> dict[str, Any]:
 
 def _read_floats(raw: bytes) -> list[float]:
     return list(np.frombuffer(raw, "<f4").tolist())
-
-
-def _read_topk(message: Any) -> list[list[tuple[int, float]] | None]:
-    """Return the (id, logprob) pairs of each position; None for a position without any."""
-    ids, logprobs = np.frombuffer(message.token_ids, "<i4").tolist(), _read_floats(message.logprobs)
-    pairs, k = list(zip(ids, logprobs, strict=True)), message.k
-    rows = [pairs[i * k : (i + 1) * k] for i in range(message.length)]
-    return [[pair for pair in row if pair[1] != _NO_LOGPROB] or None for row in rows]
 
 
 def _tensor_to_json(array: np.ndarray) -> dict[str, Any]:
@@ -329,11 +322,3 @@ def parse_targets(fields: Mapping[str, Any] | None) -> TensorData | None:
             "target_prompt_logprobs must be a TensorData of token ids, [prompt tokens - 1, K]: "
             f"{error}"
         ) from error
-
-
-def count_tokens(model_input: ModelInput) -> int:
-    """Return the number of tokens of an input; an image without `expected_tokens` counts as 0."""
-    return sum(
-        chunk.length if isinstance(chunk, EncodedTextChunk) else chunk.expected_tokens or 0
-        for chunk in model_input.chunks
-    )

@@ -75,14 +75,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 _CONSTRAINTS = re.compile("guided_.*|response_format|structured_outputs")
 
 
-def _has_no_effect(name: str, value: Any) -> bool:
-    """Return whether a field that no body has can be ignored at `value`."""
-    return name in IGNORED_FIELDS or any(
-        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-        for neutral in NEUTRAL_VALUES.get(name, ())
-    )
-
-
 def _add_neutral_fields(schema: dict[str, Any]) -> None:
     """Add the fields that are ignored, or accepted at some values, to a schema."""
     for name in (*NEUTRAL_VALUES, *IGNORED_FIELDS):
@@ -116,7 +108,10 @@ class OpenAIBody(JsonBody):
     @classmethod
     def is_ignorable(cls, name: str, value: Any) -> bool:
         """Return whether an unknown field is ignored at `value`."""
-        return _has_no_effect(name, value)
+        return name in IGNORED_FIELDS or any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in NEUTRAL_VALUES.get(name, ())
+        )
 
     @classmethod
     def describe_unknown(cls, place: str, name: str, value: Any) -> HttpError:
@@ -169,6 +164,10 @@ LogitBias = Annotated[
     ],
     BeforeValidator(_refuse_many),
 ]
+
+
+_IGNORED: Any = Field(default=None, description="ignored")
+_MODEL: Any = Field(default=None, description="a text; by default the first base model")
 
 
 def _flag(text: str, default: bool = False) -> Any:
@@ -270,7 +269,7 @@ class TextBody(SamplingBody):
 
     model_config = ConfigDict(json_schema_extra=_add_neutral_fields)
 
-    model: str | None = Field(default=None, description="a text; by default the first base model")
+    model: str | None = _MODEL
     stream: bool = _flag("send events as tokens are sampled")
     stream_options: StreamOptions = Field(
         default=StreamOptions(), description="an object; options of the stream"
@@ -284,12 +283,25 @@ class TextBody(SamplingBody):
         return self.return_token_ids or self.return_tokens_as_token_ids
 
 
+def _list_prompts(value: Any) -> Any:
+    """Return a single prompt as a list of prompts."""
+    is_ids = isinstance(value, list) and value and all(isinstance(item, int) for item in value)
+    return [value] if is_ids or isinstance(value, str) else value
+
+
+def _is_token_ids(value: Any) -> bool:
+    """Return whether `value` is a list of non-negative integers."""
+    return isinstance(value, list) and all(
+        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
+    )
+
+
 class CompletionBody(TextBody):
     """Hold a completion request."""
 
     prompt: Annotated[
         list[Any],
-        BeforeValidator(lambda value: _list_prompts(value), json_schema_input_type=Any),
+        BeforeValidator(_list_prompts, json_schema_input_type=Any),
     ] = Field(
         min_length=1,
         max_length=MAX_PROMPTS,
@@ -329,19 +341,6 @@ class CompletionBody(TextBody):
         return self
 
 
-def _list_prompts(value: Any) -> Any:
-    """Return a single prompt as a list of prompts."""
-    is_ids = isinstance(value, list) and value and all(isinstance(item, int) for item in value)
-    return [value] if is_ids or isinstance(value, str) else value
-
-
-def _is_token_ids(value: Any) -> bool:
-    """Return whether `value` is a list of non-negative integers."""
-    return isinstance(value, list) and all(
-        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
-    )
-
-
 class GenerateParams(SamplingBody):
     """Hold the sampling parameters of /inference/v1/generate."""
 
@@ -362,7 +361,7 @@ class GenerateBody(OpenAIBody):
 
     model_config = ConfigDict(json_schema_extra=_add_neutral_fields)
 
-    model: str | None = Field(default=None, description="a text; by default the first base model")
+    model: str | None = _MODEL
     token_ids: list[TokenId] = Field(
         min_length=1, fail_fast=True, description="a list of at least one token id"
     )
@@ -391,14 +390,6 @@ class RewardBody(OpenAIBody):
 
 
 # ------------------------------------------------------------------------------------------- chats
-
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
 
 
 class ChatToolCall(OpenAIBody):
@@ -432,17 +423,31 @@ class ChatToolCall(OpenAIBody):
         return {"name": name, "arguments": arguments}
 
 
+def _join_parts(value: Any) -> Any:
+    """Return the content of a message as text."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for k, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
+            text = f"has type {kind!r:.40}; this server accepts texts: "
+            raise make_refusal(text + "{'type': 'text', 'text': ...}", f"[{k}]")
+        texts.append(part[kind])
+    return "".join(texts)
+
+
 class ChatMessage(OpenAIBody):
     """Hold a message of a chat."""
 
     model_config = ConfigDict(title="an object with role and content")
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
-        description=f"any of {', '.join(_ROLES)}"
+        description="any of system, developer, user, assistant, tool"
     )
-    content: Annotated[
-        str, BeforeValidator(lambda value: _join_parts(value), json_schema_input_type=str | list)
-    ] = Field(default="", description="a text or a list of text parts")
+    content: Annotated[str, BeforeValidator(_join_parts, json_schema_input_type=str | list)] = (
+        Field(default="", description="a text or a list of text parts")
+    )
     name: Any = Field(default=None, description="the name of the tool whose result this is")
     tool_calls: list[ChatToolCall] = Field(
         default=[], fail_fast=True, description="a list of calls"
@@ -450,10 +455,10 @@ class ChatMessage(OpenAIBody):
     tool_call_id: Any = Field(default=None, description="the id of the call whose result this is")
     reasoning_content: Any = Field(default=None, description="the thoughts of an assistant message")
     reasoning: Any = Field(default=None, description="the same as reasoning_content")
-    refusal: Any = Field(default=None, description="ignored")
-    annotations: Any = Field(default=None, description="ignored")
-    token_ids: Any = Field(default=None, description="ignored")
-    prompt_token_ids: Any = Field(default=None, description="ignored")
+    refusal: Any = _IGNORED
+    annotations: Any = _IGNORED
+    token_ids: Any = _IGNORED
+    prompt_token_ids: Any = _IGNORED
 
     @model_validator(mode="before")
     @classmethod
@@ -481,20 +486,6 @@ class ChatMessage(OpenAIBody):
         return HttpError(400, f"{place} is not supported", place)
 
 
-def _join_parts(value: Any) -> Any:
-    """Return the content of a message as text."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for k, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-            text = f"has type {kind!r:.40}; this server accepts texts: "
-            raise make_refusal(text + "{'type': 'text', 'text': ...}", f"[{k}]")
-        texts.append(part[kind])
-    return "".join(texts)
-
-
 def to_messages(chat: Sequence[ChatMessage]) -> list[Message]:
     """Return messages in the form of renderers: contents as texts, the arguments of calls as
     objects, tool results with the tool's name.
@@ -502,7 +493,8 @@ def to_messages(chat: Sequence[ChatMessage]) -> list[Message]:
     messages: list[Message] = []
     names: dict[str, str] = {}  # function name by call id
     for item in chat:
-        message: Message = {"role": _ROLES[item.role], "content": item.content}
+        role = "system" if item.role == "developer" else item.role
+        message: Message = {"role": role, "content": item.content}
         if item.role == "assistant":
             thoughts = item.reasoning_content or item.reasoning
             message |= {"reasoning_content": str(thoughts)} if thoughts else {}

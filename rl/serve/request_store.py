@@ -30,7 +30,7 @@ from rl.serve.http_errors import (
     ShutdownError,
     to_http_error,
 )
-from rl.serve.tenant_limit import TenantCounter, check_share
+from rl.serve.scheduler import TenantCounter, check_share
 from rl.types import ForwardBackwardOutput, SampleResponse
 
 PROTOBUF_TYPE = "application/x-protobuf"
@@ -87,7 +87,7 @@ def _encode_result(result: Any) -> EncodedResult:
         return EncodedResult("outputs", conversion.encode_output(result))
     if isinstance(result, SampleResponse):
         return EncodedResult("samples", conversion.encode_samples(result))
-    return EncodedResult("json", SafeJSONResponse.encode(result))
+    return EncodedResult("json", SafeJSONResponse.render(result))
 
 
 def _encode_error(message: str, category: ErrorCategory) -> EncodedResult:
@@ -140,11 +140,16 @@ class RequestStore:
                     were not fetched within `resend_seconds` are removed
     """
 
-    def __init__(self, keep_seconds: float, resend_seconds: float = 60.0, held_bytes: int = 2**30):
+    def __init__(
+        self,
+        keep_seconds: float,
+        resend_seconds: float = 60.0,
+        held_bytes: int = 2**30,
+        has_others: Callable[[str], bool] = lambda tenant: False,
+    ):
         self.keep_seconds = keep_seconds
         self.resend_seconds = min(resend_seconds, keep_seconds)
-        self.held_bytes = held_bytes
-        self.has_others: Callable[[str], bool] = lambda tenant: False
+        self.held_bytes, self.has_others = held_bytes, has_others
         self._lock = threading.Lock()
         self._tenant_bytes = TenantCounter()
         self._requests: dict[str, PendingRequest] = {}

@@ -4,34 +4,97 @@ Work waits in lanes, a lane per model. The queue serves tenants in turn, and eac
 turn. Work is a generator that yields between slices. Samples have no lane: after each slice, all
 waiting samples are taken together.
 
-`rl/serve/tenant_limit.py` limits each tenant's share of the queue.
+`check_share` limits each tenant's share of a resource: queue, sessions, models, samplers, open
+requests, bytes. While other tenants exist, each tenant may hold half of the capacity that the
+others do not use, so that capacity remains for the next tenant. (Routers limit flows that share a
+buffer by this rule: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
+switches", 1998, with their factor at 1.) A tenant is a key, or a session if the server has no keys.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from rl.serve.tenant_limit import TenantCounter, check_share
+from rl.serve.http_errors import HttpError
+
+T = TypeVar("T")
+
+
+class TenantCounter(Counter[str | None]):
+    """Count by tenant. It has no zeros: its keys are the tenants that hold something."""
+
+    def change(self, tenant: str | None, amount: int) -> None:
+        """Add `amount`, possibly negative."""
+        self[tenant] += amount
+        if not self[tenant]:
+            del self[tenant]
+
+
+def check_share(
+    resource: str,
+    limit: int,
+    total_used: int,
+    tenant_used: int,
+    has_others: bool,
+    *,
+    amount: int = 1,
+    retry_after: float = 5.0,
+) -> None:
+    """Raise HttpError (429) if `amount` exceeds the free capacity or the tenant's share.
+
+    resource       in the plural, with its flag
+    limit          capacity of the server
+    total_used     amount that all tenants hold
+    tenant_used    amount that the tenant holds
+    has_others     whether other tenants exist
+    """
+    if total_used + amount > limit:
+        text = (
+            f"this server holds {total_used} {resource}, and its limit is {limit}: try again later"
+        )
+        raise HttpError(429, text, retry_after=retry_after)
+    share = max(1, (limit - (total_used - tenant_used)) // 2)
+    if has_others and tenant_used + amount > share:
+        text = (
+            f"{tenant_used} of the {resource} are yours, and your share is {share} while other "
+            "tenants exist: try again later"
+        )
+        raise HttpError(429, text, retry_after=retry_after)
+
+
+def choose_evictions(tenant_by_item: Mapping[T, str], count: int) -> list[T]:
+    """Return `count` items to evict: repeatedly the oldest item of the tenant that holds most.
+
+    tenant_by_item    the tenant of each item, the oldest item first
+    """
+    remaining = dict(tenant_by_item)
+    chosen: list[T] = []
+    while len(chosen) < count and remaining:
+        counts = Counter(remaining.values())
+        most = max(counts.values())
+        chosen.append(next(item for item, tenant in remaining.items() if counts[tenant] == most))
+        del remaining[chosen[-1]]
+    return chosen
+
 
 WorkFn = Callable[[], Generator[None, None, Any]]
 
 
 @dataclass(eq=False)
 class EngineJob:
-    """Hold a unit of work of `owner`. `done` resolves to the generator's return value or error."""
+    """Hold a unit of work. `done` resolves to the generator's return value or error."""
 
-    owner: str
+    tenant: str  # whose turn and share of the queue the job takes
     lane: str
     verb: str
     work: WorkFn
     done: Future = field(default_factory=Future)
     generator: Generator[None, None, Any] | None = None
-    tenant: str = ""  # whose turn and share of the queue the job takes; the owner if empty
 
 
 @dataclass(eq=False)
@@ -41,7 +104,7 @@ class SamplingJob:
     `get_client()` is called on the sampling thread.
     """
 
-    owner: str
+    tenant: str  # as in `EngineJob`
     get_client: Callable[[], Any]
     arguments: dict[str, Any]  # of `SamplingClient.make_request`
     done: Future = field(default_factory=Future)
@@ -49,7 +112,6 @@ class SamplingJob:
     sampling_client: Any = None  # the result of `get_client()`, set when it has been called
     # receives the tokens sampled so far; called on the sampling thread
     on_progress: Callable[[dict[int, Any]], None] | None = None
-    tenant: str = ""  # as in `EngineJob`
     sequence_ids: Sequence[str] = ()  # promised before sampling
 
 
@@ -59,9 +121,8 @@ class FairQueue:
     `has_others(tenant)` returns whether other tenants exist, which may send requests at any time.
     """
 
-    def __init__(self, limit: int):
-        self.limit = limit
-        self.has_others: Callable[[str], bool] = lambda tenant: False
+    def __init__(self, limit: int, has_others: Callable[[str], bool] = lambda tenant: False):
+        self.limit, self.has_others = limit, has_others
         self._tenant_counts = TenantCounter()  # waiting jobs and samples by tenant
         # requests by tenant that wait for an earlier number, outside the queue
         self._early_counts = TenantCounter()
@@ -103,7 +164,6 @@ class FairQueue:
     def add(self, job: EngineJob) -> None:
         """Append a job to its lane."""
         with self.changed:
-            job.tenant = job.tenant or job.owner
             lanes = self._lanes_by_tenant.setdefault(job.tenant, OrderedDict())
             lanes.setdefault(job.lane, deque()).append(job)
             self._count(job, 1)
@@ -111,7 +171,6 @@ class FairQueue:
 
     def add_sample(self, job: SamplingJob) -> None:
         """Queue a sample. Raises HttpError (429) if the queue, or the tenant's share, is full."""
-        job.tenant = job.tenant or job.owner
         self.check_capacity(job.tenant)
         with self.changed:
             self._samples.append(job)
@@ -161,19 +220,15 @@ class FairQueue:
             return jobs[0]
 
     def finish_job(self, job: EngineJob) -> None:
-        """Remove a finished job."""
+        """Remove a finished job from its lane."""
         with self.changed:
-            self._remove(job)
-
-    def _remove(self, job: EngineJob) -> None:
-        """Remove a job from its lane. The caller holds `changed`."""
-        lanes = self._lanes_by_tenant[job.tenant]
-        lanes[job.lane].remove(job)
-        self._count(job, -1)
-        if not lanes[job.lane]:
-            del lanes[job.lane]
-        if not lanes:
-            del self._lanes_by_tenant[job.tenant]
+            lanes = self._lanes_by_tenant[job.tenant]
+            lanes[job.lane].remove(job)
+            self._count(job, -1)
+            if not lanes[job.lane]:
+                del lanes[job.lane]
+            if not lanes:
+                del self._lanes_by_tenant[job.tenant]
 
     def drain(self) -> list[EngineJob | SamplingJob]:
         """Remove and return all work that has not started, because the server ends."""
@@ -181,5 +236,5 @@ class FairQueue:
             lanes = [lane for lanes in self._lanes_by_tenant.values() for lane in lanes.values()]
             jobs = [job for lane in lanes for job in lane if job.generator is None]
             for job in jobs:
-                self._remove(job)
+                self.finish_job(job)
             return [*jobs, *self.take_samples()]

@@ -6,12 +6,12 @@ The same classes check the bodies, type the handlers, and describe the routes at
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
+import zstandard
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
-from rl.errors import BadRequestError, install_command
+from rl.errors import BadRequestError
 from rl.serve.conversion import make_image
 from rl.serve.http_errors import HttpError
 from rl.types import (
@@ -70,6 +70,8 @@ def _default_false(value: Any) -> Any:
 
 
 _ADAM, _SAMPLING = AdamParams(), SamplingParams()
+_NON_NEGATIVE = "a finite number of at least 0"
+_FRACTION = "a number of at least 0 and below 1"
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
 # integers beyond 64 bits are refused, as everywhere in `rl.types`
@@ -226,17 +228,13 @@ class AdamParamsBody(JsonBody):
 
     model_config = ConfigDict(extra="forbid")
 
-    learning_rate: Number = Field(
-        default=_ADAM.learning_rate, description="a finite number of at least 0"
-    )
-    beta1: Number = Field(default=_ADAM.beta1, description="a number of at least 0 and below 1")
-    beta2: Number = Field(default=_ADAM.beta2, description="a number of at least 0 and below 1")
-    eps: Number = Field(default=_ADAM.eps, description="a finite number of at least 1e-30")
-    weight_decay: Number = Field(
-        default=_ADAM.weight_decay, description="a finite number of at least 0"
-    )
+    learning_rate: Number = Field(_ADAM.learning_rate, description=_NON_NEGATIVE)
+    beta1: Number = Field(_ADAM.beta1, description=_FRACTION)
+    beta2: Number = Field(_ADAM.beta2, description=_FRACTION)
+    eps: Number = Field(_ADAM.eps, description="a finite number of at least 1e-30")
+    weight_decay: Number = Field(_ADAM.weight_decay, description=_NON_NEGATIVE)
     grad_clip_norm: Number = Field(
-        default=_ADAM.grad_clip_norm, description="a finite number of at least 0 (0: no clipping)"
+        _ADAM.grad_clip_norm, description=f"{_NON_NEGATIVE} (0: no clipping)"
     )
 
 
@@ -411,21 +409,13 @@ def parse_json(raw: bytes) -> Any:
     return value
 
 
-def check_json_size(raw: bytes, limit: int = MAX_JSON_BYTES) -> None:
-    """Raise HttpError (413) for a JSON body of more than `limit` bytes.
-
-    Parsing blocks the event loop for about 20 ms per MiB.
-    """
-    if len(raw) > limit:
-        raise HttpError(
-            413,
-            f"the JSON body has {len(raw)} bytes, the limit is {limit}: send less at once",
-        )
-
-
 def parse_json_body(raw: bytes) -> Any:
-    """Return the value of a JSON body. Raises HttpError if it is too large or invalid."""
-    check_json_size(raw)
+    """Return the value of a JSON body. Raises HttpError: 413 if it is too large (parsing blocks the
+    event loop for about 20 ms per MiB), 400 if it is invalid.
+    """
+    if len(raw) > MAX_JSON_BYTES:
+        text = f"the JSON body has {len(raw)} bytes, the limit is {MAX_JSON_BYTES}"
+        raise HttpError(413, f"{text}: send less at once")
     try:
         return parse_json(raw)
     except (ValueError, RecursionError) as error:
@@ -464,11 +454,6 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def is_zstd_available() -> bool:
-    """Return whether the zstandard package is installed (extra `serve`)."""
-    return importlib.util.find_spec("zstandard") is not None
-
-
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     """Return the decompressed body.
 
@@ -477,13 +462,10 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     """
     if not encoding:
         return body
-    if encoding.strip().lower() != "zstd" or not is_zstd_available():
-        known = "zstd" if is_zstd_available() else f"nothing (for zstd {install_command('serve')})"
+    if encoding.strip().lower() != "zstd":
         raise HttpError(
-            415, f"this server reads bodies compressed with {known}, not with {encoding[:40]!r}"
+            415, f"this server reads bodies compressed with zstd, not with {encoding[:40]!r}"
         )
-    import zstandard
-
     try:
         data = (
             zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)

@@ -6,6 +6,7 @@ Models are in memory or written to disk. The work runs on the thread of `Serving
 from __future__ import annotations
 
 import functools
+import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator
@@ -58,24 +59,11 @@ class ModelManager:
         self.session_store = session_store
         self._snapshots: OrderedDict[Path, SamplingClient] = OrderedDict()
         engine.resolve_name, engine.list_names = self.resolve_name, self.list_names
-        engine.queue.has_others = session_store.has_other_tenants = self.has_other_tenants
-        for state, loaded in (("in_memory", True), ("written_out", False)):
-            count = functools.partial(self._count_models, loaded)
-            engine.metrics.set_gauge("models", count, state=state)
-        engine.metrics.set_gauge("samplers", lambda: len(session_store.samplers))
-        engine.metrics.set_gauge("sessions", lambda: len(session_store.list_live_sessions()))
-
-    def has_other_tenants(self, tenant: str) -> bool:
-        """Return whether another tenant exists: another key, or another live session."""
-        if self.engine.settings.keys:
-            return len(self.engine.settings.keys) > 1
-        sessions = self.session_store.list_live_sessions()
-        return any(session.session_id != tenant for session in sessions)
-
-    def _count_models(self, loaded: bool) -> int:
-        """Return the number of models in memory, or else of models written to disk."""
-        models = self.session_store.list_models()
-        return sum((model.client is not None) == loaded for model in models)
+        models, set_gauge = session_store.list_models, engine.metrics.set_gauge
+        set_gauge("models", lambda: sum(m.client is not None for m in models()), state="in_memory")
+        set_gauge("models", lambda: sum(m.client is None for m in models()), state="written_out")
+        set_gauge("samplers", lambda: len(session_store.samplers))
+        set_gauge("sessions", lambda: len(session_store.list_live_sessions()))
 
     # --------------------------------------------------------------------------- requests, in order
 
@@ -98,15 +86,10 @@ class ModelManager:
         self.engine.queue.check_capacity(
             tenant, in_order=seq == model.next_seq and bool(model.queued_jobs)
         )
-        job = EngineJob(
-            model.owner,
-            model.model_id,
-            request.verb,
-            lambda: self._run_work(model, seq, work),
-            request.work_future,
-            tenant=tenant,
+        run = functools.partial(self._run_work, model, seq, work)
+        model.queued_jobs[seq] = EngineJob(
+            tenant, model.model_id, request.verb, run, request.work_future
         )
-        model.queued_jobs[seq] = job
         self.engine.queue.add_early(tenant, 1)
         self.submit_ready(model)
 
@@ -117,7 +100,7 @@ class ModelManager:
             job = model.queued_jobs.pop(model.next_seq)
             self.engine.queue.add_early(job.tenant, -1)
             model.next_seq += 1
-            self.engine.submit(job.owner, job.lane, job.verb, job.work, job.done, job.tenant)
+            self.engine.submit(job)
         if model.queued_jobs and model.resumed:
             model.gap_since = model.gap_since or time.monotonic()
 
@@ -163,7 +146,7 @@ class ModelManager:
             self._fail_waiting(model, error)
         lane = f"{session.session_id}:end"
         work = functools.partial(self._free_session, session.session_id)
-        self.engine.submit(session.owner, lane, "end_session", work)
+        self.engine.submit(EngineJob(session.tenant, lane, "end_session", work))
 
     @staticmethod
     def _run_work(model: ModelRecord, seq: int, work: Callable[[], VerbSteps]) -> VerbSteps:
@@ -193,7 +176,9 @@ class ModelManager:
             self.commit_change(model, "create_model")
         except BaseException as error:
             self.free_model(model)
-            self.session_store.remove_model(model, fresh)
+            self.session_store.models.pop(model.model_id, None)
+            if fresh:
+                shutil.rmtree(model.folder, ignore_errors=True)
             # the model is no longer known
             text = f"{model.model_id} could not be made: {error}"
             self._fail_waiting(model, UserError(text))

@@ -23,19 +23,21 @@ from rl.client import ServiceClient
 from rl.errors import UserError
 from rl.memory_plan import ModelSkeleton, check_tensor_parallel
 from rl.runtime import SamplerSettings, WorkerSettings
-from rl.serve.app import JsonLineFormatter, make_app
-from rl.serve.chat_page_route import make_chat_page_route
-from rl.serve.http_socket import allow_port_reuse, bind_sockets, check_certificate
+from rl.serve.app import JsonLineFormatter, make_app, make_chat_page_route
+from rl.serve.http_connection import (
+    allow_port_reuse,
+    bind_sockets,
+    check_certificate,
+    make_timeout_protocol,
+)
 from rl.serve.openai_routes import make_openai_routes as openai_routes
 from rl.serve.request_store import PendingRequest, RequestStore
-from rl.serve.request_timeouts import make_timeout_protocol
 from rl.serve.serve_settings import ServedBaseModel, ServeLimits, ServeSettings
 from rl.serve.served_models import ModelManager, ServerParts
 from rl.serve.serving_engine import ServingEngine
 from rl.serve.session_store import SessionStore
 from rl.serve.tinker_rest import TinkerRestRoutes, UrlSigner
-from rl.serve.tinker_sampling import TinkerSamplingRoutes
-from rl.serve.tinker_training import TinkerTrainingRoutes
+from rl.serve.tinker_routes import TinkerRoutes
 
 log = logging.getLogger("whetstone.serve")
 KEYS_VARIABLE = "WHETSTONE_SERVE_KEYS"
@@ -82,7 +84,7 @@ class ModelServer(ServerParts):
         Ranks other than 0 serve rank 0 inside this call and exit in it. Raises UserError if the
         output folder was written by another server and `settings.resume` is off.
         """
-        session_store = SessionStore(settings.output_dir, settings.limits)
+        session_store = SessionStore(settings)
         if session_store.has_saved_sessions() and not settings.resume:
             raise UserError(
                 f"{settings.output_dir} was written by another server: pass --resume to continue "
@@ -95,11 +97,16 @@ class ModelServer(ServerParts):
         engine = ServingEngine(
             ServiceClient(output_dir=settings.output_dir, seed=settings.seed, settings=worker),
             settings,
+            session_store.has_other_tenants,
         )
         limits = settings.limits
         model_manager = ModelManager(engine, session_store)
-        request_store = RequestStore(limits.result_seconds, limits.told_seconds, limits.held_bytes)
-        request_store.has_others = model_manager.has_other_tenants
+        request_store = RequestStore(
+            limits.result_seconds,
+            limits.told_seconds,
+            limits.held_bytes,
+            session_store.has_other_tenants,
+        )
         engine.metrics.set_gauge("held_bytes", lambda: request_store.total_bytes)
         if settings.resume and session_store.has_saved_sessions():
             session_store.load_sessions({base.name: base for base in settings.bases})
@@ -110,8 +117,7 @@ class ModelServer(ServerParts):
                     request_store.add(last_request, model.last_update["result"])
         parts, links = (engine, session_store, model_manager, request_store), UrlSigner()
         routes = [
-            *TinkerTrainingRoutes(*parts).routes(),
-            *TinkerSamplingRoutes(*parts).routes(),
+            *TinkerRoutes(*parts).routes(),
             *TinkerRestRoutes(*parts, links).routes(),
             *openai_routes(engine),
             make_chat_page_route(),
@@ -180,7 +186,10 @@ def main(args: argparse.Namespace) -> int:
     check_certificate(settings.tls_cert, settings.tls_key)
     # only rank 0 listens; the other ranks execute its calls
     sockets = bind_sockets(settings) if os.environ.get("RANK", "0") == "0" else None
-    _configure_logging()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLineFormatter())  # the server's log as JSON lines
+    log.handlers[:], log.propagate = [handler], False
+    log.setLevel(logging.INFO)
     served = ModelServer.create(settings)
     served.engine.start()
     config = _make_uvicorn_config(served, settings)
@@ -231,7 +240,9 @@ async def _run_server(
     while not server.started and not serve_task.done():
         await asyncio.sleep(0.01)
     if server.started:
-        address = _server_address(server, settings)
+        host, port = server.servers[0].sockets[0].getsockname()[:2]
+        protocol = "https" if settings.tls_cert else "http"
+        address = f"{protocol}://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("listening", extra={"address": address})
         print(f"serving {', '.join(base.name for base in settings.bases)} at {address}", flush=True)
     stop_task = asyncio.create_task(stop_requested.wait())
@@ -242,19 +253,3 @@ async def _run_server(
     await asyncio.to_thread(server_parts.shut_down, settings.stop_grace)
     server.should_exit = True
     await serve_task
-
-
-def _server_address(server: Any, settings: ServeSettings) -> str:
-    """Return the URL at which the server listens."""
-    host, port = server.servers[0].sockets[0].getsockname()[:2]
-    protocol = "https" if settings.tls_cert else "http"
-    return f"{protocol}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _configure_logging() -> None:
-    """Write the server's log to stderr as JSON lines."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLineFormatter())
-    logger = logging.getLogger("whetstone.serve")
-    logger.handlers[:], logger.propagate = [handler], False
-    logger.setLevel(logging.INFO)

@@ -26,7 +26,7 @@ from rl.renderers import Renderer, get_renderer
 from rl.runtime import find_max_context
 from rl.sampler import SamplingRequest
 from rl.serve.http_errors import HttpError, ShutdownError, clear_tracebacks, to_http_error
-from rl.serve.scheduler import EngineJob, FairQueue, SamplingJob, WorkFn
+from rl.serve.scheduler import EngineJob, FairQueue, SamplingJob
 from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel, ServeSettings
 from rl.serve.serving_metrics import ServingMetrics
 from rl.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
@@ -58,11 +58,13 @@ class ServingEngine:
     Call `start` before the first request, and `shut_down` and `join` at the end.
     """
 
-    def __init__(self, service: ServiceClient, settings: ServeSettings):
+    def __init__(
+        self, service: ServiceClient, settings: ServeSettings, has_others: Callable[[str], bool]
+    ):
         self.service = service
         self.settings = settings
         self.metrics = ServingMetrics()
-        self.queue = FairQueue(settings.limits.queued)
+        self.queue = FairQueue(settings.limits.queued, has_others)
         self.max_contexts = {base.name: check_base_model(base) for base in settings.bases}
         self.is_shutting_down = False
         self._deadline = 0.0
@@ -85,29 +87,15 @@ class ServingEngine:
 
     # ------------------------------------------------------------------------------------- requests
 
-    def submit(
-        self,
-        owner: str,
-        lane: str,
-        label: str,
-        work: WorkFn,
-        done: Future | None = None,
-        tenant: str = "",
-    ) -> Future:
-        """Queue work and return a future with its result or error.
-
-        `tenant`: the tenant whose share of the queue it counts for; by default the owner.
-        """
-        job = EngineJob(owner, lane, label, work, done or Future(), tenant=tenant)
+    def submit(self, job: EngineJob) -> Future:
+        """Queue work and return the future of its result or error."""
         if self.is_shutting_down:
             job.done.set_exception(ShutdownError())
         else:
             self.queue.add(job)
         return job.done
 
-    async def run_function(
-        self, owner: str, label: str, work: Callable[[], Any], tenant: str = ""
-    ) -> Any:
+    async def run_function(self, tenant: str, label: str, work: Callable[[], Any]) -> Any:
         """Run a function on the engine's thread, in the lane `label`. Raises HttpError (429) if the
         queue is full.
         """
@@ -116,18 +104,17 @@ class ServingEngine:
             yield
             return work()
 
-        self.queue.check_capacity(tenant or owner)
-        return await asyncio.wrap_future(self.submit(owner, label, label, once, tenant=tenant))
+        self.queue.check_capacity(tenant)
+        return await asyncio.wrap_future(self.submit(EngineJob(tenant, label, label, once)))
 
     def submit_sample(
         self,
         client: Callable[[], SamplingClient],
-        owner: str,
+        tenant: str,
         prompt: Sequence[int] | ModelInput,
         num_samples: int,
         params: SamplingParams,
         show: ProgressCallback | None = None,
-        tenant: str = "",
         sequence_ids: Sequence[str] = (),
         **options: Any,
     ) -> Future:
@@ -139,13 +126,11 @@ class ServingEngine:
         503 if the server is shutting down, 429 if the queue is full.
         """
         if self.is_shutting_down:
-            raise HttpError(503, "the server is shutting down: try again", retry_after=5.0)
+            raise ShutdownError()
         if not isinstance(prompt, ModelInput):
             prompt = ModelInput.from_ints(list(prompt))
         options |= {"prompt": prompt, "num_samples": num_samples, "sampling_params": params}
-        job = SamplingJob(
-            owner, client, options, on_progress=show, tenant=tenant, sequence_ids=sequence_ids
-        )
+        job = SamplingJob(tenant, client, options, on_progress=show, sequence_ids=sequence_ids)
         self.queue.add_sample(job)
         return job.done
 
@@ -341,11 +326,8 @@ class ServingEngine:
                 for ticket, job in tickets.items()
                 if job.on_progress is not None
             }
-            part = (
-                stream.run_steps(_STREAM_STEPS, partial_tickets=frozenset(callbacks))
-                if callbacks
-                else stream.run_steps()
-            )
+            steps = {"steps": _STREAM_STEPS} if callbacks else {}
+            part = stream.run_steps(**steps, partial_tickets=frozenset(callbacks))
             finished = dict(part.finished)
             for ticket, samples in part.partial_output.items():
                 # a client that streams may have disconnected; the other samples continue

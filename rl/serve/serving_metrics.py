@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    disable_created_metrics,
+    generate_latest,
+)
 
 # name -> (description, labels)
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -31,16 +37,6 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-class _PlainCounter(Counter):
-    """Count without the series <name>_created, which prometheus_client adds."""
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield the metric."""
-        for metric in super().collect():
-            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
-            yield metric
-
-
 class ServingMetrics:
     """Hold counters, which any thread may increase, and gauges, which are read when rendered.
 
@@ -48,25 +44,26 @@ class ServingMetrics:
     """
 
     def __init__(self) -> None:
+        disable_created_metrics()  # no series <name>_created next to each counter
         self._registry = CollectorRegistry()
-        self._counters = {
-            name: _PlainCounter(f"whetstone_{name}", text, labels, registry=self._registry)
-            for name, (text, labels) in _COUNTERS.items()
+        self._series: dict[str, Any] = {
+            name: kind(f"whetstone_{name}", text, labels, registry=self._registry)
+            for kind, table in ((Counter, _COUNTERS), (Gauge, _GAUGES))
+            for name, (text, labels) in table.items()
         }
-        self._gauges = {
-            name: Gauge(f"whetstone_{name}", text, labels, registry=self._registry)
-            for name, (text, labels) in _GAUGES.items()
-        }
+
+    def _find(self, name: str, labels: dict[str, str]) -> Any:
+        """Return the counter or gauge of that name and those labels."""
+        series = self._series[name]
+        return series.labels(**labels) if labels else series
 
     def increment(self, name: str, amount: float = 1.0, **labels: str) -> None:
         """Increase a counter by `amount`."""
-        counter = self._counters[name]
-        (counter.labels(**labels) if labels else counter).inc(amount)
+        self._find(name, labels).inc(amount)
 
     def set_gauge(self, name: str, function: Callable[[], float], **labels: str) -> None:
         """Set the function that returns the value of a gauge."""
-        gauge = self._gauges[name]
-        (gauge.labels(**labels) if labels else gauge).set_function(function)
+        self._find(name, labels).set_function(function)
 
     def get_value(self, name: str, **labels: str) -> float:
         """Return the value of a counter, 0 if it was never increased."""

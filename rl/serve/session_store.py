@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,9 +26,8 @@ from rl.client import SamplingClient, TrainingClient
 from rl.distributed import checkpoint_folder
 from rl.jsonl import write_atomically
 from rl.serve.http_errors import HttpError
-from rl.serve.scheduler import EngineJob
-from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel, ServeLimits
-from rl.serve.tenant_limit import check_share, choose_evictions
+from rl.serve.scheduler import EngineJob, check_share, choose_evictions
+from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel, ServeSettings
 
 CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
 LIVE_FOLDER = "live"
@@ -167,15 +166,18 @@ class SessionStore:
     Lookups raise HttpError (404) for a record of another owner, as for an unknown id.
     """
 
-    def __init__(self, output_dir: Path, limits: ServeLimits):
-        self.root = Path(output_dir)
-        self.limits = limits
+    def __init__(self, settings: ServeSettings):
+        self.root, self.keys, self.limits = settings.output_dir, settings.keys, settings.limits
         self._open_lock = threading.Lock()
         self.sessions: dict[str, SessionRecord] = {}
         self.models: dict[str, ModelRecord] = {}
         self.samplers: dict[str, SamplerRecord] = {}
-        # returns whether the server has other tenants
-        self.has_other_tenants: Callable[[str], bool] = lambda tenant: False
+
+    def has_other_tenants(self, tenant: str) -> bool:
+        """Return whether another tenant exists: another key, or another live session."""
+        if self.keys:
+            return len(self.keys) > 1
+        return any(session.session_id != tenant for session in self.list_live_sessions())
 
     # ------------------------------------------------------------------------------------- sessions
 
@@ -255,12 +257,12 @@ class SessionStore:
         folder, model_id = self.root / session_id / f"train-{seq}", f"{session_id}:train:{seq}"
         return ModelRecord(model_id, session.owner, session_id, folder, base, user_metadata)
 
-    def get_model(self, model_id: str, owner: str, *, alive: bool = True) -> ModelRecord:
+    def get_model(self, model_id: str, owner: str) -> ModelRecord:
         """Return the model and note its use. Raises HttpError: 404 for an unknown id, 410 if its
-        session has ended and `alive`.
+        session has ended.
         """
         model = find_record(self.models, model_id, owner, "model")
-        self.get_session(model.session, owner, alive=alive)
+        self.get_session(model.session, owner)
         model.last_used, model.last_request = time.monotonic(), time.time()
         return model
 
@@ -407,12 +409,6 @@ class SessionStore:
             "answer": model.create_result,
         }
         _write_json(model.folder / "model.json", record)
-
-    def remove_model(self, model: ModelRecord, with_files: bool) -> None:
-        """Remove a model that could not be created. `with_files`: remove its folder as well."""
-        self.models.pop(model.model_id, None)
-        if with_files:
-            shutil.rmtree(model.folder, ignore_errors=True)
 
     @staticmethod
     def read_live_metadata(model: ModelRecord) -> dict[str, Any] | None:

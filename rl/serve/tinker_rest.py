@@ -71,13 +71,6 @@ class UrlSigner:
         is_equal = hmac.compare_digest(expected.encode(), path.encode())
         return is_equal and int(expires) >= time.time()
 
-    def find_owner(self, path: str, owners: Iterable[str]) -> str | None:
-        """Return the member of `owners` that created the link, or None.
-
-        The result is None if none of them created it, or if the link has expired.
-        """
-        return next((owner for owner in owners if self.is_valid(owner, path)), None)
-
 
 @dataclass
 class TinkerRestRoutes(ServerParts):

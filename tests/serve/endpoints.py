@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from rl import ServiceClient
 from rl.client import SampleStream
 from rl.models import load_tokenizer
-from rl.programs.loop_server import LoopServer
+from rl.programs.program_rollout import LoopServer
 from rl.renderers import get_renderer
 from rl.serve import AgentSessions, HttpError, ServedModel, make_openai_routes
 from rl.types import ModelInput, SampledSequence, SampleResponse

@@ -19,6 +19,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra serve")
 from rl.learner import LearnerSettings  # noqa: E402
 from rl.runtime import WorkerSettings  # noqa: E402
 from rl.serve import ModelServer, ServedBaseModel, ServeLimits, ServeSettings, tinker_pb2  # noqa: E402
+from rl.serve.scheduler import EngineJob  # noqa: E402
 from rl.types import Datum  # noqa: E402
 
 BASE = "tiny:ascii-small"
@@ -35,7 +36,7 @@ def hold_requests(served: ModelServer) -> Iterator[None]:
         gate.wait(60)
         yield
 
-    served.engine.submit("local", "hold", "hold", hold)
+    served.engine.submit(EngineJob("local", "hold", "hold", hold))
     assert begun.wait(60)
     try:
         yield

@@ -12,7 +12,7 @@ from test_serve_sdk import make_text_datums, outputs, sampled
 
 from rl.client import ServiceClient
 from rl.learner import LearnerSettings
-from rl.programs.loop_server import LoopServer
+from rl.programs.program_rollout import LoopServer
 from rl.runtime import WorkerSettings
 from rl.serve import HttpError
 from rl.serve.http_errors import make_error_response

@@ -79,10 +79,10 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
                     status == 200
                     or "the limit of a request is 40" in answer.json()["error"]["message"]
                 )
-        first.app.open_count = 3
+        first.app._open_by_owner["another"] = 3
         assert wires.http.get("/api/v1/sessions").status_code == 503
         assert wires.http.get("/healthz").status_code == 200
-        first.app.open_count = 0
+        first.app._open_by_owner["another"] = 0
         assert wires.http.get("/api/v1/sessions").status_code == 200
         first.model_manager.end_session(first.session_store.sessions[wires.session], "done")
         other.open()  # the store has room again

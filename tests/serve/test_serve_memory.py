@@ -11,7 +11,7 @@ import pytest
 from serving import BASE, Wire, hold_requests, open_server, server, until
 from test_serve import KEYS, make_text_datums
 
-from rl.serve import session_store, tenant_limit, tinker_pb2
+from rl.serve import scheduler, session_store, tinker_pb2
 from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.session_store import SamplerRecord
 from rl.types import Datum, ModelInput, SampledSequence, SampleResponse
@@ -255,7 +255,7 @@ def test_samplers_that_two_threads_forget_at_once_are_no_error(tmp_path, monkeyp
         base, chosen = item.engine.settings.bases[0], []
 
         def surplus(holders, count):
-            samplers = tenant_limit.choose_evictions(holders, count)
+            samplers = scheduler.choose_evictions(holders, count)
             chosen.extend(sampler.sampler_id for sampler in samplers)
             for sampler in samplers:
                 item.session_store.samplers.pop(sampler.sampler_id, None)

@@ -13,7 +13,7 @@ pytest.importorskip("starlette", reason="needs the extra serve")
 
 from endpoints import Endpoint, ScriptedBackend  # noqa: E402
 
-from rl.programs.loop_server import LoopServer  # noqa: E402
+from rl.programs.program_rollout import LoopServer  # noqa: E402
 from rl.types import Datum, ModelInput, SamplingParams  # noqa: E402
 
 pytestmark = [pytest.mark.sdk, pytest.mark.slow]

@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 from serving import BASE, TestClient, hold_requests, server  # noqa: E402
 
-from rl.programs.loop_server import LoopServer  # noqa: E402
+from rl.programs.program_rollout import LoopServer  # noqa: E402
 
 KEY = "tml-of-the-chat-page"
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"

@@ -28,7 +28,12 @@ from rl.serve import (  # noqa: E402
     ServedBaseModel,
     ServeSettings,
 )
-from rl.serve.http_socket import allow_port_reuse, bind_sockets, check_certificate, close_sockets  # noqa: E402
+from rl.serve.http_connection import (  # noqa: E402
+    allow_port_reuse,
+    bind_sockets,
+    check_certificate,
+    close_sockets,
+)
 from rl.serve.server import read_serve_settings  # noqa: E402
 
 REPO = Path(__file__).resolve().parents[2]

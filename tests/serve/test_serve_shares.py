@@ -6,8 +6,8 @@ from serving import Wire, open_server, server
 from test_serve import KEYS
 
 from rl.serve import HttpError
+from rl.serve.scheduler import check_share, choose_evictions
 from rl.serve.session_store import SamplerRecord
-from rl.serve.tenant_limit import check_share, choose_evictions
 
 
 @pytest.mark.parametrize("limit", [2, 7, 64])
@@ -64,11 +64,11 @@ def test_one_key_cannot_take_all_sessions_models_and_open_requests(tmp_path):
         assert "--models" in answers[2].text
         assert other.model()
         mine = first.app._keys[0][1]
-        first.app.open_count, first.app._open_by_owner[mine] = 3, 3  # as many requests are open
+        first.app._open_by_owner[mine] = 3  # as many requests are open
         refused = greedy.http.get("/api/v1/sessions")
         assert refused.status_code == 429 and "--open-requests" in refused.text
         assert other.http.get("/api/v1/sessions").status_code == 200
-        first.app.open_count, first.app._open_by_owner[mine] = 0, 0
+        first.app._open_by_owner[mine] = 0
         assert greedy.http.get("/api/v1/sessions").status_code == 200
 
 

@@ -136,7 +136,7 @@ def test_no_tenant_fills_the_queue_while_there_are_others():
     )
     assert len(turns.take_samples()) == 5 and fill("b", sample) == 3, "what has left makes room"
     for _ in range(8):
-        while (taken := turns.next_job()).owner != "a":
+        while (taken := turns.next_job()).tenant != "a":
             pass
         turns.finish_job(taken)
     assert fill("a", job) == 5  # of 16 places, others hold 3 and 2
@@ -154,7 +154,7 @@ def test_tenants_take_turns_and_not_models():
     turns = FairQueue(64)
     for tenant, lane in (("a", 0), ("a", 1), ("a", 2), ("b", 0)):
         for _ in range(3):
-            turns.add(EngineJob("local", f"{tenant}:{lane}", "work", make_empty_job, tenant=tenant))
+            turns.add(EngineJob(tenant, f"{tenant}:{lane}", "work", make_empty_job))
     order = []
     for _ in range(12):
         job = turns.next_job()
@@ -233,7 +233,7 @@ def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_
             gate.wait(60)
             yield
 
-        first.engine.submit("local", "hold", "hold", hold, tenant=single.session)
+        first.engine.submit(EngineJob(single.session, "hold", "hold", hold))
         assert begun.wait(60)
         assert steps(single, model, 1) == 8  # of nine places, the job that holds the desk takes one
         gate.set()

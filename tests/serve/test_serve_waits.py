@@ -19,7 +19,8 @@ from rl.client import ServiceClient
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
 from rl.serve import ModelServer, ServedBaseModel, ServeSettings, tinker_pb2
-from rl.serve.request_timeouts import make_timeout_protocol
+from rl.serve.http_connection import make_timeout_protocol
+from rl.serve.scheduler import EngineJob
 
 httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
@@ -303,7 +304,7 @@ def test_a_server_ends_in_time_and_writes_its_models_though_work_never_ends(tmp_
                 time.sleep(0.02)
                 yield
 
-        done = first.engine.submit("local", "endless", "endless", endless)
+        done = first.engine.submit(EngineJob("local", "endless", "endless", endless))
         assert until(lambda: len(first.engine.queue) == 1)
         begin = time.monotonic()
         first.shut_down(3.0)

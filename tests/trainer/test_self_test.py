@@ -116,7 +116,7 @@ def test_a_tensor_or_an_adapter_left_out(run, monkeypatch, number, healthy):
 
 @ONE
 def test_a_stale_version_label(run, sampler, monkeypatch):
-    created = sampler._created.result()
+    created = sampler._future.result()
     monkeypatch.setitem(created, "version", 0)
     real = sampler.sample_many
 

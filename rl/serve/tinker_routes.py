@@ -1,6 +1,7 @@
-"""Serve the training part of Tinker's protocol, as its SDK (0.38) uses it.
+"""Serve the training and sampling parts of Tinker's protocol, as its SDK (0.38) uses it.
 
-It has sessions, models, numbered requests, and results for which clients poll.
+They have sessions, models, numbered requests, sampling sessions with fixed weights, and results for
+which clients poll.
 """
 
 from __future__ import annotations
@@ -22,22 +23,28 @@ from rl.serve import conversion, schemas, tinker_pb2
 from rl.serve.api_routes import RouteHandler, TypedRoute, make_unsupported
 from rl.serve.http_errors import HttpError, SafeJSONResponse
 from rl.serve.request_store import PROTOBUF_TYPE, PendingRequest, compute_digest
-from rl.serve.schemas import decompress, is_zstd_available, read_body, read_fields
+from rl.serve.scheduler import EngineJob
+from rl.serve.schemas import (
+    decompress,
+    read_body,
+    read_fields,
+)
 from rl.serve.serve_settings import LOOPBACK_HOSTS
 from rl.serve.served_models import ServerParts, VerbSteps
 from rl.serve.serving_engine import locate_tokenizer
-from rl.serve.session_store import ModelRecord, SessionRecord
-from rl.types import GetInfoResponse, ModelData
+from rl.serve.session_store import ModelRecord, SamplerRecord, SessionRecord
+from rl.types import GetInfoResponse, ModelData, ModelInput, SamplingParams
 
-# largest result that is converted to JSON on the event loop; larger results use a thread
-_MAX_INLINE_RESULT_BYTES = 16384
+# largest body of a sample that is parsed, and largest result that is converted to JSON, on the
+# event loop; for larger ones a thread is used
+_MAX_INLINE_BYTES = 16384
 
 
-class TinkerTrainingRoutes(ServerParts):
-    """Hold the handlers under /api/v1 for training."""
+class TinkerRoutes(ServerParts):
+    """Hold the handlers under /api/v1 for training and sampling."""
 
     def routes(self) -> list[TypedRoute]:
-        """Return the routes for training, including the unsupported ones."""
+        """Return the routes for training and sampling, including the unsupported ones."""
         handlers: dict[str, RouteHandler] = {
             "client/config": self.get_client_config,
             "client/dynamic_config": self.get_dynamic_config,
@@ -56,6 +63,9 @@ class TinkerTrainingRoutes(ServerParts):
                 self.load_weights,
                 self.retrieve_future,
                 self.cancel_future,
+                self.create_sampling_session,
+                self.join_sampling_session,
+                self.asample,
             )
         }
         numbered_verbs: dict[str, type[schemas.JsonBody]] = {
@@ -76,7 +86,11 @@ class TinkerTrainingRoutes(ServerParts):
             "auth/token": "exchanging a key for a token: send the key itself",
         }
         handlers |= {path: make_unsupported(text) for path, text in unsupported.items()}
-        body_types: dict[str, Any] = {"forward_backward": PROTOBUF_TYPE, **numbered_verbs}
+        body_types: dict[str, Any] = {
+            "forward_backward": PROTOBUF_TYPE,
+            "asample": schemas.SampleBody,
+            **numbered_verbs,
+        }
         return [
             TypedRoute(f"/api/v1/{path}", handler, body_type=body_types.get(path))
             for path, handler in handlers.items()
@@ -90,13 +104,13 @@ class TinkerTrainingRoutes(ServerParts):
         Chunks are sent in parallel, keys are sent directly, and bodies from other machines are
         compressed.
         """
-        compress = self.engine.settings.host not in LOOPBACK_HOSTS and is_zstd_available()
-        flags = {
+        return {
             "pjwt_auth_enabled": False,
-            "proto_compress_fwdbwd": compress,
+            "proto_compress_fwdbwd": self.engine.settings.host not in LOOPBACK_HOSTS,
             "parallel_fwdbwd_chunks": True,
+            "sample_use_retrieve_futures": False,
+            "custom_loss_server_side": False,
         }
-        return {**flags, "sample_use_retrieve_futures": False, "custom_loss_server_side": False}
 
     async def get_dynamic_config(self, request: Request) -> Any:
         """Return the SDK's settings that may change while it runs."""
@@ -192,13 +206,9 @@ class TinkerTrainingRoutes(ServerParts):
         model.request_digest = digest.hex()
         model.create_result = {"model_id": model_id, **result}
         self.request_store.add(pending)
+        work = functools.partial(self.model_manager.create_model, model, make)
         self.engine.submit(
-            session.owner,
-            model_id,
-            "create_model",
-            lambda: self.model_manager.create_model(model, make),
-            pending.work_future,
-            session.tenant,
+            EngineJob(session.tenant, model_id, "create_model", work, pending.work_future)
         )
         return response
 
@@ -210,7 +220,7 @@ class TinkerTrainingRoutes(ServerParts):
             self.model_manager.write_model(model)
             self.model_manager.free_model(model)
 
-        await self.engine.run_function(model.owner, "unload_model", unload, model.tenant)
+        await self.engine.run_function(model.tenant, "unload_model", unload)
         request_id = f"{model.model_id}:unload:{time.monotonic_ns()}"
         result = {"model_id": model.model_id, "type": "unload_model"}
         self.request_store.add(PendingRequest(request_id, model.owner, "unload_model"), result)
@@ -220,10 +230,7 @@ class TinkerTrainingRoutes(ServerParts):
         """Return architecture, tokenizer and LoRA rank of a model."""
         model = self.session_store.get_model(body.model_id, request.state.owner)
         info = await self.engine.run_function(
-            model.owner,
-            "get_info",
-            lambda: self.model_manager.load_client(model).info,
-            model.tenant,
+            model.tenant, "get_info", lambda: self.model_manager.load_client(model).info
         )
         place = await asyncio.to_thread(
             locate_tokenizer, model.base, info["tokenizer"], self.session_store.root
@@ -370,7 +377,7 @@ class TinkerTrainingRoutes(ServerParts):
         pending.sent_at = time.monotonic()
         answer = pending.encoded_result
         protobuf = PROTOBUF_TYPE in request.headers.get("accept", "")
-        if protobuf or len(answer.body) < _MAX_INLINE_RESULT_BYTES:
+        if protobuf or len(answer.body) < _MAX_INLINE_BYTES:
             return answer.to_response(protobuf)
         return await asyncio.to_thread(answer.to_response, protobuf)
 
@@ -380,3 +387,110 @@ class TinkerTrainingRoutes(ServerParts):
         if pending.verb == "sample":
             pending.work_future.cancel()
         return Response(status_code=204)
+
+    # ------------------------------------------------------------------------------------- sampling
+
+    async def create_sampling_session(
+        self, request: Request, body: schemas.CreateSamplingSessionBody
+    ) -> Any:
+        """Create a sampling session of a base model or of saved weights.
+
+        A repeated request returns the same session. Raises HttpError (400) if the session exists
+        with other weights.
+        """
+        session = self.session_store.get_session(body.session_id, request.state.owner)
+        sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
+        path = body.model_path
+        if path is None:
+            if body.base_model is None:
+                raise HttpError(400, "the body lacks 'base_model'")
+            base, folder = self.engine.settings.find_base(body.base_model), None
+        else:
+            kinds = ("weights", "sampler_weights")
+            model, folder = await asyncio.to_thread(
+                lambda: self.session_store.find_folder(path, session.owner, kinds=kinds)
+            )
+            base = model.base
+        existing = self.session_store.samplers.get(sampler_id)
+        if existing is None:
+            self.session_store.add_sampler(
+                SamplerRecord(sampler_id, session.owner, session.session_id, base, folder)
+            )
+        elif (existing.base, existing.path) != (base, folder):
+            text = f"the sampling session {sampler_id} already exists, with other weights"
+            raise HttpError(400, text)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    async def join_sampling_session(
+        self, request: Request, body: schemas.JoinSamplingSessionBody
+    ) -> Any:
+        """Count another client of a sampling session, and return the count."""
+        sampler = self.session_store.get_sampler(body.sampling_session_id, request.state.owner)
+        sampler.clones += 1
+        return {"type": "join_sampling_session", "client_counter": sampler.clones}
+
+    async def asample(self, request: Request) -> Any:
+        """Queue a sample request, and return its id and the ids of its sequences.
+
+        A repeated request returns the same ids. An invalid value becomes the request's result.
+        """
+        fields, owner, raw = await read_fields(request), request.state.owner, await request.body()
+        body = read_body(schemas.AcceptedSampleBody, fields)
+        if body.sampling_session_id is None:
+            raise HttpError(
+                400, "asample needs the sampling_session_id that create_sampling_session returned"
+            )
+        sampler = self.session_store.get_sampler(body.sampling_session_id, owner)
+        self.session_store.get_session(sampler.session, owner)
+        count, request_id = body.num_samples or 1, f"{sampler.sampler_id}:{body.seq_id}"
+        digest = compute_digest(raw)
+        parsed: Any = None
+        if self.request_store.find_duplicate(request_id, digest) is None:
+            if len(raw) > _MAX_INLINE_BYTES:
+                parsed = await asyncio.to_thread(_parse_sample, fields)
+            else:
+                parsed = _parse_sample(fields)
+        # check again: the same request may have arrived meanwhile
+        pending = self.request_store.find_duplicate(request_id, digest)
+        if pending is None:
+            ids = [f"{request_id}:{i}" for i in range(count)]
+            tenant, size = sampler.tenant, len(raw)
+            self.request_store.check_capacity(tenant, size)
+            pending = PendingRequest(
+                request_id, owner, "sample", digest, sequence_ids=ids, tenant=tenant, size=size
+            )
+            if isinstance(parsed, Exception):
+                pending.work_future.set_exception(parsed)
+            else:
+                prompt, params, options = parsed
+                client = functools.partial(self.model_manager.sampling_client, sampler)
+                pending.work_future = self.engine.submit_sample(
+                    client, tenant, prompt, count, params, sequence_ids=ids, **options
+                )
+            self.request_store.add(pending)
+        return {"request_id": request_id, "sample_sequence_ids": pending.sequence_ids}
+
+
+def _parse_sample(fields: Any) -> tuple[ModelInput, SamplingParams, dict[str, Any]] | Exception:
+    """Return prompt, sampling parameters and logprob options of a request, or the error that
+    becomes the request's result.
+    """
+    try:
+        body = read_body(schemas.SampleBody, fields)
+        for name in ("topk_sample_logprobs", "prompt_alt_tokens_k"):
+            if getattr(body, name):
+                raise BadRequestError(
+                    f"{name} is not computed here: use topk_prompt_logprobs, or a forward of the "
+                    "training client"
+                )
+        prompt = ModelInput([chunk.to_chunk() for chunk in body.prompt.chunks])
+        params = SamplingParams(**body.sampling_params.model_dump(exclude_unset=True))
+        options: dict[str, Any] = {
+            "include_prompt_logprobs": body.prompt_logprobs,
+            "topk_prompt_logprobs": body.topk_prompt_logprobs or 0,
+            "target_prompt_logprobs": conversion.parse_targets(body.target_prompt_logprobs),
+            "prompt_logprobs_last_n": body.prompt_logprobs_last_n,
+        }
+        return prompt, params, options
+    except (HttpError, ValueError, TypeError) as error:
+        return error
