@@ -30,7 +30,6 @@ from rl.reporting import (
     load_saved_config,
     write_config,
 )
-from rl.trainer.cache_size import choose_cache_size
 from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.config_diff import CHANGES_KEY, includes_data_change
 from rl.trainer.data_source import load_stored_answers
@@ -46,7 +45,7 @@ from rl.trainer.initial_weights import (
     resolve_initial_weights,
 )
 from rl.trainer.memory_report import check_memory as check_memory
-from rl.trainer.memory_table import StageNeeds
+from rl.trainer.memory_requirements import StageNeeds, choose_cache_size
 from rl.trainer.opponent_models import OpponentModels
 from rl.trainer.pipeline import check_api_models, convert_epochs_to_steps, dry_run, prepare_stages
 from rl.trainer.replay_log import (

@@ -31,14 +31,14 @@ from rl.memory_plan import (
     StepWork,
     compute_concurrent_rows,
     largest_micro_batch,
+    load_model_skeleton,
     plan_memory,
     trace_micro_batch,
 )
 from rl.memory_plan.activations import StorageTracker
 from rl.memory_plan.tracing import HEAD_BLOCKS
+from rl.trainer.memory_report import _describe_launch, find_savings, select_listed
 from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
-from rl.trainer.memory_savings import find_savings, select_listed
-from rl.trainer.memory_table import _describe_launch
 from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parents[2]
@@ -591,9 +591,10 @@ def test_a_trace_that_fails_is_not_tried_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ModelSkeleton, "_trace", fail)
     batches = [MicroBatch(1, 4, 3), MicroBatch(1, 4, 3), MicroBatch(4, 64, 256)]
+    skeleton = load_model_skeleton(str(tmp_path), None, None)
     for batch in batches:
         with pytest.raises(UserError, match="a value is needed"):
-            trace_micro_batch(str(tmp_path), None, None, batch, RUNS["plain"])
+            trace_micro_batch(skeleton, batch, RUNS["plain"])
     assert traces == [batches[0], batches[2]]
 
 
