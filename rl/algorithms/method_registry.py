@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from rl.algorithms.method_interface import Method
-from rl.config import SettingsError, is_method_address
+from rl.config import SettingsError, StageConfig, is_method_address
 from rl.errors import describe_import_error
 
 # What a class had to declare before `required_models` was a method of it.
@@ -34,6 +34,10 @@ class MethodRegistry(dict[str, type[Method]]):
         if not is_method_address(name):
             raise KeyError(name)
         return _load_method(name)
+
+    def create(self, stage: StageConfig) -> Method:
+        """Return the method of a stage, with the stage's settings."""
+        return self[stage.method](stage.settings)
 
     def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
         return self[name] if name in self else default

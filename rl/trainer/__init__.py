@@ -1,10 +1,19 @@
 """Execute runs: the two training loops, stages, resuming, and the memory plan of a whole run."""
 
-from rl.trainer.data_source import load_training_problems
-from rl.trainer.entry_point import TrainingResult, main, open_run, run_guarded, train
+from rl.trainer.entry_point import (
+    SampledModel,
+    TrainingResult,
+    iterate_prompts,
+    load_sampled_model,
+    main,
+    open_run,
+    run_guarded,
+    sample,
+    select_fitting_problems,
+    train,
+)
 from rl.trainer.evaluator import compute_evaluation_metrics, make_response_rows
 from rl.trainer.export import describe_export, export_weights, push_to_hub
-from rl.trainer.opponent_models import load_evaluation_opponents
 from rl.trainer.reward_probe import (
     PROBED_ROWS,
     RewardProbeResult,
@@ -13,13 +22,6 @@ from rl.trainer.reward_probe import (
 )
 from rl.trainer.run_report import write_report
 from rl.trainer.run_summary import format_script
-from rl.trainer.sample_function import (
-    SampledModel,
-    iterate_prompts,
-    load_sampled_model,
-    sample,
-    select_fitting_problems,
-)
 from rl.trainer.saved_weights import (
     check_trusted,
     is_run_folder,
@@ -29,18 +31,17 @@ from rl.trainer.saved_weights import (
     open_weights,
 )
 from rl.trainer.stage_data import (
+    build_episode_groups,
+    check_scoring,
     find_sandbox_kind,
     load_held_out_problems,
     load_held_out_rows,
-    resolve_stage_reward,
-)
-from rl.trainer.stage_environment import (
-    build_episode_groups,
-    check_scoring,
+    load_training_problems,
     resolve_environment,
     resolve_episode_reward,
+    resolve_stage_reward,
 )
-from rl.trainer.stage_models import make_renderer
+from rl.trainer.stage_models import load_evaluation_opponents, make_renderer
 from rl.trainer.update_report import UpdateReport, explain_update
 
 __all__ = [

@@ -19,8 +19,7 @@ from rl.rollout import (
     mean,
 )
 from rl.seed import derive_seed
-from rl.trainer.stage_context import StageContext
-from rl.trainer.stage_sampling import StageSampler
+from rl.trainer.stage_sampling import StageContext, StageSampler
 from rl.types import Problem
 
 HELD_OUT_ACCURACY = "test/env/all/correct"
@@ -408,19 +407,19 @@ class Evaluator:
 
     def _sample(self, sampler: SamplingClient, seed: int, *, greedy: bool) -> RolloutBatch:
         """Return a judged sample of each held-out problem, and keep it for `_write_answers`."""
-        context, samples = self.context, self.samples
+        context, params = self.context, self.context.eval_params
         assert context.test_problems is not None
-        params = context.eval_params
-        result = samples.sample_episodes(
-            samples.build_groups(list(context.test_problems), 1),
+        result = self.samples.sample(
+            list(context.test_problems),
+            1,
             sampler,
-            replace(params, temperature=0.0) if greedy else params,
             seed,
-            samples.load_held_out_players(),
-            f"greedy {self._phase}" if greedy else f"test {self._phase}",
+            params=replace(params, temperature=0.0) if greedy else params,
+            part=f"{'greedy' if greedy else 'test'} {self._phase}",
         )
-        result = samples.add_judgements(result, ungrouped=True)
-        self._reset_reward_timers()
+        for scores in (context.scorer, context.models.rewards):
+            if scores is not None:
+                scores.take_seconds()  # an evaluation does not count towards the next batch
         self._answers.append((result, greedy))
         return result
 
@@ -441,12 +440,6 @@ class Evaluator:
                 greedy=greedy,
             )
         metrics["time/test"] += time.perf_counter() - start
-
-    def _reset_reward_timers(self) -> None:
-        """Reset the reward timers, so that evaluation does not count towards the next batch."""
-        for scores in (self.context.scorer, self.context.models.rewards):
-            if scores is not None:
-                scores.take_seconds()
 
     def _headline(self, metrics: Mapping[str, float], name: str) -> float | None:
         """Return the accuracy if the reward reports correctness, else the mean reward."""

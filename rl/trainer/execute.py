@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.algorithms import METHODS, Models
-from rl.client import ServiceClient, TrainingClient
+from rl.client import ServiceClient
 from rl.config import (
     LAUNCH_FOLDER_KEY,
     RunConfig,
@@ -32,7 +32,6 @@ from rl.reporting import (
 )
 from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.config_diff import CHANGES_KEY, includes_data_change
-from rl.trainer.data_source import load_stored_answers
 from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.initial_weights import (
     ORIGINS_KEY,
@@ -44,15 +43,14 @@ from rl.trainer.initial_weights import (
     format_origin,
     resolve_initial_weights,
 )
-from rl.trainer.memory_report import check_memory as check_memory
+from rl.trainer.memory_report import check_memory
 from rl.trainer.memory_requirements import StageNeeds, choose_cache_size
-from rl.trainer.opponent_models import OpponentModels
-from rl.trainer.pipeline import check_api_models, convert_epochs_to_steps, dry_run, prepare_stages
-from rl.trainer.replay_log import (
-    ReplayLog,
-    check_replay,
-    check_replay_sampler,
-    list_replay_differences,
+from rl.trainer.pipeline import (
+    check_api_models,
+    check_rewards_at_start,
+    convert_epochs_to_steps,
+    dry_run,
+    prepare_stages,
 )
 from rl.trainer.report_writer import LaunchLog, ReportWriter, describe_launch
 from rl.trainer.resume import (
@@ -61,11 +59,10 @@ from rl.trainer.resume import (
     check_final_checkpoints,
     check_same_data,
     find_resume_point,
+    make_identity,
     make_run_id,
     remove_damaged_checkpoints,
 )
-from rl.trainer.resume import make_identity as identity_of
-from rl.trainer.reward_startup_check import check_rewards_at_start
 from rl.trainer.run_lock import RunLock
 from rl.trainer.run_summary import (
     format_check_command,
@@ -73,12 +70,24 @@ from rl.trainer.run_summary import (
     print_introduction,
     print_summary,
 )
-from rl.trainer.stage_context import StageContext
-from rl.trainer.stage_data import PreparedStage, check_rows, check_sandboxes, describe_prepared
-from rl.trainer.stage_models import StageModelFactory, make_policy, stage_renderer
+from rl.trainer.saved_weights import collect_worker_settings
+from rl.trainer.stage_data import (
+    PreparedStage,
+    check_rows,
+    check_sandboxes,
+    describe_prepared,
+    load_stored_answers,
+)
+from rl.trainer.stage_models import OpponentModels, StageModelFactory, make_policy, stage_renderer
+from rl.trainer.stage_sampling import (
+    ReplayLog,
+    StageContext,
+    check_replay,
+    check_replay_sampler,
+    list_replay_differences,
+)
 from rl.trainer.trainer import Trainer
 from rl.trainer.training_loop import train
-from rl.trainer.worker_settings import collect_worker_settings
 
 
 def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None:
@@ -127,24 +136,23 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         plans = _plan_memory(run, service, console)
         run_state = RunState(run, folder, stages, position)
         run_state.check_stages()
-        policy = run_state.create_policy(service)
-        others = run_state.create_other_models(service, policy)
+        models = run_state.create_models(service)
         on_begin()
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(console.warn)
         config = _claim_run_folder(run, folder, position, origins, stages)
         run_state.run_id = config[RUN_ID_KEY]
-        print_introduction(run, folder, policy, console, stages)
+        print_introduction(run, folder, models.policy, console, stages)
         for text in _describe_start(run, origins):
             console.note(text)
-        launch = describe_launch(max(0, position.step), policy.info, plans)
+        launch = describe_launch(max(0, position.step), models.policy.info, plans)
         report = _open_report(folder, launch, console, lock, stop_request)
         stack.callback(report.close)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         if options.reward_check and not options.resume:
             _check_rewards(stages, folder, console)
         stop_request.has_started = True
-        _run_stages(run_state, service, policy, others, logbook, console, stop_request, report)
+        _run_stages(run_state, service, models, logbook, console, stop_request, report)
 
 
 def _plan_memory(run: RunConfig, service: ServiceClient, console: Console) -> list[StageNeeds]:
@@ -313,96 +321,58 @@ class RunState:
         check_api_models(self.run.stages[self.index :])
         dry_run(self.run.stages, self.stages, self.index)
 
-    def _prepare_stage(self) -> PreparedStage:
-        """Return the current stage, with the rows that an earlier stage has written."""
-        prepared = self.stages[self.index]
-        if prepared.awaited_stage is not None and prepared.rows is None:
-            first, loop = (
-                self.first_step(prepared.awaited_stage),
-                self.stages[prepared.awaited_stage].plan.settings.loop,
-            )
-            prepared.rows = load_stored_answers(
-                prepared.plan,
-                self.folder,
-                range(first + 1, first + loop.steps + 1, loop.rollouts_every),
-            )
-        return prepared
-
-    def create_policy(self, service: ServiceClient) -> TrainingClient:
-        """Return the training client of the current stage, after checking its data.
+    def create_models(self, service: ServiceClient) -> Models:
+        """Return the models of the current stage, after checking its data. After the last stage
+        return its policy.
 
         Raises UserError if the data differ from those that the checkpoint was trained on.
         """
         index = min(self.index, len(self.stages) - 1)
-        prepared = self.stages[index]
+        prepared, seed = self.stages[index], self.run.options.seed
+        plan, previous = prepared.plan, self.initial_checkpoint(index)
+        method, model = METHODS.create(plan), plan.settings.model
         if not self.finished:
-            self._prepare_stage()
-        previous = self.initial_checkpoint(index)
+            self._load_awaited_rows(prepared)
         resume_from = self.position.state_path if self.resumes_here or self.finished else None
-        value_head = METHODS[prepared.plan.method](prepared.plan.settings).value_head
         policy = make_policy(
-            service,
-            prepared.plan.settings.model,
-            previous,
-            resume_from,
-            self.run.options.seed,
-            value_head=value_head,
+            service, model, previous, resume_from, seed, value_head=method.value_head
         )
-        if not self.finished:
-            check_rows(prepared, policy, stage_renderer(policy, prepared.plan.settings))
-        loop_state, changed = self.position.loop_state, includes_data_change(self.position.notes)
-        # `prepared.problems` has only the rows that were not skipped
-        if not self.finished and self.resumes_here and loop_state is not None and not changed:
-            check_same_data(
-                loop_state.get("run"),
-                prepared.problems,
-                prepared.plan.name,
-                str(self.position.state_path),
-            )
-        return policy
-
-    def create_other_models(self, service: ServiceClient, policy: TrainingClient) -> dict[str, Any]:
-        """Return the other models that the current stage's method needs, by their roles."""
         if self.finished:
-            return {}
-        prepared = self.stages[self.index]
-        plan, tags = prepared.plan, prepared.problems.tags
-        previous = self.initial_checkpoint(self.index)
+            return Models(policy)
+        renderer = stage_renderer(policy, plan.settings)
+        check_rows(prepared, policy, renderer)
+        loop_state = self.position.loop_state
+        # `prepared.problems` has only the rows that were not skipped
+        if self.resumes_here and loop_state and not includes_data_change(self.position.notes):
+            check_same_data(
+                loop_state.get("run"), prepared.problems, plan.name, str(self.position.state_path)
+            )
         earlier = {
-            stage.name: self.final_path(i) for i, stage in enumerate(self.run.stages[: self.index])
+            stage.name: self.final_path(i) for i, stage in enumerate(self.run.stages[:index])
         }
-        resume_from = self.position.state_path if self.resumes_here else None
-        hosts = StageModelFactory(
-            service,
-            policy,
-            plan.settings.model,
-            previous,
-            earlier,
-            self.run.options.seed,
-            resume_from,
-            tags,
-            stage_renderer(policy, plan.settings),
+        tags = prepared.problems.tags
+        factory = StageModelFactory(
+            service, policy, model, previous, earlier, seed, resume_from, tags, renderer
         )
-        models = METHODS[plan.method](plan.settings).make_models(hosts)
+        others = method.make_models(factory)
         if prepared.environment is not None:
-            models = {
-                **models,
-                "opponents": OpponentModels(
-                    prepared.environment.make(), plan.settings.env, hosts, self.folder, plan.name
-                ),
-            }
-        return models
+            environment, env = prepared.environment.make(), plan.settings.env
+            opponents = OpponentModels(environment, env, factory, self.folder, plan.name)
+            others = {**others, "opponents": opponents}
+        return Models(policy, others)
 
-    def remark_on_data(self) -> str | None:
-        """Return the method's remark on the current stage's data, if any."""
-        prepared = self.stages[self.index]
-        method = METHODS[prepared.plan.method](prepared.plan.settings)
-        return method.remark_on_data(prepared.problems)
+    def _load_awaited_rows(self, prepared: PreparedStage) -> None:
+        """Load the rows of a stage that an earlier stage has written."""
+        if prepared.awaited_stage is None or prepared.rows is not None:
+            return
+        first = self.first_step(prepared.awaited_stage)
+        loop = self.stages[prepared.awaited_stage].plan.settings.loop
+        steps = range(first + 1, first + loop.steps + 1, loop.rollouts_every)
+        prepared.rows = load_stored_answers(prepared.plan, self.folder, steps)
 
     def create_trainer(
         self,
-        policy: TrainingClient,
-        others: dict[str, Any],
+        models: Models,
         logbook: Logbook,
         console: Console,
         keeper: CheckpointManager,
@@ -413,8 +383,7 @@ class RunState:
         resumes.
         """
         prepared, options = self.stages[self.index], self.run.options
-        plan = prepared.plan
-        method = METHODS[plan.method](plan.settings)
+        plan, method = prepared.plan, METHODS.create(prepared.plan)
         loop_state = self.position.loop_state if self.resumes_here else None
         done = self.position.next_batch if loop_state is not None else 0
         flow = getattr(plan.settings, "flow", None)
@@ -429,17 +398,17 @@ class RunState:
             name=plan.name,
             index=self.index,
             method=method,
-            models=Models(policy, others),
+            models=models,
             problems=prepared.curriculum or prepared.problems,
             test_problems=prepared.test_problems,
-            renderer=stage_renderer(policy, plan.settings),
+            renderer=stage_renderer(models.policy, plan.settings),
             scorer=prepared.scorer,
             run_seed=options.seed,
             first_step=self.first_step(self.index),
             logbook=logbook,
             console=console,
             checkpoints=keeper,
-            identity=identity_of(self.run, self.run_id, self.index, prepared.problems),
+            identity=make_identity(self.run, self.run_id, self.index, prepared.problems),
             environment=prepared.environment,
             replay_log=replay_log,
         )
@@ -453,14 +422,16 @@ class RunState:
         )
         if loop_state is not None:
             trainer.load_state(loop_state)
+        for remark in (method.remark_on_data(prepared.problems), trainer.remark_on_rows()):
+            if remark is not None:
+                console.note(remark)
         return trainer
 
 
 def _run_stages(
     run_state: RunState,
     service: ServiceClient,
-    policy: TrainingClient,
-    others: dict[str, Any],
+    models: Models,
     logbook: Logbook,
     console: Console,
     stop_request: StopRequest,
@@ -470,12 +441,7 @@ def _run_stages(
     keeper = CheckpointManager(logbook)
     held_out: dict[str, HeldOutMetrics] = {}
     while not run_state.finished:
-        trainer = run_state.create_trainer(
-            policy, others, logbook, console, keeper, stop_request, report
-        )
-        for remark in (run_state.remark_on_data(), trainer.remark_on_rows()):
-            if remark is not None:
-                console.note(remark)
+        trainer = run_state.create_trainer(models, logbook, console, keeper, stop_request, report)
         try:
             train(trainer)
         except RunStopped:
@@ -486,10 +452,9 @@ def _run_stages(
             )
             raise
         held_out[trainer.name] = trainer.evaluator.held_out
-        policy.release()
-        del trainer, others  # frees the other models' weights
+        models.policy.release()
+        del trainer, models  # frees the other models' weights
         run_state.index += 1
         if not run_state.finished:
-            policy = run_state.create_policy(service)
-            others = run_state.create_other_models(service, policy)
+            models = run_state.create_models(service)
     print_summary(run_state, held_out, console)

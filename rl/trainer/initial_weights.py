@@ -103,7 +103,7 @@ def check_initial_weights(stages: Sequence[StageConfig]) -> None:
             )
         earlier = [stage.name for stage in stages[:i]]
         _check_stage_name(base, plan, earlier)
-        for target in ModelRequests(METHODS[plan.method](plan.settings)).weights:
+        for target in ModelRequests(METHODS.create(plan)).weights:
             if target not in earlier:
                 _check_stage_name(target, plan, earlier)
                 open_weights(target)
@@ -116,7 +116,7 @@ def describe_random_weights(stages: Sequence[StageConfig]) -> list[str]:
         base = plan.settings.model.base_model
         if (
             not base.startswith("tiny:")
-            or not METHODS[plan.method](plan.settings).needs_reward
+            or not METHODS.create(plan).needs_reward
             or not begins_from_base_model(stages, i)
         ):
             continue

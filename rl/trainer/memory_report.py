@@ -102,7 +102,7 @@ def _check_batches(run: RunConfig) -> None:
     """Raise UserError if a batch's answers, ANSWER_BYTES each, exceed the driver's memory."""
     machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for stage in run.stages:
-        method = METHODS[stage.method](stage.settings)
+        method = METHODS.create(stage)
         group, batch = (method.group_size if method.online else 1), stage.settings.loop.batch_size
         if batch * group * ANSWER_BYTES > machine:
             product = f"batch_size {batch}" + (f" x group_size {group}" if group > 1 else "")

@@ -160,7 +160,7 @@ def _compute_needs(
     `fresh_adapter`: whether the stage's initial policy is its base model, under an adapter that can
     be turned off.
     """
-    settings, method = stage.settings, METHODS[stage.method](stage.settings)
+    settings, method = stage.settings, METHODS.create(stage)
     sampling, optim = settings.sampling, settings.optim
     samplers, launch = _split_launch(settings, launch)
     skeleton = load_model_skeleton(model.base_model, model.tokenizer, model.make_lora())

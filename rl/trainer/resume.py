@@ -409,7 +409,7 @@ def _diff_model(spec: Mapping[str, Any], run: RunConfig, index: int) -> list[str
         expected["seed"] = derive_seed(seed, "weights") % 2**31
         expected["lora"] = lora and asdict(lora)
     plan = stages[index]
-    expected["value_head"] = METHODS[plan.method](plan.settings).value_head
+    expected["value_head"] = METHODS.create(plan).value_head
     if spec.get("lora"):
         spec = {**spec, "lora": asdict(LoraConfig(**spec["lora"]))}
     differing_keys = [key for key, value in expected.items() if spec.get(key, value) != value]

@@ -20,13 +20,12 @@ from rl.data import Curriculum, ProblemSet
 from rl.distributed import RunStopped, StopRequest
 from rl.errors import UserError
 from rl.jsonl import replace_nonfinite
-from rl.rollout import EnvGroupBuilder, RolloutBatch
+from rl.rollout import RolloutBatch
 from rl.trainer.batch_log import BatchLog
 from rl.trainer.evaluator import HELD_OUT_ACCURACY, Evaluator, HeldOutMetrics
 from rl.trainer.report_writer import ReportWriter
 from rl.trainer.self_test import PROBLEMS, self_test
-from rl.trainer.stage_context import StageContext
-from rl.trainer.stage_sampling import StageSampler, WarnOnce
+from rl.trainer.stage_sampling import StageContext, StageSampler, WarnOnce
 from rl.trainer.step_profile import StepProfile
 from rl.types import Datum
 
@@ -137,11 +136,6 @@ class Trainer:
 
     def progress(self, batch: int) -> Progress:
         return Progress(batch, self.loop.steps, self.seed)
-
-    def build_groups(self, batch: int) -> Sequence[EnvGroupBuilder]:
-        """Return the builders of the groups of a batch."""
-        problems = self.problems.batch(batch, self.loop.batch_size, self.seed)
-        return self.stage_sampler.build_groups(problems, self.method.group_size)
 
     def next_sampler(
         self, old_sampler: SamplingClient | None, new_sampler: SamplingClient | None = None

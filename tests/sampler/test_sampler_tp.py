@@ -39,7 +39,7 @@ from rl.runtime import SamplerSettings
 from rl.trainer import memory_report, open_weights
 from rl.trainer.memory_report import check_memory, find_savings, report_memory, select_listed
 from rl.trainer.memory_requirements import compute_stage_needs
-from rl.trainer.worker_settings import collect_worker_settings
+from rl.trainer.saved_weights import collect_worker_settings
 from rl.types import LoraConfig
 
 ADDITION = REPO / "recipes" / "addition.yaml"

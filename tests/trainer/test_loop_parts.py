@@ -13,7 +13,7 @@ from rl.config import LoopSettings, OptimSettings, SamplingSettings
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.trainer import evaluator, stage_sampling
 from rl.trainer.evaluator import HeldOutMetrics
-from rl.trainer.stage_context import StageContext
+from rl.trainer.stage_sampling import StageContext
 from rl.trainer.trainer import Trainer
 from rl.trainer.training_loop import train
 from rl.types import ModelInput, SampledSequence
