@@ -33,12 +33,17 @@ from rl.models import (
     resolve_adapter_chain,
 )
 from rl.reporting import REWARD_CHECK, Console
-from rl.rewards import Scorer
 from rl.sanitize import describe_error
 from rl.trainer.initial_weights import find_base_model, find_previous_stage
 from rl.trainer.reward_probe import RewardProbeResult, format_probe_table, probe_reward
 from rl.trainer.saved_weights import SavedWeights
-from rl.trainer.stage_data import PreparedStage, check_rows, load_training_problems, prepare_stage
+from rl.trainer.stage_data import (
+    PreparedStage,
+    check_rows,
+    load_training_problems,
+    make_scorer,
+    prepare_stage,
+)
 from rl.trainer.stage_models import StageModelFactory, make_api_judge, make_policy, stage_renderer
 from rl.types import LoraConfig, Problem
 
@@ -378,12 +383,7 @@ def probe_prepared(prepared: PreparedStage) -> RewardProbeResult:
         scorer.take_seconds()  # the run's metrics count its own answers only
         return result
     begin, data = time.monotonic(), prepared.plan.settings.data
-    with Scorer(
-        reward,
-        timeout=data.reward_timeout,
-        workers=data.reward_workers,
-        environment=data.reward_env,
-    ) as isolated:
+    with make_scorer(reward, data) as isolated:
         budget = max(0.0, STARTUP_SECONDS - (time.monotonic() - begin))
         return probe_reward(isolated, prepared.rows, budget=budget, tried=True)
 

@@ -45,7 +45,7 @@ from rl.envs import (
 from rl.errors import UserError, warn_on_rank_zero
 from rl.renderers import Renderer
 from rl.rewards import Reward, Scorer, code, resolve_reward
-from rl.rollout import EnvGroupBuilder
+from rl.rollout import EnvGroupBuilder, EpisodeFailed
 from rl.seed import derive_seed
 from rl.trainer.reward_probe import check_reward
 from rl.types import Problem
@@ -81,22 +81,23 @@ def load_training_problems(
             "stream reads a single data set (a folder of several files counts as a single "
             "set): leave out more_datasets, or stream"
         )
-    parts: list[tuple[ProblemSet, ProblemSet | None]] = []
-    more: list[ProblemSet] = []
-    faults: list[FaultyRows] = []  # of all data sets, to be reported together
+    sets: list[ProblemSet] = []
+    tests: list[ProblemSet] = []
+    faults: list[FaultyRows] = []
     for i, source in enumerate(_split_sources(data)):
         try:
-            parts.append(_load_source(source, held_out and (i == 0 or data.eval_dataset is None)))
+            train, test = _load_source(source, held_out and (i == 0 or data.eval_dataset is None))
         except FaultyRows as error:
             faults.append(error)
+        else:
+            sets.append(train)
+            tests += [] if test is None else [test]
     try:
-        more = _load_more_held_out(data) if held_out else []
+        tests += _load_more_held_out(data) if held_out else []
     except FaultyRows as error:
         faults.append(FaultyRows(error.faults, error.good))
     if faults:
         raise FaultyRows.merge_all(faults)
-    sets = [train for train, _ in parts]
-    tests = [test for _, test in parts if test is not None] + more
     mixed = Mixture(sets, data.dataset_weights) if data.dataset_weights else concatenate_sets(sets)
     return mixed, concatenate_sets(tests) if tests else None
 
@@ -112,13 +113,7 @@ def _split_sources(data: DataSettings) -> list[DataSettings]:
 
 def _load_source(data: DataSettings, held_out: bool) -> tuple[ProblemSet, ProblemSet | None]:
     try:
-        train = load_problems(
-            data.dataset,
-            split="train",
-            limit=data.train_limit,
-            stream=data.stream,
-            **_column_settings(data),
-        )
+        train = _load_split(data, data.dataset, "train", data.train_limit, stream=data.stream)
     except FaultyRows as error:
         if held_out and data.eval_dataset is not None:  # report the faults of both sets together
             try:
@@ -138,17 +133,23 @@ def _load_source(data: DataSettings, held_out: bool) -> tuple[ProblemSet, Proble
         return _split_off_held_out(train, data.eval_limit)
 
 
+def _load_split(
+    data: DataSettings, source: str, split: str, limit: int | None, *, stream: bool = False
+) -> ProblemSet:
+    return load_problems(source, split=split, limit=limit, stream=stream, **_column_settings(data))
+
+
 def _load_test_split(data: DataSettings) -> ProblemSet:
     """Load the test split of the evaluation set, or of the data set itself; the only split if a set
     has no test split.
     """
     source = data.eval_dataset or data.dataset
     try:
-        return load_problems(source, split="test", limit=data.eval_limit, **_column_settings(data))
+        return _load_split(data, source, "test", data.eval_limit)
     except MissingSplit:
         if data.eval_dataset is None:
             raise
-        return load_problems(source, split="train", limit=data.eval_limit, **_column_settings(data))
+        return _load_split(data, source, "train", data.eval_limit)
 
 
 def _load_more_held_out(data: DataSettings) -> list[ProblemSet]:
@@ -162,18 +163,13 @@ def load_held_out_problems(data: DataSettings) -> ProblemSet | None:
     for stored answers without an evaluation set.
     """
     if isinstance(data, RolloutDataSettings):
-        if data.eval_dataset is None and not data.more_eval_datasets:
-            return None
         columns = _column_settings(data) | {"prompt_column": "prompt", "response_column": None}
-        sources = [
-            source for source in (data.eval_dataset, *data.more_eval_datasets) if source is not None
+        sets = [
+            load_problems(source, split="test", limit=data.eval_limit, **columns)
+            for source in (data.eval_dataset, *data.more_eval_datasets)
+            if source is not None
         ]
-        return concatenate_sets(
-            [
-                load_problems(source, split="test", limit=data.eval_limit, **columns)
-                for source in sources
-            ]
-        )
+        return concatenate_sets(sets) if sets else None
     if data.eval_dataset is not None and not data.more_datasets:
         return concatenate_sets([_load_test_split(data), *_load_more_held_out(data)])
     return load_training_problems(data, True)[1]
@@ -230,18 +226,12 @@ def find_writing_stage(plan: StageConfig, earlier: Sequence[StageConfig]) -> int
         raise UserError(
             f"{relation}, which stores none: set its rollouts_every (1 stores every step's)"
         )
-    behavior_temperature, learner_temperature = (
-        settings.sampling.temperature,
-        plan.settings.sampling.temperature,
-    )
-    if (
-        plan.settings.offline.needs_behavior_logprobs
-        and behavior_temperature != learner_temperature
-    ):
+    behavior, learner = settings.sampling.temperature, plan.settings.sampling.temperature
+    if plan.settings.offline.needs_behavior_logprobs and behavior != learner:
         raise UserError(
-            f"{relation}, sampled at temperature {behavior_temperature:g}, which their logprobs "
-            f"belong to, and would score them at {learner_temperature:g}: give stage "
-            f"{plan.name} temperature: {behavior_temperature:g}"
+            f"{relation}, sampled at temperature {behavior:g}, which their logprobs "
+            f"belong to, and would score them at {learner:g}: give stage "
+            f"{plan.name} temperature: {behavior:g}"
         )
     return index
 
@@ -376,13 +366,6 @@ def resolve_episode_reward(data: DataSettings) -> Reward | None:
     return None if data.reward in (_DEFAULT_REWARD, None) else resolve_reward(data.reward)
 
 
-def make_episode_limits(env: EnvironmentSettings) -> EpisodeLimits:
-    """Return the limits of an episode: turns, tokens, seconds."""
-    return EpisodeLimits(
-        turns=env.max_turns, tokens=env.episode_tokens, seconds=env.episode_seconds
-    )
-
-
 def build_episode_groups(
     spec: EnvironmentSpec,
     settings: Any,
@@ -398,7 +381,10 @@ def build_episode_groups(
     """
     # rows of data sets contain the system prompt already
     prompt = settings.data.system_prompt if not spec.needs_rows else None
-    limits = make_episode_limits(settings.env)
+    env = settings.env
+    limits = EpisodeLimits(
+        turns=env.max_turns, tokens=env.episode_tokens, seconds=env.episode_seconds
+    )
     if (groups := spec.token_level) is not None:
         return [
             groups(problem, group_size, renderer, limits=limits, system_prompt=prompt)
@@ -412,8 +398,6 @@ def check_environment(
     spec: EnvironmentSpec, settings: Any, problem: Problem, renderer: Renderer
 ) -> None:
     """Begin a single episode as a check before training. Raises UserError if that fails."""
-    from rl.rollout import EpisodeFailed
-
     (group,) = build_episode_groups(spec, settings, [problem], 1, renderer)
     envs = group.make_envs()  # a group with a fixed size may have several
     try:
@@ -501,51 +485,42 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
         test_problems = load_held_out_problems(data) if held_out else None
     else:
         rows, test_problems = load_training_problems(data, held_out)
-    curriculum = None if data.curriculum == "off" or rows is None else Curriculum(rows, data)
-    scorer = None
-    begin, trial_seconds = time.monotonic(), 0.0
-    if reward is not None:
-        scorer = Scorer(
-            reward,
-            timeout=data.reward_timeout,
-            workers=data.reward_workers,
-            environment=data.reward_env,
-        )
-        trial_seconds += time.monotonic() - begin
-    elif method.needs_reward and environment is None and not method.judge_names:
+    if reward is None and method.needs_reward and environment is None and not method.judge_names:
         raise UserError(
             f"{plan.method} learns from a reward: name one with --reward (exact_match, gsm8k, "
             "module:function, ...)"
         )
     # their splits share nothing
     disjoint = (environment is not None and not environment.needs_rows) or _is_generated(data)
-    shared = (
-        find_contamination(rows, test_problems)
-        if rows is not None and test_problems is not None and not disjoint
-        else None
+    overlap = None
+    if rows is not None and test_problems is not None and not disjoint:
+        overlap = find_contamination(rows, test_problems)
+    curriculum = None if data.curriculum == "off" or rows is None else Curriculum(rows, data)
+    prepared = PreparedStage(
+        plan, rows, test_problems, None, curriculum, awaits, environment, sandbox, overlap
     )
-    remarks: list[str] = []
+    if reward is None:
+        return prepared
+    begin = time.monotonic()
+    prepared.scorer = make_scorer(reward, data)
     trial_rows = rows if method.needs_reward or test_problems is None else test_problems
-    if scorer is not None and trial_rows is not None and environment is None:
-        begin = time.monotonic()
+    if trial_rows is not None and environment is None:
         try:
-            remarks = check_reward(scorer, trial_rows)
+            prepared.remarks = check_reward(prepared.scorer, trial_rows)
         except ValueError:
-            scorer.close()
+            prepared.scorer.close()
             raise
-        trial_seconds += time.monotonic() - begin
-    return PreparedStage(
-        plan,
-        rows,
-        test_problems,
-        scorer,
-        curriculum,
-        awaits,
-        environment,
-        sandbox,
-        shared,
-        remarks,
-        trial_seconds,
+    prepared.trial_seconds = time.monotonic() - begin
+    return prepared
+
+
+def make_scorer(reward: str | Reward, data: DataSettings) -> Scorer:
+    """Return the workers that run a stage's reward."""
+    return Scorer(
+        reward,
+        timeout=data.reward_timeout,
+        workers=data.reward_workers,
+        environment=data.reward_env,
     )
 
 
@@ -553,40 +528,29 @@ def resolve_stage_reward(data: DataSettings) -> str | Reward | None:
     """Return what scores answers: a single reward, or the weighted sum of several. Rewards that run
     programs get their settings.
     """
-    seconds = 0.8 * data.reward_timeout
     programs = {
         "block": data.code_block,
         "sandbox": data.sandbox,
-        "seconds": seconds,
+        "seconds": 0.8 * data.reward_timeout,
         "packages": data.sandbox_packages,
     }
-    reward_settings = {
-        "code_tests": {**programs, "score": data.code_score},
-        "code_output": programs,
-    }
+    settings = {"code_tests": {**programs, "score": data.code_score}, "code_output": programs}
     if data.rewards:
         weights = dict(data.rewards)
-        return resolve_reward(
-            "composite",
-            weights=weights,
-            settings={name: reward_settings[name] for name in reward_settings if name in weights},
-        )
-    return (
-        resolve_reward(data.reward, **reward_settings[data.reward])
-        if data.reward in reward_settings
-        else data.reward
-    )
+        settings = {name: settings[name] for name in settings if name in weights}
+        return resolve_reward("composite", weights=weights, settings=settings)
+    if data.reward in settings:
+        return resolve_reward(data.reward, **settings[data.reward])
+    return data.reward
 
 
 def find_sandbox_kind(reward: str | Reward, data: DataSettings) -> str | None:
     """Return the kind of sandbox that programs run in, or None if the reward runs none. Raises
     UserError if this host has no such sandbox.
     """
-    return (
-        _probe_sandbox_kind(data.sandbox, data.sandbox_packages)
-        if resolve_reward(reward).runs_programs
-        else None
-    )
+    if not resolve_reward(reward).runs_programs:
+        return None
+    return _probe_sandbox_kind(data.sandbox, data.sandbox_packages)
 
 
 @cache
@@ -639,29 +603,25 @@ def check_rows(prepared: PreparedStage, policy: TrainingClient, renderer: Render
     fits. Rows that were checked for an equal model before (of a later stage, before the first step)
     are not checked again.
     """
-    cache_key = (
-        None if prepared.rows is None else (prepared.rows, *_tokenization_key(policy, renderer))
-    )
-    if cache_key is not None and cache_key == prepared.checked_model:
-        return
-    settings = prepared.plan.settings
-    method = METHODS.create(prepared.plan)
-    max_tokens, skip, reads = (
-        settings.sampling.max_tokens,
-        settings.data.on_bad_row,
-        method.reads,
-    )
+    settings, method = prepared.plan.settings, METHODS.create(prepared.plan)
     if prepared.environment is not None:
         check_environment(prepared.environment, settings, prepared.problems[0], renderer)
         return
+    model = _tokenization_key(policy, renderer)
+    if prepared.rows is not None and prepared.checked_model == (prepared.rows, *model):
+        return
     rows, test_problems = prepared.rows, prepared.test_problems
-    longest, limits = (
-        method.longest if isinstance(method, RowEvaluator) else None,
-        LengthLimits.from_settings(settings.data),
+    max_tokens, skip = settings.sampling.max_tokens, settings.data.on_bad_row
+    make_check = partial(
+        RowCheck,
+        policy.info,
+        renderer,
+        longest=method.longest if isinstance(method, RowEvaluator) else None,
+        limits=LengthLimits.from_settings(settings.data),
     )
     faults: list[FaultyRows] = []
 
-    def checked(problems: ProblemSet, check: Any) -> ProblemSet:
+    def select(problems: ProblemSet, check: Any) -> ProblemSet:
         try:
             return select_good_rows(problems, check, skip)
         except FaultyRows as error:
@@ -669,45 +629,26 @@ def check_rows(prepared: PreparedStage, policy: TrainingClient, renderer: Render
             return problems
 
     if rows is not None:  # otherwise an earlier stage writes them
-        check: Any = RowCheck(
-            policy.info,
-            renderer,
-            rows.name,
-            reads,
-            0 if reads else max_tokens,
-            longest,
-            limits=limits,
-        )
+        reads = method.reads
+        check: Any = make_check(rows.name, reads, 0 if reads else max_tokens)
         if "answers" in reads:
-            check = make_answers_check(
-                partial(check_stored_answer, settings, policy.info, renderer), skip
-            )
-        prepared.rows = checked(rows, check)
+            check_answer = partial(check_stored_answer, settings, policy.info, renderer)
+            check = make_answers_check(check_answer, skip)
+        prepared.rows = select(rows, check)
         if prepared.rows is not rows and prepared.curriculum is not None:
             prepared.curriculum = Curriculum(prepared.rows, settings.data)
     if test_problems is not None:
-        ranked, held_out_max_tokens = (
-            reads if method.reads_held_out_answers else (),
-            max_tokens if prepared.scorer is not None else 0,
-        )
-        lenient = method.reads_optional_answers
-        check = RowCheck(
-            policy.info,
-            renderer,
+        check = make_check(
             test_problems.name,
-            ranked,
-            held_out_max_tokens,
-            longest,
-            limits=limits,
-            skip_missing=lenient,
+            method.reads if method.reads_held_out_answers else (),
+            max_tokens if prepared.scorer is not None else 0,
+            skip_missing=method.reads_optional_answers,
         )
-        prepared.test_problems = checked(test_problems, check)
+        prepared.test_problems = select(test_problems, check)
     if faults:
         # if no row is good, the rows have another shape
         raise faults[0] if not faults[0].good else FaultyRows.merge_all(faults)
-    prepared.checked_model = (
-        None if prepared.rows is None else (prepared.rows, *_tokenization_key(policy, renderer))
-    )
+    prepared.checked_model = None if prepared.rows is None else (prepared.rows, *model)
 
 
 def _tokenization_key(policy: TrainingClient, renderer: Renderer) -> tuple[Any, ...]:
