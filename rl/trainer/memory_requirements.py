@@ -184,10 +184,7 @@ def _compute_needs(
     )
     others, critics = _list_other_shapes(method, model, shape, fresh_adapter)
     held = _trace(skeleton, model, batch, launch) if traced else MicroBatchMemory()
-    saved_logits = 0.0
-    if model.fused_logprobs:
-        max_bytes = kept_bytes_from_gib(model.kept_logits_gib)
-        saved_logits = saved_logits_bytes(shape, launch, batch, max_bytes)
+    saved_logits = _saved_logits(model, shape, launch, batch)
     items, host = _list_extra_memory(settings, shape, batch, launch)
 
     def plan_learner(work: StepWork, scorers: Sequence[ModelShape]) -> MemoryPlan:
@@ -208,6 +205,15 @@ def _compute_needs(
         StageNeeds(names[0], model.base_model, plans[0], replace(work, samples=False), launch),
         StageNeeds(names[1], model.base_model, plans[1], work, samplers),
     ]
+
+
+def _saved_logits(
+    model: ModelSettings, shape: ModelShape, launch: LaunchShape, batch: MicroBatch
+) -> float:
+    if not model.fused_logprobs:
+        return 0.0
+    max_bytes = kept_bytes_from_gib(model.kept_logits_gib)
+    return saved_logits_bytes(shape, launch, batch, max_bytes)
 
 
 def _list_extra_memory(
