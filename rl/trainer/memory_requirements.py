@@ -192,18 +192,19 @@ def _compute_needs(
         return MemoryPlan((*plan.items, *items), (*plan.host, *host))
 
     learning = StepWork(batch=batch, samples=False)
+    name, base = stage.name, model.base_model
     if samplers is None:
         plan = plan_learner(learning if sampling.sampler == "vllm" else work, others)
         if sampling.sampler == "vllm":  # servers sample
             work = replace(work, samples=False)
-        return [StageNeeds(stage.name, model.base_model, plan, work, launch)]
+        return [StageNeeds(name, base, plan, work, launch)]
     purpose = "weights on their way to the ranks that sample, on rank 0"
     host.append((purpose, staged_weight_bytes(shape)))
     plans = plan_learner(learning, ()), plan_sampler_memory(shape, samplers, work, others)
-    names = [f"{stage.name}, ranks that {verb}" for verb in ("learn", "sample")]
+    learner_work = replace(work, samples=False)
     return [
-        StageNeeds(names[0], model.base_model, plans[0], replace(work, samples=False), launch),
-        StageNeeds(names[1], model.base_model, plans[1], work, samplers),
+        StageNeeds(f"{name}, ranks that learn", base, plans[0], learner_work, launch),
+        StageNeeds(f"{name}, ranks that sample", base, plans[1], work, samplers),
     ]
 
 
