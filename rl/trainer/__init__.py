@@ -24,7 +24,6 @@ from rl.trainer.run_report import write_report
 from rl.trainer.run_summary import format_script
 from rl.trainer.saved_weights import (
     check_trusted,
-    is_run_folder,
     list_environment_addresses,
     list_reward_addresses,
     load_run,
@@ -54,7 +53,6 @@ __all__ = [
     "format_probe_table",
     "probe_reward",
     "load_training_problems",
-    "is_run_folder",
     "load_run",
     "make_response_rows",
     "iterate_prompts",
