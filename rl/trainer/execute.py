@@ -143,14 +143,16 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         config = _claim_run_folder(run, folder, position, origins, stages)
         run_state.run_id = config[RUN_ID_KEY]
         print_introduction(run, folder, models.policy, console, stages)
-        for text in _describe_start(run, origins):
+        hints = [] if options.resume else describe_random_weights(run.stages)
+        for text in (*map(format_origin, origins), *describe_tied_heads(run), *hints):
             console.note(text)
         launch = describe_launch(max(0, position.step), models.policy.info, plans)
         report = _open_report(folder, launch, console, lock, stop_request)
         stack.callback(report.close)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         if options.reward_check and not options.resume:
-            _check_rewards(stages, folder, console)
+            command = format_check_command(folder, run.stages)
+            check_rewards_at_start(stages, folder, console, command)
         stop_request.has_started = True
         _run_stages(run_state, service, models, logbook, console, stop_request, report)
 
@@ -160,18 +162,6 @@ def _plan_memory(run: RunConfig, service: ServiceClient, console: Console) -> li
     sized = choose_cache_size(run)
     service.set_cache_size(sized.stages[0].settings.sampling.kv_cache_tokens)
     return check_memory(sized, console.warn)
-
-
-def _check_rewards(stages: Sequence[PreparedStage], folder: Path, console: Console) -> None:
-    """Check what the rewards of the stages pay for, before the first step."""
-    command = format_check_command(folder, [prepared.plan for prepared in stages])
-    check_rewards_at_start(stages, folder, console, command)
-
-
-def _describe_start(run: RunConfig, origins: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines about the weights that the run starts from."""
-    hints = [] if run.options.resume else describe_random_weights(run.stages)
-    return [*map(format_origin, origins), *describe_tied_heads(run), *hints]
 
 
 def _prepare_stages(run: RunConfig, console: Console, stack: ExitStack) -> list[PreparedStage]:
