@@ -143,8 +143,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         config = _claim_run_folder(run, folder, position, origins, stages)
         run_state.run_id = config[RUN_ID_KEY]
         print_introduction(run, folder, models.policy, console, stages)
-        hints = [] if options.resume else describe_random_weights(run.stages)
-        for text in (*map(format_origin, origins), *describe_tied_heads(run), *hints):
+        for text in _describe_origins(run, origins):
             console.note(text)
         launch = describe_launch(max(0, position.step), models.policy.info, plans)
         report = _open_report(folder, launch, console, lock, stop_request)
@@ -162,6 +161,12 @@ def _plan_memory(run: RunConfig, service: ServiceClient, console: Console) -> li
     sized = choose_cache_size(run)
     service.set_cache_size(sized.stages[0].settings.sampling.kv_cache_tokens)
     return check_memory(sized, console.warn)
+
+
+def _describe_origins(run: RunConfig, origins: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return lines about the weights that the run starts from."""
+    hints = [] if run.options.resume else describe_random_weights(run.stages)
+    return [*map(format_origin, origins), *describe_tied_heads(run), *hints]
 
 
 def _prepare_stages(run: RunConfig, console: Console, stack: ExitStack) -> list[PreparedStage]:

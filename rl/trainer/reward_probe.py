@@ -431,8 +431,8 @@ def _describe_tricks(
     if 2 * recognised < len(probed):
         warnings.append(
             f"{RIGHT.name} earns no more than wrong answers on {len(probed) - recognised} of "
-            f"{len(probed)} rows, such as {_shorten(results[RIGHT].sample)}: is it the reward for this "
-            "data, and does --answer-format show how a right answer is written?"
+            f"{len(probed)} rows, such as {_shorten(results[RIGHT].sample)}: is it the reward for "
+            "this data, and does --answer-format show how a right answer is written?"
         )
     program = any(row.is_program for row in probed)
     for mutant, result in results.items():

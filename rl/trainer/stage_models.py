@@ -5,7 +5,7 @@ of an environment that are not the policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,11 @@ def make_policy(
     )
 
 
+# name of a renderer (None: the default), settings of its template
+Rendering = tuple[str | None, tuple[tuple[str, str], ...]]
+
+
+@dataclass
 class StageModelFactory(ModelFactory):
     """Create the models of a stage's method; see rl.algorithms.method_interface.ModelFactory.
 
@@ -91,27 +96,15 @@ class StageModelFactory(ModelFactory):
     `renderer` is the policy's renderer.
     """
 
-    def __init__(
-        self,
-        service: ServiceClient,
-        policy: TrainingClient,
-        model: ModelSettings,
-        previous: str | None,
-        earlier: Mapping[str, str],
-        seed: int,
-        resume_from: str | None = None,
-        tags: Sequence[str] = (),
-        renderer: Renderer | None = None,
-    ):
-        self.service, self.policy, self.model, self.previous, self.earlier, self.seed = (
-            service,
-            policy,
-            model,
-            previous,
-            earlier,
-            seed,
-        )
-        self.resume_from, self.tags, self.renderer = resume_from, tags, renderer
+    service: ServiceClient
+    policy: TrainingClient
+    model: ModelSettings
+    previous: str | None
+    earlier: Mapping[str, str]
+    seed: int
+    resume_from: str | None = None
+    tags: Sequence[str] = ()
+    renderer: Renderer | None = None
 
     def initial_policy(self) -> TokenScorer:
         """Return a scorer with the stage's initial weights, for example as the reference model.
@@ -120,57 +113,48 @@ class StageModelFactory(ModelFactory):
         same when the stage begins and when it is resumed.
         """
         origin, model = find_initial_weights(self.model, self.previous), self.model
+        source: dict[str, Any]
         if origin.continued_checkpoint is not None:
-            return FrozenScorer(
-                self.service.create_sampling_client(model_path=origin.continued_checkpoint)
-            )
-        if model.lora_rank:
+            source = {"model_path": origin.continued_checkpoint}
+        elif model.lora_rank:
             return BaseModelScorer(self.policy)
-        if self.previous is not None and not is_adapter(origin.base):
-            return FrozenScorer(self.service.create_sampling_client(model_path=self.previous))
-        seed = derive_seed(self.seed, "weights") % 2**31
-        return FrozenScorer(
-            self.service.create_sampling_client(
-                base_model=origin.base, tokenizer=model.tokenizer, seed=seed
-            )
-        )
+        elif self.previous is not None and not is_adapter(origin.base):
+            source = {"model_path": self.previous}
+        else:
+            seed = derive_seed(self.seed, "weights") % 2**31
+            source = {"base_model": origin.base, "tokenizer": model.tokenizer, "seed": seed}
+        return FrozenScorer(self.service.create_sampling_client(**source))
 
     def load(self, target: str) -> SamplingClient:
         """Return a client of an earlier stage, the policy's base model or other weights."""
         if target in self.earlier:
             return self.service.create_sampling_client(model_path=self.earlier[target])
         if self.policy.info["lora_rank"] and self.policy.info["base_model"] == target:
-            return (
-                self.policy.get_base_sampling_client()
-            )  # loaded already, as the base of the adapter
+            return self.policy.get_base_sampling_client()  # the base of the adapter, loaded already
         return open_weights(target).create_sampler(self.service)
 
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, LearnedRewards]:
         """Return the learned rewards that the settings name, under "rewards"; {} if none."""
+        seed = derive_seed(self.seed, "rubric")
         if learned.comparison_model is not None:
             judge = self.load(learned.comparison_model)
             renderer = make_renderer(judge, *self.renderer_of(learned.comparison_model))
             scorer: Any = PairwiseJudge(ComparisonModel(judge, renderer))
         elif learned.rubric_model is not None and is_api_address(learned.rubric_model):
-            scorer = make_api_judge(learned, derive_seed(self.seed, "rubric"))
+            scorer = make_api_judge(learned, seed)
         elif learned.rubric_model is not None:
             judge = self.load(learned.rubric_model)
-            renderer_name, template = self.renderer_of(learned.rubric_model)
-            renderer = make_renderer(
-                judge,
-                learned.rubric_renderer or renderer_name,
-                () if learned.rubric_renderer else template,
-            )
-            scorer = RubricJudge(
-                judge, renderer, make_rubric(learned), derive_seed(self.seed, "rubric")
-            )
+            rendering = self.renderer_of(learned.rubric_model)
+            if learned.rubric_renderer:
+                rendering = learned.rubric_renderer, ()
+            renderer = make_renderer(judge, *rendering)
+            scorer = RubricJudge(judge, renderer, make_rubric(learned), seed)
         elif learned.reward_models:
-            scorer = WeightedRewardModels(
-                [
-                    (name, self._load_reward_model(name), weight)
-                    for name, weight in learned.reward_models
-                ]
-            )
+            models = [
+                (name, self._load_reward_model(name), weight)
+                for name, weight in learned.reward_models
+            ]
+            scorer = WeightedRewardModels(models)
         elif learned.reward_model is not None:
             scorer = self._load_reward_model(learned.reward_model)
         else:
@@ -220,36 +204,30 @@ class StageModelFactory(ModelFactory):
             and bool(checkpoint_folder.read_verified_state(path)["spec"].get("value_head"))
         )
 
-    def renderer_of(self, target: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:
-        """Return the renderer (None: the default) and template settings of a model's training.
-
-        A model must be prompted with the renderer it was trained with.
+    def renderer_of(self, target: str) -> Rendering:
+        """Return the renderer and template settings of a model's training, with which it must be
+        prompted.
         """
-        weights = self.open(target)
-        return (
-            (None, ())
-            if weights.stage is None
-            else (weights.stage.settings.data.renderer, weights.stage.settings.data.template)
-        )
+        return get_rendering(self.open(target))
 
     def create_critic(self, base_model: str) -> TrainingClient:
         """Return the critic: resumed, a copy of the policy's initial weights, or a base model."""
         if self.resume_from is not None:
-            return self.service.create_training_client_from_state_with_optimizer(
-                str(Path(self.resume_from) / "critic")
-            )
-        if base_model == "policy":
-            return make_policy(
-                self.service, self.model, self.previous, None, self.seed, value_head=True
-            )
-        return make_policy(
-            self.service,
-            replace(self.model, base_model=find_weights_folder(base_model)),
-            None,
-            None,
-            self.seed,
-            value_head=True,
-        )
+            path = str(Path(self.resume_from) / "critic")
+            return self.service.create_training_client_from_state_with_optimizer(path)
+        model, previous = self.model, self.previous
+        if base_model != "policy":
+            model, previous = replace(model, base_model=find_weights_folder(base_model)), None
+        return make_policy(self.service, model, previous, None, self.seed, value_head=True)
+
+
+def get_rendering(weights: SavedWeights) -> Rendering:
+    """Return the renderer and template settings of the training of weights; the default if no run
+    trained them.
+    """
+    if weights.stage is None:
+        return None, ()
+    return weights.stage.settings.data.renderer, weights.stage.settings.data.template
 
 
 def is_published_reward_model(weights: SavedWeights) -> bool:
@@ -352,8 +330,6 @@ def _replace_temperature(request: SamplingRequest, temperature: float) -> Sampli
     return replace(request, params=replace(request.params, temperature=temperature))
 
 
-# name of a renderer (None: the default), settings of its template
-Rendering = tuple[str | None, tuple[tuple[str, str], ...]]
 # samplers and renderers of the players, by player name
 Players = tuple[dict[str, ActionSampler], dict[str, Renderer]]
 
@@ -385,29 +361,17 @@ def load_evaluation_opponents(
     newest older version.
     """
 
-    def renderer_of(name: str) -> Rendering:
-        saved_stage = open_weights(name).stage
-        return (
-            (None, ())
-            if saved_stage is None
-            else (saved_stage.settings.data.renderer, saved_stage.settings.data.template)
-        )
-
     samplers, renderers = load_opponents(
         environment.models,
         lambda name: open_weights(name).create_sampler(service),
-        renderer_of,
+        lambda name: get_rendering(open_weights(name)),
         settings.players_temperature,
     )
     if OPPONENT_POOL in environment.models:
-        stage = None if weights.stage is None else weights.stage.name
-        paths = (
-            []
-            if weights.path is None
-            else sorted(
-                (weights.path.parent.parent / WEIGHTS_FOLDER).glob(f"{stage}-opponent-step-*")
-            )
-        )
+        paths = []
+        if weights.path is not None and weights.stage is not None:
+            versions = weights.path.parent.parent / WEIGHTS_FOLDER
+            paths = sorted(versions.glob(f"{weights.stage.name}-opponent-step-*"))
         if not paths:
             raise UserError(
                 f"{weights.name} has no older versions to play against: name other opponents "
@@ -435,12 +399,8 @@ class OpponentModels:
         folder: Path,
         stage: str,
     ):
-        self.hosts, self.folder, self.stage, self.every = (
-            hosts,
-            folder,
-            stage,
-            settings.opponents_every,
-        )
+        self.hosts, self.folder, self.stage = hosts, folder, stage
+        self.every = settings.opponents_every
         self.models, self.renderers = load_opponents(
             environment.models, hosts.load, hosts.renderer_of, settings.players_temperature
         )
@@ -457,12 +417,8 @@ class OpponentModels:
         """Return the samplers of the other players for a training batch. `seed`: the stage's."""
         if self.version_pool is None:
             return self.models
-        return {
-            **self.models,
-            OPPONENT_POOL: self._load(
-                self.version_pool.sample(derive_seed(seed, "opponent", batch)).name
-            ),
-        }
+        version = self.version_pool.sample(derive_seed(seed, "opponent", batch))
+        return {**self.models, OPPONENT_POOL: self._load(version.name)}
 
     def held_out_players(self) -> dict[str, ActionSampler]:
         """Return the samplers of the other players for an evaluation: for the pool the newest
@@ -517,11 +473,8 @@ class OpponentModels:
         for path in (self.folder / CHECKPOINTS_FOLDER).glob(f"{self.stage}-*"):
             referenced |= _read_referenced_versions(path)
         for path in (self.folder / WEIGHTS_FOLDER).glob(f"{self.stage}-opponent-step-*"):
-            if (
-                path.name.removeprefix(f"{self.stage}-opponent-") not in referenced
-                and path.is_dir()
-                and not path.is_symlink()
-            ):
+            name = path.name.removeprefix(f"{self.stage}-opponent-")
+            if name not in referenced and path.is_dir() and not path.is_symlink():
                 checkpoint_folder.remove_checkpoint(path)
 
     def _add_version(self, policy: TrainingClient, step: int) -> None:
@@ -530,19 +483,16 @@ class OpponentModels:
         # checkpoint may still name it.
         self.version_pool.add(step)
         path = self._path(self.version_pool.opponents[-1].name)
-        checkpoint_folder.remove_checkpoint(
-            path
-        )  # saved by the run before it was resumed from an earlier step
+        # saved by the run before it was resumed from an earlier step
+        checkpoint_folder.remove_checkpoint(path)
         policy.save_weights_for_sampler(path.name).result()
 
     def _load(self, name: str) -> SamplingClient:
         if self._loaded_version is None or self._loaded_version[0] != name:
             if self._loaded_version is not None:
                 self._loaded_version[1].release()
-            self._loaded_version = (
-                name,
-                self.hosts.service.create_sampling_client(model_path=str(self._path(name))),
-            )
+            client = self.hosts.service.create_sampling_client(model_path=str(self._path(name)))
+            self._loaded_version = name, client
         return self._loaded_version[1]
 
     def _path(self, name: str) -> Path:
