@@ -199,11 +199,18 @@ def _load_outline(base_model: str, tokenizer: str | None) -> tuple[int, int | No
     )
 
 
-def outline_policy(stages: Sequence[StageConfig], index: int) -> ModelOutline:
-    """Return the outline of a stage's policy. Raises UserError if its base model is not
-    available.
+def _check_rows_of_outline(
+    stages: Sequence[StageConfig], index: int, rows: ProblemSet
+) -> PreparedStage:
+    """Return the stage with the rows that its policy, which is not loaded, can be trained on.
+
+    Raises UserError if its base model is not available, or if rows are bad.
     """
-    return ModelOutline.load(*find_base_model(stages, index))
+    prepared = PreparedStage(stages[index], rows, None, None)
+    outline = ModelOutline.load(*find_base_model(stages, index))
+    policy = cast("TrainingClient", outline)
+    check_rows(prepared, policy, stage_renderer(policy, stages[index].settings))
+    return prepared
 
 
 def prepare_stages(stages: Sequence[StageConfig]) -> list[PreparedStage]:
@@ -226,16 +233,11 @@ def _find_faulty_rows(
     """Return the rows of a stage that cannot be trained on, as far as this is known before anything
     is loaded.
     """
-    plan = stages[index]
-    if not rows or getattr(getattr(plan.settings, "env", None), "environment", None) is not None:
+    env = getattr(stages[index].settings, "env", None)
+    if not rows or getattr(env, "environment", None) is not None:
         return None
     try:
-        policy = cast("TrainingClient", outline_policy(stages, index))
-        check_rows(
-            PreparedStage(plan, ProblemSet(rows), None, None),
-            policy,
-            stage_renderer(policy, plan.settings),
-        )
+        _check_rows_of_outline(stages, index, ProblemSet(rows))
     except FaultyRows as error:
         return error
     except (ValueError, OSError):
@@ -287,9 +289,7 @@ def convert_epochs_to_steps(run: RunConfig) -> RunConfig:
         if isinstance(loop, RowLoopSettings) and loop.epochs is not None:
             rows = _count_rows(stages, index)
             steps = max(1, math.ceil(round(loop.epochs * rows / loop.batch_size, 6)))
-            stages[index] = replace(
-                plan, settings=replace(plan.settings, loop=replace(loop, steps=steps))
-            )
+            stages[index] = plan.with_section("loop", steps=steps)
     return replace(run, stages=tuple(stages))
 
 
@@ -308,13 +308,10 @@ def _count_rows(stages: Sequence[StageConfig], index: int) -> int:
     )
     if not drops_rows:
         return len(rows)
-    prepared = PreparedStage(plan, rows, None, None)
     try:
-        policy = cast("TrainingClient", outline_policy(stages, index))
-        check_rows(prepared, policy, stage_renderer(policy, plan.settings))
+        return len(_check_rows_of_outline(stages, index, rows).problems)
     except ValueError as error:
         raise UserError(f"stage {plan.name}: {error}") from error
-    return len(prepared.problems)
 
 
 STARTUP_SECONDS = 2.0  # budget of the check of a reward
