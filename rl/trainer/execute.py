@@ -123,37 +123,41 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
             run, load_saved_config(folder) if options.resume else None
         )
         check_outside_run_folder(origins, folder)
-        position = (
-            find_resume_point(run, folder, console)
-            if options.resume
-            else ResumePoint(run_id=make_run_id())
-        )
+        position = ResumePoint(run_id=make_run_id())
+        if options.resume:
+            position = find_resume_point(run, folder, console)
         run = position.run or run
         check_replay(run, console.warn)
         check_sandboxes(run.stages)
         stages = _prepare_stages(run, console, stack)
         check_initial_weights(run.stages)
         plans = _plan_memory(run, service, console)
-        run_state = RunState(run, folder, stages, position)
+        run_state = RunState(run, folder, stages, position, service, console, stop_request)
         run_state.check_stages()
-        models = run_state.create_models(service)
+        models = run_state.create_models()
         on_begin()
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(console.warn)
         config = _claim_run_folder(run, folder, position, origins, stages)
         run_state.run_id = config[RUN_ID_KEY]
         print_introduction(run, folder, models.policy, console, stages)
-        for text in _describe_origins(run, origins):
-            console.note(text)
+        _print_origins(run, origins, console)
         launch = describe_launch(max(0, position.step), models.policy.info, plans)
-        report = _open_report(folder, launch, console, lock, stop_request)
+        launches = LaunchLog(folder, launch)
+        report = ReportWriter(
+            folder,
+            console,
+            launches,
+            guard=lock.check_held,
+            exceeds_grace=stop_request.exceeds_grace,
+        )
         stack.callback(report.close)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         if options.reward_check and not options.resume:
             command = format_check_command(folder, run.stages)
             check_rewards_at_start(stages, folder, console, command)
         stop_request.has_started = True
-        _run_stages(run_state, service, models, logbook, console, stop_request, report)
+        run_state.train_stages(models, logbook, report)
 
 
 def _plan_memory(run: RunConfig, service: ServiceClient, console: Console) -> list[StageNeeds]:
@@ -163,10 +167,11 @@ def _plan_memory(run: RunConfig, service: ServiceClient, console: Console) -> li
     return check_memory(sized, console.warn)
 
 
-def _describe_origins(run: RunConfig, origins: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines about the weights that the run starts from."""
+def _print_origins(run: RunConfig, origins: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print lines about the weights that the run starts from."""
     hints = [] if run.options.resume else describe_random_weights(run.stages)
-    return [*map(format_origin, origins), *describe_tied_heads(run), *hints]
+    for text in (*map(format_origin, origins), *describe_tied_heads(run), *hints):
+        console.note(text)
 
 
 def _prepare_stages(run: RunConfig, console: Console, stack: ExitStack) -> list[PreparedStage]:
@@ -243,35 +248,24 @@ def _open_logbook(
     )
 
 
-def _open_report(
-    folder: Path,
-    launch: Mapping[str, Any],
-    console: Console,
-    lock: RunLock,
-    stop_request: StopRequest,
-) -> ReportWriter:
-    """Return the writer of the run's page, with the record of this launch."""
-    return ReportWriter(
-        folder,
-        console,
-        LaunchLog(folder, launch),
-        guard=lock.check_held,
-        exceeds_grace=stop_request.exceeds_grace,
-    )
-
-
 class RunState:
     """Track the stages of a run: `index` is the current stage, beginning at `position`."""
 
     def __init__(
-        self, run: RunConfig, folder: Path, stages: Sequence[PreparedStage], position: ResumePoint
+        self,
+        run: RunConfig,
+        folder: Path,
+        stages: Sequence[PreparedStage],
+        position: ResumePoint,
+        service: ServiceClient,
+        console: Console,
+        stop_request: StopRequest,
     ):
         self.run, self.folder, self.stages, self.position = run, folder, stages, position
+        self.service, self.console, self.stop_request = service, console, stop_request
         self.run_id = position.run_id
-        self.index = position.stage
-        # False if all batches are trained but the stage's final checkpoint is missing.
-        if position.stage_ended:
-            self.index += 1
+        # a stage has not ended if all batches are trained but its final checkpoint is missing
+        self.index = position.stage + position.stage_ended
 
     @property
     def finished(self) -> bool:
@@ -304,19 +298,13 @@ class RunState:
         if self.finished:
             return
         ahead = range(self.index, len(self.stages))
-        needed = {
-            before
-            for i in ahead
-            if (before := find_previous_stage(self.run.stages, i)) is not None
-            and before < self.index
-        }
-        check_final_checkpoints(
-            self.run, self.folder, [self.stages[i].plan.name for i in sorted(needed)]
-        )
+        previous = {find_previous_stage(self.run.stages, i) for i in ahead}
+        ended = [plan.name for i, plan in enumerate(self.run.stages[: self.index]) if i in previous]
+        check_final_checkpoints(self.folder, ended)
         check_api_models(self.run.stages[self.index :])
         dry_run(self.run.stages, self.stages, self.index)
 
-    def create_models(self, service: ServiceClient) -> Models:
+    def create_models(self) -> Models:
         """Return the models of the current stage, after checking its data. After the last stage
         return its policy.
 
@@ -330,7 +318,7 @@ class RunState:
             self._load_awaited_rows(prepared)
         resume_from = self.position.state_path if self.resumes_here or self.finished else None
         policy = make_policy(
-            service, model, previous, resume_from, seed, value_head=method.value_head
+            self.service, model, previous, resume_from, seed, value_head=method.value_head
         )
         if self.finished:
             return Models(policy)
@@ -347,7 +335,7 @@ class RunState:
         }
         tags = prepared.problems.tags
         factory = StageModelFactory(
-            service, policy, model, previous, earlier, seed, resume_from, tags, renderer
+            self.service, policy, model, previous, earlier, seed, resume_from, tags, renderer
         )
         others = method.make_models(factory)
         if prepared.environment is not None:
@@ -366,13 +354,7 @@ class RunState:
         prepared.rows = load_stored_answers(prepared.plan, self.folder, steps)
 
     def create_trainer(
-        self,
-        models: Models,
-        logbook: Logbook,
-        console: Console,
-        keeper: CheckpointManager,
-        stop_request: StopRequest,
-        report: ReportWriter,
+        self, models: Models, logbook: Logbook, keeper: CheckpointManager, report: ReportWriter
     ) -> Trainer:
         """Return the trainer of the current stage, with the state of the checkpoint if it
         resumes.
@@ -401,7 +383,7 @@ class RunState:
             run_seed=options.seed,
             first_step=self.first_step(self.index),
             logbook=logbook,
-            console=console,
+            console=self.console,
             checkpoints=keeper,
             identity=make_identity(self.run, self.run_id, self.index, prepared.problems),
             environment=prepared.environment,
@@ -409,7 +391,7 @@ class RunState:
         )
         trainer = Trainer(
             context,
-            stop_request=stop_request,
+            stop_request=self.stop_request,
             done=done,
             report=report,
             runs_self_test=options.self_test,
@@ -419,37 +401,30 @@ class RunState:
             trainer.load_state(loop_state)
         for remark in (method.remark_on_data(prepared.problems), trainer.remark_on_rows()):
             if remark is not None:
-                console.note(remark)
+                self.console.note(remark)
         return trainer
 
-
-def _run_stages(
-    run_state: RunState,
-    service: ServiceClient,
-    models: Models,
-    logbook: Logbook,
-    console: Console,
-    stop_request: StopRequest,
-    report: ReportWriter,
-) -> None:
-    """Train the remaining stages in order and print the results. Raises RunStopped on a stop."""
-    keeper = CheckpointManager(logbook)
-    held_out: dict[str, HeldOutMetrics] = {}
-    while not run_state.finished:
-        trainer = run_state.create_trainer(models, logbook, console, keeper, stop_request, report)
-        try:
-            train(trainer)
-        except RunStopped:
-            console.end(
-                "stopped on request, everything is saved",
-                facts={"folder": run_state.folder},
-                commands=[format_resume_command(run_state.folder, run_state.run.options.trust_run)],
-            )
-            raise
-        held_out[trainer.name] = trainer.evaluator.held_out
-        models.policy.release()
-        del trainer, models  # frees the other models' weights
-        run_state.index += 1
-        if not run_state.finished:
-            models = run_state.create_models(service)
-    print_summary(run_state, held_out, console)
+    def train_stages(self, models: Models, logbook: Logbook, report: ReportWriter) -> None:
+        """Train the remaining stages in order and print the results. Raises RunStopped on a
+        stop.
+        """
+        keeper = CheckpointManager(logbook)
+        held_out: dict[str, HeldOutMetrics] = {}
+        while not self.finished:
+            trainer = self.create_trainer(models, logbook, keeper, report)
+            try:
+                train(trainer)
+            except RunStopped:
+                self.console.end(
+                    "stopped on request, everything is saved",
+                    facts={"folder": self.folder},
+                    commands=[format_resume_command(self.folder, self.run.options.trust_run)],
+                )
+                raise
+            held_out[trainer.name] = trainer.evaluator.held_out
+            models.policy.release()
+            del trainer, models  # frees the other models' weights
+            self.index += 1
+            if not self.finished:
+                models = self.create_models()
+        print_summary(self, held_out, self.console)

@@ -273,7 +273,7 @@ def remove_damaged_checkpoints(folder: Path, resume_point: ResumePoint) -> None:
             checkpoint_folder.remove_checkpoint(path)
 
 
-def check_final_checkpoints(run: RunConfig, folder: Path, names: Sequence[str]) -> None:
+def check_final_checkpoints(folder: Path, names: Sequence[str]) -> None:
     """Raise UserError if the final checkpoint of an ended stage is damaged and other stages begin
     from it.
     """
