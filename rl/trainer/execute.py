@@ -138,24 +138,23 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         on_begin()
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(console.warn)
-        config = _claim_run_folder(run, folder, position, origins, stages)
-        run_state.run_id = config[RUN_ID_KEY]
+        run_state.run_id = _claim_run_folder(run, folder, position, origins, stages)
         print_introduction(run, folder, models.policy, console, stages)
         _print_origins(run, origins, console)
         launch = describe_launch(max(0, position.step), models.policy.info, plans)
-        launches = LaunchLog(folder, launch)
         report = ReportWriter(
             folder,
             console,
-            launches,
+            LaunchLog(folder, launch),
             guard=lock.check_held,
             exceeds_grace=stop_request.exceeds_grace,
         )
         stack.callback(report.close)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         if options.reward_check and not options.resume:
-            command = format_check_command(folder, run.stages)
-            check_rewards_at_start(stages, folder, console, command)
+            check_rewards_at_start(
+                stages, folder, console, format_check_command(folder, run.stages)
+            )
         stop_request.has_started = True
         run_state.train_stages(models, logbook, report)
 
@@ -191,8 +190,8 @@ def _claim_run_folder(
     position: ResumePoint,
     origins: Sequence[Mapping[str, Any]],
     stages: Sequence[PreparedStage],
-) -> dict[str, Any]:
-    """Write config.json and remove damaged checkpoints. Returns the config."""
+) -> str:
+    """Write config.json and remove damaged checkpoints. Return the run's id."""
     options = run.options
     record = {
         RUN_ID_KEY: position.run_id or make_run_id(),
@@ -210,7 +209,7 @@ def _claim_run_folder(
         config = record_resumed_files(recorded, config)
         # update the config after a corrected recipe, or of a run older than run ids
         write_config(folder, config)
-    return config
+    return config[RUN_ID_KEY]
 
 
 def resolve_run_folder(run: RunConfig) -> Path:
