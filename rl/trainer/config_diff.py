@@ -1,13 +1,15 @@
-"""Check the settings of a resumed run against those that its folder records.
+"""Check the settings of a resumed run, or of a replay, against those that the folder of the run
+records.
 
-Three kinds of difference are allowed: settings that change no result, more steps, and the settings
-that --change names.
+A resumed run may differ in settings that change no result, in more steps, and in the settings that
+--change names. A replay that differs in more than settings without an effect is not bit-identical.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from rl.algorithms import METHODS
@@ -23,8 +25,10 @@ from rl.config import (
     resolve_config,
     unflatten_settings,
 )
-from rl.errors import RunFolderError
+from rl.errors import RunFolderError, UserError
 from rl.lr_schedule import compute_lr_factor
+from rl.reporting import load_saved_config
+from rl.sampler import check_features
 
 # Options of a single launch, or of output and reporting.
 CHANGEABLE_OPTIONS = ("resume", "auto_resume", "overwrite", "output_dir", "quiet", "tracker",
@@ -77,6 +81,7 @@ ROUNDING_SETTINGS = (
     "save_every",
 )
 CHANGES_KEY = "changes"  # in config.json
+DECISIONS_FILE = "decisions.jsonl"
 
 
 @dataclass(frozen=True)
@@ -141,21 +146,51 @@ def check_changes(
     return ConfigChanges(replace(run, stages=stages), notes, messages)
 
 
-def find_replay_differences(config: Mapping[str, Any], run: RunConfig) -> list[str]:
-    """Return the settings that keep a replay from being bit-identical, a line for each.
+def check_replay_sampler(run: RunConfig) -> None:
+    """Raise UserError for a replay with a sampler whose samples cannot be repeated."""
+    kinds = {stage.settings.sampling.sampler for stage in run.stages}
+    if run.options.replay is not None and "vllm" in kinds:
+        check_features(("vllm", "replay"))
 
-    `config` is the config.json of the run that `run` replays.
+
+def check_replay(run: RunConfig, warn: Callable[[str], None]) -> None:
+    """Check a replay before anything is loaded.
+
+    Raises UserError if the folder has no event log. Warns if settings differ, so that the replay
+    cannot be bit-identical.
     """
-    off_policy = any(
-        getattr(getattr(stage.settings, "flow", None), "max_steps_off_policy", 0)
-        for stage in run.stages
-    )
-    ignored = {*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS} - {*ROUNDING_SETTINGS} | (
-        set() if off_policy else {"save_every"}
-    )
+    if differs := list_replay_differences(run):
+        warn(
+            f"this replay of {find_event_log(run.options.replay).parent} will not be "
+            f"bit-identical, because settings differ: {'; '.join(differs)}"
+        )
+
+
+def list_replay_differences(run: RunConfig) -> list[str]:
+    """Return the settings that keep a replay from being bit-identical, a line for each; [] if `run`
+    replays none.
+    """
+    if run.options.replay is None:
+        return []
+    config = load_saved_config(find_event_log(run.options.replay).parent)
+    flows = [getattr(stage.settings, "flow", None) for stage in run.stages]
+    ignored = {*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS} - {*ROUNDING_SETTINGS}
+    if not any(getattr(flow, "max_steps_off_policy", 0) for flow in flows):
+        ignored.add("save_every")
     return diff_configs(
         config, resolve_config(run), ignore=tuple(ignored), methods=METHODS, options=RunSettings
     )
+
+
+def find_event_log(replay: str | Path) -> Path:
+    """Return the path of the event log in a run's folder. Raises UserError if it has none."""
+    path = Path(replay).expanduser() / DECISIONS_FILE
+    if not path.is_file():
+        raise UserError(
+            f"replay {replay}: the folder has no {DECISIONS_FILE}, which runs write with "
+            "--rollout-mode async or settings that require it"
+        )
+    return path
 
 
 def includes_data_change(notes: Sequence[Mapping[str, Any]]) -> bool:

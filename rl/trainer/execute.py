@@ -31,7 +31,13 @@ from rl.reporting import (
     write_config,
 )
 from rl.trainer.checkpoint_manager import CheckpointManager
-from rl.trainer.config_diff import CHANGES_KEY, includes_data_change
+from rl.trainer.config_diff import (
+    CHANGES_KEY,
+    check_replay,
+    check_replay_sampler,
+    includes_data_change,
+    list_replay_differences,
+)
 from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.initial_weights import (
     ORIGINS_KEY,
@@ -79,13 +85,7 @@ from rl.trainer.stage_data import (
     load_stored_answers,
 )
 from rl.trainer.stage_models import OpponentModels, StageModelFactory, make_policy, stage_renderer
-from rl.trainer.stage_sampling import (
-    ReplayLog,
-    StageContext,
-    check_replay,
-    check_replay_sampler,
-    list_replay_differences,
-)
+from rl.trainer.stage_sampling import ReplayLog, StageContext
 from rl.trainer.trainer import Trainer
 from rl.trainer.training_loop import train
 

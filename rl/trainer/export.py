@@ -179,16 +179,12 @@ def export_weights(
     """
     replaces_export = overwrite and _is_export(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not replaces_export:
-        problem = (
-            "is no earlier export, and --overwrite replaces only exports"
-            if overwrite
-            else "is not empty"
-        )
-        remedy = (
-            "name another folder"
-            if overwrite or not _is_export(out)
-            else "name another folder, or replace the earlier export with --overwrite"
-        )
+        problem = "is not empty"
+        remedy = "name another folder"
+        if overwrite:
+            problem = "is no earlier export, and --overwrite replaces only exports"
+        elif _is_export(out):
+            remedy += ", or replace the earlier export with --overwrite"
         raise UserError(
             f"{out} exists already and {problem}: an export is written to a new folder, {remedy}"
         )
@@ -270,11 +266,9 @@ def _is_export(folder: Path) -> bool:
 
     Weights that a run or a server saved look similar and are no exports.
     """
-    if folder.resolve().parent.name in (CHECKPOINTS_FOLDER, WEIGHTS_FOLDER):
-        return False
-    return all(
-        (folder / name).is_file()
-        for name in (checkpoint_folder.MANIFEST, "state.json", "README.md")
+    names = (checkpoint_folder.MANIFEST, "state.json", "README.md")
+    return folder.resolve().parent.name not in (CHECKPOINTS_FOLDER, WEIGHTS_FOLDER) and all(
+        (folder / name).is_file() for name in names
     )
 
 
@@ -283,8 +277,7 @@ def _merge_reason(source: Path) -> str:
     base = find_adapter_base(source).name
     if base.startswith("tiny:"):
         return f"its base {base} is built at run time"
-    folder = Path(base).expanduser()
-    if (folder / "adapter_config.json").is_file():
+    if (Path(base).expanduser() / "adapter_config.json").is_file():
         return "its base is itself a merged adapter"
     return ""
 

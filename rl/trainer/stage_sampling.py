@@ -15,14 +15,14 @@ from typing import Any
 
 from rl.algorithms import Models
 from rl.client import SampleStream, SamplingClient
-from rl.config import RolloutSettings, RunConfig
+from rl.config import RolloutSettings
 from rl.data import Curriculum, ProblemSet
 from rl.envs import EnvironmentSpec, ProblemGroupBuilder
 from rl.errors import UserError
 from rl.jsonl import format_json_line, read_jsonl, write_atomically
 from rl.judges import add_episode_rewards, apply_learned_rewards
 from rl.renderers import Renderer
-from rl.reporting import Console, Logbook, load_saved_config
+from rl.reporting import Console, Logbook
 from rl.rewards import Scorer
 from rl.rollout import (
     ActionSampler,
@@ -37,15 +37,13 @@ from rl.rollout import (
     rollout,
     start_groups,
 )
-from rl.sampler import check_features
 from rl.seed import derive_seed
 from rl.trainer.checkpoint_manager import CheckpointManager
-from rl.trainer.config_diff import find_replay_differences
+from rl.trainer.config_diff import DECISIONS_FILE, find_event_log
 from rl.trainer.stage_data import build_episode_groups
 from rl.trainer.stage_models import OpponentModels
 from rl.types import Problem, SamplingParams
 
-DECISIONS_FILE = "decisions.jsonl"
 EVALUATION_PARTS = ("test ", "greedy ")  # begin the names of the parts that are evaluations
 
 
@@ -78,7 +76,7 @@ class ReplayLog:
         if replay is not None:
             self._recorded_events = [
                 row
-                for row in read_jsonl(_find_log(replay))
+                for row in read_jsonl(find_event_log(replay))
                 if row["stage"] == stage
                 and (replays_evaluations or not row.get("part", "").startswith(EVALUATION_PARTS))
             ]
@@ -109,49 +107,6 @@ class ReplayLog:
         """Append an event to the log."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(format_json_line({"stage": self.stage, "batch": self.batch, **part, **row}))
-
-
-def check_replay_sampler(run: RunConfig) -> None:
-    """Raise UserError for a replay with a sampler whose samples cannot be repeated."""
-    kinds = {stage.settings.sampling.sampler for stage in run.stages}
-    if run.options.replay is not None and "vllm" in kinds:
-        check_features(("vllm", "replay"))
-
-
-def check_replay(run: RunConfig, warn: Callable[[str], None]) -> None:
-    """Check a replay before anything is loaded.
-
-    Raises UserError if the folder has no event log. Warns if settings differ, so that the replay
-    cannot be bit-identical.
-    """
-    if run.options.replay is None:
-        return
-    if differs := list_replay_differences(run):
-        warn(
-            f"this replay of {_find_log(run.options.replay).parent} will not be bit-identical, "
-            f"because settings differ: {'; '.join(differs)}"
-        )
-
-
-def list_replay_differences(run: RunConfig) -> list[str]:
-    """Return the settings in which `run` differs from the run that it replays; [] if it replays
-    none.
-    """
-    if run.options.replay is None:
-        return []
-    folder = _find_log(run.options.replay).parent
-    return find_replay_differences(load_saved_config(folder), run)
-
-
-def _find_log(replay: Path) -> Path:
-    """Return the path of the event log in a run's folder. Raises UserError if it has none."""
-    path = Path(replay).expanduser() / DECISIONS_FILE
-    if not path.is_file():
-        raise UserError(
-            f"replay {replay}: the folder has no {DECISIONS_FILE}, which runs write with "
-            "--rollout-mode async or settings that require it"
-        )
-    return path
 
 
 @dataclass(frozen=True, kw_only=True)
