@@ -88,11 +88,7 @@ def plan_memory(
     models that are trained besides this model. Their micro-batches run one after another, and are
     assumed to need no more memory than the policy's.
     """
-    sampler = (
-        sampler_copy_bytes(shape, launch) + packed_copy_bytes(shape, launch)
-        if work.samples
-        else 0.0
-    )
+    sampler = sampler_weight_bytes(shape, launch) if work.samples else 0.0
     items = [
         constant_item("weights", launch.sharding.weight_bytes(shape, launch)),
         constant_item("optimizer (AdamW)", launch.optimizer_bytes(shape.trainable)),
@@ -130,16 +126,10 @@ def gradient_item(shape: ModelShape, launch: LaunchShape) -> MemoryItem:
 
 def critic_item(shape: ModelShape, launch: LaunchShape) -> MemoryItem:
     """Return the bytes of a critic (a second trained model), except its micro-batch."""
-    stays, grads = (
-        launch.sharding.weight_bytes(shape, launch) + launch.optimizer_bytes(shape.trainable),
-        gradient_item(shape, launch),
-    )
-    return MemoryItem(
-        "critic: weights, optimizer, gradients",
-        stays + grads.sample,
-        stays + grads.train,
-        stays + grads.update,
-    )
+    stays = launch.sharding.weight_bytes(shape, launch) + launch.optimizer_bytes(shape.trainable)
+    grads = gradient_item(shape, launch)
+    sizes = (stays + size for size in (grads.sample, grads.train, grads.update))
+    return MemoryItem("critic: weights, optimizer, gradients", *sizes)
 
 
 def sampler_copy_bytes(shape: ModelShape, launch: LaunchShape) -> float:
@@ -151,6 +141,11 @@ def sampler_copy_bytes(shape: ModelShape, launch: LaunchShape) -> float:
         base = (base - shape.unsplit) / launch.sampler_tp + shape.unsplit
         adapters = (adapters - shape.unsplit_adapters) / launch.sampler_tp + shape.unsplit_adapters
     return launch.compute_bytes * base + FP32 * adapters
+
+
+def sampler_weight_bytes(shape: ModelShape, launch: LaunchShape) -> float:
+    """Return the bytes of all copies of the weights that a sampler holds."""
+    return sampler_copy_bytes(shape, launch) + packed_copy_bytes(shape, launch)
 
 
 def packed_copy_bytes(shape: ModelShape, launch: LaunchShape) -> float:
@@ -292,10 +287,7 @@ def plan_sampler_memory(
 ) -> MemoryPlan:
     """Return a sampler rank's plan. `others`: models that only score, which sampler ranks hold."""
     items = (
-        constant_item(
-            "sampler's copy of the weights",
-            sampler_copy_bytes(shape, launch) + packed_copy_bytes(shape, launch),
-        ),
+        constant_item("sampler's copy of the weights", sampler_weight_bytes(shape, launch)),
         constant_item(
             "pending weight versions (at most two)", 2 * pending_weight_bytes(shape, launch)
         ),

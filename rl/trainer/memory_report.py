@@ -29,6 +29,7 @@ from rl.trainer.memory_requirements import (
     UnsupportedTensorParallel,
     compute_stage_needs,
     fit_cache_size,
+    get_machine_memory,
     resolve_launch,
 )
 
@@ -44,7 +45,7 @@ def report_memory(run: RunConfig) -> None:
     run, _ = resolve_initial_weights(run)
     options = run.options
     _check_batches(run)
-    launch, device = resolve_launch(options, run.stages[0].settings.model.precision)
+    launch, device = resolve_launch(run)
     run = fit_cache_size(run, launch, device)
     stages = compute_stage_needs(run, launch, options.plan_prompt_tokens)
     largest = max(stages, key=lambda needs: needs.plan.peak)
@@ -75,7 +76,7 @@ def check_memory(run: RunConfig, warn: Callable[[str], None]) -> list[StageNeeds
     """
     _check_batches(run)
     options = run.options
-    launch, device = resolve_launch(options, run.stages[0].settings.model.precision)
+    launch, device = resolve_launch(run)
     cuda = torch.cuda.is_available()
     if not cuda and all(stage.settings.sampling.sampler_tp == 1 for stage in run.stages):
         return []
@@ -100,7 +101,7 @@ def check_memory(run: RunConfig, warn: Callable[[str], None]) -> list[StageNeeds
 
 def _check_batches(run: RunConfig) -> None:
     """Raise UserError if a batch's answers, ANSWER_BYTES each, exceed the driver's memory."""
-    machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    machine = get_machine_memory()
     for stage in run.stages:
         method = METHODS.create(stage)
         group, batch = (method.group_size if method.online else 1), stage.settings.loop.batch_size

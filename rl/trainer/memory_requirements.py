@@ -82,10 +82,11 @@ class StageNeeds:
     launch: LaunchShape
 
 
-def resolve_launch(options: Any, precision: str) -> tuple[LaunchShape, DeviceMemory]:
+def resolve_launch(run: RunConfig) -> tuple[LaunchShape, DeviceMemory]:
     """Return (launch, device): the processes of this launch, or of a hypothetical launch
     (--plan-gpus, --plan-zero), and the memory of each.
     """
+    options, precision = run.options, run.stages[0].settings.model.precision
     has_gpu = torch.cuda.is_available()
     hypothetical = options.plan_gpus is not None or options.plan_gpu_memory is not None
     cuda = has_gpu or hypothetical
@@ -121,8 +122,12 @@ def _resolve_device(gib: float | None, *, hypothetical: bool, per_node: int) -> 
         return DeviceMemory(properties.name, float(properties.total_memory))
     if hypothetical:
         return DeviceMemory(f"GPU of {_DEFAULT_GPU:g} GiB", _DEFAULT_GPU * GIB)
-    machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return DeviceMemory("CPU process", machine / per_node)
+    return DeviceMemory("CPU process", get_machine_memory() / per_node)
+
+
+def get_machine_memory() -> float:
+    """Return the bytes of this machine's memory."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def compute_stage_needs(
@@ -429,7 +434,7 @@ def choose_cache_size(run: RunConfig) -> RunConfig:
     """
     if not torch.cuda.is_available():
         return set_cache_size(run, DEFAULT_CACHE_TOKENS)
-    launch, device = resolve_launch(run.options, run.stages[0].settings.model.precision)
+    launch, device = resolve_launch(run)
     try:
         return fit_cache_size(run, launch, device)
     except UserError:  # reported where the run is checked

@@ -155,7 +155,7 @@ def train_item(*words: str) -> tuple[float, LaunchShape, object]:
     run = read_run(
         [*LINE.split(), *words], METHODS, REPO / "recipes" / "addition.yaml", RunSettings
     )
-    launch, _ = resolve_launch(run.options, "auto")
+    launch, _ = resolve_launch(run)
     result = compute_stage_needs(run, launch, 16, traced=False)[0]
     return (
         next(

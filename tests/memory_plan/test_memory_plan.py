@@ -397,9 +397,9 @@ def test_layers_of_a_hybrid_that_carry_a_state_keep_no_keys():
 def test_a_launch_under_fsdp_is_planned_as_one(monkeypatch):
     for name, value in {"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    launch, _ = resolve_launch(read_config("--plan-gpus", "8").options, "auto")
+    launch, _ = resolve_launch(read_config("--plan-gpus", "8"))
     assert _describe_launch(launch) == "8 processes, FSDP2, bf16"
-    launch, _ = resolve_launch(read_config("--plan-gpus", "8", "--plan-zero", "2").options, "auto")
+    launch, _ = resolve_launch(read_config("--plan-gpus", "8", "--plan-zero", "2"))
     assert launch.sharding == ZeroSharding(stage=2)
 
 
