@@ -31,7 +31,6 @@ from rl.trainer.saved_weights import (
 )
 from rl.trainer.stage_data import (
     build_episode_groups,
-    check_scoring,
     find_sandbox_kind,
     load_held_out_problems,
     load_held_out_rows,
@@ -56,7 +55,6 @@ __all__ = [
     "load_run",
     "make_response_rows",
     "iterate_prompts",
-    "check_scoring",
     "check_trusted",
     "describe_export",
     "list_environment_addresses",

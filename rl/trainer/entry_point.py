@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rl.algorithms import METHODS
 from rl.client import SamplingClient, ServiceClient
@@ -84,45 +84,36 @@ def run_guarded(
     """
     _silence_libraries()
     end_with_launcher()
-
-    def fail(problem: str, *, see: str, code: int = 2) -> NoReturn:
-        head = outcome if isinstance(outcome, str) else outcome()
-        format_help.exit_with_problems(
-            [format_as_flags(problem, flags)], see=see, outcome=head, code=code
-        )
-
     try:
         work()
     except RunStopped as stopped:
         return stopped.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except RankLost as lost:
-        if os.environ.get(TRACEBACK_VARIABLE):
+    except (RankLost, OSError, ValueError) as error:
+        is_disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if os.environ.get(TRACEBACK_VARIABLE) or (isinstance(error, OSError) and not is_disk_full):
             raise
-        hint = (
-            f"--resume continues from the newest checkpoint; {TRACEBACK_VARIABLE}=1 "
-            "shows the traceback"
+        problem, code = str(error), 2
+        if isinstance(error, RankLost):
+            code = RANK_LOST_EXIT_CODE
+            see = (
+                f"--resume continues from the newest checkpoint; {TRACEBACK_VARIABLE}=1 "
+                "shows the traceback"
+            )
+        elif is_disk_full:
+            problem = f"the disk is full: {error}"
+            see = "free some space, then --resume continues from the newest checkpoint"
+        elif not isinstance(error, UserError):
+            # A ValueError of this project names the wrong input. Errors of a library may not, so
+            # the hint is the traceback.
+            see = f"{TRACEBACK_VARIABLE}=1 shows where this was raised"
+        format_help.exit_with_problems(
+            [format_as_flags(problem, flags)],
+            see=see,
+            outcome=outcome if isinstance(outcome, str) else outcome(),
+            code=code,
         )
-        fail(str(lost), see=hint, code=RANK_LOST_EXIT_CODE)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or os.environ.get(TRACEBACK_VARIABLE):
-            raise
-        fail(
-            f"the disk is full: {error}",
-            see="free some space, then --resume continues from the newest checkpoint",
-        )
-    except ValueError as error:
-        # A ValueError of this project names the wrong input. Errors of a library may not, so the
-        # hint is the traceback.
-        if os.environ.get(TRACEBACK_VARIABLE):
-            raise
-        hint = (
-            see
-            if isinstance(error, UserError)
-            else f"{TRACEBACK_VARIABLE}=1 shows where this was raised"
-        )
-        fail(str(error), see=hint)
     return 0
 
 

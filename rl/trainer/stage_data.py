@@ -343,27 +343,26 @@ def _make_rows(spec: EnvironmentSpec, split: str, count: int) -> ProblemSet:
     return ProblemSet(problems, name=f"{spec.name}/{split}")
 
 
-def check_scoring(spec: EnvironmentSpec, data: DataSettings) -> None:
-    """Raise UserError if the settings name a reward that an environment does not use.
+def resolve_episode_reward(spec: EnvironmentSpec, data: DataSettings) -> Reward | None:
+    """Return the reward of whole episodes that the settings add to those of an environment; None if
+    they name none.
 
-    An environment rewards its episodes itself; only a reward of whole episodes may be added.
+    Raises UserError if they name another reward: an environment rewards its episodes itself.
     """
-    if (reward := resolve_episode_reward(data)) is not None and reward.episode:
-        return
-    if data.rewards or data.reward not in (_DEFAULT_REWARD, None):
+    if not data.rewards and data.reward in (_DEFAULT_REWARD, None):
+        return None
+    if data.rewards:
+        reward = resolve_reward("composite", weights=dict(data.rewards))
+    else:
+        reward = resolve_reward(data.reward)
+    if not reward.episode:
         reward_names = ", ".join(name for name, _ in data.rewards) or data.reward
         raise UserError(
             f"the environment {spec.name} computes its rewards itself, so {reward_names} would "
             "have no effect: remove reward, or register it with episode=True, so that it scores "
             "whole episodes and is added to their rewards"
         )
-
-
-def resolve_episode_reward(data: DataSettings) -> Reward | None:
-    """Return the reward that the settings name in addition to an environment; None if none."""
-    if data.rewards:
-        return resolve_reward("composite", weights=dict(data.rewards))
-    return None if data.reward in (_DEFAULT_REWARD, None) else resolve_reward(data.reward)
+    return reward
 
 
 def build_episode_groups(
@@ -472,9 +471,11 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
     data, held_out = plan.settings.data, plan.settings.loop.eval_every > 0
     method = METHODS.create(plan)
     environment = resolve_environment(plan.settings)
+    reward: str | Reward | None
     if environment is not None:
-        check_scoring(environment, data)
-    reward = resolve_episode_reward(data) if environment is not None else resolve_stage_reward(data)
+        reward = resolve_episode_reward(environment, data)
+    else:
+        reward = resolve_stage_reward(data)
     sandbox = None if reward is None else find_sandbox_kind(reward, data)
     awaits = find_writing_stage(plan, earlier)
     rows: ProblemSet | None = None
