@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -66,7 +67,6 @@ from rl.trainer.resume import (
     check_same_data,
     find_resume_point,
     make_identity,
-    make_run_id,
     remove_damaged_checkpoints,
 )
 from rl.trainer.run_lock import RunLock
@@ -123,7 +123,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
             run, load_saved_config(folder) if options.resume else None
         )
         check_outside_run_folder(origins, folder)
-        position = ResumePoint(run_id=make_run_id())
+        position = ResumePoint()
         if options.resume:
             position = find_resume_point(run, folder, console)
         run = position.run or run
@@ -194,7 +194,7 @@ def _claim_run_folder(
     """Write config.json and remove damaged checkpoints. Return the run's id."""
     options = run.options
     record = {
-        RUN_ID_KEY: position.run_id or make_run_id(),
+        RUN_ID_KEY: position.run_id or uuid.uuid4().hex,
         ORIGINS_KEY: origins,
         CHANGES_KEY: [*position.changed, *position.notes],
         LAUNCH_FOLDER_KEY: str(Path.cwd()),
@@ -262,7 +262,7 @@ class RunState:
     ):
         self.run, self.folder, self.stages, self.position = run, folder, stages, position
         self.service, self.console, self.stop_request = service, console, stop_request
-        self.run_id = position.run_id
+        self.run_id = position.run_id  # of a new run: set when its folder is claimed
         # a stage has not ended if all batches are trained but its final checkpoint is missing
         self.index = position.stage + position.stage_ended
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -286,11 +285,6 @@ def check_final_checkpoints(folder: Path, names: Sequence[str]) -> None:
                 f"a later stage begins from the end of stage {name}, but that checkpoint is "
                 f"damaged: {error}"
             ) from error
-
-
-def make_run_id() -> str:
-    """Return a new random run id."""
-    return uuid.uuid4().hex
 
 
 def make_identity(
