@@ -7,7 +7,6 @@ from rl.algorithms.distillation import Distillation
 from rl.algorithms.dpo import DPO
 from rl.algorithms.grpo import GRPO
 from rl.algorithms.kto import KTO
-from rl.algorithms.method_interface import Method
 from rl.algorithms.method_registry import MethodRegistry
 from rl.algorithms.offline import Offline
 from rl.algorithms.online_dpo import OnlineDPO
@@ -18,7 +17,7 @@ from rl.algorithms.reward_model import RewardModelTraining
 from rl.algorithms.rlhf import RLHF
 from rl.algorithms.sft import SFT
 
-METHODS: dict[str, type[Method]] = MethodRegistry(
+METHODS = MethodRegistry(
     {
         "grpo": GRPO,
         "reinforce": REINFORCE,

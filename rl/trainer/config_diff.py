@@ -206,7 +206,7 @@ def _restore_ended_stage(stage: StageConfig, recorded: Mapping[str, Any]) -> Sta
     RunFolderError if the recorded settings are invalid.
     """
     current = flatten_settings(stage.settings)
-    before = flatten_settings(type(stage.settings)()) | recorded
+    before = {**flatten_settings(type(stage.settings)()), **recorded}
     values = {
         key: current[key] if key in CHANGEABLE_SETTINGS else before[key]
         for key in current
@@ -230,7 +230,7 @@ def _find_changes(
     Raises RunFolderError if `steps` is changed to fewer than are done, or if --change names a
     setting of the model: the checkpoint fixes these.
     """
-    before = flatten_settings(type(stage.settings)()) | recorded
+    before = {**flatten_settings(type(stage.settings)()), **recorded}
     changed = {
         key: (before.get(key), value)
         for key, value in flatten_settings(stage.settings).items()

@@ -246,8 +246,8 @@ class SavedWeights:
         """Load the weights into a sampling client. `prefers_servers`: see
         `ServiceClient.create_sampling_client`. Raises UserError if they cannot be loaded.
         """
-        source = {"base_model": self.name} if self.path is None else {"model_path": str(self.path)}
-        return service.create_sampling_client(**source, prefers_servers=prefers_servers)
+        path, base_model = (None, self.name) if self.path is None else (str(self.path), None)
+        return service.create_sampling_client(path, base_model, prefers_servers=prefers_servers)
 
 
 def open_weights(

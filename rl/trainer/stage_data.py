@@ -349,10 +349,10 @@ def resolve_episode_reward(spec: EnvironmentSpec, data: DataSettings) -> Reward 
 
     Raises UserError if they name another reward: an environment rewards its episodes itself.
     """
-    if not data.rewards and data.reward in (_DEFAULT_REWARD, None):
-        return None
     if data.rewards:
         reward = resolve_reward("composite", weights=dict(data.rewards))
+    elif data.reward is None or data.reward == _DEFAULT_REWARD:
+        return None
     else:
         reward = resolve_reward(data.reward)
     if not reward.episode:

@@ -280,7 +280,8 @@ class StageSampler:
         assert replay_log is not None
         replay_log.batch = batch
         builders = self.build_groups(problems, self.context.method.group_size)
-        samplers: dict[str | None, Any] = {None: sampler, **self.load_players(batch)}
+        samplers: dict[str | None, Any] = {None: sampler}
+        samplers.update(self.load_players(batch).items())
         cuts = [round(i * len(builders) / num_parts) for i in range(num_parts + 1)]
         parts: list[RolloutBatch] = []
         with self.start_engine(samplers, replay_log.create_event_log()) as engine:
