@@ -329,13 +329,8 @@ def _find_other_shape(
         (folder / "config.json").is_file() and not contains_run(folder)
     )
     if is_model and read_whole and (size := count_classifier_parameters(target)) is not None:
-        sizes: dict[str, Any] = {
-            "parameters": size,
-            "adapters": 0,
-            "unsplit": size,
-            "unsplit_adapters": 0,
-        }
-        return replace(policy, name=target, fast=False, **sizes)
+        sizes: dict[str, Any] = {"parameters": size, "unsplit": size}
+        return replace(policy, name=target, fast=False, adapters=0, unsplit_adapters=0, **sizes)
     shape = load_model_skeleton(target, tokenizer, None).shape if is_model else policy
     if not read_whole:
         return shape

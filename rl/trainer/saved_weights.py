@@ -246,8 +246,11 @@ class SavedWeights:
         """Load the weights into a sampling client. `prefers_servers`: see
         `ServiceClient.create_sampling_client`. Raises UserError if they cannot be loaded.
         """
-        path, base_model = (None, self.name) if self.path is None else (str(self.path), None)
-        return service.create_sampling_client(path, base_model, prefers_servers=prefers_servers)
+        if self.path is None:
+            return service.create_sampling_client(
+                base_model=self.name, prefers_servers=prefers_servers
+            )
+        return service.create_sampling_client(str(self.path), prefers_servers=prefers_servers)
 
 
 def open_weights(
