@@ -60,15 +60,15 @@ def list_data_settings(args: argparse.Namespace, console: Console) -> list[Any]:
     from rl.config import RunSettings, override_settings, read_run
     from rl.data import find_default_reward
     from rl.errors import UserError
+    from rl.reporting import contains_run
     from rl.trainer import (
         check_trusted,
-        is_run_folder,
         list_reward_addresses,
         load_run,
         resolve_environment,
     )
 
-    if args.words and is_run_folder(Path(args.words[0])):
+    if args.words and contains_run(Path(args.words[0])):
         source = Path(args.words[0])
         run = load_run(source, trusted=args.trust_run)
         flags = [*args.words[1:], *args.flags]

@@ -382,7 +382,6 @@ def load_problems_and_reward(
     """
     from rl.errors import UserError
     from rl.trainer import (
-        check_scoring,
         load_held_out_rows,
         resolve_episode_reward,
         resolve_stage_reward,
@@ -395,8 +394,7 @@ def load_problems_and_reward(
         )
     reward = resolve_stage_reward(data)
     if environment is not None:
-        check_scoring(environment, data)
-        return problems, resolve_episode_reward(data)
+        return problems, resolve_episode_reward(environment, data)
     if reward is None:
         raise UserError(
             f"{args.weights} was trained without a reward: pass --reward (such as gsm8k)"

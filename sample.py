@@ -128,10 +128,11 @@ def open_models(
     --checkpoint applies to runs alone. `resources` closes the services that sample.
     """
     from rl.config import override_settings
+    from rl.reporting import contains_run
     from rl.sampler import check_features
-    from rl.trainer import is_run_folder, load_sampled_model, open_weights
+    from rl.trainer import load_sampled_model, open_weights
 
-    runs = [target for target in args.weights if is_run_folder(Path(target).expanduser())]
+    runs = [target for target in args.weights if contains_run(Path(target).expanduser())]
     for target in args.weights:
         # without a run, open_weights refuses a checkpoint
         checkpoint = args.checkpoint if target in runs or not runs else None

@@ -136,12 +136,12 @@ def run_whetstone(args: argparse.Namespace, turns: BlockReporter) -> None:
     from rl.client import ServiceClient
     from rl.distributed import StopRequest
     from rl.trainer import make_renderer
-    from rl.trainer.stage_context import StageContext
+    from rl.trainer.saved_weights import collect_worker_settings
     from rl.trainer.stage_data import prepare_stage
     from rl.trainer.stage_models import make_policy
+    from rl.trainer.stage_sampling import StageContext
     from rl.trainer.trainer import Trainer
     from rl.trainer.training_loop import train
-    from rl.trainer.worker_settings import collect_worker_settings
 
     class TimedTrainer(Trainer):
         def start(self) -> Any:
@@ -282,8 +282,8 @@ def evaluate_accuracies(args: Any, reports: dict[str, dict[str, Any]], folder: P
     from rl.envs import ProblemGroupBuilder
     from rl.rollout import compute_group_metrics, rollout
     from rl.trainer import make_renderer
+    from rl.trainer.saved_weights import collect_worker_settings
     from rl.trainer.stage_data import prepare_stage
-    from rl.trainer.worker_settings import collect_worker_settings
     from rl.types import SamplingParams
 
     plan = grpo_plan(args)

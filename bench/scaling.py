@@ -46,11 +46,10 @@ from rl.memory_plan import (  # noqa: E402  # noqa: E402
     ModelShape,
     ModelSkeleton,
     StepWork,
-    check_tensor_parallel,
     plan_memory,
 )
 from rl.memory_plan.byte_counts import PREFILL_TOKENS  # noqa: E402
-from rl.memory_plan.step_shapes import (  # noqa: E402
+from rl.memory_plan.shapes import (  # noqa: E402
     compute_concurrent_rows,
     count_pool_pages,
     largest_micro_batch,
@@ -219,7 +218,7 @@ def iterate_team_sizes(shape: ModelShape, launch: LaunchShape, hardware: Any) ->
         if size > 1 and (not launch.cuda or min(launch.world, hardware.per_node) % size):
             continue
         try:
-            check_tensor_parallel(shape, size)
+            shape.check_tensor_parallel(size)
         except UserError:
             continue
         yield size

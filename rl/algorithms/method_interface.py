@@ -76,7 +76,7 @@ class Models:
     @property
     def opponents(self) -> Any:
         """Return the players of the seats that the policy does not take
-        (rl.trainer.opponent_models), or None if the stage has no environment.
+        (rl.trainer.stage_models), or None if the stage has no environment.
         """
         return self.others.get("opponents")
 

@@ -25,7 +25,7 @@ from rl.algorithms.orpo_simpo import ORPO, SIMPO
 from rl.algorithms.ppo import PPO, RLHF
 from rl.algorithms.reward_model import RewardModelTraining
 from rl.algorithms.sft import SFT
-from rl.config import SettingsError, is_method_address
+from rl.config import SettingsError, StageConfig, is_method_address
 from rl.errors import describe_import_error
 
 # What a class had to declare before `required_models` was a method of it.
@@ -47,6 +47,10 @@ class MethodRegistry(dict[str, type[Method]]):
         if not is_method_address(name):
             raise KeyError(name)
         return _load_method(name)
+
+    def create(self, stage: StageConfig) -> Method:
+        """Return the method of a stage, with the stage's settings."""
+        return self[stage.method](stage.settings)
 
     def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
         return self[name] if name in self else default
@@ -152,7 +156,7 @@ def _import_module(module_name: str, address: str) -> ModuleType:
         ) from error
 
 
-METHODS: dict[str, type[Method]] = MethodRegistry(
+METHODS = MethodRegistry(
     {
         "grpo": GRPO,
         "reinforce": REINFORCE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rl.config.fields import flatten_settings, format_value, get_defaults
@@ -28,6 +28,11 @@ class StageConfig:
     method: str
     name: str
     settings: Any
+
+    def with_section(self, section: str, **values: Any) -> StageConfig:
+        """Return the stage with other values in a section of its settings."""
+        changed = replace(getattr(self.settings, section), **values)
+        return replace(self, settings=replace(self.settings, **{section: changed}))
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,24 @@ from rl.memory_plan.byte_counts import (
     constant_item,
     offloaded_activation_bytes,
     plan_memory,
+    plan_sampler_memory,
     saved_logits_bytes,
+    staged_weight_bytes,
 )
-from rl.memory_plan.sampler_ranks import plan_sampler_memory, staged_weight_bytes
-from rl.memory_plan.shapes import LaunchShape, MicroBatch, MicroBatchMemory, ModelShape, StepWork
-from rl.memory_plan.step_shapes import (
+from rl.memory_plan.shapes import (
+    LaunchShape,
+    MicroBatch,
+    MicroBatchMemory,
+    ModelShape,
+    StepWork,
     compute_concurrent_rows,
     count_pool_pages,
     largest_micro_batch,
 )
-from rl.memory_plan.tensor_parallel_check import check_tensor_parallel
 from rl.memory_plan.tracing import (
     ComputeConfig,
     ModelSkeleton,
-    check_context_parallel_model,
-    load_shape,
+    load_model_skeleton,
     trace_micro_batch,
 )
 
@@ -38,11 +41,9 @@ __all__ = [
     "USABLE_FRACTION",
     "ModelSkeleton",
     "StepWork",
-    "check_context_parallel_model",
-    "check_tensor_parallel",
     "saved_logits_bytes",
     "largest_micro_batch",
-    "load_shape",
+    "load_model_skeleton",
     "plan_memory",
     "offloaded_activation_bytes",
     "plan_sampler_memory",

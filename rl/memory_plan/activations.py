@@ -20,15 +20,8 @@ from rl.memory_plan.shapes import MicroBatchMemory
 KINDS = tuple(field.name for field in dataclasses.fields(MicroBatchMemory))
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """Record an allocation of `size` bytes and `kind`. `held_bytes`: bytes of each of
-    CHECKPOINT_KINDS after it.
-    """
-
-    size: int
-    kind: str
-    held_bytes: tuple[float, ...]
+HeldBytes = tuple[float, ...]  # bytes of each kind that are held at a moment
+_NOTHING: HeldBytes = (0.0,) * len(KINDS)
 
 
 @dataclass(frozen=True)
@@ -36,29 +29,28 @@ class LayerBlock:
     """Describe marked layers in the middle of a model by their allocation indices in the forward
     and in the backward (first, last + 1).
 
-    `kept`: additional bytes of each of CHECKPOINT_KINDS after their forward; `remaining`: after
-    their backward, too.
+    `kept`: additional bytes after their forward; `remaining`: after their backward, too.
     """
 
     forward: tuple[int, int]
     backward: tuple[int, int]
-    kept: tuple[float, ...]
-    remaining: tuple[float, ...]
+    kept: HeldBytes
+    remaining: HeldBytes
 
 
 @dataclass(frozen=True)
 class AllocationRecord:
-    """Record what is held in a forward and its backward. `block`: marked layers
-    (`StorageTracker.mark_layers`).
+    """Record what is held after each allocation of a forward and of its backward. `block`: marked
+    layers (`StorageTracker.mark_layers`).
     """
 
-    forward: list[Allocation]
-    backward: list[Allocation]
+    forward: list[HeldBytes]
+    backward: list[HeldBytes]
     block: LayerBlock | None = None
 
     @property
     def peak(self) -> MicroBatchMemory:
-        return _find_peak(moment.held_bytes for moment in (*self.forward, *self.backward))
+        return _find_peak((*self.forward, *self.backward))
 
     def extrapolate_block(self, more: int) -> MicroBatchMemory:
         """Return the peak of a model with `more` additional blocks, each like the marked block and
@@ -69,28 +61,28 @@ class AllocationRecord:
         linearly from the first to the last block, so the peak is at the first or the last.
         """
         assert self.block is not None
-        none, kept_bytes, remaining_bytes = (
-            (0.0,) * len(KINDS),
-            *(
-                tuple(more * size for size in sizes)
-                for sizes in (self.block.kept, self.block.remaining)
-            ),
-        )
-        moments: list[tuple[Allocation, tuple[float, ...]]] = []
+        kept = tuple(more * size for size in self.block.kept)
+        remaining = tuple(more * size for size in self.block.remaining)
+        moments: list[HeldBytes] = []
         for phase, (first, last), before, after in (
-            (self.forward, self.block.forward, none, kept_bytes),
-            (self.backward, self.block.backward, kept_bytes, remaining_bytes),
+            (self.forward, self.block.forward, _NOTHING, kept),
+            (self.backward, self.block.backward, kept, remaining),
         ):
-            moments += [(moment, before) for moment in phase[:last]]
-            moments += [(moment, after) for moment in phase[first:]]
-        return _find_peak(
-            tuple(a + b for a, b in zip(moment.held_bytes, further, strict=True))
-            for moment, further in moments
-        )
+            moments += [_add(held, before) for held in phase[:last]]
+            moments += [_add(held, after) for held in phase[first:]]
+        return _find_peak(moments)
 
 
-def _find_peak(held: Iterable[tuple[float, ...]]) -> MicroBatchMemory:
-    return MicroBatchMemory(*max(held, key=sum, default=(0.0,) * len(KINDS)))
+def _add(first: HeldBytes, second: HeldBytes) -> HeldBytes:
+    return tuple(a + b for a, b in zip(first, second, strict=True))
+
+
+def _subtract(first: HeldBytes, second: HeldBytes) -> HeldBytes:
+    return tuple(a - b for a, b in zip(first, second, strict=True))
+
+
+def _find_peak(moments: Iterable[HeldBytes]) -> MicroBatchMemory:
+    return MicroBatchMemory(*max(moments, key=sum, default=_NOTHING))
 
 
 def _empty_grouped_mm(
@@ -121,9 +113,9 @@ class StorageTracker(TorchDispatchMode):
         self._live: dict[int, Any] = {}
         self._weights: set[int] = set()
         self._current_bytes = dict.fromkeys(KINDS, 0.0)
-        self._allocations: list[Allocation] = []
+        self._allocations: list[HeldBytes] = []
         self._forward_end = 0
-        self._marks: list[tuple[int, tuple[float, ...]]] = []
+        self._marks: list[tuple[int, HeldBytes]] = []
         for tensor in (*model.parameters(), *model.buffers()):
             self.exclude(tensor)
 
@@ -168,15 +160,12 @@ class StorageTracker(TorchDispatchMode):
         if len(self._marks) != 4 or not self._marks[1][0] <= self._forward_end <= self._marks[2][0]:
             return None
         (begin, at_begin), (end, at_end), (back, at_back), (done, at_done) = self._marks
-        kept_bytes = tuple(b - a for a, b in zip(at_begin, at_end, strict=True))
-        remaining_bytes = tuple(
-            b - a + k for a, b, k in zip(at_back, at_done, kept_bytes, strict=True)
-        )
+        kept = _subtract(at_end, at_begin)
         return LayerBlock(
             (begin, end),
             (back - self._forward_end, done - self._forward_end),
-            kept_bytes,
-            remaining_bytes,
+            kept,
+            _add(_subtract(at_done, at_back), kept),
         )
 
     def exclude(self, tensor: Tensor) -> None:
@@ -207,7 +196,7 @@ class StorageTracker(TorchDispatchMode):
         kind = "casts" if is_cast else self._classify(tensor)
         self._current_bytes[kind] += size
         self._live[key] = weakref.ref(storage, lambda _: self._drop(key, kind, size))
-        self._allocations.append(Allocation(size, kind, tuple(self._current_bytes.values())))
+        self._allocations.append(tuple(self._current_bytes.values()))
 
     def _drop(self, key: int, kind: str, size: int) -> None:
         if self._live.pop(key, None) is not None:

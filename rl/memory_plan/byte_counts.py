@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from kernels import estimate_saved_bytes
-from rl.distributed import ADAM_8BIT_BYTES, ADAM_BYTES, FP32
+from rl.distributed import ADAM_8BIT_BYTES, ADAM_BYTES, BF16, FP32
 from rl.learner import default_kept_bytes
 from rl.memory_plan.shapes import (
     LaunchShape,
@@ -88,11 +88,7 @@ def plan_memory(
     models that are trained besides this model. Their micro-batches run one after another, and are
     assumed to need no more memory than the policy's.
     """
-    sampler = (
-        sampler_copy_bytes(shape, launch) + packed_copy_bytes(shape, launch)
-        if work.samples
-        else 0.0
-    )
+    sampler = sampler_weight_bytes(shape, launch) if work.samples else 0.0
     items = [
         constant_item("weights", launch.sharding.weight_bytes(shape, launch)),
         constant_item("optimizer (AdamW)", launch.optimizer_bytes(shape.trainable)),
@@ -130,16 +126,10 @@ def gradient_item(shape: ModelShape, launch: LaunchShape) -> MemoryItem:
 
 def critic_item(shape: ModelShape, launch: LaunchShape) -> MemoryItem:
     """Return the bytes of a critic (a second trained model), except its micro-batch."""
-    stays, grads = (
-        launch.sharding.weight_bytes(shape, launch) + launch.optimizer_bytes(shape.trainable),
-        gradient_item(shape, launch),
-    )
-    return MemoryItem(
-        "critic: weights, optimizer, gradients",
-        stays + grads.sample,
-        stays + grads.train,
-        stays + grads.update,
-    )
+    stays = launch.sharding.weight_bytes(shape, launch) + launch.optimizer_bytes(shape.trainable)
+    grads = gradient_item(shape, launch)
+    sizes = (stays + size for size in (grads.sample, grads.train, grads.update))
+    return MemoryItem("critic: weights, optimizer, gradients", *sizes)
 
 
 def sampler_copy_bytes(shape: ModelShape, launch: LaunchShape) -> float:
@@ -151,6 +141,11 @@ def sampler_copy_bytes(shape: ModelShape, launch: LaunchShape) -> float:
         base = (base - shape.unsplit) / launch.sampler_tp + shape.unsplit
         adapters = (adapters - shape.unsplit_adapters) / launch.sampler_tp + shape.unsplit_adapters
     return launch.compute_bytes * base + FP32 * adapters
+
+
+def sampler_weight_bytes(shape: ModelShape, launch: LaunchShape) -> float:
+    """Return the bytes of all copies of the weights that a sampler holds."""
+    return sampler_copy_bytes(shape, launch) + packed_copy_bytes(shape, launch)
 
 
 def packed_copy_bytes(shape: ModelShape, launch: LaunchShape) -> float:
@@ -249,38 +244,58 @@ def host_memory(shape: ModelShape, launch: LaunchShape) -> list[tuple[str, float
     """Return (purpose, bytes) of CPU memory of a machine if the learner runs on GPUs."""
     if not launch.cuda:
         return []
-    if launch.loads_in_shards and launch.sharding.reads_shards(launch.world):
-        needs = [
-            (
-                "loading: every process reads its share, one tensor at a time",
-                float(FP32 * shape.largest * launch.per_node),
-            )
-        ]
-    else:
-        needs = [
-            (
-                "loading: every process reads the whole model in fp32",
-                float(FP32 * shape.parameters * launch.per_node),
-            )
-        ]
+    needs = [loading_memory(shape, launch)]
     if launch.optimizer.startswith("paged"):
-        needs.append(
-            (
-                "optimizer pages that do not fit on the GPU, at most",
-                float(ADAM_8BIT_BYTES * shape.trainable * launch.per_node),
-            )
-        )
+        pages = float(ADAM_8BIT_BYTES * shape.trainable * launch.per_node)
+        needs.append(("optimizer pages that do not fit on the GPU, at most", pages))
     if launch.sharding.divides:
-        saving = (
-            FP32 * (shape.parameters if shape.trainable == shape.parameters else shape.trainable)
-            + ADAM_BYTES * shape.trainable
-        )
-        needs.append(("saving: rank 0 gathers weights and optimizer", float(saving)))
+        saved = shape.parameters if shape.trainable == shape.parameters else shape.trainable
+        size = float(FP32 * saved + ADAM_BYTES * shape.trainable)
+        needs.append(("saving: rank 0 gathers weights and optimizer", size))
     if launch.sharding.offload:
-        needs.append(
-            (
-                "optimizer and gradients, offloaded",
-                (ADAM_BYTES + 2 * FP32) * shape.trainable * launch.per_node / launch.world,
-            )
-        )
+        size = (ADAM_BYTES + 2 * FP32) * shape.trainable * launch.per_node / launch.world
+        needs.append(("optimizer and gradients, offloaded", size))
     return needs
+
+
+def loading_memory(shape: ModelShape, launch: LaunchShape) -> tuple[str, float]:
+    """Return (purpose, bytes) of CPU memory of a machine while its processes load the model."""
+    part, numbers = "the whole model in fp32", shape.parameters
+    if launch.loads_in_shards and launch.sharding.reads_shards(launch.world):
+        part, numbers = "its share, one tensor at a time", shape.largest
+    return f"loading: every process reads {part}", float(FP32 * numbers * launch.per_node)
+
+
+def pending_weight_bytes(shape: ModelShape, launch: LaunchShape) -> float:
+    """Return the bytes of the next version's trained weights, which arrive while the current
+    version still samples.
+
+    `plan_sampler_memory` counts them twice: if an update is shorter than a weight sync, the
+    following version begins to arrive before the oldest version's last slice is sampled.
+    """
+    adapters = min(shape.trainable, shape.adapters)
+    return float((BF16 if launch.bf16 else FP32) * (shape.trainable - adapters) + FP32 * adapters)
+
+
+def staged_weight_bytes(shape: ModelShape) -> float:
+    """Return the bytes in CPU memory on rank 0: a copy of the trained weights in transfer."""
+    return float(FP32 * shape.trainable)
+
+
+def plan_sampler_memory(
+    shape: ModelShape, launch: LaunchShape, work: StepWork, others: Sequence[ModelShape] = ()
+) -> MemoryPlan:
+    """Return a sampler rank's plan. `others`: models that only score, which sampler ranks hold."""
+    items = (
+        constant_item("sampler's copy of the weights", sampler_weight_bytes(shape, launch)),
+        constant_item(
+            "pending weight versions (at most two)", 2 * pending_weight_bytes(shape, launch)
+        ),
+        constant_item(
+            "models that only score", sum(sampler_copy_bytes(other, launch) for other in others)
+        ),
+        MemoryItem("logits and working memory", sample=sampler_working_bytes(shape, launch, work)),
+        MemoryItem("KV cache", sample=kv_cache_bytes(shape, launch, work)),
+        constant_item("CUDA context and libraries (assumed)", CUDA_BYTES if launch.cuda else 0.0),
+    )
+    return MemoryPlan(items, (loading_memory(shape, launch),) if launch.cuda else ())

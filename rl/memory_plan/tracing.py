@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -261,54 +261,33 @@ def _split_attention(model: Any, batch: MicroBatch, ids: Tensor) -> Iterator[Non
         yield
 
 
-@cache
-def _load_skeleton(
+@functools.cache
+def load_model_skeleton(
     base_model: str, tokenizer: str | None, lora: LoraConfig | None
 ) -> ModelSkeleton:
     """Return the model's skeleton, which is built once."""
     return ModelSkeleton(base_model, tokenizer, lora)
 
 
-def check_context_parallel_model(
-    base_model: str, tokenizer: str | None, lora: LoraConfig | None, size: int
-) -> None:
-    """Raise UserError if a model's sequences cannot be divided among `size` ranks."""
-    _load_skeleton(base_model, tokenizer, lora).check_divisible(size)
-
-
-def load_shape(base_model: str, tokenizer: str | None, lora: LoraConfig | None) -> ModelShape:
-    """Return the shape of a model. Raises UserError if the model is not available."""
-    return _load_skeleton(base_model, tokenizer, lora).shape
-
-
 def trace_micro_batch(
-    base_model: str,
-    tokenizer: str | None,
-    lora: LoraConfig | None,
-    batch: MicroBatch,
-    config: ComputeConfig,
+    skeleton: ModelSkeleton, batch: MicroBatch, config: ComputeConfig
 ) -> MicroBatchMemory:
     """Return `ModelSkeleton.measure_micro_batch`, which is traced once, whether the trace fails or
     not. Raises UserError if it fails.
     """
-    outcome = _trace_once(base_model, tokenizer, lora, batch, config)
+    outcome = _trace_once(skeleton, batch, config)
     if isinstance(outcome, UserError):
         raise outcome.with_traceback(None)
     return outcome
 
 
-@cache
+@functools.cache
 def _trace_once(
-    base_model: str,
-    tokenizer: str | None,
-    lora: LoraConfig | None,
-    batch: MicroBatch,
-    config: ComputeConfig,
+    skeleton: ModelSkeleton, batch: MicroBatch, config: ComputeConfig
 ) -> MicroBatchMemory | UserError:
     """Return the memory of a micro-batch, or the error of its trace: `cache` keeps no errors that
     are raised.
     """
-    skeleton = _load_skeleton(base_model, tokenizer, lora)
     try:
         return skeleton.measure_micro_batch(batch, config)
     except UserError as error:
@@ -340,70 +319,65 @@ def _is_fast(model: Any) -> bool:
 
 def _count_parameters(model: Any, fast: bool) -> dict[str, int]:
     """Return the fields of `ModelShape` that grow with the number of layers."""
+
+    def count(parameters: Iterable[Tensor]) -> int:
+        return sum(p.numel() for p in parameters)
+
     unsplit, unsplit_adapters = count_unsharded_parameters(model) if fast else (0, 0)
-    parameters = dict(model.named_parameters())
-    frozen, head = (
-        dict(iter_frozen_matrices(model)),
-        {id(p) for p in model.get_output_embeddings().parameters()},
-    )
+    named = dict(model.named_parameters())
+    frozen = dict(iter_frozen_matrices(model)).values()
+    seeing = [p for name, p in named.items() if is_vision_parameter(name)]
+    head = {id(p) for p in model.get_output_embeddings().parameters()}
     linear = {id(module.weight) for module in model.modules() if type(module) is nn.Linear}
     return {
-        "parameters": sum(p.numel() for p in parameters.values()),
-        "trainable": sum(p.numel() for p in parameters.values() if p.requires_grad),
-        "adapters": sum(p.numel() for n, p in parameters.items() if "lora_" in n),
-        "small": sum(p.numel() for p in parameters.values() if p.numel() < PERSISTENCE_THRESHOLD),
-        "seeing": sum(p.numel() for n, p in parameters.items() if is_vision_parameter(n)),
-        "seeing_trained": sum(
-            p.numel() for n, p in parameters.items() if is_vision_parameter(n) and p.requires_grad
-        ),
-        "matrices": sum(p.numel() for p in frozen.values()),
-        "linears": sum(p.numel() for p in frozen.values() if id(p) in linear and id(p) not in head),
+        "parameters": count(named.values()),
+        "trainable": count(p for p in named.values() if p.requires_grad),
+        "adapters": count(p for name, p in named.items() if "lora_" in name),
+        "small": count(p for p in named.values() if p.numel() < PERSISTENCE_THRESHOLD),
+        "seeing": count(seeing),
+        "seeing_trained": count(p for p in seeing if p.requires_grad),
+        "matrices": count(frozen),
+        "linears": count(p for p in frozen if id(p) in linear and id(p) not in head),
         "unsplit": unsplit,
         "unsplit_adapters": unsplit_adapters,
     }
-
-
-def _find_routed_width(model: Any, experts_per_token: int) -> int:
-    """Return the columns of all experts that a token uses in a layer."""
-    width = get_config_number(model, "moe_intermediate_size", "intermediate_size") or 0
-    shared = get_config_number(model, "shared_expert_intermediate_size") or 0
-    return experts_per_token * width + shared
 
 
 def _make_shape(
     loaded: LoadedModel, numbers: Mapping[str, int], described: ModelLayers, fast: bool
 ) -> ModelShape:
     model, hidden = loaded.model, get_hidden_size(loaded.model)
-    heads = get_config_number(model, "num_attention_heads", "n_head") or 1
-    kinds, experts = set(unwrap_model(model)._no_split_modules or ()), described.experts
+    number = functools.partial(get_config_number, model)
+    heads = number("num_attention_heads", "n_head") or 1
+    kinds = set(unwrap_model(model)._no_split_modules or ())
+    layers = [m for m in model.modules() if type(m).__name__ in kinds]
+    routing: dict[str, int] = {}
+    if (experts := described.experts) is not None:
+        width = number("moe_intermediate_size", "intermediate_size") or 0
+        shared = number("shared_expert_intermediate_size") or 0
+        idle = experts.num_parameters * (experts.count - experts.per_token) // experts.count
+        routing = {
+            "experts_per_token": experts.per_token,
+            "routed_width": experts.per_token * width + shared,
+            "idle_experts": idle,
+        }
     return ModelShape(
         name=loaded.name,
         largest=max(p.numel() for p in model.parameters()),
-        layers=get_config_number(model, "num_hidden_layers", "n_layer") or 1,
+        layers=number("num_hidden_layers", "n_layer") or 1,
         hidden=hidden,
         heads=heads,
-        key_heads=get_config_number(model, "num_key_value_heads") or heads,
-        head_width=get_config_number(model, "head_dim") or hidden // heads,
-        mlp=get_config_number(model, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden,
+        key_heads=number("num_key_value_heads") or heads,
+        head_width=number("head_dim") or hidden // heads,
+        mlp=number("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden,
         vocab=loaded.vocab_size,
-        max_context=get_config_number(model, "max_position_embeddings", "n_positions"),
+        max_context=number("max_position_embeddings", "n_positions"),
         fast=fast,
-        layer=max(
-            (
-                sum(p.numel() for p in m.parameters())
-                for m in model.modules()
-                if type(m).__name__ in kinds
-            ),
-            default=0,
-        ),
+        layer=max((sum(p.numel() for p in m.parameters()) for m in layers), default=0),
         caching=described.num_kv_layers if described.kinds else None,
         windowed=described.special_kinds is not None or not described.takes_positions,
         mlp_divisor=find_mlp_divisor(unwrap_model(model).config) if fast else 0,
-        experts_per_token=0 if experts is None else experts.per_token,
-        routed_width=0 if experts is None else _find_routed_width(model, experts.per_token),
-        idle_experts=experts.num_parameters * (experts.count - experts.per_token) // experts.count
-        if experts is not None
-        else 0,
+        **routing,
         **numbers,
     )
 

@@ -4,12 +4,12 @@ without a trace of the interruption.
     config.json              the resolved settings
     metrics.jsonl            a JSON object on each line: "step", "stage", metrics
     checkpoints.jsonl        a line a checkpoint: "name", "batch", "state_path", "sampler_path"
-    decisions.jsonl          decisions of the event log of async rollouts: rl.trainer.replay_log
+    decisions.jsonl          decisions of the event log of async rollouts: rl.trainer.stage_sampling
     rollouts/step_000010.*   the samples: .jsonl with all rows, .html to read, .update.safetensors
                              with the logprobs of their update: rl.trainer.batch_log
     rollouts/grpo-eval-000010.jsonl
                              the held-out answers of an evaluation (greedy: grpo-eval-greedy-000010)
-    reward_check.json        what the rewards pay for: rl.trainer.reward_startup_check
+    reward_check.json        what the rewards pay for: rl.trainer.pipeline
     curves.png               drawn at the end (and by plot.py at any time)
     wandb/, wandb_id.txt     of each tracker: its files, and the id under which it resumes
     report.html              written at evaluations and at the end: rl.trainer.report_writer

@@ -21,7 +21,7 @@ import uvicorn
 
 from rl.client import ServiceClient
 from rl.errors import UserError
-from rl.memory_plan import ModelSkeleton, check_tensor_parallel
+from rl.memory_plan import ModelSkeleton
 from rl.runtime import SamplerSettings, WorkerSettings
 from rl.serve.app import JsonLineFormatter, make_app, make_chat_page_route
 from rl.serve.http_connection import (
@@ -92,7 +92,7 @@ class ModelServer(ServerParts):
             )
         tp_size = settings.worker.sampler.tp
         for base in settings.bases if tp_size > 1 else ():  # before weights are loaded
-            check_tensor_parallel(ModelSkeleton(base.source, base.tokenizer, None).shape, tp_size)
+            ModelSkeleton(base.source, base.tokenizer, None).shape.check_tensor_parallel(tp_size)
         worker = replace(settings.worker, share_bases=True)
         engine = ServingEngine(
             ServiceClient(output_dir=settings.output_dir, seed=settings.seed, settings=worker),

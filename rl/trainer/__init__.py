@@ -1,10 +1,19 @@
 """Execute runs: the two training loops, stages, resuming, and the memory plan of a whole run."""
 
-from rl.trainer.data_source import load_training_problems
-from rl.trainer.entry_point import TrainingResult, main, open_run, run_guarded, train
+from rl.trainer.entry_point import (
+    SampledModel,
+    TrainingResult,
+    iterate_prompts,
+    load_sampled_model,
+    main,
+    open_run,
+    run_guarded,
+    sample,
+    select_fitting_problems,
+    train,
+)
 from rl.trainer.evaluator import compute_evaluation_metrics, make_response_rows
 from rl.trainer.export import describe_export, export_weights, push_to_hub
-from rl.trainer.opponent_models import load_evaluation_opponents
 from rl.trainer.reward_probe import (
     PROBED_ROWS,
     RewardProbeResult,
@@ -13,34 +22,24 @@ from rl.trainer.reward_probe import (
 )
 from rl.trainer.run_report import write_report
 from rl.trainer.run_summary import format_script
-from rl.trainer.sample_function import (
-    SampledModel,
-    iterate_prompts,
-    load_sampled_model,
-    sample,
-    select_fitting_problems,
-)
 from rl.trainer.saved_weights import (
     check_trusted,
-    is_run_folder,
     list_environment_addresses,
     list_reward_addresses,
     load_run,
     open_weights,
 )
 from rl.trainer.stage_data import (
+    build_episode_groups,
     find_sandbox_kind,
     load_held_out_problems,
     load_held_out_rows,
-    resolve_stage_reward,
-)
-from rl.trainer.stage_environment import (
-    build_episode_groups,
-    check_scoring,
+    load_training_problems,
     resolve_environment,
     resolve_episode_reward,
+    resolve_stage_reward,
 )
-from rl.trainer.stage_models import make_renderer
+from rl.trainer.stage_models import load_evaluation_opponents, make_renderer
 from rl.trainer.update_report import UpdateReport, explain_update
 
 __all__ = [
@@ -53,11 +52,9 @@ __all__ = [
     "format_probe_table",
     "probe_reward",
     "load_training_problems",
-    "is_run_folder",
     "load_run",
     "make_response_rows",
     "iterate_prompts",
-    "check_scoring",
     "check_trusted",
     "describe_export",
     "list_environment_addresses",

@@ -22,7 +22,7 @@ from rl.rollout import (
     compute_group_metrics,
     compute_sample_metrics,
 )
-from rl.trainer.stage_context import StageContext
+from rl.trainer.stage_sampling import StageContext
 from rl.types import AdamParams, Datum
 
 MAX_RECORDED_TOKENS = 1_000_000  # action tokens of a file, each counted once for every call

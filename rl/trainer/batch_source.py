@@ -24,6 +24,7 @@ from rl.rollout import (
 )
 from rl.seed import derive_seed
 from rl.trainer.trainer import Trainer, TrainingBatch
+from rl.types import Problem
 
 
 class BatchSource(abc.ABC):
@@ -81,17 +82,18 @@ class SampleSource(BatchSource):
     sampler: SamplingClient
 
     def take_batch(self, number: int) -> TrainingBatch:
-        rollouts = self._sample(number)
-        self.trainer.stop_if_late()
-        self.trainer.stage_sampler.check_rollouts(rollouts, self.sampler.version)
+        trainer = self.trainer
+        problems = trainer.problems.batch(number, trainer.loop.batch_size, trainer.seed)
+        rollouts = self._sample(problems, number, derive_seed(trainer.seed, "sample", number))
+        trainer.stop_if_late()
+        trainer.stage_sampler.check_rollouts(rollouts, self.sampler.version)
         return TrainingBatch(number, rollouts)
 
-    def _sample(self, number: int) -> RolloutBatch:
+    def _sample(self, problems: Sequence[Problem], number: int, seed: int) -> RolloutBatch:
         """Return the samples of a batch with their rewards."""
-        trainer, samples = self.trainer, self.trainer.stage_sampler
-        seed = derive_seed(trainer.seed, "sample", number)
-        rollouts = samples.sample_batch(trainer.build_groups(number), self.sampler, number, seed)
-        return samples.fill_mixed_groups(samples.add_judgements(rollouts), number, self.sampler)
+        samples, size = self.trainer.stage_sampler, self.trainer.method.group_size
+        rollouts = samples.sample(problems, size, self.sampler, seed, batch=number)
+        return samples.fill_mixed_groups(rollouts, number, self.sampler)
 
     def sync_weights(self, number: int) -> SamplingClient:
         self.sampler = self.trainer.next_sampler(self.sampler)
@@ -105,15 +107,11 @@ class StreamedSource(SampleSource):
 
     step: StreamedStep
 
-    def _sample(self, number: int) -> RolloutBatch:
+    def _sample(self, problems: Sequence[Problem], number: int, seed: int) -> RolloutBatch:
         trainer = self.trainer
         self.step = StreamedStep(trainer.method, trainer.models, trainer.progress(number))
         return trainer.stage_sampler.sample_in_parts(
-            trainer.build_groups(number),
-            self.sampler,
-            number,
-            derive_seed(trainer.seed, "sample", number),
-            lambda part: self.step.add(part.groups),
+            problems, self.sampler, number, seed, lambda part: self.step.add(part.groups)
         )
 
     def update(self, batch: TrainingBatch) -> dict[str, float]:
@@ -125,8 +123,10 @@ class StreamedSource(SampleSource):
 class AsyncSource(BatchSource):
     """Sample off-policy: episodes continue while the learner updates.
 
-    The engine ticks in `take_batch` and in `update`. Raises UserError if the environment has
-    players that the policy does not play.
+    The engine ticks in `take_batch` and in `update`. `sampler` samples with the current weights.
+    `pending` holds newer weights that are on their way to the sampler's ranks while learner and
+    sampler continue; None if no weights are. Raises UserError if the environment has players that
+    the policy does not play.
     """
 
     sampler: SamplingClient
@@ -139,6 +139,7 @@ class AsyncSource(BatchSource):
                 "this environment has other players: remove max_steps_off_policy"
             )
         self.learner_version = sampler.version  # the version of the learner's weights
+        self.pending: SamplingClient | None = None
         self._running_update: Future[PolicyUpdate] | None = None
         self._new_weights: SamplingClient | None = None
         state, replay_log = trainer.in_flight, trainer.context.replay_log
@@ -150,16 +151,18 @@ class AsyncSource(BatchSource):
             )
             self._update_executor = stack.enter_context(ThreadPoolExecutor(1, "learner"))
             self.in_flight = InFlightGroups(trainer, self.engine, state)
-            self.weight_sync = AsyncWeightSync(trainer, self.in_flight, sampler)
-            trainer.get_engine_state = self.weight_sync.state
+            # The state that a replay leaves if it saved a checkpoint and the original run did not.
+            if self.in_flight.admission.version < trainer.done:
+                self._start_transfer(None)
+            trainer.get_engine_state = self.state
             self.stack = stack.pop_all()
         self.engine.is_updating = lambda: (
-            self._running_update is not None or self.weight_sync.pending is not None
+            self._running_update is not None or self.pending is not None
         )
         self.engine.update_ended = lambda: (
             self._running_update is not None and self._running_update.done()
         )
-        self.engine.weights_arrived = self.weight_sync.has_arrived
+        self.engine.weights_arrived = lambda: None if self.pending is None else self.pending.ready
 
     def take_batch(self, number: int) -> TrainingBatch:
         replay_log = self.trainer.context.replay_log
@@ -171,20 +174,20 @@ class AsyncSource(BatchSource):
             if rollouts is not None:
                 return TrainingBatch(number, rollouts)
             if self.engine.tick().weights_arrived:
-                self.weight_sync.switch_to_pending()
+                self._switch_to_pending()
 
     def update(self, batch: TrainingBatch) -> dict[str, float]:
         """Train on a batch in the learner's thread while sampling continues."""
         self._running_update = self._update_executor.submit(
-            self.update_and_send, batch, self.weight_sync.pending
+            self.update_and_send, batch, self.pending
         )
         self._running_update.add_done_callback(lambda _: self.engine.executor.wake())
         while not (decision := self.engine.tick()).update_ended:
             if decision.weights_arrived:
-                self.weight_sync.switch_to_pending()
+                self._switch_to_pending()
             self.in_flight.start_groups()
         result, self._running_update = self._running_update.result(), None
-        self.weight_sync.switch_to_pending()
+        self._switch_to_pending()
         assert batch.rollouts is not None
         staleness = self.in_flight.metrics(batch.rollouts, self.learner_version)
         self.learner_version, self._new_weights = result.version, result.new_weights
@@ -208,12 +211,61 @@ class AsyncSource(BatchSource):
         return result
 
     def sync_weights(self, number: int) -> SamplingClient:
-        self.weight_sync.sync_after_update(self._new_weights, number)
-        self.sampler = self.weight_sync.sampler
-        evaluator = self.trainer.evaluator
+        """Sync the weights after an update. New weights that are already being sent arrive in the
+        background, unless a checkpoint or a stop follows.
+        """
+        trainer, evaluator, log = self.trainer, self.trainer.evaluator, self.engine.event_log
+        must_wait = trainer.is_save_due(number + 1) or trainer.stop_request.exit_code is not None
+        if log.log_weights_in_transit(self._new_weights is not None and not must_wait):
+            self._start_transfer(self._new_weights)
+        else:
+            self.sampler = trainer.next_sampler(self.sampler, self._new_weights)
+            self._use_sampler()
+        if log.is_stopped():
+            self.engine.player_streams[None].stream.recompute_cache()
         if evaluator.samples_held_out and evaluator.is_due(number):
-            return self.weight_sync.newest_sampler
+            return self.pending or self.sampler
         return self.sampler
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the groups in flight for a checkpoint.
+
+        A run resumed from it continues with the newest weights, so pending weights are waited for.
+        """
+        trainer, log = self.trainer, self.engine.event_log
+        if self.pending is not None:
+            if log.log_weights_awaited():
+                self._switch_to_pending()
+            else:
+                trainer.console.warn(
+                    "this checkpoint is at a point where the replayed run had a weight sync in "
+                    "flight: a run resumed from it has the new weights slightly earlier than the "
+                    "replayed run had"
+                )
+        if trainer.stop_request.exit_code is not None and not trainer.is_save_due(trainer.done):
+            log.log_stop()
+        return self.in_flight.state()
+
+    def _switch_to_pending(self) -> None:
+        """Wait until the pending weights have arrived, then sample from them."""
+        if self.pending is not None:
+            old, self.sampler, self.pending = self.sampler, self.pending, None
+            self._use_sampler()
+            old.release()
+
+    def _start_transfer(self, new_weights: SamplingClient | None) -> None:
+        """Start to send the newest weights, `new_weights` if they exist already."""
+        policy = self.trainer.models.policy
+        self.pending = new_weights or policy.save_weights_and_get_sampling_client()
+        self.pending.on_ready(self.engine.executor.wake)
+
+    def _use_sampler(self) -> None:
+        """Sample with the weights of `sampler` from the next token on."""
+        _ = self.sampler.version  # waits; raises if the transfer failed
+        self.engine.player_streams[None].stream.switch_weights(
+            self.sampler, recompute=self.trainer.settings.flow.recompute_cache
+        )
+        self.in_flight.admission.advance_version()
 
 
 @dataclass
@@ -227,93 +279,6 @@ class PolicyUpdate:
     metrics: dict[str, float]
     version: int
     new_weights: SamplingClient | None = None
-
-
-class AsyncWeightSync:
-    """Manage the weight sync of an asynchronous stage.
-
-    `sampler` samples with the current weights. `pending` holds newer weights that are on
-    their way to the sampler's ranks while learner and sampler continue; None if no weights are.
-    """
-
-    def __init__(self, trainer: Trainer, in_flight: InFlightGroups, sampler: SamplingClient):
-        self.trainer, self.in_flight, self.engine, self.sampler = (
-            trainer,
-            in_flight,
-            in_flight.engine,
-            sampler,
-        )
-        self.pending: SamplingClient | None = None
-        # The state that a replay leaves if it saved a checkpoint and the original run did not.
-        if in_flight.admission.version < trainer.done:
-            self._start_transfer(None)
-
-    @property
-    def newest_sampler(self) -> SamplingClient:
-        """Return the client of the newest weights, arrived or not."""
-        return self.pending or self.sampler
-
-    def has_arrived(self) -> bool | None:
-        """Return whether the pending weights have arrived; None if none are pending."""
-        return None if self.pending is None else self.pending.ready
-
-    def switch_to_pending(self) -> None:
-        """Wait until the pending weights have arrived, then sample from them."""
-        if self.pending is not None:
-            old, self.sampler, self.pending = self.sampler, self.pending, None
-            self._use_sampler()
-            old.release()
-
-    def sync_after_update(self, new_weights: SamplingClient | None, batch: int) -> None:
-        """Sync the weights after an update.
-
-        `new_weights` holds the new weights if they are already being sent. The call waits for them
-        if a checkpoint or a stop follows; otherwise they arrive in the background.
-        """
-        trainer = self.trainer
-        must_wait = trainer.is_save_due(batch + 1) or trainer.stop_request.exit_code is not None
-        if self.engine.event_log.log_weights_in_transit(new_weights is not None and not must_wait):
-            self._start_transfer(new_weights)
-        else:
-            self.sampler = trainer.next_sampler(self.sampler, new_weights)
-            self._use_sampler()
-        if self.engine.event_log.is_stopped():
-            self.engine.player_streams[None].stream.recompute_cache()
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of the groups in flight for a checkpoint.
-
-        A run resumed from it continues with the newest weights, so pending weights are waited for.
-        """
-        if self.pending is not None:
-            if self.engine.event_log.log_weights_awaited():
-                self.switch_to_pending()
-            else:
-                self.trainer.console.warn(
-                    "this checkpoint is at a point where the replayed run had a weight sync in "
-                    "flight: a run resumed from it has the new weights slightly earlier than the "
-                    "replayed run had"
-                )
-        if self.trainer.stop_request.exit_code is not None and not self.trainer.is_save_due(
-            self.trainer.done
-        ):
-            self.engine.event_log.log_stop()
-        return self.in_flight.state()
-
-    def _start_transfer(self, new_weights: SamplingClient | None) -> None:
-        """Start to send the newest weights, `new_weights` if they exist already."""
-        self.pending = (
-            new_weights or self.trainer.models.policy.save_weights_and_get_sampling_client()
-        )
-        self.pending.on_ready(self.engine.executor.wake)
-
-    def _use_sampler(self) -> None:
-        """Sample with the weights of `sampler` from the next token on."""
-        _ = self.sampler.version  # waits; raises if the transfer failed
-        self.engine.player_streams[None].stream.switch_weights(
-            self.sampler, recompute=self.trainer.settings.flow.recompute_cache
-        )
-        self.in_flight.admission.advance_version()
 
 
 class InFlightGroups:
@@ -409,37 +374,30 @@ class InFlightGroups:
         They are the share of trained tokens per age in updates, and the counts of groups that were
         waited for or resampled because of their age.
         """
-        ages = Counter(version - v for v in token_versions(rollouts))
+        ages, admission = Counter(version - v for v in token_versions(rollouts)), self.admission
         total = max(1, ages.total())
+        shares = {age: ages[age] / total for age in range(admission.max_staleness + 1)}
         metrics = {
-            f"async/age/{age}": ages[age] / total for age in range(self.admission.max_staleness + 1)
-        }
-        metrics["async/age/mean"] = sum(age * count for age, count in ages.items()) / total
-        metrics["async/age/max"] = max(ages, default=0)
-        metrics |= {
-            "async/awaited_groups": self.admission.num_awaited,
-            "async/redrawn_groups": self.admission.num_rescheduled,
-        }
-        metrics |= {
+            **{f"async/age/{age}": share for age, share in shares.items()},
+            "async/age/mean": sum(age * count for age, count in ages.items()) / total,
+            "async/age/max": max(ages, default=0),
+            "async/awaited_groups": admission.num_awaited,
+            "async/redrawn_groups": admission.num_rescheduled,
             "async/redrawn_tokens": self.discarded_tokens,
             "async/groups_under_way": len(self.engine.groups),
         }
-        self.admission.num_awaited = self.admission.num_rescheduled = self.discarded_tokens = 0
+        admission.num_awaited = admission.num_rescheduled = self.discarded_tokens = 0
         return metrics
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; a resumed run continues as if never interrupted."""
-        attempts = {
-            str(number): count
-            for number, count in self.attempts.items()
-            if number in self.admission.start_versions
-        }
-        state = {
+        started = self.admission.start_versions
+        return {
             "tick": self.engine.event_log.tick,
             "admission": self.admission.state(),
-            "attempts": attempts,
+            "attempts": {str(n): count for n, count in self.attempts.items() if n in started},
+            "flow": save_engine_state(self.engine),
         }
-        return {**state, "flow": save_engine_state(self.engine)}
 
 
 def token_versions(rollouts: RolloutBatch) -> list[int]:

@@ -62,116 +62,101 @@ def read_checkpoint_list(folder: Path) -> list[dict[str, Any]]:
     path = folder / CHECKPOINTS
     rows = read_jsonl(path)
     for number, row in enumerate(rows, start=1):
-        bad_key = next(
-            (
-                key
-                for key, kind in _ROW_TYPES.items()
-                if not isinstance(row.get(key), kind) or isinstance(row.get(key), bool)
-            ),
-            None,
-        )
-        if bad_key is not None:
-            raise UserError(
-                f"{path} line {number} does not describe a checkpoint: its {bad_key!r} is "
-                f"{row.get(bad_key)!r:.60}; delete that line"
-            )
-        if not checkpoint_folder.is_checkpoint_name(row["name"]):
-            raise UserError(
-                f"{path} line {number} names {row['name']!r:.60}, which is not a valid checkpoint "
-                "name; delete that line"
-            )
+        problem = None
+        for key, kind in _ROW_TYPES.items():
+            if not isinstance(row.get(key), kind) or isinstance(row.get(key), bool):
+                problem = f"does not describe a checkpoint: its {key!r} is {row.get(key)!r:.60}"
+                break
+        else:
+            if not checkpoint_folder.is_checkpoint_name(row["name"]):
+                problem = f"names {row['name']!r:.60}, which is not a valid checkpoint name"
+        if problem is not None:
+            raise UserError(f"{path} line {number} {problem}; delete that line")
     return rows
+
+
+def make_checkpoint_row(path: Path, kind: str, stage: str, step: int) -> dict[str, Any]:
+    """Return the row of a resumable checkpoint of kind "last" or "final"."""
+    row = {"name": path.name, "kind": kind, "stage": stage, "batch": step}
+    return {**row, "state_path": str(path), "sampler_path": str(path / "model")}
+
+
+def _make_best_row(
+    path: Path, stage: str, step: int, metric: str | None, value: float | None, value_head: bool
+) -> dict[str, Any]:
+    """Return the row of the best weights, which are no resumable checkpoint."""
+    row = {"name": path.name, "kind": "best", "stage": stage, "batch": step}
+    sampler_path = str(path / "model" if value_head else path)
+    figures = {"metric": metric, "value": value}
+    return {**row, **figures, "state_path": None, "sampler_path": sampler_path}
+
+
+def locate_checkpoint(folder: Path, row: Mapping[str, Any]) -> Path:
+    """Return the folder of a row's checkpoint, by name below the run's `folder`.
+
+    The recorded path is not used: in a copied or moved run it is that of the original.
+    """
+    parent = folder / (CHECKPOINTS_FOLDER if row["state_path"] else WEIGHTS_FOLDER)
+    return checkpoint_folder.checkpoint_path(parent, row["name"])
+
+
+def match_checkpoint_name(
+    name: str, stages: Sequence[StageSteps], *, best: bool = False
+) -> tuple[int, int] | None:
+    """Return (index of the stage, step) of a resumable checkpoint, or of the best weights, by its
+    name. None if the name fits no stage of the run.
+    """
+    for index, stage in enumerate(stages):
+        if name == f"{stage.name}-final" and not best:
+            return index, stage.first + stage.steps
+        form = re.escape(stage.name) + ("-best" if best else "") + r"-(\d{6,12})"
+        if (match := re.fullmatch(form, name)) is not None:
+            return index, int(match[1])
+    return None
 
 
 def scan_checkpoints(folder: Path, stages: Sequence[StageSteps]) -> list[dict[str, Any]]:
     """Return a row for each checkpoint and best weights of the run in `folder`, oldest first.
 
-    Nothing is written, and no checksums are verified (except where a state contradicts its name).
+    Nothing is written, and no checksums are verified (except where a state contradicts its name:
+    such a checkpoint was copied here).
     """
-    rows = [
-        row
-        for path in _list_folders(folder / CHECKPOINTS_FOLDER)
-        if (row := _checkpoint_row(path, stages)) is not None
-    ]
-    rows += [
-        row
-        for path in _list_folders(folder / WEIGHTS_FOLDER)
-        if (row := _best_weights_row(path, stages, folder)) is not None
-    ]
+    rows = []
+    for path in _list_folders(folder / CHECKPOINTS_FOLDER):
+        if (match := match_checkpoint_name(path.name, stages)) is not None:
+            index, step = match
+            stage = stages[index]
+            if not _contradicts_name(path, index, step - stage.first):
+                kind = "final" if path.name == f"{stage.name}-final" else "last"
+                rows.append(make_checkpoint_row(path, kind, stage.name, step))
+    for path in _list_folders(folder / WEIGHTS_FOLDER):
+        if (match := match_checkpoint_name(path.name, stages, best=True)) is not None:
+            stage, step = stages[match[0]], match[1]
+            metric, value = _read_best_metric(folder, stage, step)
+            value_head = (path / "model").is_dir()
+            rows.append(_make_best_row(path, stage.name, step, metric, value, value_head))
     return sorted(rows, key=lambda row: (row["batch"], _KIND_ORDER[row["kind"]]))
 
 
 def _list_folders(parent: Path) -> list[Path]:
     """Return the folders in `parent` with valid checkpoint names, sorted."""
-    return (
-        sorted(
-            path
-            for path in parent.iterdir()
-            if path.is_dir() and checkpoint_folder.is_checkpoint_name(path.name)
-        )
-        if parent.is_dir()
-        else []
-    )
-
-
-def _checkpoint_row(path: Path, stages: Sequence[StageSteps]) -> dict[str, Any] | None:
-    """Return the row of a resumable checkpoint.
-
-    None if its name fits no stage of the run, or if its intact state contradicts its name.
-    """
-    for index, stage in enumerate(stages):
-        final = path.name == f"{stage.name}-final"
-        steps = re.fullmatch(re.escape(stage.name) + r"-(\d{6,12})", path.name)
-        if final or steps:
-            batch = stage.first + stage.steps if final else int(steps[1])  # type: ignore[index]
-            if _contradicts_name(path, index, batch - stage.first):
-                return None
-            row = {
-                "name": path.name,
-                "kind": "final" if final else "last",
-                "stage": stage.name,
-                "batch": batch,
-            }
-            return {**row, "state_path": str(path), "sampler_path": str(path / "model")}
-    return None
+    paths = sorted(parent.iterdir()) if parent.is_dir() else []
+    return [
+        path for path in paths if path.is_dir() and checkpoint_folder.is_checkpoint_name(path.name)
+    ]
 
 
 def _contradicts_name(path: Path, stage: int, batches: int) -> bool:
-    """Return whether an intact checkpoint's state has another stage or step than its name.
-
-    Such a checkpoint was copied here.
-    """
+    """Return whether an intact checkpoint's state has another stage or step than its name."""
     try:
         loop = checkpoint_folder.read_unverified_state(path).get("metadata")
-        if not isinstance(loop, dict) or (
-            loop.get("stage", stage),
-            loop.get("next_batch", batches),
-        ) == (stage, batches):
+        state = loop if isinstance(loop, dict) else {}
+        if (state.get("stage", stage), state.get("next_batch", batches)) == (stage, batches):
             return False
         checkpoint_folder.verify_checkpoint(path)
     except checkpoint_folder.DamagedCheckpoint:
         return False
     return True
-
-
-def _best_weights_row(
-    path: Path, stages: Sequence[StageSteps], folder: Path
-) -> dict[str, Any] | None:
-    """Return the row of best weights; None if their name fits no stage of the run."""
-    for stage in stages:
-        match = re.fullmatch(re.escape(stage.name) + r"-best-(\d{6,12})", path.name)
-        if match:
-            row = {"name": path.name, "kind": "best", "stage": stage.name, "batch": int(match[1])}
-            has_value_head = (path / "model").is_dir()
-            metric, value = _read_best_metric(folder, stage, int(match[1]))
-            return {
-                **row,
-                "metric": metric,
-                "value": value,
-                "state_path": None,
-                "sampler_path": str(path / "model" if has_value_head else path),
-            }
-    return None
 
 
 def _read_best_metric(
@@ -182,16 +167,11 @@ def _read_best_metric(
     If the reward does not report correctness, the reward itself selects the best weights.
     """
     try:
-        row = next(
-            (
-                row
-                for row in read_metrics(folder / METRICS_FILE)
-                if row["step"] == step and row.get("stage") == stage.name
-            ),
-            {},
-        )
+        rows = read_metrics(folder / METRICS_FILE)
     except UserError:
-        row = {}
+        rows = []
+    logged = [row for row in rows if row["step"] == step and row.get("stage") == stage.name]
+    row = logged[0] if logged else {}
     for name in (stage.metric, "test/env/all/reward/total"):
         value = row.get(name) if name is not None else None
         if isinstance(value, (int, float)) and math.isfinite(value):
@@ -216,12 +196,8 @@ def complete_checkpoint_list(
         problem = f"{folder / CHECKPOINTS} does not name {', '.join(missing)}"
     for row in rows:
         recorded = listed_rows.get(row["name"], {})
-        if (
-            row["kind"] == "best"
-            and recorded.get("kind") == "best"
-            and isinstance(recorded.get("value"), (int, float))
-            and row["value"] is None
-        ):
+        is_best = row["kind"] == recorded.get("kind") == "best"
+        if is_best and row["value"] is None and isinstance(recorded.get("value"), (int, float)):
             row["value"], row["metric"] = recorded["value"], recorded.get("metric")
     return rows, problem
 
@@ -252,13 +228,11 @@ class CheckpointManager:
         name = f"{stage}-final" if final else f"{stage}-{step:06d}"
         known = {row["name"]: row for row in self.logbook.checkpoints()}
         if name in known:  # a stop at a step that is saved already
-            return self._folder(known[name])
+            return locate_checkpoint(self.logbook.folder, known[name])
         self.logbook.sync()  # a checkpoint needs the log up to its step on disk
         path = Path(policy.save_state(name, metadata=state, companions=other_clients).result().path)
-        row = {"name": name, "kind": "final" if final else "last", "stage": stage, "batch": step}
-        self.logbook.add_checkpoint(
-            {**row, "state_path": str(path), "sampler_path": str(path / "model")}
-        )
+        row = make_checkpoint_row(path, "final" if final else "last", stage, step)
+        self.logbook.add_checkpoint(row)
         self._prune("last", keep_last)
         for known_stage in {r["stage"] for r in self.logbook.checkpoints()}:
             self._prune("best", 1, known_stage)
@@ -281,9 +255,7 @@ class CheckpointManager:
         the weights are only for sampling. The previous best weights stay until the next resumable
         checkpoint, so that a run resumed from before this step still has them.
         """
-        rows = [
-            r for r in self.logbook.checkpoints() if r.get("kind") == "best" and r["stage"] == stage
-        ]
+        rows = self._list_rows("best", stage)
         sign = -1 if mode == "min" else 1
         # unknown if checkpoints.jsonl and the metrics were lost
         best_value = rows[-1].get("value") if rows else None
@@ -295,42 +267,22 @@ class CheckpointManager:
         # written by the run before it was resumed from an earlier step
         checkpoint_folder.remove_checkpoint(self.logbook.folder / WEIGHTS_FOLDER / name)
         path = policy.save_weights_for_sampler(name, value_head=value_head).result().path
-        row = {
-            "name": name,
-            "kind": "best",
-            "stage": stage,
-            "batch": step,
-            "metric": metric,
-            "value": value,
-        }
-        self.logbook.add_checkpoint(
-            {
-                **row,
-                "state_path": None,
-                "sampler_path": str(Path(path) / "model") if value_head else path,
-            }
-        )
+        row = _make_best_row(Path(path), stage, step, metric, value, value_head)
+        self.logbook.add_checkpoint(row)
 
     def _prune(self, kind: str, keep: int, stage: str | None = None) -> None:
         """Remove all but the last `keep` checkpoints of a kind (and stage)."""
-        rows = [
-            r
-            for r in self.logbook.checkpoints()
-            if r.get("kind") == kind and stage in (None, r["stage"])
-        ]
-        for row in rows[:-keep]:
+        for row in self._list_rows(kind, stage)[:-keep]:
             self.logbook.remove_checkpoint(row["name"])
-            checkpoint_folder.remove_checkpoint(self._folder(row))
+            checkpoint_folder.remove_checkpoint(locate_checkpoint(self.logbook.folder, row))
 
-    def _folder(self, row: dict[str, Any]) -> Path:
-        """Return a checkpoint's folder, by name below this run's folder.
-
-        The recorded path is not used: in a copied run it is that of the original.
-        """
-        return checkpoint_folder.checkpoint_path(
-            self.logbook.folder / (CHECKPOINTS_FOLDER if row["state_path"] else WEIGHTS_FOLDER),
-            row["name"],
-        )
+    def _list_rows(self, kind: str, stage: str | None = None) -> list[dict[str, Any]]:
+        """Return the rows of a kind (and stage)."""
+        return [
+            row
+            for row in self.logbook.checkpoints()
+            if row.get("kind") == kind and stage in (None, row["stage"])
+        ]
 
     @staticmethod
     def find_newest_intact(
@@ -338,14 +290,11 @@ class CheckpointManager:
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Return (row, state) of the newest intact checkpoint; None if none is.
 
-        Damaged checkpoints are skipped with a warning. Checkpoints are located by name below
-        `folder`, not by the recorded path, so that a run's folder may be moved.
+        Damaged checkpoints are skipped with a warning.
         """
         for row in reversed([r for r in rows if r.get("state_path")]):
             try:
-                return row, read_learner_state(
-                    checkpoint_folder.checkpoint_path(folder / CHECKPOINTS_FOLDER, row["name"])
-                )
+                return row, read_learner_state(locate_checkpoint(folder, row))
             except checkpoint_folder.DamagedCheckpoint as error:
                 console.warn(
                     f"checkpoint {row['name']} cannot be used, trying an older checkpoint: {error}"

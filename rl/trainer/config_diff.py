@@ -1,13 +1,15 @@
-"""Check the settings of a resumed run against those that its folder records.
+"""Check the settings of a resumed run, or of a replay, against those that the folder of the run
+records.
 
-Three kinds of difference are allowed: settings that change no result, more steps, and the settings
-that --change names.
+A resumed run may differ in settings that change no result, in more steps, and in the settings that
+--change names. A replay that differs in more than settings without an effect is not bit-identical.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from rl.algorithms import METHODS
@@ -23,8 +25,10 @@ from rl.config import (
     resolve_config,
     unflatten_settings,
 )
-from rl.errors import RunFolderError
+from rl.errors import RunFolderError, UserError
 from rl.lr_schedule import compute_lr_factor
+from rl.reporting import load_saved_config
+from rl.sampler import check_features
 
 # Options of a single launch, or of output and reporting.
 CHANGEABLE_OPTIONS = ("resume", "auto_resume", "overwrite", "output_dir", "quiet", "tracker",
@@ -77,6 +81,7 @@ ROUNDING_SETTINGS = (
     "save_every",
 )
 CHANGES_KEY = "changes"  # in config.json
+DECISIONS_FILE = "decisions.jsonl"
 
 
 @dataclass(frozen=True)
@@ -97,94 +102,95 @@ def check_changes(
     Stages that have ended keep their settings. Raises RunFolderError, with the remedy, if a
     difference would change the result and is not named by --change, or cannot change at all.
     """
-    started_stages = stage_index + 1
-    recorded_stages, requested = config["stages"], resolve_config(run)
     # sources of the defaults of settings that an older config.json lacks
     default_sources: dict[str, Any] = {"methods": METHODS, "options": RunSettings}
-    recorded, current = (
-        {**config, "stages": recorded_stages[:started_stages]},
-        {**requested, "stages": requested["stages"][:started_stages]},
-    )
+    requested, started = resolve_config(run), slice(stage_index + 1)
+    recorded_stages, requested_stages = config["stages"], requested["stages"]
+    recorded = {**config, "stages": recorded_stages[started]}
+    current = {**requested, "stages": requested_stages[started]}
     names = [[(s["name"], s["method"]) for s in c["stages"]] for c in (recorded, current)]
     if names[0] != names[1]:
         changes = diff_configs(recorded, current, ignore=CHANGEABLE_OPTIONS, **default_sources)
         raise RunFolderError(_format_refusal(changes))
     changeable = list_changed_settings(run.options.change)
-    stages = list(run.stages)
-    notes: list[dict[str, Any]] = []
-    for index, stage in enumerate(run.stages[:started_stages]):
-        defaults = flatten_settings(type(stage.settings)())
-        before = defaults | recorded_stages[index]["settings"]
-        after = flatten_settings(stage.settings)
-        if index < stage_index:
-            stages[index] = _restore_ended_stage(stage, before, after)
-            continue
-        changed = _changed_settings(before, after)
-        _check_steps(changed, done)
-        _check_model(changed, changeable)
-        notes = [
-            {"step": step, "stage": stage.name, "setting": key, "from": old_value, "to": value}
-            for key, (old_value, value) in changed.items()
-            if key in (*CHANGEABLE_SETTINGS, "steps") or key in changeable
-        ]
-    changeable_keys = (*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS, "steps", *changeable)
-    ended = slice(stage_index)
-    refused = [
-        *_diff_ended_steps(recorded_stages[ended], requested["stages"][ended]),
-        *diff_configs(recorded, current, ignore=changeable_keys, **default_sources),
+    ended = [
+        _restore_ended_stage(stage, saved["settings"])
+        for stage, saved in zip(run.stages[:stage_index], recorded_stages, strict=False)
     ]
+    stage, saved_settings = run.stages[stage_index], recorded_stages[stage_index]["settings"]
+    changed = _find_changes(stage, saved_settings, changeable, done)
+    notes = [
+        {"step": step, "stage": stage.name, "setting": key, "from": old_value, "to": value}
+        for key, (old_value, value) in changed.items()
+        if key in (*CHANGEABLE_SETTINGS, "steps") or key in changeable
+    ]
+    # no steps can be added to a stage that has ended
+    refused = [
+        f"stage {a['name']}, which has ended: steps {was} -> {now}"
+        for a, b in zip(recorded_stages[:stage_index], requested_stages[:stage_index], strict=True)
+        if (was := a["settings"].get("steps")) != (now := b["settings"].get("steps"))
+    ]
+    changeable_keys = (*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS, "steps", *changeable)
+    refused += diff_configs(recorded, current, ignore=changeable_keys, **default_sources)
     if refused:
         raise RunFolderError(_format_refusal(refused))
-    messages = _describe_changes(
-        notes, run.stages[stage_index], recorded_stages[stage_index]["settings"], done
-    )
+    messages = _describe_changes(notes, stage, saved_settings, done)
     later_changes = diff_configs(
-        {"options": {}, "stages": recorded_stages[started_stages:]},
-        {"options": {}, "stages": requested["stages"][started_stages:]},
+        {"options": {}, "stages": recorded_stages[stage_index + 1 :]},
+        {"options": {}, "stages": requested_stages[stage_index + 1 :]},
         **default_sources,
     )
     if later_changes:
         messages.append(f"changed in stages that have not begun: {'; '.join(later_changes)}")
-    return ConfigChanges(replace(run, stages=tuple(stages)), notes, messages)
+    stages = (*ended, *run.stages[stage_index:])
+    return ConfigChanges(replace(run, stages=stages), notes, messages)
 
 
-def _changed_settings(
-    before: Mapping[str, Any], after: Mapping[str, Any]
-) -> dict[str, tuple[Any, Any]]:
-    """Return (value before, value after) of each setting that differs."""
-    return {
-        key: (before.get(key), value) for key, value in after.items() if before.get(key) != value
-    }
+def check_replay_sampler(run: RunConfig) -> None:
+    """Raise UserError for a replay with a sampler whose samples cannot be repeated."""
+    kinds = {stage.settings.sampling.sampler for stage in run.stages}
+    if run.options.replay is not None and "vllm" in kinds:
+        check_features(("vllm", "replay"))
 
 
-def _describe_changes(
-    notes: Sequence[Mapping[str, Any]], stage: StageConfig, recorded: Mapping[str, Any], done: int
-) -> list[str]:
-    """Return a line for each change, and what added or removed steps do to the schedule."""
-    messages = [
-        f"from step {note['step']} on: {note['setting']} {note['from']} -> {note['to']}"
-        for note in notes
-    ]
-    if any(note["setting"] == "steps" for note in notes):
-        messages += _describe_schedule_change(stage, recorded, done)
-    return messages
+def check_replay(run: RunConfig, warn: Callable[[str], None]) -> None:
+    """Check a replay before anything is loaded.
 
-
-def find_replay_differences(config: Mapping[str, Any], run: RunConfig) -> list[str]:
-    """Return the settings that keep a replay from being bit-identical, a line for each.
-
-    `config` is the config.json of the run that `run` replays.
+    Raises UserError if the folder has no event log. Warns if settings differ, so that the replay
+    cannot be bit-identical.
     """
-    off_policy = any(
-        getattr(getattr(stage.settings, "flow", None), "max_steps_off_policy", 0)
-        for stage in run.stages
-    )
-    ignored = {*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS} - {*ROUNDING_SETTINGS} | (
-        set() if off_policy else {"save_every"}
-    )
+    if differs := list_replay_differences(run):
+        warn(
+            f"this replay of {find_event_log(run.options.replay).parent} will not be "
+            f"bit-identical, because settings differ: {'; '.join(differs)}"
+        )
+
+
+def list_replay_differences(run: RunConfig) -> list[str]:
+    """Return the settings that keep a replay from being bit-identical, a line for each; [] if `run`
+    replays none.
+    """
+    if run.options.replay is None:
+        return []
+    config = load_saved_config(find_event_log(run.options.replay).parent)
+    flows = [getattr(stage.settings, "flow", None) for stage in run.stages]
+    ignored = {*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS} - {*ROUNDING_SETTINGS}
+    if not any(getattr(flow, "max_steps_off_policy", 0) for flow in flows):
+        ignored.add("save_every")
     return diff_configs(
         config, resolve_config(run), ignore=tuple(ignored), methods=METHODS, options=RunSettings
     )
+
+
+def find_event_log(replay: str | Path) -> Path:
+    """Return the path of the event log in a run's folder. Raises UserError if it has none."""
+    path = Path(replay).expanduser() / DECISIONS_FILE
+    if not path.is_file():
+        raise UserError(
+            f"replay {replay}: the folder has no {DECISIONS_FILE}, which runs write with "
+            "--rollout-mode async or settings that require it"
+        )
+    return path
 
 
 def includes_data_change(notes: Sequence[Mapping[str, Any]]) -> bool:
@@ -193,68 +199,56 @@ def includes_data_change(notes: Sequence[Mapping[str, Any]]) -> bool:
     return any(note["setting"] in data - {*CHANGEABLE_SETTINGS} for note in notes)
 
 
-def _restore_ended_stage(
-    stage: StageConfig, before: Mapping[str, Any], after: Mapping[str, Any]
-) -> StageConfig:
+def _restore_ended_stage(stage: StageConfig, recorded: Mapping[str, Any]) -> StageConfig:
     """Return an ended stage with the settings it was trained with.
 
     Settings of CHANGEABLE_SETTINGS, which hold for the whole run, take their current values. Raises
     RunFolderError if the recorded settings are invalid.
     """
-    known = {key: value for key, value in before.items() if key in after}
+    current = flatten_settings(stage.settings)
+    before = {**flatten_settings(type(stage.settings)()), **recorded}
+    values = {
+        key: current[key] if key in CHANGEABLE_SETTINGS else before[key]
+        for key in current
+        if key in before
+    }
     problems: list[str] = []
-    settings = unflatten_settings(
-        type(stage.settings),
-        {**known, **{key: after[key] for key in CHANGEABLE_SETTINGS if key in after}},
-        problems,
-        stage.name,
-    )
+    settings = unflatten_settings(type(stage.settings), values, problems, stage.name)
     if problems:
-        message = (
+        raise RunFolderError(
             "the config.json of this run is invalid for a stage that has ended: "
-            f"{'; '.join(problems)}"
+            f"{'; '.join(problems)}: correct it, or choose another --output-dir"
         )
-        raise RunFolderError(f"{message}: correct it, or choose another --output-dir")
     return replace(stage, settings=settings)
 
 
-def _diff_ended_steps(
-    recorded: Sequence[Mapping[str, Any]], requested: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    """Return a line for each ended stage with a changed number of steps: none can be added."""
-    pairs = [
-        (a["name"], a["settings"].get("steps"), b["settings"].get("steps"))
-        for a, b in zip(recorded, requested, strict=True)
-    ]
-    return [
-        f"stage {name}, which has ended: steps {was} -> {now}"
-        for name, was, now in pairs
-        if was != now
-    ]
+def _find_changes(
+    stage: StageConfig, recorded: Mapping[str, Any], changeable: set[str], done: int
+) -> dict[str, tuple[Any, Any]]:
+    """Return (value before, value now) of each setting that differs.
 
-
-def _check_steps(changed: Mapping[str, tuple[Any, Any]], done: int) -> None:
-    """Raise RunFolderError if `steps` is changed to fewer than are done."""
+    Raises RunFolderError if `steps` is changed to fewer than are done, or if --change names a
+    setting of the model: the checkpoint fixes these.
+    """
+    before = {**flatten_settings(type(stage.settings)()), **recorded}
+    changed = {
+        key: (before.get(key), value)
+        for key, value in flatten_settings(stage.settings).items()
+        if before.get(key) != value
+    }
     if "steps" in changed and changed["steps"][1] < done:
         raise RunFolderError(
             f"{done} steps of this stage are done, so steps cannot be {changed['steps'][1]}: set "
             f"it to {done} or more"
         )
-
-
-def _check_model(changed: Mapping[str, tuple[Any, Any]], changeable: set[str]) -> None:
-    """Raise RunFolderError if --change names a setting of the model: the checkpoint fixes these."""
-    of_model = [
-        item.name
-        for item in fields(ModelSettings)
-        if item.name in changed and item.name in changeable and item.name not in CHANGEABLE_SETTINGS
-    ]
-    if of_model:
+    named = {key for key in changed if key in changeable} - {*CHANGEABLE_SETTINGS}
+    if of_model := [item.name for item in fields(ModelSettings) if item.name in named]:
         raise RunFolderError(
             f"--change {of_model[0]}: a checkpoint fits only the model from which it was saved. "
             "Begin a new run from its weights, with --base-model set to the folder of this run "
             "and another --output-dir"
         )
+    return changed
 
 
 def _format_refusal(lines: Sequence[str]) -> str:
@@ -266,18 +260,27 @@ def _format_refusal(lines: Sequence[str]) -> str:
     )
 
 
-def _describe_schedule_change(
-    stage: StageConfig, before: Mapping[str, Any], done: int
+def _describe_changes(
+    notes: Sequence[Mapping[str, Any]], stage: StageConfig, before: Mapping[str, Any], done: int
 ) -> list[str]:
-    """Return a line about the effect of a changed number of steps on the learning-rate schedule."""
+    """Return a line for each change, and one about the effect of a changed number of steps on the
+    learning-rate schedule.
+    """
+    lines = [
+        f"from step {note['step']} on: {note['setting']} {note['from']} -> {note['to']}"
+        for note in notes
+    ]
     optim, steps = stage.settings.optim, stage.settings.loop.steps
-    if optim.schedule == "constant":
-        return []
-    peak, warmup = stage.settings.learning_rate, optim.warmup_steps
-    was = peak * compute_lr_factor(optim.schedule, done, int(before["steps"]), warmup)
-    now = peak * compute_lr_factor(optim.schedule, done, steps, warmup)
-    return [
+    if optim.schedule == "constant" or all(note["setting"] != "steps" for note in notes):
+        return lines
+    was, now = (
+        stage.settings.learning_rate
+        * compute_lr_factor(optim.schedule, done, total, optim.warmup_steps)
+        for total in (int(before["steps"]), steps)
+    )
+    lines.append(
         f"the {optim.schedule} schedule now ends at step {steps} of the stage, not at "
         f"{before['steps']}: the next step's learning rate is {now:.3g}, it would have been "
         f"{was:.3g}"
-    ]
+    )
+    return lines

@@ -19,8 +19,7 @@ from rl.rollout import (
     mean,
 )
 from rl.seed import derive_seed
-from rl.trainer.stage_context import StageContext
-from rl.trainer.stage_sampling import StageSampler
+from rl.trainer.stage_sampling import StageContext, StageSampler
 from rl.types import Problem
 
 HELD_OUT_ACCURACY = "test/env/all/correct"
@@ -113,13 +112,15 @@ def make_response_rows(
             turn = trajectory.transitions[-1]
             # the last message is the prompt, which has a separate key
             logs = {name: value for name, value in turn.logs.items() if name != "messages"}
-            problem_fields = {
-                "problem": group.problem_index,
-                **logs,
-                "expected": expected[group.problem_index],
-            }
             rows.append(
-                {**problem_fields, "reward": reward, **turn.metrics, "tokens": len(turn.ac.tokens)}
+                {
+                    "problem": group.problem_index,
+                    **logs,
+                    "expected": expected[group.problem_index],
+                    "reward": reward,
+                    **turn.metrics,
+                    "tokens": len(turn.ac.tokens),
+                }
             )
     return rows
 
@@ -190,16 +191,15 @@ def _merge_by_problem(
 
 def _collect_metric(groups: Sequence[TrajectoryGroup], name: str) -> list[list[float]]:
     """Return a metric of the responses to each problem, of those that have it."""
-    last_turns_P_G = [
-        [trajectory.transitions[-1] for trajectory in group.trajectories_G] for group in groups
-    ]
-    return _merge_by_problem(
-        groups,
+    values_P_G = [
         [
-            [turn.metrics[name] for turn in last_turns if name in turn.metrics]
-            for last_turns in last_turns_P_G
-        ],
-    )
+            turn.metrics[name]
+            for trajectory in group.trajectories_G
+            if name in (turn := trajectory.transitions[-1]).metrics
+        ]
+        for group in groups
+    ]
+    return _merge_by_problem(groups, values_P_G)
 
 
 @dataclass
@@ -259,14 +259,9 @@ class HeldOutMetrics:
 
         None if there is no gain, and if the metric is not accuracy.
         """
-        if (
-            self.before is None
-            or self.after is None
-            or self.greedy_before is None
-            or self.after <= self.before
-        ):
+        if self.before is None or self.after is None or self.greedy_before is None:
             return None
-        if self.what != "accuracy":
+        if self.after <= self.before or self.what != "accuracy":
             return None
         share = (min(self.greedy_before, self.after) - self.before) / (self.after - self.before)
         if share < 0.5:
@@ -325,29 +320,18 @@ class Evaluator:
                 chain(chain.from_iterable(batches), held_out), context.renderer, context.models
             )
 
-    def evaluate_before_training(self, sampler: SamplingClient | None) -> dict[str, float]:
-        """Return the held-out metrics before the first step."""
-        self._phase = "before"
-        metrics = self.evaluate_rows()
-        if sampler is not None:
-            metrics |= {**self.evaluate_sampled(sampler), **self.evaluate_greedy(sampler)}
-        self._write_answers(0, metrics)
-        return metrics
+    def evaluate(self, done: int, sampler: SamplingClient | None) -> dict[str, float]:
+        """Return the held-out metrics after `done` batches of the stage; 0: before the first step.
 
-    def evaluate_after_batch(self, batch: int, sampler: SamplingClient | None) -> dict[str, float]:
-        """Return the held-out metrics after a batch, {} if none are due.
-
-        Greedy responses are measured only after the last batch.
+        Greedy responses are measured only before the first and after the last batch.
         """
-        if not self.is_due(batch):
-            return {}
-        self._phase = "after"
+        self._phase = "after" if done else "before"
         metrics = self.evaluate_rows()
         if sampler is not None:
             metrics |= self.evaluate_sampled(sampler)
-            if batch + 1 == self.context.loop.steps:
+            if done in (0, self.context.loop.steps):
                 metrics |= self.evaluate_greedy(sampler)
-        self._write_answers(batch + 1, metrics)
+        self._write_answers(done, metrics)
         return metrics
 
     def evaluate_rows(self) -> dict[str, float]:
@@ -376,11 +360,10 @@ class Evaluator:
         self.samples.check_rollouts(result, sampler.version)
         metrics = compute_group_metrics(result.groups, "test/env")
         metrics["time/test"] = time.perf_counter() - start
-        accuracy, held_out = self._headline(metrics, "test/env/all"), self.held_out
-        held_out.before, held_out.after = (
-            (accuracy if held_out.before is None else held_out.before),
-            accuracy,
-        )
+        held_out, accuracy = self.held_out, self._headline(metrics, "test/env/all")
+        if held_out.before is None:
+            held_out.before = accuracy
+        held_out.after = accuracy
         return metrics
 
     def evaluate_greedy(self, sampler: SamplingClient) -> dict[str, float]:
@@ -394,33 +377,29 @@ class Evaluator:
         if not context.settings.sampling.eval_greedy or context.eval_params.temperature == 0:
             return {}
         result = self._sample(sampler, 0, greedy=True)
-        metrics = {
-            k: v
-            for k, v in compute_group_metrics(result.groups, "test/greedy").items()
-            if k.startswith(GREEDY_METRICS)
-        }
-        accuracy, held_out = self._headline(metrics, "test/greedy/all"), self.held_out
-        held_out.greedy_before = (
-            accuracy if held_out.greedy_before is None else held_out.greedy_before
-        )
+        metrics = compute_group_metrics(result.groups, "test/greedy")
+        metrics = {k: v for k, v in metrics.items() if k.startswith(GREEDY_METRICS)}
+        held_out, accuracy = self.held_out, self._headline(metrics, "test/greedy/all")
+        if held_out.greedy_before is None:
+            held_out.greedy_before = accuracy
         held_out.greedy_after = accuracy
         return metrics
 
     def _sample(self, sampler: SamplingClient, seed: int, *, greedy: bool) -> RolloutBatch:
         """Return a judged sample of each held-out problem, and keep it for `_write_answers`."""
-        context, samples = self.context, self.samples
+        context, params = self.context, self.context.eval_params
         assert context.test_problems is not None
-        params = context.eval_params
-        result = samples.sample_episodes(
-            samples.build_groups(list(context.test_problems), 1),
+        result = self.samples.sample(
+            list(context.test_problems),
+            1,
             sampler,
-            replace(params, temperature=0.0) if greedy else params,
             seed,
-            samples.load_held_out_players(),
-            f"greedy {self._phase}" if greedy else f"test {self._phase}",
+            params=replace(params, temperature=0.0) if greedy else params,
+            part=f"{'greedy' if greedy else 'test'} {self._phase}",
         )
-        result = samples.add_judgements(result, ungrouped=True)
-        self._reset_reward_timers()
+        for scores in (context.scorer, context.models.rewards):
+            if scores is not None:
+                scores.take_seconds()  # an evaluation does not count towards the next batch
         self._answers.append((result, greedy))
         return result
 
@@ -441,12 +420,6 @@ class Evaluator:
                 greedy=greedy,
             )
         metrics["time/test"] += time.perf_counter() - start
-
-    def _reset_reward_timers(self) -> None:
-        """Reset the reward timers, so that evaluation does not count towards the next batch."""
-        for scores in (self.context.scorer, self.context.models.rewards):
-            if scores is not None:
-                scores.take_seconds()
 
     def _headline(self, metrics: Mapping[str, float], name: str) -> float | None:
         """Return the accuracy if the reward reports correctness, else the mean reward."""

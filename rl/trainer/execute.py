@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.algorithms import METHODS, Models
-from rl.client import ServiceClient, TrainingClient
+from rl.client import ServiceClient
 from rl.config import (
     LAUNCH_FOLDER_KEY,
     RunConfig,
@@ -30,10 +31,14 @@ from rl.reporting import (
     load_saved_config,
     write_config,
 )
-from rl.trainer.cache_size import choose_cache_size
 from rl.trainer.checkpoint_manager import CheckpointManager
-from rl.trainer.config_diff import CHANGES_KEY, includes_data_change
-from rl.trainer.data_source import load_stored_answers
+from rl.trainer.config_diff import (
+    CHANGES_KEY,
+    check_replay,
+    check_replay_sampler,
+    includes_data_change,
+    list_replay_differences,
+)
 from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.initial_weights import (
     ORIGINS_KEY,
@@ -45,15 +50,14 @@ from rl.trainer.initial_weights import (
     format_origin,
     resolve_initial_weights,
 )
-from rl.trainer.memory_report import check_memory as check_memory
-from rl.trainer.memory_table import StageNeeds
-from rl.trainer.opponent_models import OpponentModels
-from rl.trainer.pipeline import check_api_models, convert_epochs_to_steps, dry_run, prepare_stages
-from rl.trainer.replay_log import (
-    ReplayLog,
-    check_replay,
-    check_replay_sampler,
-    list_replay_differences,
+from rl.trainer.memory_report import check_memory
+from rl.trainer.memory_requirements import StageNeeds, choose_cache_size
+from rl.trainer.pipeline import (
+    check_api_models,
+    check_rewards_at_start,
+    convert_epochs_to_steps,
+    dry_run,
+    prepare_stages,
 )
 from rl.trainer.report_writer import LaunchLog, ReportWriter, describe_launch
 from rl.trainer.resume import (
@@ -62,11 +66,9 @@ from rl.trainer.resume import (
     check_final_checkpoints,
     check_same_data,
     find_resume_point,
-    make_run_id,
+    make_identity,
     remove_damaged_checkpoints,
 )
-from rl.trainer.resume import make_identity as identity_of
-from rl.trainer.reward_startup_check import check_rewards_at_start
 from rl.trainer.run_lock import RunLock
 from rl.trainer.run_summary import (
     format_check_command,
@@ -74,12 +76,18 @@ from rl.trainer.run_summary import (
     print_introduction,
     print_summary,
 )
-from rl.trainer.stage_context import StageContext
-from rl.trainer.stage_data import PreparedStage, check_rows, check_sandboxes, describe_prepared
-from rl.trainer.stage_models import StageModelFactory, make_policy, stage_renderer
+from rl.trainer.saved_weights import collect_worker_settings
+from rl.trainer.stage_data import (
+    PreparedStage,
+    check_rows,
+    check_sandboxes,
+    describe_prepared,
+    load_stored_answers,
+)
+from rl.trainer.stage_models import OpponentModels, StageModelFactory, make_policy, stage_renderer
+from rl.trainer.stage_sampling import ReplayLog, StageContext
 from rl.trainer.trainer import Trainer
 from rl.trainer.training_loop import train
-from rl.trainer.worker_settings import collect_worker_settings
 
 
 def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None:
@@ -115,37 +123,40 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
             run, load_saved_config(folder) if options.resume else None
         )
         check_outside_run_folder(origins, folder)
-        position = (
-            find_resume_point(run, folder, console)
-            if options.resume
-            else ResumePoint(run_id=make_run_id())
-        )
+        position = ResumePoint()
+        if options.resume:
+            position = find_resume_point(run, folder, console)
         run = position.run or run
         check_replay(run, console.warn)
         check_sandboxes(run.stages)
         stages = _prepare_stages(run, console, stack)
         check_initial_weights(run.stages)
         plans = _plan_memory(run, service, console)
-        run_state = RunState(run, folder, stages, position)
+        run_state = RunState(run, folder, stages, position, service, console, stop_request)
         run_state.check_stages()
-        policy = run_state.create_policy(service)
-        others = run_state.create_other_models(service, policy)
+        models = run_state.create_models()
         on_begin()
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(console.warn)
-        config = _claim_run_folder(run, folder, position, origins, stages)
-        run_state.run_id = config[RUN_ID_KEY]
-        print_introduction(run, folder, policy, console, stages)
-        for text in _describe_start(run, origins):
-            console.note(text)
-        launch = describe_launch(max(0, position.step), policy.info, plans)
-        report = _open_report(folder, launch, console, lock, stop_request)
+        run_state.run_id = _claim_run_folder(run, folder, position, origins, stages)
+        print_introduction(run, folder, models.policy, console, stages)
+        _print_origins(run, origins, console)
+        launch = describe_launch(max(0, position.step), models.policy.info, plans)
+        report = ReportWriter(
+            folder,
+            console,
+            LaunchLog(folder, launch),
+            guard=lock.check_held,
+            exceeds_grace=stop_request.exceeds_grace,
+        )
         stack.callback(report.close)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         if options.reward_check and not options.resume:
-            _check_rewards(stages, folder, console)
+            check_rewards_at_start(
+                stages, folder, console, format_check_command(folder, run.stages)
+            )
         stop_request.has_started = True
-        _run_stages(run_state, service, policy, others, logbook, console, stop_request, report)
+        run_state.train_stages(models, logbook, report)
 
 
 def _plan_memory(run: RunConfig, service: ServiceClient, console: Console) -> list[StageNeeds]:
@@ -155,16 +166,11 @@ def _plan_memory(run: RunConfig, service: ServiceClient, console: Console) -> li
     return check_memory(sized, console.warn)
 
 
-def _check_rewards(stages: Sequence[PreparedStage], folder: Path, console: Console) -> None:
-    """Check what the rewards of the stages pay for, before the first step."""
-    command = format_check_command(folder, [prepared.plan for prepared in stages])
-    check_rewards_at_start(stages, folder, console, command)
-
-
-def _describe_start(run: RunConfig, origins: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines about the weights that the run starts from."""
+def _print_origins(run: RunConfig, origins: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print lines about the weights that the run starts from."""
     hints = [] if run.options.resume else describe_random_weights(run.stages)
-    return [*map(format_origin, origins), *describe_tied_heads(run), *hints]
+    for text in (*map(format_origin, origins), *describe_tied_heads(run), *hints):
+        console.note(text)
 
 
 def _prepare_stages(run: RunConfig, console: Console, stack: ExitStack) -> list[PreparedStage]:
@@ -184,11 +190,11 @@ def _claim_run_folder(
     position: ResumePoint,
     origins: Sequence[Mapping[str, Any]],
     stages: Sequence[PreparedStage],
-) -> dict[str, Any]:
-    """Write config.json and remove damaged checkpoints. Returns the config."""
+) -> str:
+    """Write config.json and remove damaged checkpoints. Return the run's id."""
     options = run.options
     record = {
-        RUN_ID_KEY: position.run_id or make_run_id(),
+        RUN_ID_KEY: position.run_id or uuid.uuid4().hex,
         ORIGINS_KEY: origins,
         CHANGES_KEY: [*position.changed, *position.notes],
         LAUNCH_FOLDER_KEY: str(Path.cwd()),
@@ -203,7 +209,7 @@ def _claim_run_folder(
         config = record_resumed_files(recorded, config)
         # update the config after a corrected recipe, or of a run older than run ids
         write_config(folder, config)
-    return config
+    return config[RUN_ID_KEY]
 
 
 def resolve_run_folder(run: RunConfig) -> Path:
@@ -241,35 +247,24 @@ def _open_logbook(
     )
 
 
-def _open_report(
-    folder: Path,
-    launch: Mapping[str, Any],
-    console: Console,
-    lock: RunLock,
-    stop_request: StopRequest,
-) -> ReportWriter:
-    """Return the writer of the run's page, with the record of this launch."""
-    return ReportWriter(
-        folder,
-        console,
-        LaunchLog(folder, launch),
-        guard=lock.check_held,
-        exceeds_grace=stop_request.exceeds_grace,
-    )
-
-
 class RunState:
     """Track the stages of a run: `index` is the current stage, beginning at `position`."""
 
     def __init__(
-        self, run: RunConfig, folder: Path, stages: Sequence[PreparedStage], position: ResumePoint
+        self,
+        run: RunConfig,
+        folder: Path,
+        stages: Sequence[PreparedStage],
+        position: ResumePoint,
+        service: ServiceClient,
+        console: Console,
+        stop_request: StopRequest,
     ):
         self.run, self.folder, self.stages, self.position = run, folder, stages, position
-        self.run_id = position.run_id
-        self.index = position.stage
-        # False if all batches are trained but the stage's final checkpoint is missing.
-        if position.stage_ended:
-            self.index += 1
+        self.service, self.console, self.stop_request = service, console, stop_request
+        self.run_id = position.run_id  # of a new run: set when its folder is claimed
+        # a stage has not ended if all batches are trained but its final checkpoint is missing
+        self.index = position.stage + position.stage_ended
 
     @property
     def finished(self) -> bool:
@@ -302,120 +297,69 @@ class RunState:
         if self.finished:
             return
         ahead = range(self.index, len(self.stages))
-        needed = {
-            before
-            for i in ahead
-            if (before := find_previous_stage(self.run.stages, i)) is not None
-            and before < self.index
-        }
-        check_final_checkpoints(
-            self.run, self.folder, [self.stages[i].plan.name for i in sorted(needed)]
-        )
+        previous = {find_previous_stage(self.run.stages, i) for i in ahead}
+        ended = [plan.name for i, plan in enumerate(self.run.stages[: self.index]) if i in previous]
+        check_final_checkpoints(self.folder, ended)
         check_api_models(self.run.stages[self.index :])
         dry_run(self.run.stages, self.stages, self.index)
 
-    def _prepare_stage(self) -> PreparedStage:
-        """Return the current stage, with the rows that an earlier stage has written."""
-        prepared = self.stages[self.index]
-        if prepared.awaited_stage is not None and prepared.rows is None:
-            first, loop = (
-                self.first_step(prepared.awaited_stage),
-                self.stages[prepared.awaited_stage].plan.settings.loop,
-            )
-            prepared.rows = load_stored_answers(
-                prepared.plan,
-                self.folder,
-                range(first + 1, first + loop.steps + 1, loop.rollouts_every),
-            )
-        return prepared
-
-    def create_policy(self, service: ServiceClient) -> TrainingClient:
-        """Return the training client of the current stage, after checking its data.
+    def create_models(self) -> Models:
+        """Return the models of the current stage, after checking its data. After the last stage
+        return its policy.
 
         Raises UserError if the data differ from those that the checkpoint was trained on.
         """
         index = min(self.index, len(self.stages) - 1)
-        prepared = self.stages[index]
+        prepared, seed = self.stages[index], self.run.options.seed
+        plan, previous = prepared.plan, self.initial_checkpoint(index)
+        method, model = METHODS.create(plan), plan.settings.model
         if not self.finished:
-            self._prepare_stage()
-        previous = self.initial_checkpoint(index)
+            self._load_awaited_rows(prepared)
         resume_from = self.position.state_path if self.resumes_here or self.finished else None
-        value_head = METHODS[prepared.plan.method](prepared.plan.settings).value_head
         policy = make_policy(
-            service,
-            prepared.plan.settings.model,
-            previous,
-            resume_from,
-            self.run.options.seed,
-            value_head=value_head,
+            self.service, model, previous, resume_from, seed, value_head=method.value_head
         )
-        if not self.finished:
-            check_rows(prepared, policy, stage_renderer(policy, prepared.plan.settings))
-        loop_state, changed = self.position.loop_state, includes_data_change(self.position.notes)
-        # `prepared.problems` has only the rows that were not skipped
-        if not self.finished and self.resumes_here and loop_state is not None and not changed:
-            check_same_data(
-                loop_state.get("run"),
-                prepared.problems,
-                prepared.plan.name,
-                str(self.position.state_path),
-            )
-        return policy
-
-    def create_other_models(self, service: ServiceClient, policy: TrainingClient) -> dict[str, Any]:
-        """Return the other models that the current stage's method needs, by their roles."""
         if self.finished:
-            return {}
-        prepared = self.stages[self.index]
-        plan, tags = prepared.plan, prepared.problems.tags
-        previous = self.initial_checkpoint(self.index)
+            return Models(policy)
+        renderer = stage_renderer(policy, plan.settings)
+        check_rows(prepared, policy, renderer)
+        loop_state = self.position.loop_state
+        # `prepared.problems` has only the rows that were not skipped
+        if self.resumes_here and loop_state and not includes_data_change(self.position.notes):
+            check_same_data(
+                loop_state.get("run"), prepared.problems, plan.name, str(self.position.state_path)
+            )
         earlier = {
-            stage.name: self.final_path(i) for i, stage in enumerate(self.run.stages[: self.index])
+            stage.name: self.final_path(i) for i, stage in enumerate(self.run.stages[:index])
         }
-        resume_from = self.position.state_path if self.resumes_here else None
-        hosts = StageModelFactory(
-            service,
-            policy,
-            plan.settings.model,
-            previous,
-            earlier,
-            self.run.options.seed,
-            resume_from,
-            tags,
-            stage_renderer(policy, plan.settings),
+        tags = prepared.problems.tags
+        factory = StageModelFactory(
+            self.service, policy, model, previous, earlier, seed, resume_from, tags, renderer
         )
-        models = METHODS[plan.method](plan.settings).make_models(hosts)
+        others = method.make_models(factory)
         if prepared.environment is not None:
-            models = {
-                **models,
-                "opponents": OpponentModels(
-                    prepared.environment.make(), plan.settings.env, hosts, self.folder, plan.name
-                ),
-            }
-        return models
+            environment, env = prepared.environment.make(), plan.settings.env
+            opponents = OpponentModels(environment, env, factory, self.folder, plan.name)
+            others = {**others, "opponents": opponents}
+        return Models(policy, others)
 
-    def remark_on_data(self) -> str | None:
-        """Return the method's remark on the current stage's data, if any."""
-        prepared = self.stages[self.index]
-        method = METHODS[prepared.plan.method](prepared.plan.settings)
-        return method.remark_on_data(prepared.problems)
+    def _load_awaited_rows(self, prepared: PreparedStage) -> None:
+        """Load the rows of a stage that an earlier stage has written."""
+        if prepared.awaited_stage is None or prepared.rows is not None:
+            return
+        first = self.first_step(prepared.awaited_stage)
+        loop = self.stages[prepared.awaited_stage].plan.settings.loop
+        steps = range(first + 1, first + loop.steps + 1, loop.rollouts_every)
+        prepared.rows = load_stored_answers(prepared.plan, self.folder, steps)
 
     def create_trainer(
-        self,
-        policy: TrainingClient,
-        others: dict[str, Any],
-        logbook: Logbook,
-        console: Console,
-        keeper: CheckpointManager,
-        stop_request: StopRequest,
-        report: ReportWriter,
+        self, models: Models, logbook: Logbook, keeper: CheckpointManager, report: ReportWriter
     ) -> Trainer:
         """Return the trainer of the current stage, with the state of the checkpoint if it
         resumes.
         """
         prepared, options = self.stages[self.index], self.run.options
-        plan = prepared.plan
-        method = METHODS[plan.method](plan.settings)
+        plan, method = prepared.plan, METHODS.create(prepared.plan)
         loop_state = self.position.loop_state if self.resumes_here else None
         done = self.position.next_batch if loop_state is not None else 0
         flow = getattr(plan.settings, "flow", None)
@@ -430,23 +374,23 @@ class RunState:
             name=plan.name,
             index=self.index,
             method=method,
-            models=Models(policy, others),
+            models=models,
             problems=prepared.curriculum or prepared.problems,
             test_problems=prepared.test_problems,
-            renderer=stage_renderer(policy, plan.settings),
+            renderer=stage_renderer(models.policy, plan.settings),
             scorer=prepared.scorer,
             run_seed=options.seed,
             first_step=self.first_step(self.index),
             logbook=logbook,
-            console=console,
+            console=self.console,
             checkpoints=keeper,
-            identity=identity_of(self.run, self.run_id, self.index, prepared.problems),
+            identity=make_identity(self.run, self.run_id, self.index, prepared.problems),
             environment=prepared.environment,
             replay_log=replay_log,
         )
         trainer = Trainer(
             context,
-            stop_request=stop_request,
+            stop_request=self.stop_request,
             done=done,
             report=report,
             runs_self_test=options.self_test,
@@ -454,43 +398,32 @@ class RunState:
         )
         if loop_state is not None:
             trainer.load_state(loop_state)
+        for remark in (method.remark_on_data(prepared.problems), trainer.remark_on_rows()):
+            if remark is not None:
+                self.console.note(remark)
         return trainer
 
-
-def _run_stages(
-    run_state: RunState,
-    service: ServiceClient,
-    policy: TrainingClient,
-    others: dict[str, Any],
-    logbook: Logbook,
-    console: Console,
-    stop_request: StopRequest,
-    report: ReportWriter,
-) -> None:
-    """Train the remaining stages in order and print the results. Raises RunStopped on a stop."""
-    keeper = CheckpointManager(logbook)
-    held_out: dict[str, HeldOutMetrics] = {}
-    while not run_state.finished:
-        trainer = run_state.create_trainer(
-            policy, others, logbook, console, keeper, stop_request, report
-        )
-        for remark in (run_state.remark_on_data(), trainer.remark_on_rows()):
-            if remark is not None:
-                console.note(remark)
-        try:
-            train(trainer)
-        except RunStopped:
-            console.end(
-                "stopped on request, everything is saved",
-                facts={"folder": run_state.folder},
-                commands=[format_resume_command(run_state.folder, run_state.run.options.trust_run)],
-            )
-            raise
-        held_out[trainer.name] = trainer.evaluator.held_out
-        policy.release()
-        del trainer, others  # frees the other models' weights
-        run_state.index += 1
-        if not run_state.finished:
-            policy = run_state.create_policy(service)
-            others = run_state.create_other_models(service, policy)
-    print_summary(run_state, held_out, console)
+    def train_stages(self, models: Models, logbook: Logbook, report: ReportWriter) -> None:
+        """Train the remaining stages in order and print the results. Raises RunStopped on a
+        stop.
+        """
+        keeper = CheckpointManager(logbook)
+        held_out: dict[str, HeldOutMetrics] = {}
+        while not self.finished:
+            trainer = self.create_trainer(models, logbook, keeper, report)
+            try:
+                train(trainer)
+            except RunStopped:
+                self.console.end(
+                    "stopped on request, everything is saved",
+                    facts={"folder": self.folder},
+                    commands=[format_resume_command(self.folder, self.run.options.trust_run)],
+                )
+                raise
+            held_out[trainer.name] = trainer.evaluator.held_out
+            models.policy.release()
+            del trainer, models  # frees the other models' weights
+            self.index += 1
+            if not self.finished:
+                models = self.create_models()
+        print_summary(self, held_out, self.console)

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jinja2
 import torch
 
-from rl.config import StageConfig, flatten_settings
+from rl.config import DataSettings, StageConfig, flatten_settings
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
 from rl.jsonl import METRICS_FILE, read_metrics
@@ -29,21 +30,7 @@ from rl.trainer.checkpoint_manager import CHECKPOINTS_FOLDER, WEIGHTS_FOLDER
 from rl.trainer.initial_weights import find_previous_stage
 from rl.trainer.saved_weights import SavedWeights, open_weights
 
-_MODEL_USAGE = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-```
-
-With vLLM: `vllm serve {name}`. Only Whetstone reads `state.json` and `manifest.json`."""
-_ADAPTER_USAGE = """```python
-from peft import AutoPeftModelForCausalLM
-model = AutoPeftModelForCausalLM.from_pretrained("{name}")
-```
-
-If the base ties head and embedding in a single matrix and the head is adapted, PEFT's
-`merge_and_unload` changes the embedding too. Merge the weights with `export.py --merge`, which
-separates the two. vLLM needs merged weights as well: its LoRA does not support the head."""
+_CARD = Path(__file__).with_name("model_card.jinja")
 # the rows of the table of figures: metric and label
 _FIGURES = {
     "test/env/all/correct": "held-out accuracy",
@@ -68,30 +55,40 @@ def render_model_card(weights: SavedWeights, description: str, base: str, *, ada
     or the weights of an earlier run or stage, whose base model is then named.
     """
     base = _find_base_model(weights) or base
-    name = weights.run.name if weights.run is not None else "model"
+    stages = () if weights.run is None else weights.run.stages
     front: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
+        "tags": ["whetstone", *dict.fromkeys(stage.method for stage in stages)],
     }
-    front["tags"] = ["whetstone", *_list_methods(weights)]
     is_hub_name = base.count("/") == 1 and not base.startswith(("tiny:", "/", ".", "~"))
     if is_hub_name and not Path(base).exists():
         front["base_model"] = base
-    random_weights = ", a small model with random weights" if base.startswith("tiny:") else ""
-    parts = [
-        "---\n" + "".join(f"{key}: {json.dumps(value)}\n" for key, value in front.items()) + "---",
-        f"# {name}",
-    ]
-    parts.append(
-        f"{description[0].upper()}{description[1:]}. Trained by Whetstone from `{base}`"
-        f"{random_weights}; saved as `{weights.name}`{_describe_step(weights)}."
+    training: dict[str, Any] = {}
+    if weights.run_folder is not None and weights.stage_index is not None:
+        training["stages"] = stages[: weights.stage_index + 1]
+        training["origins"] = load_saved_config(weights.run_folder).get("origins", ())
+        training["figures"] = _collect_figures(weights)
+    environment = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {
+        "json": json.dumps,
+        "reward": _describe_reward,
+        "changed_settings": _list_changed_settings,
+    }
+    return environment.from_string(_CARD.read_text(encoding="utf-8")).render(
+        front=front,
+        name="model" if weights.run is None else weights.run.name,
+        description=description,
+        base=base,
+        weights=weights,
+        adapter=adapter,
+        **training,
     )
-    parts.append(
-        "## Use\n\n" + (_ADAPTER_USAGE if adapter else _MODEL_USAGE).format(name="THIS_FOLDER")
-    )
-    if weights.run_folder is not None and weights.run is not None:
-        parts += _training_sections(weights)
-    return "\n\n".join(parts) + "\n"
+
+
+def _describe_reward(data: DataSettings) -> str:
+    weighted = " + ".join(f"{weight:g} {name}" for name, weight in data.rewards)
+    return weighted or data.reward or "none"
 
 
 def _find_base_model(weights: SavedWeights) -> str | None:
@@ -115,98 +112,30 @@ def _find_base_model(weights: SavedWeights) -> str | None:
     return base
 
 
-def _list_methods(weights: SavedWeights) -> list[str]:
-    """Return the methods of the run's stages, each once; [] without a run."""
-    return (
-        []
-        if weights.run is None
-        else list(dict.fromkeys(stage.method for stage in weights.run.stages))
-    )
-
-
-def _describe_step(weights: SavedWeights) -> str:
-    """Return the step and stage of the weights as words; "" without a stage."""
-    return (
-        "" if weights.stage is None else f", after step {weights.step} (stage {weights.stage.name})"
-    )
-
-
-def _training_sections(weights: SavedWeights) -> list[str]:
-    """Return the sections about the training of the weights.
-
-    They list the data of each stage up to the weights' stage, the held-out metrics, and every
-    setting that differs from its default.
-    """
-    assert (
-        weights.run is not None
-        and weights.run_folder is not None
-        and weights.stage_index is not None
-    )
-    stages = weights.run.stages[: weights.stage_index + 1]
-    rows = read_metrics(weights.run_folder / METRICS_FILE)
-    lines = []
-    for stage in stages:
-        data = stage.settings.data
-        reward = (
-            " + ".join(f"{weight:g} {name}" for name, weight in data.rewards)
-            or data.reward
-            or "none"
-        )
-        lines.append(
-            f"| {stage.name} | {stage.method} | {stage.settings.loop.steps} | `{data.dataset}` | "
-            f"{reward} |"
-        )
-    table = "| stage | method | steps | data | reward |\n|---|---|---|---|---|\n" + "\n".join(lines)
-    config = load_saved_config(weights.run_folder)
-    origins = "".join(
-        f"\n- {note['stage']} began from {note['from']}: {note['how']}"
-        for note in config.get("origins", ())
-    )
-    sections = [
-        f"## Training\n\nSeed {weights.run.options.seed}.\n\n{table}"
-        + (f"\n{origins}" if origins else "")
-    ]
-    if figures := _metrics_table(rows, weights):
-        sections.append("## Figures\n\n" + figures)
-    sections.append(
-        "## Settings\n\n```yaml\nstages:\n"
-        + "\n".join(_format_recipe(stage) for stage in stages)
-        + "\n```"
-    )
-    return sections
-
-
-def _metrics_table(rows: list[dict[str, Any]], weights: SavedWeights) -> str:
-    """Return a table of the stage's main metrics: the first value and the value when saved."""
-    assert weights.stage is not None
-    stage_rows = [
+def _collect_figures(weights: SavedWeights) -> dict[str, list[float]]:
+    """Return the values of the stage's main metrics, up to the step of the weights, by label."""
+    assert weights.stage is not None and weights.run_folder is not None
+    rows = [
         row
-        for row in rows
+        for row in read_metrics(weights.run_folder / METRICS_FILE)
         if row.get("stage") == weights.stage.name and row["step"] <= (weights.step or 0)
     ]
-    lines = []
-    for name, label in _FIGURES.items():
-        values = [
+    figures = {
+        label: [
             row[name]
-            for row in stage_rows
+            for row in rows
             if isinstance(row.get(name), (int, float)) and math.isfinite(row[name])
         ]
-        if values:
-            lines.append(f"| {label} | {values[0]:.4g} | {values[-1]:.4g} |")
-    return "| figure | first | last |\n|---|---|---|\n" + "\n".join(lines) if lines else ""
+        for name, label in _FIGURES.items()
+    }
+    return {label: values for label, values in figures.items() if values}
 
 
-def _format_recipe(stage: StageConfig) -> str:
-    """Return a stage as an entry of a YAML recipe, with the settings that are not defaults."""
-    settings = flatten_settings(stage.settings)
+def _list_changed_settings(stage: StageConfig) -> dict[str, Any]:
+    """Return the settings of a stage that are not defaults."""
     defaults = flatten_settings(type(stage.settings)())
-    changed = {key: value for key, value in settings.items() if value != defaults.get(key)}
-    lines = [
-        f"- method: {stage.method}",
-        f"  name: {stage.name}",
-        *(f"  {key}: {json.dumps(value)}" for key, value in changed.items()),
-    ]
-    return "\n".join(lines)
+    settings = flatten_settings(stage.settings)
+    return {key: value for key, value in settings.items() if value != defaults.get(key)}
 
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -250,16 +179,12 @@ def export_weights(
     """
     replaces_export = overwrite and _is_export(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not replaces_export:
-        problem = (
-            "is no earlier export, and --overwrite replaces only exports"
-            if overwrite
-            else "is not empty"
-        )
-        remedy = (
-            "name another folder"
-            if overwrite or not _is_export(out)
-            else "name another folder, or replace the earlier export with --overwrite"
-        )
+        problem = "is not empty"
+        remedy = "name another folder"
+        if overwrite:
+            problem = "is no earlier export, and --overwrite replaces only exports"
+        elif _is_export(out):
+            remedy += ", or replace the earlier export with --overwrite"
         raise UserError(
             f"{out} exists already and {problem}: an export is written to a new folder, {remedy}"
         )
@@ -341,11 +266,9 @@ def _is_export(folder: Path) -> bool:
 
     Weights that a run or a server saved look similar and are no exports.
     """
-    if folder.resolve().parent.name in (CHECKPOINTS_FOLDER, WEIGHTS_FOLDER):
-        return False
-    return all(
-        (folder / name).is_file()
-        for name in (checkpoint_folder.MANIFEST, "state.json", "README.md")
+    names = (checkpoint_folder.MANIFEST, "state.json", "README.md")
+    return folder.resolve().parent.name not in (CHECKPOINTS_FOLDER, WEIGHTS_FOLDER) and all(
+        (folder / name).is_file() for name in names
     )
 
 
@@ -354,8 +277,7 @@ def _merge_reason(source: Path) -> str:
     base = find_adapter_base(source).name
     if base.startswith("tiny:"):
         return f"its base {base} is built at run time"
-    folder = Path(base).expanduser()
-    if (folder / "adapter_config.json").is_file():
+    if (Path(base).expanduser() / "adapter_config.json").is_file():
         return "its base is itself a merged adapter"
     return ""
 

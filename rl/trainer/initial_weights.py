@@ -29,7 +29,7 @@ from rl.models import (
     load_skeleton,
     read_base_name,
 )
-from rl.trainer.saved_weights import SavedWeights, open_weights
+from rl.trainer.saved_weights import open_weights
 from rl.types import LoraConfig
 
 ORIGINS_KEY = (
@@ -48,10 +48,10 @@ def begins_from_base_model(stages: Sequence[StageConfig], index: int) -> bool:
     `find_previous_stage`.
     """
     default, earlier = ModelSettings().base_model, [stage.name for stage in stages[:index]]
-    base_model, earlier_models = (
-        stages[index].settings.model.base_model,
-        [stages[i].settings.model.base_model for i in _continuable_stages(stages, index)],
-    )
+    base_model = stages[index].settings.model.base_model
+    earlier_models = [
+        stages[i].settings.model.base_model for i in _continuable_stages(stages, index)
+    ]
     named_models = [base for base in earlier_models if base != default and base not in earlier]
     return not earlier_models or base_model not in (default, *named_models[-1:], *earlier)
 
@@ -89,21 +89,18 @@ def check_initial_weights(stages: Sequence[StageConfig]) -> None:
     nor existing weights, or if a policy would have to begin from a reward model.
     """
     for i, plan in enumerate(stages):
-        base, default = plan.settings.model.base_model, ModelSettings().base_model
-        if (
-            i
-            and not _continuable_stages(stages, i)
-            and base == default != stages[i - 1].settings.model.base_model
-        ):
+        base = plan.settings.model.base_model
+        previous_base = stages[i - 1].settings.model.base_model
+        is_default = base == ModelSettings().base_model != previous_base
+        if i and is_default and not _continuable_stages(stages, i):
             raise UserError(
                 f"stage {plan.name} comes after a reward model, which scores responses and cannot "
-                "be a policy: name the model to begin from, base_model: "
-                f"{stages[i - 1].settings.model.base_model} to begin "
+                f"be a policy: name the model to begin from, base_model: {previous_base} to begin "
                 "from the reward model's base model"
             )
         earlier = [stage.name for stage in stages[:i]]
         _check_stage_name(base, plan, earlier)
-        for target in ModelRequests(METHODS[plan.method](plan.settings)).weights:
+        for target in ModelRequests(METHODS.create(plan)).weights:
             if target not in earlier:
                 _check_stage_name(target, plan, earlier)
                 open_weights(target)
@@ -114,11 +111,8 @@ def describe_random_weights(stages: Sequence[StageConfig]) -> list[str]:
     lines = []
     for i, plan in enumerate(stages):
         base = plan.settings.model.base_model
-        if (
-            not base.startswith("tiny:")
-            or not METHODS[plan.method](plan.settings).needs_reward
-            or not begins_from_base_model(stages, i)
-        ):
+        needs_reward = METHODS.create(plan).needs_reward
+        if not (base.startswith("tiny:") and needs_reward and begins_from_base_model(stages, i)):
             continue
         rate = getattr(plan.settings, "learning_rate", None)  # a user's method may have none
         advice = "train it with sft first (docs/models.md#tiny-models)"
@@ -136,12 +130,9 @@ def _check_stage_name(target: str, plan: StageConfig, earlier: Sequence[str]) ->
 
     Otherwise the typing error would surface late, as a model that the hub does not have.
     """
-    if (
-        target in earlier
-        or target.startswith("tiny:")
-        or "/" in target
-        or Path(target).expanduser().exists()
-    ):
+    if target in earlier or target.startswith("tiny:") or "/" in target:
+        return
+    if Path(target).expanduser().exists():
         return
     if (near := nearest_name(target, earlier)) is not None:
         raise UserError(
@@ -226,12 +217,19 @@ def resolve_initial_weights(
         for note in recorded.get(ORIGINS_KEY, ())
         if note.get("asked") and Path(note["base_model"]).is_dir()
     ]
-    run = _restore_head_settings(run, recorded)
+    # a resumed stage that does not set train_unembed has the recorded value
+    heads = {saved["name"]: saved["settings"] for saved in recorded.get("stages", ())}
+    stages = [
+        stage.with_section("model", train_unembed=heads.get(stage.name, {}).get("train_unembed"))
+        if stage.settings.model.train_unembed is None
+        else stage
+        for stage in run.stages
+    ]
+    run = replace(run, stages=tuple(stages))
     # a run resumed by its folder requests the paths resolved before, as config.json has them
     known = {
         word: note["base_model"] for note in earlier for word in (note["base_model"], note["asked"])
     }
-    stages = list(run.stages)
     notes: list[dict[str, Any]] = []
     for index, stage in enumerate(run.stages):
         predecessor = find_previous_stage(run.stages, index)
@@ -248,36 +246,18 @@ def resolve_initial_weights(
                 "weights under a LoRA adapter, but all weights are trained: give --lora-rank, "
                 "or leave base_dtype out"
             )
-        stages[index] = _set_model(stage, model)
+        stages[index] = replace(stage, settings=replace(stage.settings, model=model))
         notes += [{"stage": stage.name, **note}] if note else []
         # The model named for all stages is the model that the first stage begins from, in all
         # stages.
         paths = {note["asked"]: note["base_model"] for note in notes if note.get("asked")}
         for i, resolved in enumerate(stages):
             if (path := paths.get(resolved.settings.model.base_model)) is not None:
-                stages[i] = _set_model(resolved, replace(resolved.settings.model, base_model=path))
+                stages[i] = resolved.with_section("model", base_model=path)
         if model.train_unembed is None:
             tied = bool(model.lora_rank) and _begins_with_tied_head(stages, index)
-            model = replace(stages[index].settings.model, train_unembed=not tied)
-            stages[index] = _set_model(stage, model)
+            stages[index] = stages[index].with_section("model", train_unembed=not tied)
     return replace(run, stages=tuple(stages)), notes
-
-
-def _set_model(stage: StageConfig, model: ModelSettings) -> StageConfig:
-    return replace(stage, settings=replace(stage.settings, model=model))
-
-
-def _restore_head_settings(run: RunConfig, recorded: Mapping[str, Any]) -> RunConfig:
-    """Return `run` with the recorded `train_unembed` in each stage that does not set it."""
-    saved = {stage["name"]: stage["settings"] for stage in recorded.get("stages", ())}
-    stages = []
-    for stage in run.stages:
-        model = stage.settings.model
-        if model.train_unembed is None:
-            head = saved.get(stage.name, {}).get("train_unembed")
-            model = replace(model, train_unembed=head)
-        stages.append(_set_model(stage, model))
-    return replace(run, stages=tuple(stages))
 
 
 def _begins_with_tied_head(stages: Sequence[StageConfig], index: int) -> bool:
@@ -363,14 +343,15 @@ def _resolve_base_model(
         _check_has_adapter(model, requested)
         return model, None
     weights = open_weights(known.get(requested, requested))
-    _check_not_reward_model(weights, stage, requested)
-    folder = (
-        Path(known[requested])
-        if requested in known
-        else learner_checkpoint.model_folder(weights.path)
-        if weights.path is not None
-        else Path(requested)
-    )
+    if weights.stage is not None and weights.stage.method == "reward_model" != stage.method:
+        raise UserError(
+            f"{requested} was trained as a reward model, which scores answers and generates none: "
+            f"give base_model {weights.stage.settings.model.base_model}, which it began from, or "
+            "use it as --reward-model"
+        )
+    folder = Path(known.get(requested, requested))
+    if requested not in known and weights.path is not None:
+        folder = learner_checkpoint.model_folder(weights.path)
     model = replace(model, base_model=str(folder))
     note: dict[str, Any] = {"asked": requested, "base_model": str(folder), "from": weights.name}
     if not is_adapter(folder):
@@ -421,11 +402,9 @@ def _apply_lora(model: ModelSettings, saved: LoraConfig) -> tuple[ModelSettings,
 
 
 def _describe_merge(model: ModelSettings) -> str:
-    then = (
-        f"a fresh adapter of rank {model.lora_rank} is trained"
-        if model.lora_rank
-        else "all weights are trained"
-    )
+    then = "all weights are trained"
+    if model.lora_rank:
+        then = f"a fresh adapter of rank {model.lora_rank} is trained"
     return f"is merged into its base, in fp32, and {then}"
 
 
@@ -434,15 +413,6 @@ def _check_has_adapter(model: ModelSettings, source: str) -> None:
         raise UserError(
             f"lora_start {model.lora_start} has no effect: {source} has no LoRA adapter; leave "
             "lora_start out"
-        )
-
-
-def _check_not_reward_model(weights: SavedWeights, stage: StageConfig, requested: str) -> None:
-    if weights.stage is not None and weights.stage.method == "reward_model" != stage.method:
-        raise UserError(
-            f"{requested} was trained as a reward model, which scores answers and generates none: "
-            f"give base_model {weights.stage.settings.model.base_model}, which it began from, or "
-            "use it as --reward-model"
         )
 
 

@@ -1,16 +1,18 @@
-"""Compute what each stage of a run would hold, from the run's settings and its launch."""
+"""Compute what each stage of a run would hold, from the run's settings and its launch, and the size
+of the sampler's KV cache that fits.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl.algorithms import METHODS, ModelRequests
+from rl.algorithms import METHODS, Method, ModelRequests
 from rl.config import ModelSettings, RunConfig, StageConfig
 from rl.distributed import (
     Sharding,
@@ -24,6 +26,7 @@ from rl.errors import UserError
 from rl.learner import kept_bytes_from_gib
 from rl.memory_plan import (
     GIB,
+    USABLE_FRACTION,
     ComputeConfig,
     LaunchShape,
     MemoryItem,
@@ -31,14 +34,13 @@ from rl.memory_plan import (
     MicroBatch,
     MicroBatchMemory,
     ModelShape,
+    ModelSkeleton,
     StepWork,
-    check_context_parallel_model,
-    check_tensor_parallel,
     compute_concurrent_rows,
     constant_item,
     count_pool_pages,
     largest_micro_batch,
-    load_shape,
+    load_model_skeleton,
     offloaded_activation_bytes,
     plan_memory,
     plan_sampler_memory,
@@ -51,19 +53,40 @@ from rl.models import (
     resolve_adapter_chain,
     supports_lazy_loading,
 )
+from rl.reporting import contains_run
 from rl.sampler import DEFAULT_CACHE_TOKENS
 from rl.trainer.initial_weights import continues_adapter, find_base_model, find_previous_stage
-from rl.trainer.memory_table import DeviceMemory, StageNeeds
-from rl.trainer.saved_weights import is_run_folder
 
 _DEFAULT_GPU = 80.0  # GiB of a hypothetical GPU
-MeasureMicroBatch = Callable[[ModelSettings, MicroBatch, LaunchShape], MicroBatchMemory]
+# Of a device: more cache than the default is only used if the plan leaves the rest, because the
+# cache then stays allocated, with its CUDA graphs, while the learner works.
+_GROWTH_FRACTION = 0.8
 
 
-def resolve_launch(options: Any, precision: str) -> tuple[LaunchShape, DeviceMemory]:
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Hold the memory of the device in bytes. `name`: for display."""
+
+    name: str
+    memory: float
+
+
+@dataclass(frozen=True)
+class StageNeeds:
+    """Hold a stage's plan and its inputs."""
+
+    stage: str
+    model: str
+    plan: MemoryPlan
+    work: StepWork
+    launch: LaunchShape
+
+
+def resolve_launch(run: RunConfig) -> tuple[LaunchShape, DeviceMemory]:
     """Return (launch, device): the processes of this launch, or of a hypothetical launch
     (--plan-gpus, --plan-zero), and the memory of each.
     """
+    options, precision = run.options, run.stages[0].settings.model.precision
     has_gpu = torch.cuda.is_available()
     hypothetical = options.plan_gpus is not None or options.plan_gpu_memory is not None
     cuda = has_gpu or hypothetical
@@ -99,51 +122,42 @@ def _resolve_device(gib: float | None, *, hypothetical: bool, per_node: int) -> 
         return DeviceMemory(properties.name, float(properties.total_memory))
     if hypothetical:
         return DeviceMemory(f"GPU of {_DEFAULT_GPU:g} GiB", _DEFAULT_GPU * GIB)
-    machine = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return DeviceMemory("CPU process", machine / per_node)
+    return DeviceMemory("CPU process", get_machine_memory() / per_node)
+
+
+def get_machine_memory() -> float:
+    """Return the bytes of this machine's memory."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def compute_stage_needs(
-    run: RunConfig,
-    launch: LaunchShape,
-    prompt: int,
-    settings: Sequence[Any] | None = None,
-    measure: MeasureMicroBatch | None = None,
+    run: RunConfig, launch: LaunchShape, prompt: int, *, traced: bool = True
 ) -> list[StageNeeds]:
-    """Return the needs of every stage, under `settings` (by default the run's).
+    """Return the needs of every stage, with prompts of at most `prompt` tokens.
 
-    `measure`: function that returns what a micro-batch holds; None: trace the micro-batch, which
-    takes long.
+    `traced`: trace the micro-batches, which takes long; else they count as 0 B.
     """
     needs = []
-    measure = measure or _trace
-    stages = [
-        stage if settings is None else replace(stage, settings=settings[i])
-        for i, stage in enumerate(run.stages)
-    ]
-    for i, stage in enumerate(stages):
-        base, tokenizer = find_base_model(stages, i)
+    for i, stage in enumerate(run.stages):
+        base, tokenizer = find_base_model(run.stages, i)
+        is_continued = continues_adapter(run.stages, i)
+        if is_continued and find_previous_stage(run.stages, i) is None:
+            root = resolve_adapter_chain(base)[0]
+            base, tokenizer = root.name, root.tokenizer
         model = replace(stage.settings.model, base_model=base, tokenizer=tokenizer)
-        is_continued = continues_adapter(stages, i)
         adapter = bool(model.lora_rank) and not is_continued
-        if is_continued and find_previous_stage(stages, i) is None:
-            root = resolve_adapter_chain(model.base_model)[0]
-            model = replace(model, base_model=root.name, tokenizer=root.tokenizer)
-        needs += _compute_needs(
-            stage, stage.settings, model, launch, prompt, fresh_adapter=adapter, measure=measure
-        )
+        needs += _compute_needs(stage, model, launch, prompt, fresh_adapter=adapter, traced=traced)
     return needs
 
 
 def _compute_needs(
     stage: StageConfig,
-    settings: Any,
     model: ModelSettings,
     launch: LaunchShape,
     prompt: int,
     *,
     fresh_adapter: bool,
-    measure: MeasureMicroBatch,
+    traced: bool,
 ) -> list[StageNeeds]:
     """Return the needs of a stage: a single item, or two if some ranks only sample (the learner
     ranks', then the sampler ranks').
@@ -151,18 +165,20 @@ def _compute_needs(
     `fresh_adapter`: whether the stage's initial policy is its base model, under an adapter that can
     be turned off.
     """
+    settings, method = stage.settings, METHODS.create(stage)
+    sampling, optim = settings.sampling, settings.optim
     samplers, launch = _split_launch(settings, launch)
-    shape = load_shape(model.base_model, model.tokenizer, model.make_lora())
-    optim = settings.optim
+    skeleton = load_model_skeleton(model.base_model, model.tokenizer, model.make_lora())
+    shape = skeleton.shape
     team = _tensor_parallel_size(
-        settings.sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
+        sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
     )
-    _check_context_parallel(model, optim.context_parallel_size, launch)
+    if optim.context_parallel_size > 1:
+        check_context_parallel_size(optim.context_parallel_size, launch.world)
+        skeleton.check_divisible(optim.context_parallel_size)
     sampler_world = (samplers or launch).world // team
-    in_pages = _uses_paged_cache(settings.sampling, model, shape, launch, team)
-    work = _compute_step_work(
-        stage.method, settings, shape, prompt, launch.world, sampler_world, in_pages
-    )
+    in_pages = _uses_paged_cache(sampling, model, shape, launch, team)
+    work = _compute_step_work(method, shape, prompt, launch.world, sampler_world, in_pages)
     batch = work.batch
     launch = replace(
         launch,
@@ -171,73 +187,59 @@ def _compute_needs(
         loads_in_shards=supports_lazy_loading(model.base_model),
         sampler_tp=team,
     )
-    others, critics = _list_other_shapes(stage.method, settings, model, shape, fresh_adapter)
-    held = measure(model, batch, launch)
-    kept_bytes = (
-        saved_logits_bytes(shape, launch, batch, kept_bytes_from_gib(model.kept_logits_gib))
-        if model.fused_logprobs
-        else 0.0
-    )
-    offloaded = _list_offloaded(model, shape, batch, launch)
+    others, critics = _list_other_shapes(method, model, shape, fresh_adapter)
+    held = _trace(skeleton, model, batch, launch) if traced else MicroBatchMemory()
+    saved_logits = _saved_logits(model, shape, launch, batch)
+    items, host = _list_extra_memory(settings, shape, batch, launch)
+
+    def plan_learner(work: StepWork, scorers: Sequence[ModelShape]) -> MemoryPlan:
+        plan = plan_memory(shape, held, launch, work, scorers, critics, saved_logits)
+        return MemoryPlan((*plan.items, *items), (*plan.host, *host))
+
+    learning = StepWork(batch=batch, samples=False)
+    name, base = stage.name, model.base_model
     if samplers is None:
-        planned = work
-        if settings.sampling.sampler == "vllm":  # servers sample
-            work, planned = replace(work, samples=False), StepWork(batch=batch, samples=False)
-        plan = plan_memory(shape, held, launch, planned, others, critics, kept_bytes)
-        items = (*plan.items, *_list_server_memory(settings.sampling, launch))
-        plan = MemoryPlan(items, (*plan.host, *offloaded))
-        return [StageNeeds(stage.name, model.base_model, plan, work, launch)]
-    learner_plan = plan_memory(
-        shape, held, launch, StepWork(batch=batch, samples=False), (), critics, kept_bytes
-    )
-    host = (
-        *learner_plan.host,
-        *offloaded,
-        ("weights on their way to the ranks that sample, on rank 0", staged_weight_bytes(shape)),
-    )
-    learner_needs = StageNeeds(
-        f"{stage.name}, ranks that learn",
-        model.base_model,
-        MemoryPlan(learner_plan.items, host),
-        replace(work, samples=False),
-        launch,
-    )
-    sampler_plan = plan_sampler_memory(shape, samplers, work, others)
+        plan = plan_learner(learning if sampling.sampler == "vllm" else work, others)
+        if sampling.sampler == "vllm":  # servers sample
+            work = replace(work, samples=False)
+        return [StageNeeds(name, base, plan, work, launch)]
+    purpose = "weights on their way to the ranks that sample, on rank 0"
+    host.append((purpose, staged_weight_bytes(shape)))
+    plans = plan_learner(learning, ()), plan_sampler_memory(shape, samplers, work, others)
+    learner_work = replace(work, samples=False)
     return [
-        learner_needs,
-        StageNeeds(
-            f"{stage.name}, ranks that sample", model.base_model, sampler_plan, work, samplers
-        ),
+        StageNeeds(f"{name}, ranks that learn", base, plans[0], learner_work, launch),
+        StageNeeds(f"{name}, ranks that sample", base, plans[1], work, samplers),
     ]
 
 
-def _check_context_parallel(model: ModelSettings, parts: int, launch: LaunchShape) -> None:
-    """Raise UserError if the model or the launch cannot be divided into `parts`."""
-    if parts > 1:
-        check_context_parallel_size(parts, launch.world)
-        check_context_parallel_model(model.base_model, model.tokenizer, model.make_lora(), parts)
+def _saved_logits(
+    model: ModelSettings, shape: ModelShape, launch: LaunchShape, batch: MicroBatch
+) -> float:
+    if not model.fused_logprobs:
+        return 0.0
+    max_bytes = kept_bytes_from_gib(model.kept_logits_gib)
+    return saved_logits_bytes(shape, launch, batch, max_bytes)
 
 
-def _list_offloaded(
-    model: ModelSettings, shape: ModelShape, batch: MicroBatch, launch: LaunchShape
-) -> list[tuple[str, float]]:
-    """Return the CPU memory of a machine for offloaded activations."""
-    if not (launch.cuda and model.offload_activations):
-        return []
-    size = offloaded_activation_bytes(shape, batch) * launch.per_node
-    return [("inputs of layers, offloaded, at most", size)]
-
-
-def _list_server_memory(sampling: Any, launch: LaunchShape) -> list[MemoryItem]:
-    """Return the memory of a vLLM server that the run starts."""
-    if sampling.sampler != "vllm" or sampling.sampler_url:
-        return []
-    return [constant_item("vLLM server (sampler_memory)", sampling.sampler_memory * launch.memory)]
+def _list_extra_memory(
+    settings: Any, shape: ModelShape, batch: MicroBatch, launch: LaunchShape
+) -> tuple[list[MemoryItem], list[tuple[str, float]]]:
+    """Return the memory of a vLLM server that the run starts, and the CPU memory of a machine for
+    offloaded activations.
+    """
+    items, host, sampling = [], [], settings.sampling
+    if sampling.sampler == "vllm" and not sampling.sampler_url:
+        size = sampling.sampler_memory * launch.memory
+        items.append(constant_item("vLLM server (sampler_memory)", size))
+    if launch.cuda and settings.model.offload_activations:
+        size = offloaded_activation_bytes(shape, batch) * launch.per_node
+        host.append(("inputs of layers, offloaded, at most", size))
+    return items, host
 
 
 def _compute_step_work(
-    method_name: str,
-    settings: Any,
+    method: Method,
     shape: ModelShape,
     prompt: int,
     world: int,
@@ -249,8 +251,8 @@ def _compute_step_work(
     `prompt`: tokens of the longest prompt. `world`: learner ranks. `sampler_world`: samplers.
     `in_pages`: whether the sampler uses a paged KV cache.
     """
+    settings = method.settings
     sampling, optim, loop = settings.sampling, settings.optim, settings.loop
-    method = METHODS[method_name](settings)
     group = method.group_size if method.online else 1
     if shape.max_context is not None:
         prompt = max(1, min(prompt, shape.max_context - sampling.max_tokens))
@@ -292,15 +294,17 @@ def _compute_step_work(
 
 
 def _list_other_shapes(
-    method_name: str,
-    settings: Any,
-    model: ModelSettings,
-    shape: ModelShape,
-    fresh_adapter: bool,
+    method: Method, model: ModelSettings, shape: ModelShape, fresh_adapter: bool
 ) -> tuple[list[ModelShape], list[ModelShape]]:
     """Return the shapes of the frozen models beside the policy, and of the critics."""
-    requests = ModelRequests(METHODS[method_name](settings))
-    others = _other_model_shapes(method_name, settings, shape)
+    requests = ModelRequests(method)
+    learned = getattr(method.settings, "learned", None)
+    reward_models = {name for name, _ in learned.weighted_reward_models} if learned else set()
+    tokenizer = method.settings.model.tokenizer
+    others = [
+        _find_other_shape(target, tokenizer, shape, read_whole=target in reward_models)
+        for target in requests.weights
+    ]
     if requests.needs_initial_policy and not fresh_adapter:
         others.append(shape)
     critic = requests.critic_model
@@ -308,7 +312,30 @@ def _list_other_shapes(
         return others, []
     if critic == "policy":
         return others, [shape]
-    return others, [load_shape(critic, model.tokenizer, model.make_lora())]
+    return others, [load_model_skeleton(critic, model.tokenizer, model.make_lora()).shape]
+
+
+def _find_other_shape(
+    target: str, tokenizer: str | None, policy: ModelShape, *, read_whole: bool
+) -> ModelShape:
+    """Return the shape of weights that a method names. A name that is no model's name (a stage, a
+    run's folder) counts as a model like the policy.
+
+    `read_whole`: for a reward model, which is loaded like a learner, and which tensor parallelism
+    does not split.
+    """
+    folder = Path(target).expanduser()
+    is_model = target.startswith("tiny:") or (
+        (folder / "config.json").is_file() and not contains_run(folder)
+    )
+    if is_model and read_whole and (size := count_classifier_parameters(target)) is not None:
+        sizes: dict[str, Any] = {"parameters": size, "unsplit": size}
+        return replace(policy, name=target, fast=False, adapters=0, unsplit_adapters=0, **sizes)
+    shape = load_model_skeleton(target, tokenizer, None).shape if is_model else policy
+    if not read_whole:
+        return shape
+    base = shape.parameters - shape.adapters
+    return replace(shape, unsplit=base, unsplit_adapters=shape.adapters)
 
 
 def _uses_paged_cache(
@@ -369,51 +396,10 @@ def _tensor_parallel_size(
                 f"many (--plan-gpus {sampler_tp} plans for them), or set it to 1"
             )
         check_tensor_parallel_size(sampler_tp, launch.per_node)
-        check_tensor_parallel(shape, sampler_tp)
+        shape.check_tensor_parallel(sampler_tp)
     except UserError as error:
         raise UnsupportedTensorParallel(str(error)) from error
     return sampler_tp
-
-
-def _other_model_shapes(method: str, settings: Any, policy: ModelShape) -> list[ModelShape]:
-    """Return the shapes of the models that a method's weights name. A name that is no model's name
-    (a stage, a run's folder) counts as a model like the policy.
-
-    A reward model is loaded like a learner, which tensor parallelism does not split.
-    """
-    learned = getattr(settings, "learned", None)
-    read_whole = (
-        {name for name, _ in learned.weighted_reward_models} if learned is not None else set()
-    )
-    shapes = []
-    for target in ModelRequests(METHODS[method](settings)).weights:
-        folder = Path(target).expanduser()
-        is_model = target.startswith("tiny:") or (
-            (folder / "config.json").is_file() and not is_run_folder(folder)
-        )
-        if (
-            is_model
-            and target in read_whole
-            and (size := count_classifier_parameters(target)) is not None
-        ):
-            shapes.append(
-                replace(
-                    policy,
-                    name=target,
-                    parameters=size,
-                    adapters=0,
-                    unsplit=size,
-                    unsplit_adapters=0,
-                    fast=False,
-                )
-            )
-            continue
-        shape = load_shape(target, settings.model.tokenizer, None) if is_model else policy
-        whole = replace(
-            shape, unsplit=shape.parameters - shape.adapters, unsplit_adapters=shape.adapters
-        )
-        shapes.append(whole if target in read_whole else shape)
-    return shapes
 
 
 def _base_dtype(model: ModelSettings, launch: LaunchShape) -> str:
@@ -423,14 +409,9 @@ def _base_dtype(model: ModelSettings, launch: LaunchShape) -> str:
     return ("bf16" if launch.bf16 else "fp32") if model.base_dtype == "auto" else model.base_dtype
 
 
-def measure_nothing(
-    model: ModelSettings, batch: MicroBatch, launch: LaunchShape
+def _trace(
+    skeleton: ModelSkeleton, model: ModelSettings, batch: MicroBatch, launch: LaunchShape
 ) -> MicroBatchMemory:
-    """Return zero bytes for a micro-batch, which needs no tracing."""
-    return MicroBatchMemory()
-
-
-def _trace(model: ModelSettings, batch: MicroBatch, launch: LaunchShape) -> MicroBatchMemory:
     divides = launch.sharding.divides
     config = ComputeConfig(
         dtype=torch.bfloat16 if launch.bf16 and divides else torch.float32,
@@ -443,4 +424,71 @@ def _trace(model: ModelSettings, batch: MicroBatch, launch: LaunchShape) -> Micr
         saved_bytes=None if launch.cuda else kept_bytes_from_gib(model.kept_logits_gib),
         bf16_base=launch.base_dtype != "fp32" and not divides,
     )
-    return trace_micro_batch(model.base_model, model.tokenizer, model.make_lora(), batch, config)
+    return trace_micro_batch(skeleton, batch, config)
+
+
+def choose_cache_size(run: RunConfig) -> RunConfig:
+    """Return the run with `kv_cache_tokens` for the devices of this launch in every stage.
+
+    A run that cannot be planned, and a run on CPUs, has the default size.
+    """
+    if not torch.cuda.is_available():
+        return set_cache_size(run, DEFAULT_CACHE_TOKENS)
+    launch, device = resolve_launch(run)
+    try:
+        return fit_cache_size(run, launch, device)
+    except UserError:  # reported where the run is checked
+        return set_cache_size(run, DEFAULT_CACHE_TOKENS)
+
+
+def fit_cache_size(run: RunConfig, launch: LaunchShape, device: DeviceMemory) -> RunConfig:
+    """Return the run with `kv_cache_tokens` set in every stage, by a rule that depends only on
+    settings, model and the device's memory.
+
+    The default is doubled while that is less than `max_rows` answers take and the memory plan,
+    with the cache at every moment, is at most 80% of the device. It is halved until what is held
+    while sampling fits, if that leaves room for the longest answer; if not, it is not changed.
+    """
+    if not launch.cuda or all(stage.settings.sampling.kv_cache_tokens for stage in run.stages):
+        return set_cache_size(run, DEFAULT_CACHE_TOKENS)
+    prompt = run.options.plan_prompt_tokens
+    samplings = [stage.settings.sampling for stage in run.stages]
+    longest = prompt + max(sampling.max_tokens for sampling in samplings)
+    most = max(sampling.max_rows for sampling in samplings) * longest
+
+    def plan(size: int) -> list[StageNeeds]:
+        return compute_stage_needs(set_cache_size(run, size), launch, prompt)
+
+    tokens = DEFAULT_CACHE_TOKENS
+    while tokens < most and _peak_with_cache(plan(2 * tokens)) <= _GROWTH_FRACTION * device.memory:
+        tokens *= 2
+    if tokens == DEFAULT_CACHE_TOKENS:
+        usable = USABLE_FRACTION * device.memory
+        for size in (tokens >> i for i in range(10)):
+            if size < longest:
+                break
+            if max(needs.plan.sums["sample"] for needs in plan(size)) <= usable:
+                return set_cache_size(run, size)
+    return set_cache_size(run, tokens)
+
+
+def set_cache_size(run: RunConfig, tokens: int) -> RunConfig:
+    """Return the run with `kv_cache_tokens` in the stages that do not set it."""
+    tokens = max(tokens, *(stage.settings.sampling.max_tokens for stage in run.stages))
+    stages = [
+        stage
+        if stage.settings.sampling.kv_cache_tokens
+        else stage.with_section("sampling", kv_cache_tokens=tokens)
+        for stage in run.stages
+    ]
+    return replace(run, stages=tuple(stages))
+
+
+def _peak_with_cache(stages: Sequence[StageNeeds]) -> float:
+    """Return the largest sum of the plans in bytes if the KV cache stays while learning."""
+    peaks = [0.0]
+    for needs in stages:
+        size = sum(item.sample for item in needs.plan.items if item.name == "KV cache")
+        sums = needs.plan.sums
+        peaks += [sums["sample"], sums["train"] + size, sums["update"] + size]
+    return max(peaks)

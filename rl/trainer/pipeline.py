@@ -1,15 +1,11 @@
-"""Check later stages before the first step: models, tokenizers, adapters, critics, teachers,
-renderers and rows.
-
-No weights are loaded: the stage's own model factory runs on a service whose models are on the meta
-device. An outline of a model is its config, its tokenizer and, for a folder, the names of its
-tensors. Each method checks its other models on such outlines itself. The epochs of a stage become
-steps in the same way.
-"""
+"""Check a run before its first step: what its later stages need, and what its rewards pay for."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -22,6 +18,7 @@ from rl.algorithms import METHODS
 from rl.config import RowLoopSettings, RunConfig, StageConfig, is_api_address
 from rl.data import FaultyRows, ProblemSet
 from rl.errors import UserError
+from rl.jsonl import replace_nonfinite, write_atomically
 from rl.judges import OpenAIClient
 from rl.learner import learner_checkpoint
 from rl.models import (
@@ -35,16 +32,19 @@ from rl.models import (
     load_tokenizer,
     resolve_adapter_chain,
 )
-from rl.trainer.data_source import load_training_problems
+from rl.reporting import REWARD_CHECK, Console
+from rl.sanitize import describe_error
 from rl.trainer.initial_weights import find_base_model, find_previous_stage
+from rl.trainer.reward_probe import RewardProbeResult, format_probe_table, probe_reward
 from rl.trainer.saved_weights import SavedWeights
-from rl.trainer.stage_data import PreparedStage, check_rows, prepare_stage
-from rl.trainer.stage_models import (
-    StageModelFactory,
-    make_api_judge,
-    make_policy,
-    stage_renderer,
+from rl.trainer.stage_data import (
+    PreparedStage,
+    check_rows,
+    load_training_problems,
+    make_scorer,
+    prepare_stage,
 )
+from rl.trainer.stage_models import StageModelFactory, make_api_judge, make_policy, stage_renderer
 from rl.types import LoraConfig, Problem
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class _PlannedModelFactory(StageModelFactory):
         service = cast("ServiceClient", outlines)
         model, earlier = stage.settings.model, {n: outlines.checkpoint_of(n) for n in self._stages}
         previous = None if before is None else earlier[stages[before].name]
-        value_head = METHODS[stage.method](stage.settings).value_head
+        value_head = METHODS.create(stage).value_head
         policy = make_policy(service, model, previous, None, 0, value_head=value_head)
         renderer = stage_renderer(policy, stage.settings)
         super().__init__(service, policy, model, previous, earlier, 0, tags=tags, renderer=renderer)
@@ -164,7 +164,7 @@ class _PlannedModelFactory(StageModelFactory):
         stage = self._stages.get(weights.name)
         if stage is None:
             return super().has_value_head(weights)
-        return METHODS[stage.method](stage.settings).value_head
+        return METHODS.create(stage).value_head
 
 
 @cache
@@ -199,11 +199,18 @@ def _load_outline(base_model: str, tokenizer: str | None) -> tuple[int, int | No
     )
 
 
-def outline_policy(stages: Sequence[StageConfig], index: int) -> ModelOutline:
-    """Return the outline of a stage's policy. Raises UserError if its base model is not
-    available.
+def _check_rows_of_outline(
+    stages: Sequence[StageConfig], index: int, rows: ProblemSet
+) -> PreparedStage:
+    """Return the stage with the rows that its policy, which is not loaded, can be trained on.
+
+    Raises UserError if its base model is not available, or if rows are bad.
     """
-    return ModelOutline.load(*find_base_model(stages, index))
+    prepared = PreparedStage(stages[index], rows, None, None)
+    outline = ModelOutline.load(*find_base_model(stages, index))
+    policy = cast("TrainingClient", outline)
+    check_rows(prepared, policy, stage_renderer(policy, stages[index].settings))
+    return prepared
 
 
 def prepare_stages(stages: Sequence[StageConfig]) -> list[PreparedStage]:
@@ -226,16 +233,11 @@ def _find_faulty_rows(
     """Return the rows of a stage that cannot be trained on, as far as this is known before anything
     is loaded.
     """
-    plan = stages[index]
-    if not rows or getattr(getattr(plan.settings, "env", None), "environment", None) is not None:
+    env = getattr(stages[index].settings, "env", None)
+    if not rows or getattr(env, "environment", None) is not None:
         return None
     try:
-        policy = cast("TrainingClient", outline_policy(stages, index))
-        check_rows(
-            PreparedStage(plan, ProblemSet(rows), None, None),
-            policy,
-            stage_renderer(policy, plan.settings),
-        )
+        _check_rows_of_outline(stages, index, ProblemSet(rows))
     except FaultyRows as error:
         return error
     except (ValueError, OSError):
@@ -267,7 +269,7 @@ def dry_run(stages: Sequence[StageConfig], prepared: Sequence[PreparedStage], cu
         try:
             tags = ready.rows.tags if ready.rows is not None else []
             factory = _PlannedModelFactory(stages, index, tags)
-            METHODS[plan.method](plan.settings).make_models(factory)
+            METHODS.create(plan).make_models(factory)
             assert factory.renderer is not None
             check_rows(ready, factory.policy, factory.renderer)
         except ValueError as error:
@@ -287,9 +289,7 @@ def convert_epochs_to_steps(run: RunConfig) -> RunConfig:
         if isinstance(loop, RowLoopSettings) and loop.epochs is not None:
             rows = _count_rows(stages, index)
             steps = max(1, math.ceil(round(loop.epochs * rows / loop.batch_size, 6)))
-            stages[index] = replace(
-                plan, settings=replace(plan.settings, loop=replace(loop, steps=steps))
-            )
+            stages[index] = plan.with_section("loop", steps=steps)
     return replace(run, stages=tuple(stages))
 
 
@@ -308,10 +308,98 @@ def _count_rows(stages: Sequence[StageConfig], index: int) -> int:
     )
     if not drops_rows:
         return len(rows)
-    prepared = PreparedStage(plan, rows, None, None)
     try:
-        policy = cast("TrainingClient", outline_policy(stages, index))
-        check_rows(prepared, policy, stage_renderer(policy, plan.settings))
+        return len(_check_rows_of_outline(stages, index, rows).problems)
     except ValueError as error:
         raise UserError(f"stage {plan.name}: {error}") from error
-    return len(prepared.problems)
+
+
+STARTUP_SECONDS = 2.0  # budget of the check of a reward
+_SLOW_TRIAL_SECONDS = 1.5  # a reward that took longer to start and to score 8 rows is not checked
+
+
+def check_rewards_at_start(
+    stages: Sequence[PreparedStage], folder: Path, console: Console, command: str
+) -> None:
+    """Check the reward of each stage that trains on one. Print a line, or a table and warnings if a
+    trick pays, and write the results to reward_check.json in the run's `folder`.
+
+    `command`: what checks a skipped reward at length, unless it is a function of this process.
+    """
+    entries = []
+    checked: list[tuple[object, ...]] = []
+    for prepared in stages:
+        plan, data = prepared.plan, prepared.plan.settings.data
+        if not METHODS.create(plan).needs_reward or prepared.environment is not None:
+            continue
+        if prepared.scorer is None or prepared.rows is None:
+            continue
+        key = (data.dataset, data.reward, data.rewards)
+        if key in checked:
+            continue
+        checked.append(key)
+        try:
+            result = probe_prepared(prepared)
+        except Exception as error:  # boundary: a check of user code and data never ends a run
+            reason = f"the check failed: {describe_error(error)}"
+            result = RewardProbeResult(prepared.scorer.reward.name, skipped=reason)
+        # another process cannot import a function that was passed to rl.train
+        is_importable = prepared.scorer.place != "thread"
+        print_startup_result(result, console, command if is_importable else None)
+        entry = {"stage": prepared.plan.name, "dataset": data.dataset}
+        entries.append({**entry, **dataclasses.asdict(result)})
+    if entries:
+        text = json.dumps(replace_nonfinite({"rewards": entries}), indent=1, allow_nan=False)
+        write_atomically(folder / REWARD_CHECK, text + "\n")
+
+
+def probe_prepared(prepared: PreparedStage) -> RewardProbeResult:
+    """Return the result for the reward of a stage, within about STARTUP_SECONDS.
+
+    A built-in reward has no state, and is checked in the run's workers. A reward that is slow, runs
+    programs or runs in this process is skipped.
+    """
+    scorer = prepared.scorer
+    assert scorer is not None and prepared.rows is not None
+    reward = scorer.reward
+    builtin = all(part.builtin for part in reward.parts())
+    reason = None
+    if reward.runs_programs:
+        reason = "it runs programs"
+    elif scorer.place == "thread":
+        reason = (
+            "it is a function of this process, whose state the check could change (a reward in a "
+            "file runs in processes of its own)"
+        )
+    elif not builtin and prepared.trial_seconds > _SLOW_TRIAL_SECONDS:
+        reason = f"starting it and scoring a few rows took {prepared.trial_seconds:.1f} s"
+    if reason is not None:
+        return RewardProbeResult(reward.name, skipped=reason)
+    if builtin:
+        result = probe_reward(scorer, prepared.rows, budget=STARTUP_SECONDS, tried=True)
+        scorer.take_seconds()  # the run's metrics count its own answers only
+        return result
+    begin, data = time.monotonic(), prepared.plan.settings.data
+    with make_scorer(reward, data) as isolated:
+        budget = max(0.0, STARTUP_SECONDS - (time.monotonic() - begin))
+        return probe_reward(isolated, prepared.rows, budget=budget, tried=True)
+
+
+def print_startup_result(result: RewardProbeResult, console: Console, command: str | None) -> None:
+    """Print a line if nothing is wrong, else the table and a warning for each fault."""
+    if result.skipped is not None:
+        console.note(
+            f"reward {result.reward} was not checked for tricks, because {result.skipped}"
+            + (f": {command} checks it" if command else "")
+        )
+        return
+    if result.warnings:
+        heading = f"what reward {result.reward} pays for, right answers as {result.form}"
+        console.warn("\n".join([heading, *format_probe_table(result)]))
+        for warning in result.warnings:
+            console.warn(f"reward {result.reward}: {warning}")
+        return
+    line = (
+        f"reward {result.reward} pays for no trick on {result.rows} rows ({result.seconds:.1f} s)"
+    )
+    console.note("; ".join([line, *result.notes]))

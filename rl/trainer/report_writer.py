@@ -18,7 +18,7 @@ import torch
 from rl.errors import install_command
 from rl.jsonl import format_json_line, write_atomically
 from rl.reporting import LAUNCHES, REPORT, Console, has_plotly, read_rollouts
-from rl.trainer.memory_table import StageNeeds
+from rl.trainer.memory_requirements import StageNeeds
 from rl.trainer.run_report import write_report
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "triton", "numpy")

@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +31,9 @@ from rl.trainer.checkpoint_manager import (
     CheckpointManager,
     StageSteps,
     complete_checkpoint_list,
+    locate_checkpoint,
+    make_checkpoint_row,
+    match_checkpoint_name,
     read_stage_steps,
 )
 from rl.trainer.config_diff import CHANGES_KEY, check_changes
@@ -123,38 +125,26 @@ def find_resume_point(run: RunConfig, folder: Path, console: Console) -> ResumeP
     ended = row["kind"] == "final"
     renamed = None
     if ended and loop["next_batch"] < stages[loop["stage"]].steps:  # steps were added
-        ended, renamed_row = False, _rename_final_checkpoint(folder, row)
-        renamed = (row["name"], renamed_row["name"])
-        kept_rows = [*[other for other in kept_rows if other["name"] not in renamed], renamed_row]
+        target = path.with_name(f"{row['stage']}-{row['batch']:06d}")
+        ended, renamed = False, (row["name"], target.name)
+        rows = [other for other in kept_rows if other["name"] not in renamed]
+        kept_rows = [*rows, make_checkpoint_row(target, "last", row["stage"], row["batch"])]
     _apply_changed_settings(loop, changes.notes)
-    fields: dict[str, Any] = {
-        "state_path": str(path),
-        "stage": loop["stage"],
-        "next_batch": loop["next_batch"],
-        "step": row["batch"],
-    }
-    fields |= {
-        "stage_ended": ended,
-        "loop_state": loop,
-        "run_id": config.get(RUN_ID_KEY),
-        "rows": kept_rows,
-        "stale": stale,
-        "renamed": renamed,
-    }
-    return ResumePoint(**fields, run=run, notes=changes.notes, changed=config.get(CHANGES_KEY, ()))
-
-
-def _rename_final_checkpoint(folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of a final checkpoint as that of a checkpoint before the stage's end."""
-    name = f"{row['stage']}-{row['batch']:06d}"
-    target = folder / CHECKPOINTS_FOLDER / name
-    return {
-        **row,
-        "name": name,
-        "kind": "last",
-        "state_path": str(target),
-        "sampler_path": str(target / "model"),
-    }
+    return ResumePoint(
+        state_path=str(path),
+        stage=loop["stage"],
+        next_batch=loop["next_batch"],
+        step=row["batch"],
+        stage_ended=ended,
+        loop_state=loop,
+        run_id=config.get(RUN_ID_KEY),
+        rows=kept_rows,
+        stale=stale,
+        run=run,
+        notes=changes.notes,
+        changed=config.get(CHANGES_KEY, ()),
+        renamed=renamed,
+    )
 
 
 def _start_from_beginning(
@@ -181,15 +171,11 @@ def _start_from_beginning(
 
 def _apply_changed_settings(loop: dict[str, Any], notes: Sequence[Mapping[str, Any]]) -> None:
     """Update changed settings in the loop's state, which would otherwise override the setting."""
+    method = loop.get("method")
     for note in notes:
-        state = loop.get("method")
-        if (
-            note["setting"] == "kl_coef"
-            and isinstance(state, dict)
-            and "kl_coef" in state
-            and note["to"] is not None
-        ):
-            state["kl_coef"] = note["to"]
+        changes_kl = note["setting"] == "kl_coef" and note["to"] is not None
+        if changes_kl and isinstance(method, dict) and "kl_coef" in method:
+            method["kl_coef"] = note["to"]
 
 
 def _read_loop_state(
@@ -199,36 +185,7 @@ def _read_loop_state(
     checkpoint's name or the run's stages.
     """
     loop, stages = state.get("metadata"), read_stage_steps(config["stages"])
-    wrong = None
-    if (
-        isinstance(loop, dict)
-        and "first_step" not in loop
-        and loop.get("stage") in range(len(stages))
-    ):
-        loop["first_step"] = stages[loop["stage"]].first
-    if not isinstance(loop, dict):
-        wrong = "it has no loop state"
-    elif bad := [
-        key
-        for key in ("stage", "next_batch", "first_step")
-        if not isinstance(loop.get(key), int) or isinstance(loop[key], bool)
-    ]:
-        wrong = f"its {bad[0]} is {loop.get(bad[0])!r}"
-    elif not 0 <= loop["stage"] < len(stages) or stages[loop["stage"]].name != row["stage"]:
-        wrong = (
-            f"it belongs to stage number {loop['stage'] + 1}, which is not called "
-            f"{row['stage']} in the run"
-        )
-    elif (
-        loop["first_step"] != stages[loop["stage"]].first
-        or not 0 <= loop["next_batch"] <= stages[loop["stage"]].steps
-    ):
-        wrong = (
-            f"it was made {loop['next_batch']} steps after step {loop['first_step']}, which "
-            "is outside of the run's stage"
-        )
-    elif not path.name.endswith("-final") and path.name != f"{row['stage']}-{row['batch']:06d}":
-        wrong = f"it belongs to step {row['batch']}"
+    wrong = _find_contradiction(loop, stages, path, row)
     if wrong is not None:
         raise RunFolderError(
             f"the checkpoint {path} is not as this run saved it: {wrong}. Move it out of "
@@ -236,6 +193,32 @@ def _read_loop_state(
         )
     assert isinstance(loop, dict)
     return loop
+
+
+def _find_contradiction(
+    loop: Any, stages: Sequence[StageSteps], path: Path, row: Mapping[str, Any]
+) -> str | None:
+    """Return what contradicts the checkpoint's name or the run's stages in a loop state. Add
+    `first_step`, which older checkpoints lack.
+    """
+    if not isinstance(loop, dict):
+        return "it has no loop state"
+    if "first_step" not in loop and loop.get("stage") in range(len(stages)):
+        loop["first_step"] = stages[loop["stage"]].first
+    for key in ("stage", "next_batch", "first_step"):
+        if not isinstance(loop.get(key), int) or isinstance(loop[key], bool):
+            return f"its {key} is {loop.get(key)!r}"
+    number, done, first = loop["stage"], loop["next_batch"], loop["first_step"]
+    if not 0 <= number < len(stages) or stages[number].name != row["stage"]:
+        return (
+            f"it belongs to stage number {number + 1}, which is not called {row['stage']} in the "
+            "run"
+        )
+    if first != stages[number].first or not 0 <= done <= stages[number].steps:
+        return f"it was made {done} steps after step {first}, which is outside of the run's stage"
+    if not path.name.endswith("-final") and path.name != f"{row['stage']}-{row['batch']:06d}":
+        return f"it belongs to step {row['batch']}"
+    return None
 
 
 def _check_no_conflicts(
@@ -248,36 +231,18 @@ def _check_no_conflicts(
     """Raise RunFolderError if a foreign file or folder has a name that the run is going to write
     to.
     """
-    kept_names, stale_names = (
-        {row["name"] for row in kept_rows},
-        {row["name"] for row in stale_rows},
-    )
-    for parent, form in (
-        (folder / CHECKPOINTS_FOLDER, r"(?:(\d{6,12})|final)"),
-        (folder / WEIGHTS_FOLDER, r"best-(\d{6,12})"),
-    ):
+    kept_names, stale_names = ({row["name"] for row in rows} for rows in (kept_rows, stale_rows))
+    for parent, best in ((folder / CHECKPOINTS_FOLDER, False), (folder / WEIGHTS_FOLDER, True)):
         for path in sorted(parent.iterdir()) if parent.is_dir() else ():
-            for stage in stages:
-                match = re.fullmatch(re.escape(stage.name) + "-" + form, path.name)
-                checkpoint_step = (
-                    None
-                    if match is None
-                    else stage.first + stage.steps
-                    if match[1] is None
-                    else int(match[1])
+            match = match_checkpoint_name(path.name, stages, best=best)
+            if match is None or match[1] < step or path.name in kept_names:
+                continue
+            if path.name not in stale_names or path.is_symlink():
+                origin = "a link" if path.is_symlink() else "not from this run"
+                raise RunFolderError(
+                    f"{path} is in the way: the run is going to write its step {match[1]} under "
+                    f"that name, and it is {origin}. Move it elsewhere"
                 )
-                if (
-                    checkpoint_step is not None
-                    and checkpoint_step >= step
-                    and path.name not in kept_names
-                    and (path.name not in stale_names or path.is_symlink())
-                ):
-                    raise RunFolderError(
-                        f"{path} is in the way: the run is going to write its step "
-                        f"{checkpoint_step} under that name, and it is "
-                        f"{'a link' if path.is_symlink() else 'not from this run'}. Move it "
-                        "elsewhere"
-                    )
 
 
 def remove_damaged_checkpoints(folder: Path, resume_point: ResumePoint) -> None:
@@ -295,9 +260,7 @@ def remove_damaged_checkpoints(folder: Path, resume_point: ResumePoint) -> None:
     for parent in (folder / CHECKPOINTS_FOLDER, folder / WEIGHTS_FOLDER):
         checkpoint_folder.remove_leftovers(parent)
     for row in resume_point.stale:
-        path = checkpoint_folder.checkpoint_path(
-            folder / (CHECKPOINTS_FOLDER if row["state_path"] else WEIGHTS_FOLDER), row["name"]
-        )
+        path = locate_checkpoint(folder, row)
         try:
             if row["state_path"]:
                 # The same reading as in the search for the resume point: a state may be unreadable
@@ -309,7 +272,7 @@ def remove_damaged_checkpoints(folder: Path, resume_point: ResumePoint) -> None:
             checkpoint_folder.remove_checkpoint(path)
 
 
-def check_final_checkpoints(run: RunConfig, folder: Path, names: Sequence[str]) -> None:
+def check_final_checkpoints(folder: Path, names: Sequence[str]) -> None:
     """Raise UserError if the final checkpoint of an ended stage is damaged and other stages begin
     from it.
     """
@@ -322,11 +285,6 @@ def check_final_checkpoints(run: RunConfig, folder: Path, names: Sequence[str]) 
                 f"a later stage begins from the end of stage {name}, but that checkpoint is "
                 f"damaged: {error}"
             ) from error
-
-
-def make_run_id() -> str:
-    """Return a new random run id."""
-    return uuid.uuid4().hex
 
 
 def make_identity(
@@ -347,14 +305,9 @@ def compute_data_fingerprint(problems: ProblemSet) -> str:
     stride = -(-len(problems) // (_HASHED_STREAM_ROWS if problems.is_lazy else _HASHED_ROWS))
     for i in range(0, len(problems), stride):
         row = problems.at(i)
-        stored_answers = [[answer.reward, answer.text] for answer in row.answers]
-        content = [
-            list(map(dict, row.messages)),
-            row.response,
-            row.rejected,
-            row.meta.get("answer"),
-            stored_answers,
-        ]
+        answers = [[answer.reward, answer.text] for answer in row.answers]
+        texts = [list(map(dict, row.messages)), row.response, row.rejected]
+        content = [*texts, row.meta.get("answer"), answers]
         digest.update(
             json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
         )
@@ -374,18 +327,16 @@ def check_same_run(
     """
     recorded = state["metadata"].get("run")
     recorded = recorded if isinstance(recorded, dict) else {}
-    changed = []
-    expected = {
-        RUN_ID_KEY: config.get(RUN_ID_KEY),
-        "seed": run.options.seed,
-        "stage": run.stages[index].name,
-    }
-    for key, value in expected.items():
-        if value is not None and recorded.get(key) not in (None, value):
-            changed.append(
-                f"its {'run' if key == RUN_ID_KEY else key} is {recorded[key]!r}, this run's is "
-                f"{value!r}"
-            )
+    expected = [
+        ("run", RUN_ID_KEY, config.get(RUN_ID_KEY)),
+        ("seed", "seed", run.options.seed),
+        ("stage", "stage", run.stages[index].name),
+    ]
+    changed = [
+        f"its {name} is {recorded[key]!r}, this run's is {value!r}"
+        for name, key, value in expected
+        if value is not None and recorded.get(key) not in (None, value)
+    ]
     changed += _diff_model(state["spec"], run, index)
     if changed:
         raise RunFolderError(
@@ -408,21 +359,17 @@ def _diff_model(spec: Mapping[str, Any], run: RunConfig, index: int) -> list[str
         lora = model.make_lora(derive_seed(seed, "adapter") % 2**31)
         expected["seed"] = derive_seed(seed, "weights") % 2**31
         expected["lora"] = lora and asdict(lora)
-    plan = stages[index]
-    expected["value_head"] = METHODS[plan.method](plan.settings).value_head
+    expected["value_head"] = METHODS.create(stages[index]).value_head
     if spec.get("lora"):
         spec = {**spec, "lora": asdict(LoraConfig(**spec["lora"]))}
-    differing_keys = [key for key, value in expected.items() if spec.get(key, value) != value]
     differences = [
-        f"{key} of its model is {spec[key]!r}, this run's is {expected[key]!r}"
-        for key in differing_keys
+        f"{key} of its model is {spec[key]!r}, this run's is {value!r}"
+        for key, value in expected.items()
+        if spec.get(key, value) != value
     ]
     recorded_base = str(spec.get("base_model", base))
-    if (
-        not is_continued
-        and recorded_base != base
-        and not (before is not None and Path(recorded_base).parts[-2:] == Path(base).parts)
-    ):
+    is_moved = before is not None and Path(recorded_base).parts[-2:] == Path(base).parts
+    if not is_continued and recorded_base != base and not is_moved:
         differences.append(
             f"it was made from {recorded_base}, this run's stage {stages[index].name} from {base}"
         )
@@ -448,21 +395,14 @@ def check_logged_steps(folder: Path, steps: Sequence[range]) -> None:
     `steps` holds the steps of each stage so far.
     """
     path = folder / METRICS_FILE
-    logged_steps = [row["step"] for row in read_metrics(path)]
-    counts: dict[int, int] = {}
-    for step in logged_steps:
-        counts[step] = counts.get(step, 0) + 1
+    counts = Counter(row["step"] for row in read_metrics(path))
     expected = [step for part in steps for step in part]
-    missing, duplicated = (
-        [step for step in expected if step not in counts],
-        [step for step in expected if counts.get(step, 0) > 1],
-    )
+    missing = [step for step in expected if not counts[step]]
+    duplicated = [step for step in expected if counts[step] > 1]
     if missing or duplicated:
-        problem = (
-            f"lacks {_format_steps(missing)}"
-            if missing
-            else f"has {_format_steps(duplicated)} more than once"
-        )
+        problem = f"has {_format_steps(duplicated)} more than once"
+        if missing:
+            problem = f"lacks {_format_steps(missing)}"
         raise UserError(
             f"{path} {problem}, and the checkpoint was made after them: restore the file from a "
             "copy, or begin a new run from the checkpoint's weights with --base-model and another "

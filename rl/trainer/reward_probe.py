@@ -12,7 +12,7 @@ from typing import Any
 
 from rl.envs import last_user_text, make_reward_episode, make_reward_meta
 from rl.errors import UserError
-from rl.rewards import Episode, EpisodeTurn, Score, Scorer
+from rl.rewards import EpisodeTurn, Score, Scorer
 from rl.sanitize import sanitize_text
 from rl.trainer.answer_mutants import (
     MUTANTS,
@@ -100,23 +100,11 @@ def select_trial_rows(rows: Sequence[Problem], count: int) -> list[Problem]:
 
 def make_reward_item(row: Problem, answer: str, scorer: Scorer) -> tuple[Any, ...]:
     """Return the arguments of `Scorer.submit` for an answer to a row, as in training."""
-    return (
-        last_user_text(row.messages),
-        answer,
-        make_reward_meta(row, scorer),
-        _make_episode(row, answer, scorer),
-    )
-
-
-def _make_episode(row: Problem, answer: str, scorer: Scorer) -> Episode | None:
-    """Return the answer as an episode of one turn, for a reward that scores episodes. Each letter
-    counts as a token.
-    """
-    return (
-        make_reward_episode(row, EpisodeTurn(answer, tokens=max(1, len(answer))))
-        if scorer.reward.episode
-        else None
-    )
+    episode = None
+    if scorer.reward.episode:
+        # a reward that scores episodes gets one turn, in which each letter counts as a token
+        episode = make_reward_episode(row, EpisodeTurn(answer, tokens=max(1, len(answer))))
+    return last_user_text(row.messages), answer, make_reward_meta(row, scorer), episode
 
 
 def _check_reference_scores(
@@ -263,19 +251,19 @@ def probe_reward(
     if len(probed) < len(answers):
         notes.append(f"{len(probed)} of {len(answers)} rows were checked in {budget:.3g} s")
     results = _summarize(probed)
-    if _measures_form(scorer):
-        warnings = _describe_failures(probed, results)
+    warnings = _describe_failures(probed, results)
+    if all(part.builtin and part.name in _FORM_REWARDS for part in scorer.reward.parts()):
         notes.append(
             f"{scorer.reward.name} measures the form of an answer, not whether it is right: add a "
             "reward that compares the answer (--rewards)"
         )
     else:
-        warnings = [*_describe_failures(probed, results), *_describe_tricks(probed, results)]
+        warnings += _describe_tricks(probed, results)
     return replace(
         result,
         form=form,
         rows=len(probed),
-        results=tuple(results),
+        results=tuple(results.values()),
         warnings=tuple(warnings),
         notes=tuple(notes),
         seconds=time.monotonic() - begin,
@@ -387,10 +375,10 @@ def _make_source(answers: Sequence[tuple[Problem, ReferenceAnswer]], number: int
     return MutantSource(answer, last_user_text(row.messages), list(others.values()), number)
 
 
-def _summarize(probed: Sequence[_ProbedRow]) -> list[MutantResult]:
+def _summarize(probed: Sequence[_ProbedRow]) -> dict[AnswerMutant, MutantResult]:
     """Return a result for each kind of answer that some row has."""
     top = max((reward for row in probed for reward in row.rewards.values()), default=0.0)
-    results = []
+    results = {}
     for mutant in MUTANTS:
         rows = [row for row in probed if mutant in row.texts]
         if not rows:
@@ -398,30 +386,25 @@ def _summarize(probed: Sequence[_ProbedRow]) -> list[MutantResult]:
         rewards = [row.rewards[mutant] for row in rows if mutant in row.rewards]
         paid = [pays for row in rows if (pays := row.pays(mutant)) is not None]
         sample = next((row for row in rows if row.pays(mutant)), rows[0])
-        results.append(
-            MutantResult(
-                mutant.name,
-                sum(rewards) / len(rewards) if rewards else None,
-                sum(reward == top for reward in rewards) / max(1, len(rewards)),
-                sum(paid),
-                len(paid),
-                len(rows) - len(rewards),
-                sample.texts[mutant],
-            )
+        results[mutant] = MutantResult(
+            mutant.name,
+            sum(rewards) / len(rewards) if rewards else None,
+            sum(reward == top for reward in rewards) / max(1, len(rewards)),
+            sum(paid),
+            len(paid),
+            len(rows) - len(rewards),
+            sample.texts[mutant],
         )
     return results
 
 
-def _measures_form(scorer: Scorer) -> bool:
-    return all(part.builtin and part.name in _FORM_REWARDS for part in scorer.reward.parts())
-
-
-def _describe_failures(probed: Sequence[_ProbedRow], results: Sequence[MutantResult]) -> list[str]:
+def _describe_failures(
+    probed: Sequence[_ProbedRow], results: Mapping[AnswerMutant, MutantResult]
+) -> list[str]:
     """Return a warning for each kind of answer on which the reward fails."""
     warnings = []
-    for result in results:
+    for mutant, result in results.items():
         if result.failures:
-            mutant = next(mutant for mutant in MUTANTS if mutant.name == result.name)
             errors = [row.scores[mutant].error for row in probed if mutant in row.scores]
             warnings.append(
                 f"{result.name}: the reward fails on {result.failures} of "
@@ -431,7 +414,9 @@ def _describe_failures(probed: Sequence[_ProbedRow], results: Sequence[MutantRes
     return warnings
 
 
-def _describe_tricks(probed: Sequence[_ProbedRow], results: Sequence[MutantResult]) -> list[str]:
+def _describe_tricks(
+    probed: Sequence[_ProbedRow], results: Mapping[AnswerMutant, MutantResult]
+) -> list[str]:
     """Return a warning for each trick that pays as much as a right answer, and if right answers are
     not recognised.
     """
@@ -446,11 +431,11 @@ def _describe_tricks(probed: Sequence[_ProbedRow], results: Sequence[MutantResul
     if 2 * recognised < len(probed):
         warnings.append(
             f"{RIGHT.name} earns no more than wrong answers on {len(probed) - recognised} of "
-            f"{len(probed)} rows, such as {_shorten(results[0].sample)}: is it the reward for this "
-            "data, and does --answer-format show how a right answer is written?"
+            f"{len(probed)} rows, such as {_shorten(results[RIGHT].sample)}: is it the reward for "
+            "this data, and does --answer-format show how a right answer is written?"
         )
-    for mutant, result in ((m, r) for m in MUTANTS for r in results if r.name == m.name):
-        program = any(row.is_program for row in probed)
+    program = any(row.is_program for row in probed)
+    for mutant, result in results.items():
         if mutant.is_wrong(program) and result.paid >= max(1.0, _ACCUSED_SHARE * result.compared):
             sample = next(row for row in probed if row.pays(mutant))
             warnings.append(

@@ -127,22 +127,31 @@ class RunLock:
         while not self._acquired:
             if self._create(self.path):
                 break
-            current = self._read_owner_and_age()
-            if current is None:
+            owner, heartbeat = self._read_owner(), self.heartbeat_time()
+            if owner is None or heartbeat is None:
                 continue  # the owner released it meanwhile
-            owner, age = current
-            over = self._find_end_reason(owner, age)
-            if over is None:
-                if not self._patient or self._is_local(owner):
-                    raise RunFolderError(self._refusal_message(owner, age))
-                before, waited = self.heartbeat_time(), self._warn_once(waited, owner, age, warn)
-                time.sleep(min(self._heartbeat_seconds, 1.0))
-                if self.heartbeat_time() not in (before, None):
-                    raise RunFolderError(self._refusal_message(owner, 0.0))
+            age = max(0.0, self._disk_time() - heartbeat)
+            reason = self._find_end_reason(owner, age)
+            if reason is not None:
+                if self._replace(owner):
+                    # the user starts after a process that did not release the folder
+                    warn(
+                        f"{_describe_owner(owner)} had {self.folder} and did not release it; "
+                        f"{reason}. Its lock is taken over; no action is needed"
+                    )
+                    break
                 continue
-            if self._replace(owner):
-                warn(_takeover_message(self.folder, owner, over))
-                break
+            if not self._patient or self._is_local(owner):
+                raise RunFolderError(self._refusal_message(owner, age))
+            if not waited:
+                waited = True
+                warn(
+                    f"{_describe_owner(owner)} has {self.folder}, its last heartbeat was "
+                    f"{age:.0f} s ago: waiting up to {self._stale:g} s to see whether it is alive"
+                )
+            time.sleep(min(self._heartbeat_seconds, 1.0))
+            if self.heartbeat_time() not in (heartbeat, None):
+                raise RunFolderError(self._refusal_message(owner, 0.0))
         if not self._acquired:
             self._acquired = True
             threading.Thread(target=self._run_heartbeat, name="whetstone-lock", daemon=True).start()
@@ -184,23 +193,12 @@ class RunLock:
             return self.path.stat().st_mtime
         return None
 
-    def _warn_once(
-        self, warned: bool, owner: Mapping[str, Any], age: float, warn: Callable[[str], None]
-    ) -> bool:
-        if not warned:
-            state = (
-                f"{_describe_owner(owner)} has {self.folder}, its last heartbeat "
-                f"was {age:.0f} s ago"
-            )
-            warn(f"{state}: waiting up to {self._stale:g} s to see whether it is alive")
-        return True
-
     def _create(self, path: Path) -> bool:
         """Create `path` with this process's record atomically. Return False if `path` exists."""
-        aside = path.with_name(f"{LOCK}.{self._record['nonce']}")
+        aside, record = path.with_name(f"{LOCK}.{self._record['nonce']}"), json.dumps(self._record)
         try:
             with aside.open("x") as file:
-                file.write(json.dumps(self._record))
+                file.write(record)
                 file.flush()
                 os.fsync(file.fileno())
             try:
@@ -210,8 +208,11 @@ class RunLock:
             # A file system without links: creating the name is atomic, its content follows a moment
             # later.
             except OSError:
-                return self._create_without_links(path)
+                with path.open("x") as file:
+                    file.write(record)
             return True
+        except FileExistsError:
+            return False
         except OSError as error:
             raise RunFolderError(
                 f"cannot write to {self.folder} ({error}): give another --output-dir"
@@ -219,14 +220,6 @@ class RunLock:
         finally:
             with contextlib.suppress(OSError):
                 aside.unlink()
-
-    def _create_without_links(self, path: Path) -> bool:
-        try:
-            with path.open("x") as file:
-                file.write(json.dumps(self._record))
-            return True
-        except FileExistsError:
-            return False
 
     def _read_owner(self) -> dict[str, Any] | None:
         """Return the owner's record: {} if it cannot be read, None if no lock exists."""
@@ -237,15 +230,6 @@ class RunLock:
         except (OSError, ValueError, RecursionError):
             return {}
         return owner if isinstance(owner, dict) else {}
-
-    def _read_owner_and_age(self) -> tuple[dict[str, Any], float] | None:
-        """Return (owner, seconds since the last heartbeat), or None if no lock exists."""
-        owner, beaten = self._read_owner(), self.heartbeat_time()
-        return (
-            None
-            if owner is None or beaten is None
-            else (owner, max(0.0, self._disk_time() - beaten))
-        )
 
     def _disk_time(self) -> float:
         """Return the current time by the clock of the disk's modification times."""
@@ -269,20 +253,13 @@ class RunLock:
     def _find_end_reason(self, owner: Mapping[str, Any], age: float) -> str | None:
         """Return the reason why the owner has ended, or None if it may be running."""
         if self._is_local(owner):
-            return (
-                None
-                if _is_alive(owner["pid"], str(owner.get("began") or ""))
-                else "that process has ended (perhaps it was killed)"
-            )
+            if _is_alive(owner["pid"], str(owner.get("began") or "")):
+                return None
+            return "that process has ended (perhaps it was killed)"
         mine, theirs = self._record["slurm"], owner.get("slurm")
-        if (
-            mine
-            and isinstance(theirs, list)
-            and len(theirs) == 2
-            and theirs[0] == mine[0]
-            and theirs[1] != mine[1]
-        ):
-            return f"it was an earlier start of this Slurm job {mine[0]}"
+        if mine and isinstance(theirs, list) and len(theirs) == 2:
+            if theirs[0] == mine[0] and theirs[1] != mine[1]:
+                return f"it was an earlier start of this Slurm job {mine[0]}"
         return f"its last heartbeat was {age:.0f} s ago" if age > self._stale else None
 
     def _replace(self, owner: Mapping[str, Any]) -> bool:
@@ -309,13 +286,10 @@ class RunLock:
             now = self._read_owner()
             return now is not None and now.get("nonce") == self._record["nonce"]
         finally:
-            self._remove_takeover(taking)
-
-    def _remove_takeover(self, taking: Path) -> None:
-        """Remove the temporary lock of the replacement if it belongs to this process."""
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            if json.loads(taking.read_bytes()).get("nonce") == self._record["nonce"]:
-                taking.unlink()
+            # remove the temporary lock of the replacement if it belongs to this process
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                if json.loads(taking.read_bytes()).get("nonce") == self._record["nonce"]:
+                    taking.unlink()
 
     def _refusal_message(self, owner: Mapping[str, Any], age: float) -> str:
         since = owner.get("since")
@@ -350,22 +324,8 @@ def _describe_owner(owner: Mapping[str, Any]) -> str:
     return f"process {owner['pid']} on {owner.get('host')}"
 
 
-def _takeover_message(folder: Path, owner: Mapping[str, Any], reason: str) -> str:
-    """Return the message for a user who starts after a process that did not release the folder: no
-    action is needed.
-    """
-    return (
-        f"{_describe_owner(owner)} had {folder} and did not release it; {reason}. Its lock is "
-        "taken over; no action is needed"
-    )
-
-
 def _format_duration(seconds: float) -> str:
     seconds = max(0.0, seconds)
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.0f} h"
-    )
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -48,7 +48,7 @@ from rl.reporting import (
 )
 from rl.sanitize import sanitize_text
 from rl.trainer.evaluator import HELD_OUT_ACCURACY, HeldOutMetrics
-from rl.trainer.memory_table import format_gib
+from rl.trainer.memory_report import format_gib
 
 _HELD_OUT_REWARD = "test/env/all/reward/total"
 # Held-out metrics of stages that learn from rows: label and metric.

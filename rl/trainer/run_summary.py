@@ -25,17 +25,21 @@ from rl.reporting import (
     has_plotly,
 )
 from rl.trainer.checkpoint_manager import read_checkpoint_list
-from rl.trainer.data_source import LAST_ROWS_SUFFIX
 from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.initial_weights import find_previous_stage
 from rl.trainer.saved_weights import (
+    collect_worker_settings,
     is_outside_current_folder,
     list_environment_addresses,
     list_method_addresses,
     list_reward_addresses,
 )
-from rl.trainer.stage_data import PreparedStage, describe_prepared, resolve_stage_reward
-from rl.trainer.worker_settings import collect_worker_settings
+from rl.trainer.stage_data import (
+    LAST_ROWS_SUFFIX,
+    PreparedStage,
+    describe_prepared,
+    resolve_stage_reward,
+)
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SCRIPT_NAMES = ("train.py", "export.py")  # the scripts that print commands

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rl.algorithms import METHODS
+from rl.client import SamplingClient, ServiceClient
 from rl.config import (
+    AsyncRolloutSettings,
     DataSettings,
     RunConfig,
+    RunSettings,
     SamplingSettings,
     StageConfig,
     find_source_file,
@@ -17,20 +21,79 @@ from rl.config import (
     load_resolved_config,
     locate_recorded_files,
 )
-from rl.distributed import checkpoint_path
 from rl.errors import UserError
+from rl.learner import LearnerSettings, kept_bytes_from_gib
 from rl.reporting import CHECKPOINTS, CONFIG, contains_run, load_saved_config
+from rl.runtime import SamplerSettings, WorkerSettings
+from rl.sampler import DEFAULT_CACHE_TOKENS, check_features
 from rl.seed import derive_seed
 from rl.trainer.checkpoint_manager import (
-    CHECKPOINTS_FOLDER,
-    WEIGHTS_FOLDER,
     complete_checkpoint_list,
+    locate_checkpoint,
     read_checkpoint_list,
     read_stage_steps,
 )
 
-if TYPE_CHECKING:
-    from rl.client import SamplingClient, ServiceClient
+
+def make_sampler_settings(sampling: SamplingSettings, router_replay: bool) -> SamplerSettings:
+    """Return the settings of a rank's sampler."""
+    return SamplerSettings(
+        sampling.kv_cache_tokens or DEFAULT_CACHE_TOKENS,
+        sampling.max_rows,
+        sampling.sampler,
+        router_replay,
+        sampling.sampler_cache,
+        sampling.sampler_tp,
+        sampling.sampler_url,
+        sampling.sampler_folder,
+        sampling.sampler_timeout,
+        sampling.sampler_command,
+        sampling.sampler_memory,
+    )
+
+
+def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
+    """Return the worker settings of the whole run. Raises UserError if those of stages differ."""
+    per_stage = []
+    for plan in stages:
+        model, optim = plan.settings.model, plan.settings.optim
+        learner = LearnerSettings(
+            token_budget=optim.token_budget,
+            layout=optim.layout,
+            fused=model.fused_logprobs,
+            kept_bytes=kept_bytes_from_gib(model.kept_logits_gib),
+            gradient_checkpointing=model.gradient_checkpointing,
+            offload_activations=model.offload_activations,
+            optimizer=optim.optimizer,
+            router_replay=model.router_replay,
+            router_aux_loss_coef=model.router_aux_loss_coef,
+            context_parallel_size=optim.context_parallel_size,
+        )
+        sampler = make_sampler_settings(plan.settings.sampling, model.router_replay)
+        per_stage.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
+    flows = [
+        flow
+        for plan in stages
+        if isinstance(flow := getattr(plan.settings, "flow", None), AsyncRolloutSettings)
+    ]
+    if per_stage[0].sampler.kind == "vllm" and any(flow.recompute_cache for flow in flows):
+        check_features(("vllm", "cache recomputation"))
+    ranks = {flow.sampler_ranks for flow in flows}
+    if len(ranks) > 1:
+        raise UserError(
+            "sampler_ranks applies to the whole run: set it at the recipe's top level or on the "
+            "command line"
+        )
+    if any(settings != per_stage[0] for settings in per_stage):
+        raise UserError(
+            "precision, token_budget, layout, context_parallel_size, fused_logprobs, "
+            "kept_logits_gib, gradient_checkpointing, offload_activations, optimizer, "
+            "router_replay, router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, "
+            "sampler_url, sampler_folder, sampler_timeout, sampler_command, sampler_memory, "
+            "sampler_cache and sampler_tp apply to the whole run: set them at the recipe's top "
+            "level or on the command line"
+        )
+    return replace(per_stage[0], sampler_ranks=max(ranks, default=0))
 
 
 _SERVER_SETTINGS = (
@@ -71,7 +134,7 @@ def check_method_code(address: str, source: str, trusted: bool = False) -> None:
             f"{source} names the method {address}, which is not available from this folder: "
             "change to its folder"
         )
-    if not trusted and not file.is_relative_to(Path.cwd().resolve()):
+    if not trusted and _is_elsewhere(file):
         raise UserError(
             f"{source} names the method {address}, which is {file}: only code in the current "
             "folder is imported for a run that is opened; change to its folder, or give "
@@ -80,12 +143,16 @@ def check_method_code(address: str, source: str, trusted: bool = False) -> None:
         )
 
 
+def _is_elsewhere(file: Path) -> bool:
+    return not file.is_relative_to(Path.cwd().resolve())
+
+
 def is_outside_current_folder(addresses: list[str]) -> bool:
     """Return whether the code at one of the addresses lies outside the current folder:
     `check_trusted` then needs --trust-run.
     """
-    files = [find_source_file(address) for address in addresses]
-    return any(file is not None and not file.is_relative_to(Path.cwd().resolve()) for file in files)
+    files = map(find_source_file, addresses)
+    return any(file is not None and _is_elsewhere(file) for file in files)
 
 
 def check_trusted(
@@ -96,19 +163,18 @@ def check_trusted(
     """
     messages = []
     for address in addresses:
-        file = find_source_file(address)
+        file, named = find_source_file(address), f"{source} names the {kind} {address}"
         if file is None:
             raise UserError(
-                f"{source} names the {kind} {address}, which is not available from this folder: "
-                f"give --{kind}, or change to its folder"
+                f"{named}, which is not available from this folder: give --{kind}, or change to "
+                "its folder"
             )
-        if not trusted and not file.is_relative_to(Path.cwd().resolve()):
+        if not trusted and _is_elsewhere(file):
             raise UserError(
-                f"{source} names the {kind} {address}, which is {file}: not in the current "
-                "folder, and importing it runs it. Give --trust-run if you know that file, or "
-                f"--{kind} with another one"
+                f"{named}, which is {file}: not in the current folder, and importing it runs it. "
+                f"Give --trust-run if you know that file, or --{kind} with another one"
             )
-        messages.append(f"{source} names the {kind} {address}: importing {file}")
+        messages.append(f"{named}: importing {file}")
     return messages
 
 
@@ -166,12 +232,8 @@ class SavedWeights:
         settings of its launch (`sampler_ranks`, `sampler_tp`) do not apply: this service may have a
         single process. Raises UserError if a vLLM server of the settings cannot be used.
         """
-        from rl.client import ServiceClient
-        from rl.runtime import WorkerSettings
-        from rl.trainer.worker_settings import collect_worker_settings, make_sampler_settings
-
         settings = (
-            collect_worker_settings(self.run.stages) if self.run is not None else WorkerSettings()
+            WorkerSettings() if self.run is None else collect_worker_settings(self.run.stages)
         )
         # only training needs recorded experts
         sampler = make_sampler_settings(sampling or self.prompt_settings[1], router_replay=False)
@@ -202,7 +264,7 @@ def open_weights(
     Raises UserError if the name does not exist, or nothing is saved yet.
     """
     folder = Path(target).expanduser()
-    if is_run_folder(folder):
+    if contains_run(folder):
         return _open_run_weights(folder, checkpoint, trusted=trusted)
     if checkpoint is not None:
         raise UserError(
@@ -222,18 +284,10 @@ def open_weights(
     raise UserError(f"no folder {target}{_list_siblings(folder)}: give {expected}")
 
 
-def is_run_folder(folder: Path) -> bool:
-    """Return whether config.json is a run's; a model's folder has a config.json too."""
-    return contains_run(folder)
-
-
 def load_run(folder: Path, *, trusted: bool = False) -> RunConfig:
     """Return the settings of the run in a folder. Raises UserError if they name a method's code in
     another folder and it is not `trusted`.
     """
-    from rl.algorithms import METHODS
-    from rl.config import RunSettings
-
     config = locate_recorded_files(load_saved_config(folder))
     for stage in config["stages"]:
         if is_method_address(stage["method"]):
@@ -247,9 +301,7 @@ def _open_run_weights(
     run = load_run(folder, trusted=trusted)
     row = _select_checkpoint(folder, _list_checkpoints(folder), checkpoint)
     # by name below this folder, not by the recorded path: the run's folder may have been moved
-    path = checkpoint_path(
-        folder / (CHECKPOINTS_FOLDER if row["state_path"] else WEIGHTS_FOLDER), row["name"]
-    )
+    path = locate_checkpoint(folder, row)
     names = [stage.name for stage in run.stages]
     if row["stage"] not in names:
         raise UserError(
@@ -266,9 +318,8 @@ def _list_checkpoints(folder: Path) -> list[dict[str, Any]]:
     """Return the run's checkpoints on disk. If none exists, return those of its list, so that an
     error can name what is missing.
     """
-    return complete_checkpoint_list(folder, read_stage_steps(load_saved_config(folder)["stages"]))[
-        0
-    ] or read_checkpoint_list(folder)
+    stages = read_stage_steps(load_saved_config(folder)["stages"])
+    return complete_checkpoint_list(folder, stages)[0] or read_checkpoint_list(folder)
 
 
 def _select_checkpoint(
@@ -302,7 +353,7 @@ def _open_folder(folder: Path) -> SavedWeights:
     if folder.name == "model" and (folder.parent / "state.json").is_file():
         folder = folder.parent  # state.json of this folder records the base model
     run_folder = folder.resolve().parent.parent
-    if (folder / "state.json").is_file() and is_run_folder(run_folder):
+    if (folder / "state.json").is_file() and contains_run(run_folder):
         if any(row["name"] == folder.name for row in _list_checkpoints(run_folder)):
             return _open_run_weights(run_folder, folder.name)
     if not any(

@@ -35,6 +35,16 @@ MOVED_FRACTION_BF16 = 0.25  # fraction of the mean change that moved weights mak
 # of an external sampler: a difference in nats that is counted, and the share of such tokens from
 # which a correction is advised
 LARGE_DIFFERENCE, LARGE_SHARE = 1e-2, 0.1
+# parts of the names of tensors that may have no gradient
+_MAY_LACK_GRADIENT = (
+    "expert",
+    "vision",
+    "visual",
+    "image",
+    "audio",
+    "mm_projector",
+    "multi_modal",
+)
 
 
 class SelfTestFailed(UserError):
@@ -115,16 +125,9 @@ def _compare_server(
         for datum in datums
     ]
     outputs = policy.forward(bare, "cross_entropy", {"temperature": temperature}).result()
-    learner = _select_actions(
-        datums,
-        {
-            i: output["logprobs"].array.astype(np.float64)
-            for i, output in enumerate(outputs.loss_fn_outputs)
-        },
-    )
-    sampled = _select_actions(
-        datums, {i: d.loss_fn_inputs["logprobs"].array for i, d in enumerate(datums)}
-    ).astype(np.float64)
+    logprobs = [output["logprobs"].array for output in outputs.loss_fn_outputs]
+    learner = _select_actions(datums, logprobs)
+    sampled = _select_sampled(datums)
     gap = learner - sampled
     mean, largest = float(np.abs(gap).mean()), float(np.abs(gap).max())
     share = float((np.abs(gap) > LARGE_DIFFERENCE).mean())
@@ -199,35 +202,37 @@ def _check_endings(
 
 def _check_tokens(prompt: ModelInput, sequence: SampledSequence, datums: Sequence[Datum]) -> None:
     """Check that the trained tokens are exactly the sampled tokens, all of them."""
-    trained: list[int] = []
-    logprobs: list[float] = []
-    for datum in datums:
-        inputs = datum.loss_fn_inputs
-        mask = inputs["mask"].array != 0
-        trained += inputs["target_tokens"].array[mask].tolist()
-        logprobs += inputs["logprobs"].array[mask].tolist()
+    targets = [datum.loss_fn_inputs["target_tokens"].array for datum in datums]
+    trained = [int(t) for t in _select_actions(datums, targets)]
     if trained != list(sequence.tokens):
         raise SelfTestFailed(
             f"the tokens that would be trained {trained[:8]} are not the tokens that were "
             f"sampled {list(sequence.tokens)[:8]}"
         )
-    if not np.array_equal(
-        np.array(logprobs, np.float32), np.array(sequence.logprobs or [], np.float32)
-    ):
+    sampled = np.array(sequence.logprobs or [], np.float32)
+    if not np.array_equal(_select_sampled(datums).astype(np.float32), sampled):
         raise SelfTestFailed(
             "the logprobs that would be used in training are not the logprobs of the sampled "
             "tokens at their positions"
         )
-    whole = [
-        *datums[0].model_input.flat(),
-        int(datums[-1].loss_fn_inputs["target_tokens"].array[-1]),
-    ]
+    last = int(targets[-1][-1])
+    whole = [*datums[0].model_input.flat(), last]
     if len(datums) == 1 and whole != [*prompt.flat(), *sequence.tokens]:
         raise SelfTestFailed("the sequence that would be trained is not the prompt and its answer")
 
 
-def _select_actions(datums: Sequence[Datum], logprobs: dict[int, np.ndarray]) -> np.ndarray:
-    return np.concatenate([logprobs[i][datum.action_mask] for i, datum in enumerate(datums)])
+def _select_actions(
+    datums: Sequence[Datum], values: Sequence[np.ndarray] | dict[int, np.ndarray]
+) -> np.ndarray:
+    """Return the values of all datums at their actions, in float64."""
+    return np.concatenate(
+        [values[i][datum.action_mask] for i, datum in enumerate(datums)]
+    ).astype(np.float64)
+
+
+def _select_sampled(datums: Sequence[Datum]) -> np.ndarray:
+    """Return the logprobs that came with the samples, in float64."""
+    return _select_actions(datums, [datum.loss_fn_inputs["logprobs"].array for datum in datums])
 
 
 def _check_agreement(
@@ -236,9 +241,7 @@ def _check_agreement(
     """Return the largest difference in nats between learner and sampler (its sampling logprobs,
     unless `with_sampled` is False, and its scoring logprobs).
     """
-    sampled = np.concatenate(
-        [d.loss_fn_inputs["logprobs"].array[d.action_mask] for d in datums]
-    ).astype(np.float64)
+    sampled = _select_sampled(datums)
     learner, read = _select_actions(datums, report.learner), _select_actions(datums, report.sampler)
     pairs = [("drew", sampled)] if with_sampled else []
     for action, sampler in (*pairs, ("reads", read)):
@@ -261,10 +264,8 @@ def _check_weight_sync(
 
     `tolerance`: largest difference in nats, in fp32; None: in bf16.
     """
-    learner, sampler = (
-        _select_actions(datums, report.learner_moved),
-        _select_actions(datums, report.sampler_moved),
-    )
+    learner = _select_actions(datums, report.learner_moved)
+    sampler = _select_actions(datums, report.sampler_moved)
     change = np.abs(learner - _select_actions(datums, report.learner))
     if not report.num_perturbed or not change.max() > 0:
         raise SelfTestFailed(
@@ -275,11 +276,12 @@ def _check_weight_sync(
             "the sampler does not notice that the weights changed: the weight sync delivers nothing"
         )
     difference = np.abs(sampler - learner)
-    if (
-        difference.max() > tolerance
-        if tolerance is not None
-        else difference.mean() > max(TOLERANCE_BF16, MOVED_FRACTION_BF16 * float(change.mean()))
-    ):
+    if tolerance is not None:
+        differs = difference.max() > tolerance
+    else:
+        most = max(TOLERANCE_BF16, MOVED_FRACTION_BF16 * float(change.mean()))
+        differs = difference.mean() > most
+    if differs:
         raise SelfTestFailed(
             "the weight sync delivers only a part of the weights: with moved weights sampler "
             f"and learner disagree by {difference.mean():.3g} nats on average and "
@@ -293,33 +295,20 @@ def _check_gradients(report: ConsistencyReport) -> str:
         raise SelfTestFailed(
             f"frozen tensors have a gradient: {_format_names(report.frozen_with_gradient)}"
         )
+    # a few tokens reach few experts, and text reaches no image encoder
     missed = [
         name
         for name, size in report.gradient_sizes.items()
-        if not size > 0 and not _may_lack_gradient(name)
+        if not size > 0 and not any(part in name for part in _MAY_LACK_GRADIENT)
     ]
+    total = len(report.gradient_sizes)
     if missed:
         raise SelfTestFailed(
-            f"no gradient reaches {len(missed)} of {len(report.gradient_sizes)} trained tensors: "
-            f"{_format_names(missed)}"
+            f"no gradient reaches {len(missed)} of {total} trained tensors: {_format_names(missed)}"
         )
-    return (
-        f"{sum(size > 0 for size in report.gradient_sizes.values())} of "
-        f"{len(report.gradient_sizes)}"
-    )
-
-
-def _may_lack_gradient(name: str) -> bool:
-    """Return whether a tensor may have no gradient: a few tokens reach few experts, and text
-    reaches no image encoder.
-    """
-    return any(
-        part in name
-        for part in ("expert", "vision", "visual", "image", "audio", "mm_projector", "multi_modal")
-    )
+    return f"{sum(size > 0 for size in report.gradient_sizes.values())} of {total}"
 
 
 def _format_names(names: Sequence[Any]) -> str:
-    return ", ".join(map(str, names[:3])) + (
-        f" and {len(names) - 3} more" if len(names) > 3 else ""
-    )
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(str, names[:3])) + more

@@ -1,19 +1,22 @@
-"""Create the models of a stage: its policy and the other models that its method needs."""
+"""Create the models of a stage: its policy, the other models that its method needs, and the players
+of an environment that are not the policy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from rl.algorithms import ModelFactory
-from rl.client import SamplingClient, ServiceClient, TrainingClient
-from rl.config import LearnedRewardSettings, ModelSettings, is_api_address
+from rl.client import SampleStream, SamplingClient, ServiceClient, TrainingClient
+from rl.config import EnvironmentSettings, LearnedRewardSettings, ModelSettings, is_api_address
 from rl.distributed import checkpoint_folder
-from rl.errors import UserError
+from rl.envs import OPPONENT_POOL, Environment, OpponentPool
+from rl.errors import RunFolderError, UserError
 from rl.judges import (
     APIRubricJudge,
     BaseModelScorer,
@@ -32,9 +35,14 @@ from rl.judges import (
 )
 from rl.models import is_adapter, load_classifier_config
 from rl.renderers import Renderer, get_renderer
+from rl.rollout import ActionSampler, RolloutBatch
 from rl.seed import derive_seed
+from rl.trainer.checkpoint_manager import CHECKPOINTS_FOLDER, WEIGHTS_FOLDER
 from rl.trainer.initial_weights import find_initial_weights, find_weights_folder
 from rl.trainer.saved_weights import SavedWeights, open_weights
+
+if TYPE_CHECKING:
+    from rl.sampler import SamplingRequest
 
 
 def make_policy(
@@ -75,6 +83,11 @@ def make_policy(
     )
 
 
+# name of a renderer (None: the default), settings of its template
+Rendering = tuple[str | None, tuple[tuple[str, str], ...]]
+
+
+@dataclass
 class StageModelFactory(ModelFactory):
     """Create the models of a stage's method; see rl.algorithms.method_interface.ModelFactory.
 
@@ -83,27 +96,15 @@ class StageModelFactory(ModelFactory):
     `renderer` is the policy's renderer.
     """
 
-    def __init__(
-        self,
-        service: ServiceClient,
-        policy: TrainingClient,
-        model: ModelSettings,
-        previous: str | None,
-        earlier: Mapping[str, str],
-        seed: int,
-        resume_from: str | None = None,
-        tags: Sequence[str] = (),
-        renderer: Renderer | None = None,
-    ):
-        self.service, self.policy, self.model, self.previous, self.earlier, self.seed = (
-            service,
-            policy,
-            model,
-            previous,
-            earlier,
-            seed,
-        )
-        self.resume_from, self.tags, self.renderer = resume_from, tags, renderer
+    service: ServiceClient
+    policy: TrainingClient
+    model: ModelSettings
+    previous: str | None
+    earlier: Mapping[str, str]
+    seed: int
+    resume_from: str | None = None
+    tags: Sequence[str] = ()
+    renderer: Renderer | None = None
 
     def initial_policy(self) -> TokenScorer:
         """Return a scorer with the stage's initial weights, for example as the reference model.
@@ -112,57 +113,48 @@ class StageModelFactory(ModelFactory):
         same when the stage begins and when it is resumed.
         """
         origin, model = find_initial_weights(self.model, self.previous), self.model
+        source: dict[str, Any]
         if origin.continued_checkpoint is not None:
-            return FrozenScorer(
-                self.service.create_sampling_client(model_path=origin.continued_checkpoint)
-            )
-        if model.lora_rank:
+            source = {"model_path": origin.continued_checkpoint}
+        elif model.lora_rank:
             return BaseModelScorer(self.policy)
-        if self.previous is not None and not is_adapter(origin.base):
-            return FrozenScorer(self.service.create_sampling_client(model_path=self.previous))
-        seed = derive_seed(self.seed, "weights") % 2**31
-        return FrozenScorer(
-            self.service.create_sampling_client(
-                base_model=origin.base, tokenizer=model.tokenizer, seed=seed
-            )
-        )
+        elif self.previous is not None and not is_adapter(origin.base):
+            source = {"model_path": self.previous}
+        else:
+            seed = derive_seed(self.seed, "weights") % 2**31
+            source = {"base_model": origin.base, "tokenizer": model.tokenizer, "seed": seed}
+        return FrozenScorer(self.service.create_sampling_client(**source))
 
     def load(self, target: str) -> SamplingClient:
         """Return a client of an earlier stage, the policy's base model or other weights."""
         if target in self.earlier:
             return self.service.create_sampling_client(model_path=self.earlier[target])
         if self.policy.info["lora_rank"] and self.policy.info["base_model"] == target:
-            return (
-                self.policy.get_base_sampling_client()
-            )  # loaded already, as the base of the adapter
+            return self.policy.get_base_sampling_client()  # the base of the adapter, loaded already
         return open_weights(target).create_sampler(self.service)
 
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, LearnedRewards]:
         """Return the learned rewards that the settings name, under "rewards"; {} if none."""
+        seed = derive_seed(self.seed, "rubric")
         if learned.comparison_model is not None:
             judge = self.load(learned.comparison_model)
             renderer = make_renderer(judge, *self.renderer_of(learned.comparison_model))
             scorer: Any = PairwiseJudge(ComparisonModel(judge, renderer))
         elif learned.rubric_model is not None and is_api_address(learned.rubric_model):
-            scorer = make_api_judge(learned, derive_seed(self.seed, "rubric"))
+            scorer = make_api_judge(learned, seed)
         elif learned.rubric_model is not None:
             judge = self.load(learned.rubric_model)
-            renderer_name, template = self.renderer_of(learned.rubric_model)
-            renderer = make_renderer(
-                judge,
-                learned.rubric_renderer or renderer_name,
-                () if learned.rubric_renderer else template,
-            )
-            scorer = RubricJudge(
-                judge, renderer, make_rubric(learned), derive_seed(self.seed, "rubric")
-            )
+            rendering = self.renderer_of(learned.rubric_model)
+            if learned.rubric_renderer:
+                rendering = learned.rubric_renderer, ()
+            renderer = make_renderer(judge, *rendering)
+            scorer = RubricJudge(judge, renderer, make_rubric(learned), seed)
         elif learned.reward_models:
-            scorer = WeightedRewardModels(
-                [
-                    (name, self._load_reward_model(name), weight)
-                    for name, weight in learned.reward_models
-                ]
-            )
+            models = [
+                (name, self._load_reward_model(name), weight)
+                for name, weight in learned.reward_models
+            ]
+            scorer = WeightedRewardModels(models)
         elif learned.reward_model is not None:
             scorer = self._load_reward_model(learned.reward_model)
         else:
@@ -212,36 +204,30 @@ class StageModelFactory(ModelFactory):
             and bool(checkpoint_folder.read_verified_state(path)["spec"].get("value_head"))
         )
 
-    def renderer_of(self, target: str) -> tuple[str | None, tuple[tuple[str, str], ...]]:
-        """Return the renderer (None: the default) and template settings of a model's training.
-
-        A model must be prompted with the renderer it was trained with.
+    def renderer_of(self, target: str) -> Rendering:
+        """Return the renderer and template settings of a model's training, with which it must be
+        prompted.
         """
-        weights = self.open(target)
-        return (
-            (None, ())
-            if weights.stage is None
-            else (weights.stage.settings.data.renderer, weights.stage.settings.data.template)
-        )
+        return get_rendering(self.open(target))
 
     def create_critic(self, base_model: str) -> TrainingClient:
         """Return the critic: resumed, a copy of the policy's initial weights, or a base model."""
         if self.resume_from is not None:
-            return self.service.create_training_client_from_state_with_optimizer(
-                str(Path(self.resume_from) / "critic")
-            )
-        if base_model == "policy":
-            return make_policy(
-                self.service, self.model, self.previous, None, self.seed, value_head=True
-            )
-        return make_policy(
-            self.service,
-            replace(self.model, base_model=find_weights_folder(base_model)),
-            None,
-            None,
-            self.seed,
-            value_head=True,
-        )
+            path = str(Path(self.resume_from) / "critic")
+            return self.service.create_training_client_from_state_with_optimizer(path)
+        model, previous = self.model, self.previous
+        if base_model != "policy":
+            model, previous = replace(model, base_model=find_weights_folder(base_model)), None
+        return make_policy(self.service, model, previous, None, self.seed, value_head=True)
+
+
+def get_rendering(weights: SavedWeights) -> Rendering:
+    """Return the renderer and template settings of the training of weights; the default if no run
+    trained them.
+    """
+    if weights.stage is None:
+        return None, ()
+    return weights.stage.settings.data.renderer, weights.stage.settings.data.template
 
 
 def is_published_reward_model(weights: SavedWeights) -> bool:
@@ -307,3 +293,235 @@ def stage_renderer(client: TrainingClient | SamplingClient, settings: Any) -> Re
     return make_renderer(
         client, settings.data.renderer, settings.data.template, settings.sampling.stop
     )
+
+
+class FixedTemperatureSampler:
+    """Sample at a fixed temperature, whatever temperature the request names."""
+
+    def __init__(self, sampler: SamplingClient, temperature: float):
+        self.sampler, self.temperature = sampler, temperature
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        return self.sampler.info
+
+    def sample_many(self, requests: Sequence[SamplingRequest], /) -> Any:
+        return self.sampler.sample_many(
+            [_replace_temperature(request, self.temperature) for request in requests]
+        )
+
+    def open_stream(self) -> SampleStream:
+        return FixedTemperatureStream(self.sampler, self.temperature)
+
+
+class FixedTemperatureStream(SampleStream):
+    """Sample in a stream at a fixed temperature, whatever temperature the request names."""
+
+    def __init__(self, client: SamplingClient, temperature: float):
+        super().__init__(client)
+        self.temperature = temperature
+
+    def add(self, request: SamplingRequest, client: SamplingClient | None = None) -> int:
+        return super().add(_replace_temperature(request, self.temperature), client)
+
+
+def _replace_temperature(request: SamplingRequest, temperature: float) -> SamplingRequest:
+    """Return the request at another temperature."""
+    return replace(request, params=replace(request.params, temperature=temperature))
+
+
+# samplers and renderers of the players, by player name
+Players = tuple[dict[str, ActionSampler], dict[str, Renderer]]
+
+
+def load_opponents(
+    names: Sequence[str],
+    load: Callable[[str], SamplingClient],
+    renderer_of: Callable[[str], Rendering],
+    temperature: float,
+) -> Players:
+    """Load the models that play, except the pool. Raises UserError if a model cannot be loaded."""
+    samplers: dict[str, ActionSampler] = {}
+    renderers: dict[str, Renderer] = {}
+    for name in names:
+        if name != OPPONENT_POOL:
+            client = load(name)
+            samplers[name] = FixedTemperatureSampler(client, temperature)
+            renderers[name] = make_renderer(client, *renderer_of(name))
+    return samplers, renderers
+
+
+def load_evaluation_opponents(
+    environment: Environment,
+    settings: EnvironmentSettings,
+    weights: SavedWeights,
+    service: ServiceClient,
+) -> Players:
+    """Return the other players for an evaluation of saved weights. For the pool it is the run's
+    newest older version.
+    """
+
+    samplers, renderers = load_opponents(
+        environment.models,
+        lambda name: open_weights(name).create_sampler(service),
+        lambda name: get_rendering(open_weights(name)),
+        settings.players_temperature,
+    )
+    if OPPONENT_POOL in environment.models:
+        paths = []
+        if weights.path is not None and weights.stage is not None:
+            versions = weights.path.parent.parent / WEIGHTS_FOLDER
+            paths = sorted(versions.glob(f"{weights.stage.name}-opponent-step-*"))
+        if not paths:
+            raise UserError(
+                f"{weights.name} has no older versions to play against: name other opponents "
+                "with --environment.opponent and --environment.held_out_opponent"
+            )
+        samplers[OPPONENT_POOL] = service.create_sampling_client(model_path=str(paths[-1]))
+    return samplers, renderers
+
+
+class OpponentModels:
+    """Hold the other players of a stage.
+
+    `version_pool`: the pool of the policy's older versions, if it is a player; each batch plays
+    against a single version.
+
+    Older versions are stored in the run's folder as weights for sampling,
+    `<stage>-opponent-<step>`, while the pool or a resumable checkpoint refers to them.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        settings: EnvironmentSettings,
+        hosts: StageModelFactory,
+        folder: Path,
+        stage: str,
+    ):
+        self.hosts, self.folder, self.stage = hosts, folder, stage
+        self.every = settings.opponents_every
+        self.models, self.renderers = load_opponents(
+            environment.models, hosts.load, hosts.renderer_of, settings.players_temperature
+        )
+        pool = OpponentPool(settings.opponents, settings.opponents_by)
+        self.version_pool = pool if OPPONENT_POOL in environment.models else None
+        self._loaded_version: tuple[str, SamplingClient] | None = None
+
+    def add_initial_version(self, policy: TrainingClient, step: int) -> None:
+        """Add the policy before the stage's first batch to the pool, as its first version."""
+        if self.version_pool is not None and not self.version_pool.opponents:
+            self._add_version(policy, step)
+
+    def players(self, batch: int, seed: int) -> dict[str, ActionSampler]:
+        """Return the samplers of the other players for a training batch. `seed`: the stage's."""
+        if self.version_pool is None:
+            return self.models
+        version = self.version_pool.sample(derive_seed(seed, "opponent", batch))
+        return {**self.models, OPPONENT_POOL: self._load(version.name)}
+
+    def held_out_players(self) -> dict[str, ActionSampler]:
+        """Return the samplers of the other players for an evaluation: for the pool the newest
+        version.
+        """
+        if self.version_pool is None:
+            return self.models
+        return {**self.models, OPPONENT_POOL: self._load(self.version_pool.opponents[-1].name)}
+
+    def update_after_batch(
+        self, policy: TrainingClient, rollouts: RolloutBatch, done: int, step: int
+    ) -> dict[str, float]:
+        """Rate the older version that the batch was played against, and add the policy to the pool
+        when it is due. Return metrics.
+
+        `done`: batches of the stage; `step`: of the run.
+        """
+        if self.version_pool is None:
+            return {}
+        if self._loaded_version is not None:
+            self.version_pool.record_results(
+                [(self._loaded_version[0], score) for score in _policy_scores(rollouts)]
+            )
+        if done % self.every == 0:
+            self._add_version(policy, step)
+        return self.version_pool.metrics()
+
+    def state(self) -> dict[str, Any] | None:
+        return None if self.version_pool is None else self.version_pool.state()
+
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        """Restore the versions that a checkpoint names. Raises RunFolderError if a version is
+        missing or damaged.
+        """
+        if self.version_pool is None or state is None:
+            return
+        self.version_pool.load_state(state)
+        for opponent in self.version_pool.opponents:
+            path = self._path(opponent.name)
+            try:
+                checkpoint_folder.verify_checkpoint(path)
+            except checkpoint_folder.DamagedCheckpoint as error:
+                raise RunFolderError(
+                    f"an older version that the run plays against is damaged: {error}"
+                ) from error
+
+    def prune(self) -> None:
+        """Remove versions that neither the pool nor a checkpoint of the run names."""
+        if self.version_pool is None:
+            return
+        referenced = {version.name for version in self.version_pool.opponents}
+        for path in (self.folder / CHECKPOINTS_FOLDER).glob(f"{self.stage}-*"):
+            referenced |= _read_referenced_versions(path)
+        for path in (self.folder / WEIGHTS_FOLDER).glob(f"{self.stage}-opponent-step-*"):
+            name = path.name.removeprefix(f"{self.stage}-opponent-")
+            if name not in referenced and path.is_dir() and not path.is_symlink():
+                checkpoint_folder.remove_checkpoint(path)
+
+    def _add_version(self, policy: TrainingClient, step: int) -> None:
+        assert self.version_pool is not None
+        # A version that leaves the pool is removed from disk with the next checkpoint: an earlier
+        # checkpoint may still name it.
+        self.version_pool.add(step)
+        path = self._path(self.version_pool.opponents[-1].name)
+        # saved by the run before it was resumed from an earlier step
+        checkpoint_folder.remove_checkpoint(path)
+        policy.save_weights_for_sampler(path.name).result()
+
+    def _load(self, name: str) -> SamplingClient:
+        if self._loaded_version is None or self._loaded_version[0] != name:
+            if self._loaded_version is not None:
+                self._loaded_version[1].release()
+            client = self.hosts.service.create_sampling_client(model_path=str(self._path(name)))
+            self._loaded_version = name, client
+        return self._loaded_version[1]
+
+    def _path(self, name: str) -> Path:
+        return self.folder / WEIGHTS_FOLDER / f"{self.stage}-opponent-{name}"
+
+
+def _policy_scores(rollouts: RolloutBatch) -> list[float]:
+    """Return the policy's score of each game against an older version: 1 won, 0.5 drawn, 0 lost.
+
+    Games without such a result have no score.
+    """
+    scores = []
+    for group in rollouts.all_groups:
+        for trajectory in group.trajectories_G:
+            last = trajectory.transitions[-1]
+            if OPPONENT_POOL in last.logs.get("players", ()) and "won" in last.metrics:
+                scores.append(last.metrics["won"] + 0.5 * last.metrics.get("drawn", 0.0))
+    return scores
+
+
+def _read_referenced_versions(path: Path) -> set[str]:
+    """Return the versions that a checkpoint's state names."""
+    try:
+        loop = checkpoint_folder.read_unverified_state(path).get("metadata")
+    except checkpoint_folder.DamagedCheckpoint:
+        return set()
+    state = loop.get("opponents") if isinstance(loop, dict) else None
+    if not isinstance(state, dict):
+        return set()
+    pool = OpponentPool()
+    pool.load_state(state)
+    return {opponent.name for opponent in pool.opponents}

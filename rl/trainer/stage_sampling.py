@@ -1,24 +1,34 @@
 """Sample what a stage learns from: enough answers to problems, without those that cannot be learned
-from.
+from. The timing decisions are recorded in the run's folder, so that a replay is bit-identical.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from rl.algorithms import Models
 from rl.client import SampleStream, SamplingClient
-from rl.envs import ProblemGroupBuilder
+from rl.config import RolloutSettings
+from rl.data import Curriculum, ProblemSet
+from rl.envs import EnvironmentSpec, ProblemGroupBuilder
 from rl.errors import UserError
+from rl.jsonl import format_json_line, read_jsonl, write_atomically
 from rl.judges import add_episode_rewards, apply_learned_rewards
-from rl.reporting import Console
+from rl.renderers import Renderer
+from rl.reporting import Console, Logbook
+from rl.rewards import Scorer
 from rl.rollout import (
     ActionSampler,
     EnvGroupBuilder,
     EventLog,
+    ReplayedEventLog,
     RolloutBatch,
     RolloutEngine,
     RolloutSchedule,
@@ -28,9 +38,146 @@ from rl.rollout import (
     start_groups,
 )
 from rl.seed import derive_seed
-from rl.trainer.stage_context import StageContext
-from rl.trainer.stage_environment import build_episode_groups
+from rl.trainer.checkpoint_manager import CheckpointManager
+from rl.trainer.config_diff import DECISIONS_FILE, find_event_log
+from rl.trainer.stage_data import build_episode_groups
+from rl.trainer.stage_models import OpponentModels
 from rl.types import Problem, SamplingParams
+
+EVALUATION_PARTS = ("test ", "greedy ")  # begin the names of the parts that are evaluations
+
+
+class ReplayLog:
+    """Hold the event log of a stage.
+
+    `done` is the number of its batches that are trained already; recorded events of later batches
+    belong to no checkpoint and are removed. `replay` is the folder of the run to
+    replay. `replays_evaluations`: its evaluations too, which have to be of the same settings.
+    Raises UserError if that folder has no event log.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        stage: str,
+        done: int,
+        replay: Path | None = None,
+        *,
+        replays_evaluations: bool = True,
+    ):
+        self.path, self.stage = folder / DECISIONS_FILE, stage
+        self.batch = done
+        self.path.touch()
+        rows = read_jsonl(self.path)
+        kept_rows = [row for row in rows if row["stage"] != stage or row["batch"] < done]
+        if len(kept_rows) != len(rows):
+            write_atomically(self.path, "".join(map(format_json_line, kept_rows)))
+        self._recorded_events: list[dict[str, Any]] | None = None
+        if replay is not None:
+            self._recorded_events = [
+                row
+                for row in read_jsonl(find_event_log(replay))
+                if row["stage"] == stage
+                and (replays_evaluations or not row.get("part", "").startswith(EVALUATION_PARTS))
+            ]
+
+    def create_event_log(
+        self, tick: int = 0, *, whole_stage: bool = False, part: str = ""
+    ) -> EventLog:
+        """Return the event log of batch `self.batch` (ticks begin at 0), or of the `whole_stage`
+        stage.
+
+        `part` names a further rollout of the batch. The first tick is `tick`. The log replays
+        recorded events if the run is a replay.
+        """
+        write = partial(self._write, {"part": part} if part else {})
+        if self._recorded_events is None:
+            return EventLog(write, tick)
+        return ReplayedEventLog(
+            [
+                row
+                for row in self._recorded_events
+                if row.get("part", "") == part and (whole_stage or row["batch"] == self.batch)
+            ],
+            write,
+            tick,
+        )
+
+    def _write(self, part: dict[str, str], row: dict[str, Any]) -> None:
+        """Append an event to the log."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(format_json_line({"stage": self.stage, "batch": self.batch, **part, **row}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContext:
+    """Hold the constant inputs of a stage.
+
+    `first_step` is the run's step count before the stage. `identity` is what the stage's
+    checkpoints record of the run (see rl.trainer.resume).
+    """
+
+    name: str
+    index: int
+    method: Any
+    models: Models
+    problems: ProblemSet | Curriculum
+    test_problems: ProblemSet | None
+    renderer: Renderer
+    scorer: Scorer | None
+    run_seed: int
+    first_step: int
+    logbook: Logbook
+    console: Console
+    checkpoints: CheckpointManager
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    environment: EnvironmentSpec | None = None
+    replay_log: ReplayLog | None = None
+
+    @property
+    def seed(self) -> int:
+        """Return the stage's seed."""
+        return derive_seed(self.run_seed, self.index)
+
+    @property
+    def has_rewards(self) -> bool:
+        """Return whether episodes are scored, by a reward function or by an environment."""
+        return self.scorer is not None or self.environment is not None
+
+    @property
+    def opponents(self) -> OpponentModels | None:
+        """Return the opponents that play against the policy in an environment, if any."""
+        return self.models.opponents
+
+    @property
+    def settings(self) -> Any:
+        """Return the settings of the stage's method."""
+        return self.method.settings
+
+    @property
+    def flow(self) -> RolloutSettings:
+        """Return the settings of episode scheduling; the defaults if the method has none."""
+        return getattr(self.settings, "flow", RolloutSettings())
+
+    @property
+    def loop(self) -> Any:
+        """Return the settings of the training loop."""
+        return self.settings.loop
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters of training samples."""
+        sampling = self.settings.sampling
+        return SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature)
+
+    @property
+    def eval_params(self) -> SamplingParams:
+        """Return the sampling parameters of held-out samples."""
+        sampling = self.settings.sampling
+        held_out = (
+            sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
+        )
+        return SamplingParams(max_tokens=sampling.max_tokens, temperature=held_out)
 
 
 class AllRewardsFailed(UserError):
@@ -64,77 +211,63 @@ class StageSampler:
     def build_groups(
         self, problems: Sequence[Problem], group_size: int
     ) -> Sequence[EnvGroupBuilder]:
-        context = self.context
-        if context.environment is not None:
-            renderers = None if context.opponents is None else context.opponents.renderers
-            return build_episode_groups(
-                context.environment,
-                context.settings,
-                problems,
-                group_size,
-                context.renderer,
-                renderers,
-            )
-        return [
-            ProblemGroupBuilder(problem, group_size, context.renderer, context.scorer)
-            for problem in problems
-        ]
-
-    def load_players(self, batch: int) -> Mapping[str, ActionSampler]:
-        """Return the samplers of a batch's players other than the policy."""
-        return (
-            {}
-            if self.context.opponents is None
-            else self.context.opponents.players(batch, self.context.seed)
+        context, renderer, opponents = self.context, self.context.renderer, self.context.opponents
+        if context.environment is None:
+            return [
+                ProblemGroupBuilder(problem, group_size, renderer, context.scorer)
+                for problem in problems
+            ]
+        renderers = None if opponents is None else opponents.renderers
+        return build_episode_groups(
+            context.environment, context.settings, problems, group_size, renderer, renderers
         )
 
-    def load_held_out_players(self) -> Mapping[str, ActionSampler]:
-        """Return the samplers of an evaluation's players other than the policy."""
-        return {} if self.context.opponents is None else self.context.opponents.held_out_players()
+    def load_players(self, batch: int | None) -> Mapping[str, ActionSampler]:
+        """Return the samplers of the players other than the policy, for a training batch or (None)
+        for an evaluation.
+        """
+        opponents = self.context.opponents
+        if opponents is None:
+            return {}
+        if batch is None:
+            return opponents.held_out_players()
+        return opponents.players(batch, self.context.seed)
 
-    def sample_batch(
+    def sample(
         self,
-        builders: Sequence[EnvGroupBuilder],
+        problems: Sequence[Problem],
+        group_size: int,
         sampler: SamplingClient,
-        batch: int,
         seed: int,
+        *,
+        batch: int | None = None,
+        params: SamplingParams | None = None,
         part: str = "",
     ) -> RolloutBatch:
-        """Run a batch, or a further `part` of it, to its end, with its episodes in lockstep or each
-        by itself.
-        """
-        context, players = self.context, self.load_players(batch)
-        if context.replay_log is None:
-            return rollout(builders, sampler, context.sampling_params, seed=seed, players=players)
-        context.replay_log.batch = batch
-        return self.sample_episodes(builders, sampler, context.sampling_params, seed, players, part)
+        """Run the groups of problems to their end and judge them, for a training batch or (None)
+        for an evaluation, whose answers form no group.
 
-    def sample_episodes(
-        self,
-        builders: Sequence[EnvGroupBuilder],
-        sampler: SamplingClient,
-        params: SamplingParams,
-        seed: int,
-        players: Mapping[str, ActionSampler],
-        part: str = "",
-    ) -> RolloutBatch:
-        """Run episodes to their end, each by itself: no episode waits for a slow one. A run with
-        an event log records the events as this `part` of the batch.
+        The episodes of a batch are in lockstep. In an evaluation and with an event log no episode
+        waits for a slow one. The log records the events as this `part` of the batch.
         """
-        replay_log = self.context.replay_log
-        return rollout(
-            builders,
+        context, replay_log = self.context, self.context.replay_log
+        if replay_log is not None and batch is not None:
+            replay_log.batch = batch
+        is_lockstep = replay_log is None and batch is not None
+        rollouts = rollout(
+            self.build_groups(problems, group_size),
             sampler,
-            params,
+            params or context.sampling_params,
             seed=seed,
-            players=players,
-            schedule=self.schedule,
+            players=self.load_players(batch),
+            schedule=RolloutSchedule() if is_lockstep else self.schedule,
             event_log=None if replay_log is None else replay_log.create_event_log(part=part),
         )
+        return self.add_judgements(rollouts, ungrouped=batch is None)
 
     def sample_in_parts(
         self,
-        builders: Sequence[EnvGroupBuilder],
+        problems: Sequence[Problem],
         sampler: SamplingClient,
         batch: int,
         seed: int,
@@ -143,19 +276,17 @@ class StageSampler:
         """Run a batch in parts. Call `consume` with each part as soon as its groups have ended, in
         the order of parts and of groups.
         """
-        context = self.context
-        assert context.replay_log is not None
-        context.replay_log.batch = batch
+        replay_log, num_parts = self.context.replay_log, self.context.flow.gradient_parts
+        assert replay_log is not None
+        replay_log.batch = batch
+        builders = self.build_groups(problems, self.context.method.group_size)
         samplers: dict[str | None, Any] = {None: sampler}
         samplers.update(self.load_players(batch).items())
-        cuts = [
-            round(i * len(builders) / context.flow.gradient_parts)
-            for i in range(context.flow.gradient_parts + 1)
-        ]
+        cuts = [round(i * len(builders) / num_parts) for i in range(num_parts + 1)]
         parts: list[RolloutBatch] = []
-        with self.start_engine(samplers, context.replay_log.create_event_log()) as engine:
+        with self.start_engine(samplers, replay_log.create_event_log()) as engine:
             start_groups(engine, builders, seed)
-            for low, high in zip(cuts[:-1], cuts[1:], strict=True):
+            for low, high in itertools.pairwise(cuts):
                 while not set(range(low, high)) <= set(engine.completed_groups()):
                     engine.tick()
                 parts.append(self.add_judgements(engine.take_rollouts(range(low, high))))
@@ -186,12 +317,9 @@ class StageSampler:
         model. `ungrouped`: the answers form no group.
         """
         context = self.context
-        episode_scorer = context.scorer if context.environment is not None else None
-        return apply_learned_rewards(
-            add_episode_rewards(rollouts, episode_scorer),
-            context.models.rewards,
-            ungrouped=ungrouped,
-        )
+        if context.environment is not None:
+            rollouts = add_episode_rewards(rollouts, context.scorer)
+        return apply_learned_rewards(rollouts, context.models.rewards, ungrouped=ungrouped)
 
     def fill_mixed_groups(
         self, rollouts: RolloutBatch, batch: int, sampler: SamplingClient
@@ -214,9 +342,8 @@ class StageSampler:
                 batch, batch_size, derive_seed(context.seed, "extra", rounds)
             )
             seed = derive_seed(context.seed, "sample", batch, rounds)
-            builders = self.build_groups(problems, context.method.group_size)
-            more = self.sample_batch(builders, sampler, batch, seed, f"extra {rounds}")
-            more = self.add_judgements(more)
+            size, part = context.method.group_size, f"extra {rounds}"
+            more = self.sample(problems, size, sampler, seed, batch=batch, part=part)
             rollouts = rollouts.merge(more)
         if not bound:
             return rollouts
@@ -250,18 +377,13 @@ class StageSampler:
                 f"{len(rollouts.errors)} samples were left out of this batch: {rollouts.errors[0]}",
                 max_kinds=20,
             )
-        actions = [
-            turn.ac for g in rollouts.groups for t in g.trajectories_G for turn in t.transitions
-        ]
+        turns = [turn for g in rollouts.groups for t in g.trajectories_G for turn in t.transitions]
         versions: set[int | None] = set()
-        for ac in actions:
-            versions |= {*ac.versions} if ac.versions else {ac.version}
-        if versions - {learner_version - age for age in range(max_staleness + 1)}:
-            expected = (
-                f"{learner_version}"
-                if not max_staleness
-                else f"{learner_version - max_staleness} to {learner_version}"
-            )
+        for turn in turns:
+            versions.update(turn.ac.versions or [turn.ac.version])
+        oldest = learner_version - max_staleness
+        if versions - {*range(oldest, learner_version + 1)}:
+            expected = f"{oldest} to {learner_version}" if max_staleness else f"{learner_version}"
             raise RuntimeError(
                 f"samples come from weight versions {sorted(map(str, versions))}, expected "
                 f"version {expected}"

@@ -121,22 +121,19 @@ def format_parts(
         for event in events
         if event.key.startswith(REGION_PREFIX)
     }
-    host: dict[str, float] = {}
-    device: dict[str, float] = {}
+    rows: list[tuple[str, float, float]] = []  # part, seconds on the host and on the device
     for part, names in PARTS.items():
         part_events = [regions[name] for name in names if name in regions]
-        host[part] = sum(event.cpu_time_total for event in part_events) / 1e6
-        device[part] = sum(event.device_time_total for event in part_events) / 1e6
+        host = sum(event.cpu_time_total for event in part_events) / 1e6
+        device = sum(event.device_time_total for event in part_events) / 1e6
+        rows.append((part, host, device))
         if part == "sample":
-            host[SCORE], device[SCORE] = score_seconds, 0.0
-    host[REST], device[REST] = max(0.0, seconds - sum(host.values())), 0.0
-    host[TOTAL], device[TOTAL] = seconds, sum(device.values())
+            rows.append((SCORE, score_seconds, 0.0))
+    rows.append((REST, max(0.0, seconds - sum(host for _, host, _ in rows)), 0.0))
+    rows.append((TOTAL, seconds, sum(device for *_, device in rows)))
     device_title = f"{'device ms':>11}" if cuda else ""
     lines = [f"{'part of a step':<34}{'host ms':>10}{device_title}{'share':>8}"]
-    for part, part_seconds in host.items():
-        device_column = f"{1e3 * device[part] / steps:>11.1f}" if cuda else ""
-        lines.append(
-            f"{part:<34}{1e3 * part_seconds / steps:>10.1f}{device_column}"
-            f"{part_seconds / seconds:>8.1%}"
-        )
+    for part, host, device in rows:
+        device_column = f"{1e3 * device / steps:>11.1f}" if cuda else ""
+        lines.append(f"{part:<34}{1e3 * host / steps:>10.1f}{device_column}{host / seconds:>8.1%}")
     return "\n".join(lines)

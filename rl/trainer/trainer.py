@@ -20,13 +20,12 @@ from rl.data import Curriculum, ProblemSet
 from rl.distributed import RunStopped, StopRequest
 from rl.errors import UserError
 from rl.jsonl import replace_nonfinite
-from rl.rollout import EnvGroupBuilder, RolloutBatch
+from rl.rollout import RolloutBatch
 from rl.trainer.batch_log import BatchLog
 from rl.trainer.evaluator import HELD_OUT_ACCURACY, Evaluator, HeldOutMetrics
 from rl.trainer.report_writer import ReportWriter
 from rl.trainer.self_test import PROBLEMS, self_test
-from rl.trainer.stage_context import StageContext
-from rl.trainer.stage_sampling import StageSampler, WarnOnce
+from rl.trainer.stage_sampling import StageContext, StageSampler, WarnOnce
 from rl.trainer.step_profile import StepProfile
 from rl.types import Datum
 
@@ -112,7 +111,7 @@ class Trainer:
                 )
             )
         if self.done == 0 and self.loop.eval_every:
-            metrics = self.evaluator.evaluate_before_training(sampler)
+            metrics = self.evaluator.evaluate(0, sampler)
             if metrics or self.evaluator.samples_held_out:
                 self.log.write_row(0, metrics)
                 if self.report is not None:
@@ -137,11 +136,6 @@ class Trainer:
 
     def progress(self, batch: int) -> Progress:
         return Progress(batch, self.loop.steps, self.seed)
-
-    def build_groups(self, batch: int) -> Sequence[EnvGroupBuilder]:
-        """Return the builders of the groups of a batch."""
-        problems = self.problems.batch(batch, self.loop.batch_size, self.seed)
-        return self.stage_sampler.build_groups(problems, self.method.group_size)
 
     def next_sampler(
         self, old_sampler: SamplingClient | None, new_sampler: SamplingClient | None = None
@@ -176,6 +170,7 @@ class Trainer:
     ) -> None:
         """Log the batch, evaluate and save when due, and stop the run if a stop was requested."""
         number, rollouts, done = batch.number, batch.rollouts, batch.number + 1
+        is_evaluated = self.evaluator.is_due(number)
         metrics = {**self.method.shaping_metrics, **metrics}
         row = self.log.build_row(
             number, self._batch_start, metrics, sampler, rollouts, batch.datums
@@ -185,8 +180,9 @@ class Trainer:
                 self.models.policy, rollouts, done, self.first_step + done
             )
         if self.profile is not None:
-            self.profile.end_step(row, is_last=self.evaluator.is_due(number))
-        row |= self.evaluator.evaluate_after_batch(number, sampler)
+            self.profile.end_step(row, is_last=is_evaluated)
+        if is_evaluated:
+            row |= self.evaluator.evaluate(done, sampler)
         warnings = self.log.check_alarms(row)
         self.done = done
         self.log.write_row(done, row)
@@ -194,7 +190,7 @@ class Trainer:
             self.console.warn(text)
         self.log.write_rollouts(number, rollouts)
         self._save_if_due(done, row)
-        if self.report is not None and self.evaluator.is_due(number):
+        if self.report is not None and is_evaluated:
             self.report.update()
         if self.stop_request.exit_code is not None:
             self.save(done)
@@ -221,36 +217,27 @@ class Trainer:
         """Save after `done` batches: the best weights if these are the best, and a checkpoint if it
         is due.
         """
-        context, loop = self.context, self.context.loop
-        best = loop.keep_best
+        context, loop, method = self.context, self.context.loop, self.method
+        best, is_evaluated = loop.keep_best, self.evaluator.is_due(done - 1)
         if best == HELD_OUT_ACCURACY and best not in row:
-            rows = isinstance(context.method, RowEvaluator) and not self.evaluator.samples_held_out
+            rows = isinstance(method, RowEvaluator) and not self.evaluator.samples_held_out
             # a reward without a "correct" metric
-            best = context.method.headline if rows else "test/env/all/reward/total"
-        if (
-            self.evaluator.measures_held_out
-            and best is not None
-            and best not in row
-            and self.evaluator.is_due(done - 1)
-        ):
-            self._warn_once.warn(
-                best,
-                f"keep_best asks for {best}, which this run does not measure: no best weights "
-                "are saved",
-            )
+            best = method.headline if rows else "test/env/all/reward/total"
         if best is not None and best in row:
-            head, mode = (
-                isinstance(context.method, RowEvaluator) and context.method.keeps_value_head,
-                loop.get_best_mode(best),
-            )
             context.checkpoints.save_best(
                 context.models.policy,
                 context.first_step + done,
                 context.name,
                 best,
                 row[best],
-                mode=mode,
-                value_head=head,
+                mode=loop.get_best_mode(best),
+                value_head=isinstance(method, RowEvaluator) and method.keeps_value_head,
+            )
+        elif best is not None and is_evaluated and self.evaluator.measures_held_out:
+            self._warn_once.warn(
+                best,
+                f"keep_best asks for {best}, which this run does not measure: no best weights "
+                "are saved",
             )
         # saved after the best weights, so that a resumed run has them
         if done < loop.steps and self.is_save_due(done):
@@ -258,24 +245,19 @@ class Trainer:
 
     def save(self, done: int, *, final: bool = False) -> Path:
         """Save a resumable checkpoint: learner state and loop state. Return its path."""
-        context = self.context
-        state = {
+        context, problems = self.context, self.problems
+        state: dict[str, Any] = {
             "stage": context.index,
             "next_batch": done,
             "first_step": context.first_step,
             "method": context.method.state(),
             "held_out": asdict(self.evaluator.held_out),
-            "curriculum": context.problems.state()
-            if isinstance(context.problems, Curriculum)
-            else None,
+            "curriculum": problems.state() if isinstance(problems, Curriculum) else None,
             "opponents": None if context.opponents is None else context.opponents.state(),
             "run": dict(context.identity),
-            **(
-                {}
-                if self.get_engine_state is None
-                else {"in_flight": replace_nonfinite(self.get_engine_state())}
-            ),
         }
+        if self.get_engine_state is not None:
+            state["in_flight"] = replace_nonfinite(self.get_engine_state())
         path = context.checkpoints.save(
             context.models.policy,
             context.first_step + done,

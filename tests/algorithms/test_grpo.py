@@ -39,8 +39,7 @@ from rl.losses import LOSSES, LossSpec
 from rl.losses.losses import importance_sampling, ppo
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.trainer import stage_sampling as samples_module
-from rl.trainer.stage_context import StageContext
-from rl.trainer.stage_sampling import AllRewardsFailed, StageSampler, WarnOnce
+from rl.trainer.stage_sampling import AllRewardsFailed, StageContext, StageSampler, WarnOnce
 from rl.trainer.trainer import Trainer, TrainingBatch
 from rl.types import ModelInput, SampledSequence
 

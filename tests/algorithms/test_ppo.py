@@ -28,8 +28,8 @@ from rl.config import (
 )
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.seed import derive_seed
-from rl.trainer.stage_context import StageContext
 from rl.trainer.stage_models import StageModelFactory, make_policy
+from rl.trainer.stage_sampling import StageContext
 from rl.trainer.trainer import Trainer
 from rl.types import (
     AdamParams,

@@ -15,7 +15,7 @@ from whole_runs import train, two_and_two
 from rl import ServiceClient
 from rl.errors import RunFolderError, UserError
 from rl.sampler import SamplingRequest
-from rl.trainer import opponent_models as opponents_room
+from rl.trainer import stage_models as opponents_room
 from rl.types import SamplingParams
 
 REPO = Path(__file__).resolve().parents[2]

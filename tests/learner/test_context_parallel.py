@@ -21,8 +21,8 @@ from rl.learner import LearnerSettings
 from rl.learner.context_parallel import _spread_heads, check_divisible
 from rl.learner.packing import collate, make_units
 from rl.memory_plan import LaunchShape
+from rl.trainer.memory_report import find_savings
 from rl.trainer.memory_requirements import compute_stage_needs
-from rl.trainer.memory_savings import find_savings
 
 
 @dataclass

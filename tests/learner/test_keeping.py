@@ -14,10 +14,10 @@ from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run
 from rl.distributed import FSDPSharding, Launch, ZeroSharding, collectives
 from rl.learner import default_kept_bytes, head_memory
-from rl.memory_plan import LaunchShape, MicroBatch, MicroBatchMemory, saved_logits_bytes
+from rl.memory_plan import LaunchShape, MicroBatch, saved_logits_bytes
 from rl.models import load_model
+from rl.trainer.memory_report import find_savings
 from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
-from rl.trainer.memory_savings import find_savings
 from rl.types import LoraConfig
 
 GIB = 1 << 30
@@ -155,8 +155,8 @@ def train_item(*words: str) -> tuple[float, LaunchShape, object]:
     run = read_run(
         [*LINE.split(), *words], METHODS, REPO / "recipes" / "addition.yaml", RunSettings
     )
-    launch, _ = resolve_launch(run.options, "auto")
-    result = compute_stage_needs(run, launch, 16, measure=lambda *_: MicroBatchMemory())[0]
+    launch, _ = resolve_launch(run)
+    result = compute_stage_needs(run, launch, 16, traced=False)[0]
     return (
         next(
             item.train for item in result.plan.items if item.name == "logits kept for the backward"

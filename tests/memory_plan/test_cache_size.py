@@ -12,9 +12,12 @@ from rl import ServiceClient
 from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run
 from rl.memory_plan import USABLE_FRACTION, LaunchShape
-from rl.trainer.cache_size import choose_cache_size, fit_cache_size
-from rl.trainer.memory_requirements import compute_stage_needs
-from rl.trainer.memory_table import DeviceMemory
+from rl.trainer.memory_requirements import (
+    DeviceMemory,
+    choose_cache_size,
+    compute_stage_needs,
+    fit_cache_size,
+)
 from rl.types import ModelInput, SamplingParams
 
 REPO = Path(__file__).resolve().parents[2]

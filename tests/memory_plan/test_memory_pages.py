@@ -16,9 +16,8 @@ from rl.memory_plan import (
     compute_concurrent_rows,
     count_pool_pages,
     shapes,
-    step_shapes,
 )
-from rl.memory_plan.step_shapes import count_admitted_rows
+from rl.memory_plan.shapes import count_admitted_rows
 from rl.models import load_model
 from rl.sampler import (
     BLOCK_SIZE,
@@ -94,7 +93,7 @@ def test_the_rows_of_a_step_are_those_that_the_engine_lets_in(monkeypatch):
         # This is the most that an engine admits: it expects no sample to be shorter than its limit.
         engine.expects_lengths = False
         engine.step()
-        monkeypatch.setattr(step_shapes, "BLOCK_SIZE", page)
+        monkeypatch.setattr(shapes, "BLOCK_SIZE", page)
         lengths = {"groups": groups, "group": group, "prompt": prompt, "answer": answer}
         limits = {"kv_cache_tokens": engine.kv_cache_tokens, "max_rows": most, "world": 1}
         assert compute_concurrent_rows(**lengths, **limits, paged=True) == (

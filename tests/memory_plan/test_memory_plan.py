@@ -31,14 +31,14 @@ from rl.memory_plan import (
     StepWork,
     compute_concurrent_rows,
     largest_micro_batch,
+    load_model_skeleton,
     plan_memory,
     trace_micro_batch,
 )
 from rl.memory_plan.activations import StorageTracker
 from rl.memory_plan.tracing import HEAD_BLOCKS
+from rl.trainer.memory_report import _describe_launch, find_savings, select_listed
 from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
-from rl.trainer.memory_savings import find_savings, select_listed
-from rl.trainer.memory_table import _describe_launch
 from rl.types import LoraConfig
 
 REPO = Path(__file__).resolve().parents[2]
@@ -397,9 +397,9 @@ def test_layers_of_a_hybrid_that_carry_a_state_keep_no_keys():
 def test_a_launch_under_fsdp_is_planned_as_one(monkeypatch):
     for name, value in {"ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    launch, _ = resolve_launch(read_config("--plan-gpus", "8").options, "auto")
+    launch, _ = resolve_launch(read_config("--plan-gpus", "8"))
     assert _describe_launch(launch) == "8 processes, FSDP2, bf16"
-    launch, _ = resolve_launch(read_config("--plan-gpus", "8", "--plan-zero", "2").options, "auto")
+    launch, _ = resolve_launch(read_config("--plan-gpus", "8", "--plan-zero", "2"))
     assert launch.sharding == ZeroSharding(stage=2)
 
 
@@ -591,9 +591,10 @@ def test_a_trace_that_fails_is_not_tried_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ModelSkeleton, "_trace", fail)
     batches = [MicroBatch(1, 4, 3), MicroBatch(1, 4, 3), MicroBatch(4, 64, 256)]
+    skeleton = load_model_skeleton(str(tmp_path), None, None)
     for batch in batches:
         with pytest.raises(UserError, match="a value is needed"):
-            trace_micro_batch(str(tmp_path), None, None, batch, RUNS["plain"])
+            trace_micro_batch(skeleton, batch, RUNS["plain"])
     assert traces == [batches[0], batches[2]]
 
 

@@ -374,7 +374,7 @@ def test_a_checkpoint_is_chosen_for_runs_alone(monkeypatch):
             assert len(list(sample.open_models(args, resources))) == len(words)
         return opened
 
-    monkeypatch.setattr("rl.trainer.is_run_folder", lambda folder: folder == Path("run/a"))
+    monkeypatch.setattr("rl.reporting.contains_run", lambda folder: folder == Path("run/a"))
     monkeypatch.setattr("rl.trainer.open_weights", open_tiny)
     assert open_all("owner/model", "run/a") == [("owner/model", None), ("run/a", "best")]
     assert open_all("owner/model") == [("owner/model", "best")], "which open_weights refuses"

@@ -12,9 +12,8 @@ import pytest
 import rl
 from rl.jsonl import read_jsonl
 from rl.reporting import Console
-from rl.trainer import reward_startup_check
-from rl.trainer.pipeline import prepare_stages
-from rl.trainer.reward_startup_check import check_rewards_at_start
+from rl.trainer import pipeline
+from rl.trainer.pipeline import check_rewards_at_start, prepare_stages
 from rl.trainer.run_summary import format_check_command
 
 SMALL = {
@@ -83,8 +82,8 @@ def test_a_good_reward_takes_one_line(tmp_path):
 
 def test_a_bad_reward_is_shown_as_a_table_with_warnings(tmp_path, monkeypatch):
     # on a loaded machine the worker may need more than two seconds to start
-    monkeypatch.setattr(reward_startup_check, "STARTUP_SECONDS", 120.0)
-    monkeypatch.setattr(reward_startup_check, "_SLOW_TRIAL_SECONDS", 120.0)
+    monkeypatch.setattr(pipeline, "STARTUP_SECONDS", 120.0)
+    monkeypatch.setattr(pipeline, "_SLOW_TRIAL_SECONDS", 120.0)
     path = tmp_path / "bad.py"
     path.write_text(
         "def contains(prompt, response, meta):\n    return float(str(meta['answer']) in response)\n"
@@ -102,7 +101,7 @@ def test_a_check_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     def fail(*arguments, **options):
         raise OSError("no process is available")
 
-    monkeypatch.setattr(reward_startup_check, "probe_reward", fail)
+    monkeypatch.setattr(pipeline, "probe_reward", fail)
     shown, entry = check(tmp_path, **{"--reward": "exact_match"})
     assert shown.startswith("note: ") and "no process is available" in entry["skipped"]
 

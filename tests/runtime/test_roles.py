@@ -36,7 +36,7 @@ from rl.runtime.weight_sync import WeightChunk, WeightSnapshot, WeightTransfer, 
 from rl.runtime.worker_group import ClosedService, WorkerGroup
 from rl.trainer import run_summary
 from rl.trainer.memory_report import report_memory
-from rl.trainer.worker_settings import collect_worker_settings
+from rl.trainer.saved_weights import collect_worker_settings
 from rl.types import SamplingParams
 
 CASE = str(REPO / "tests" / "roles_case.py")

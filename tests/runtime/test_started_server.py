@@ -27,7 +27,7 @@ from rl.memory_plan import GIB, LaunchShape
 from rl.processes import find_descendants
 from rl.runtime import sampling_worker
 from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
-from rl.trainer.memory_requirements import compute_stage_needs, measure_nothing
+from rl.trainer.memory_requirements import compute_stage_needs
 from rl.vllm import ServerPool, started_server
 
 REPO = Path(__file__).resolve().parents[2]
@@ -308,7 +308,7 @@ def test_a_plan_counts_the_servers_share_of_the_memory():
     for words in ("--sampler-url http://127.0.0.1:9", "", "--sampler-memory 0.5"):
         line = [*WORDS.split(), *words.split()]
         run = parse_run(line, METHODS, RECIPE, options=RunSettings)
-        (needs,) = compute_stage_needs(run, launch, 16, measure=measure_nothing)
+        (needs,) = compute_stage_needs(run, launch, 16, traced=False)
         peaks.append(needs.plan.peak / GIB)
     assert np.allclose(np.diff(peaks), [24, 16])
 

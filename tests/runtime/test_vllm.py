@@ -27,7 +27,7 @@ from rl.memory_plan import LaunchShape
 from rl.renderers import get_renderer
 from rl.runtime import SamplerSettings, WorkerSettings
 from rl.sampler import SamplingRequest
-from rl.trainer.memory_requirements import compute_stage_needs, measure_nothing
+from rl.trainer.memory_requirements import compute_stage_needs
 from rl.trainer.self_test import self_test
 from rl.types import PARAMETER_BOUNDS, AdamParams, Datum, ModelInput, SamplingParams, TensorData
 from rl.vllm import ServerPool, VllmDecoder, VllmEngine, VllmServerError
@@ -803,7 +803,7 @@ def test_a_plan_counts_no_sampler_on_the_learners(tmp_path):
     launch, names = LaunchShape(cuda=False, bf16=False), []
     for line in (words, external):
         run = parse_run(line, METHODS, RECIPE, options=RunSettings)
-        (needs,) = compute_stage_needs(run, launch, 16, measure=measure_nothing)
+        (needs,) = compute_stage_needs(run, launch, 16, traced=False)
         names.append({item.name for item in needs.plan.items if item.sample})
     assert "KV cache" in names[0] and "KV cache" not in names[1]
 

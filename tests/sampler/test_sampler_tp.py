@@ -37,11 +37,10 @@ from rl.memory_plan import (
 from rl.memory_plan.byte_counts import kv_cache_bytes, sampler_copy_bytes, sampler_working_bytes
 from rl.runtime import SamplerSettings
 from rl.sampler.decode_state import BatchSize
-from rl.trainer import memory_savings, open_weights
-from rl.trainer.memory_report import check_memory, report_memory
+from rl.trainer import memory_report, open_weights
+from rl.trainer.memory_report import check_memory, find_savings, report_memory, select_listed
 from rl.trainer.memory_requirements import compute_stage_needs
-from rl.trainer.memory_savings import find_savings, select_listed
-from rl.trainer.worker_settings import collect_worker_settings
+from rl.trainer.saved_weights import collect_worker_settings
 from rl.types import LoraConfig
 
 ADDITION = REPO / "recipes" / "addition.yaml"
@@ -221,8 +220,7 @@ def test_all_weights_of_it_fit_with_the_optimizer_in_host_memory(large_model):
     # not sufficient without offloading: the most effective size is listed
     assert team.command == "--sampler-tp 8" and team.peak > room
     offload = next(change for change in changes if "zero3_offload" in change.command)
-    both = [offload.settings(team.settings(stage.settings)) for stage in run.stages]
-    planned = compute_stage_needs(run, offload.launch(team.launch(launch)), 512, both)
+    planned = compute_stage_needs(*offload.apply(*team.apply(run, launch)), 512)
     assert max(needs.plan.peak for needs in planned) <= room < offload.peak
 
 
@@ -285,7 +283,7 @@ def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
     )
     assert find_savings(run, launch, 512)
     for line, present in ((" --sampler-tp 3", False), ("", True)):
-        tried = memory_savings._list_candidates(read_config(LINE.format(tmp_path) + line), launch)
+        tried = memory_report._list_candidates(read_config(LINE.format(tmp_path) + line), launch)
         assert any("accelerate_configs" in change.command for change in tried) is present
 
 

@@ -18,7 +18,7 @@ from rl.config import DataSettings, LoopSettings
 from rl.data import Curriculum, ProblemSet
 from rl.reporting import Console, Logbook
 from rl.trainer.checkpoint_manager import CheckpointManager
-from rl.trainer.stage_context import StageContext
+from rl.trainer.stage_sampling import StageContext
 from rl.trainer.trainer import Trainer, TrainingBatch
 from rl.types import Problem
 

@@ -13,7 +13,7 @@ from rl.config import LoopSettings, OptimSettings, SamplingSettings
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.trainer import evaluator, stage_sampling
 from rl.trainer.evaluator import HeldOutMetrics
-from rl.trainer.stage_context import StageContext
+from rl.trainer.stage_sampling import StageContext
 from rl.trainer.trainer import Trainer
 from rl.trainer.training_loop import train
 from rl.types import ModelInput, SampledSequence
@@ -86,7 +86,7 @@ def test_storing_held_out_answers_decodes_nothing_and_counts_as_evaluation(monke
         logbook=SimpleNamespace(write_held_out_answers=write_held_out_answers),
         renderer=SimpleNamespace(tokenizer=SimpleNamespace(decode=decode)),
     )
-    metrics = stage.evaluator.evaluate_before_training(SimpleNamespace(version=0))
+    metrics = stage.evaluator.evaluate(0, SimpleNamespace(version=0))
     assert metrics["time/test"] == 200.0 and decode.call_count == 0
     assert [(step, greedy) for step, greedy, _ in stored] == [(3, False), (3, True)]
     for *_, row in stored:

@@ -266,7 +266,7 @@ def test_the_plan_knows_what_a_run_begins_from(adapter):
 
 def show_needs(run) -> dict:
     run, _ = resolve_initial_weights(run)
-    launch, _ = resolve_launch(run.options, "auto")
+    launch, _ = resolve_launch(run)
     return compute_stage_needs(run, launch, 16)[0].plan.sums
 
 
