@@ -17,7 +17,13 @@ from rl.reporting.evaluation_table import (
     make_table_rows,
     read_evaluation,
 )
-from rl.reporting.html_report import MAX_REPORT_BYTES, has_plotly, load_plotly, render_report
+from rl.reporting.html_report import (
+    MAX_REPORT_BYTES,
+    encode_json,
+    has_plotly,
+    load_plotly,
+    render_report,
+)
 from rl.reporting.logbook import (
     CHECKPOINTS,
     CONFIG,
@@ -49,7 +55,6 @@ from rl.reporting.metric_plots import (
 from rl.reporting.paired_comparison import PairedComparison, average_by_problem, compare_paired
 from rl.reporting.rollout_report import (
     collect_rollouts,
-    encode_json,
     list_evaluations,
     read_rollouts,
 )

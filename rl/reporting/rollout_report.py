@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.jsonl import get_evaluation_step
-from rl.reporting.episode_html import collect_turns, get_stop_reason, render_turns
+from rl.reporting.episode_html import collect_turns, get_stop_reason, has_several_turns
+from rl.reporting.html_report import encode_json, render_turns
 from rl.reporting.paired_comparison import average_by_problem, make_problem_key, score_row
 from rl.reporting.update_files import TOKEN_VALUES, add_token_values
 from rl.sanitize import sanitize_text
@@ -49,12 +50,6 @@ class _ByteBudget:
             return False
         self.remaining -= size
         return True
-
-
-def encode_json(value: Any) -> str:
-    """Return JSON that may stand in a script element: ASCII, without <, > and &."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def list_evaluations(folder: Path) -> list[EvaluationFile]:
@@ -318,7 +313,7 @@ def make_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     }
     if row.get("error"):
         answer["error"] = sanitize_text(str(row["error"]), _TEXT_LIMIT)
-    if len(turns) > 1 or (turns and turns[0].get("tool_calls")):
+    if has_several_turns(turns):
         return {**answer, **_render_episode(row, turns)}
     tokens = row.get("tokens")
     if not isinstance(tokens, list) or not tokens:
@@ -339,7 +334,7 @@ def _render_episode(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) 
     """Return the `html` of an episode of several turns; a `text` if it is too long or malformed."""
     bounded = _bound_strings({**row, "turns": turns})
     try:
-        html = render_turns(bounded, bounded["turns"], 0)
+        html = render_turns(bounded, bounded["turns"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return {"text": sanitize_text(f"this episode cannot be shown: {error}", _TEXT_LIMIT)}
     if len(html) > _EPISODE_BYTES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rl.reporting.html_report import make_environment
+from rl.reporting.html_report import render_template
 from rl.sanitize import sanitize_text
 
 _COLUMNS = ("token", "sampled", "update", "ratio", "clip", "advantage", "gradient", "share")
@@ -137,17 +137,14 @@ def render_explanation(explanation: Any, title: str) -> str:
                 "answers": answers,
             }
         )
-    return (
-        make_environment()
-        .get_template("why.html")
-        .render(
-            title=title,
-            summary=describe_calls(explanation.calls),
-            note=NOTE,
-            notes=list(explanation.notes),
-            columns=_COLUMNS,
-            groups=sections,
-        )
+    return render_template(
+        "why.html",
+        title=title,
+        summary=describe_calls(explanation.calls),
+        note=NOTE,
+        notes=list(explanation.notes),
+        columns=_COLUMNS,
+        groups=sections,
     )
 
 
