@@ -99,16 +99,21 @@ class RunCurve:
 
     def series(self, panel: PlotPanel) -> tuple[list[float], list[float]]:
         """Return (steps, values) of the panel's metric, without null values."""
-        for name in panel.names:
-            rows = [
-                row for row in self.rows if not any(excluded in row for excluded in panel.unless)
-            ]
-            points = [
-                (row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float))
-            ]
-            if points:
-                return [step for step, _ in points], [value for _, value in points]
-        return [], []
+        rows, name = self.select_rows(panel), self.find_metric(panel)
+        points = [row for row in rows if name and is_metric_number(row.get(name))]
+        return [row["step"] for row in points], [row[name] for row in points]
+
+    def select_rows(self, panel: PlotPanel) -> list[dict[str, Any]]:
+        """Return the rows without the metrics that exclude a row from the panel."""
+        return [row for row in self.rows if not any(name in row for name in panel.unless)]
+
+    def find_metric(self, panel: PlotPanel) -> str | None:
+        """Return the first of the panel's metrics that a row has; None if no row has one."""
+        rows = self.select_rows(panel)
+        return next(
+            (name for name in panel.names if any(is_metric_number(row.get(name)) for row in rows)),
+            None,
+        )
 
     def stages(self) -> list[tuple[str, float, float]]:
         """Return (name, first step, last step) of each stage, in order. The stage of a row is its
@@ -133,11 +138,10 @@ class RunCurve:
             stages = [("", stages[0][1], stages[-1][2])]
         parts = []
         for i, (_, first, last) in enumerate(stages):
-            part = [
-                (step, value) for step, value in points if (first < step or i == 0) and step <= last
-            ]
+            part = [point for point in points if (first < point[0] or i == 0) and point[0] <= last]
             if part:
-                parts.append(([step for step, _ in part], [value for _, value in part]))
+                steps, values = zip(*part, strict=True)
+                parts.append((list(steps), list(values)))
         return parts
 
 
@@ -151,6 +155,11 @@ def read_curve(source: Path, label: str | None = None) -> RunCurve:
             f"no metrics at {path}: expected a run's folder or its {METRICS_FILE}"
         )
     return RunCurve(label or path.resolve().parent.name, read_metrics(path))
+
+
+def is_metric_number(value: Any) -> bool:
+    """Return whether the value of a row is a number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def round_number(value: float) -> float:
@@ -224,22 +233,11 @@ def find_reward_panels(curves: Sequence[RunCurve]) -> list[PlotPanel]:
     """Return a panel for each metric of a reward: the parts of a sum of rewards, and the metrics of
     a user's reward function.
     """
-    names = dict.fromkeys(
-        name
-        for curve in curves
-        for row in curve.rows
-        for name in row
-        if name.startswith("env/all/")
-    )
-    part_names = [
-        name
-        for name in names
-        if "/" not in name.removeprefix("env/all/")
-        and name.removeprefix("env/all/") not in _NOT_REWARD_PARTS
-    ]
+    metrics = dict.fromkeys(name for curve in curves for row in curve.rows for name in row)
+    names = [name.removeprefix("env/all/") for name in metrics if name.startswith("env/all/")]
+    parts = [name for name in names if "/" not in name and name not in _NOT_REWARD_PARTS]
     return [
-        PlotPanel(f"reward: {name.removeprefix('env/all/')}", (name,))
-        for name in part_names[:_MAX_REWARD_PANELS]
+        PlotPanel(f"reward: {name}", (f"env/all/{name}",)) for name in parts[:_MAX_REWARD_PANELS]
     ]
 
 
@@ -325,6 +323,7 @@ def _build_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.lines import Line2D
 
     columns = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3}.get(len(panels), 4)
     rows = -(-len(panels) // columns)
@@ -334,15 +333,13 @@ def _build_figure(
     )
     FigureCanvasAgg(figure)
     several = len(curves) > 1
-    grid = figure.subplots(rows, columns, squeeze=False)
-    axes = [axis for line in grid for axis in line]
-    for axis, panel in zip(axes[: len(panels)], panels, strict=True):
+    axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    for axis, panel in zip(axes, panels, strict=False):
         _draw_panel(axis, panel, groups)
+        axis.set_xlabel(label, fontsize=8.5)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    for axis in axes[: len(panels)]:
-        axis.set_xlabel(label, fontsize=8.5)
-    title = " / ".join(curve.label for curve in curves) if not several else "runs compared"
+    title = "runs compared" if several else curves[0].label
     smooth = any(
         panel.smooth and len(curve.series(panel)[0]) >= SMOOTH_FROM
         for panel in panels
@@ -355,21 +352,12 @@ def _build_figure(
         notes.append("pale: each step; line: running mean")
     elif smooth:
         notes.append("smoothed")
-    if notes:
-        figure.text(
-            0.99,
-            0.985,
-            "; ".join(notes),
-            ha="right",
-            va="top",
-            fontsize=8,
-            color="#666666",
-        )
+    style: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8, "color": "#666666"}
+    figure.text(0.99, 0.985, "; ".join(notes), **style)
     if several:
-        handles, names = _build_legend(curves)
         legend = figure.legend(
-            handles,
-            names,
+            [Line2D([], [], color=pick_colour(i), lw=2) for i in range(len(curves))],
+            [curve.label for curve in curves],
             loc="outside lower center",
             ncols=min(len(curves), 4),
             frameon=False,
@@ -380,13 +368,9 @@ def _build_figure(
     return figure
 
 
-def _build_legend(curves: Sequence[RunCurve]) -> tuple[list[Any], list[str]]:
-    """Return the handles and the labels of the legend."""
-    from matplotlib.lines import Line2D
-
-    return [Line2D([], [], color=COLOURS[i % len(COLOURS)], lw=2) for i in range(len(curves))], [
-        c.label for c in curves
-    ]
+def pick_colour(i: int) -> str:
+    """Return the colour of the curve `i`."""
+    return COLOURS[i % len(COLOURS)]
 
 
 def _draw_panel(axis: Axes, panel: PlotPanel, groups: Sequence[CurveGroup]) -> None:
@@ -399,7 +383,7 @@ def _draw_panel(axis: Axes, panel: PlotPanel, groups: Sequence[CurveGroup]) -> N
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8.5)
     for i, group in enumerate(groups):
-        curve, colour = group.curve, COLOURS[i % len(COLOURS)]
+        curve, colour = group.curve, pick_colour(i)
         if len(curves) == 1:
             _shade_stages(axis, curve, curve.series(panel)[0])
         if group.band is not None:
@@ -460,18 +444,14 @@ def _draw_band(axis: Axes, panel: PlotPanel, group: CurveGroup, colour: str) -> 
         )
 
 
-def _annotate_ends(axis: Axes, steps: list[float], values: list[float]) -> None:
+def _annotate_ends(axis: Axes, steps: Sequence[float], values: Sequence[float]) -> None:
     """Annotate the first and the last value of a share, beside the curve: below a point in the
     upper half, above one in the lower half, and to the right of the first point of a steep curve.
     """
     steep = len(values) > 1 and abs(values[1] - values[0]) > 0.1
-    ends = [(steps[0], values[0], "left")] + (
-        [(steps[-1], values[-1], "right")] if len(steps) > 1 else []
-    )
-    for step, value, side in ends:
-        offset = (0, -15 if value > 0.5 else 8)
-        if side == "left" and steep:
-            offset = (10, -4)
+    for i, side in [(0, "left"), (-1, "right")][: len(steps)]:
+        step, value = steps[i], values[i]
+        offset = (10, -4) if i == 0 and steep else (0, -15 if value > 0.5 else 8)
         style: dict[str, Any] = {"ha": side, "fontsize": 9, "fontweight": "bold"}
         axis.annotate(
             f"{value:.2f}", (step, value), xytext=offset, textcoords="offset points", **style
@@ -489,11 +469,5 @@ def _shade_stages(axis: Axes, curve: RunCurve, steps: Sequence[float]) -> None:
             continue
         axis.axvspan(start, end, color=_SHADES[i % len(_SHADES)], lw=0, zorder=0)
         style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "#777777"}
-        axis.text(
-            (start + end) / 2,
-            0.02,
-            name,
-            transform=axis.get_xaxis_transform(),
-            parse_math=False,
-            **style,
-        )
+        style |= {"transform": axis.get_xaxis_transform(), "parse_math": False}
+        axis.text((start + end) / 2, 0.02, name, **style)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,11 +81,21 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value of a file is a finite number within float's range."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # JSON's integers are unbounded
+        return False
+
+
 def select_evenly(items: Sequence[Item], count: int) -> list[Item]:
     """Return at most `count` items at equal distances, the first and the last among them."""
     if len(items) <= count:
         return list(items)
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+    return [items[round(i * (len(items) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
 def collect_rollouts(
@@ -254,10 +265,10 @@ def _make_group_key(row: Mapping[str, Any]) -> str:
     return json.dumps([row.get("group"), make_problem_key(row)], default=str)
 
 
-def _get_reward(row: Mapping[str, Any]) -> float:
+def get_reward(row: Mapping[str, Any]) -> float:
     """Return the reward of a row; 0 if it has none."""
     reward = row.get("reward")
-    return float(reward) if isinstance(reward, (int, float)) else 0.0
+    return float(reward) if is_number(reward) else 0.0
 
 
 def _choose_groups(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Any]:
@@ -266,7 +277,7 @@ def _choose_groups(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Any]:
     """
     if len(groups) <= _GROUPS:
         return list(groups)
-    rewards = [[_get_reward(row) for row in group] for group in groups]
+    rewards = [[get_reward(row) for row in group] for group in groups]
     means = [sum(values) / len(values) for values in rewards]
     ranges = [max(values) - min(values) for values in rewards]
     order = range(len(groups))
@@ -277,7 +288,7 @@ def _choose_groups(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Any]:
 
 def _choose_answers(group: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return answers of a group from the highest to the lowest reward, both ends among them."""
-    return select_evenly(sorted(group, key=_get_reward, reverse=True), _ANSWERS)
+    return select_evenly(sorted(group, key=get_reward, reverse=True), _ANSWERS)
 
 
 def _describe_problem(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,9 +361,7 @@ def _count_tokens(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) ->
 
 def _round(value: Any, digits: int = 4) -> float | None:
     """Return the number with `digits` significant digits; None if it is no finite number."""
-    if not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
-        return None
-    return float(f"{value:.{digits}g}")
+    return float(f"{value:.{digits}g}") if is_number(value) or isinstance(value, bool) else None
 
 
 def _bound_metrics(metrics: Any) -> dict[str, float | None]:

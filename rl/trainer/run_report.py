@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, flatten_settings
@@ -27,12 +29,8 @@ from rl.reporting import (
     PairedComparison,
     RunCurve,
     average_by_problem,
-    collect_alarms,
-    collect_axes,
-    collect_panels,
+    collect_curves,
     collect_rollouts,
-    collect_series,
-    collect_times,
     compare_paired,
     contains_run,
     encode_json,
@@ -245,47 +243,38 @@ def format_repeat_command(config: Mapping[str, Any]) -> str:
     return shlex.join([*words, *(["--seed", str(seed)] if seed is not None else [])])
 
 
-def describe_launches(run: SavedRun) -> list[dict[str, str]]:
-    """Return each launch of the run as texts: when, versions, devices, planned and used memory."""
-    path = run.folder / LAUNCHES
-    return [_describe_launch(row) for row in (read_rollouts(path) if path.is_file() else [])]
+class _Device(BaseModel):
+    name: str
+    memory: float
 
 
-def _describe_launch(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return a row of launches.jsonl as texts."""
-    versions, planned = row.get("versions"), row.get("planned_memory")
-    listed = row.get("devices")
-    devices = [
-        item for item in (listed if isinstance(listed, list) else ()) if isinstance(item, Mapping)
-    ]
-    counts = Counter(
-        (str(item.get("name")), _format_memory(item.get("memory"))) for item in devices
-    )
-    texts = {
-        "time": row.get("time"),
-        "step": row.get("step"),
-        "processes": row.get("processes"),
-        "precision": row.get("dtype"),
-        "devices": ", ".join(
-            f"{count} x {name} ({memory})" if count > 1 else f"{name} ({memory})"
-            for (name, memory), count in counts.items()
-        ),
-        "planned": ", ".join(
-            f"{stage}: {_format_memory(size)}"
-            for stage, size in (planned.items() if isinstance(planned, Mapping) else ())
-        ),
-        "used": f"{_format_memory(row.get('peak_memory'))}, {row.get('peak_memory_of')}",
-        "versions": ", ".join(
-            f"{name} {number}"
-            for name, number in (versions.items() if isinstance(versions, Mapping) else ())
-        ),
-    }
-    return {name: sanitize_text(str(text), _VALUE_LIMIT) for name, text in texts.items()}
+class _Launch(BaseModel):
+    """A row of launches.jsonl: when, versions, devices, planned and used memory."""
+
+    time: str = ""
+    step: int | None = None
+    processes: int | None = None
+    dtype: str = ""
+    devices: list[_Device] = []
+    planned_memory: dict[str, float] = {}
+    peak_memory: float | None = None
+    peak_memory_of: str = ""
+    versions: dict[str, str] = {}
+
+    def count_devices(self) -> list[tuple[str, int]]:
+        """Return each kind of device and the number of devices of that kind."""
+        kinds = (f"{device.name} ({format_gib(device.memory)})" for device in self.devices)
+        return list(Counter(kinds).items())
 
 
-def _format_memory(size: Any) -> str:
-    """Return a number of bytes as text."""
-    return format_gib(float(size)) if isinstance(size, (int, float)) else "n/a"
+def read_launches(folder: Path) -> list[_Launch]:
+    """Return each launch of the run. Rows of another form are left out."""
+    path = folder / LAUNCHES
+    launches = []
+    for row in read_rollouts(path) if path.is_file() else []:
+        with contextlib.suppress(ValidationError):
+            launches.append(_Launch.model_validate(row))
+    return launches
 
 
 def list_checkpoints(run: SavedRun) -> list[dict[str, Any]]:
@@ -316,31 +305,35 @@ def list_checkpoints(run: SavedRun) -> list[dict[str, Any]]:
     return checkpoints
 
 
-def read_reward_check(folder: Path) -> list[dict[str, Any]]:
-    """Return the checks of rewards that the run made before its first step; [] without any, or if
-    their file cannot be read.
-    """
+class _RewardResult(BaseModel):
+    name: str
+    mean: float | None  # None: the reward failed
+    paid: int
+    compared: int
+    sample: str
+
+
+class _RewardCheck(BaseModel):
+    """The check of a reward that the run made before its first step."""
+
+    reward: str
+    dataset: str
+    rows: int
+    skipped: str | None
+    warnings: list[str]
+    notes: list[str]
+    results: list[_RewardResult]
+
+
+class _RewardChecks(BaseModel):
+    rewards: list[_RewardCheck]
+
+
+def read_reward_checks(folder: Path) -> list[_RewardCheck]:
+    """Return the checks of rewards; [] without any, or if their file cannot be read."""
     try:
-        entries = json.loads((folder / REWARD_CHECK).read_text("utf-8"))["rewards"]
-        return [
-            {
-                "title": f"{entry['reward']} on {entry['dataset']}",
-                "rows": int(entry["rows"]),
-                "skipped": entry["skipped"],
-                "messages": [*map(str, entry["warnings"]), *map(str, entry["notes"])][:50],
-                "results": [
-                    {
-                        "name": str(result["name"]),
-                        "mean": "failed" if result["mean"] is None else f"{result['mean']:.2f}",
-                        "ratio": f"{result['paid']} of {result['compared']}",
-                        "sample": str(result["sample"])[:200],
-                    }
-                    for result in entry["results"][:50]
-                ],
-            }
-            for entry in entries[:20]
-        ]
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return _RewardChecks.model_validate_json((folder / REWARD_CHECK).read_bytes()).rewards[:20]
+    except (OSError, ValidationError):
         return []
 
 
@@ -396,35 +389,18 @@ def collect_report(
     runs: Sequence[SavedRun], out: Path, limit: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what fills the template, and the data of the page's script, in about `limit` bytes."""
-    panels = collect_panels([run.curve for run in runs])
-    groups = group_by_settings([run.config for run in runs])
-    data: dict[str, Any] = {"panels": panels, "runs": []}
-    for i, run in enumerate(runs):
-        rows = run.curve.rows
-        data["runs"].append(
-            {
-                "label": run.label,
-                "group": groups[i],
-                "stages": [
-                    {"name": sanitize_text(name, 200), "first": first, "last": last}
-                    for name, first, last in run.curve.stages()
-                ],
-                "axes": collect_axes(rows),
-                "series": collect_series(
-                    rows,
-                    [{**panel, "metrics": panel["metrics"][i : i + 1]} for panel in panels],
-                    len(runs),
-                ),
-                "alarms": collect_alarms(rows),
-                "times": collect_times(rows),
-            }
-        )
+    data = collect_curves([run.curve for run in runs])
+    for group, entry in zip(
+        group_by_settings([run.config for run in runs]), data["runs"], strict=True
+    ):
+        entry["group"] = group
     context = {
         "title": " / ".join(run.label for run in runs[:6]),
         "runs": [_describe_run(run, entry) for run, entry in zip(runs, data["runs"], strict=True)],
         "differing": list_differing_settings(runs) if len(runs) > 1 else [],
         "paired": compare_runs(runs) if len(runs) > 1 else [],
         "evaluation_columns": [name.replace("_", " ") for name in TABLE_COLUMNS],
+        "format_gib": format_gib,
     }
     remaining = limit - len(encode_json(data)) - len(json.dumps(context, default=str))
     for run, entry in zip(runs, data["runs"], strict=True):
@@ -472,8 +448,8 @@ def _describe_run(run: SavedRun, entry: Mapping[str, Any]) -> dict[str, Any]:
             for name in (checkpoints[0]["metrics"] if checkpoints else ())
             if any(isinstance(item["metrics"][name], (int, float)) for item in checkpoints)
         ],
-        "launches": describe_launches(run),
-        "rewards": read_reward_check(run.folder),
+        "launches": read_launches(run.folder),
+        "rewards": read_reward_checks(run.folder),
         "alarms": entry["alarms"][:200],
         "times": entry["times"]["total"],
         "recipe": make_recipe(run.config),
