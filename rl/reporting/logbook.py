@@ -30,7 +30,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rl.config import current_settings
@@ -222,12 +221,8 @@ def load_saved_config(folder: Path) -> dict[str, Any]:
 
 def _is_stage(stage: Any) -> bool:
     """Return whether the value has the form of a stage of config.json."""
-    named = (
-        isinstance(stage, dict)
-        and isinstance(stage.get("method"), str)
-        and isinstance(stage.get("name"), str)
-    )
-    return named and isinstance(stage.get("settings"), dict)
+    kinds = {"method": str, "name": str, "settings": dict}
+    return isinstance(stage, dict) and all(isinstance(stage.get(k), t) for k, t in kinds.items())
 
 
 def claim_folder(
@@ -411,19 +406,21 @@ class Logbook:
         """Write the page, and link it with the previous page in both directions."""
         folder = page.parent
         earlier = max(
-            (path for path in folder.glob("step_*.html") if path.name < page.name), default=None
+            (path.name for path in folder.glob("*.html") if path.name < page.name), default=""
         )
-        digits = "" if earlier is None else earlier.stem.removeprefix("step_").partition("_")[0]
-        before = (earlier.name, int(digits)) if earlier is not None and digits.isdigit() else None
-        write_atomically(
-            page,
-            rollout_html.render_page(
-                rows, title=title, step=step, previous=before, file=page.with_suffix(".jsonl").name
-            ),
+        earlier_step = get_rollout_step(earlier)
+        text = rollout_html.render_page(
+            rows,
+            title=title,
+            step=step,
+            previous=None if earlier_step is None else (earlier, earlier_step),
+            file=page.with_suffix(".jsonl").name,
         )
-        if earlier is not None and before is not None:
-            written = earlier.read_text(encoding="utf-8", errors="replace")
-            write_atomically(earlier, rollout_html.add_next_link(written, page.name, step))
+        write_atomically(page, text)
+        if earlier_step is not None:
+            written = (folder / earlier).read_text(encoding="utf-8", errors="replace")
+            linked = rollout_html.add_next_link(written, page.name, step)
+            write_atomically(folder / earlier, linked)
 
     def _run_optional(self, label: str, action: Callable[[], object]) -> bool:
         """Run optional work that must never end a run (a tracker, a page, a picture). Warn about
@@ -488,10 +485,5 @@ class Logbook:
     def __enter__(self) -> Logbook:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

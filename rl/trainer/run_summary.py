@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import shlex
@@ -178,7 +177,7 @@ def print_summary(
             *_usage_commands(run_state, folder),
             f"{format_script('plot')} {shlex.quote(str(folder))}",
             _format_report_command(folder),
-            *_export_commands(run_state, folder),
+            _format_export_command(run_state, folder),
         ],
     )
 
@@ -209,10 +208,8 @@ def _describe_better_weights(run_state: StagePaths) -> str | None:
 
 def _format_report_command(folder: Path) -> str:
     """Return the command that writes the page of the run, with what it needs if that is missing."""
-    missing = importlib.util.find_spec("plotly") is None
-    return f"{format_script('report')} {shlex.quote(str(folder))}" + (
-        f"  # needs: {install_command('report')}" if missing else ""
-    )
+    command = f"{format_script('report')} {shlex.quote(str(folder))}"
+    return command if has_plotly() else f"{command}  # needs: {install_command('report')}"
 
 
 # what a distillation learns: label and metrics, the first that a stage has logged
@@ -241,14 +238,12 @@ def _measure_distillation(run_state: StagePaths) -> dict[str, tuple[float | None
     return results
 
 
-def _export_commands(run_state: StagePaths, folder: Path) -> list[str]:
+def _format_export_command(run_state: StagePaths, folder: Path) -> str:
     """Return the command that exports the weights: merged if they are an adapter."""
     merge = " --merge" if run_state.stages[-1].plan.settings.model.lora_rank else ""
-    return [
-        f"{format_script('export')} {shlex.quote(str(folder))} "
-        f"{shlex.quote(str(_unused_path(Path('exports') / folder.name)))}{merge}"
-        f"{_format_trust(list_method_addresses(run_state.run.stages))}"
-    ]
+    paths = shlex.join([str(folder), str(_unused_path(Path("exports") / folder.name))])
+    trust = _format_trust(list_method_addresses(run_state.run.stages))
+    return f"{format_script('export')} {paths}{merge}{trust}"
 
 
 def _format_trust(addresses: list[str]) -> str:
@@ -262,7 +257,7 @@ def format_script(name: str) -> str:
     """
     script = SCRIPTS_FOLDER / f"{name}.py"
     if _is_own_script():
-        if _is_console_command():
+        if getattr(sys.modules.get("whetstone"), "running_script", None) is not None:
             return f"whetstone {name.replace('_', '-')}"
         script = Path(sys.argv[0]).with_name(script.name)
     elif SCRIPTS_FOLDER != _ROOT:
@@ -278,23 +273,11 @@ def _is_own_script() -> bool:
     return script.parent == SCRIPTS_FOLDER and script.name in _SCRIPT_NAMES
 
 
-def _is_train_script() -> bool:
-    """Return whether the project's train.py runs."""
-    return Path(sys.argv[0]).resolve() == SCRIPTS_FOLDER / "train.py"
-
-
-def _is_console_command() -> bool:
-    """Return whether the command `whetstone` runs the script."""
-    return getattr(sys.modules.get("whetstone"), "running_script", None) is not None
-
-
 def _unused_path(path: Path) -> Path:
     """Return `path`, or the first of path-2, path-3, ... that is free if `path` exists."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return (
-        path
-        if not path.exists()
-        else next(candidate for candidate in numbered if not candidate.exists())
+    return next(
+        candidate for candidate in itertools.chain([path], numbered) if not candidate.exists()
     )
 
 
@@ -358,7 +341,7 @@ def format_resume_command(folder: Path, trusted: bool = False) -> str:
     """Return the command that resumes the run in `folder`: of the shell, or of Python if
     `rl.train` started it.
     """
-    if not _is_train_script():
+    if Path(sys.argv[0]).resolve() != SCRIPTS_FOLDER / "train.py":
         trust = ", trust_run=True" if trusted else ""
         return f"rl.train(resume=True, output_dir={str(folder)!r}{trust})"
     trust = " --trust-run" if trusted else ""
