@@ -386,11 +386,7 @@ def _draw_panel(axis: Axes, panel: PlotPanel, groups: Sequence[CurveGroup]) -> N
         curve, colour = group.curve, pick_colour(i)
         if len(curves) == 1:
             _shade_stages(axis, curve, curve.series(panel)[0])
-        if group.band is not None:
-            _draw_band(axis, panel, group, colour)
-            continue
-        for part_steps, part_values in curve.parts(panel):
-            _draw_line(axis, panel, part_steps, part_values, colour)
+        _draw_curve(axis, panel, group, colour)
     values = [value for curve in curves for value in curve.series(panel)[1]]
     if panel.share:
         axis.set_ylim(-0.03, 1.05)
@@ -416,32 +412,24 @@ def _style_numbers(axis: Axes, panel: PlotPanel, values: Sequence[float]) -> Non
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1000:g}k"))
 
 
-def _draw_line(
-    axis: Axes, panel: PlotPanel, steps: list[float], values: list[float], colour: str
-) -> None:
-    """Draw a series: a running mean over a pale line if it is long, otherwise the points."""
-    if panel.smooth and len(values) >= SMOOTH_FROM:
-        axis.plot(steps, values, color=colour, lw=0.8, alpha=0.28)
-        axis.plot(steps, moving_average(values, max(3, len(values) // 20)), color=colour, lw=1.8)
-    else:
-        axis.plot(steps, values, color=colour, lw=1.8, marker="o", ms=4 if len(values) < 30 else 2)
-
-
-def _draw_band(axis: Axes, panel: PlotPanel, group: CurveGroup, colour: str) -> None:
-    """Draw a mean and its band, as running means if they are long."""
-    assert group.band is not None
-    parts = [curve.parts(panel) for curve in (group.curve, *group.band)]
-    for (steps, mean), (_, low), (_, high) in zip(*parts, strict=True):
-        smooth = panel.smooth and len(mean) >= SMOOTH_FROM
-        window = max(3, len(mean) // 20) if smooth else 1
-        lines = [moving_average(values, window) for values in (mean, low, high)]
-        if panel.log:  # a logarithmic axis has no values below 0
-            lines[1] = [max(a, b / 10) for a, b in zip(lines[1], lines[0], strict=True)]
-        axis.fill_between(steps, lines[1], lines[2], color=colour, alpha=0.2, lw=0)
-        marker = None if smooth else "o"
-        axis.plot(
-            steps, lines[0], color=colour, lw=1.8, marker=marker, ms=4 if len(mean) < 30 else 2
-        )
+def _draw_curve(axis: Axes, panel: PlotPanel, group: CurveGroup, colour: str) -> None:
+    """Draw a curve, and the band of a mean. A long curve is a running mean, over a pale line of each
+    step or with a band.
+    """
+    curves = (group.curve, *(group.band or ()))
+    for (steps, values), *edges in zip(*(curve.parts(panel) for curve in curves), strict=True):
+        smooth = panel.smooth and len(values) >= SMOOTH_FROM
+        window = max(3, len(values) // 20) if smooth else 1
+        line, *band = (moving_average(y, window) for y in (values, *(edge for _, edge in edges)))
+        if band:
+            low, high = band
+            if panel.log:  # a logarithmic axis has no values below 0
+                low = [max(a, b / 10) for a, b in zip(low, line, strict=True)]
+            axis.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)
+        elif smooth:
+            axis.plot(steps, values, color=colour, lw=0.8, alpha=0.28)
+        marker, size = None if smooth else "o", 4 if len(values) < 30 else 2
+        axis.plot(steps, line, color=colour, lw=1.8, marker=marker, ms=size)
 
 
 def _annotate_ends(axis: Axes, steps: Sequence[float], values: Sequence[float]) -> None:

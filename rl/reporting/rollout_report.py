@@ -143,9 +143,9 @@ def _collect_evaluations(
             }
         )
     by_problem = [_group_by(rows, make_problem_key) for rows in rows_by_file]
-    for key in _choose_problems(selected, rows_by_file):
+    for number, key in enumerate(_choose_problems(selected, rows_by_file)):
         answers = [
-            {"problem": key, **make_answer(groups[key][0])} if key in groups else None
+            {"problem": number, **make_answer(groups[key][0])} if key in groups else None
             for groups in by_problem
         ]
         if not budget.spend(answers):
@@ -153,16 +153,7 @@ def _collect_evaluations(
         for entry, answer in zip(entries, answers, strict=True):
             if answer is not None:
                 entry["rows"].append(answer)
-    _number_problems(entries)
     return entries
-
-
-def _number_problems(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Replace the keys of problems by small numbers."""
-    numbers: dict[str, int] = {}
-    for entry in entries:
-        for row in entry["rows"]:
-            row["problem"] = numbers.setdefault(row["problem"], len(numbers))
 
 
 def _choose_problems(
@@ -228,8 +219,9 @@ def _collect_batches(
         }
         for group in _choose_groups(groups):
             entry = {**_describe_problem(group[0]), "size": len(group), "answers": []}
-            for row in _choose_answers(group):
-                answer = make_answer(row)
+            # from the highest to the lowest reward, both ends among them
+            ordered = sorted(group, key=get_reward, reverse=True)
+            for answer in map(make_answer, select_evenly(ordered, _ANSWERS)):
                 if budget.spend(answer):
                     entry["answers"].append(answer)
             if entry["answers"] and budget.spend({**entry, "answers": []}):
@@ -284,11 +276,6 @@ def _choose_groups(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Any]:
     best = [max(order, key=lambda i: ranges[i]), min(order, key=lambda i: means[i]),
             max(order, key=lambda i: means[i]), *select_evenly(order, _GROUPS)]  # fmt: skip
     return [groups[i] for i in list(dict.fromkeys(best))[:_GROUPS]]
-
-
-def _choose_answers(group: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return answers of a group from the highest to the lowest reward, both ends among them."""
-    return select_evenly(sorted(group, key=get_reward, reverse=True), _ANSWERS)
 
 
 def _describe_problem(row: Mapping[str, Any]) -> dict[str, Any]:

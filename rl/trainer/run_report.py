@@ -137,12 +137,7 @@ def describe_headline(run: SavedRun) -> dict[str, Any]:
             values = [row[metric] for row in rows if row.get(metric) is not None]
             if values:
                 figures.append((f"held-out {label}, {stage['name']}", values[0], values[-1]))
-    return {
-        "figures": [
-            {"label": label, "before": before, "after": after} for label, before, after in figures
-        ],
-        "remarks": remarks,
-    }
+    return {"figures": figures, "remarks": remarks}
 
 
 def compare_ends(run: SavedRun, stage: str) -> PairedComparison | None:
@@ -222,10 +217,9 @@ def make_recipe(config: Mapping[str, Any]) -> str:
         settings = stage["settings"]
         variant = settings.get("variant")
         implied = METHODS[stage["method"]].variants.get(variant, {}) if defaults and variant else {}
+        known = {key: value for key, value in (defaults or {}).items() if key not in implied}
         changed = {
-            key: value
-            for key, value in settings.items()
-            if defaults is None or key in implied or key not in defaults or defaults[key] != value
+            key: value for key, value in settings.items() if key not in known or known[key] != value
         }
         stages.append({"method": stage["method"], "name": stage["name"], **changed})
     recipe = {"stages": stages}
@@ -279,29 +273,21 @@ def read_launches(folder: Path) -> list[_Launch]:
 
 def list_checkpoints(run: SavedRun) -> list[dict[str, Any]]:
     """Return the checkpoints of the run with the metrics of their step."""
-    held_out: dict[int, float] = {}
-    rows_by_step: dict[int, dict[str, Any]] = {}
-    for row in run.curve.rows:
-        value = row.get(HELD_OUT_ACCURACY, row.get(_HELD_OUT_REWARD))
-        if value is not None:
-            held_out[row["step"]] = value
-        rows_by_step[row["step"]] = row
+    rows_by_step = {row["step"]: row for row in run.curve.rows}
+    held_out = {
+        row["step"]: value
+        for row in run.curve.rows
+        if (value := row.get(HELD_OUT_ACCURACY, row.get(_HELD_OUT_REWARD))) is not None
+    }
     checkpoints = []
     for saved in read_jsonl(run.folder / CHECKPOINTS):
-        row = rows_by_step.get(saved.get("batch", -1), {})
+        step = saved.get("batch", -1)
+        row = rows_by_step.get(step, {})
         metrics = {
-            "held-out value": saved.get("value", held_out.get(saved.get("batch", -1))),
+            "held-out value": saved.get("value", held_out.get(step)),
             **{label: row.get(name) for label, name in _CHECKPOINT_METRICS},
         }
-        checkpoints.append(
-            {
-                "name": str(saved.get("name", "")),
-                "kind": str(saved.get("kind", "")),
-                "stage": str(saved.get("stage", "")),
-                "step": saved.get("batch"),
-                "metrics": metrics,
-            }
-        )
+        checkpoints.append({**saved, "metrics": metrics})
     return checkpoints
 
 
@@ -366,19 +352,8 @@ def compare_runs(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
         for run, after in list(zip(runs, scores, strict=True))[1:]:
             paired = compare_paired(scores[0], after)
             if paired is not None:
-                rows.append(
-                    {
-                        "first": runs[0].label,
-                        "second": run.label,
-                        "kind": "greedy" if greedy else "sampled",
-                        "problems": paired.problems,
-                        "before": paired.before,
-                        "after": paired.after,
-                        "difference": paired.difference,
-                        "standard_error": paired.standard_error,
-                        "sentence": paired.describe(),
-                    }
-                )
+                kind = "greedy" if greedy else "sampled"
+                rows.append({"second": run.label, "kind": kind, "paired": paired})
     return rows
 
 
