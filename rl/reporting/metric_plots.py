@@ -413,8 +413,8 @@ def _style_numbers(axis: Axes, panel: PlotPanel, values: Sequence[float]) -> Non
 
 
 def _draw_curve(axis: Axes, panel: PlotPanel, group: CurveGroup, colour: str) -> None:
-    """Draw a curve, and the band of a mean. A long curve is a running mean, over a pale line of each
-    step or with a band.
+    """Draw a curve and its band, if it has one. A long curve is a running mean, over a pale line of
+    each step if it has no band.
     """
     curves = (group.curve, *(group.band or ()))
     for (steps, values), *edges in zip(*(curve.parts(panel) for curve in curves), strict=True):

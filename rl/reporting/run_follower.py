@@ -13,7 +13,6 @@ from typing import Any
 from rl.jsonl import METRICS_FILE, get_evaluation_step, get_rollout_step
 from rl.reporting.curve_report import collect_alarms
 from rl.reporting.logbook import CONFIG, LOCK, ROLLOUTS
-from rl.reporting.metric_plots import RunCurve
 from rl.reporting.rollout_report import get_reward, is_number, read_rollouts, select_evenly
 from rl.sanitize import sanitize_text
 
@@ -93,11 +92,6 @@ class RunFollower:
                 self.are_held_out = not trained
         except OSError:
             return
-
-    @property
-    def curve(self) -> RunCurve:
-        """Return the curve of the rows."""
-        return RunCurve(self.label, self.rows)
 
     @property
     def step(self) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from rl.errors import RunFolderError
+from rl.jsonl import get_rollout_step
 
-_UPDATE_FILE = re.compile(r"step_(\d{6,})(?:_.+)?\.update\.safetensors")
 _METADATA_KEY = "update"
 TOKEN_VALUES = ("entropies", "ratios")  # of a row, from `add_token_values`
 
@@ -38,11 +37,8 @@ def write_update_file(
 
 def list_update_files(folder: Path) -> dict[int, Path]:
     """Return the records below a `folder` of rollouts by step, in order."""
-    return {
-        int(match[1]): path
-        for path in sorted(folder.glob("step_*.update.safetensors"))
-        if (match := _UPDATE_FILE.fullmatch(path.name))
-    }
+    paths = sorted(folder.glob("step_*.update.safetensors"))
+    return {step: path for path in paths if (step := get_rollout_step(path.name)) is not None}
 
 
 class UpdateRecord:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rl.reporting.console import format_duration, format_headline, format_held_out, format_score
 from rl.reporting.episode_html import collect_turns
-from rl.reporting.metric_plots import PANELS, PlotPanel, find_reward_panels
+from rl.reporting.metric_plots import PANELS, PlotPanel, RunCurve, find_reward_panels
 from rl.reporting.rollout_report import is_number
 from rl.reporting.run_follower import RunFollower, choose_answers, sanitize_name
 from rl.reporting.terminal_chart import ALARM_COLOUR, ChartCurve, TerminalChart, format_axis_value
@@ -141,7 +141,7 @@ def _render_alarms(run: RunFollower, width: int) -> list[RenderableType]:
 
 def _collect_series(runs: Sequence[RunFollower]) -> list[tuple[PlotPanel, list[Series]]]:
     """Return the panels that a run has values for, with the series of each run."""
-    curves = [run.curve for run in runs]
+    curves = [RunCurve(run.label, run.rows) for run in runs]
     panels = [
         (panel, [curve.series(panel) for curve in curves])
         for panel in [*PANELS, *find_reward_panels(curves)]
