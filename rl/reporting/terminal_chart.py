@@ -65,9 +65,8 @@ class TerminalChart:
         scale = (4 * rows - 1) / span if span else 0.0
         cells: _Cells = {}
         for line, averaged in zip(lines, columns, strict=True):
-            dots = [
-                (x, round((value - low) * scale) if span else 2 * rows) for x, value in averaged
-            ]
+            middle = 0 if span else 2 * rows
+            dots = [(x, round((value - low) * scale) + middle) for x, value in averaged]
             for x, y in _connect_dots(dots):
                 bits, _ = cells.get((x // 2, y // 4), (0, ""))
                 cells[x // 2, y // 4] = bits | _DOTS[x % 2][3 - y % 4], line.colour
@@ -154,9 +153,7 @@ def _average_columns(
     line: ChartCurve, first: float, last: float, width: int
 ) -> list[tuple[int, float]]:
     """Return the mean value of each column of dots that has points."""
-    sums: dict[int, tuple[float, int]] = {}
+    values: dict[int, list[float]] = {}
     for step, value in zip(line.steps, line.values, strict=True):
-        column = _find_column(step, first, last, width)
-        total, count = sums.get(column, (0.0, 0))
-        sums[column] = (total + value, count + 1)
-    return [(column, total / count) for column, (total, count) in sorted(sums.items())]
+        values.setdefault(_find_column(step, first, last, width), []).append(value)
+    return [(column, sum(items) / len(items)) for column, items in sorted(values.items())]

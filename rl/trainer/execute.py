@@ -55,7 +55,7 @@ from rl.trainer.replay_log import (
     check_replay_sampler,
     list_replay_differences,
 )
-from rl.trainer.report_writer import LaunchLog, ReportWriter, describe_launch
+from rl.trainer.report_writer import ReportWriter, describe_launch
 from rl.trainer.resume import (
     RUN_ID_KEY,
     ResumePoint,
@@ -252,7 +252,7 @@ def _open_report(
     return ReportWriter(
         folder,
         console,
-        LaunchLog(folder, launch),
+        launch,
         guard=lock.check_held,
         exceeds_grace=stop_request.exceeds_grace,
     )

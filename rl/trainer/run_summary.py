@@ -63,6 +63,7 @@ def print_introduction(
 ) -> None:
     """Print the stages, model, device and folder; warn of held-out rows in the training data."""
     info, settings = policy.info, collect_worker_settings(run.stages)
+    sandbox = describe_prepared(stages).get("sandbox")
     trained = (
         "all weights"
         if info["lora_rank"] is None
@@ -81,19 +82,12 @@ def print_introduction(
             ),
             "data": "; ".join(_describe_data(stages)),
             "device": f"{info['device']}, {info['dtype']}, {_describe_processes(info['world'], settings.sampler_ranks, settings.sampler.tp)}",  # noqa: E501
-            **(
-                {"programs in": kind}
-                if (kind := describe_prepared(stages).get("sandbox")) is not None
-                else {}
-            ),
+            **({} if sandbox is None else {"programs in": sandbox}),
             "writes to": folder,
         },
     )
-    for text in dict.fromkeys(
-        str(prepared.overlap)
-        for prepared in stages
-        if prepared.overlap is not None and prepared.overlap.shared
-    ):
+    overlaps = (prepared.overlap for prepared in stages)
+    for text in dict.fromkeys(str(item) for item in overlaps if item is not None and item.shared):
         console.warn(text)
 
 
@@ -131,12 +125,10 @@ def _describe_processes(world: int, samplers: int, tensor_parallel: int = 1) -> 
     learners = f"{world} process{'es' if world > 1 else ''}"
     if tensor_parallel > 1:
         return f"{learners}, every {tensor_parallel} of which share a sampler"
-    return (
-        f"{learners} that learn{'s' if world == 1 else ''}, {samplers} that "
-        f"sample{'s' if samplers == 1 else ''}"
-        if samplers
-        else learners
-    )
+    if not samplers:
+        return learners
+    learn, sample = "learns" if world == 1 else "learn", "samples" if samplers == 1 else "sample"
+    return f"{learners} that {learn}, {samplers} that {sample}"
 
 
 def print_summary(
@@ -145,23 +137,18 @@ def print_summary(
     """Print the held-out results of each stage, the files of the run, and the next commands."""
     folder = run_state.folder
     results: dict[str, tuple[float | None, float | None]] = {}
-    remarks = []
+    remarks: list[str | None] = []
     for name, summary in held_out.items():
         if summary.after is not None:
-            results[f"held-out {summary.what}, {name}"] = (summary.before, summary.after)
+            results[f"held-out {summary.what}, {name}"] = summary.before, summary.after
         for set_name, figures in summary.rows.items():
-            results[
-                f"held-out {summary.headline}, {name}" + (f", {set_name}" if set_name else "")
-            ] = figures
+            label = f"held-out {summary.headline}, {name}"
+            results[f"{label}, {set_name}" if set_name else label] = figures
         if summary.greedy_after is not None:
-            results[f"greedy {summary.what}, {name}"] = (
-                summary.greedy_before,
-                summary.greedy_after,
-            )
-        described = [summary.describe_no_gain(), summary.describe_sharpening()]
-        remarks += [text for text in described if text is not None]
-    if (better := _describe_better_weights(run_state)) is not None:
-        remarks.append(better)
+            label = f"greedy {summary.what}, {name}"
+            results[label] = summary.greedy_before, summary.greedy_after
+        remarks += [summary.describe_no_gain(), summary.describe_sharpening()]
+    remarks.append(_describe_better_weights(run_state))
     results |= _measure_distillation(run_state)
     console.end(
         f"{run_state.run.name}: done",
@@ -172,7 +159,7 @@ def print_summary(
             **({"page": folder / REPORT} if has_plotly() else {}),
             "weights": Path(run_state.final_path(len(run_state.stages) - 1)) / "model",
         },
-        remarks=remarks,
+        remarks=[text for text in remarks if text is not None],
         commands=[
             *_usage_commands(run_state, folder),
             f"{format_script('plot')} {shlex.quote(str(folder))}",
