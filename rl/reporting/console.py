@@ -38,8 +38,8 @@ _FAILED, _SCORED, _GROUPS = "reward/failed", "env/all/total_episodes", "env/all/
 _MIXED_GROUPS = "env/all/by_group/frac_mixed"
 _SAMPLER_CHECK = "optim/kl_sample_train_v1"
 _SAMPLER_CHECK_FROM = 1e-3  # nats a token: below it, sampler and learner agree
-# Metrics of held-out problems: label, names of the metric (the first name that occurs), and the
-# metrics next to which it is left out.
+# Metrics of held-out problems: label, names of the metric (the first that is present), and metrics
+# next to which it is left out.
 _HELD_OUT: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("accuracy", (HELD_OUT, HELD_OUT_PAIRS), ()),
     ("reward", (HELD_OUT_REWARD,), (HELD_OUT, HELD_OUT_PAIRS)),

@@ -422,7 +422,7 @@ class Logbook:
             linked = rollout_html.add_next_link(written, page.name, step)
             write_atomically(folder / earlier, linked)
 
-    def _run_optional(self, label: str, action: Callable[[], object]) -> bool:
+    def _run_optional(self, label: str, action: Callable[[], object]) -> None:
         """Run optional work that must never end a run (a tracker, a page, a picture). Warn about
         the first failure of each kind.
 
@@ -436,8 +436,6 @@ class Logbook:
                     f"no {label} ({type(error).__name__}: {error}); the run continues without it"
                 )
             self._failed.add(label)
-            return False
-        return True
 
     def add_checkpoint(self, row: Mapping[str, Any]) -> None:
         """Add the row of a checkpoint: `name`, `batch` (its step), `state_path`, `sampler_path`. A

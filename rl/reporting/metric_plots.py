@@ -92,10 +92,13 @@ class NoCurvesError(UserError):
 
 @dataclass(frozen=True)
 class RunCurve:
-    """Hold the `rows` of a run's metrics.jsonl under a `label`."""
+    """Hold the `rows` of a run's metrics.jsonl under a `label`. The mean of runs that differ only
+    in their seed also has the lower and upper edge of its `band`.
+    """
 
     label: str
     rows: list[dict[str, Any]]
+    band: tuple[RunCurve, RunCurve] | None = None
 
     def series(self, panel: PlotPanel) -> tuple[list[float], list[float]]:
         """Return (steps, values) of the panel's metric, without null values."""
@@ -185,39 +188,21 @@ def collect_axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     return axes
 
 
-@dataclass(frozen=True)
-class CurveGroup:
-    """Hold a curve to draw: that of a run, or the mean of runs that differ only in their seed, with
-    the lower and upper edge of its band.
-    """
-
-    curve: RunCurve
-    band: tuple[RunCurve, RunCurve] | None = None
-
-
-def group_curves(curves: Sequence[RunCurve], groups: Sequence[int], axis: str) -> list[CurveGroup]:
+def group_curves(curves: Sequence[RunCurve], groups: Sequence[int], axis: str) -> list[RunCurve]:
     """Return the curves on an axis; runs with the same number in `groups` as mean and band."""
     result = []
     for number in dict.fromkeys(groups):
         members = [c for c, group in zip(curves, groups, strict=True) if group == number]
-        if len(members) == 1:
-            result.append(CurveGroup(_place_on_axis(members[0], axis)))
+        label, rows = members[0].label, [member.rows for member in members]
+        places = [collect_axes(item)[axis] for item in rows]
+        if len(members) == 1:  # the positions on the axis in the place of the steps
+            placed = [{**row, "step": x} for row, x in zip(rows[0], places[0], strict=True)]
+            result.append(RunCurve(label, placed))
             continue
-        rows = [member.rows for member in members]
-        label = f"mean of {len(members)}: {members[0].label} ..."
-        mean, low, high = (
-            RunCurve(label, averaged)
-            for averaged in average_rows(rows, [collect_axes(item)[axis] for item in rows])
-        )
-        result.append(CurveGroup(mean, (low, high)))
+        label = f"mean of {len(members)}: {label} ..."
+        mean, low, high = average_rows(rows, places)
+        result.append(RunCurve(label, mean, (RunCurve(label, low), RunCurve(label, high))))
     return result
-
-
-def _place_on_axis(curve: RunCurve, axis: str) -> RunCurve:
-    """Return the curve with its positions on an axis in the place of its steps."""
-    places = collect_axes(curve.rows)[axis]
-    rows = [{**row, "step": place} for row, place in zip(curve.rows, places, strict=True)]
-    return RunCurve(curve.label, rows)
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
@@ -272,8 +257,7 @@ def draw_curves(
     groups = list(range(len(curves)))
     if not each_run and len(curves) > 1:
         groups = group_by_settings([_read_config(path) for path in sources])
-    drawn = group_curves(curves, groups, axis)
-    curves = [item.curve for item in drawn]
+    curves = group_curves(curves, groups, axis)
     candidates = [*PANELS, *find_reward_panels(curves)]
     if metrics is not None:
         candidates = [PlotPanel(name, (name,)) for name in metrics]
@@ -282,7 +266,7 @@ def draw_curves(
         raise NoCurvesError(
             f"no curve in {', '.join(map(str, sources))}: no row has a metric with a panel"
         )
-    figure = _build_figure(drawn, panels, AXES[axis])
+    figure = _build_figure(curves, panels, AXES[axis])
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
     figure.savefig(temporary, format=out.suffix.lower()[1:], dpi=130, facecolor="white")
@@ -314,10 +298,9 @@ def _import_matplotlib() -> None:
 
 
 def _build_figure(
-    groups: Sequence[CurveGroup], panels: Sequence[PlotPanel], label: str = AXES["steps"]
+    curves: Sequence[RunCurve], panels: Sequence[PlotPanel], label: str = AXES["steps"]
 ) -> Figure:
     """Return the figure of all panels."""
-    curves = [group.curve for group in groups]
     _import_matplotlib()
     # Figure without pyplot: no global state, no display, no choice of backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -335,7 +318,7 @@ def _build_figure(
     several = len(curves) > 1
     axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     for axis, panel in zip(axes, panels, strict=False):
-        _draw_panel(axis, panel, groups)
+        _draw_panel(axis, panel, curves)
         axis.set_xlabel(label, fontsize=8.5)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
@@ -347,8 +330,8 @@ def _build_figure(
     )
     # Dollar signs in a name do not start math text.
     figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left", parse_math=False)
-    notes = ["band: standard deviation of the seeds"] if any(g.band for g in groups) else []
-    if smooth and not all(group.band for group in groups):
+    notes = ["band: standard deviation of the seeds"] if any(curve.band for curve in curves) else []
+    if smooth and not all(curve.band for curve in curves):
         notes.append("pale: each step; line: running mean")
     elif smooth:
         notes.append("smoothed")
@@ -373,20 +356,18 @@ def pick_colour(i: int) -> str:
     return COLOURS[i % len(COLOURS)]
 
 
-def _draw_panel(axis: Axes, panel: PlotPanel, groups: Sequence[CurveGroup]) -> None:
+def _draw_panel(axis: Axes, panel: PlotPanel, curves: Sequence[RunCurve]) -> None:
     """Draw the curves of all runs into a panel."""
-    curves = [group.curve for group in groups]
     axis.set_title(panel.title, fontsize=10, loc="left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     axis.grid(True, axis="y", color="#e3e3e3", lw=0.7)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8.5)
-    for i, group in enumerate(groups):
-        curve, colour = group.curve, pick_colour(i)
-        if len(curves) == 1:
-            _shade_stages(axis, curve, curve.series(panel)[0])
-        _draw_curve(axis, panel, group, colour)
+    if len(curves) == 1:
+        _shade_stages(axis, curves[0], curves[0].series(panel)[0])
+    for i, curve in enumerate(curves):
+        _draw_curve(axis, panel, curve, pick_colour(i))
     values = [value for curve in curves for value in curve.series(panel)[1]]
     if panel.share:
         axis.set_ylim(-0.03, 1.05)
@@ -412,12 +393,12 @@ def _style_numbers(axis: Axes, panel: PlotPanel, values: Sequence[float]) -> Non
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1000:g}k"))
 
 
-def _draw_curve(axis: Axes, panel: PlotPanel, group: CurveGroup, colour: str) -> None:
+def _draw_curve(axis: Axes, panel: PlotPanel, curve: RunCurve, colour: str) -> None:
     """Draw a curve and its band, if it has one. A long curve is a running mean, over a pale line of
     each step if it has no band.
     """
-    curves = (group.curve, *(group.band or ()))
-    for (steps, values), *edges in zip(*(curve.parts(panel) for curve in curves), strict=True):
+    lines = [item.parts(panel) for item in (curve, *(curve.band or ()))]
+    for (steps, values), *edges in zip(*lines, strict=True):
         smooth = panel.smooth and len(values) >= SMOOTH_FROM
         window = max(3, len(values) // 20) if smooth else 1
         line, *band = (moving_average(y, window) for y in (values, *(edge for _, edge in edges)))
