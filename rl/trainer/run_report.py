@@ -77,9 +77,10 @@ class SavedRun:
     config: dict[str, Any]
     curve: RunCurve
 
-    def stage_rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a stage."""
-        return [row for row in self.curve.rows if row.get("stage") == name]
+    def list_values(self, stage: str, metric: str) -> list[float]:
+        """Return the values of a metric in a stage, in the order of its steps."""
+        rows = [row for row in self.curve.rows if row.get("stage") == stage]
+        return [row[metric] for row in rows if row.get(metric) is not None]
 
 
 def read_saved_run(folder: Path, label: str | None = None) -> SavedRun:
@@ -97,46 +98,31 @@ def read_saved_run(folder: Path, label: str | None = None) -> SavedRun:
 # --------------------------------------------------------------------------------------- headline
 
 
-def measure_held_out(run: SavedRun) -> dict[str, HeldOutMetrics]:
-    """Return the held-out metrics of each stage, from the rows of its evaluations."""
-    results = {}
-    for stage in run.config["stages"]:
-        rows = run.stage_rows(stage["name"])
-        accuracy = any(row.get(HELD_OUT_ACCURACY) is not None for row in rows)
-        metric = HELD_OUT_ACCURACY if accuracy else _HELD_OUT_REWARD
-        greedy = metric.replace("test/env/", "test/greedy/")
-        sampled_values = [row[metric] for row in rows if row.get(metric) is not None]
-        greedy_values = [row[greedy] for row in rows if row.get(greedy) is not None]
-        if sampled_values:
-            results[stage["name"]] = HeldOutMetrics(
-                before=sampled_values[0],
-                after=sampled_values[-1],
-                greedy_before=greedy_values[0] if greedy_values else None,
-                greedy_after=greedy_values[-1] if len(greedy_values) > 1 else None,
-                what="accuracy" if accuracy else "reward",
-            )
-    return results
-
-
 def describe_headline(run: SavedRun) -> dict[str, Any]:
     """Return the held-out figures before and after each stage, and remarks on them."""
     figures: list[tuple[str, float, float]] = []
     remarks: list[str] = []
-    for name, held_out in measure_held_out(run).items():
-        if held_out.before is not None and held_out.after is not None:
-            figures.append((f"held-out {held_out.what}, {name}", held_out.before, held_out.after))
-        if held_out.greedy_before is not None and held_out.greedy_after is not None:
-            label = f"greedy {held_out.what}, {name}"
-            figures.append((label, held_out.greedy_before, held_out.greedy_after))
+    names = [stage["name"] for stage in run.config["stages"]]
+    for name in names:
+        has_accuracy = bool(run.list_values(name, HELD_OUT_ACCURACY))
+        what = "accuracy" if has_accuracy else "reward"
+        metric = HELD_OUT_ACCURACY if has_accuracy else _HELD_OUT_REWARD
+        sampled = run.list_values(name, metric)
+        greedy = run.list_values(name, metric.replace("test/env/", "test/greedy/"))
+        if not sampled:
+            continue
+        figures.append((f"held-out {what}, {name}", sampled[0], sampled[-1]))
+        if len(greedy) > 1:
+            figures.append((f"greedy {what}, {name}", greedy[0], greedy[-1]))
+        first = greedy[0] if greedy else None
+        held_out = HeldOutMetrics(sampled[0], sampled[-1], first, what=what)
         remarks += [text for text in [held_out.describe_sharpening()] if text is not None]
         paired = compare_ends(run, name)
         remarks += [f"{name}, last against first evaluation: {paired.describe()}"] if paired else []
-    for stage in run.config["stages"]:
+    for name in names:
         for label, metric in _ROW_METRICS:
-            rows = run.stage_rows(stage["name"])
-            values = [row[metric] for row in rows if row.get(metric) is not None]
-            if values:
-                figures.append((f"held-out {label}, {stage['name']}", values[0], values[-1]))
+            if values := run.list_values(name, metric):
+                figures.append((f"held-out {label}, {name}", values[0], values[-1]))
     return {"figures": figures, "remarks": remarks}
 
 
@@ -173,35 +159,28 @@ def _format_value(value: Any) -> str:
     return sanitize_text("(not set)" if value is None else text, _VALUE_LIMIT)
 
 
+def _list_changed(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that differ from their default, or have none."""
+    return {k: value for k, value in settings.items() if k not in defaults or defaults[k] != value}
+
+
 def describe_settings(run: SavedRun) -> list[dict[str, Any]]:
     """Return the settings of each stage: those that differ from the defaults, and all others."""
-    sections = []
-    options = flatten_settings(RunSettings())
-    entries: list[tuple[str, str | None, dict[str, Any], dict[str, Any] | None]] = [
-        ("options", None, run.config["options"], options)
-    ]
+    entries = [("options", run.config["options"], flatten_settings(RunSettings()))]
     entries += [
-        (stage["name"], stage["method"], stage["settings"], _get_stage_defaults(stage["method"]))
+        (
+            f"{stage['name']} ({stage['method']})",
+            stage["settings"],
+            _get_stage_defaults(stage["method"]) or {},
+        )
         for stage in run.config["stages"]
     ]
-    for name, method, settings, defaults in entries:
-        known = defaults or {}
-        rows = [
-            {
-                "name": str(key),
-                "value": _format_value(value),
-                "default": _format_value(known[key]) if key in known else "",
-                "differs": key not in known or known[key] != value,
-            }
-            for key, value in settings.items()
-        ]
-        sections.append(
-            {
-                "title": name if method is None else f"{name} ({method})",
-                "changed": [row for row in rows if row["differs"]] if defaults else rows,
-                "others": [row for row in rows if not row["differs"]] if defaults else [],
-            }
-        )
+    sections = []
+    for title, settings, defaults in entries:
+        changed = _list_changed(settings, defaults)
+        rows = [(str(k), _format_value(value), k in changed) for k, value in settings.items()]
+        default_texts = {str(k): _format_value(defaults[k]) for k in changed if k in defaults}
+        sections.append({"title": title, "rows": rows, "defaults": default_texts})
     return sections
 
 
@@ -218,9 +197,7 @@ def make_recipe(config: Mapping[str, Any]) -> str:
         variant = settings.get("variant")
         implied = METHODS[stage["method"]].variants.get(variant, {}) if defaults and variant else {}
         known = {key: value for key, value in (defaults or {}).items() if key not in implied}
-        changed = {
-            key: value for key, value in settings.items() if key not in known or known[key] != value
-        }
+        changed = _list_changed(settings, known)
         stages.append({"method": stage["method"], "name": stage["name"], **changed})
     recipe = {"stages": stages}
     text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
