@@ -11,9 +11,10 @@ from rl.reporting.metric_plots import (
     RunCurve,
     collect_axes,
     find_reward_panels,
-    is_metric_number,
+    is_number,
     round_number,
 )
+from rl.reporting.rollout_report import select_evenly
 from rl.sanitize import sanitize_text
 
 # Seconds of a step that do not overlap; rl.reporting names them as docs/reference/metrics.md does.
@@ -27,13 +28,6 @@ REST = "update, and the rest of the step"
 _PANEL_POINTS, _OTHER_POINTS = 150_000, 60_000  # points of all curves: about 10 bytes each
 _TIME_BINS = 60
 _NAME_LIMIT = 200  # characters of a metric's or a stage's name
-
-
-def _thin(indices: list[int], limit: int) -> list[int]:
-    """Return at most about `limit` of the indices at equal distances, with the last one."""
-    stride = max(1, -(-len(indices) // max(limit, 1)))
-    thinned = indices[::stride]
-    return thinned if not indices or thinned[-1] == indices[-1] else [*thinned, indices[-1]]
 
 
 def collect_curves(curves: Sequence[RunCurve]) -> dict[str, Any]:
@@ -94,7 +88,7 @@ def collect_series(
     for i, row in enumerate(rows):
         for name, value in row.items():
             is_excluded = any(other in row for other in excluded.get(name, ()))
-            if name != "step" and is_metric_number(value) and not is_excluded:
+            if name != "step" and is_number(value) and not is_excluded:
                 indices.setdefault(name, []).append(i)
     limits = {
         True: max(200, _PANEL_POINTS // (max(len(excluded), 1) * num_runs)),
@@ -102,7 +96,7 @@ def collect_series(
     }
     series: dict[str, dict[str, list[float]]] = {}
     for name, places in indices.items():
-        thinned = _thin(places, limits[name in excluded])
+        thinned = select_evenly(places, limits[name in excluded])
         values = [round_number(rows[i][name]) for i in thinned]
         series[sanitize_text(name, _NAME_LIMIT)] = {"rows": thinned, "values": values}
     return series

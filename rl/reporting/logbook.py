@@ -44,6 +44,7 @@ from rl.jsonl import (
     read_metrics,
     replace_nonfinite,
     write_atomically,
+    write_jsonl,
 )
 from rl.reporting import metric_plots, rollout_html
 from rl.reporting.tracker_process import TRACKER_FILES, RunTrackers, WarningSink
@@ -310,7 +311,7 @@ class Logbook:
         rows = [
             row for row in read_metrics(self.folder / METRICS_FILE) if row["step"] <= resume_step
         ]
-        write_atomically(self.folder / METRICS_FILE, "".join(format_json_line(row) for row in rows))
+        write_jsonl(self.folder / METRICS_FILE, rows)
         self._last_step = max((row["step"] for row in rows), default=-1)
         if checkpoints is None:
             checkpoints = [
@@ -356,15 +357,12 @@ class Logbook:
         `stage`: name of a later stage for the file names. Steps count from the start of the run, as
         in the metrics.
         """
-        folder = self.folder / ROLLOUTS
-        folder.mkdir(exist_ok=True)
-        plain = [replace_nonfinite(row) for row in rows]
-        name = f"step_{step:06d}" + (f"_{stage}" if stage else "")
-        write_atomically(folder / f"{name}.jsonl", "".join(format_json_line(row) for row in plain))
+        path = self.folder / ROLLOUTS / f"step_{step:06d}{f'_{stage}' if stage else ''}.jsonl"
+        plain = self._write_answers(path, rows)
         title = f"{self.folder.name}, step {step}" + (f" ({stage})" if stage else "")
         self._run_optional(
             "page of rollouts",
-            lambda: self._write_page(folder / f"{name}.html", step, plain, title),
+            lambda: self._write_page(path.with_suffix(".html"), step, plain, title),
         )
         self._trackers.log_table("rollouts", step, plain)
 
@@ -390,15 +388,17 @@ class Logbook:
         self, step: int, rows: Iterable[Mapping[str, Any]], stage: str, *, greedy: bool = False
     ) -> None:
         """Write the held-out answers of an evaluation at `step`, as rows without tokens."""
-        folder = self.folder / ROLLOUTS
-        folder.mkdir(exist_ok=True)
-        plain = [replace_nonfinite(row) for row in rows]
-        write_atomically(
-            folder / name_evaluation_file(stage, step, greedy=greedy),
-            "".join(map(format_json_line, plain)),
-        )
+        path = self.folder / ROLLOUTS / name_evaluation_file(stage, step, greedy=greedy)
+        plain = self._write_answers(path, rows)
         if not greedy:
             self._trackers.log_table("held_out_answers", step, plain)
+
+    def _write_answers(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Write rows of samples, and return them as they are written."""
+        path.parent.mkdir(exist_ok=True)
+        plain = [replace_nonfinite(row) for row in rows]
+        write_jsonl(path, plain)
+        return plain
 
     def _write_page(
         self, page: Path, step: int, rows: Sequence[Mapping[str, Any]], title: str
@@ -464,9 +464,7 @@ class Logbook:
 
     def _write_checkpoints(self) -> None:
         """Write checkpoints.jsonl atomically."""
-        write_atomically(
-            self.folder / CHECKPOINTS, "".join(format_json_line(row) for row in self._checkpoints)
-        )
+        write_jsonl(self.folder / CHECKPOINTS, self._checkpoints)
 
     def close(self) -> None:
         """Close the files and draw the curves. Calling it again has no effect."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ class RunCurve:
     def series(self, panel: PlotPanel) -> tuple[list[float], list[float]]:
         """Return (steps, values) of the panel's metric, without null values."""
         rows, name = self.select_rows(panel), self.find_metric(panel)
-        points = [row for row in rows if name and is_metric_number(row.get(name))]
+        points = [row for row in rows if name and is_number(row.get(name))]
         return [row["step"] for row in points], [row[name] for row in points]
 
     def select_rows(self, panel: PlotPanel) -> list[dict[str, Any]]:
@@ -114,7 +115,7 @@ class RunCurve:
         """Return the first of the panel's metrics that a row has; None if no row has one."""
         rows = self.select_rows(panel)
         return next(
-            (name for name in panel.names if any(is_metric_number(row.get(name)) for row in rows)),
+            (name for name in panel.names if any(is_number(row.get(name)) for row in rows)),
             None,
         )
 
@@ -160,9 +161,14 @@ def read_curve(source: Path, label: str | None = None) -> RunCurve:
     return RunCurve(label or path.resolve().parent.name, read_metrics(path))
 
 
-def is_metric_number(value: Any) -> bool:
-    """Return whether the value of a row is a number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def is_number(value: Any) -> bool:
+    """Return whether a value of a file is a finite number within float's range."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # JSON's integers are unbounded
+        return False
 
 
 def round_number(value: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 from rl.jsonl import get_evaluation_step
 from rl.reporting.episode_html import collect_turns, get_stop_reason, has_several_turns
 from rl.reporting.html_report import encode_json, render_turns
+from rl.reporting.metric_plots import is_number
 from rl.reporting.paired_comparison import average_by_problem, make_problem_key, score_row
 from rl.reporting.update_files import TOKEN_VALUES, add_token_values
 from rl.sanitize import sanitize_text
@@ -79,16 +79,6 @@ def read_rollouts(path: Path) -> list[dict[str, Any]]:
             if isinstance(row, dict):
                 rows.append(row)
     return rows
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value of a file is a finite number within float's range."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # JSON's integers are unbounded
-        return False
 
 
 def select_evenly(items: Sequence[Item], count: int) -> list[Item]:

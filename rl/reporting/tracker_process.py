@@ -24,6 +24,7 @@ from rl.errors import RunFolderError, install_command
 from rl.jsonl import format_json_line, replace_nonfinite, write_atomically
 from rl.processes import kill_tree
 from rl.reporting.episode_html import collect_turns
+from rl.reporting.rollout_report import select_evenly
 from rl.sanitize import sanitize_message, sanitize_text
 
 # Modules that each tracker imports; the extra of the same name installs them.
@@ -65,8 +66,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def build_table(step: int, rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return at most 50 rollouts as rows of ROLLOUT_COLUMNS, with bounded text."""
-    stride = max(1, -(-len(rows) // _TABLE_ROWS))
+    """Return at most 50 rollouts, at equal distances, as rows of ROLLOUT_COLUMNS, with bounded
+    text.
+    """
     return [
         [
             step,
@@ -77,7 +79,7 @@ def build_table(step: int, rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]
             row.get("reward"),
             row.get("advantage"),
         ]
-        for row in rows[::stride]
+        for row in select_evenly(rows, _TABLE_ROWS)
     ]
 
 

@@ -14,8 +14,7 @@ from rich.text import Text
 
 from rl.reporting.console import format_duration, format_headline, format_held_out, format_score
 from rl.reporting.episode_html import collect_turns
-from rl.reporting.metric_plots import PANELS, PlotPanel, RunCurve, find_reward_panels
-from rl.reporting.rollout_report import is_number
+from rl.reporting.metric_plots import PANELS, PlotPanel, RunCurve, find_reward_panels, is_number
 from rl.reporting.run_follower import RunFollower, choose_answers, sanitize_name
 from rl.reporting.terminal_chart import ALARM_COLOUR, ChartCurve, TerminalChart, format_axis_value
 from rl.sanitize import sanitize_text

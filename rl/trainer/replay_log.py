@@ -12,7 +12,7 @@ from typing import Any
 
 from rl.config import RunConfig
 from rl.errors import UserError
-from rl.jsonl import format_json_line, read_jsonl, write_atomically
+from rl.jsonl import format_json_line, read_jsonl, write_jsonl
 from rl.reporting import load_saved_config
 from rl.rollout import EventLog, ReplayedEventLog
 from rl.sampler import check_features
@@ -46,7 +46,7 @@ class ReplayLog:
         rows = read_jsonl(self.path)
         kept_rows = [row for row in rows if row["stage"] != stage or row["batch"] < done]
         if len(kept_rows) != len(rows):
-            write_atomically(self.path, "".join(map(format_json_line, kept_rows)))
+            write_jsonl(self.path, kept_rows)
         self._recorded_events: list[dict[str, Any]] | None = None
         if replay is not None:
             self._recorded_events = [

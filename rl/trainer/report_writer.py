@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rl.errors import install_command
-from rl.jsonl import format_json_line, write_atomically
+from rl.jsonl import write_jsonl
 from rl.reporting import LAUNCHES, REPORT, Console, has_plotly, read_rollouts
 from rl.trainer.memory_table import StageNeeds
 from rl.trainer.run_report import write_report
@@ -143,7 +143,7 @@ class ReportWriter:
                 rows = read_rollouts(path) if path.exists() else []
                 self._earlier_launches = rows[1 - _MAX_LAUNCHES :]
             rows = [*self._earlier_launches, {**self._launch, **measure_peak_memory()}]
-            write_atomically(path, "".join(map(format_json_line, rows)))
+            write_jsonl(path, rows)
         except Exception as error:  # a full disk, or a damaged file
             self._failure = error
         self._warn_of_failure()
