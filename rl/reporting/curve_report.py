@@ -75,7 +75,7 @@ def collect_panels(curves: Sequence[RunCurve]) -> list[dict[str, Any]]:
 
 def collect_series(
     rows: Sequence[Mapping[str, Any]], panels: Sequence[Mapping[str, Any]], num_runs: int
-) -> dict[str, dict[str, list[float]]]:
+) -> dict[str, dict[str, Sequence[float]]]:
     """Return the curve of each metric: `rows`, the indices of its rows, and `values`.
 
     A long curve is thinned to rows at equal distances; metrics of panels keep more rows than the
@@ -94,7 +94,7 @@ def collect_series(
         True: max(200, _PANEL_POINTS // (max(len(excluded), 1) * num_runs)),
         False: max(50, _OTHER_POINTS // (max(len(indices) - len(excluded), 1) * num_runs)),
     }
-    series: dict[str, dict[str, list[float]]] = {}
+    series: dict[str, dict[str, Sequence[float]]] = {}
     for name, places in indices.items():
         thinned = select_evenly(places, limits[name in excluded])
         values = [round_number(rows[i][name]) for i in thinned]

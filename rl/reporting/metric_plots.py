@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from rl.errors import UserError
 from rl.jsonl import METRICS_FILE, read_metrics
@@ -103,8 +103,10 @@ class RunCurve:
 
     def series(self, panel: PlotPanel) -> tuple[list[float], list[float]]:
         """Return (steps, values) of the panel's metric, without null values."""
-        rows, name = self.select_rows(panel), self.find_metric(panel)
-        points = [row for row in rows if name and is_number(row.get(name))]
+        name = self.find_metric(panel)
+        if name is None:
+            return [], []
+        points = [row for row in self.select_rows(panel) if is_number(row.get(name))]
         return [row["step"] for row in points], [row[name] for row in points]
 
     def select_rows(self, panel: PlotPanel) -> list[dict[str, Any]]:
@@ -161,7 +163,7 @@ def read_curve(source: Path, label: str | None = None) -> RunCurve:
     return RunCurve(label or path.resolve().parent.name, read_metrics(path))
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Return whether a value of a file is a finite number within float's range."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False

@@ -121,7 +121,7 @@ def _read_last_values(record: UpdateRecord) -> dict[str, list[float | None]]:
     sampled = record.arrays["sampled"].astype(np.float64)
     numbers = {name: np.full(len(sampled), np.nan) for name in TOKEN_VALUES}
     for k in range(len(record.calls)):
-        positions = record.list_tokens(record.arrays[f"call/{k}/datums"])
+        positions = record.list_tokens(record.arrays[f"call/{k}/datums"].tolist())
         learner = record.arrays[f"call/{k}/logprobs"].astype(np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
             numbers["ratios"][positions] = np.exp(learner - sampled[positions])
