@@ -221,6 +221,10 @@ class BatchLog:
         `start_time` is the batch's start by time.perf_counter. `sampler` holds the new weights.
         """
         loop, done = self.context.loop, batch + 1
+        sync: dict[str, float] = {}
+        if sampler is not None and sampler is not self._timed_sampler:
+            sync["time/sync"] = sampler.sync_seconds  # waits: a part of the step's time
+        self._timed_sampler = sampler
         seconds = time.perf_counter() - start_time
         if rollouts is not None:
             metrics = {**compute_group_metrics(rollouts.all_groups), **metrics}
@@ -228,10 +232,8 @@ class BatchLog:
             "progress/batch": batch,
             "progress/done_frac": done / loop.steps,
             **metrics,
+            **sync,
         }
-        if sampler is not None and sampler is not self._timed_sampler:
-            row["time/sync"] = sampler.sync_seconds
-        self._timed_sampler = sampler
         row["progress/epoch"] = self.context.problems.epoch(done, loop.batch_size)
         row["time/step"] = seconds
         tokens = row.get("optim/tokens", 0.0)
