@@ -65,8 +65,9 @@ class TerminalChart:
         scale = (4 * rows - 1) / span if span else 0.0
         cells: _Cells = {}
         for line, averaged in zip(lines, columns, strict=True):
-            middle = 0 if span else 2 * rows
-            dots = [(x, round((value - low) * scale) + middle) for x, value in averaged]
+            dots = [
+                (x, round((value - low) * scale) if span else 2 * rows) for x, value in averaged
+            ]
             for x, y in _connect_dots(dots):
                 bits, _ = cells.get((x // 2, y // 4), (0, ""))
                 cells[x // 2, y // 4] = bits | _DOTS[x % 2][3 - y % 4], line.colour
