@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,11 @@ def format_json_line(row: Mapping[str, Any]) -> str:
         .decode("utf-8")
         + "\n"
     )
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replace a .jsonl file atomically. Raises ValueError for NaN and infinity."""
+    write_atomically(path, "".join(map(format_json_line, rows)))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

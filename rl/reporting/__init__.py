@@ -2,12 +2,7 @@
 
 from rl.reporting.alarm_monitor import AlarmMonitor
 from rl.reporting.console import Console, format_count, format_held_out
-from rl.reporting.curve_report import (
-    collect_alarms,
-    collect_panels,
-    collect_series,
-    collect_times,
-)
+from rl.reporting.curve_report import collect_curves
 from rl.reporting.evaluation_table import (
     TABLE_COLUMNS,
     compare_evaluations,
@@ -17,7 +12,13 @@ from rl.reporting.evaluation_table import (
     make_table_rows,
     read_evaluation,
 )
-from rl.reporting.html_report import MAX_REPORT_BYTES, has_plotly, load_plotly, render_report
+from rl.reporting.html_report import (
+    MAX_REPORT_BYTES,
+    encode_json,
+    has_plotly,
+    load_plotly,
+    render_report,
+)
 from rl.reporting.logbook import (
     CHECKPOINTS,
     CONFIG,
@@ -42,14 +43,12 @@ from rl.reporting.metric_plots import (
     PICTURE_SUFFIXES,
     TEACHER_KL,
     RunCurve,
-    collect_axes,
     draw_curves,
     read_curve,
 )
 from rl.reporting.paired_comparison import PairedComparison, average_by_problem, compare_paired
 from rl.reporting.rollout_report import (
     collect_rollouts,
-    encode_json,
     list_evaluations,
     read_rollouts,
 )
@@ -57,7 +56,7 @@ from rl.reporting.run_follower import RunFollower
 from rl.reporting.seed_groups import flatten_config, group_by_settings
 from rl.reporting.token_page import format_explanation, render_explanation
 from rl.reporting.tracker_process import check_trackers
-from rl.reporting.update_files import list_update_files, read_update_file
+from rl.reporting.update_files import UpdateRecord, list_update_files, read_update_file
 from rl.reporting.watch_view import render_runs
 
 __all__ = [
@@ -92,13 +91,10 @@ __all__ = [
     "PairedComparison",
     "RunCurve",
     "RunFollower",
+    "UpdateRecord",
     "average_by_problem",
-    "collect_alarms",
-    "collect_axes",
-    "collect_panels",
+    "collect_curves",
     "collect_rollouts",
-    "collect_series",
-    "collect_times",
     "compare_evaluations",
     "compare_paired",
     "format_cells",

@@ -10,22 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pvariance
+from typing import Any
 
-from rl.reporting.metric_history import (
-    HIGH,
-    KEPT_ROWS,
-    LOW,
-    MIXED,
-    MetricHistory,
-    Row,
-    read_column,
-    read_metric,
-)
 from rl.rollout import max_or_nan
 
+Row = Mapping[str, Any]
 AlarmCheck = Callable[["MetricHistory"], str | None]
 
 KL = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
@@ -43,7 +35,8 @@ CREDITED = "optim/frac_credited"
 TEACHER = (
     "teacher/kl_per_token"  # if the advantages come from a teacher, and rewards are only monitored
 )
-REWARD, STD = "env/all/reward/total", "env/all/reward/std"
+REWARD, STD, LOW, HIGH = (f"env/all/reward/{name}" for name in ("total", "std", "min", "max"))
+MIXED = "env/all/by_group/frac_mixed"
 TEMPERATURE = "sampler/temperature"
 BEGINNINGS, GROUPS = "env/all/distinct_beginnings", "env/all/total_groups"
 EPISODES, LENGTH, TRUNCATED = (
@@ -57,11 +50,99 @@ CORRECT, FORMAT = "env/all/correct", "env/all/format"
 MAX_GRADIENT_NORM = 10.0
 # nats an answer: the most likely answer has a probability of at least exp(-0.1), nine in ten
 CERTAIN_ENTROPY = 0.1
-FAULT_BATCHES, TREND_BATCHES = (
-    3,
-    20,
-)  # batches: enough to exclude an accident; enough for a trend under noise
+# batches: enough to exclude an accident; enough for a level; enough for a trend under noise
+FAULT_BATCHES, LEVEL_BATCHES, TREND_BATCHES = 3, 5, 20
+# Metrics with a comparison of first and last values, and the number of values compared.
+_TREND_LENGTHS = {
+    REWARD: TREND_BATCHES,
+    ENTROPY: LEVEL_BATCHES,
+    BEGINNINGS: LEVEL_BATCHES,
+    LENGTH: LEVEL_BATCHES,
+    TRUNCATED: LEVEL_BATCHES,
+    FORMAT: TREND_BATCHES // 2,
+    CORRECT: TREND_BATCHES // 2,
+}
 LOW_TEMPERATURE = 0.6  # lower end of the range recommended for exploration, 0.6 to 1
+
+
+# -------------------------------------------------------------------------------------- the history
+
+
+def read_metric(row: Row, name: str) -> float:
+    """Return the metric; NaN if it is absent, or null because it was not finite."""
+    value = row.get(name)
+    return math.nan if value is None else float(value)
+
+
+def read_column(rows: Iterable[Row], name: str) -> list[float]:
+    """Return the metric of each row."""
+    return [read_metric(row, name) for row in rows]
+
+
+class FirstAndLast:
+    """Keep a metric's first and last `count` values. Rows without the metric (NaN) do not count."""
+
+    def __init__(self, count: int):
+        self._first: list[float] = []
+        self._last: deque[float] = deque(maxlen=count)
+        self._num_values, self._count = 0, count
+
+    def add(self, value: float) -> None:
+        """Add a value, unless it is NaN."""
+        if math.isnan(value):
+            return
+        if self._num_values < self._count:
+            self._first.append(value)
+        self._last.append(value)
+        self._num_values += 1
+
+    def windows(self) -> tuple[list[float], list[float]] | None:
+        """Return the first and the last `count` values; None until they do not overlap (2 * `count`
+        values).
+        """
+        return (self._first, list(self._last)) if self._num_values >= 2 * self._count else None
+
+
+class MetricHistory:
+    """Summarize a stage's rows: the last five rows, the first and last values of trends, the range
+    of rewards. Its space and its time for a row do not grow with the number of rows.
+    """
+
+    def __init__(self) -> None:
+        self.last_rows: deque[Row] = deque(maxlen=LEVEL_BATCHES)
+        self.first_mixed: list[float] = []  # share of mixed groups in each of the first five rows
+        self.lowest = self.highest = math.nan  # lowest and highest reward of any answer
+        self._trends = {name: FirstAndLast(count) for name, count in _TREND_LENGTHS.items()}
+
+    def add(self, row: Row) -> None:
+        """Add a row."""
+        low, high = read_metric(row, LOW), read_metric(row, HIGH)
+        # Same as min and max over a list: NaN stays if it is the first value, and is ignored
+        # otherwise.
+        self.lowest = low if not self.last_rows or low < self.lowest else self.lowest
+        self.highest = high if not self.last_rows or high > self.highest else self.highest
+        self.last_rows.append(row)
+        if len(self.first_mixed) < LEVEL_BATCHES:
+            self.first_mixed.append(read_metric(row, MIXED))
+        for name, ends in self._trends.items():
+            ends.add(read_metric(row, name))
+
+    @property
+    def newest(self) -> Row:
+        """Return the newest row."""
+        return self.last_rows[-1]
+
+    def read(self, name: str) -> float:
+        """Return a metric of the newest row; NaN if it is absent or null."""
+        return read_metric(self.newest, name)
+
+    def newest_rows(self, count: int) -> list[Row]:
+        """Return the last `count` rows (at most five); fewer if fewer exist."""
+        return list(self.last_rows)[-count:]
+
+    def trend_windows(self, name: str) -> tuple[list[float], list[float]] | None:
+        """Return the first and the last values of a trend; None until there are enough."""
+        return self._trends[name].windows()
 
 
 def rises_significantly(first: Sequence[float], last: Sequence[float]) -> bool:
@@ -74,7 +155,7 @@ def is_solved(history: MetricHistory) -> bool:
     """Return whether every answer of the newest batch earned the highest reward so far, and earlier
     answers earned less.
     """
-    return read_metric(history.newest, LOW) >= history.highest and history.lowest < history.highest
+    return history.read(LOW) >= history.highest and history.lowest < history.highest
 
 
 def is_mastered(history: MetricHistory) -> bool:
@@ -92,17 +173,12 @@ def make_kl_check(level: float) -> AlarmCheck:
     """Return a check for a KL between sampler and learner above `level` nats a token."""
 
     def check(history: MetricHistory) -> str | None:
-        value = max_or_nan(
-            [abs(read_metric(history.newest, KL[0])), read_metric(history.newest, KL[1])]
-        )
-        age = read_metric(history.newest, AGE)
+        value = max_or_nan([abs(history.read(KL[0])), history.read(KL[1])])
+        age = history.read(AGE)
         late = f" (tokens are {age:.1f} updates old on average)" if age > 0 else ""
-        # The comparison is False for NaN, which therefore raises the alarm.
-        return (
-            None
-            if value <= level
-            else f"KL between sampler and learner is {value:.3g}, above {level:g}{late}"
-        )
+        if value <= level:  # False for NaN, which therefore raises the alarm
+            return None
+        return f"KL between sampler and learner is {value:.3g}, above {level:g}{late}"
 
     return check
 
@@ -115,7 +191,7 @@ def check_gradient_norm(history: MetricHistory) -> str | None:
     gradient is a mean over their tokens alone: noise with a norm of 10 to 30 in a healthy run. In
     this case the check uses the policy's norm as a mean over all sampled tokens.
     """
-    if read_metric(history.newest, SKIPPED) > 0:
+    if history.read(SKIPPED) > 0:
         return "the gradient is not finite: the optimizer step was skipped"
     last, unit_weights = history.newest_rows(FAULT_BATCHES), [1.0] * FAULT_BATCHES
     shares = [row.get(CREDITED, 1.0) for row in last] if is_mastered(history) else unit_weights
@@ -147,27 +223,22 @@ def check_advantages(history: MetricHistory) -> str | None:
     last = history.newest_rows(FAULT_BATCHES)
     if len(last) < FAULT_BATCHES or is_solved(history) or is_mastered(history):
         return None
-    value = f"mean reward {read_metric(history.newest, REWARD):.3g}"
     if all(read_metric(row, CREDITED) == 0 for row in last):
-        return (
-            f"all advantages are zero for {FAULT_BATCHES} batches: answers are not "
-            f"distinguished ({value})"
-        )
-    if TEACHER in history.newest:
+        fault = "all advantages are zero"
+    elif TEACHER in history.newest:
         return None
-    if all(_has_groups(row) and read_metric(row, MIXED) == 0 for row in last):
-        return (
-            f"rewards are equal within every group for {FAULT_BATCHES} batches: answers are not "
-            f"distinguished ({value})"
-        )
-    if not any(_has_groups(row) or read_metric(row, EPISODES) < 2 for row in last) and min(
+    elif all(_has_groups(row) and read_metric(row, MIXED) == 0 for row in last):
+        fault = "rewards are equal within every group"
+    elif not any(_has_groups(row) or read_metric(row, EPISODES) < 2 for row in last) and min(
         read_column(last, LOW)
     ) == max(read_column(last, HIGH)):
-        return (
-            f"rewards are all equal for {FAULT_BATCHES} batches: answers are not "
-            f"distinguished ({value})"
-        )
-    return None
+        fault = "rewards are all equal"
+    else:
+        return None
+    return (
+        f"{fault} for {FAULT_BATCHES} batches: answers are not distinguished (mean reward "
+        f"{history.read(REWARD):.3g})"
+    )
 
 
 def check_reward_rise(history: MetricHistory) -> str | None:
@@ -177,10 +248,9 @@ def check_reward_rise(history: MetricHistory) -> str | None:
     windows = history.trend_windows(REWARD)
     if windows is None or rises_significantly(*windows) or is_mastered(history):
         return None
-    row = history.newest
     spread = (
-        f"min {read_metric(row, LOW):.3g}, max {read_metric(row, HIGH):.3g}, std "
-        f"{read_metric(row, STD):.3g} in this batch"
+        f"min {history.read(LOW):.3g}, max {history.read(HIGH):.3g}, std "
+        f"{history.read(STD):.3g} in this batch"
     )
     return (
         f"reward has not risen: mean {fmean(windows[0]):.3g} of the first {TREND_BATCHES} batches, "
@@ -198,24 +268,24 @@ def check_entropy(history: MetricHistory) -> str | None:
     if is_mastered(history):
         return None
     newest = [read_metric(row, ENTROPY) * read_metric(row, LENGTH) for row in history.last_rows]
-    if len(newest) == KEPT_ROWS and max_or_nan(newest) < CERTAIN_ENTROPY:
+    if len(newest) == LEVEL_BATCHES and max_or_nan(newest) < CERTAIN_ENTROPY:
         return f"answers are certain: {fmean(newest):.2g} nats of entropy an answer"
     windows = history.trend_windows(ENTROPY)
     if windows is None:
         return None
     first, last = fmean(windows[0]), max(windows[1])
-    return (
-        f"entropy fell from {first:.2g} to {last:.2g} nats a token" if last < 0.1 * first else None
-    )
+    if not last < 0.1 * first:
+        return None
+    return f"entropy fell from {first:.2g} to {last:.2g} nats a token"
 
 
 def check_temperature(history: MetricHistory) -> str | None:
     """Check for a temperature below 0.6 when the rewards of most groups were equal from the
     start.
     """
-    temperature, mixed = read_metric(history.newest, TEMPERATURE), history.first_mixed
+    temperature, mixed = history.read(TEMPERATURE), history.first_mixed
     if (
-        len(mixed) < KEPT_ROWS
+        len(mixed) < LEVEL_BATCHES
         or not temperature < LOW_TEMPERATURE
         or not fmean(mixed) < 0.5
         or is_mastered(history)
@@ -235,8 +305,8 @@ def check_modes(history: MetricHistory) -> str | None:
     windows = history.trend_windows(BEGINNINGS)
     if windows is None:
         return None
-    first, last = fmean(windows[0]), fmean(windows[1])
-    problems = read_metric(history.newest, GROUPS) / read_metric(history.newest, EPISODES)
+    first, last = map(fmean, windows)
+    problems = history.read(GROUPS) / history.read(EPISODES)
     if not (last < 0.25 * first and last < 0.5 * problems):
         return None
     return f"answers begin alike: {last:.1%} distinct 50-character beginnings, {first:.1%} at first"
@@ -249,15 +319,13 @@ def check_length(history: MetricHistory) -> str | None:
     windows, truncated_windows = history.trend_windows(LENGTH), history.trend_windows(TRUNCATED)
     if windows is None or truncated_windows is None:
         return None
-    growth, truncated_first, truncated_last = (
-        fmean(windows[1]) / max(1e-9, fmean(windows[0])),
-        fmean(truncated_windows[0]),
-        fmean(truncated_windows[1]),
-    )
+    first, last = map(fmean, windows)
+    truncated_first, truncated_last = map(fmean, truncated_windows)
+    growth = last / max(1e-9, first)
     if not (growth > 3 or (growth > 1.5 and truncated_last > truncated_first + 0.2)):
         return None
     return (
-        f"answers grew from {fmean(windows[0]):.0f} to {fmean(windows[1]):.0f} tokens; "
+        f"answers grew from {first:.0f} to {last:.0f} tokens; "
         f"{truncated_last:.0%} are cut off, {truncated_first:.0%} at first"
     )
 
@@ -265,16 +333,13 @@ def check_length(history: MetricHistory) -> str | None:
 def check_format(history: MetricHistory) -> str | None:
     """Check for a format that improves over 20 or more batches while correctness does not."""
     form, right = history.trend_windows(FORMAT), history.trend_windows(CORRECT)
-    if (
-        form is None
-        or right is None
-        or not rises_significantly(*form)
-        or fmean(form[1]) - fmean(form[0]) < 0.05
-        or rises_significantly(*right)
-    ):
+    if form is None or right is None:
+        return None
+    first, last = map(fmean, form)
+    if not rises_significantly(*form) or last - first < 0.05 or rises_significantly(*right):
         return None
     return (
-        f"only the format improves: format {fmean(form[0]):.2f} to {fmean(form[1]):.2f}, "
+        f"only the format improves: format {first:.2f} to {last:.2f}, "
         f"correct {fmean(right[0]):.2f} to {fmean(right[1]):.2f}"
     )
 
@@ -286,7 +351,7 @@ def check_reward_failures(history: MetricHistory) -> str | None:
     Half of a batch raises the alarm immediately: the displayed reward is the mean of the remaining
     samples, which may be few and good.
     """
-    failed, scored = read_metric(history.newest, FAILED), read_metric(history.newest, EPISODES)
+    failed, scored = history.read(FAILED), history.read(EPISODES)
     if failed and failed >= scored:
         return (
             f"{failed:.0f} of the {failed + scored:.0f} samples of this batch could not be scored: "
@@ -423,7 +488,7 @@ class AlarmMonitor:
     QUIET_ROWS = 20
 
     def __init__(self, rows: Iterable[Row] = ()):
-        self._history = MetricHistory(_ALARM_METRICS, _TREND_LENGTHS)
+        self._history = MetricHistory()
         # raised alarms of each of the last QUIET rows
         self._raised: deque[frozenset[str]] = deque(maxlen=self.QUIET_ROWS)
         for row in rows:
@@ -442,39 +507,9 @@ class AlarmMonitor:
             for alarm in ALARMS
             if all(name in row for name in alarm.required_metrics)
         }
-        metrics = {
-            f"alarm/{alarm.name}": float(text is not None) for alarm, text in results.items()
-        }
+        raised = {alarm: text for alarm, text in results.items() if text is not None}
         before = frozenset().union(*self._raised)
-        messages = [
-            f"{text}. {alarm.remedy}"
-            for alarm, text in results.items()
-            if text is not None and alarm.name not in before
-        ]
-        self._raised.append(
-            frozenset(alarm.name for alarm, text in results.items() if text is not None)
-        )
-        return metrics, messages
-
-
-_ALARM_METRICS = frozenset(
-    (
-        *(name for alarm in ALARMS for name in alarm.required_metrics),
-        CREDITED,
-        STD,
-        CRITIC_NORM,
-        SKIPPED,
-        TEACHER,
-        AGE,
-    )
-)
-# Metrics with a comparison of first and last values, and the number of values compared.
-_TREND_LENGTHS = {
-    REWARD: TREND_BATCHES,
-    ENTROPY: KEPT_ROWS,
-    BEGINNINGS: KEPT_ROWS,
-    LENGTH: KEPT_ROWS,
-    TRUNCATED: KEPT_ROWS,
-    FORMAT: TREND_BATCHES // 2,
-    CORRECT: TREND_BATCHES // 2,
-}
+        self._raised.append(frozenset(alarm.name for alarm in raised))
+        metrics = {f"alarm/{alarm.name}": float(alarm in raised) for alarm in results}
+        new = {alarm: text for alarm, text in raised.items() if alarm.name not in before}
+        return metrics, [f"{text}. {alarm.remedy}" for alarm, text in new.items()]

@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import IO, Any
 
 from rich.console import Console as RichConsole
@@ -39,11 +38,13 @@ _FAILED, _SCORED, _GROUPS = "reward/failed", "env/all/total_episodes", "env/all/
 _MIXED_GROUPS = "env/all/by_group/frac_mixed"
 _SAMPLER_CHECK = "optim/kl_sample_train_v1"
 _SAMPLER_CHECK_FROM = 1e-3  # nats a token: below it, sampler and learner agree
-# Metrics of held-out problems: the first available metric of each line.
-_HELD_OUT: tuple[tuple[tuple[str, str], ...], ...] = (
-    (("accuracy", HELD_OUT), ("accuracy", HELD_OUT_PAIRS), ("reward", HELD_OUT_REWARD)),
-    (("loss", HELD_OUT_LOSS),),
-    (("token accuracy", TOKEN_ACCURACY),),
+# Metrics of held-out problems: label, names of the metric (the first that is present), and metrics
+# next to which it is left out.
+_HELD_OUT: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("accuracy", (HELD_OUT, HELD_OUT_PAIRS), ()),
+    ("reward", (HELD_OUT_REWARD,), (HELD_OUT, HELD_OUT_PAIRS)),
+    ("loss", (HELD_OUT_LOSS,), ()),
+    ("token accuracy", (TOKEN_ACCURACY,), ()),
 )
 _BAR_COLUMNS = 7  # of a terminal line: the shortest bar, and spaces between the columns
 _LINES_PER_STAGE = 25  # maximum number of plain lines of a stage, unless `every` is set
@@ -111,6 +112,11 @@ _HEADLINES: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
 )
 
 
+def _find_value(metrics: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the first of the metrics that is present; None if none is."""
+    return next((metrics[name] for name in names if metrics.get(name) is not None), None)
+
+
 def format_headline(
     metrics: Mapping[str, Any], *, width: int | None = None, short: bool = False
 ) -> str:
@@ -123,7 +129,7 @@ def format_headline(
     # groups of a single answer cannot have unequal rewards
     grouped = metrics.get(_SCORED) != metrics.get(_GROUPS) or _GROUPS not in metrics
     for label, names, form in _HEADLINES:
-        value = next((metrics[name] for name in names if metrics.get(name) is not None), None)
+        value = _find_value(metrics, names)
         hidden = (
             (label in ("loss", "policy loss") and rewarded)
             or (names[0] == _MIXED_GROUPS and not grouped)
@@ -134,9 +140,7 @@ def format_headline(
             parts.append(f"{label} {form(value)}")
     if failed := metrics.get(_FAILED):  # the reward is the mean of the scored samples
         parts.insert(1, f"not scored {failed:.0f} of {failed + metrics.get(_SCORED, 0):.0f}")
-    speed = next(
-        (metrics[name] for name in TOKENS_PER_SECOND if metrics.get(name) is not None), None
-    )
+    speed = _find_value(metrics, TOKENS_PER_SECOND)
     parts += [f"{format_count(speed)} tok/s"] if speed is not None else []
     while width is not None and len(parts) > 1 and len(separator.join(parts)) > width:
         parts.pop()
@@ -145,17 +149,12 @@ def format_headline(
 
 def format_held_out(metrics: Mapping[str, Any]) -> str:
     """Format the metrics that this step measured on held-out problems; "" if none."""
-    parts = []
-    for line in _HELD_OUT:
-        value = next(
-            (
-                f"{label} {format_score(metrics[name])}"
-                for label, name in line
-                if metrics.get(name) is not None
-            ),
-            None,
-        )
-        parts += [] if value is None else [value]
+    values = [
+        (label, _find_value(metrics, names))
+        for label, names, unless in _HELD_OUT
+        if _find_value(metrics, unless) is None
+    ]
+    parts = [f"{label} {format_score(value)}" for label, value in values if value is not None]
     return f"held-out {', '.join(parts)}" if parts else ""
 
 
@@ -219,23 +218,21 @@ class Console:
 
         `remarks`: caveats that belong next to the figures. `commands`: commands to run next.
         """
-        self._end_bar()
+        self.close()
         rows = {
-            name: _format_change(before, after) for name, (before, after) in (results or {}).items()
+            name: " -> ".join(map(_format_result, ends)) for name, ends in (results or {}).items()
         }
         rows |= {"time": format_duration(self._clock() - self._run_start), **(facts or {})}
-        lines = [
-            *remarks,
-            *(["Next:"] if commands else []),
-            *(f"  {command}" for command in commands),
-        ]
+        lines = [*remarks]
+        if commands:
+            lines += ["Next:", *(f"  {command}" for command in commands)]
         self._print_panel(title, rows, lines, "green")
 
     def stage(self, name: str, total: int, *, first: int = 0, done: int = 0) -> None:
         """Start a stage of `total` optimizer steps at step `first` of the run; `done` of its steps
         were completed before.
         """
-        self._end_bar()
+        self.close()
         self._stage, self._first, self._total = name, first, total
         self._stage_start, self._start_done, self._last_done = self._clock(), done, done
         self._step_ends = []
@@ -328,27 +325,18 @@ class Console:
         self._print_message("warning", text, "yellow")
 
     def close(self) -> None:
-        """Stop the progress bar."""
-        self._end_bar()
-
-    def __enter__(self) -> Console:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    # --- formatting
-
-    def _end_bar(self) -> None:
         """Stop and remove the progress bar, if any."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # --- formatting
 
     def _sanitize(self, text: str) -> str:
         """Return the text without control characters: samples and libraries may print any text."""
@@ -401,9 +389,6 @@ class Console:
         )
 
 
-def _format_change(before: float | None, after: float | None) -> str:
-    """Format a result before and after; n/a if unknown."""
-    return (
-        f"{'n/a' if before is None else format_score(before)} -> "
-        f"{'n/a' if after is None else format_score(after)}"
-    )
+def _format_result(value: float | None) -> str:
+    """Return a result as text; n/a if unknown."""
+    return "n/a" if value is None else format_score(value)

@@ -9,9 +9,12 @@ from rl.reporting.metric_plots import (
     EVALUATION_TIMES,
     PANELS,
     RunCurve,
+    collect_axes,
     find_reward_panels,
+    is_number,
     round_number,
 )
+from rl.reporting.rollout_report import select_evenly
 from rl.sanitize import sanitize_text
 
 # Seconds of a step that do not overlap; rl.reporting names them as docs/reference/metrics.md does.
@@ -27,23 +30,35 @@ _TIME_BINS = 60
 _NAME_LIMIT = 200  # characters of a metric's or a stage's name
 
 
-def _is_number(value: Any) -> bool:
-    """Return whether the value of a row is a number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _thin(indices: list[int], limit: int) -> list[int]:
-    """Return at most about `limit` of the indices at equal distances, with the last one."""
-    stride = max(1, -(-len(indices) // max(limit, 1)))
-    thinned = indices[::stride]
-    return thinned if not indices or thinned[-1] == indices[-1] else [*thinned, indices[-1]]
+def collect_curves(curves: Sequence[RunCurve]) -> dict[str, Any]:
+    """Return the panels of the page, and of each run its label, stages, axes, series, alarms and
+    times.
+    """
+    panels = collect_panels(curves)
+    runs = []
+    for i, curve in enumerate(curves):
+        metrics = [{**panel, "metrics": panel["metrics"][i : i + 1]} for panel in panels]
+        runs.append(
+            {
+                "label": sanitize_text(curve.label, _NAME_LIMIT),
+                "stages": [
+                    {"name": sanitize_text(name, _NAME_LIMIT), "first": first, "last": last}
+                    for name, first, last in curve.stages()
+                ],
+                "axes": collect_axes(curve.rows),
+                "series": collect_series(curve.rows, metrics, len(curves)),
+                "alarms": collect_alarms(curve.rows),
+                "times": collect_times(curve.rows),
+            }
+        )
+    return {"panels": panels, "runs": runs}
 
 
 def collect_panels(curves: Sequence[RunCurve]) -> list[dict[str, Any]]:
     """Return the panels that a run has values for: title, metric of each run, range and scale."""
     panels = []
     for panel in [*PANELS, *find_reward_panels(curves)]:
-        names = [_find_metric(curve, panel.names, panel.unless) for curve in curves]
+        names = [curve.find_metric(panel) for curve in curves]
         if any(names):
             panels.append(
                 {
@@ -58,44 +73,32 @@ def collect_panels(curves: Sequence[RunCurve]) -> list[dict[str, Any]]:
     return panels
 
 
-def _find_metric(curve: RunCurve, names: Sequence[str], unless: Sequence[str]) -> str | None:
-    """Return the first of the metrics that a row has; None if no row has one."""
-    rows = [row for row in curve.rows if not any(name in row for name in unless)]
-    return next((name for name in names if any(_is_number(row.get(name)) for row in rows)), None)
-
-
 def collect_series(
     rows: Sequence[Mapping[str, Any]], panels: Sequence[Mapping[str, Any]], num_runs: int
-) -> dict[str, dict[str, list[float]]]:
+) -> dict[str, dict[str, Sequence[float]]]:
     """Return the curve of each metric: `rows`, the indices of its rows, and `values`.
 
     A long curve is thinned to rows at equal distances; metrics of panels keep more rows than the
     others. Every value is that of a row.
     """
-    drawn = {name for panel in panels for name in panel["metrics"] if name}
     excluded = {
-        name: panel["unless"]
-        for panel in panels
-        for name in panel["metrics"]
-        if name and panel["unless"]
-    }
+        name: panel["unless"] for panel in panels for name in panel["metrics"] if name
+    }  # of each metric of a panel
     indices: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         for name, value in row.items():
-            skipped = any(other in row for other in excluded.get(name, ()))
-            if name != "step" and _is_number(value) and not skipped:
+            is_excluded = any(other in row for other in excluded.get(name, ()))
+            if name != "step" and is_number(value) and not is_excluded:
                 indices.setdefault(name, []).append(i)
     limits = {
-        True: max(200, _PANEL_POINTS // (max(len(drawn), 1) * num_runs)),
-        False: max(50, _OTHER_POINTS // (max(len(indices) - len(drawn), 1) * num_runs)),
+        True: max(200, _PANEL_POINTS // (max(len(excluded), 1) * num_runs)),
+        False: max(50, _OTHER_POINTS // (max(len(indices) - len(excluded), 1) * num_runs)),
     }
-    series: dict[str, dict[str, list[float]]] = {}
+    series: dict[str, dict[str, Sequence[float]]] = {}
     for name, places in indices.items():
-        thinned = _thin(places, limits[name in drawn])
-        series[sanitize_text(name, _NAME_LIMIT)] = {
-            "rows": list(thinned),
-            "values": [round_number(rows[i][name]) for i in thinned],
-        }
+        thinned = select_evenly(places, limits[name in excluded])
+        values = [round_number(rows[i][name]) for i in thinned]
+        series[sanitize_text(name, _NAME_LIMIT)] = {"rows": thinned, "values": values}
     return series
 
 
@@ -107,15 +110,12 @@ def collect_alarms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for name in [name for name in row if name.startswith("alarm/")]:
             if not row[name]:
                 active.pop(name, None)
-            elif name in active:
-                active[name]["last"] = row["step"]
-            else:
-                active[name] = {
-                    "name": sanitize_text(name.removeprefix("alarm/"), _NAME_LIMIT),
-                    "first": row["step"],
-                    "last": row["step"],
-                }
+                continue
+            if name not in active:
+                title = sanitize_text(name.removeprefix("alarm/"), _NAME_LIMIT)
+                active[name] = {"name": title, "first": row["step"]}
                 periods.append(active[name])
+            active[name]["last"] = row["step"]
     return periods
 
 
@@ -127,16 +127,17 @@ def collect_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     trained = [row for row in rows if row.get("time/step") is not None]
     size = max(1, -(-len(trained) // _TIME_BINS))
+    starts = range(0, len(trained), size)
+    split = [split_time(row) for row in trained]
     parts: dict[str, list[float]] = {}
     totals: dict[str, float] = {}
-    labels = [*[label for _, label in TIME_PARTS], REST, *[label for _, label in EVALUATION_TIMES]]
-    bins = [trained[i : i + size] for i in range(0, len(trained), size)]
-    for label in labels:
-        seconds = [[split_time(row).get(label, 0.0) for row in rows_of_bin] for rows_of_bin in bins]
-        if any(map(any, seconds)):
-            parts[label] = [round_number(sum(item) / len(item)) for item in seconds]
-            totals[label] = round_number(sum(map(sum, seconds)))
-    return {"steps": [item[0]["step"] for item in bins], "parts": parts, "total": totals}
+    for label in split[0] if split else ():
+        seconds = [item[label] for item in split]
+        if any(seconds):
+            bins = [seconds[i : i + size] for i in starts]
+            parts[label] = [round_number(sum(item) / len(item)) for item in bins]
+            totals[label] = round_number(sum(map(sum, bins)))
+    return {"steps": [trained[i]["step"] for i in starts], "parts": parts, "total": totals}
 
 
 def split_time(row: Mapping[str, Any]) -> dict[str, float]:
@@ -145,6 +146,6 @@ def split_time(row: Mapping[str, Any]) -> dict[str, float]:
     Parts that overlap with the update (asynchronous rollouts) can exceed the step; then no rest
     remains.
     """
-    seconds = {label: float(row.get(name) or 0) for name, label in (*TIME_PARTS, *EVALUATION_TIMES)}
-    used = sum(seconds[label] for _, label in TIME_PARTS)
-    return {**seconds, REST: max(0.0, float(row.get("time/step") or 0) - used)}
+    parts = {label: float(row.get(name) or 0) for name, label in TIME_PARTS}
+    parts[REST] = max(0.0, float(row.get("time/step") or 0) - sum(parts.values()))
+    return parts | {label: float(row.get(name) or 0) for name, label in EVALUATION_TIMES}

@@ -51,14 +51,13 @@ def make_table_rows(
 
 def format_cells(row: Mapping[str, Any]) -> list[str]:
     """Return the cells of a row as text, in the order of `TABLE_COLUMNS`."""
-    cells = []
-    for column in TABLE_COLUMNS:
-        value = row.get(column)
-        if isinstance(value, float):
-            cells.append(f"{value:.4f}")
-        else:
-            cells.append("n/a" if value is None else sanitize_text(str(value), _NAME_LIMIT))
-    return cells
+    values = [row.get(column) for column in TABLE_COLUMNS]
+    return [
+        f"{value:.4f}"
+        if isinstance(value, float)
+        else sanitize_text("n/a" if value is None else str(value), _NAME_LIMIT)
+        for value in values
+    ]
 
 
 def format_markdown(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -101,15 +100,14 @@ def list_evaluation_tables(folder: Path) -> list[dict[str, Any]]:
                 "temperature": str(content.get("temperature", "")),
                 "seeds": str(content.get("seeds", "")).strip("[]"),
                 "rows": [format_cells(row) for row in rows],
-                "sentences": _list_sentences(content.get("comparison")),
+                "sentences": [
+                    str(row["sentence"])
+                    for row in content.get("comparison") or []
+                    if isinstance(row, dict) and "sentence" in row
+                ],
             }
         )
     return tables
-
-
-def _list_sentences(comparison: Any) -> list[str]:
-    rows = comparison if isinstance(comparison, list) else []
-    return [str(row["sentence"]) for row in rows if isinstance(row, dict) and "sentence" in row]
 
 
 def compare_evaluations(

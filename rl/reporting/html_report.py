@@ -1,22 +1,21 @@
-"""Render the report: one HTML file with its scripts and data, from the files of templates/."""
+"""Render pages from the files of templates/. A page is one file with its styles and scripts."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl.errors import UserError, install_command
-from rl.reporting.episode_html import BANDS, ENTROPY_BANDS, RATIO_BANDS
-from rl.reporting.rollout_report import encode_json
+from rl.reporting.episode_html import TOKEN_BANDS, describe_episode
 from rl.sanitize import sanitize_text
 
 MAX_REPORT_BYTES = 10_000_000
-# Class of the page's body under which tokens are coloured, and the letter of the tokens' classes.
-TOKEN_COLOURS = {"by-logprob": "p", "by-entropy": "e", "by-ratio": "r"}
-_TEXT_LIMIT = 100_000  # characters of a text in the template
+_TEXT_LIMIT = 100_000  # characters of a text in a template
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
@@ -37,16 +36,26 @@ def load_plotly() -> str:
     return get_plotlyjs()
 
 
+def encode_json(value: Any) -> str:
+    """Return JSON that may stand in a script element: ASCII, without <, > and &."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
 def _clean(value: Any) -> Any:
     """Return a text without control characters and marks that reverse the direction of writing."""
-    return sanitize_text(value, _TEXT_LIMIT) if type(value) is str else value
+    if type(value) is not str or (value.isprintable() and len(value) <= _TEXT_LIMIT):
+        return value
+    return sanitize_text(value, _TEXT_LIMIT)
 
 
-def make_environment() -> Any:
+@functools.cache
+def _make_environment() -> Any:
     """Return jinja2's environment of the templates. Texts are escaped and bounded."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
 
-    return Environment(
+    environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -54,28 +63,29 @@ def make_environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    # styles and scripts are not templates: nothing in them is filled in
+    environment.globals["read"] = lambda name: Markup((_TEMPLATES / name).read_text("utf-8"))
+    return environment
+
+
+def render_template(name: str, **context: Any) -> str:
+    """Return a page. The texts of `context` are escaped and bounded."""
+    return _make_environment().get_template(name).render(context)
+
+
+def render_turns(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> str:
+    """Return the turns of an episode as HTML."""
+    parts = _make_environment().get_template("episode.html").module
+    return parts.turns(describe_episode(row, turns))
 
 
 def render_report(context: Mapping[str, Any], data: Mapping[str, Any], plotly: str) -> str:
     """Return the page. `context` fills the template; its texts are escaped and bounded. `data` is
     what the page's script draws; it becomes JSON. `plotly`: the library's script.
     """
-    bands = {"p": BANDS, "e": ENTROPY_BANDS, "r": RATIO_BANDS}
-    upper_ends = {kind: [upper for upper, _ in items[:-1]] for kind, items in bands.items()}
-    # not templates: nothing in them is filled in
-    scripts = {name: (_TEMPLATES / name).read_text("utf-8") for name in ("report.css", "report.js")}
-    return (
-        make_environment()
-        .get_template("report.html")
-        .render(
-            **context,
-            data=encode_json({**data, "bands": upper_ends}),
-            style=scripts["report.css"],
-            script=scripts["report.js"],
-            plotly=plotly.replace("</script", "<\\/script"),
-            bands={
-                mode: [(f"{kind}{i}", colour) for i, (_, colour) in enumerate(bands[kind])]
-                for mode, kind in TOKEN_COLOURS.items()
-            },
-        )
+    return render_template(
+        "report.html",
+        **context,
+        data=encode_json({**data, "bands": TOKEN_BANDS}),
+        plotly=plotly.replace("</script", "<\\/script"),
     )

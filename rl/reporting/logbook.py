@@ -30,7 +30,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rl.config import current_settings
@@ -45,6 +44,7 @@ from rl.jsonl import (
     read_metrics,
     replace_nonfinite,
     write_atomically,
+    write_jsonl,
 )
 from rl.reporting import metric_plots, rollout_html
 from rl.reporting.tracker_process import TRACKER_FILES, RunTrackers, WarningSink
@@ -222,12 +222,8 @@ def load_saved_config(folder: Path) -> dict[str, Any]:
 
 def _is_stage(stage: Any) -> bool:
     """Return whether the value has the form of a stage of config.json."""
-    named = (
-        isinstance(stage, dict)
-        and isinstance(stage.get("method"), str)
-        and isinstance(stage.get("name"), str)
-    )
-    return named and isinstance(stage.get("settings"), dict)
+    kinds = {"method": str, "name": str, "settings": dict}
+    return isinstance(stage, dict) and all(isinstance(stage.get(k), t) for k, t in kinds.items())
 
 
 def claim_folder(
@@ -315,7 +311,7 @@ class Logbook:
         rows = [
             row for row in read_metrics(self.folder / METRICS_FILE) if row["step"] <= resume_step
         ]
-        write_atomically(self.folder / METRICS_FILE, "".join(format_json_line(row) for row in rows))
+        write_jsonl(self.folder / METRICS_FILE, rows)
         self._last_step = max((row["step"] for row in rows), default=-1)
         if checkpoints is None:
             checkpoints = [
@@ -361,15 +357,12 @@ class Logbook:
         `stage`: name of a later stage for the file names. Steps count from the start of the run, as
         in the metrics.
         """
-        folder = self.folder / ROLLOUTS
-        folder.mkdir(exist_ok=True)
-        plain = [replace_nonfinite(row) for row in rows]
-        name = f"step_{step:06d}" + (f"_{stage}" if stage else "")
-        write_atomically(folder / f"{name}.jsonl", "".join(format_json_line(row) for row in plain))
+        path = self.folder / ROLLOUTS / f"step_{step:06d}{f'_{stage}' if stage else ''}.jsonl"
+        plain = self._write_answers(path, rows)
         title = f"{self.folder.name}, step {step}" + (f" ({stage})" if stage else "")
         self._run_optional(
             "page of rollouts",
-            lambda: self._write_page(folder / f"{name}.html", step, plain, title),
+            lambda: self._write_page(path.with_suffix(".html"), step, plain, title),
         )
         self._trackers.log_table("rollouts", step, plain)
 
@@ -395,15 +388,17 @@ class Logbook:
         self, step: int, rows: Iterable[Mapping[str, Any]], stage: str, *, greedy: bool = False
     ) -> None:
         """Write the held-out answers of an evaluation at `step`, as rows without tokens."""
-        folder = self.folder / ROLLOUTS
-        folder.mkdir(exist_ok=True)
-        plain = [replace_nonfinite(row) for row in rows]
-        write_atomically(
-            folder / name_evaluation_file(stage, step, greedy=greedy),
-            "".join(map(format_json_line, plain)),
-        )
+        path = self.folder / ROLLOUTS / name_evaluation_file(stage, step, greedy=greedy)
+        plain = self._write_answers(path, rows)
         if not greedy:
             self._trackers.log_table("held_out_answers", step, plain)
+
+    def _write_answers(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Write rows of samples, and return them as they are written."""
+        path.parent.mkdir(exist_ok=True)
+        plain = [replace_nonfinite(row) for row in rows]
+        write_jsonl(path, plain)
+        return plain
 
     def _write_page(
         self, page: Path, step: int, rows: Sequence[Mapping[str, Any]], title: str
@@ -411,21 +406,23 @@ class Logbook:
         """Write the page, and link it with the previous page in both directions."""
         folder = page.parent
         earlier = max(
-            (path for path in folder.glob("step_*.html") if path.name < page.name), default=None
+            (path.name for path in folder.glob("*.html") if path.name < page.name), default=""
         )
-        digits = "" if earlier is None else earlier.stem.removeprefix("step_").partition("_")[0]
-        before = (earlier.name, int(digits)) if earlier is not None and digits.isdigit() else None
-        write_atomically(
-            page,
-            rollout_html.render_page(
-                rows, title=title, step=step, previous=before, file=page.with_suffix(".jsonl").name
-            ),
+        earlier_step = get_rollout_step(earlier)
+        text = rollout_html.render_page(
+            rows,
+            title=title,
+            step=step,
+            previous=None if earlier_step is None else (earlier, earlier_step),
+            file=page.with_suffix(".jsonl").name,
         )
-        if earlier is not None and before is not None:
-            written = earlier.read_text(encoding="utf-8", errors="replace")
-            write_atomically(earlier, rollout_html.add_next_link(written, page.name, step))
+        write_atomically(page, text)
+        if earlier_step is not None:
+            written = (folder / earlier).read_text(encoding="utf-8", errors="replace")
+            linked = rollout_html.add_next_link(written, page.name, step)
+            write_atomically(folder / earlier, linked)
 
-    def _run_optional(self, label: str, action: Callable[[], object]) -> bool:
+    def _run_optional(self, label: str, action: Callable[[], object]) -> None:
         """Run optional work that must never end a run (a tracker, a page, a picture). Warn about
         the first failure of each kind.
 
@@ -439,8 +436,6 @@ class Logbook:
                     f"no {label} ({type(error).__name__}: {error}); the run continues without it"
                 )
             self._failed.add(label)
-            return False
-        return True
 
     def add_checkpoint(self, row: Mapping[str, Any]) -> None:
         """Add the row of a checkpoint: `name`, `batch` (its step), `state_path`, `sampler_path`. A
@@ -469,9 +464,7 @@ class Logbook:
 
     def _write_checkpoints(self) -> None:
         """Write checkpoints.jsonl atomically."""
-        write_atomically(
-            self.folder / CHECKPOINTS, "".join(format_json_line(row) for row in self._checkpoints)
-        )
+        write_jsonl(self.folder / CHECKPOINTS, self._checkpoints)
 
     def close(self) -> None:
         """Close the files and draw the curves. Calling it again has no effect."""
@@ -488,10 +481,5 @@ class Logbook:
     def __enter__(self) -> Logbook:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

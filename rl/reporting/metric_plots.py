@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from rl.errors import UserError
 from rl.jsonl import METRICS_FILE, read_metrics
@@ -92,23 +93,33 @@ class NoCurvesError(UserError):
 
 @dataclass(frozen=True)
 class RunCurve:
-    """Hold the `rows` of a run's metrics.jsonl under a `label`."""
+    """Hold the `rows` of a run's metrics.jsonl under a `label`. The mean of runs that differ only
+    in their seed also has the lower and upper edge of its `band`.
+    """
 
     label: str
     rows: list[dict[str, Any]]
+    band: tuple[RunCurve, RunCurve] | None = None
 
     def series(self, panel: PlotPanel) -> tuple[list[float], list[float]]:
         """Return (steps, values) of the panel's metric, without null values."""
-        for name in panel.names:
-            rows = [
-                row for row in self.rows if not any(excluded in row for excluded in panel.unless)
-            ]
-            points = [
-                (row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float))
-            ]
-            if points:
-                return [step for step, _ in points], [value for _, value in points]
-        return [], []
+        name = self.find_metric(panel)
+        if name is None:
+            return [], []
+        points = [row for row in self.select_rows(panel) if is_number(row.get(name))]
+        return [row["step"] for row in points], [row[name] for row in points]
+
+    def select_rows(self, panel: PlotPanel) -> list[dict[str, Any]]:
+        """Return the rows without the metrics that exclude a row from the panel."""
+        return [row for row in self.rows if not any(name in row for name in panel.unless)]
+
+    def find_metric(self, panel: PlotPanel) -> str | None:
+        """Return the first of the panel's metrics that a row has; None if no row has one."""
+        rows = self.select_rows(panel)
+        return next(
+            (name for name in panel.names if any(is_number(row.get(name)) for row in rows)),
+            None,
+        )
 
     def stages(self) -> list[tuple[str, float, float]]:
         """Return (name, first step, last step) of each stage, in order. The stage of a row is its
@@ -133,11 +144,10 @@ class RunCurve:
             stages = [("", stages[0][1], stages[-1][2])]
         parts = []
         for i, (_, first, last) in enumerate(stages):
-            part = [
-                (step, value) for step, value in points if (first < step or i == 0) and step <= last
-            ]
+            part = [point for point in points if (first < point[0] or i == 0) and point[0] <= last]
             if part:
-                parts.append(([step for step, _ in part], [value for _, value in part]))
+                steps, values = zip(*part, strict=True)
+                parts.append((list(steps), list(values)))
         return parts
 
 
@@ -151,6 +161,16 @@ def read_curve(source: Path, label: str | None = None) -> RunCurve:
             f"no metrics at {path}: expected a run's folder or its {METRICS_FILE}"
         )
     return RunCurve(label or path.resolve().parent.name, read_metrics(path))
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value of a file is a finite number within float's range."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # JSON's integers are unbounded
+        return False
 
 
 def round_number(value: float) -> float:
@@ -176,39 +196,21 @@ def collect_axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     return axes
 
 
-@dataclass(frozen=True)
-class CurveGroup:
-    """Hold a curve to draw: that of a run, or the mean of runs that differ only in their seed, with
-    the lower and upper edge of its band.
-    """
-
-    curve: RunCurve
-    band: tuple[RunCurve, RunCurve] | None = None
-
-
-def group_curves(curves: Sequence[RunCurve], groups: Sequence[int], axis: str) -> list[CurveGroup]:
+def group_curves(curves: Sequence[RunCurve], groups: Sequence[int], axis: str) -> list[RunCurve]:
     """Return the curves on an axis; runs with the same number in `groups` as mean and band."""
     result = []
     for number in dict.fromkeys(groups):
         members = [c for c, group in zip(curves, groups, strict=True) if group == number]
-        if len(members) == 1:
-            result.append(CurveGroup(_place_on_axis(members[0], axis)))
+        label, rows = members[0].label, [member.rows for member in members]
+        places = [collect_axes(item)[axis] for item in rows]
+        if len(members) == 1:  # the positions on the axis in the place of the steps
+            placed = [{**row, "step": x} for row, x in zip(rows[0], places[0], strict=True)]
+            result.append(RunCurve(label, placed))
             continue
-        rows = [member.rows for member in members]
-        label = f"mean of {len(members)}: {members[0].label} ..."
-        mean, low, high = (
-            RunCurve(label, averaged)
-            for averaged in average_rows(rows, [collect_axes(item)[axis] for item in rows])
-        )
-        result.append(CurveGroup(mean, (low, high)))
+        label = f"mean of {len(members)}: {label} ..."
+        mean, low, high = average_rows(rows, places)
+        result.append(RunCurve(label, mean, (RunCurve(label, low), RunCurve(label, high))))
     return result
-
-
-def _place_on_axis(curve: RunCurve, axis: str) -> RunCurve:
-    """Return the curve with its positions on an axis in the place of its steps."""
-    places = collect_axes(curve.rows)[axis]
-    rows = [{**row, "step": place} for row, place in zip(curve.rows, places, strict=True)]
-    return RunCurve(curve.label, rows)
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
@@ -224,22 +226,11 @@ def find_reward_panels(curves: Sequence[RunCurve]) -> list[PlotPanel]:
     """Return a panel for each metric of a reward: the parts of a sum of rewards, and the metrics of
     a user's reward function.
     """
-    names = dict.fromkeys(
-        name
-        for curve in curves
-        for row in curve.rows
-        for name in row
-        if name.startswith("env/all/")
-    )
-    part_names = [
-        name
-        for name in names
-        if "/" not in name.removeprefix("env/all/")
-        and name.removeprefix("env/all/") not in _NOT_REWARD_PARTS
-    ]
+    metrics = dict.fromkeys(name for curve in curves for row in curve.rows for name in row)
+    names = [name.removeprefix("env/all/") for name in metrics if name.startswith("env/all/")]
+    parts = [name for name in names if "/" not in name and name not in _NOT_REWARD_PARTS]
     return [
-        PlotPanel(f"reward: {name.removeprefix('env/all/')}", (name,))
-        for name in part_names[:_MAX_REWARD_PANELS]
+        PlotPanel(f"reward: {name}", (f"env/all/{name}",)) for name in parts[:_MAX_REWARD_PANELS]
     ]
 
 
@@ -274,8 +265,7 @@ def draw_curves(
     groups = list(range(len(curves)))
     if not each_run and len(curves) > 1:
         groups = group_by_settings([_read_config(path) for path in sources])
-    drawn = group_curves(curves, groups, axis)
-    curves = [item.curve for item in drawn]
+    curves = group_curves(curves, groups, axis)
     candidates = [*PANELS, *find_reward_panels(curves)]
     if metrics is not None:
         candidates = [PlotPanel(name, (name,)) for name in metrics]
@@ -284,7 +274,7 @@ def draw_curves(
         raise NoCurvesError(
             f"no curve in {', '.join(map(str, sources))}: no row has a metric with a panel"
         )
-    figure = _build_figure(drawn, panels, AXES[axis])
+    figure = _build_figure(curves, panels, AXES[axis])
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(out.name + ".tmp")
     figure.savefig(temporary, format=out.suffix.lower()[1:], dpi=130, facecolor="white")
@@ -316,15 +306,15 @@ def _import_matplotlib() -> None:
 
 
 def _build_figure(
-    groups: Sequence[CurveGroup], panels: Sequence[PlotPanel], label: str = AXES["steps"]
+    curves: Sequence[RunCurve], panels: Sequence[PlotPanel], label: str = AXES["steps"]
 ) -> Figure:
     """Return the figure of all panels."""
-    curves = [group.curve for group in groups]
     _import_matplotlib()
     # Figure without pyplot: no global state, no display, no choice of backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.lines import Line2D
 
     columns = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3}.get(len(panels), 4)
     rows = -(-len(panels) // columns)
@@ -334,15 +324,13 @@ def _build_figure(
     )
     FigureCanvasAgg(figure)
     several = len(curves) > 1
-    grid = figure.subplots(rows, columns, squeeze=False)
-    axes = [axis for line in grid for axis in line]
-    for axis, panel in zip(axes[: len(panels)], panels, strict=True):
-        _draw_panel(axis, panel, groups)
+    axes = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    for axis, panel in zip(axes, panels, strict=False):
+        _draw_panel(axis, panel, curves)
+        axis.set_xlabel(label, fontsize=8.5)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    for axis in axes[: len(panels)]:
-        axis.set_xlabel(label, fontsize=8.5)
-    title = " / ".join(curve.label for curve in curves) if not several else "runs compared"
+    title = "runs compared" if several else curves[0].label
     smooth = any(
         panel.smooth and len(curve.series(panel)[0]) >= SMOOTH_FROM
         for panel in panels
@@ -350,26 +338,17 @@ def _build_figure(
     )
     # Dollar signs in a name do not start math text.
     figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left", parse_math=False)
-    notes = ["band: standard deviation of the seeds"] if any(g.band for g in groups) else []
-    if smooth and not all(group.band for group in groups):
+    notes = ["band: standard deviation of the seeds"] if any(curve.band for curve in curves) else []
+    if smooth and not all(curve.band for curve in curves):
         notes.append("pale: each step; line: running mean")
     elif smooth:
         notes.append("smoothed")
-    if notes:
-        figure.text(
-            0.99,
-            0.985,
-            "; ".join(notes),
-            ha="right",
-            va="top",
-            fontsize=8,
-            color="#666666",
-        )
+    style: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8, "color": "#666666"}
+    figure.text(0.99, 0.985, "; ".join(notes), **style)
     if several:
-        handles, names = _build_legend(curves)
         legend = figure.legend(
-            handles,
-            names,
+            [Line2D([], [], color=pick_colour(i), lw=2) for i in range(len(curves))],
+            [curve.label for curve in curves],
             loc="outside lower center",
             ncols=min(len(curves), 4),
             frameon=False,
@@ -380,33 +359,23 @@ def _build_figure(
     return figure
 
 
-def _build_legend(curves: Sequence[RunCurve]) -> tuple[list[Any], list[str]]:
-    """Return the handles and the labels of the legend."""
-    from matplotlib.lines import Line2D
-
-    return [Line2D([], [], color=COLOURS[i % len(COLOURS)], lw=2) for i in range(len(curves))], [
-        c.label for c in curves
-    ]
+def pick_colour(i: int) -> str:
+    """Return the colour of the curve `i`."""
+    return COLOURS[i % len(COLOURS)]
 
 
-def _draw_panel(axis: Axes, panel: PlotPanel, groups: Sequence[CurveGroup]) -> None:
+def _draw_panel(axis: Axes, panel: PlotPanel, curves: Sequence[RunCurve]) -> None:
     """Draw the curves of all runs into a panel."""
-    curves = [group.curve for group in groups]
     axis.set_title(panel.title, fontsize=10, loc="left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     axis.grid(True, axis="y", color="#e3e3e3", lw=0.7)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8.5)
-    for i, group in enumerate(groups):
-        curve, colour = group.curve, COLOURS[i % len(COLOURS)]
-        if len(curves) == 1:
-            _shade_stages(axis, curve, curve.series(panel)[0])
-        if group.band is not None:
-            _draw_band(axis, panel, group, colour)
-            continue
-        for part_steps, part_values in curve.parts(panel):
-            _draw_line(axis, panel, part_steps, part_values, colour)
+    if len(curves) == 1:
+        _shade_stages(axis, curves[0], curves[0].series(panel)[0])
+    for i, curve in enumerate(curves):
+        _draw_curve(axis, panel, curve, pick_colour(i))
     values = [value for curve in curves for value in curve.series(panel)[1]]
     if panel.share:
         axis.set_ylim(-0.03, 1.05)
@@ -432,46 +401,34 @@ def _style_numbers(axis: Axes, panel: PlotPanel, values: Sequence[float]) -> Non
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1000:g}k"))
 
 
-def _draw_line(
-    axis: Axes, panel: PlotPanel, steps: list[float], values: list[float], colour: str
-) -> None:
-    """Draw a series: a running mean over a pale line if it is long, otherwise the points."""
-    if panel.smooth and len(values) >= SMOOTH_FROM:
-        axis.plot(steps, values, color=colour, lw=0.8, alpha=0.28)
-        axis.plot(steps, moving_average(values, max(3, len(values) // 20)), color=colour, lw=1.8)
-    else:
-        axis.plot(steps, values, color=colour, lw=1.8, marker="o", ms=4 if len(values) < 30 else 2)
+def _draw_curve(axis: Axes, panel: PlotPanel, curve: RunCurve, colour: str) -> None:
+    """Draw a curve and its band, if it has one. A long curve is a running mean, over a pale line of
+    each step if it has no band.
+    """
+    lines = [item.parts(panel) for item in (curve, *(curve.band or ()))]
+    for (steps, values), *edges in zip(*lines, strict=True):
+        smooth = panel.smooth and len(values) >= SMOOTH_FROM
+        window = max(3, len(values) // 20) if smooth else 1
+        line, *band = (moving_average(y, window) for y in (values, *(edge for _, edge in edges)))
+        if band:
+            low, high = band
+            if panel.log:  # a logarithmic axis has no values below 0
+                low = [max(a, b / 10) for a, b in zip(low, line, strict=True)]
+            axis.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)
+        elif smooth:
+            axis.plot(steps, values, color=colour, lw=0.8, alpha=0.28)
+        marker, size = None if smooth else "o", 4 if len(values) < 30 else 2
+        axis.plot(steps, line, color=colour, lw=1.8, marker=marker, ms=size)
 
 
-def _draw_band(axis: Axes, panel: PlotPanel, group: CurveGroup, colour: str) -> None:
-    """Draw a mean and its band, as running means if they are long."""
-    assert group.band is not None
-    parts = [curve.parts(panel) for curve in (group.curve, *group.band)]
-    for (steps, mean), (_, low), (_, high) in zip(*parts, strict=True):
-        smooth = panel.smooth and len(mean) >= SMOOTH_FROM
-        window = max(3, len(mean) // 20) if smooth else 1
-        lines = [moving_average(values, window) for values in (mean, low, high)]
-        if panel.log:  # a logarithmic axis has no values below 0
-            lines[1] = [max(a, b / 10) for a, b in zip(lines[1], lines[0], strict=True)]
-        axis.fill_between(steps, lines[1], lines[2], color=colour, alpha=0.2, lw=0)
-        marker = None if smooth else "o"
-        axis.plot(
-            steps, lines[0], color=colour, lw=1.8, marker=marker, ms=4 if len(mean) < 30 else 2
-        )
-
-
-def _annotate_ends(axis: Axes, steps: list[float], values: list[float]) -> None:
+def _annotate_ends(axis: Axes, steps: Sequence[float], values: Sequence[float]) -> None:
     """Annotate the first and the last value of a share, beside the curve: below a point in the
     upper half, above one in the lower half, and to the right of the first point of a steep curve.
     """
     steep = len(values) > 1 and abs(values[1] - values[0]) > 0.1
-    ends = [(steps[0], values[0], "left")] + (
-        [(steps[-1], values[-1], "right")] if len(steps) > 1 else []
-    )
-    for step, value, side in ends:
-        offset = (0, -15 if value > 0.5 else 8)
-        if side == "left" and steep:
-            offset = (10, -4)
+    for i, side in [(0, "left"), (-1, "right")][: len(steps)]:
+        step, value = steps[i], values[i]
+        offset = (10, -4) if i == 0 and steep else (0, -15 if value > 0.5 else 8)
         style: dict[str, Any] = {"ha": side, "fontsize": 9, "fontweight": "bold"}
         axis.annotate(
             f"{value:.2f}", (step, value), xytext=offset, textcoords="offset points", **style
@@ -489,11 +446,5 @@ def _shade_stages(axis: Axes, curve: RunCurve, steps: Sequence[float]) -> None:
             continue
         axis.axvspan(start, end, color=_SHADES[i % len(_SHADES)], lw=0, zorder=0)
         style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "#777777"}
-        axis.text(
-            (start + end) / 2,
-            0.02,
-            name,
-            transform=axis.get_xaxis_transform(),
-            parse_math=False,
-            **style,
-        )
+        style |= {"transform": axis.get_xaxis_transform(), "parse_math": False}
+        axis.text((start + end) / 2, 0.02, name, **style)

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any
 
 from rl.reporting.episode_html import collect_turns
@@ -44,7 +45,7 @@ def average_by_problem(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     for row in rows:
         if (score := score_row(row)) is not None:
             scores.setdefault(make_problem_key(row), []).append(score)
-    return {key: sum(values) / len(values) for key, values in scores.items()}
+    return {key: fmean(values) for key, values in scores.items()}
 
 
 @dataclass(frozen=True)
@@ -104,17 +105,10 @@ def compare_paired(
     shared = [key for key in before if key in after]
     if not shared:
         return None
-    differences = [after[key] - before[key] for key in shared]
-    count = len(shared)
-    mean = sum(differences) / count
-    error = (
-        math.sqrt(sum((value - mean) ** 2 for value in differences) / (count - 1) / count)
-        if count > 1
-        else None
-    )
+    differences, count = [after[key] - before[key] for key in shared], len(shared)
     return PairedComparison(
         problems=count,
-        before=sum(before[key] for key in shared) / count,
-        after=sum(after[key] for key in shared) / count,
-        standard_error=error,
+        before=fmean(before[key] for key in shared),
+        after=fmean(after[key] for key in shared),
+        standard_error=stdev(differences) / math.sqrt(count) if count > 1 else None,
     )

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.jsonl import get_evaluation_step
-from rl.reporting.episode_html import collect_turns, get_stop_reason, render_turns
+from rl.reporting.episode_html import collect_turns, get_stop_reason, has_several_turns
+from rl.reporting.html_report import encode_json, render_turns
+from rl.reporting.metric_plots import is_number
 from rl.reporting.paired_comparison import average_by_problem, make_problem_key, score_row
 from rl.reporting.update_files import TOKEN_VALUES, add_token_values
 from rl.sanitize import sanitize_text
@@ -51,12 +53,6 @@ class _ByteBudget:
         return True
 
 
-def encode_json(value: Any) -> str:
-    """Return JSON that may stand in a script element: ASCII, without <, > and &."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
 def list_evaluations(folder: Path) -> list[EvaluationFile]:
     """Return the files of held-out answers below the `folder` of rollouts, by step."""
     files = []
@@ -89,7 +85,7 @@ def select_evenly(items: Sequence[Item], count: int) -> list[Item]:
     """Return at most `count` items at equal distances, the first and the last among them."""
     if len(items) <= count:
         return list(items)
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+    return [items[round(i * (len(items) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
 def collect_rollouts(
@@ -137,9 +133,9 @@ def _collect_evaluations(
             }
         )
     by_problem = [_group_by(rows, make_problem_key) for rows in rows_by_file]
-    for key in _choose_problems(selected, rows_by_file):
+    for number, key in enumerate(_choose_problems(selected, rows_by_file)):
         answers = [
-            {"problem": key, **make_answer(groups[key][0])} if key in groups else None
+            {"problem": number, **make_answer(groups[key][0])} if key in groups else None
             for groups in by_problem
         ]
         if not budget.spend(answers):
@@ -147,16 +143,7 @@ def _collect_evaluations(
         for entry, answer in zip(entries, answers, strict=True):
             if answer is not None:
                 entry["rows"].append(answer)
-    _number_problems(entries)
     return entries
-
-
-def _number_problems(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Replace the keys of problems by small numbers."""
-    numbers: dict[str, int] = {}
-    for entry in entries:
-        for row in entry["rows"]:
-            row["problem"] = numbers.setdefault(row["problem"], len(numbers))
 
 
 def _choose_problems(
@@ -222,8 +209,9 @@ def _collect_batches(
         }
         for group in _choose_groups(groups):
             entry = {**_describe_problem(group[0]), "size": len(group), "answers": []}
-            for row in _choose_answers(group):
-                answer = make_answer(row)
+            # from the highest to the lowest reward, both ends among them
+            ordered = sorted(group, key=get_reward, reverse=True)
+            for answer in map(make_answer, select_evenly(ordered, _ANSWERS)):
                 if budget.spend(answer):
                     entry["answers"].append(answer)
             if entry["answers"] and budget.spend({**entry, "answers": []}):
@@ -259,10 +247,10 @@ def _make_group_key(row: Mapping[str, Any]) -> str:
     return json.dumps([row.get("group"), make_problem_key(row)], default=str)
 
 
-def _get_reward(row: Mapping[str, Any]) -> float:
+def get_reward(row: Mapping[str, Any]) -> float:
     """Return the reward of a row; 0 if it has none."""
     reward = row.get("reward")
-    return float(reward) if isinstance(reward, (int, float)) else 0.0
+    return float(reward) if is_number(reward) else 0.0
 
 
 def _choose_groups(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Any]:
@@ -271,18 +259,13 @@ def _choose_groups(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Any]:
     """
     if len(groups) <= _GROUPS:
         return list(groups)
-    rewards = [[_get_reward(row) for row in group] for group in groups]
+    rewards = [[get_reward(row) for row in group] for group in groups]
     means = [sum(values) / len(values) for values in rewards]
     ranges = [max(values) - min(values) for values in rewards]
     order = range(len(groups))
     best = [max(order, key=lambda i: ranges[i]), min(order, key=lambda i: means[i]),
             max(order, key=lambda i: means[i]), *select_evenly(order, _GROUPS)]  # fmt: skip
     return [groups[i] for i in list(dict.fromkeys(best))[:_GROUPS]]
-
-
-def _choose_answers(group: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return answers of a group from the highest to the lowest reward, both ends among them."""
-    return select_evenly(sorted(group, key=_get_reward, reverse=True), _ANSWERS)
 
 
 def _describe_problem(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,7 +301,7 @@ def make_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     }
     if row.get("error"):
         answer["error"] = sanitize_text(str(row["error"]), _TEXT_LIMIT)
-    if len(turns) > 1 or (turns and turns[0].get("tool_calls")):
+    if has_several_turns(turns):
         return {**answer, **_render_episode(row, turns)}
     tokens = row.get("tokens")
     if not isinstance(tokens, list) or not tokens:
@@ -339,7 +322,7 @@ def _render_episode(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) 
     """Return the `html` of an episode of several turns; a `text` if it is too long or malformed."""
     bounded = _bound_strings({**row, "turns": turns})
     try:
-        html = render_turns(bounded, bounded["turns"], 0)
+        html = render_turns(bounded, bounded["turns"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return {"text": sanitize_text(f"this episode cannot be shown: {error}", _TEXT_LIMIT)}
     if len(html) > _EPISODE_BYTES:
@@ -355,9 +338,7 @@ def _count_tokens(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) ->
 
 def _round(value: Any, digits: int = 4) -> float | None:
     """Return the number with `digits` significant digits; None if it is no finite number."""
-    if not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
-        return None
-    return float(f"{value:.{digits}g}")
+    return float(f"{value:.{digits}g}") if is_number(value) or isinstance(value, bool) else None
 
 
 def _bound_metrics(metrics: Any) -> dict[str, float | None]:

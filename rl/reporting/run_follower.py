@@ -5,7 +5,6 @@ answers. Nothing in the folder is trusted or changed, and files may be missing o
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 from rl.jsonl import METRICS_FILE, get_evaluation_step, get_rollout_step
 from rl.reporting.curve_report import collect_alarms
 from rl.reporting.logbook import CONFIG, LOCK, ROLLOUTS
-from rl.reporting.metric_plots import RunCurve
-from rl.reporting.rollout_report import read_rollouts
+from rl.reporting.metric_plots import is_number
+from rl.reporting.rollout_report import get_reward, read_rollouts, select_evenly
 from rl.sanitize import sanitize_text
 
 _STALE_SECONDS = 60.0  # age of a lock's heartbeat above which its process has ended
@@ -77,16 +76,15 @@ class RunFollower:
 
     def _read_answers(self) -> None:
         """Read the newest file of rollouts, if it changed."""
-        newest: tuple[int, bool, Path] | None = None
-        for path in (self.folder / ROLLOUTS).glob("*.jsonl"):
-            step = get_rollout_step(path.name)
-            trained = step is not None
-            step = step if trained else get_evaluation_step(path.name)
-            if step is not None and (newest is None or (step, trained) > newest[:2]):
-                newest = (step, trained, path)
-        if newest is None:
+        files = [
+            (step, trained, path)
+            for path in (self.folder / ROLLOUTS).glob("*.jsonl")
+            for trained, get_step in ((True, get_rollout_step), (False, get_evaluation_step))
+            if (step := get_step(path.name)) is not None
+        ]
+        if not files:
             return
-        step, trained, path = newest
+        step, trained, path = max(files, key=lambda file: file[:2])
         try:
             key = (str(path), path.stat().st_mtime)
             if key != self._answers_key:
@@ -95,11 +93,6 @@ class RunFollower:
                 self.are_held_out = not trained
         except OSError:
             return
-
-    @property
-    def curve(self) -> RunCurve:
-        """Return the curve of the rows."""
-        return RunCurve(self.label, self.rows)
 
     @property
     def step(self) -> int | None:
@@ -158,16 +151,6 @@ def sanitize_name(name: str) -> str:
     return " ".join(sanitize_text(name, _NAME_LIMIT).split())
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value of a file is a finite number within float's range."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # JSON's integers are unbounded
-        return False
-
-
 def _parse_metrics(line: bytes) -> dict[str, Any] | None:
     """Return step, stage and finite numbers of a row; None if it is no row."""
     try:
@@ -195,12 +178,4 @@ def choose_answers(
     if page > 0:
         start = (page - 1) * count % len(rows)
         return list(rows[start : start + count])
-    ordered = sorted(rows, key=lambda row: -_get_reward(row))
-    last = max(count - 1, 1)
-    places = [round(i * (len(rows) - 1) / last) for i in range(count)]
-    return [ordered[i] for i in dict.fromkeys(places)]
-
-
-def _get_reward(row: Mapping[str, Any]) -> float:
-    reward = row.get("reward", 0.0)
-    return float(reward) if is_number(reward) else 0.0
+    return select_evenly(sorted(rows, key=get_reward, reverse=True), count)

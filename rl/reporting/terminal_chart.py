@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from rl.reporting.console import format_count
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # column, row: a bit of U+2800
 _LABEL_WIDTH = 8  # of the values beside a chart
 ALARM_COLOUR = "red"
+# bits of the dots and colour of a cell by its column and its row from the bottom
+_Cells = dict[tuple[int, int], tuple[int, str]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,6 @@ class TerminalChart:
             yield Text("no values yet", style="dim")
             return
         first, last = min(step for step, _ in points), max(step for step, _ in points)
-        cells = _Canvas(width, rows)
         columns = [_average_columns(line, first, last, 2 * width) for line in lines]
         means = [value for line in columns for _, value in line]
         low, high = min(means), max(means)
@@ -60,14 +62,18 @@ class TerminalChart:
             low, high = min(low, 0.0), max(high, 0.0)
         # a range beyond that of floats is drawn flat, as a constant is
         span = high - low if math.isfinite(high - low) else 0.0
+        scale = (4 * rows - 1) / span if span else 0.0
+        cells: _Cells = {}
         for line, averaged in zip(lines, columns, strict=True):
-            scale = (4 * rows - 1) / span if span else 0.0
             dots = [
                 (x, round((value - low) * scale) if span else 2 * rows) for x, value in averaged
             ]
-            cells.draw(dots, line.colour)
+            for x, y in _connect_dots(dots):
+                bits, _ = cells.get((x // 2, y // 4), (0, ""))
+                cells[x // 2, y // 4] = bits | _DOTS[x % 2][3 - y % 4], line.colour
         labels = {0: self._format_value(high), rows - 1: self._format_value(low)}
-        for i, text in enumerate(cells.render(options.ascii_only)):
+        for i in range(rows):
+            text = _render_row(cells, rows - 1 - i, width, options.ascii_only)
             bar = "|" if options.ascii_only else "┤" if i in labels else "│"
             label = labels.get(i, "") if high > low or i == 0 else ""
             yield Text(f"{label:>{_LABEL_WIDTH}}{bar}", style="dim") + text
@@ -111,41 +117,23 @@ class TerminalChart:
         return axis
 
 
-class _Canvas:
-    """Hold the dots of a chart: 2 columns and 4 rows of dots in each cell, row 0 at the bottom."""
+def _connect_dots(dots: Sequence[tuple[int, int]]) -> Iterable[tuple[int, int]]:
+    """Yield the dots and those on the lines between them."""
+    for (x0, y0), (x1, y1) in itertools.pairwise(dots):
+        count = max(abs(x1 - x0), abs(y1 - y0), 1)
+        for i in range(count):
+            yield x0 + round((x1 - x0) * i / count), y0 + round((y1 - y0) * i / count)
+    yield from dots[-1:]
 
-    def __init__(self, width: int, height: int):
-        self.width, self.height = width, height
-        self._bits = [[0] * width for _ in range(height)]
-        self._colours = [[""] * width for _ in range(height)]
 
-    def draw(self, dots: Sequence[tuple[int, int]], colour: str) -> None:
-        """Connect the dots."""
-        for (x0, y0), (x1, y1) in zip(dots, dots[1:], strict=False):
-            count = max(abs(x1 - x0), abs(y1 - y0), 1)
-            for i in range(count):
-                self._set(
-                    x0 + round((x1 - x0) * i / count), y0 + round((y1 - y0) * i / count), colour
-                )
-        if dots:
-            self._set(*dots[-1], colour)
-
-    def _set(self, x: int, y: int, colour: str) -> None:
-        row, column = self.height - 1 - y // 4, x // 2
-        if 0 <= row < self.height and 0 <= column < self.width:
-            self._bits[row][column] |= _DOTS[x % 2][3 - y % 4]
-            self._colours[row][column] = colour
-
-    def render(self, ascii_only: bool) -> list[Text]:
-        """Return the rows from the top."""
-        rows = []
-        for bits, colours in zip(self._bits, self._colours, strict=True):
-            text = Text(no_wrap=True)
-            for bit, colour in zip(bits, colours, strict=True):
-                mark = "*" if ascii_only else chr(0x2800 + bit)
-                text.append(mark if bit else " ", style=Style.parse(colour) if bit else None)
-            rows.append(text)
-        return rows
+def _render_row(cells: _Cells, row: int, width: int, ascii_only: bool) -> Text:
+    """Return a row of cells."""
+    text = Text(no_wrap=True)
+    for column in range(width):
+        bits, colour = cells.get((column, row), (0, ""))
+        mark = "*" if ascii_only else chr(0x2800 + bits)
+        text.append(mark if bits else " ", style=Style.parse(colour) if bits else None)
+    return text
 
 
 def format_axis_value(value: float) -> str:
@@ -166,9 +154,7 @@ def _average_columns(
     line: ChartCurve, first: float, last: float, width: int
 ) -> list[tuple[int, float]]:
     """Return the mean value of each column of dots that has points."""
-    sums: dict[int, tuple[float, int]] = {}
+    values: dict[int, list[float]] = {}
     for step, value in zip(line.steps, line.values, strict=True):
-        column = _find_column(step, first, last, width)
-        total, count = sums.get(column, (0.0, 0))
-        sums[column] = (total + value, count + 1)
-    return [(column, total / count) for column, (total, count) in sorted(sums.items())]
+        values.setdefault(_find_column(step, first, last, width), []).append(value)
+    return [(column, sum(items) / len(items)) for column, items in sorted(values.items())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rl.reporting.html_report import make_environment
+from rl.reporting.html_report import render_template
 from rl.sanitize import sanitize_text
 
 _COLUMNS = ("token", "sampled", "update", "ratio", "clip", "advantage", "gradient", "share")
@@ -104,59 +104,29 @@ def render_explanation(explanation: Any, title: str) -> str:
     has no script.
     """
     remaining = _PAGE_TOKENS
-    sections = []
+    groups = []
     for group in explanation.groups:
-        shares = [
-            token.share
+        parts = []
+        for answer in group.answers:
+            for number in range(max(1, len(answer.passes))):
+                tokens = answer.passes[number].tokens if answer.passes else answer.tokens
+                heading = describe_answer(answer, number)
+                parts.append((heading, number + 1, tokens[:remaining], len(tokens)))
+                remaining = max(0, remaining - len(tokens))
+        shares = (
+            token.share or 0.0
             for answer in group.answers
             for item in answer.passes
             for token in item.tokens
-            if token.share is not None
-        ]
-        largest = max(shares, default=0.0)
-        answers = []
-        for answer in group.answers:
-            for number in range(max(1, len(answer.passes))):
-                trained = number < len(answer.passes)
-                tokens = answer.passes[number].tokens if trained else answer.tokens
-                shown, remaining = tokens[:remaining], max(0, remaining - len(tokens))
-                answers.append(
-                    {
-                        "heading": describe_answer(answer, number),
-                        "number": number + 1,
-                        "tokens": [_describe_token(token, largest) for token in shown],
-                        "left_out": len(tokens) - len(shown),
-                    }
-                )
-        sections.append(
-            {
-                "title": f"{group.tag} {group.problem}",
-                "prompt": group.prompt,
-                "expected": group.expected,
-                "passes": group.num_passes,
-                "answers": answers,
-            }
         )
-    return (
-        make_environment()
-        .get_template("why.html")
-        .render(
-            title=title,
-            summary=describe_calls(explanation.calls),
-            note=NOTE,
-            notes=list(explanation.notes),
-            columns=_COLUMNS,
-            groups=sections,
-        )
+        groups.append((group, max(shares, default=0.0), parts))
+    return render_template(
+        "why.html",
+        title=title,
+        summary=describe_calls(explanation.calls),
+        note=NOTE,
+        notes=explanation.notes,
+        columns=_COLUMNS,
+        groups=groups,
+        format_cells=format_token_cells,
     )
-
-
-def _describe_token(token: Any, largest: float) -> dict[str, Any]:
-    """Return a token's text, cells, colour class and the strength of its colour in [0, 1]."""
-    gradient = token.gradient or 0.0
-    return {
-        "text": sanitize_text(token.text, 200),
-        "cells": format_token_cells(token),
-        "kind": "raised" if gradient < 0 else "lowered" if gradient > 0 else "still",
-        "strength": round((token.share or 0.0) / largest, 3) if largest else 0.0,
-    }

@@ -24,6 +24,7 @@ from rl.errors import RunFolderError, install_command
 from rl.jsonl import format_json_line, replace_nonfinite, write_atomically
 from rl.processes import kill_tree
 from rl.reporting.episode_html import collect_turns
+from rl.reporting.rollout_report import select_evenly
 from rl.sanitize import sanitize_message, sanitize_text
 
 # Modules that each tracker imports; the extra of the same name installs them.
@@ -65,8 +66,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def build_table(step: int, rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return at most 50 rollouts as rows of ROLLOUT_COLUMNS, with bounded text."""
-    stride = max(1, -(-len(rows) // _TABLE_ROWS))
+    """Return at most 50 rollouts, at equal distances, as rows of ROLLOUT_COLUMNS, with bounded
+    text.
+    """
     return [
         [
             step,
@@ -77,7 +79,7 @@ def build_table(step: int, rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]
             row.get("reward"),
             row.get("advantage"),
         ]
-        for row in rows[::stride]
+        for row in select_evenly(rows, _TABLE_ROWS)
     ]
 
 
@@ -99,9 +101,8 @@ class TrackerProcess:
 
     def __init__(self, name: str, setup: Mapping[str, Any], folder: Path):
         self.name = name
-        self._lines: queue.Queue[str | None] = queue.Queue(_QUEUE_LINES)
-        self._replies: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._is_finishing = self._is_killed = False
+        self.replies: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         environment = {
             key: value
             for key, value in os.environ.items()
@@ -126,32 +127,21 @@ class TrackerProcess:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message, or drop it if 1000 messages wait."""
-        try:
-            self._lines.put_nowait(format_json_line(replace_nonfinite(message)))
-        except queue.Full:
-            self._replies.put({"failed": f"does not keep up: {_QUEUE_LINES} messages wait"})
-
-    def take_replies(self) -> list[dict[str, Any]]:
-        """Return the replies since the last call."""
-        replies = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                replies.append(self._replies.get_nowait())
-        return replies
+        if self._lines.qsize() < _QUEUE_LINES:
+            self._lines.put(format_json_line(replace_nonfinite(message)))
+        else:
+            self.replies.put({"failed": f"does not keep up: {_QUEUE_LINES} messages wait"})
 
     def request_end(self) -> None:
         """Make the process finish after the messages that wait."""
-        self._is_finishing = True
-        with contextlib.suppress(queue.Full):  # a full queue is read or killed
-            self._lines.put_nowait(None)
+        self._lines.put(None)
 
     def wait(self, seconds: float) -> None:
         """Wait for the end of the process, and kill it and its descendants after `seconds`."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            self._is_killed = True
-            self._replies.put({"failed": "did not finish in time"})
+            self.replies.put({"failed": "did not finish in time"})  # before its exit code
             kill_tree(self._process.pid)
             self._process.wait()
         self._reader.join(1.0)
@@ -160,12 +150,7 @@ class TrackerProcess:
         """Write the messages to the process."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError), self._process.stdin as stream:
-            while True:
-                if self._is_finishing and self._lines.empty():
-                    return
-                line = self._lines.get()
-                if line is None:
-                    return
+            for line in iter(self._lines.get, None):
                 stream.write(line)
                 stream.flush()
 
@@ -174,10 +159,9 @@ class TrackerProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with contextlib.suppress(ValueError):
-                self._replies.put(json.loads(line))
-        code = self._process.wait()
-        if code != 0 and not self._is_killed:
-            self._replies.put({"failed": f"its process ended with exit code {code}"})
+                self.replies.put(json.loads(line))
+        if (code := self._process.wait()) != 0:
+            self.replies.put({"failed": f"its process ended with exit code {code}"})
 
 
 class RunTrackers:
@@ -237,16 +221,15 @@ class RunTrackers:
         """Log the metrics of a step, except null values."""
         values = replace_nonfinite(metrics) if self._processes else {}
         values = {key: value for key, value in values.items() if value is not None}
-        self._send({"step": step, "metrics": values})
+        self._send("metrics", values, step)
 
     def log_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log rollouts as the table `name` of a step."""
-        table = build_table(step, rows) if self._processes else []
-        self._send({"step": step, "table": name, "rows": table})
+        self._send("rollouts", name, build_table(step, rows) if self._processes else [], step)
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send(self, kind: str, *arguments: Any) -> None:
         for process in self._processes:
-            process.send(message)
+            process.send({"kind": kind, "arguments": arguments})
         self._handle_replies()
 
     def finish(self) -> None:
@@ -261,7 +244,8 @@ class RunTrackers:
     def _handle_replies(self) -> None:
         """Record the ids of the trackers, and warn about failures."""
         for process in self._processes:
-            for reply in process.take_replies():
+            while not process.replies.empty():
+                reply = process.replies.get()
                 if "failed" in reply:
                     self._warn(process.name, str(reply["failed"]))
                 elif reply.get("id") is not None:

@@ -11,7 +11,6 @@ MLFLOW_TRACKING_URI, TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -240,32 +239,28 @@ def serve(messages: IO[str], replies: IO[str]) -> None:
             replies.write(json.dumps(fields) + "\n")
             replies.flush()
 
-    def attempt(label: str, action: Callable[[], Any]) -> Any:
+    def attempt(label: str, action: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of `action`; reply with a failure if it raises. All exceptions are
         caught: the tracker's and the network's.
         """
         try:
-            return action()
+            return action(*arguments)
         except Exception as error:
             reply(failed=f"{label}: {describe_error(error, 500)}")
             return None
 
     setup = json.loads(messages.readline())
-    backend = attempt("did not start", lambda: BACKENDS[setup["tracker"]](setup))
+    backend = attempt("did not start", BACKENDS[setup["tracker"]], setup)
     if backend is None:
         return
     reply(id=backend.get_id())
     if backend.warning is not None:
         reply(failed=backend.warning)
+    actions = {"metrics": backend.log, "rollouts": backend.log_table}
     for line in messages:
         message = json.loads(line)
-        step = message["step"]
-        if "metrics" in message:
-            work: Callable[[], None] = functools.partial(backend.log, message["metrics"], step)
-        else:
-            work = functools.partial(backend.log_table, message["table"], message["rows"], step)
-        kind = "metrics" if "metrics" in message else "rollouts"
-        attempt(f"did not accept the {kind} of step {step}", work)
+        kind, arguments = message["kind"], message["arguments"]
+        attempt(f"did not accept the {kind} of step {arguments[-1]}", actions[kind], *arguments)
     signal.alarm(_END_SECONDS)
     attempt("did not finish", backend.tracker.finish)
 

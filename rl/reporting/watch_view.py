@@ -14,8 +14,8 @@ from rich.text import Text
 
 from rl.reporting.console import format_duration, format_headline, format_held_out, format_score
 from rl.reporting.episode_html import collect_turns
-from rl.reporting.metric_plots import PANELS, PlotPanel, find_reward_panels
-from rl.reporting.run_follower import RunFollower, choose_answers, is_number, sanitize_name
+from rl.reporting.metric_plots import PANELS, PlotPanel, RunCurve, find_reward_panels, is_number
+from rl.reporting.run_follower import RunFollower, choose_answers, sanitize_name
 from rl.reporting.terminal_chart import ALARM_COLOUR, ChartCurve, TerminalChart, format_axis_value
 from rl.sanitize import sanitize_text
 
@@ -77,27 +77,26 @@ def _render_run(run: RunFollower, colour: str, width: int) -> list[RenderableTyp
     """Return the lines on a run: its state, the newest metrics, its alarms."""
     state = run.get_state()
     mark, style = _STATES[state]
-    line = Text()
-    line.append(f"{mark} ", style=style)
-    line.append(run.label, style=f"bold {colour}".strip())
-    line.append(f"  {state}", style=style)
-    stage = run.find_stage()
+    parts = [
+        (f"{mark} ", style),
+        (run.label, f"bold {colour}".strip()),
+        (f"  {state}", style),
+    ]
+    stage, scope = run.find_stage(), ""
     if stage is not None:
         name, done, steps = stage
-        line.append(f"  {name} {done}/{steps}")
+        parts.append((f"  {name} {done}/{steps}", ""))
         if len(run.stages) > 1:
-            line.append(f" (step {run.step} of {run.last_step})", style="dim")
+            parts.append((f" (step {run.step} of {run.last_step})", "dim"))
+            scope = f" in {name}"
     if state == "running":
-        remaining, age = run.estimate_seconds(), run.get_age()
-        if remaining:
-            scope = f" in {stage[0]}" if stage is not None and len(run.stages) > 1 else ""
-            line.append(f"  about {format_duration(remaining)} left{scope}")
-        if age is not None:
-            line.append(f"  last step {format_duration(age)} ago", style="dim")
+        if remaining := run.estimate_seconds():
+            parts.append((f"  about {format_duration(remaining)} left{scope}", ""))
+        if (age := run.get_age()) is not None:
+            parts.append((f"  last step {format_duration(age)} ago", "dim"))
     elif state in _STATE_NOTES:
-        line.append(f"  {_STATE_NOTES[state]}", style="dim")
-    line.truncate(width, overflow="ellipsis")
-    lines: list[RenderableType] = [line]
+        parts.append((f"  {_STATE_NOTES[state]}", "dim"))
+    lines: list[RenderableType] = [_make_line(width, *parts)]
     if run.step is not None and run.last_step:
         bar_style = colour or ("green" if state == "finished" else "cyan")
         bar = Table.grid(expand=True)  # a bar alone does not end its line
@@ -112,14 +111,17 @@ def _render_run(run: RunFollower, colour: str, width: int) -> list[RenderableTyp
         lines.append(bar)
     metrics = format_headline(run.rows[-1], width=width) if run.rows else ""
     measured = [text for row in run.evaluations if (text := format_held_out(row))]
-    if metrics:
-        lines.append(Text(metrics, no_wrap=True, overflow="ellipsis"))
-    if measured:
-        text = measured[-1]
-        if len(measured) > 1:
-            text += f"  (first: {measured[0].removeprefix('held-out ')})"
-        lines.append(Text(text, no_wrap=True, overflow="ellipsis"))
+    first = f"  (first: {measured[0].removeprefix('held-out ')})" if len(measured) > 1 else ""
+    texts = [metrics, measured[-1] + first if measured else ""]
+    lines += [_make_line(width, (text, "")) for text in texts if text]
     return [*lines, *_render_alarms(run, width)]
+
+
+def _make_line(width: int, *parts: tuple[str, str]) -> Text:
+    """Return texts and their styles as a line of at most `width` columns."""
+    line = Text.assemble(*parts, no_wrap=True)
+    line.truncate(width, overflow="ellipsis")
+    return line
 
 
 def _render_alarms(run: RunFollower, width: int) -> list[RenderableType]:
@@ -128,21 +130,17 @@ def _render_alarms(run: RunFollower, width: int) -> list[RenderableType]:
     last = next((r["step"] for r in reversed(run.rows) if any("alarm/" in k for k in r)), None)
     active = [f"{p['name']} since step {p['first']}" for p in periods if p["last"] == last]
     ended = [f"{p['name']} {p['first']}-{p['last']}" for p in periods if p["last"] != last]
-    lines: list[RenderableType] = []
+    lines = []
     if active:
-        text = Text(f"▲ alarm: {', '.join(active)}", style=f"bold {ALARM_COLOUR}", no_wrap=True)
-        text.truncate(width, overflow="ellipsis")
-        lines.append(text)
+        lines.append((f"▲ alarm: {', '.join(active)}", f"bold {ALARM_COLOUR}"))
     if ended:
-        text = Text(f"△ earlier alarms: {', '.join(ended[::-1])}", style=ALARM_COLOUR, no_wrap=True)
-        text.truncate(width, overflow="ellipsis")
-        lines.append(text)
-    return lines
+        lines.append((f"△ earlier alarms: {', '.join(ended[::-1])}", ALARM_COLOUR))
+    return [_make_line(width, line) for line in lines]
 
 
 def _collect_series(runs: Sequence[RunFollower]) -> list[tuple[PlotPanel, list[Series]]]:
     """Return the panels that a run has values for, with the series of each run."""
-    curves = [run.curve for run in runs]
+    curves = [RunCurve(run.label, run.rows) for run in runs]
     panels = [
         (panel, [curve.series(panel) for curve in curves])
         for panel in [*PANELS, *find_reward_panels(curves)]
@@ -159,7 +157,25 @@ def _render_charts(
 ) -> list[RenderableType]:
     """Return the charts of the panels as rows of `columns` charts."""
     bands = [(period["first"], period["last"]) for run in runs for period in run.alarms]
-    charts = [_make_chart(panel, series, colours, bands, height) for panel, series in panels]
+    charts = [
+        TerminalChart(
+            sanitize_name(panel.title),
+            [
+                ChartCurve(steps, values, colour)
+                for (steps, values), colour in zip(series, colours, strict=True)
+            ],
+            height=height,
+            bands=bands,
+            log=panel.log,
+            from_zero=panel.share,
+            summary=[
+                (format_axis_value(values[-1]), colour)
+                for (_, values), colour in zip(series, colours, strict=True)
+                if values
+            ],
+        )
+        for panel, series in panels
+    ]
     grids: list[RenderableType] = []
     for start in range(0, len(charts), columns):
         grid = Table.grid(padding=(0, 1, 0, 0), expand=True)
@@ -169,31 +185,6 @@ def _render_charts(
         grid.add_row(*group, *[""] * (columns - len(group)))
         grids.append(grid)
     return grids
-
-
-def _make_chart(
-    panel: PlotPanel,
-    series: Sequence[Series],
-    colours: Sequence[str],
-    bands: Sequence[tuple[float, float]],
-    height: int,
-) -> TerminalChart:
-    """Return the chart of a panel, with the last value of each run beside its title."""
-    lines = [
-        ChartCurve(steps, values, colour)
-        for (steps, values), colour in zip(series, colours, strict=True)
-    ]
-    return TerminalChart(
-        sanitize_name(panel.title),
-        lines,
-        height=height,
-        bands=bands,
-        log=panel.log,
-        from_zero=panel.share,
-        summary=[
-            (format_axis_value(line.values[-1]), line.colour) for line in lines if line.values
-        ],
-    )
 
 
 def _render_answers(
@@ -226,9 +217,7 @@ def _render_prompt(row: Mapping[str, Any], width: int) -> Text:
     expected = f"  (expected {_flatten(str(row['answer']))[:60]})" if row.get("answer") else ""
     prompt = _flatten(str(row.get("prompt")))
     room = max(10, width - 9 - cell_len(expected))
-    line = Text(" " * 8 + _cut(prompt, 0, room) + expected, style="dim", no_wrap=True)
-    line.truncate(width, overflow="ellipsis")
-    return line
+    return _make_line(width, (" " * 8 + _cut(prompt, 0, room) + expected, "dim"))
 
 
 def _render_answer(row: Mapping[str, Any], width: int) -> Text:
@@ -236,12 +225,10 @@ def _render_answer(row: Mapping[str, Any], width: int) -> Text:
     turns = collect_turns(row) if isinstance(row.get("turns"), list) else []
     answer = _flatten(str(row.get("response") or (turns[-1]["response"] if turns else "")))
     reward = row.get("reward") if is_number(row.get("reward")) else None
-    line = Text(no_wrap=True)
     score = "n/a" if reward is None else format_score(float(reward))
-    line.append(f"{score:>7} ", style="green" if reward and reward > 0 else "red")
-    line.append(_cut(answer, (width - 9) // 2, max(10, width - 9)) or "(empty)")
-    line.truncate(width, overflow="ellipsis")
-    return line
+    style = "green" if reward and reward > 0 else "red"
+    text = _cut(answer, (width - 9) // 2, max(10, width - 9)) or "(empty)"
+    return _make_line(width, (f"{score:>7} ", style), (text, ""))
 
 
 def _cut(text: str, head: int, room: int) -> str:

@@ -89,7 +89,9 @@ class UpdateRecorder:
 
         The record holds whole groups, from the first, of at most `max_tokens` tokens.
         """
-        sources = _index_datums(groups)
+        # the source of a datum by the id of its model_input, which a method keeps when it adds or
+        # replaces loss inputs
+        sources = {id(key): source for key, source in _list_sources(groups)}
         num_groups = self._count_fitting_groups(sources, len(groups), max_tokens)
         numbers: dict[int, int] = {}
         datums: list[tuple[Datum, _DatumSource]] = []
@@ -142,13 +144,6 @@ class UpdateRecorder:
                 if (source := sources.get(id(datum.model_input))) is not None:
                     tokens[source.group] += len(source.positions)
         return int((np.cumsum(tokens) <= max_tokens).sum())
-
-
-def _index_datums(groups: Sequence[TrajectoryGroup]) -> dict[int, _DatumSource]:
-    """Return the source of each datum by the id of its model_input, which a method keeps when it
-    adds or replaces loss inputs.
-    """
-    return {id(key): source for key, source in _list_sources(groups)}
 
 
 def _list_sources(groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[Any, _DatumSource]]:
@@ -226,11 +221,9 @@ class BatchLog:
         `start_time` is the batch's start by time.perf_counter. `sampler` holds the new weights.
         """
         loop, done = self.context.loop, batch + 1
-        sync = (
-            {}
-            if sampler is None or sampler is self._timed_sampler
-            else {"time/sync": sampler.sync_seconds}
-        )
+        sync: dict[str, float] = {}
+        if sampler is not None and sampler is not self._timed_sampler:
+            sync["time/sync"] = sampler.sync_seconds  # waits: a part of the step's time
         self._timed_sampler = sampler
         seconds = time.perf_counter() - start_time
         if rollouts is not None:
@@ -245,21 +238,17 @@ class BatchLog:
         row["time/step"] = seconds
         tokens = row.get("optim/tokens", 0.0)
         if rollouts is not None:
-            row |= self._sampling_metrics(rollouts, datums)
+            row |= compute_sample_metrics(rollouts.all_groups)
+            row["optim/frac_credited"] = compute_credited_share(rollouts.all_groups, datums)
+            row["sampler/temperature"] = self.context.sampling_params.temperature
             row["reward/total"] = row["env/all/reward/total"]
             row["reward/failed"] = len(rollouts.errors)
             row["reward/gave_up"] = count_given_up(rollouts)
             row["time/sample"], row["time/score"] = rollouts.sample_seconds, rollouts.score_seconds
             row.update({f"sampler/{name}": count for name, count in rollouts.counters.items()})
             for scores in (self.context.scorer, self.context.models.rewards):
-                row.update(
-                    {
-                        f"time/reward/{name}": elapsed
-                        for name, elapsed in (
-                            scores.take_seconds() if scores is not None else {}
-                        ).items()
-                    }
-                )
+                times = {} if scores is None else scores.take_seconds()
+                row.update({f"time/reward/{name}": elapsed for name, elapsed in times.items()})
             tokens = rollouts.counters["emitted_tokens"]
         # A batch that was not scored has no reward; it does not have reward 0.
         if not self.context.has_rewards and self.context.models.rewards is None:
@@ -270,16 +259,6 @@ class BatchLog:
             }
         row["time/tokens_per_second"] = tokens / max(seconds, 1e-9)
         return row
-
-    def _sampling_metrics(
-        self, rollouts: RolloutBatch, datums: Sequence[Datum]
-    ) -> dict[str, float]:
-        """Return the metrics of the samples and the share of them that has an advantage."""
-        metrics = {
-            **compute_sample_metrics(rollouts.all_groups),
-            "optim/frac_credited": compute_credited_share(rollouts.all_groups, datums),
-        }
-        return {**metrics, "sampler/temperature": self.context.sampling_params.temperature}
 
     def check_alarms(self, row: dict[str, float]) -> list[str]:
         """Update curriculum and alarms from a batch's row; return the messages of the alarms.
@@ -338,15 +317,11 @@ class BatchLog:
 
 def count_given_up(rollouts: RolloutBatch) -> float:
     """Return the number of responses that a built-in reward gave up on; they scored 0."""
-    turns = [
-        turn
+    return sum(
+        value
         for group in rollouts.all_groups
         for trajectory in group.trajectories_G
         for turn in trajectory.transitions
-    ]
-    return sum(
-        value
-        for turn in turns
         for name, value in turn.metrics.items()
         if name.rpartition("/")[2] == GAVE_UP
     )

@@ -59,7 +59,7 @@ from rl.trainer.pipeline import (
     dry_run,
     prepare_stages,
 )
-from rl.trainer.report_writer import LaunchLog, ReportWriter, describe_launch
+from rl.trainer.report_writer import ReportWriter, describe_launch
 from rl.trainer.resume import (
     RUN_ID_KEY,
     ResumePoint,
@@ -145,7 +145,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         report = ReportWriter(
             folder,
             console,
-            LaunchLog(folder, launch),
+            launch,
             guard=lock.check_held,
             exceeds_grace=stop_request.exceeds_grace,
         )

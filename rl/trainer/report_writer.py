@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rl.errors import install_command
-from rl.jsonl import format_json_line, write_atomically
+from rl.jsonl import write_jsonl
 from rl.reporting import LAUNCHES, REPORT, Console, has_plotly, read_rollouts
 from rl.trainer.memory_requirements import StageNeeds
 from rl.trainer.run_report import write_report
@@ -76,31 +76,15 @@ def describe_launch(
     }
 
 
-class LaunchLog:
-    """Keep launches.jsonl of a run's folder: a row for each launch, the current one last. Drop
-    lines that are no JSON objects.
-    """
-
-    def __init__(self, folder: Path, launch: Mapping[str, Any]):
-        self._path = folder / LAUNCHES
-        self._earlier: list[dict[str, Any]] | None = None
-        self._launch = dict(launch)
-
-    def write(self) -> None:
-        """Write the file, with the memory that this launch has used so far."""
-        if self._earlier is None:
-            rows = read_rollouts(self._path) if self._path.exists() else []
-            self._earlier = rows[1 - _MAX_LAUNCHES :]
-        rows = [*self._earlier, {**self._launch, **measure_peak_memory()}]
-        write_atomically(self._path, "".join(map(format_json_line, rows)))
-
-
 _MAX_SHARE = 0.01  # of the run's time
 _FIRST_COST = 0.5  # expected CPU seconds of the first page
 
 
 class ReportWriter:
     """Write report.html and launches.jsonl of a run. A failure is a warning and never ends the run.
+
+    launches.jsonl has a row for each launch, the last is `launch` with the memory that it has used
+    so far. Lines that are no JSON objects are dropped.
 
     Evaluations write the page in a thread, unless pages would then take more than 1% of the time:
     a page that took C seconds of CPU time is followed by the next one after 100 C seconds at the
@@ -114,12 +98,13 @@ class ReportWriter:
         self,
         folder: Path,
         console: Console,
-        launches: LaunchLog,
+        launch: Mapping[str, Any],
         *,
         guard: Callable[[], None] = lambda: None,
         exceeds_grace: Callable[[float], bool] = lambda seconds: False,
     ):
-        self.folder, self.console, self.launches = folder, console, launches
+        self.folder, self.console, self._launch = folder, console, launch
+        self._earlier_launches: list[dict[str, Any]] | None = None
         self._guard, self._exceeds_grace = guard, exceeds_grace
         self._cost, self._last_end = _FIRST_COST, time.monotonic()
         self._thread: threading.Thread | None = None
@@ -153,7 +138,12 @@ class ReportWriter:
     def _write_launches(self) -> None:
         try:
             self._guard()
-            self.launches.write()
+            path = self.folder / LAUNCHES
+            if self._earlier_launches is None:
+                rows = read_rollouts(path) if path.exists() else []
+                self._earlier_launches = rows[1 - _MAX_LAUNCHES :]
+            rows = [*self._earlier_launches, {**self._launch, **measure_peak_memory()}]
+            write_jsonl(path, rows)
         except Exception as error:  # a full disk, or a damaged file
             self._failure = error
         self._warn_of_failure()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, flatten_settings
@@ -27,12 +29,8 @@ from rl.reporting import (
     PairedComparison,
     RunCurve,
     average_by_problem,
-    collect_alarms,
-    collect_axes,
-    collect_panels,
+    collect_curves,
     collect_rollouts,
-    collect_series,
-    collect_times,
     compare_paired,
     contains_run,
     encode_json,
@@ -79,9 +77,10 @@ class SavedRun:
     config: dict[str, Any]
     curve: RunCurve
 
-    def stage_rows(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a stage."""
-        return [row for row in self.curve.rows if row.get("stage") == name]
+    def list_values(self, stage: str, metric: str) -> list[float]:
+        """Return the values of a metric in a stage, in the order of its steps."""
+        rows = [row for row in self.curve.rows if row.get("stage") == stage]
+        return [row[metric] for row in rows if row.get(metric) is not None]
 
 
 def read_saved_run(folder: Path, label: str | None = None) -> SavedRun:
@@ -99,52 +98,32 @@ def read_saved_run(folder: Path, label: str | None = None) -> SavedRun:
 # --------------------------------------------------------------------------------------- headline
 
 
-def measure_held_out(run: SavedRun) -> dict[str, HeldOutMetrics]:
-    """Return the held-out metrics of each stage, from the rows of its evaluations."""
-    results = {}
-    for stage in run.config["stages"]:
-        rows = run.stage_rows(stage["name"])
-        accuracy = any(row.get(HELD_OUT_ACCURACY) is not None for row in rows)
-        metric = HELD_OUT_ACCURACY if accuracy else _HELD_OUT_REWARD
-        greedy = metric.replace("test/env/", "test/greedy/")
-        sampled_values = [row[metric] for row in rows if row.get(metric) is not None]
-        greedy_values = [row[greedy] for row in rows if row.get(greedy) is not None]
-        if sampled_values:
-            results[stage["name"]] = HeldOutMetrics(
-                before=sampled_values[0],
-                after=sampled_values[-1],
-                greedy_before=greedy_values[0] if greedy_values else None,
-                greedy_after=greedy_values[-1] if len(greedy_values) > 1 else None,
-                what="accuracy" if accuracy else "reward",
-            )
-    return results
-
-
 def describe_headline(run: SavedRun) -> dict[str, Any]:
     """Return the held-out figures before and after each stage, and remarks on them."""
     figures: list[tuple[str, float, float]] = []
     remarks: list[str] = []
-    for name, held_out in measure_held_out(run).items():
-        if held_out.before is not None and held_out.after is not None:
-            figures.append((f"held-out {held_out.what}, {name}", held_out.before, held_out.after))
-        if held_out.greedy_before is not None and held_out.greedy_after is not None:
-            label = f"greedy {held_out.what}, {name}"
-            figures.append((label, held_out.greedy_before, held_out.greedy_after))
+    names = [stage["name"] for stage in run.config["stages"]]
+    for name in names:
+        has_accuracy = bool(run.list_values(name, HELD_OUT_ACCURACY))
+        what = "accuracy" if has_accuracy else "reward"
+        metric = HELD_OUT_ACCURACY if has_accuracy else _HELD_OUT_REWARD
+        sampled = run.list_values(name, metric)
+        greedy = run.list_values(name, metric.replace("test/env/", "test/greedy/"))
+        if not sampled:
+            continue
+        figures.append((f"held-out {what}, {name}", sampled[0], sampled[-1]))
+        if len(greedy) > 1:
+            figures.append((f"greedy {what}, {name}", greedy[0], greedy[-1]))
+        first = greedy[0] if greedy else None
+        held_out = HeldOutMetrics(sampled[0], sampled[-1], first, what=what)
         remarks += [text for text in [held_out.describe_sharpening()] if text is not None]
         paired = compare_ends(run, name)
         remarks += [f"{name}, last against first evaluation: {paired.describe()}"] if paired else []
-    for stage in run.config["stages"]:
+    for name in names:
         for label, metric in _ROW_METRICS:
-            rows = run.stage_rows(stage["name"])
-            values = [row[metric] for row in rows if row.get(metric) is not None]
-            if values:
-                figures.append((f"held-out {label}, {stage['name']}", values[0], values[-1]))
-    return {
-        "figures": [
-            {"label": label, "before": before, "after": after} for label, before, after in figures
-        ],
-        "remarks": remarks,
-    }
+            if values := run.list_values(name, metric):
+                figures.append((f"held-out {label}, {name}", values[0], values[-1]))
+    return {"figures": figures, "remarks": remarks}
 
 
 def compare_ends(run: SavedRun, stage: str) -> PairedComparison | None:
@@ -180,35 +159,28 @@ def _format_value(value: Any) -> str:
     return sanitize_text("(not set)" if value is None else text, _VALUE_LIMIT)
 
 
+def _list_changed(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that differ from their default, or have none."""
+    return {k: value for k, value in settings.items() if k not in defaults or defaults[k] != value}
+
+
 def describe_settings(run: SavedRun) -> list[dict[str, Any]]:
     """Return the settings of each stage: those that differ from the defaults, and all others."""
-    sections = []
-    options = flatten_settings(RunSettings())
-    entries: list[tuple[str, str | None, dict[str, Any], dict[str, Any] | None]] = [
-        ("options", None, run.config["options"], options)
-    ]
+    entries = [("options", run.config["options"], flatten_settings(RunSettings()))]
     entries += [
-        (stage["name"], stage["method"], stage["settings"], _get_stage_defaults(stage["method"]))
+        (
+            f"{stage['name']} ({stage['method']})",
+            stage["settings"],
+            _get_stage_defaults(stage["method"]) or {},
+        )
         for stage in run.config["stages"]
     ]
-    for name, method, settings, defaults in entries:
-        known = defaults or {}
-        rows = [
-            {
-                "name": str(key),
-                "value": _format_value(value),
-                "default": _format_value(known[key]) if key in known else "",
-                "differs": key not in known or known[key] != value,
-            }
-            for key, value in settings.items()
-        ]
-        sections.append(
-            {
-                "title": name if method is None else f"{name} ({method})",
-                "changed": [row for row in rows if row["differs"]] if defaults else rows,
-                "others": [row for row in rows if not row["differs"]] if defaults else [],
-            }
-        )
+    sections = []
+    for title, settings, defaults in entries:
+        changed = _list_changed(settings, defaults)
+        rows = [(str(k), _format_value(value), k in changed) for k, value in settings.items()]
+        default_texts = {str(k): _format_value(defaults[k]) for k in changed if k in defaults}
+        sections.append({"title": title, "rows": rows, "defaults": default_texts})
     return sections
 
 
@@ -224,11 +196,8 @@ def make_recipe(config: Mapping[str, Any]) -> str:
         settings = stage["settings"]
         variant = settings.get("variant")
         implied = METHODS[stage["method"]].variants.get(variant, {}) if defaults and variant else {}
-        changed = {
-            key: value
-            for key, value in settings.items()
-            if defaults is None or key in implied or key not in defaults or defaults[key] != value
-        }
+        known = {key: value for key, value in (defaults or {}).items() if key not in implied}
+        changed = _list_changed(settings, known)
         stages.append({"method": stage["method"], "name": stage["name"], **changed})
     recipe = {"stages": stages}
     text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
@@ -245,102 +214,89 @@ def format_repeat_command(config: Mapping[str, Any]) -> str:
     return shlex.join([*words, *(["--seed", str(seed)] if seed is not None else [])])
 
 
-def describe_launches(run: SavedRun) -> list[dict[str, str]]:
-    """Return each launch of the run as texts: when, versions, devices, planned and used memory."""
-    path = run.folder / LAUNCHES
-    return [_describe_launch(row) for row in (read_rollouts(path) if path.is_file() else [])]
+class _Device(BaseModel):
+    name: str
+    memory: float
 
 
-def _describe_launch(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return a row of launches.jsonl as texts."""
-    versions, planned = row.get("versions"), row.get("planned_memory")
-    listed = row.get("devices")
-    devices = [
-        item for item in (listed if isinstance(listed, list) else ()) if isinstance(item, Mapping)
-    ]
-    counts = Counter(
-        (str(item.get("name")), _format_memory(item.get("memory"))) for item in devices
-    )
-    texts = {
-        "time": row.get("time"),
-        "step": row.get("step"),
-        "processes": row.get("processes"),
-        "precision": row.get("dtype"),
-        "devices": ", ".join(
-            f"{count} x {name} ({memory})" if count > 1 else f"{name} ({memory})"
-            for (name, memory), count in counts.items()
-        ),
-        "planned": ", ".join(
-            f"{stage}: {_format_memory(size)}"
-            for stage, size in (planned.items() if isinstance(planned, Mapping) else ())
-        ),
-        "used": f"{_format_memory(row.get('peak_memory'))}, {row.get('peak_memory_of')}",
-        "versions": ", ".join(
-            f"{name} {number}"
-            for name, number in (versions.items() if isinstance(versions, Mapping) else ())
-        ),
-    }
-    return {name: sanitize_text(str(text), _VALUE_LIMIT) for name, text in texts.items()}
+class _Launch(BaseModel):
+    """A row of launches.jsonl: when, versions, devices, planned and used memory."""
+
+    time: str = ""
+    step: int | None = None
+    processes: int | None = None
+    dtype: str = ""
+    devices: list[_Device] = []
+    planned_memory: dict[str, float] = {}
+    peak_memory: float | None = None
+    peak_memory_of: str = ""
+    versions: dict[str, str] = {}
+
+    def count_devices(self) -> list[tuple[str, int]]:
+        """Return each kind of device and the number of devices of that kind."""
+        kinds = (f"{device.name} ({format_gib(device.memory)})" for device in self.devices)
+        return list(Counter(kinds).items())
 
 
-def _format_memory(size: Any) -> str:
-    """Return a number of bytes as text."""
-    return format_gib(float(size)) if isinstance(size, (int, float)) else "n/a"
+def read_launches(folder: Path) -> list[_Launch]:
+    """Return each launch of the run. Rows of another form are left out."""
+    path = folder / LAUNCHES
+    launches = []
+    for row in read_rollouts(path) if path.is_file() else []:
+        with contextlib.suppress(ValidationError):
+            launches.append(_Launch.model_validate(row))
+    return launches
 
 
 def list_checkpoints(run: SavedRun) -> list[dict[str, Any]]:
     """Return the checkpoints of the run with the metrics of their step."""
-    held_out: dict[int, float] = {}
-    rows_by_step: dict[int, dict[str, Any]] = {}
-    for row in run.curve.rows:
-        value = row.get(HELD_OUT_ACCURACY, row.get(_HELD_OUT_REWARD))
-        if value is not None:
-            held_out[row["step"]] = value
-        rows_by_step[row["step"]] = row
+    rows_by_step = {row["step"]: row for row in run.curve.rows}
+    held_out = {
+        row["step"]: value
+        for row in run.curve.rows
+        if (value := row.get(HELD_OUT_ACCURACY, row.get(_HELD_OUT_REWARD))) is not None
+    }
     checkpoints = []
     for saved in read_jsonl(run.folder / CHECKPOINTS):
-        row = rows_by_step.get(saved.get("batch", -1), {})
+        step = saved.get("batch", -1)
+        row = rows_by_step.get(step, {})
         metrics = {
-            "held-out value": saved.get("value", held_out.get(saved.get("batch", -1))),
+            "held-out value": saved.get("value", held_out.get(step)),
             **{label: row.get(name) for label, name in _CHECKPOINT_METRICS},
         }
-        checkpoints.append(
-            {
-                "name": str(saved.get("name", "")),
-                "kind": str(saved.get("kind", "")),
-                "stage": str(saved.get("stage", "")),
-                "step": saved.get("batch"),
-                "metrics": metrics,
-            }
-        )
+        checkpoints.append({**saved, "metrics": metrics})
     return checkpoints
 
 
-def read_reward_check(folder: Path) -> list[dict[str, Any]]:
-    """Return the checks of rewards that the run made before its first step; [] without any, or if
-    their file cannot be read.
-    """
+class _RewardResult(BaseModel):
+    name: str
+    mean: float | None  # None: the reward failed
+    paid: int
+    compared: int
+    sample: str
+
+
+class _RewardCheck(BaseModel):
+    """The check of a reward that the run made before its first step."""
+
+    reward: str
+    dataset: str
+    rows: int
+    skipped: str | None
+    warnings: list[str]
+    notes: list[str]
+    results: list[_RewardResult]
+
+
+class _RewardChecks(BaseModel):
+    rewards: list[_RewardCheck]
+
+
+def read_reward_checks(folder: Path) -> list[_RewardCheck]:
+    """Return the checks of rewards; [] without any, or if their file cannot be read."""
     try:
-        entries = json.loads((folder / REWARD_CHECK).read_text("utf-8"))["rewards"]
-        return [
-            {
-                "title": f"{entry['reward']} on {entry['dataset']}",
-                "rows": int(entry["rows"]),
-                "skipped": entry["skipped"],
-                "messages": [*map(str, entry["warnings"]), *map(str, entry["notes"])][:50],
-                "results": [
-                    {
-                        "name": str(result["name"]),
-                        "mean": "failed" if result["mean"] is None else f"{result['mean']:.2f}",
-                        "ratio": f"{result['paid']} of {result['compared']}",
-                        "sample": str(result["sample"])[:200],
-                    }
-                    for result in entry["results"][:50]
-                ],
-            }
-            for entry in entries[:20]
-        ]
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return _RewardChecks.model_validate_json((folder / REWARD_CHECK).read_bytes()).rewards[:20]
+    except (OSError, ValidationError):
         return []
 
 
@@ -373,19 +329,8 @@ def compare_runs(runs: Sequence[SavedRun]) -> list[dict[str, Any]]:
         for run, after in list(zip(runs, scores, strict=True))[1:]:
             paired = compare_paired(scores[0], after)
             if paired is not None:
-                rows.append(
-                    {
-                        "first": runs[0].label,
-                        "second": run.label,
-                        "kind": "greedy" if greedy else "sampled",
-                        "problems": paired.problems,
-                        "before": paired.before,
-                        "after": paired.after,
-                        "difference": paired.difference,
-                        "standard_error": paired.standard_error,
-                        "sentence": paired.describe(),
-                    }
-                )
+                kind = "greedy" if greedy else "sampled"
+                rows.append({"second": run.label, "kind": kind, "paired": paired})
     return rows
 
 
@@ -396,35 +341,18 @@ def collect_report(
     runs: Sequence[SavedRun], out: Path, limit: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what fills the template, and the data of the page's script, in about `limit` bytes."""
-    panels = collect_panels([run.curve for run in runs])
-    groups = group_by_settings([run.config for run in runs])
-    data: dict[str, Any] = {"panels": panels, "runs": []}
-    for i, run in enumerate(runs):
-        rows = run.curve.rows
-        data["runs"].append(
-            {
-                "label": run.label,
-                "group": groups[i],
-                "stages": [
-                    {"name": sanitize_text(name, 200), "first": first, "last": last}
-                    for name, first, last in run.curve.stages()
-                ],
-                "axes": collect_axes(rows),
-                "series": collect_series(
-                    rows,
-                    [{**panel, "metrics": panel["metrics"][i : i + 1]} for panel in panels],
-                    len(runs),
-                ),
-                "alarms": collect_alarms(rows),
-                "times": collect_times(rows),
-            }
-        )
+    data = collect_curves([run.curve for run in runs])
+    for group, entry in zip(
+        group_by_settings([run.config for run in runs]), data["runs"], strict=True
+    ):
+        entry["group"] = group
     context = {
         "title": " / ".join(run.label for run in runs[:6]),
         "runs": [_describe_run(run, entry) for run, entry in zip(runs, data["runs"], strict=True)],
         "differing": list_differing_settings(runs) if len(runs) > 1 else [],
         "paired": compare_runs(runs) if len(runs) > 1 else [],
         "evaluation_columns": [name.replace("_", " ") for name in TABLE_COLUMNS],
+        "format_gib": format_gib,
     }
     remaining = limit - len(encode_json(data)) - len(json.dumps(context, default=str))
     for run, entry in zip(runs, data["runs"], strict=True):
@@ -472,8 +400,8 @@ def _describe_run(run: SavedRun, entry: Mapping[str, Any]) -> dict[str, Any]:
             for name in (checkpoints[0]["metrics"] if checkpoints else ())
             if any(isinstance(item["metrics"][name], (int, float)) for item in checkpoints)
         ],
-        "launches": describe_launches(run),
-        "rewards": read_reward_check(run.folder),
+        "launches": read_launches(run.folder),
+        "rewards": read_reward_checks(run.folder),
         "alarms": entry["alarms"][:200],
         "times": entry["times"]["total"],
         "recipe": make_recipe(run.config),

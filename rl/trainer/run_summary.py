@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import shlex
@@ -68,6 +67,7 @@ def print_introduction(
 ) -> None:
     """Print the stages, model, device and folder; warn of held-out rows in the training data."""
     info, settings = policy.info, collect_worker_settings(run.stages)
+    sandbox = describe_prepared(stages).get("sandbox")
     trained = (
         "all weights"
         if info["lora_rank"] is None
@@ -86,19 +86,12 @@ def print_introduction(
             ),
             "data": "; ".join(_describe_data(stages)),
             "device": f"{info['device']}, {info['dtype']}, {_describe_processes(info['world'], settings.sampler_ranks, settings.sampler.tp)}",  # noqa: E501
-            **(
-                {"programs in": kind}
-                if (kind := describe_prepared(stages).get("sandbox")) is not None
-                else {}
-            ),
+            **({} if sandbox is None else {"programs in": sandbox}),
             "writes to": folder,
         },
     )
-    for text in dict.fromkeys(
-        str(prepared.overlap)
-        for prepared in stages
-        if prepared.overlap is not None and prepared.overlap.shared
-    ):
+    overlaps = (prepared.overlap for prepared in stages)
+    for text in dict.fromkeys(str(item) for item in overlaps if item is not None and item.shared):
         console.warn(text)
 
 
@@ -136,12 +129,10 @@ def _describe_processes(world: int, samplers: int, tensor_parallel: int = 1) -> 
     learners = f"{world} process{'es' if world > 1 else ''}"
     if tensor_parallel > 1:
         return f"{learners}, every {tensor_parallel} of which share a sampler"
-    return (
-        f"{learners} that learn{'s' if world == 1 else ''}, {samplers} that "
-        f"sample{'s' if samplers == 1 else ''}"
-        if samplers
-        else learners
-    )
+    if not samplers:
+        return learners
+    learn, sample = "learns" if world == 1 else "learn", "samples" if samplers == 1 else "sample"
+    return f"{learners} that {learn}, {samplers} that {sample}"
 
 
 def print_summary(
@@ -150,23 +141,18 @@ def print_summary(
     """Print the held-out results of each stage, the files of the run, and the next commands."""
     folder = run_state.folder
     results: dict[str, tuple[float | None, float | None]] = {}
-    remarks = []
+    remarks: list[str | None] = []
     for name, summary in held_out.items():
         if summary.after is not None:
-            results[f"held-out {summary.what}, {name}"] = (summary.before, summary.after)
+            results[f"held-out {summary.what}, {name}"] = summary.before, summary.after
         for set_name, figures in summary.rows.items():
-            results[
-                f"held-out {summary.headline}, {name}" + (f", {set_name}" if set_name else "")
-            ] = figures
+            label = f"held-out {summary.headline}, {name}"
+            results[f"{label}, {set_name}" if set_name else label] = figures
         if summary.greedy_after is not None:
-            results[f"greedy {summary.what}, {name}"] = (
-                summary.greedy_before,
-                summary.greedy_after,
-            )
-        described = [summary.describe_no_gain(), summary.describe_sharpening()]
-        remarks += [text for text in described if text is not None]
-    if (better := _describe_better_weights(run_state)) is not None:
-        remarks.append(better)
+            label = f"greedy {summary.what}, {name}"
+            results[label] = summary.greedy_before, summary.greedy_after
+        remarks += [summary.describe_no_gain(), summary.describe_sharpening()]
+    remarks.append(_describe_better_weights(run_state))
     results |= _measure_distillation(run_state)
     console.end(
         f"{run_state.run.name}: done",
@@ -177,12 +163,12 @@ def print_summary(
             **({"page": folder / REPORT} if has_plotly() else {}),
             "weights": Path(run_state.final_path(len(run_state.stages) - 1)) / "model",
         },
-        remarks=remarks,
+        remarks=[text for text in remarks if text is not None],
         commands=[
             *_usage_commands(run_state, folder),
             f"{format_script('plot')} {shlex.quote(str(folder))}",
             _format_report_command(folder),
-            *_export_commands(run_state, folder),
+            _format_export_command(run_state, folder),
         ],
     )
 
@@ -213,10 +199,8 @@ def _describe_better_weights(run_state: StagePaths) -> str | None:
 
 def _format_report_command(folder: Path) -> str:
     """Return the command that writes the page of the run, with what it needs if that is missing."""
-    missing = importlib.util.find_spec("plotly") is None
-    return f"{format_script('report')} {shlex.quote(str(folder))}" + (
-        f"  # needs: {install_command('report')}" if missing else ""
-    )
+    command = f"{format_script('report')} {shlex.quote(str(folder))}"
+    return command if has_plotly() else f"{command}  # needs: {install_command('report')}"
 
 
 # what a distillation learns: label and metrics, the first that a stage has logged
@@ -245,14 +229,12 @@ def _measure_distillation(run_state: StagePaths) -> dict[str, tuple[float | None
     return results
 
 
-def _export_commands(run_state: StagePaths, folder: Path) -> list[str]:
+def _format_export_command(run_state: StagePaths, folder: Path) -> str:
     """Return the command that exports the weights: merged if they are an adapter."""
     merge = " --merge" if run_state.stages[-1].plan.settings.model.lora_rank else ""
-    return [
-        f"{format_script('export')} {shlex.quote(str(folder))} "
-        f"{shlex.quote(str(_unused_path(Path('exports') / folder.name)))}{merge}"
-        f"{_format_trust(list_method_addresses(run_state.run.stages))}"
-    ]
+    paths = shlex.join([str(folder), str(_unused_path(Path("exports") / folder.name))])
+    trust = _format_trust(list_method_addresses(run_state.run.stages))
+    return f"{format_script('export')} {paths}{merge}{trust}"
 
 
 def _format_trust(addresses: list[str]) -> str:
@@ -266,7 +248,7 @@ def format_script(name: str) -> str:
     """
     script = SCRIPTS_FOLDER / f"{name}.py"
     if _is_own_script():
-        if _is_console_command():
+        if getattr(sys.modules.get("whetstone"), "running_script", None) is not None:
             return f"whetstone {name.replace('_', '-')}"
         script = Path(sys.argv[0]).with_name(script.name)
     elif SCRIPTS_FOLDER != _ROOT:
@@ -282,23 +264,11 @@ def _is_own_script() -> bool:
     return script.parent == SCRIPTS_FOLDER and script.name in _SCRIPT_NAMES
 
 
-def _is_train_script() -> bool:
-    """Return whether the project's train.py runs."""
-    return Path(sys.argv[0]).resolve() == SCRIPTS_FOLDER / "train.py"
-
-
-def _is_console_command() -> bool:
-    """Return whether the command `whetstone` runs the script."""
-    return getattr(sys.modules.get("whetstone"), "running_script", None) is not None
-
-
 def _unused_path(path: Path) -> Path:
     """Return `path`, or the first of path-2, path-3, ... that is free if `path` exists."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return (
-        path
-        if not path.exists()
-        else next(candidate for candidate in numbered if not candidate.exists())
+    return next(
+        candidate for candidate in itertools.chain([path], numbered) if not candidate.exists()
     )
 
 
@@ -362,7 +332,7 @@ def format_resume_command(folder: Path, trusted: bool = False) -> str:
     """Return the command that resumes the run in `folder`: of the shell, or of Python if
     `rl.train` started it.
     """
-    if not _is_train_script():
+    if Path(sys.argv[0]).resolve() != SCRIPTS_FOLDER / "train.py":
         trust = ", trust_run=True" if trusted else ""
         return f"rl.train(resume=True, output_dir={str(folder)!r}{trust})"
     trust = " --trust-run" if trusted else ""

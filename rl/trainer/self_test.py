@@ -225,9 +225,9 @@ def _select_actions(
     datums: Sequence[Datum], values: Sequence[np.ndarray] | dict[int, np.ndarray]
 ) -> np.ndarray:
     """Return the values of all datums at their actions, in float64."""
-    return np.concatenate(
-        [values[i][datum.action_mask] for i, datum in enumerate(datums)]
-    ).astype(np.float64)
+    return np.concatenate([values[i][datum.action_mask] for i, datum in enumerate(datums)]).astype(
+        np.float64
+    )
 
 
 def _select_sampled(datums: Sequence[Datum]) -> np.ndarray:

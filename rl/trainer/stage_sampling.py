@@ -19,7 +19,7 @@ from rl.config import RolloutSettings
 from rl.data import Curriculum, ProblemSet
 from rl.envs import EnvironmentSpec, ProblemGroupBuilder
 from rl.errors import UserError
-from rl.jsonl import format_json_line, read_jsonl, write_atomically
+from rl.jsonl import format_json_line, read_jsonl, write_jsonl
 from rl.judges import add_episode_rewards, apply_learned_rewards
 from rl.renderers import Renderer
 from rl.reporting import Console, Logbook
@@ -71,7 +71,7 @@ class ReplayLog:
         rows = read_jsonl(self.path)
         kept_rows = [row for row in rows if row["stage"] != stage or row["batch"] < done]
         if len(kept_rows) != len(rows):
-            write_atomically(self.path, "".join(map(format_json_line, kept_rows)))
+            write_jsonl(self.path, kept_rows)
         self._recorded_events: list[dict[str, Any]] | None = None
         if replay is not None:
             self._recorded_events = [

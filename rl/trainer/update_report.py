@@ -8,9 +8,11 @@ No model is loaded.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,13 @@ import torch
 from rl.errors import UserError
 from rl.jsonl import METRICS_FILE, read_metrics
 from rl.losses import compute_token_gradients, get_loss
-from rl.reporting import ROLLOUTS, contains_run, list_update_files, read_update_file
+from rl.reporting import (
+    ROLLOUTS,
+    UpdateRecord,
+    contains_run,
+    list_update_files,
+    read_update_file,
+)
 
 _LISTED = 60  # names that an error lists
 
@@ -102,18 +110,6 @@ class UpdateReport:
     notes: Sequence[str] = field(default_factory=tuple)
 
 
-@dataclass(frozen=True)
-class _DatumPass:
-    """Hold the numbers of a datum's tokens in an optimizer step, [n] each."""
-
-    optimizer_step: int
-    learner: np.ndarray
-    ratio: np.ndarray
-    outside: np.ndarray  # -1 below the thresholds, 1 above them, else 0
-    gradient: np.ndarray
-    share: np.ndarray
-
-
 def explain_update(folder: Path, step: int, problem: str) -> UpdateReport:
     """Return the update of `step` token by token for the groups of a problem, which is named by its
     number or by tag:number.
@@ -124,25 +120,25 @@ def explain_update(folder: Path, step: int, problem: str) -> UpdateReport:
     if not contains_run(folder):
         raise UserError(f"{folder} holds no run: expected a folder that rl.train or train.py wrote")
     path = _find_record(folder, step)
-    arrays, metadata = read_update_file(path)
+    record = read_update_file(path)
     rows = _read_group_rows(path, step, problem)
-    record = _UpdateRecord(arrays, metadata["calls"])
-    groups, notes = [], []
-    recorded = metadata["recorded_groups"]
-    if recorded < metadata["groups"]:
-        notes.append(
-            f"the record holds the first {recorded} of {metadata['groups']} groups, and shares are "
-            "those of their tokens"
-        )
-    for group, members in rows.items():
-        if group < recorded:
-            groups.append(_explain_group(group, members, record))
+    passes = _compute_passes(record)
+    num_groups, recorded = (record.metadata[name] for name in ("groups", "recorded_groups"))
+    note = (
+        f"the record holds the first {recorded} of {num_groups} groups, and shares are those of "
+        "their tokens"
+    )
+    groups = [
+        _explain_group(group, members, record, passes)
+        for group, members in rows.items()
+        if group < recorded
+    ]
     if not groups:
         raise UserError(
             f"problem {problem} of step {step} is in group {min(rows)}, and {path.name} holds the "
             f"first {recorded} groups: a smaller batch_size or group_size is recorded whole"
         )
-    return UpdateReport(step, metadata["calls"], groups, tuple(notes))
+    return UpdateReport(step, record.calls, groups, (note,) if recorded < num_groups else ())
 
 
 def _find_record(folder: Path, step: int) -> Path:
@@ -210,86 +206,66 @@ def _list_names(names: Mapping[Any, Any]) -> str:
     return shown + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
-class _UpdateRecord:
-    """Compute the numbers of each datum in each optimizer step from the arrays of a record."""
+# Of each datum: its optimizer steps, and the numbers of its tokens in each, [5, n]: learner
+# logprob, ratio, -1 or 1 if the ratio is below or above the thresholds, gradient, share.
+_Passes = dict[int, list[tuple[int, np.ndarray]]]
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], calls: Sequence[Mapping[str, Any]]):
-        self.arrays = arrays
-        self.inputs = {
-            name.removeprefix("input/"): torch.from_numpy(array)
-            for name, array in arrays.items()
-            if name.startswith("input/")
-        }
-        counts = arrays["datums"][:, 3]
-        self.ends = np.cumsum(counts)
-        self.starts = self.ends - counts
-        turn_ends = np.cumsum(arrays["turn_counts"])
-        self.turns = np.split(arrays["turns"], turn_ends[:-1])
-        self.sources: dict[tuple[int, int], list[int]] = {}
-        for number, (group, index, _, _) in enumerate(arrays["datums"].tolist()):
-            self.sources.setdefault((group, index), []).append(number)
-        self.passes: dict[int, list[_DatumPass]] = {}
-        for step in sorted({call["optimizer_step"] for call in calls}):
-            self._add_step(
-                step, [k for k, c in enumerate(calls) if c["optimizer_step"] == step], calls
-            )
 
-    def get_slice(self, number: int) -> slice:
-        """Return the positions of a datum's tokens in the flat arrays."""
-        return slice(self.starts[number], self.ends[number])
-
-    def _add_step(
-        self, step: int, numbers: Sequence[int], calls: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Add the numbers of an optimizer step. A datum that a step holds several times (in several
-        pairs) has the sum of its gradients.
-        """
-        columns_by_datum: dict[int, list[np.ndarray]] = {}
-        for k in numbers:
-            for number, columns in self._compute_call(k, calls[k]):
+def _compute_passes(record: UpdateRecord) -> _Passes:
+    """Return the passes over each datum. A datum that an optimizer step holds several times (in
+    several pairs) has the sum of its gradients.
+    """
+    passes: _Passes = {}
+    for step in sorted({call["optimizer_step"] for call in record.calls}):
+        columns_by_datum: dict[int, np.ndarray] = {}
+        for k, call in enumerate(record.calls):
+            if call["optimizer_step"] != step:
+                continue
+            for number, columns in _compute_call(record, k):
                 if number in columns_by_datum:
-                    columns_by_datum[number][3] = columns_by_datum[number][3] + columns[3]
+                    columns_by_datum[number][3] += columns[3]
                 else:
                     columns_by_datum[number] = columns
         total = sum(float(np.abs(columns[3]).sum()) for columns in columns_by_datum.values())
-        for number, (learner, ratio, outside, gradient) in columns_by_datum.items():
-            share = np.abs(gradient) / total if total else np.zeros_like(gradient)
-            datum_pass = _DatumPass(step, learner, ratio, outside, gradient, share)
-            self.passes.setdefault(number, []).append(datum_pass)
+        for number, columns in columns_by_datum.items():
+            share = np.abs(columns[3]) / (total or 1.0)
+            passes.setdefault(number, []).append((step, np.vstack([columns, share])))
+    return passes
 
-    def _compute_call(self, k: int, call: Mapping[str, Any]) -> list[tuple[int, list[np.ndarray]]]:
-        """Return each datum of a call with its learner logprobs, ratios, clipping and gradients."""
-        members = self.arrays[f"call/{k}/datums"].tolist()
-        if not members:
-            return []
-        loss = get_loss(call["loss"])
-        positions = np.concatenate(
-            [np.arange(self.starts[number], self.ends[number]) for number in members]
-        )
-        lengths = [int(self.ends[number] - self.starts[number]) for number in members]
-        cuts = np.concatenate([[0], np.cumsum(lengths)])
-        logp_T = torch.from_numpy(self.arrays[f"call/{k}/logprobs"]).double()
-        result = compute_token_gradients(
-            loss,
-            logp_T,
-            {name: value[positions] for name, value in self.inputs.items()},
-            torch.from_numpy(cuts),
-            call["config"],
-        )
-        learner = logp_T.numpy()
-        sampled = self.arrays["sampled"].astype(np.float64)[positions]
-        ratio = np.exp(learner - sampled) if result.ratio_T is None else result.ratio_T.numpy()
-        outside = np.zeros(len(ratio), np.int64)
-        if result.low_T is not None and result.high_T is not None:
-            outside -= ratio < result.low_T.numpy()
-            outside += ratio > result.high_T.numpy()
-        gradient = result.gradient_T.numpy() / call["divisor"]
-        columns = [np.split(column, cuts[1:-1]) for column in (learner, ratio, outside, gradient)]
-        return list(zip(members, map(list, zip(*columns, strict=True)), strict=True))
+
+def _compute_call(record: UpdateRecord, k: int) -> list[tuple[int, np.ndarray]]:
+    """Return each datum of a call with its learner logprobs, ratios, clipping and gradients."""
+    call, members = record.calls[k], record.arrays[f"call/{k}/datums"].tolist()
+    if not members:
+        return []
+    positions = record.list_tokens(members)
+    cuts = np.cumsum([0, *(record.ends[members] - record.starts[members])])
+    logp_T = torch.from_numpy(record.arrays[f"call/{k}/logprobs"]).double()
+    result = compute_token_gradients(
+        get_loss(call["loss"]),
+        logp_T,
+        {
+            name.removeprefix("input/"): torch.from_numpy(array)[positions]
+            for name, array in record.arrays.items()
+            if name.startswith("input/")
+        },
+        torch.from_numpy(cuts),
+        call["config"],
+    )
+    learner = logp_T.numpy()
+    sampled = record.arrays["sampled"].astype(np.float64)[positions]
+    ratio = np.exp(learner - sampled) if result.ratio_T is None else result.ratio_T.numpy()
+    outside = np.zeros(len(ratio))
+    if result.low_T is not None and result.high_T is not None:
+        outside -= ratio < result.low_T.numpy()
+        outside += ratio > result.high_T.numpy()
+    gradient = result.gradient_T.numpy() / call["divisor"]
+    columns = np.split(np.stack([learner, ratio, outside, gradient]), cuts[1:-1], axis=1)
+    return list(zip(members, columns, strict=True))
 
 
 def _explain_group(
-    group: int, rows: Sequence[Mapping[str, Any]], record: _UpdateRecord
+    group: int, rows: Sequence[Mapping[str, Any]], record: UpdateRecord, passes: _Passes
 ) -> GroupUpdate:
     """Return the answers of a group."""
     first = rows[0]
@@ -300,7 +276,7 @@ def _explain_group(
         first["problem"],
         str(first.get("prompt", "")),
         None if expected is None else str(expected),
-        tuple(_explain_answer(group, row, record) for row in rows),
+        tuple(_explain_answer(group, row, record, passes) for row in rows),
     )
 
 
@@ -316,34 +292,33 @@ def _list_turns(row: Mapping[str, Any]) -> list[list[TokenUpdate]]:
     ]
 
 
-def _explain_answer(group: int, row: Mapping[str, Any], record: _UpdateRecord) -> AnswerUpdate:
+def _explain_answer(
+    group: int, row: Mapping[str, Any], record: UpdateRecord, passes: _Passes
+) -> AnswerUpdate:
     """Return an answer with its passes. Raises UserError if the record is of other tokens."""
     turns = _list_turns(row)
-    numbers = record.sources.get((group, row["index"]), [])
-    passes = []
-    for p in range(max((len(record.passes.get(number, ())) for number in numbers), default=0)):
+    numbers = [n for n in record.list_datums(group, row["index"]) if n in passes]
+    steps = []
+    for p in range(max((len(passes[number]) for number in numbers), default=0)):
         filled = [list(turn) for turn in turns]
-        steps = set()
-        for number in numbers:
-            if p < len(record.passes.get(number, ())):
-                datum_pass = record.passes[number][p]
-                steps.add(datum_pass.optimizer_step)
-                _fill_turns(filled, number, datum_pass, record, row)
-        tokens = tuple(token for turn in filled for token in turn)
-        passes.append(AnswerStep(tuple(sorted(steps)), tokens))
-    plain = tuple(token for turn in turns for token in turn)
-    return AnswerUpdate(row["index"], row.get("reward"), plain, tuple(passes))
+        members = [number for number in numbers if p < len(passes[number])]
+        for number in members:
+            _fill_turns(filled, number, passes[number][p][1], record, row)
+        optimizer_steps = sorted({passes[number][p][0] for number in members})
+        steps.append(AnswerStep(tuple(optimizer_steps), tuple(itertools.chain(*filled))))
+    plain = tuple(itertools.chain(*turns))
+    return AnswerUpdate(row["index"], row.get("reward"), plain, tuple(steps))
 
 
 def _fill_turns(
     turns: list[list[TokenUpdate]],
     number: int,
-    datum_pass: _DatumPass,
-    record: _UpdateRecord,
+    columns: np.ndarray,
+    record: UpdateRecord,
     row: Mapping[str, Any],
 ) -> None:
     """Fill in the numbers of a datum at the tokens of its turns."""
-    positions = record.get_slice(number)
+    positions = slice(record.starts[number], record.ends[number])
     places = [(turn, i) for turn in record.turns[number] for i in range(len(turns[turn]))]
     targets = record.arrays["target_tokens"][positions].tolist()
     if [turns[turn][i].token for turn, i in places] != targets:
@@ -351,18 +326,16 @@ def _fill_turns(
             f"the record of the update and the samples of group {row['group']}, answer "
             f"{row['index']} have different tokens: they are files of different runs"
         )
-    credit = next((n for n in ("advantages", "weights") if n in record.inputs), None)
-    credits = None if credit is None else record.inputs[credit][positions].tolist()
+    names = [f"input/{name}" for name in ("advantages", "weights")]
+    credits = next((record.arrays[n][positions] for n in names if n in record.arrays), None)
     for j, (turn, i) in enumerate(places):
-        known = turns[turn][i]
-        turns[turn][i] = TokenUpdate(
-            known.text,
-            known.token,
-            known.sampled,
-            learner=float(datum_pass.learner[j]),
-            ratio=None if np.isnan(datum_pass.ratio[j]) else float(datum_pass.ratio[j]),
-            clip={-1: "low", 0: "", 1: "high"}[int(datum_pass.outside[j])],
-            advantage=None if credits is None else credits[j],
-            gradient=float(datum_pass.gradient[j]),
-            share=float(datum_pass.share[j]),
+        learner, ratio, outside, gradient, share = columns[:, j].tolist()
+        turns[turn][i] = replace(
+            turns[turn][i],
+            learner=learner,
+            ratio=None if math.isnan(ratio) else ratio,
+            clip={-1: "low", 0: "", 1: "high"}[outside],
+            advantage=None if credits is None else float(credits[j]),
+            gradient=gradient,
+            share=share,
         )

@@ -174,7 +174,7 @@ MUTANTS = [
         "run_lock",
     ),
     M(
-        "rl/reporting/metric_history.py",
+        "rl/reporting/alarm_monitor.py",
         "        return (self._first, list(self._last)) if self._num_values >= 2 * self._count else None\n",
         "        return (self._first, list(self._last)) if self._num_values >= self._count else None\n",
         "the first and last batches of a trend overlap",

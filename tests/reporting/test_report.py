@@ -22,7 +22,7 @@ from rl.config import RunSettings, read_run, resolve_config
 from rl.errors import UserError
 from rl.reporting.update_files import write_update_file
 from rl.trainer import write_report
-from rl.trainer.report_writer import LaunchLog, ReportWriter, describe_launch
+from rl.trainer.report_writer import ReportWriter, describe_launch
 
 REPO = Path(__file__).resolve().parents[2]
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202e\x00\x1b[2J\u2028 &lt;b&gt;"
@@ -389,8 +389,8 @@ def test_the_command_is_listed_and_explains_itself():
 
 def make_writer(folder: Path, **more) -> tuple[ReportWriter, MessageRecorder]:
     listener = MessageRecorder()
-    launches = LaunchLog(folder, describe_launch(0, {"world": 1, "device": "cpu"}, []))
-    return ReportWriter(folder, listener, launches, **more), listener
+    launch = describe_launch(0, {"world": 1, "device": "cpu"}, [])
+    return ReportWriter(folder, listener, launch, **more), listener
 
 
 def test_a_run_writes_its_page_and_its_launches(tmp_path, small_plotly):
