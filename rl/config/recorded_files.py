@@ -200,7 +200,7 @@ def _replace_files(
             method = replace((number, "method", 0), method)
         for name, is_file in _FILE_SETTINGS.items():
             value = settings.get(name)
-            words = list(value) if isinstance(value, list) else [value]
+            words: list[Any] = list(value) if isinstance(value, list) else [value]
             for index, item in enumerate(words):
                 if isinstance(item, list) and item and is_file(item[0]):
                     words[index] = [replace((number, name, index), item[0]), *item[1:]]

@@ -95,7 +95,7 @@ def _make_row(
             np.random.default_rng(derive_seed("blind", split, index)).permutation(len(pixels))
         ]
         image = _image(shuffled)
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"type": "image", "image": ImageChunk(_png(image), "png")},
         {"type": "text", "text": QUESTIONS[ask]},
     ]
