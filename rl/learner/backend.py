@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl.distributed import FSDPSharding, ZeroSharding, collectives, get_launch_sharding
+from rl.distributed import collectives, get_launch_sharding
 from rl.layers import truncated_layers
 from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_adam_params
 from rl.learner.frozen_base import get_dequantizers
@@ -197,36 +197,6 @@ class ReplicatedBackend(Backend):
         if self.skeleton is not self.wrapped:
             return super().full_model(names)
         return contextlib.nullcontext(self.wrapped if collectives.rank() == 0 else None)
-
-
-def make_backend(
-    model: Any,
-    trainable: Mapping[str, Tensor],
-    accelerator: Any,
-    optimizer: str = "adamw",
-    skeleton: Any = None,
-    lazy_weights: SafetensorsWeights | None = None,
-) -> Backend:
-    """Return the backend that this launch requests.
-
-    `optimizer`: its kind, see rl.learner.adamw. `skeleton`: for a model with 4-bit matrices, its
-    modules before quantization. `lazy_weights`: for a model without values
-    (`Sharding.reads_shards`), the source of its weights.
-    """
-    sharding = get_launch_sharding()
-    if skeleton is None and isinstance(sharding, ZeroSharding):
-        from rl.learner.backend_deepspeed import DeepSpeedBackend
-
-        return DeepSpeedBackend(
-            model, trainable, accelerator.state.deepspeed_plugin.deepspeed_config, lazy_weights
-        )
-    if skeleton is None and isinstance(sharding, FSDPSharding):
-        from rl.learner.backend_fsdp import FSDPBackend
-
-        return FSDPBackend(
-            model, bf16=accelerator.mixed_precision == "bf16", lazy_weights=lazy_weights
-        )
-    return ReplicatedBackend(model, trainable, accelerator, optimizer, skeleton)
 
 
 def move_to_device(model: nn.Module, accelerator: Any) -> None:

@@ -26,10 +26,10 @@ from rl.learner.activation_memory import offload_layer_inputs
 from rl.learner.backend import (
     Backend,
     load_first_layers,
-    make_backend,
     make_skeleton,
     move_to_device,
 )
+from rl.learner.backend_factory import make_backend
 from rl.learner.context_parallel import ContextParallel, check_divisible
 from rl.learner.context_parallel_probe import check_on_all_ranks
 from rl.learner.frozen_base import convert_frozen_

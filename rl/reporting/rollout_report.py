@@ -96,7 +96,7 @@ def collect_rollouts(
     `evaluations`: the same problems at up to 12 evaluations of each stage. `batches`: groups of
     answers of up to 12 training steps, best and worst among them, and of up to 4 more steps with
     alarms. `token_values`: which of TOKEN_VALUES a batch has. `files`: the names of all files of
-    rollouts. `alarms`: the periods of `rl.reporting.collect_alarms`.
+    rollouts. `alarms`: the periods of `rl.reporting.curve_report.collect_alarms`.
     """
     files = list_evaluations(folder)
     evaluations = _collect_evaluations(files, _ByteBudget(limit * 2 // 5))

@@ -78,9 +78,7 @@ class TerminalChart:
             label = labels.get(i, "") if high > low or i == 0 else ""
             yield Text(f"{label:>{_LABEL_WIDTH}}{bar}", style="dim") + text
         yield self._format_axis(first, last, width, options.ascii_only)
-        start, end = f"{first:g}", f"{last:g}" if last > first else ""
-        gap = max(1, width - len(start) - len(end))
-        yield Text(f"{'':{_LABEL_WIDTH + 1}}{start}{'':{gap}}{end}", style="dim", no_wrap=True)
+        yield self._format_ends(first, last, width)
 
     def _transform(self, line: ChartCurve) -> ChartCurve:
         """Return the line without values that cannot be drawn, in the scale of the axis."""
@@ -102,6 +100,12 @@ class TerminalChart:
     def _format_value(self, value: float) -> str:
         """Format a value of the axis in at most eight characters."""
         return format_axis_value(10**value if self.log and value < 300 else value)
+
+    def _format_ends(self, first: float, last: float, width: int) -> Text:
+        """Return the first and the last step, below the ends of the axis."""
+        start, end = f"{first:g}", f"{last:g}" if last > first else ""
+        gap = max(1, width - len(start) - len(end))
+        return Text(f"{'':{_LABEL_WIDTH + 1}}{start}{'':{gap}}{end}", style="dim", no_wrap=True)
 
     def _format_axis(self, first: float, last: float, width: int, ascii_only: bool) -> Text:
         """Return the axis, on which the bands are marked."""

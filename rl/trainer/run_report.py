@@ -220,7 +220,7 @@ class _Device(BaseModel):
 
 
 class _Launch(BaseModel):
-    """A row of launches.jsonl: when, versions, devices, planned and used memory."""
+    """Describe a row of launches.jsonl: when, versions, devices, planned and used memory."""
 
     time: str = ""
     step: int | None = None
@@ -277,7 +277,7 @@ class _RewardResult(BaseModel):
 
 
 class _RewardCheck(BaseModel):
-    """The check of a reward that the run made before its first step."""
+    """Hold the check of a reward that the run made before its first step."""
 
     reward: str
     dataset: str

@@ -21,8 +21,8 @@ from rl.config import (
     SettingsError,
     cli,
     format_as_flags,
+    load_resolved_config,
     run_config,
-    saved_config,
     sections,
 )
 from rl.config.fields import convert_value, get_fields
@@ -275,7 +275,7 @@ def _as_recipe(values: dict, stage: bool) -> str:
 def _as_config(values: dict) -> cli.RunConfig:
     config = run_config.resolve_config(read("grpo"))
     config["stages"][0]["settings"] |= json.loads(json.dumps(values))
-    return saved_config.load_resolved_config(config, METHODS, options=RunSettings)
+    return load_resolved_config(config, METHODS, options=RunSettings)
 
 
 def _as_arguments(values: dict) -> cli.RunConfig:
@@ -590,7 +590,7 @@ def test_resolved_settings_survive_json() -> None:
         path, "--parts", "a", "inf", "--output-dir", "somewhere/else", "--max-tokens", "None"
     )
     config = json.loads(json.dumps(run_config.resolve_config(run), allow_nan=False))
-    assert saved_config.load_resolved_config(config, METHODS, options=RunSettings) == run
+    assert load_resolved_config(config, METHODS, options=RunSettings) == run
     assert config["stages"][1]["settings"]["max_tokens"] is None
     assert config["options"] == {
         "name": None, "output_dir": "somewhere/else", "seed": 0, "resume": False,
@@ -601,14 +601,14 @@ def test_a_saved_config_that_no_longer_fits_says_where() -> None:
     config = run_config.resolve_config(read("sft"))
     config["stages"][0]["settings"] |= {"noize": 1, "learning_rate": "fast"}
     with pytest.raises(SettingsError) as caught:
-        saved_config.load_resolved_config(config, METHODS, options=RunSettings)
+        load_resolved_config(config, METHODS, options=RunSettings)
     assert len(caught.value.problems) == 2
     assert (
         "config.json stage sft, noize: no setting of sft; did you mean noise?"
         in caught.value.problems[0]
     )
     with pytest.raises(SettingsError, match="is this file the config.json of a run"):
-        saved_config.load_resolved_config({"model_type": "qwen3"}, METHODS, options=RunSettings)
+        load_resolved_config({"model_type": "qwen3"}, METHODS, options=RunSettings)
 
 
 def test_difference_names_each_changed_setting() -> None:

@@ -72,7 +72,11 @@ def exact_layouts(monkeypatch):
     """Make learners consider every layout exact, so that only the table's comparison can detect
     errors.
     """
-    monkeypatch.setattr(Learner, "_find_exact_layouts", lambda self, model: {"padded", "packed"})
+
+    def probe(self, model):
+        self.layouts = {"padded", "packed"}
+
+    monkeypatch.setattr(Learner, "_probe_layouts", probe)
 
 
 def test_one_wrong_position_turns_a_row_red(exact_layouts, monkeypatch):
