@@ -167,10 +167,10 @@ def _start_call(call: ToolCall, tools: Mapping[str, Tool], forks: bool) -> EnvCa
 
     def run_forked() -> tuple[str, str]:
         nonlocal process
-        process = ForkedCall(lambda: json.dumps(run()).encode(), limit=1 << 20)
         try:
+            process = ForkedCall(lambda: json.dumps(run()).encode(), limit=1 << 20)
             answer, error = json.loads(process.wait())
-        except (ValueError, TypeError):
+        except (OSError, ValueError, TypeError):
             return "", f"{call.name} died"
         return str(answer), str(error)
 

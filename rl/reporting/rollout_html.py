@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from markupsafe import Markup
+
 from rl.reporting.episode_html import (
     advantage_class,
     collect_turns,
@@ -110,7 +112,8 @@ def _describe_group(
     return {
         "title": title + _describe_mean(rows),
         "expected": next((answer for answer in answers if answer is not None), None),
-        "images": [source for source in images if source.startswith("data:image/")],
+        # Markup, because the page bounds the length of every other text.
+        "images": [Markup(escape(item)) for item in images if item.startswith("data:image/")],
         "shared_messages": [describe_message(item) for item in shared],
         "system": describe_message({"role": "system", "content": system}) if system else None,
         "prompt": str(first.get("prompt", "")) if has_prompt else None,

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Literal, SupportsFloat
@@ -224,8 +225,17 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(asyncio.run(coroutine))
+        except BaseException as error:  # boundary: user code
+            result.set_exception(error)
+
+    # A daemon: neither Ctrl-C nor the end of the process waits for a coroutine that hangs.
+    threading.Thread(target=run, daemon=True).start()
+    return result.result()
 
 
 def convert_number(value: Any, label: str) -> float:

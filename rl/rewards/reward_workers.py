@@ -133,10 +133,11 @@ def _parse_reply(fields: dict[str, Any]) -> Score:
     score = Score(reward)
     for name, value in metrics.items():
         number = _decode_number(value, f"metric {name[:40]!r}")
+        name = sanitize_text(name, _MAX_NAME_CHARACTERS)
         if name.startswith(_SECONDS_PREFIX):
             score.seconds[name.removeprefix(_SECONDS_PREFIX)] = number
         else:
-            score.metrics[sanitize_text(name, _MAX_NAME_CHARACTERS)] = number
+            score.metrics[name] = number
     return score if math.isfinite(reward) else make_failed_score("nan", f"returned {reward}")
 
 

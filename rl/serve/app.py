@@ -253,7 +253,7 @@ def make_chat_page_route() -> Route:
     Its Content-Security-Policy allows the page's inline script and style by their hashes, requests
     to this server, and nothing else.
     """
-    html = Path(__file__).with_name("chat.html").read_text()
+    html = Path(__file__).with_name("chat.html").read_text("utf-8")
     digests = {
         kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         for kind, text in _INLINE.findall(html)

@@ -81,7 +81,7 @@ class Monitor:
             start = time.monotonic()
             reply = verbs[message["do"]](message)
             wall_s = time.monotonic() - start
-            message_framing.send(self.caller, {**reply, "wall_s": wall_s, "nonce": self.nonce})
+            message_framing.send(self.caller, {"wall_s": wall_s, **reply, "nonce": self.nonce})
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -103,7 +103,7 @@ class Monitor:
         if message.get("clean"):
             message_framing.send(self.init, {"do": "clean"})
             message_framing.receive(self.init)
-        until = time.monotonic() + message["wall_s"]
+        start = time.monotonic()
         source = os.memfd_create("stdin")
         with os.fdopen(os.dup(source), "wb") as file:
             file.write(message_framing.encode_text(message["stdin"]))
@@ -111,10 +111,10 @@ class Monitor:
         watch = self._start(message, source, [])
         by = ""
         try:
-            watch.wait_for_end(until)
+            watch.wait_for_end(start + message["wall_s"])
         except LimitReached as stopped:
             by = stopped.reason
-        return self._stop(by)
+        return {**self._stop(by), "wall_s": time.monotonic() - start}
 
     def _call(self, message: JsonObject) -> JsonObject:
         """Send a request to the candidate's server, which is started on the first call."""

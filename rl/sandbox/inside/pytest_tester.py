@@ -48,7 +48,11 @@ class RemoteModule(types.ModuleType):
             used |= {item for item in free if not hasattr(builtins, item) and item[0] != "_"}
         modules = {item for item in used if item in TEST_MODULES and not plain_uses[item]}
         self.__dict__.update(
-            _link=link, _used=used, _bound=bound, _modules=modules, __path__=list[str]()
+            __whetstone_link__=link,
+            __whetstone_used__=used,
+            __whetstone_bound__=bound,
+            __whetstone_modules__=modules,
+            __path__=list[str](),
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +61,7 @@ class RemoteModule(types.ModuleType):
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         try:
-            return self.__dict__["_link"].request("find", name=name)
+            return self.__dict__["__whetstone_link__"].request("find", name=name)
         except NameError as error:
             raise AttributeError(str(error)) from None
 
@@ -67,11 +71,11 @@ class RemoteModule(types.ModuleType):
         """
         while frame.f_code.co_filename.startswith("<frozen importlib") and frame.f_back:
             frame = frame.f_back
-        bound = self._bound.get(frame.f_code.co_filename, set())
-        names = self._used - bound - frame.f_globals.keys()
-        for name in names & self._modules:
+        bound = self.__whetstone_bound__.get(frame.f_code.co_filename, set())
+        names = self.__whetstone_used__ - bound - frame.f_globals.keys()
+        for name in names & self.__whetstone_modules__:
             frame.f_globals[name] = importlib.import_module(name)
-        return [name for name in names - self._modules if hasattr(self, name)]
+        return [name for name in names - self.__whetstone_modules__ if hasattr(self, name)]
 
 
 def _list_global_names(text: str) -> tuple[set[str], set[str]]:

@@ -56,7 +56,9 @@ class RunWatcher:
         self.printed: dict[int, list[bytes]] = {self.out: [], self.err: []}
         self._open = [self.out, self.err]
         self._next_count = time.monotonic() + _TICK_SECONDS
-        self._interpreter_mb = _read_stat(os.getpid())[21] * _PAGE_MB
+        self._interpreter_mb = 0.0
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            self._interpreter_mb = _read_stat(os.getpid())[21] * _PAGE_MB
         for descriptor in self._open:
             os.set_blocking(descriptor, False)
 
@@ -149,7 +151,10 @@ class RunWatcher:
     def _read(self, descriptors: list[int]) -> None:
         """Read once from each of these output streams, which are ready."""
         for descriptor in descriptors:
-            part = os.read(descriptor, 1 << 16)
+            try:
+                part = os.read(descriptor, 1 << 16)
+            except BlockingIOError:  # the program may read its own pipe
+                continue
             if not part:
                 self._open.remove(descriptor)
             self.printed[descriptor].append(part)

@@ -65,8 +65,10 @@ def _job(control: socket.socket, descriptor: int, up: set[str]) -> None:
         monitor.serve(socket.socket(fileno=descriptor), up, os.getuid(), os.getgid())
     os.close(descriptor)
     process = os.pidfd_open(pid)
-    ready, _, _ = select.select([process, control.fileno()], [], [])
-    if control.fileno() in ready:  # the caller sends nothing meanwhile: it has closed the socket
+    waiting = select.poll()  # select takes no descriptors above 1023
+    waiting.register(process, select.POLLIN)
+    waiting.register(control, select.POLLHUP | select.POLLRDHUP)
+    if any(descriptor != process for descriptor, _ in waiting.poll()):  # the caller has ended
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         os._exit(0)
