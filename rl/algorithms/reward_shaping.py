@@ -156,4 +156,4 @@ class RewardShaper:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the running statistics from a checkpoint."""
-        self.statistics = RunningStatistics(**state)
+        self.statistics = RunningStatistics(state["count"], state["mean"], state["m2"])

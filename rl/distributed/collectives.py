@@ -85,17 +85,17 @@ class ObjectGroup:
                 "verbs",
                 datetime.timedelta(seconds=max(timeout_seconds, 3 * self.heartbeat_seconds)),
             )
-            drum = HeartbeatSender(self.heartbeat_seconds) if self.rank == 0 else None
+            sender = HeartbeatSender(self.heartbeat_seconds) if self.rank == 0 else None
             me = f"{members.rank_name} (process {os.getpid()} on {socket.gethostname()})"
             try:
-                peers = self._all_gather((me, drum and (drum.port, drum.token)))
+                peers = self._all_gather((me, sender and (sender.port, sender.token)))
             except RuntimeError as error:
                 raise RankLost(
                     "another rank ended while the ranks were connecting: the output of that rank "
                     "says why"
                 ) from error
             self._names = [name for name, _ in peers]
-            self._heartbeat = drum or self._monitor_driver(*peers[0][1])
+            self._heartbeat = sender or self._monitor_driver(*peers[0][1])
 
     def _all_gather(self, item: Any) -> list[Any]:
         """Return every rank's object, which must pickle into `_MAX_ADDRESS_BYTES` bytes."""

@@ -102,13 +102,14 @@ class Backend(abc.ABC):
         return ((name, w.detach().clone()) for name, w in self._iter_precise_weights(names))
 
     def _local_gradient(self, parameter: Any) -> Tensor | None:
-        """Return this rank's shard of a parameter's accumulated gradient."""
+        """Return at least this rank's shard of a gradient. May communicate."""
         return parameter.grad
 
     def max_gradient_magnitudes(self) -> dict[str, float]:
         """Return the largest magnitude of each trained parameter's accumulated gradient.
 
-        It covers this rank's shard only, and is 0 for a parameter without a gradient.
+        It covers at least this rank's shard, and is 0 for a parameter without a gradient. May
+        communicate.
         """
         sizes = {}
         for name, parameter in self.trainable.items():

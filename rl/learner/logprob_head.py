@@ -265,9 +265,9 @@ class LogprobHead:
             # model's output is in the graph.
             return zeros + 0.0 * values[0][:, None] if values else zeros
         logp, token_stats = self._score_targets(*_augment_for_lora(head, flat), request)
-        logp = logp.reshape(len(flat), -1)
+        logp = logp[:, None] if logp.ndim == 1 else logp
         token_stats = torch.zeros_like(logp[:, 0]) if token_stats is None else token_stats
-        # A stacked column gets a gradient of zeros, which the head would compute.
+        # Without detach, the last column gets a gradient of zeros, which the head would compute.
         token_stats = token_stats if request.entropy_gradient else token_stats.detach()
         return torch.cat([logp, token_stats[:, None]], dim=-1)
 

@@ -153,10 +153,10 @@ class EventLoopThread:
     def _run(self) -> None:
         """Run the loop until it is stopped."""
         self.loop.run_forever()
-        tasks = asyncio.all_tasks(self.loop)
-        for task in tasks:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        if tasks := asyncio.all_tasks(self.loop):
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=5.0))
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
 

@@ -214,13 +214,16 @@ class TrainingWorker(SamplingWorker):
         if backward and datums and "advantages" in loss.required:
             learner.sampling_record.check_untruncated()
         settings = dict(config)
-        if "temperature" not in settings and loss.at_sampling_temperature and datums:
+        temperature = settings.pop("temperature", None)
+        if temperature is None and loss.at_sampling_temperature and datums:
             temperatures = resolve_temperatures(
                 sampling_temperatures or [None] * len(datums),
                 learner.sampling_record.scoring_temperature,
             )
         else:
-            temperatures = [float(settings.pop("temperature", 1.0))] * max(len(datums), 1)
+            temperatures = [1.0 if temperature is None else float(temperature)] * max(
+                len(datums), 1
+            )
         with self.kv_cache_pool.yield_to_learner():
             outputs, sums = learner.run(
                 datums,

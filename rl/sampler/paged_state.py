@@ -146,7 +146,7 @@ class PagedState(FastState):
         the prompt's tokens.
         """
         self.block_manager.prompts.append(PromptBlockTable(length))
-        adapter_ids = [] if adapter_id is None else [adapter_id]
+        adapter_ids = [adapter_id or 0] if self.decoder.multi_adapter else []
         self._append_prompts([length], adapter_ids, [] if experts is None else [experts])
 
     def resume_row(self, slot: int, fed: Sequence[int], experts: np.ndarray | None = None) -> None:

@@ -134,14 +134,16 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         plans = _plan_memory(run, service, console)
         run_state = RunState(run, folder, stages, position, service, console, stop_request)
         run_state.check_stages()
-        models = run_state.create_models()
+        run_state.models = run_state.create_models()
         on_begin()
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(console.warn)
         run_state.run_id = _claim_run_folder(run, folder, position, origins, stages)
-        print_introduction(run, folder, models.policy, console, stages)
+        policy = run_state.models.policy
+        print_introduction(run, folder, policy, console, stages)
         _print_origins(run, origins, console)
-        launch = describe_launch(max(0, position.step), models.policy.info, plans)
+        launch = describe_launch(max(0, position.step), policy.info, plans)
+        del policy  # a stage frees its models
         report = ReportWriter(
             folder,
             console,
@@ -156,7 +158,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
                 stages, folder, console, format_check_command(folder, run.stages)
             )
         stop_request.has_started = True
-        run_state.train_stages(models, logbook, report)
+        run_state.train_stages(logbook, report)
 
 
 def _plan_memory(run: RunConfig, service: ServiceClient, console: Console) -> list[StageNeeds]:
@@ -262,6 +264,7 @@ class RunState:
     ):
         self.run, self.folder, self.stages, self.position = run, folder, stages, position
         self.service, self.console, self.stop_request = service, console, stop_request
+        self.models: Models  # of the current stage
         self.run_id = position.run_id  # of a new run: set when its folder is claimed
         # a stage has not ended if all batches are trained but its final checkpoint is missing
         self.index = position.stage + position.stage_ended
@@ -353,7 +356,7 @@ class RunState:
         prepared.rows = load_stored_answers(prepared.plan, self.folder, steps)
 
     def create_trainer(
-        self, models: Models, logbook: Logbook, keeper: CheckpointManager, report: ReportWriter
+        self, logbook: Logbook, keeper: CheckpointManager, report: ReportWriter
     ) -> Trainer:
         """Return the trainer of the current stage, with the state of the checkpoint if it
         resumes.
@@ -374,10 +377,10 @@ class RunState:
             name=plan.name,
             index=self.index,
             method=method,
-            models=models,
+            models=self.models,
             problems=prepared.curriculum or prepared.problems,
             test_problems=prepared.test_problems,
-            renderer=stage_renderer(models.policy, plan.settings),
+            renderer=stage_renderer(self.models.policy, plan.settings),
             scorer=prepared.scorer,
             run_seed=options.seed,
             first_step=self.first_step(self.index),
@@ -403,14 +406,14 @@ class RunState:
                 self.console.note(remark)
         return trainer
 
-    def train_stages(self, models: Models, logbook: Logbook, report: ReportWriter) -> None:
+    def train_stages(self, logbook: Logbook, report: ReportWriter) -> None:
         """Train the remaining stages in order and print the results. Raises RunStopped on a
         stop.
         """
         keeper = CheckpointManager(logbook)
         held_out: dict[str, HeldOutMetrics] = {}
         while not self.finished:
-            trainer = self.create_trainer(models, logbook, keeper, report)
+            trainer = self.create_trainer(logbook, keeper, report)
             try:
                 train(trainer)
             except RunStopped:
@@ -421,9 +424,9 @@ class RunState:
                 )
                 raise
             held_out[trainer.name] = trainer.evaluator.held_out
-            models.policy.release()
-            del trainer, models  # frees the other models' weights
+            self.models.policy.release()
+            del trainer, self.models  # frees the other models' weights
             self.index += 1
             if not self.finished:
-                models = self.create_models()
+                self.models = self.create_models()
         print_summary(self, held_out, self.console)

@@ -208,11 +208,12 @@ class RunLock:
             # A file system without links: creating the name is atomic, its content follows a moment
             # later.
             except OSError:
-                with path.open("x") as file:
-                    file.write(record)
+                try:
+                    with path.open("x") as file:
+                        file.write(record)
+                except FileExistsError:
+                    return False
             return True
-        except FileExistsError:
-            return False
         except OSError as error:
             raise RunFolderError(
                 f"cannot write to {self.folder} ({error}): give another --output-dir"

@@ -658,14 +658,12 @@ def _tokenization_key(policy: TrainingClient, renderer: Renderer) -> tuple[Any, 
     """
     info, tokenizer = policy.info, renderer.tokenizer
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    # the inner renderer of a renderer with additional stop texts
-    written = getattr(renderer, "inner", renderer)
     template = (
         getattr(tokenizer, "chat_template", None),
-        getattr(written, "template_settings", None),
+        getattr(renderer, "template_settings", None),
     )
     return (
-        type(written),
+        type(renderer),
         info["vocab_size"],
         info["max_context"],
         vocabulary,
