@@ -178,7 +178,7 @@ def scripted_device() -> Iterator[None]:
     def step(model: Any, kv: Any, rope: Any, buffers: Any, rows: int, width: int, shared: bool):
         b = buffers.first_rows(rows)
         uniform = b.uniform.index_select(0, b.at).squeeze(0)
-        _record_tokens(b, (uniform * VOCAB).long(), torch.full((rows,), -1.0))
+        _record_tokens(b, (uniform * VOCAB).long(), torch.full((rows,), -1.0), None)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_graphs, "decode_step", step)

@@ -345,8 +345,8 @@ def compute_flops(shape: ModelShape, load: Load) -> float:
     for the forward, 4 for the backward, 2 for the recomputed forward. A frozen tower runs only the
     forward. Attention products, which grow with the square of the length, are left out.
     """
-    patches = load.answers * load.patches if shape.seeing else 0
-    tower = (2 * shape.seeing + 6 * shape.seeing_trained) * patches
+    patches = load.answers * load.patches if shape.vision_parameters else 0
+    tower = (2 * shape.vision_parameters + 6 * shape.vision_trainable) * patches
     return 8 * shape.active_parameters * load.tokens + tower
 
 

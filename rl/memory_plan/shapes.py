@@ -25,8 +25,8 @@ class ModelShape(ParameterCounts):
     experts_per_token  experts that a token is routed to
     routed_width     columns of all experts that a token uses in a layer
     idle             numbers in the experts that a token is not routed to
-    seeing           numbers in the vision tower and its projection to the text model
-    seeing_trained   numbers of `seeing` that are trained
+    vision_parameters  numbers in the vision tower and its projection to the text model
+    vision_trainable  numbers of `vision_parameters` that are trained
     unsplit          numbers of the model that each rank of a tensor-parallel group holds
                      completely (rl.sampler.tensor_parallel)
     unsplit_adapters the same for adapters
@@ -48,15 +48,15 @@ class ModelShape(ParameterCounts):
     experts_per_token: int = 0
     routed_width: int = 0
     idle_experts: int = 0
-    seeing: int = 0
-    seeing_trained: int = 0
+    vision_parameters: int = 0
+    vision_trainable: int = 0
     unsplit: int = 0
     unsplit_adapters: int = 0
 
     @property
     def active_parameters(self) -> int:
         """Return how many numbers a text token is multiplied with."""
-        return self.parameters - self.idle_experts - self.seeing
+        return self.parameters - self.idle_experts - self.vision_parameters
 
     def check_tensor_parallel(self, sampler_tp: int) -> None:
         """Raise UserError if `sampler_tp` ranks cannot share a sampler: the fast decoder does not

@@ -326,7 +326,7 @@ def _count_parameters(model: Any, fast: bool) -> dict[str, int]:
     unsplit, unsplit_adapters = count_unsharded_parameters(model) if fast else (0, 0)
     named = dict(model.named_parameters())
     frozen = dict(iter_frozen_matrices(model)).values()
-    seeing = [p for name, p in named.items() if is_vision_parameter(name)]
+    vision_parameters = [p for name, p in named.items() if is_vision_parameter(name)]
     head = {id(p) for p in model.get_output_embeddings().parameters()}
     linear = {id(module.weight) for module in model.modules() if type(module) is nn.Linear}
     return {
@@ -334,8 +334,8 @@ def _count_parameters(model: Any, fast: bool) -> dict[str, int]:
         "trainable": count(p for p in named.values() if p.requires_grad),
         "adapters": count(p for name, p in named.items() if "lora_" in name),
         "small": count(p for p in named.values() if p.numel() < PERSISTENCE_THRESHOLD),
-        "seeing": count(seeing),
-        "seeing_trained": count(p for p in seeing if p.requires_grad),
+        "vision_parameters": count(vision_parameters),
+        "vision_trainable": count(p for p in vision_parameters if p.requires_grad),
         "matrices": count(frozen),
         "linears": count(p for p in frozen if id(p) in linear and id(p) not in head),
         "unsplit": unsplit,

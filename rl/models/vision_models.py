@@ -139,7 +139,7 @@ def make_tiny_vision_config(preset: ModelPreset, tokenizer: Any) -> Any:
     from transformers import Qwen3VLConfig
 
     assert preset.vision is not None
-    eyes, width = preset.vision, preset.hidden // preset.heads
+    tower, width = preset.vision, preset.hidden // preset.heads
     # the shares of time, height and width in the rotary frequencies, as equal as possible
     side = width // 2 // 3
     text = describe_tiny_text_model(preset, tokenizer) | {
@@ -151,16 +151,16 @@ def make_tiny_vision_config(preset: ModelPreset, tokenizer: Any) -> Any:
         }
     }
     vision = dict(
-        depth=eyes.layers,
-        hidden_size=eyes.hidden,
-        num_heads=eyes.heads,
-        intermediate_size=2 * eyes.hidden,
-        patch_size=eyes.patch,
+        depth=tower.layers,
+        hidden_size=tower.hidden,
+        num_heads=tower.heads,
+        intermediate_size=2 * tower.hidden,
+        patch_size=tower.patch,
         temporal_patch_size=1,
-        spatial_merge_size=eyes.merge,
+        spatial_merge_size=tower.merge,
         out_hidden_size=preset.hidden,
         deepstack_visual_indexes=[0],
-        num_position_embeddings=(eyes.pixels // eyes.patch) ** 2,
+        num_position_embeddings=(tower.pixels // tower.patch) ** 2,
     )
     ids = dict(
         zip(
@@ -198,14 +198,14 @@ def make_tiny_image_processor(preset: ModelPreset) -> Any:
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    eyes = preset.vision
-    assert eyes is not None
-    least = eyes.patch * eyes.merge
+    tower = preset.vision
+    assert tower is not None
+    least = tower.patch * tower.merge
     return Qwen2VLImageProcessorPil(
-        patch_size=eyes.patch,
-        merge_size=eyes.merge,
+        patch_size=tower.patch,
+        merge_size=tower.merge,
         temporal_patch_size=1,
-        size={"shortest_edge": least * least, "longest_edge": eyes.pixels * eyes.pixels},
+        size={"shortest_edge": least * least, "longest_edge": tower.pixels * tower.pixels},
     )
 
 

@@ -56,8 +56,8 @@ class VerbRouter:
 
     def submit(self, call: VerbCall) -> None:
         """Queue a verb for the ranks of its group. A sampler verb that names a version waits until
-        the version has arrived. Raises ValueError for a verb of SERVICE, which
-        each group's `GroupService` submits.
+        the version has arrived. Raises ValueError for a verb of SERVICE, which each group's
+        `GroupService` submits.
         """
         if call.spec.router_method is not None:
             getattr(self, call.spec.router_method)(call)

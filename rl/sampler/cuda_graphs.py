@@ -6,9 +6,9 @@ graph. A graph refers to addresses: weights that are loaded in place (`Decoder.l
 at its next replay, while another decoder needs separate graphs. Adapters are captured unmerged.
 kv_cache_pool.py keeps graphs beyond the life of an engine.
 
-A finished row (`remaining` 0) still takes part: it writes to an unused page, and its token does not
-change. Shapes: R rows (of a bucket), B pages of a table, S positions of a page, G groups, H query
-heads, K key heads, D head width, V vocabulary.
+A finished row (`remaining` 0) still takes part: it writes to an unused block, and its token does
+not change. Shapes: R rows (of a bucket), B blocks of a table, S positions of a block, G groups, H
+query heads, K key heads, D head width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class DecodeInputs:
     sizes.
 
     By row: the `token` to feed, its `position`, the number of `remaining` tokens to sample (0:
-    finished), `skip` positions that are in shared pages, `table` of the other pages, `stop_row` of
-    `stops`. `shares` to `shared_length` are `kernels.SharedPages`. `at`: the step since the last
+    finished), `skip` positions that are in shared blocks, `table` of the other blocks, `stop_row`
+    of `stops`. `shares` to `shared_length` are `kernels.SharedPages`. `at`: the step since the last
     host synchronization; it selects the row of `uniform`, `tokens` and `logprobs`.
     """
 
@@ -72,7 +72,7 @@ class DecodeInputs:
     def allocate(
         cls,
         rows: int,
-        pages: int,
+        blocks: int,
         steps: int,
         conditions: int,
         vocab: int,
@@ -81,11 +81,11 @@ class DecodeInputs:
     ) -> DecodeInputs:
         """Allocate the buffers: zeros, and temperature 1. `choices`: recorded experts per token.
 
-        Dimensions: R rows, G groups, + groups and 1 more, B pages of a table, S steps, C stop
+        Dimensions: R rows, G groups, + groups and 1 more, B blocks of a table, S steps, C stop
         conditions, V vocabulary, K choices.
         """
         groups = max(rows // 2, 1)
-        sizes = {"R": rows, "G": groups, "+": groups + 1, "B": pages, "S": steps, "1": 1}
+        sizes = {"R": rows, "G": groups, "+": groups + 1, "B": blocks, "S": steps, "1": 1}
         sizes |= {"C": conditions, "V": vocab, "K": choices}
         buffers = {
             buffer.name: torch.zeros(
@@ -125,14 +125,14 @@ def decode_step(
 ) -> None:
     """Sample a token for each of the first `rows` rows that has not finished.
 
-    `width`: the largest number of pages of a table to read. `kv` [2, pages + 1, S, K, D] of each
-    layer; the last page belongs to no sequence. `ropes` [ropes, 2, positions, D]
-    (`FastForward.rope_tables`). `shared`: whether some rows are in groups with shared pages, which
+    `width`: the largest number of blocks of a table to read. `kv` [2, blocks + 1, S, K, D] of each
+    layer; the last block belongs to no sequence. `ropes` [ropes, 2, positions, D]
+    (`FastForward.rope_tables`). `shared`: whether some rows are in groups with shared blocks, which
     are read once for all rows of a group.
     """
     a, b = model.architecture, buffers.first_rows(rows)
     position = b.position
-    page, place, length = _locate_cache_entries(b, kv[0])
+    block, place, length = _locate_cache_entries(b, kv[0])
     table = b.table.narrow(1, 0, width)
     shared_table = b.shared_table.narrow(1, 0, width)
     groups = (
@@ -148,7 +148,7 @@ def decode_step(
         norm_qk = None if layer.norm_qk is None else layer.norm_qk.view(2, -1)
         rope = ropes.select(0, layer.rope)
         q = decode_ops.rope_to_cache(
-            qkv, norm_qk, a.eps, rope, position, kv[index], page, place, a.heads
+            qkv, norm_qk, a.eps, rope, position, kv[index], block, place, a.heads
         )
         return compute_paged_attention(q, kv[index], table, length, groups, layer.bounds).flatten(1)
 
@@ -175,20 +175,20 @@ _DEVICE_OPS = ForwardOps(
 
 
 def _locate_cache_entries(b: DecodeInputs, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the page [R] and the place in it [R] of each row's new key and value, and the number
-    of positions that the row reads [R]. A finished row writes to the unused last page and reads one
-    position.
+    """Return the block [R] and the place in it [R] of each row's new key and value, and the number
+    of positions that the row reads [R]. A finished row writes to the unused last block and reads
+    one position.
     """
-    unused_page, block_size = kv.shape[1] - 1, kv.shape[2]
+    unused_block, block_size = kv.shape[1] - 1, kv.shape[2]
     ended = b.remaining < 1
     private_position = b.position - b.skip
-    page = (
+    block = (
         b.table.gather(1, (private_position // block_size).unsqueeze(1))
         .squeeze(1)
         .long()
-        .masked_fill(ended, unused_page)
+        .masked_fill(ended, unused_block)
     )
-    return page, b.position % block_size, (private_position + 1).int().masked_fill_(ended, 1)
+    return block, b.position % block_size, (private_position + 1).int().masked_fill_(ended, 1)
 
 
 def _record_tokens(
@@ -244,9 +244,9 @@ class CapturedGraph(Protocol):
 
 
 class CUDAGraphRunner:
-    """Run steps of `model` over `buffers` and the pages `kv`.
+    """Run steps of `model` over `buffers` and the blocks `kv`.
 
-    `max_blocks` is the largest number of pages of a block table. The model is only weakly
+    `max_blocks` is the largest number of blocks of a block table. The model is only weakly
     referenced.
     """
 
@@ -277,7 +277,7 @@ class CUDAGraphRunner:
     def prepare(self, rows: int, shared: bool) -> None:
         """Capture the graphs of batches of up to `rows` rows, unless that has been done.
 
-        `shared`: whether rows may be in groups with shared pages.
+        `shared`: whether rows may be in groups with shared blocks.
         """
         if self.uses_graphs:
             self._get_graph(self.bucket_for(rows), shared)
@@ -285,7 +285,7 @@ class CUDAGraphRunner:
     def run(self, rows: int, width: int, shared: bool, count: int) -> None:
         """Run `count` steps of the first `rows` rows (a bucket) without synchronization.
 
-        `width`: the current number of pages of the longest table.
+        `width`: the current number of blocks of the longest table.
         """
         graph = self._get_graph(rows, shared) if self.uses_graphs else None
         self.buffers.at.zero_()
@@ -299,7 +299,7 @@ class CUDAGraphRunner:
         """Return the bucket's graph, after capturing it and all smaller buckets that are missing.
 
         Batches shrink, so smaller buckets follow. The largest is captured first, so that the others
-        can reuse the memory of its pool. A graph for shared pages also serves rows without any.
+        can reuse the memory of its pool. A graph for shared blocks also serves rows without any.
         """
         shared = rows > 1 and (shared or (rows, True) in self._graphs)
         if (rows, shared) not in self._graphs:
@@ -313,7 +313,7 @@ class CUDAGraphRunner:
         return self._graphs[rows, shared]
 
     def _capture(self, rows: int, shared: bool) -> CapturedGraph:
-        """Capture a graph of a single step; this writes to the buffers and to the unused page."""
+        """Capture a graph of a single step; this writes to the buffers and to the unused block."""
         b, step_args = (
             self.buffers,
             (self.model, self.kv, self.ropes, self.buffers, rows, self.max_blocks, shared),

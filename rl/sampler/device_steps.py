@@ -1,4 +1,5 @@
-"""Run several decode steps of the rows of a paged cache between two host syncs.
+"""Run several decode steps of the rows of a paged cache between two host syncs (multi-step
+scheduling).
 
 The device feeds and samples tokens and ends rows by itself, because the random number of each token
 is known in advance. cuda_graphs.py runs the steps; this module copies the rows to its buffers, and
@@ -60,6 +61,8 @@ class DeviceSteps:
         steps_per_sync: int,
         records_experts: bool,
     ):
+        if state.decoder.multi_adapter:
+            raise ValueError("several steps per sync have one adapter for all rows: leave it None")
         self._rows, self._state, self._stops, self._pool = rows, state, stops, pool
         # the position of an ended row is one past its last token
         self._max_blocks = state.block_manager.num_blocks_for(max_positions) + 1

@@ -142,7 +142,7 @@ def make_engine(
     if "adapters per row" in present:
         decoder = MultiAdapterDecoder.on_base_of(decoder)
     if cache == "paged":
-        settings |= {"block_size": BLOCK_SIZE, "kept": idle_pool, "sizes": sizes}
+        settings |= {"block_size": BLOCK_SIZE, "idle_pool": idle_pool, "sizes": sizes}
         settings["steps_per_sync"] = STEPS_PER_SYNC if device_steps else None
     return Engine(decoder, **settings)
 

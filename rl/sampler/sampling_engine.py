@@ -65,10 +65,10 @@ class Engine(Scheduler):
     Requests may be added, and the weights changed, between any two steps.
 
     `block_size`: positions of a block of a paged cache, for the fast decoder (None: a contiguous
-    cache). `kept` provides the pool of blocks, and receives it when the engine is closed. `sizes`:
-    the sizes of all expected requests (`max_blocks`); the pool is smaller than the budget if they
-    need less (None: unknown). `steps_per_sync`: most tokens of each row in each `step`, which the
-    device samples without the host (None: the host runs each step).
+    cache). `idle_pool` provides the pool of blocks, and receives it when the engine is closed.
+    `sizes`: the sizes of all expected requests (`max_blocks`); the pool is smaller than the budget
+    if they need less (None: unknown). `steps_per_sync`: most tokens of each row in each `step`,
+    which the device samples without the host (None: the host runs each step).
 
     A decoder of several models (`MultiAdapterDecoder`) samples each request from the model that its
     `adapter_id` selects. If the weights of a request produce no numbers (NaN), only the requests of
@@ -89,7 +89,7 @@ class Engine(Scheduler):
         record_experts: bool = False,
         *,
         block_size: int | None = None,
-        kept: IdleKVCachePool | None = None,
+        idle_pool: IdleKVCachePool | None = None,
         sizes: Iterable[tuple[int, int, int]] | None = None,
         steps_per_sync: int | None = None,
     ):
@@ -108,7 +108,7 @@ class Engine(Scheduler):
             raise ValueError(f"steps_per_sync={steps_per_sync}: at least 1")
         if record_experts:
             enable_expert_recording(decoder)
-        super().__init__(decoder, kv_cache_tokens, max_rows, block_size, kept, sizes)
+        super().__init__(decoder, kv_cache_tokens, max_rows, block_size, idle_pool, sizes)
         self.version = version
         self.eos_token_ids = tuple(sorted({int(token) for token in eos_token_ids}))
         self.max_context = min(limits) if limits else None

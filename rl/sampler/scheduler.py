@@ -66,10 +66,11 @@ class _PreemptedRow:
 
 
 class Scheduler:
-    """Hold the samples of an engine and its KV cache: the base class of `Engine`.
+    """Hold the samples of an engine and its KV cache, and prefill what it admits: the base class of
+    `Engine`.
 
-    `block_size`, `kept`, `sizes`: see `Engine`. Cached conversations are stored among the prompts.
-    They are evicted if a waiting request does not fit otherwise.
+    `block_size`, `idle_pool`, `sizes`: see `Engine`. Cached conversations are stored among the
+    prompts. They are evicted if a waiting request does not fit otherwise.
     """
 
     # whether rows are admitted only if all are expected to end without a preemption; if not, as
@@ -82,7 +83,7 @@ class Scheduler:
         kv_cache_tokens: int,
         max_rows: int,
         block_size: int | None,
-        kept: IdleKVCachePool | None,
+        idle_pool: IdleKVCachePool | None,
         sizes: Iterable[tuple[int, int, int]] | None,
     ):
         self.decoder, self.kv_cache_tokens, self.max_rows = decoder, kv_cache_tokens, max_rows
@@ -95,7 +96,7 @@ class Scheduler:
         self._prompts: list[CachedPrompt] = []  # by slot of the state
         self._settings: RowSamplingSettings | None = None  # of the rows, made when they are sampled
         self._lengths = LengthEstimator()
-        self._idle_pool = kept or IdleKVCachePool()
+        self._idle_pool = idle_pool or IdleKVCachePool()
         self._pool: KVCachePool | None = None
         self._blocks: BlockManager | None = None  # None over a contiguous cache
         self._state: Any  # a `DecodeState`

@@ -346,10 +346,11 @@ def _list_assumptions(needs: StageNeeds) -> list[str]:
         f"{work.answer}; a micro-batch is {layout}"
     ]
     if work.samples:
-        team = needs.launch.sampler_tp
+        tp_size = needs.launch.sampler_tp
         together = (
-            f", by groups of {team} processes, each with its part of weights and cache of a sampler"
-            if team > 1
+            f", by groups of {tp_size} processes, each with its part of weights and cache of a "
+            "sampler"
+            if tp_size > 1
             else ""
         )
         lines.append(f"sampled at once: {work.rows} answers to {work.prompts} prompts{together}")

@@ -170,14 +170,14 @@ def _compute_needs(
     samplers, launch = _split_launch(settings, launch)
     skeleton = load_model_skeleton(model.base_model, model.tokenizer, model.make_lora())
     shape = skeleton.shape
-    team = _tensor_parallel_size(
+    tp_size = _tensor_parallel_size(
         sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
     )
     if optim.context_parallel_size > 1:
         check_context_parallel_size(optim.context_parallel_size, launch.world)
         skeleton.check_divisible(optim.context_parallel_size)
-    sampler_world = (samplers or launch).world // team
-    in_pages = _uses_paged_cache(sampling, model, shape, launch, team)
+    sampler_world = (samplers or launch).world // tp_size
+    in_pages = _uses_paged_cache(sampling, model, shape, launch, tp_size)
     work = _compute_step_work(method, shape, prompt, launch.world, sampler_world, in_pages)
     batch = work.batch
     launch = replace(
@@ -185,7 +185,7 @@ def _compute_needs(
         base_dtype=_base_dtype(model, launch),
         optimizer=optim.optimizer,
         loads_in_shards=supports_lazy_loading(model.base_model),
-        sampler_tp=team,
+        sampler_tp=tp_size,
     )
     others, critics = _list_other_shapes(method, model, shape, fresh_adapter)
     held = _trace(skeleton, model, batch, launch) if traced else MicroBatchMemory()
@@ -339,14 +339,14 @@ def _find_other_shape(
 
 
 def _uses_paged_cache(
-    sampling: Any, model: ModelSettings, shape: ModelShape, launch: LaunchShape, team: int
+    sampling: Any, model: ModelSettings, shape: ModelShape, launch: LaunchShape, tp_size: int
 ) -> bool:
     """Return whether the sampler uses a paged KV cache, as `rl.sampler.make_engine` chooses.
 
     On a GPU the engine tries it; the plan assumes that it succeeds.
     """
     may = shape.fast and sampling.sampler != "hf" and not model.router_replay
-    chosen = sampling.sampler_cache == "auto" and launch.cuda and team == 1
+    chosen = sampling.sampler_cache == "auto" and launch.cuda and tp_size == 1
     return may and (sampling.sampler_cache == "paged" or chosen)
 
 

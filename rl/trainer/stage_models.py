@@ -395,14 +395,14 @@ class OpponentModels:
         self,
         environment: Environment,
         settings: EnvironmentSettings,
-        hosts: StageModelFactory,
+        factory: StageModelFactory,
         folder: Path,
         stage: str,
     ):
-        self.hosts, self.folder, self.stage = hosts, folder, stage
+        self.factory, self.folder, self.stage = factory, folder, stage
         self.every = settings.opponents_every
         self.models, self.renderers = load_opponents(
-            environment.models, hosts.load, hosts.renderer_of, settings.players_temperature
+            environment.models, factory.load, factory.renderer_of, settings.players_temperature
         )
         pool = OpponentPool(settings.opponents, settings.opponents_by)
         self.version_pool = pool if OPPONENT_POOL in environment.models else None
@@ -491,7 +491,7 @@ class OpponentModels:
         if self._loaded_version is None or self._loaded_version[0] != name:
             if self._loaded_version is not None:
                 self._loaded_version[1].release()
-            client = self.hosts.service.create_sampling_client(model_path=str(self._path(name)))
+            client = self.factory.service.create_sampling_client(model_path=str(self._path(name)))
             self._loaded_version = name, client
         return self._loaded_version[1]
 

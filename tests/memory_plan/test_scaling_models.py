@@ -92,11 +92,11 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path)
     reference = shape_of(model, tmp_path / "all")
     tower = sum(p.numel() for p in model.model.visual.parameters())
     assert (
-        reference.seeing == reference.seeing_trained == tower
+        reference.vision_parameters == reference.vision_trainable == tower
         and reference.active_parameters == reference.parameters - tower
     )
     frozen = shape_of(model, tmp_path / "lora", LoraConfig(2))
-    assert frozen.seeing == tower and frozen.seeing_trained == 0
+    assert frozen.vision_parameters == tower and frozen.vision_trainable == 0
     side = 4  # patches per side of a 16 x 16 image
     pixels = torch.zeros(side * side, 3 * 4 * 4)
     result = count_flops(

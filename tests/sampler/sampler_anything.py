@@ -197,7 +197,7 @@ def engine_of(
         page=page,
         version=version,
     )
-    settings["kept"] = kept
+    settings["idle_pool"] = kept
     engine = (
         multistep_engine(decoder, EOS, Letters(), steps_per_sync=look, **settings)
         if kind == "stepped"

@@ -322,7 +322,7 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
 
     def drawn(kept):
         engine = multistep_engine(
-            decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24, kept=kept
+            decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24, idle_pool=kept
         )
         for i in range(6):
             engine.add(

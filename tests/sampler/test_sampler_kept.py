@@ -107,7 +107,9 @@ def test_three_calls_with_new_weights_between_capture_once(captured, kind):
     model = add_lora(tiny_model(name), LORA) if more else tiny_model(name)
     decoder, between, pages, seen = make_decoder(model, kind="fast"), IdleKVCachePool(), set(), []
     for call in range(3):
-        engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
+        engine = multistep_engine(
+            decoder, page=4, kv_cache_tokens=400, max_rows=16, idle_pool=between
+        )
         result = run_requests(engine, requests(call))
         pages.add(engine._state.kv[0].data_ptr())
         engine.close()
@@ -206,11 +208,11 @@ def test_another_decoder_has_graphs_of_its_own_over_the_same_pages(captured):
     expected = [run_requests(Engine(decoder), requests()) for decoder in (first, second)]
     for turn in (0, 1, 0, 1):
         engine = multistep_engine(
-            (first, second)[turn], page=4, kv_cache_tokens=400, max_rows=16, kept=between
+            (first, second)[turn], page=4, kv_cache_tokens=400, max_rows=16, idle_pool=between
         )
         same(run_requests(engine, requests()), expected[turn])
         engine.close()
-    engine = multistep_engine(first, page=4, kv_cache_tokens=400, max_rows=16, kept=between)
+    engine = multistep_engine(first, page=4, kv_cache_tokens=400, max_rows=16, idle_pool=between)
     for turn in (0, 1, 0):
         engine.change_weights((first, second)[turn], turn)
         same(run_requests(engine, requests()), expected[turn])
@@ -235,7 +237,9 @@ def test_stops_of_another_engine_are_not_the_next_ones():
             )
             for i, stop in enumerate(stops)
         ]
-        engine = multistep_engine(decoder, page=4, kv_cache_tokens=4000, max_rows=64, kept=between)
+        engine = multistep_engine(
+            decoder, page=4, kv_cache_tokens=4000, max_rows=64, idle_pool=between
+        )
         same(run_requests(engine, queries), run_requests(Engine(decoder), queries))
         engine.close()
 
@@ -244,7 +248,7 @@ def test_what_a_decoder_captured_goes_with_it():
     decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), IdleKVCachePool()
     other = decoder.fork()
     for item in (decoder, other):
-        engine = multistep_engine(item, page=4, kv_cache_tokens=400, kept=between)
+        engine = multistep_engine(item, page=4, kv_cache_tokens=400, idle_pool=between)
         run_requests(engine, requests())
         engine.close()
     gone = weakref.ref(other)
@@ -266,14 +270,14 @@ def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeyp
     pools = []
     monkeypatch.setattr(kv_cache_pool.KVCachePool, "__init__", counted)
     for tokens in (400, 400, 800, 400):
-        engine = multistep_engine(decoder, page=4, kv_cache_tokens=tokens, kept=between)
+        engine = multistep_engine(decoder, page=4, kv_cache_tokens=tokens, idle_pool=between)
         run_requests(engine, requests())
         engine.close()
         engine.close()  # closing twice is a no-op
         del engine
     assert alive == [0, 0, 0]
     with_one, second = (
-        multistep_engine(decoder, page=4, kv_cache_tokens=400, kept=between) for _ in range(2)
+        multistep_engine(decoder, page=4, kv_cache_tokens=400, idle_pool=between) for _ in range(2)
     )
     assert with_one._state.kv[0] is not second._state.kv[0]
     with_one.close()
@@ -294,7 +298,7 @@ def test_a_learner_gets_the_memory_until_it_has_left_room():
     between = IdleKVCachePool(room)
 
     def sample():
-        engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, kept=between)
+        engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, idle_pool=between)
         size = engine._pool.bytes
         engine.close()
         return size

@@ -31,7 +31,9 @@ def small_pages(monkeypatch, request):
     def over_pages(decoder, *args, **settings):
         if type(decoder) is not FastDecoder:
             settings = {
-                name: value for name, value in settings.items() if name not in ("kept", "sizes")
+                name: value
+                for name, value in settings.items()
+                if name not in ("idle_pool", "sizes")
             }
             return Engine(decoder, *args, **settings)
         kind, more = (
@@ -50,7 +52,7 @@ def small_pages(monkeypatch, request):
         sampler_versions,
         "make_engine",
         lambda decoder, cache, kept, sizes, features, **settings: over_pages(
-            decoder, kept=kept, sizes=sizes, **settings
+            decoder, idle_pool=kept, sizes=sizes, **settings
         ),
     )
     yield
