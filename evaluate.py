@@ -16,8 +16,8 @@ file. All flags of train.py on reading data and building prompts are accepted to
 import argparse
 import hashlib
 import json
+import os
 import re
-import shlex
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -127,33 +127,6 @@ parser.add_argument(
 )
 
 
-def split_environment_flags(words: list[str]) -> tuple[tuple[tuple[str, str], ...], list[str]]:
-    """Split the unknown arguments into environment settings (--environment.KEY VALUE) and other
-    words.
-    """
-    flags: list[tuple[str, list[str]]] = []
-    others: list[str] = []
-    in_environment_flag = False
-    for word in words:
-        name, equals, value = word.partition("=")
-        if word.startswith("--"):
-            in_environment_flag = name.startswith("--environment.") and len(name) > len(
-                "--environment."
-            )
-            if in_environment_flag:
-                flags.append(
-                    (
-                        name.removeprefix("--environment.").replace("-", "_"),
-                        [value] if equals else [],
-                    )
-                )
-        elif in_environment_flag:
-            flags[-1][1].append(word)
-        if not in_environment_flag:
-            others.append(word)
-    return tuple((name, shlex.join(values or ["True"])) for name, values in flags), others
-
-
 @dataclass(frozen=True)
 class EvaluationRequest:
     """Hold the settings of the evaluation's data and environment."""
@@ -258,27 +231,28 @@ def resolve_settings(
         raise UserError(
             f"{missing}: pass --dataset (such as openai/gsm8k) and --reward (such as gsm8k)"
         )
-    overrides = {
+    requested = {
         "eval_dataset": dataset,
         "eval_limit": args.limit,
         "renderer": args.renderer,
         "sandbox": args.sandbox,
+        "reward": reward,
     }
-    data = replace(data, **{name: value for name, value in overrides.items() if value is not None})
+    overrides: dict[str, Any] = {
+        name: value for name, value in requested.items() if value is not None
+    }
     if dataset is not None:  # it alone, without the further sets of the run
-        data = replace(data, more_datasets=(), dataset_weights=(), more_eval_datasets=())
+        overrides |= {"more_datasets": (), "dataset_weights": (), "more_eval_datasets": ()}
+        overrides["data_format"] = data.prompt_format
     if dataset_reward is not None:  # its rows have a different format than the run's
-        data = replace(
-            data,
-            data_format="auto",
-            prompt_column="prompt",
-            answer_column="answer",
-            response_column=None,
-            dataset_config=None,
-        )
-    if reward is not None:
-        data = replace(data, reward=reward, rewards=())
-    data, sampling = override_settings((data, sampling), args.others, vars(args))
+        overrides |= {
+            "data_format": "auto",
+            "prompt_column": "prompt",
+            "answer_column": "answer",
+            "response_column": None,
+            "dataset_config": None,
+        }
+    data, sampling = override_settings((data, sampling), args.others, vars(args), overrides)
     run_temperature = (
         sampling.temperature if sampling.eval_temperature is None else sampling.eval_temperature
     )
@@ -606,13 +580,32 @@ def choose_output(args: argparse.Namespace, weights: Any, labels: list[str]) -> 
     return weights.run_folder / EVALUATIONS / f"{stem}-{digest}.json"
 
 
+def check_output(output: Path) -> None:
+    """Create the folder of --output. The program ends if the files cannot be written."""
+    for path in (output, output.with_suffix(".md")):
+        if path.is_dir():
+            parser.error(f"output is a .json file, and {path} is a folder")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"the folder of output cannot be created: {error}")
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        parser.error(f"output cannot be written: {output.parent} is not writable")
+
+
 def read_arguments() -> argparse.Namespace:
     """Return the arguments of the command line. The program ends if one is invalid."""
     args, rest = parser.parse_known_args()
+    from rl.config import find_ambiguous_flag
+
+    if flag := args.weights and find_ambiguous_flag(sys.argv, rest, args.weights):
+        parser.error(f"put WEIGHTS before {flag}, whose value could otherwise be taken for it")
     if args.weights is None and len(args.dataset) > 1:
         args.weights = args.dataset.pop()  # --dataset NAME WEIGHTS
     if args.weights is None:
         parser.error("the following arguments are required: WEIGHTS")
+    from rl.config import split_environment_flags
+
     args.environment_settings, args.others = split_environment_flags(rest)
     for name, least in {
         "limit": 1,
@@ -632,6 +625,8 @@ def read_arguments() -> argparse.Namespace:
             parser.error(f"{name} has a value twice: {' '.join(map(str, values))}")
     if args.output is not None and args.output.suffix == ".md":
         parser.error(f"output is a .json file (the .md file is written beside it): {args.output}")
+    if args.output is not None:
+        check_output(args.output)
     return args
 
 

@@ -53,12 +53,21 @@ parser.add_argument(
 )
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace, exported: list[Path]) -> None:
+    """Export the weights, and push them. `exported` receives OUT when it is written."""
     from rich.console import Console
 
-    from rl.trainer import describe_export, export_weights, format_script, push_to_hub
+    from rl.trainer import (
+        check_hub_login,
+        describe_export,
+        export_weights,
+        format_script,
+        push_to_hub,
+    )
 
     console = Console(highlight=False, soft_wrap=True)
+    if args.push:
+        check_hub_login()
     summary = export_weights(
         args.weights,
         args.out,
@@ -68,6 +77,7 @@ def main(args: argparse.Namespace) -> None:
         overwrite=args.overwrite,
         trusted=args.trust_run,
     )
+    exported.append(args.out)
     console.print(describe_export(summary), markup=False)
     if args.push:
         console.print(f"pushed to {push_to_hub(args.out, args.push)}", markup=False)
@@ -81,8 +91,11 @@ if __name__ == "__main__":
     reduce_gc()
     from rl.trainer import run_guarded
 
+    exported: list[Path] = []
     sys.exit(
         run_guarded(
-            lambda: main(args), see="python export.py --help", outcome="nothing was exported"
+            lambda: main(args, exported),
+            see="python export.py --help",
+            outcome=lambda: "the export was not pushed" if exported else "nothing was exported",
         )
     )

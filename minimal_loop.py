@@ -73,7 +73,7 @@ def main(sft_steps: int, steps: int, problems: int = 64, group: int = 8, seed: i
                     "advantages": zeros + [advantage] * len(sequence.tokens),
                 }
                 data.append(types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs))
-        # 5. train
+        # 5. train; the divisor only scales the gradient, to which Adam is nearly indifferent
         client.forward_backward(
             data, "ppo", divisor=max(1, sum(len(d.model_input.to_ints()) for d in data))
         )

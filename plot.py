@@ -3,8 +3,8 @@ curves.png]`.
 
 The picture is written to curves.png in the run's folder; for several runs, to curves.png in the
 current folder. -o, or a last name that ends with .png, .svg or .pdf, sets another file; if it is a
-folder, the picture is curves.png in it. Runs that differ in the seed alone are drawn as their mean
-and a band of a standard deviation; --each-run draws a curve of each.
+folder, the picture is curves.png in it. The seeds of a run are drawn as their mean and a band of a
+standard deviation; --each-run draws a curve of each.
 """
 
 import argparse
@@ -41,7 +41,7 @@ parser.add_argument(
 parser.add_argument(
     "--each-run",
     action="store_true",
-    help="draw a curve of each run, also of runs that differ in the seed alone",
+    help="draw a curve of each run, also of several seeds",
 )
 
 

@@ -3,7 +3,8 @@
 
 The page holds its scripts and data: it opens from disk without a network. It is written to
 report.html in the run's folder; for several runs, to report.html in the current folder. -o sets
-another file. It needs plotly: pip install -e ".[report]" in the checkout.
+another file, or the folder of report.html. It needs plotly: pip install -e ".[report]" in the
+checkout.
 """
 
 import argparse

@@ -137,7 +137,9 @@ def open_models(
         # without a run, open_weights refuses a checkpoint
         checkpoint = args.checkpoint if target in runs or not runs else None
         saved = open_weights(target, checkpoint, trusted=args.trust_run)
-        data, sampling = override_settings(saved.prompt_settings, args.others, vars(args))
+        data, sampling = saved.prompt_settings
+        overrides = {"data_format": data.prompt_format} if args.dataset else {}
+        data, sampling = override_settings((data, sampling), args.others, vars(args), overrides)
         if len(args.weights) > 1:
             check_features((sampling.sampler, "several models"))
         service = saved.create_service(args.seed, args.sampler_tp, sampling)
@@ -182,21 +184,27 @@ def sample_prompts(model: SampledModel, args: argparse.Namespace, console: Conso
 
     from rl.chat import describe_sample
     from rl.images import content_to_text
+    from rl.sanitize import sanitize_message
     from rl.trainer import iterate_prompts
+
+    def sanitize(text: str) -> str:
+        return sanitize_message(text, len(text), console.encoding)
 
     for messages in iterate_prompts(
         model.data, read_prompts(args.prompt), args.dataset, args.limit
     ):
         if args.image:
             text = {"type": "text", "text": content_to_text(messages[-1]["content"])}
-            shown = [{"type": "image", "image": path} for path in args.image]
-            messages = [*messages[:-1], {**messages[-1], "content": [*shown, text]}]
+            images = [{"type": "image", "image": path} for path in args.image]
+            messages = [*messages[:-1], {**messages[-1], "content": [*images, text]}]
         tokens = model.renderer.build_generation_prompt(messages)
-        console.print(Text(f"\n{content_to_text(messages[-1]['content'])}", style="bold cyan"))
+        prompt = content_to_text(messages[-1]["content"])
+        console.print(Text(f"\n{sanitize(prompt)}", style="bold cyan"))
         for sequence in model.sampler.sample(tokens, args.n, model.params).result().sequences:
             message, ended = model.renderer.parse_response(sequence.tokens)
             note = describe_sample(sequence, "" if ended else "cut off")
-            console.print(Text(str(message["content"])).append(note, style="dim"))
+            answer = sanitize(str(message["content"]))
+            console.print(Text(answer).append(note, style="dim"))
 
 
 def chat(models: list[SampledModel], console: Console, resources: contextlib.ExitStack) -> None:
@@ -214,7 +222,11 @@ def chat(models: list[SampledModel], console: Console, resources: contextlib.Exi
 
 if __name__ == "__main__":
     args, args.others = parser.parse_known_args()
-    for name, least in {
+    from rl.config import find_ambiguous_flag
+
+    if flag := find_ambiguous_flag(sys.argv, args.others, args.weights[0]):
+        parser.error(f"put WEIGHTS before {flag}, whose value could otherwise be taken for it")
+    for name, minimum in {
         "limit": 1,
         "n": 1,
         "max_tokens": 1,
@@ -223,8 +235,8 @@ if __name__ == "__main__":
         "sampler_tp": 1,
     }.items():
         value = getattr(args, name)
-        if value is not None and not value >= least:
-            parser.error(f"{name.replace('_', '-')} is at least {least}, got {value}")
+        if value is not None and not value >= minimum:
+            parser.error(f"{name.replace('_', '-')} is at least {minimum}, got {value}")
     if len(args.weights) > 1 and not args.chat:
         parser.error(f"several WEIGHTS need --chat, got {' '.join(args.weights)}")
     if args.chat and (args.prompt or args.dataset or args.image or args.n != 1):
@@ -232,6 +244,8 @@ if __name__ == "__main__":
             "--chat reads messages from the terminal or a pipe: leave out --prompt, --dataset, "
             "--image and -n"
         )
+    if args.prompt and args.dataset:
+        parser.error("--prompt and --dataset both name prompts: leave out one of them")
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     if args.chat and max(args.sampler_tp, num_launched) > 1:
         wrong = f"--sampler-tp {args.sampler_tp}" if args.sampler_tp > 1 else "a launcher"

@@ -62,16 +62,20 @@ parser.add_argument(
     "--sampler",
     choices=("auto", "vllm"),
     default="auto",
-    help="auto: the sampler in this process. vllm is refused: vLLM servers hold the weights of one "
-    "model (docs/vllm.md)",
+    help="auto: the sampler in this process. vllm: vLLM servers sample from the LoRA adapters of "
+    "all clients (docs/vllm.md)",
 )
 parser.add_argument(
-    "--sampler-tp",
-    type=int,
-    default=1,
-    metavar="K",
-    help="under accelerate launch: tensor parallel size, the number of processes "
-    "that share the weights (default 1)",
+    "--sampler-url",
+    nargs="+",
+    metavar="URL",
+    help="addresses of the vLLM servers, such as http://localhost:8000",
+)
+parser.add_argument(
+    "--sampler-folder",
+    metavar="FOLDER",
+    help="folder for adapters that all vLLM servers see under the same path (default: a temporary "
+    "folder of this machine)",
 )
 parser.add_argument(
     "--renderer", help="renderer that converts chats to tokens (default: the model's chat template)"
@@ -83,6 +87,39 @@ parser.add_argument(
     metavar="SECONDS",
     help="from SIGTERM to exit: running work gets a third, then models are written (default 60)",
 )
+worker = parser.add_argument_group(
+    "model and memory",
+    "settings of train.py that apply to all models (docs/reference/settings.md)",
+)
+# rl.serve.serve_settings.WORKER_FLAGS: rl.config reads the values
+for flag, text in {
+    "precision": "auto, fp32 or bf16: precision of the arithmetic (default auto: bf16 on a GPU)",
+    "base-dtype": "auto, fp32, bf16 or 4bit: of the frozen base under the adapters (default auto: "
+    "as the arithmetic; 4bit: the learner's base as NF4, the sampler's copy stays bf16, and each "
+    "model has both for itself)",
+    "kv-cache-tokens": "size of a device's KV cache, in tokens (default 262144)",
+    "max-rows": "maximum number of sequences decoded at once on a device (default 1024)",
+    "sampler-cache": "auto, plain or paged: layout of the KV cache (default auto)",
+    "sampler-tp": "under accelerate launch: tensor parallel size, the number of processes that "
+    "share the sampler's weights (default 1)",
+    "num-speculative-tokens": "maximum number of draft tokens of a sequence in a decode step: "
+    "speculative decoding (default 0: off)",
+    "token-budget": "tokens of a micro-batch of training, which set the activation memory "
+    "(default 16384)",
+    "layout": "auto, padded, packed or shared: layout of a micro-batch (default auto)",
+    "kept-logits-gib": "memory in which the output head may keep logits, in GiB (default: a share "
+    "of the free memory)",
+    "fused-logprobs": "false: compute logprobs without the fused kernel (default true)",
+    "optimizer": "adamw, adamw_8bit or paged_adamw_8bit (default adamw)",
+    "context-parallel-size": "under accelerate launch: processes that share a micro-batch of long "
+    "sequences (default 1)",
+}.items():
+    worker.add_argument(f"--{flag}", help=text)
+for flag, text in {
+    "gradient-checkpointing": "recompute activations in the backward pass: less memory, more time",
+    "offload-activations": "keep the inputs of the layers in CPU memory meanwhile",
+}.items():
+    worker.add_argument(f"--{flag}", nargs="?", const="true", metavar="BOOL", help=text)
 limits = parser.add_argument_group(
     "limits",
     "with several tenants, each may hold at most half of the capacity that the others leave free",
@@ -129,6 +166,15 @@ limits.add_argument(
     help="time without a heartbeat after which a session's memory is freed (default 900)",
 )
 
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be imported. `google` alone is a folder of several packages."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False
+
+
 if __name__ == "__main__":
     args = parser.parse_args()
     from rl.startup import reduce_gc
@@ -139,17 +185,15 @@ if __name__ == "__main__":
     def serve() -> None:
         from rl.errors import UserError, install_command
 
-        needed = "fastapi starlette uvicorn google prometheus_client zstandard".split()
-        lacking = [name for name in needed if importlib.util.find_spec(name) is None]
+        needed = "fastapi starlette uvicorn google.protobuf prometheus_client zstandard".split()
+        lacking = [name for name in needed if not is_installed(name)]
         if lacking:
             raise UserError(
                 f"serving needs packages that are not installed ({', '.join(lacking)}): "
                 f"{install_command('serve')}"
             )
-        from rl.sampler import check_features
         from rl.serve import main
 
-        check_features((args.sampler, "several models"))
         main(args)
 
     sys.exit(run_guarded(serve, see="python serve.py --help", outcome="nothing is served"))

@@ -4,25 +4,16 @@ Everything else about the package is in pyproject.toml.
 """
 
 import shutil
+import sys
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-SCRIPTS = (
-    "train",
-    "sample",
-    "evaluate",
-    "export",
-    "serve",
-    "plot",
-    "report",
-    "watch",
-    "check_reward",
-    "why",
-    "minimal_loop",
-)
+sys.path.insert(0, str(ROOT))  # which an isolated build leaves out
+
+from whetstone import SCRIPTS  # noqa: E402
 
 
 class BuildWithScripts(build_py):
@@ -33,8 +24,8 @@ class BuildWithScripts(build_py):
             return
         target = Path(self.build_lib) / "whetstone_scripts"
         target.mkdir(parents=True, exist_ok=True)
-        for name in SCRIPTS:
-            shutil.copy2(ROOT / f"{name}.py", target)
+        for name in (*SCRIPTS, "minimal_loop"):
+            shutil.copy2(ROOT / f"{name.replace('-', '_')}.py", target)
         for folder in ("recipes", "accelerate_configs", "ds_configs"):
             shutil.copytree(ROOT / folder, target / folder, dirs_exist_ok=True)
 

@@ -2,7 +2,7 @@
 `python train.py`.
 
 Without arguments it runs the default recipe, recipes/sorting.yaml. `--help` lists methods and
-recipes, `METHOD --help` all settings.
+recipes, `METHOD --help` the most used settings, `METHOD --help all` all.
 """
 
 import sys

@@ -6,8 +6,6 @@ the plain model does, in each layout, or refuses it by name.
     python bench/architectures.py
     # some architectures; their rows replace the existing rows
     python bench/architectures.py --only llama gpt_neo
-    # only resume, reload and adapter, of built rows that have no such cell yet
-    python bench/architectures.py --saved
 
 The script writes a row after each architecture. Each architecture runs in a separate process with a
 time limit. Columns:
@@ -31,9 +29,7 @@ Sequences are 12 to 70 tokens long and windows are 40. The exit code is 1 if a r
 
 from __future__ import annotations
 
-import argparse
 import copy
-import csv
 import logging
 import multiprocessing
 import os
@@ -56,6 +52,7 @@ import torch  # noqa: E402
 from tiny_models import VOCAB, model_types, tiny_model  # noqa: E402
 
 from bench.architectures_saved import adapter_column, saved_columns  # noqa: E402
+from bench.harness import RESULTS, make_parser, read_table, write_table  # noqa: E402
 from rl.distributed import make_accelerator  # noqa: E402
 from rl.errors import UserError  # noqa: E402
 from rl.layers import describe_layers  # noqa: E402
@@ -68,25 +65,11 @@ from rl.sampler.decoder_hf import HFDecoder  # noqa: E402
 from rl.types import Datum, LoraConfig, ModelInput, SamplingParams  # noqa: E402
 from tools.architectures_page import main as write_page  # noqa: E402
 
-TABLE = HERE / "results" / "architectures.csv"
-COLUMNS = [
-    "architecture",
-    "class",
-    "attention",
-    "parameters",
-    "padded",
-    "packed",
-    "shared",
-    "checkpointing",
-    "sampler",
-    "resume",
-    "reload",
-    "adapter",
-    "rows",
-    "layers",
-    "lora_left_out",
-    "seconds",
-]
+TABLE = RESULTS / "architectures.csv"
+COLUMNS = (
+    "architecture class attention parameters padded packed shared checkpointing sampler resume "
+    "reload adapter rows layers lora_left_out seconds"
+).split()
 LOGPROBS, GRADIENT, SAMPLED = 1e-4, 1e-3, 1e-3
 # Share of the tokens that may differ if a layer chooses the positions it reads by scores: with a
 # tiny vocabulary, some scores are nearly equal.
@@ -109,14 +92,10 @@ def sequences() -> list[Datum]:
         texts += [(prompt + draw(n), len(prompt)) for n in answers]
     results = []
     for tokens, prompt in texts:
-        weights = np.concatenate(
-            [np.zeros(prompt - 1), rng.uniform(0.2, 1.0, len(tokens) - prompt)]
-        ).astype(np.float32)
-        results.append(
-            Datum(
-                ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights}
-            )
-        )
+        answer = rng.uniform(0.2, 1.0, len(tokens) - prompt)
+        weights = np.concatenate([np.zeros(prompt - 1), answer]).astype(np.float32)
+        fields = {"target_tokens": tokens[1:], "weights": weights}
+        results.append(Datum(ModelInput.from_ints(tokens[:-1]), fields))
     return results
 
 
@@ -129,21 +108,21 @@ def compute_plain(
     model.zero_grad()
     logprobs = []
     for datum in datums:
-        logits = (
-            model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False)
-            .logits[0]
-            .double()
-        )
-        targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)
-        logp = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-        (-(logp * torch.from_numpy(datum.loss_fn_inputs["weights"].array)).sum()).backward()
+        inputs = {k: torch.from_numpy(v.array) for k, v in datum.loss_fn_inputs.items()}
+        logp = score_tokens(model, datum.model_input.to_ints(), inputs["target_tokens"])
+        (-(logp * inputs["weights"]).sum()).backward()
         logprobs.append(logp.detach().numpy())
-    return logprobs, {
-        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-    }
+    gradients = ((name, p.grad) for name, p in model.named_parameters())
+    return logprobs, {name: grad.clone() for name, grad in gradients if grad is not None}
 
 
-def compute_rounding_error(model: Any, datums: list[Datum], logprobs: list[np.ndarray]) -> float:
+def score_tokens(model: Any, ids: list[int], targets: torch.Tensor) -> torch.Tensor:
+    """Return the logprobs in float64 of the tokens that follow the last positions of `ids`."""
+    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -len(targets) :]
+    return logits.double().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+def rounding_error(model: Any, datums: list[Datum], logprobs: list[np.ndarray]) -> float:
     """Return the largest difference, in nats, between the plain model's logprobs in float32 and in
     float64.
     """
@@ -152,19 +131,14 @@ def compute_rounding_error(model: Any, datums: list[Datum], logprobs: list[np.nd
 
 
 def loaded_copy(model: Any, name: str) -> models.LoadedModel:
-    return models.LoadedModel(
-        models._disable_randomness(copy.deepcopy(model)), None, f"tiny {name}", ()
-    )
+    plain = models._disable_randomness(copy.deepcopy(model))
+    return models.LoadedModel(plain, None, f"tiny {name}", ())
 
 
 def judge_architecture(
-    model: Any,
-    name: str,
-    datums: list[Datum],
-    truth: Any,
-    accelerator: Any,
+    model: Any, name: str, datums: list[Datum], truth: Any, accelerator: Any,
     settings: LearnerSettings,
-) -> str:
+) -> str:  # fmt: skip
     """Return a verdict in words on a learner's outputs and gradient, compared with `truth`."""
     try:
         learner = Learner(loaded_copy(model, name), accelerator, settings)
@@ -174,72 +148,47 @@ def judge_architecture(
     except (UserError, ValueError) as error:
         return f"refused: {error}"
     logprobs, gradient = truth
-    worst = max(
-        float(np.abs(outputs[i]["logprobs"] - expected).max())
-        for i, expected in enumerate(logprobs)
-    )
-    square = sum(
-        float((p.grad - gradient[n]).square().sum())
-        for n, p in learner.trainable.items()
-        if p.grad is not None and n in gradient
-    )
-    missing = [
-        n for n in gradient if learner.trainable[n].grad is None and gradient[n].abs().max() > 0
-    ]
+    pairs = ((outputs[i]["logprobs"], expected) for i, expected in enumerate(logprobs))
+    worst = max(float(np.abs(mine - expected).max()) for mine, expected in pairs)
+    mine = {name: p.grad for name, p in learner.trainable.items()}
+    missing = [n for n, g in gradient.items() if mine[n] is None and g.abs().max() > 0]
+    gaps = (mine[n] - g for n, g in gradient.items() if mine[n] is not None)
+    square = sum(float(gap.square().sum()) for gap in gaps)
     off = (square / sum(float(g.square().sum()) for g in gradient.values())) ** 0.5
-    if (
-        off <= GRADIENT
-        and not missing
-        and (worst <= LOGPROBS or worst <= 4 * compute_rounding_error(model, datums, logprobs))
-    ):
-        return "exact" + (
-            ""
-            if worst <= LOGPROBS
-            else f" ({worst:.1g} nats, as the plain model is from itself in float64)"
-        )
-    return f"WRONG: {worst:.2g} nats, gradient {off:.2g}" + (
-        f", none for {missing[:2]}" if missing else ""
-    )
+    if off <= GRADIENT and not missing and worst <= LOGPROBS:
+        return "exact"
+    if off <= GRADIENT and not missing and worst <= 4 * rounding_error(model, datums, logprobs):
+        return f"exact ({worst:.1g} nats, as the plain model is from itself in float64)"
+    none = f", none for {missing[:2]}" if missing else ""
+    return f"WRONG: {worst:.2g} nats, gradient {off:.2g}{none}"
 
 
+@torch.no_grad()
 def sampled(model: Any) -> str:
     """Sample from three prompts and return a verdict on the logprobs, compared with the plain
     model's scores.
     """
     rng = np.random.default_rng(9)
     prompts = [rng.integers(3, VOCAB, n).tolist() for n in (5, 50, 31)]
-    with torch.no_grad():
-        engine = Engine(
-            make_decoder(models._disable_randomness(copy.deepcopy(model))), (), max_context=200
-        )
-        params = SamplingParams(max_tokens=12, temperature=1.0, seed=0)
-        for i, prompt in enumerate(prompts):
-            engine.add(
-                SamplingRequest(prompt=prompt, num_samples=2, params=params, seed=3, problem=i)
-            )
-        worst, off, count = 0.0, 0, 0
-        for prompt, response in zip(prompts, engine.run(), strict=True):
-            for sequence in response.sequences:
-                ids = torch.tensor([prompt + sequence.tokens])
-                logits = (
-                    model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
-                )
-                expected = logits.log_softmax(-1).gather(
-                    -1, torch.tensor(sequence.tokens)[:, None]
-                )[:, 0]
-                apart = (torch.tensor(sequence.logprobs).double() - expected).abs()
-                worst, off, count = (
-                    max(worst, float(apart.max())),
-                    off + int((apart > SAMPLED).sum()),
-                    count + len(apart),
-                )
-    if (
-        worst > SAMPLED
-        and describe_layers(model).selected_positions
-        and off <= CHOSEN_OTHERWISE * count
-    ):
-        return f"exact but for {off} of {count} tokens, whose layers chose other positions to read"
-    return "exact" if worst <= SAMPLED else f"WRONG: {worst:.2g} nats"
+    decoder = make_decoder(models._disable_randomness(copy.deepcopy(model)))
+    engine = Engine(decoder, (), max_context=200)
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=0)
+    for i, prompt in enumerate(prompts):
+        request = SamplingRequest(prompt=prompt, num_samples=2, params=params, seed=3, problem=i)
+        engine.add(request)
+    gaps = []
+    for prompt, response in zip(prompts, engine.run(), strict=True):
+        for sequence in response.sequences:
+            ids, targets = [*prompt, *sequence.tokens[:-1]], torch.tensor(sequence.tokens)
+            expected = score_tokens(model, ids, targets)
+            gaps.append((torch.tensor(sequence.logprobs).double() - expected).abs())
+    apart = torch.cat(gaps)
+    worst, off = float(apart.max()), int((apart > SAMPLED).sum())
+    if worst <= SAMPLED:
+        return "exact"
+    if describe_layers(model).selected_positions and off <= CHOSEN_OTHERWISE * len(apart):
+        return f"exact but for {off} of {len(apart)} tokens, whose layers chose other positions to read"
+    return f"WRONG: {worst:.2g} nats"
 
 
 def rows_of(model: Any) -> str:
@@ -268,17 +217,10 @@ def measure_saved_columns(model: Any) -> dict[str, str]:
     datums, accelerator = sequences()[:3], make_accelerator(bf16=False)
     with tempfile.TemporaryDirectory() as folder:
         result: dict[str, str] = {}
-        text = attempt(
-            lambda: result.update(saved_columns(model, datums, accelerator, Path(folder))) or ""
-        )
-        adapter = attempt(lambda: adapter_column(model, datums, accelerator, Path(folder)))
+        inputs = model, datums, accelerator, Path(folder)
+        text = attempt(lambda: result.update(saved_columns(*inputs)) or "")
+        adapter = attempt(lambda: adapter_column(*inputs))
     return {"resume": text, "reload": text, **result, "adapter": adapter}
-
-
-def saved_row(known: dict[str, Any]) -> dict[str, Any]:
-    """Return a row measured before, with the columns SAVED added."""
-    torch.set_num_threads(1)
-    return {**known, **measure_saved_columns(tiny_model(known["architecture"]))}
 
 
 def row(name: str) -> dict[str, Any]:
@@ -299,9 +241,8 @@ def row(name: str) -> dict[str, Any]:
     def layout(which: str, checkpointing: bool = False) -> str:
         nonlocal truth
         truth = truth or compute_plain(plain, datums)
-        settings = LearnerSettings(
-            token_budget=400, layout=which, gradient_checkpointing=checkpointing
-        )
+        options: dict[str, Any] = {"layout": which, "gradient_checkpointing": checkpointing}
+        settings = LearnerSettings(token_budget=400, **options)
         return judge_architecture(model, name, datums, truth, accelerator, settings)
 
     for which in LAYOUTS:
@@ -309,9 +250,8 @@ def row(name: str) -> dict[str, Any]:
     result["checkpointing"] = attempt(lambda: layout("padded", checkpointing=True))
     result["sampler"] = attempt(lambda: sampled(plain))
     result.update(measure_saved_columns(model))
-    result["rows"] = (
-        attempt(lambda: rows_of(plain)) if result["sampler"].startswith("exact") else ""
-    )
+    exact = result["sampler"].startswith("exact")
+    result["rows"] = attempt(lambda: rows_of(plain)) if exact else ""
     result["layers"] = str(describe_layers(model))
     result["lora_left_out"] = attempt(lambda: left_out(model, name))
     result["seconds"] = round(time.perf_counter() - begin, 1)
@@ -322,48 +262,39 @@ def row(name: str) -> dict[str, Any]:
 
 
 def write(rows: dict[str, dict[str, Any]]) -> None:
-    TABLE.parent.mkdir(exist_ok=True)
-    with TABLE.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows[name] for name in sorted(rows))
+    cells = ({column: rows[name].get(column, "") for column in COLUMNS} for name in sorted(rows))
+    write_table(TABLE, list(cells))
 
 
-def in_its_own_process(
-    name: str, limit: float, work: Callable[[Any], dict[str, Any]] = row, inputs: Any = None
-) -> dict[str, Any]:
+def in_its_own_process(name: str, limit: float) -> dict[str, Any]:
     """Return a row from a child process, or a row that describes the end of the process. The
     process is forked, because the imports take seconds and a fork inherits them.
     """
-    here, present = multiprocessing.get_context("fork").Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(
-        target=_send_row, args=(name, present, work, name if inputs is None else inputs)
-    )
+    context = multiprocessing.get_context("fork")
+    here, present = context.Pipe(duplex=False)
+    process = context.Process(target=_send_row, args=(name, present))
     process.start()
     present.close()
     try:
         if here.poll(limit):
             return here.recv()
-        return {"architecture": name, "class": f"not tried: no row within {limit:g} s"}
+        why = f"no row within {limit:g} s"
     except EOFError:
         process.join(10)
-        return {
-            "architecture": name,
-            "class": f"not tried: the process ended with code {process.exitcode}",
-        }
+        why = f"the process ended with code {process.exitcode}"
     finally:
         process.kill()
         process.join()
+    return {"architecture": name, "class": f"not tried: {why}"}
 
 
-def _send_row(name: str, present: Any, work: Callable[[Any], dict[str, Any]], inputs: Any) -> None:
+def _send_row(name: str, present: Any) -> None:
     try:
-        present.send(work(inputs))
+        present.send(row(name))
     except Exception as error:  # noqa: BLE001
         first = (str(error).strip() or "no text").splitlines()[0]
-        present.send(
-            {"architecture": name, "class": f"not built: {type(error).__name__}: {first[:200]}"}
-        )
+        why = f"not built: {type(error).__name__}: {first[:200]}"
+        present.send({"architecture": name, "class": why})
 
 
 def warm_up() -> None:
@@ -375,53 +306,33 @@ def warm_up() -> None:
     add_lora(loaded_copy(tiny_model("llama"), "llama"), LoraConfig(rank=2))
 
 
-def summary(rows: dict[str, dict[str, Any]]) -> str:
+def summarize(rows: dict[str, dict[str, Any]]) -> str:
+    """Return a line for each column of verdicts, with the number of each verdict."""
     lines = []
-    for column in ("padded", "packed", "shared", "checkpointing", "sampler", *SAVED):
-        cells = [row.get(column) or "" for row in rows.values()]
-        counts = {
-            kind: sum(cell.startswith(kind) for cell in cells)
-            for kind in ("exact", "refused", "WRONG")
-        }
-        lines.append(
-            f"{column:14}" + "  ".join(f"{kind} {count}" for kind, count in counts.items())
+    for column in (*LAYOUTS, "checkpointing", "sampler", *SAVED):
+        cells, kinds = (
+            [row.get(column) or "" for row in rows.values()],
+            ("exact", "refused", "WRONG"),
         )
+        counts = (f"{kind} {sum(cell.startswith(kind) for cell in cells)}" for kind in kinds)
+        lines.append("  ".join([f"{column:14}", *counts]))
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", help="architectures, by transformers' model_type")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one architecture")
-    parser.add_argument(
-        "--saved",
-        action="store_true",
-        help="resume, reload and adapter alone, of rows that have no such cell",
-    )
-    request = parser.parse_args()
+    args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    rows: dict[str, dict[str, Any]] = {}
-    if TABLE.is_file():
-        with TABLE.open() as file:
-            rows = {row["architecture"]: row for row in csv.DictReader(file)}
+    rows = {row["architecture"]: row for row in read_table(TABLE)}
     warm_up()
-    names = (
-        [name for name in rows if rows[name]["parameters"] and not rows[name].get("resume")]
-        if request.saved
-        else model_types()
-    )
-    for name in request.only or names:
-        if request.saved:
-            result = in_its_own_process(name, request.limit, saved_row, rows[name])
-            rows[name] |= {column: result.get(column) or result["class"] for column in SAVED}
-        else:
-            rows[name] = in_its_own_process(name, request.limit)
+    for name in args.only or model_types():
+        rows[name] = in_its_own_process(name, args.limit)
         write(rows)
         print({key: value for key, value in rows[name].items() if key != "class"}, flush=True)
-    print(summary(rows))
+    print(summarize(rows))
     write_page()
     sys.exit(any(str(cell).startswith("WRONG") for row in rows.values() for cell in row.values()))
 

@@ -46,19 +46,15 @@ def _learner(loaded: models.LoadedModel, accelerator: Any) -> Learner:
 
 def _steps(learner: Learner, datums: list[Datum], count: int) -> None:
     for _ in range(count):
-        learner.run(
-            datums, get_loss("cross_entropy"), {}, temperature=1.0, divisor=10.0, backward=True
-        )
+        options = {"temperature": 1.0, "divisor": 10.0, "backward": True}
+        learner.run(datums, get_loss("cross_entropy"), {}, **options)
         learner.step(_ADAM)
 
 
 def _state(learner: Learner) -> dict[str, torch.Tensor]:
     """Return copies of the weights and of AdamW's state."""
-    results = {
-        **{name: p.detach() for name, p in learner.trainable.items()},
-        **learner.optimizer_tensors(),
-    }
-    return {name: tensor.clone() for name, tensor in results.items()}
+    results = dict(learner.trainable) | learner.optimizer_tensors()
+    return {name: tensor.detach().clone() for name, tensor in results.items()}
 
 
 @torch.no_grad()
@@ -86,30 +82,20 @@ def saved_columns(
     first = _learner(_loaded(str(folder / "base"), model), accelerator)
     begun = _state(first)
     _steps(first, datums, 2)
-    learner_checkpoint.save_learner_state(
-        first,
-        _SPEC,
-        folder / "at2",
-        [torch.get_rng_state()],
-        learner_checkpoint.SaveMetadata({}),
-        None,
-    )
+    random, metadata = [torch.get_rng_state()], learner_checkpoint.SaveMetadata({})
+    learner_checkpoint.save_learner_state(first, _SPEC, folder / "at2", random, metadata, None)
     _steps(first, datums, 2)
     base, _ = learner_checkpoint.resolve_base_model(_SPEC, str(folder / "at2"))
     second = _learner(_loaded(base, model), accelerator)
     learner_checkpoint.load_learner_state(second, folder / "at2", True, 0)
     _steps(second, datums, 2)
     whole, resumed = _state(first), _state(second)
-    unlike = [
-        name for name in whole if name not in resumed or not torch.equal(whole[name], resumed[name])
-    ]
-    unlike += [name for name in resumed if name not in whole]
+    unlike = sorted(whole.keys() ^ resumed.keys())
+    unlike += [n for n in whole if n in resumed and not torch.equal(whole[n], resumed[n])]
     still = all(torch.equal(tensor, whole[name]) for name, tensor in begun.items())
-    resume = (
-        f"WRONG: {len(unlike)} of {len(whole)} tensors differ, {unlike[0]} first"
-        if unlike
-        else "exact"
-    )
+    resume = "exact"
+    if unlike:
+        resume = f"WRONG: {len(unlike)} of {len(whole)} tensors differ, {unlike[0]} first"
     learner_checkpoint.write_model(first.model, None, folder / "last")
     plain = _plain(folder / "last")
     reload = _apart(_logits(plain), _logits(first.model), plain, folder / "last")
@@ -129,11 +115,9 @@ def adapter_column(model: Any, datums: list[Datum], accelerator: Any, folder: Pa
     learner_checkpoint.write_model(learner.model, None, folder / "adapter")
     bare = _plain(folder / "bare")
     plain = PeftModel.from_pretrained(copy.deepcopy(bare), str(folder / "adapter"))
-    return (
-        "WRONG: nothing moved"
-        if torch.equal(before, after)
-        else _apart(_logits(plain), after, bare, folder / "bare")
-    )
+    if torch.equal(before, after):
+        return "WRONG: nothing moved"
+    return _apart(_logits(plain), after, bare, folder / "bare")
 
 
 def _read_otherwise(plain: Any, folder: Path) -> list[str]:
@@ -142,12 +126,9 @@ def _read_otherwise(plain: Any, folder: Path) -> list[str]:
     """
     from safetensors.torch import load_file
 
-    reference = dict(plain.named_parameters())
-    return [
-        name
-        for name, tensor in load_file(str(folder / "model.safetensors")).items()
-        if name in reference and not torch.equal(reference[name], tensor)
-    ]
+    reference, written = dict(plain.named_parameters()), load_file(folder / "model.safetensors")
+    shared = (name for name in written if name in reference)
+    return [name for name in shared if not torch.equal(reference[name], written[name])]
 
 
 def _plain(folder: Path) -> Any:

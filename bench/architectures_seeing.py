@@ -60,22 +60,19 @@ def measure_images(name: str) -> str:
     pairs = zip(compute_logprobs(learner, [datum(item) for item in prompts]), expected, strict=True)
     off = {"learner": max(float(np.abs(mine - right).max()) for mine, right in pairs)}
     engine = Engine(make_decoder(loaded.model), loaded.eos_token_ids, max_context=1024)
+    options = {"num_samples": 2, "params": SamplingParams(max_tokens=9)}
     for i, item in enumerate(prompts):
-        params = SamplingParams(max_tokens=9)
-        engine.add(
-            SamplingRequest(
-                prompt=item.flat(), images=item.placed(), num_samples=2, params=params, problem=i
-            )
-        )
+        images = item.images_with_positions()
+        engine.add(SamplingRequest(prompt=item.token_ids(), images=images, problem=i, **options))
     drawn = []
     for item, response in zip(prompts, engine.run(), strict=True):
         for sequence in response.sequences:
             if reader.image_token_id not in sequence.tokens:  # plain model: no image for it
-                whole = ModelInput.of([*item.flat(), *sequence.tokens], item.placed())
-                right = of_logits(compute_plain_logits(loaded.model, reader, whole), whole)[
-                    -len(sequence.tokens) :
-                ]
-                drawn.append(float(np.abs(np.array(sequence.logprobs) - right).max()))
+                tokens = [*item.token_ids(), *sequence.tokens]
+                whole = ModelInput.of(tokens, item.images_with_positions())
+                right = of_logits(compute_plain_logits(loaded.model, reader, whole), whole)
+                gap = np.array(sequence.logprobs) - right[-len(sequence.tokens) :]
+                drawn.append(float(np.abs(gap).max()))
     off["sampler"] = max(drawn)
     wrong = [f"{side} {by:.2g} nats" for side, by in off.items() if not by <= NEAR]
     return f"WRONG: {', '.join(wrong)}" if wrong else "exact"

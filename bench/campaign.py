@@ -1,7 +1,7 @@
 """Run everything that takes minutes: the default recipe with three seeds, and comparisons with peer
 libraries. `make campaign`.
 
-    make campaign                               # all parts with installed peers; about two hours
+    make campaign                               # all parts with installed peers; many hours
                                                 # on two cores
     make campaign ARGS="--list"                 # list the parts
     make campaign ARGS="--only default_recipe"  # a single part (repeatable)
@@ -34,12 +34,13 @@ from bench.harness import (  # noqa: E402
     REPO,
     RESULTS,
     SEEDS,
+    Run,
     describe_machine,
     format_command,
     make_parser,
-    read_table,
+    replace_rows,
     show,
-    timed_run,
+    train,
     write_table,
 )
 
@@ -70,13 +71,12 @@ KILLS = "pytest tests/trainer/test_crash_safety.py -m 'slow or campaign' -k rand
 PARTS = (
     Part("default_recipe", "the default recipe: time, accuracy", "campaign.py --default-recipe"),
     Part("addition", "recipes/addition.yaml: the same figures", "campaign.py --addition-recipe"),
-    Part("methods", "each method's recipe passes a bar that the model misses", "methods.py"),
+    Part("learning", "methods, games, images, an agent pass a bar", "learning.py"),
     Part("learning_seeds", "the tests that learn, three seeds", "learning_seeds.py"),
     Part("campaign_tests", "tests too long for `make test-all`", "pytest -m campaign"),
     Part("kill_campaign", "kill -9 of a random rank of two, resumed to the same bits", KILLS),
     Part("architectures", "every causal LM of transformers, tiny", "architectures.py"),
     Part("architectures_seeing", "every vision-language model, tiny", "architectures_seeing.py"),
-    Part("images", "recipes/shapes.yaml, seeing and with permuted pixels", "images.py"),
     Part("staleness", "GRPO on tokens 0, 1, 4 and 8 updates old, each correction", "staleness.py"),
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
     Part("grpo_vs_trl", "a GRPO step against TRL: time, accuracy", "grpo_vs_trl.py", True),
@@ -84,7 +84,7 @@ PARTS = (
     Part("scaling", "a modelled step; its traffic against two processes", "scaling.py --measure"),
     Part("graders", "the math graders against published grades", "graders.py"),
     Part("code_sets", "solutions and empty bodies of HumanEval and MBPP", "code_sets.py"),
-    Part("kernel_cpu", "against plain torch", "kernel_cpu.py --variants plain fused"),
+    Part("kernels", "linear_logprob against plain torch", "kernels.py"),
 )
 
 
@@ -104,21 +104,44 @@ def run_recipe(table: str, recipe: list[str]) -> None:
     The plotted metrics of the first seed are written to `table`.jsonl.
     """
     rows = []
-    with tempfile.TemporaryDirectory(prefix=f"{table}-") as name:
+    with tempfile.TemporaryDirectory(prefix=f"{table}-") as folder:
         for seed in SEEDS:
-            folder = Path(name) / f"seed-{seed}"
-            rows.append(one_seed(recipe, seed, folder))
+            words, launch = [*recipe, "--seed", str(seed)], ["accelerate", "launch", "--quiet"]
+            program = str(Path(sys.executable).parent / launch[0])
+            load = round(os.getloadavg()[0], 2)
+            run = train(words, Path(folder) / f"seed-{seed}", [program, *launch[1:]])
+            command = shlex.join([*launch, "train.py", *words])
+            about = {"load_at_start": load, "machine": describe_machine(), "command": command}
+            rows.append({"seed": seed, **summarize(run), **about})
             write_table(RESULTS / f"{table}.csv", rows)
             if seed == SEEDS[0]:
-                write_plotted_metrics(folder, RESULTS / f"{table}.jsonl")
+                write_plotted_metrics(run, RESULTS / f"{table}.jsonl")
             show(rows[-1])
 
 
-def write_plotted_metrics(folder: Path, out: Path) -> None:
+def summarize(run: Run) -> dict[str, Any]:
+    """Return a row's figures. `seconds`: wall clock of the whole command, including start-up.
+    `warm_up_seconds`: the steps before the last stage.
+    """
+    held_out, greedy, stage = run.values(HELD_OUT), run.values(GREEDY), run.rows[-1]["stage"]
+    steps, every_step = run.values("time/step", stage), run.values("time/step")
+    return {
+        "before": round(held_out[0], 4),
+        "after": round(held_out[-1], 4),
+        "seconds": round(run.seconds, 1),
+        "cpu_seconds": round(run.cpu_seconds, 1),
+        "warm_up_seconds": round(sum(every_step) - sum(steps), 1),
+        f"{stage}_step_mean_ms": round(1e3 * sum(steps) / len(steps), 1),
+        f"{stage}_steps": len(steps),
+        "greedy_before": round(greedy[0], 4),
+        "greedy_after": round(greedy[-1], 4),
+    }
+
+
+def write_plotted_metrics(run: Run, out: Path) -> None:
     """Write the plotted metrics of a run to `out`."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     with out.open("w") as file:
-        for row in rows:
+        for row in run.rows:
             metrics = {key: row[key] for key in PLOTTED_METRICS if key in row}
             if row["stage"] == "grpo":  # the value of its loss has no meaning
                 metrics.pop("optim/loss", None)
@@ -130,37 +153,6 @@ def draw_picture(table: str, title: str) -> None:
     metrics, picture = (RESULTS / f"{table}.{suffix}" for suffix in ("jsonl", "png"))
     words = [str(REPO / "plot.py"), str(metrics), "-o", str(picture), "--labels", title]
     subprocess.run([sys.executable, *words], cwd=REPO, check=True)
-
-
-def one_seed(recipe: list[str], seed: int, folder: Path) -> dict[str, Any]:
-    """Return a row of a recipe's table. `seconds`: wall clock of the whole command, including
-    start-up. `warm_up_seconds`: the steps before the last stage.
-    """
-    launcher = Path(sys.executable).parent / "accelerate"
-    words = ["launch", "--quiet", "train.py", *recipe, "--seed", str(seed)]
-    load, command = os.getloadavg()[0], [str(launcher), *words]
-    seconds, cpu = timed_run([*command, "--output-dir", str(folder), "--quiet"])
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row]
-    greedy = [row[GREEDY] for row in rows if GREEDY in row]
-    stage = rows[-1]["stage"]
-    steps = [row["time/step"] for row in rows if row["stage"] == stage and "time/step" in row]
-    warm_up = sum(row.get("time/step", 0.0) for row in rows if row["stage"] != stage)
-    return {
-        "seed": seed,
-        "before": round(held_out[0], 4),
-        "after": round(held_out[-1], 4),
-        "seconds": round(seconds, 1),
-        "cpu_seconds": round(cpu, 1),
-        "warm_up_seconds": round(warm_up, 1),
-        f"{stage}_step_mean_ms": round(1e3 * sum(steps) / len(steps), 1),
-        f"{stage}_steps": len(steps),
-        "greedy_before": round(greedy[0], 4),
-        "greedy_after": round(greedy[-1], 4),
-        "load_at_start": round(load, 2),
-        "machine": describe_machine(),
-        "command": shlex.join(["accelerate", *words]),
-    }
 
 
 # ---------------------------------------------------------------------------------------- all parts
@@ -183,16 +175,13 @@ def run(part: Part) -> dict[str, Any]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"} if "pytest" in part.command else None
     code = subprocess.run(part.command, cwd=REPO, env=env).returncode
     seconds = round(time.perf_counter() - start)
-    print(
-        f"== {part.name}: {'done' if code == 0 else f'FAILED with exit code {code}'}, {seconds} s",
-        flush=True,
-    )
-    today = time.strftime("%Y-%m-%d")
+    outcome = "done" if code == 0 else f"FAILED with exit code {code}"
+    print(f"== {part.name}: {outcome}, {seconds} s", flush=True)
     return {
         "part": part.name,
         "exit_code": code,
         "seconds": seconds,
-        "date": today,
+        "date": time.strftime("%Y-%m-%d"),
         "machine": describe_machine(),
         "command": command,
     }
@@ -221,17 +210,15 @@ def main() -> int:
     if args.install:
         install_peers()
     print(describe_machine())
-    rows = []
+    failed = False
     for part in (part for part in PARTS if not args.only or part.name in args.only):
         if part.peers and not PEER_PYTHON.exists():
             print(f"\n== {part.name}: left out, it needs TRL: make campaign ARGS=--install")
             continue
-        rows.append(run(part))
-        # A run of some parts keeps the rows of the others.
-        names = {row["part"] for row in rows}
-        earlier = (row for row in read_table(RESULTS / "campaign.csv") if row["part"] not in names)
-        write_table(RESULTS / "campaign.csv", [*earlier, *rows])
-    return int(any(row["exit_code"] for row in rows))
+        row = run(part)
+        failed |= row["exit_code"] != 0
+        replace_rows(RESULTS / "campaign.csv", [row], ("part",), lambda row: row["date"])
+    return int(failed)
 
 
 if __name__ == "__main__":

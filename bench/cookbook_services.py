@@ -88,7 +88,7 @@ class FakeServiceServer:
     def run(self, request: dict, limits: object) -> dict:
         files = {name: base64.b64decode(text).decode() for name, text in request["files"].items()}
         # recipes expect numpy in the sandbox
-        program = 'import sys\nsys.path.append("/packages")\n' + request["code"]
+        program = 'import sys\nsys.path.append("/inside/packages")\n' + request["code"]
         ran = self.sandbox.run(program, files=files, limits=limits)  # type: ignore[arg-type]
         result = {
             "status": "TimeLimitExceeded" if ran.timed_out else "Finished",

@@ -33,13 +33,12 @@ from bench.kernels import (
     copy_floor_ms,
     floor_ms,
     once,
+    seeded,
 )
-
-CHOSEN = ("Qwen2.5-0.5B", "Qwen3-1.7B", "Llama-3.1-8B")
 
 
 def shapes(dry: bool) -> list[HeadShape]:
-    return [TINY] if dry else [shape for shape in SHAPES if shape.model in CHOSEN]
+    return [TINY] if dry else list(SHAPES)
 
 
 def device_of(dry: bool) -> str:
@@ -200,10 +199,7 @@ def _draw(table: Any, shape: HeadShape, rows: int, dry: bool) -> None:
     from rl.sampler.token_sampling import sample_tokens as from_logits
 
     device = device_of(dry)
-    options: dict[str, Any] = {
-        "generator": torch.Generator(device).manual_seed(0),
-        "device": device,
-    }
+    options = seeded(device)
     x = torch.randn(rows, shape.D, **options).bfloat16()
     w = (torch.randn(shape.V, shape.D, **options) * shape.D**-0.5 * 4).bfloat16()
     u, first = torch.rand(rows, dtype=torch.float64, **options), torch.ones(rows, device=device)
@@ -238,12 +234,11 @@ class KernelInputs(NamedTuple):
 
     @staticmethod
     def make(shape: HeadShape, dry: bool) -> KernelInputs:
-        N, width, device = (64 if dry else 8192), min(16_384, shape.V), device_of(dry)
-        g = torch.Generator(device).manual_seed(0)
-        x = torch.randn(N, shape.D, generator=g, device=device).bfloat16()
-        w = (torch.randn(shape.V, shape.D, generator=g, device=device) * shape.D**-0.5).bfloat16()
-        y = torch.randint(0, shape.V, (N,), generator=g, device=device)
-        return KernelInputs(x, w, y, torch.randn(N, width, generator=g, device=device).bfloat16())
+        N, width, options = (64 if dry else 8192), min(16_384, shape.V), seeded(device_of(dry))
+        x = torch.randn(N, shape.D, **options).bfloat16()
+        w = (torch.randn(shape.V, shape.D, **options) * shape.D**-0.5).bfloat16()
+        y = torch.randint(0, shape.V, (N,), **options)
+        return KernelInputs(x, w, y, torch.randn(N, width, **options).bfloat16())
 
 
 def part_branches(table: Any, dry: bool) -> None:
@@ -399,7 +394,7 @@ def part_pages(table: Any, dry: bool) -> None:
         case += f", groups of {group} on {shared} pages" if shared else ""
         made = table.attempt(case, "tensors", _make, inputs, dry)
         if made is not None:
-            _ways(table, case, made, dry)
+            _ways(table, case, made)
         del made
 
 
@@ -419,10 +414,7 @@ def _make(inputs: tuple[int, ...], dry: bool) -> tuple[Any, ...]:
     tables = [first[i // group] + [next(order) for _ in range(need[i])] for i in range(rows)]
     members = (list(range(i * group, (i + 1) * group)) for i in range(len(first)))
     groups = list(zip(members, first, strict=True)) if shared else []
-    options: dict[str, Any] = {
-        "generator": torch.Generator(device).manual_seed(0),
-        "device": device,
-    }
+    options = seeded(device)
     kv = torch.randn(2, count, size, key_heads, width, dtype=torch.bfloat16, **options)
     q = torch.randn(rows, heads, width, dtype=torch.bfloat16, **options)
     read = 4.0 * key_heads * width * float(reference.sum() + shared * size * (rows // group))
@@ -434,13 +426,13 @@ def _make(inputs: tuple[int, ...], dry: bool) -> tuple[Any, ...]:
     )
 
 
-def _ways(table: Any, case: str, made: tuple[Any, ...], dry: bool) -> None:
+def _ways(table: Any, case: str, made: tuple[Any, ...]) -> None:
     from kernels import paged_attention as module
 
     *inputs, read = made
 
     def choose() -> None:
-        chosen = "gathered" if dry else module._select_backend(inputs[0], inputs[1])
+        chosen = module._select_backend(inputs[0], inputs[1], module.UNBOUNDED)
         table.row(case, "chosen", "way", chosen)
 
     table.attempt(case, "chosen", choose)

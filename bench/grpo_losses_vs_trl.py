@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.grpo_vs_trl import TRL_SETTINGS  # noqa: E402
 from bench.harness import (  # noqa: E402
     RESULTS,
-    TRL_SETTINGS,
     command_line,
     describe_machine,
     make_parser,
@@ -60,12 +60,8 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"normalise": "tokens", "clip_high": 1.28},
     ),
     "gspo": (
-        {
-            "loss_type": "grpo",
-            "importance_sampling_level": "sequence",
-            "epsilon": 0.1,
-            "epsilon_high": 0.1,
-        },
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+        | {"epsilon": 0.1, "epsilon_high": 0.1},
         {"loss": "gspo", "normalise": "sequence_means", "clip_low": 0.9, "clip_high": 1.1},
     ),
     "cispo": (
@@ -129,10 +125,10 @@ def run_trl(
     rows = [{"prompt": f"{10 + 9 * i}+{35 + 7 * i}="} for i in range(PROBLEMS)]
     config = GRPOConfig(
         **TRL_SETTINGS, output_dir=str(folder), max_steps=STEPS, seed=args.seed,
-        learning_rate=args.learning_rate, max_grad_norm=0.0, steps_per_generation=1,
+        learning_rate=args.learning_rate, max_grad_norm=0.0,
         per_device_train_batch_size=PROBLEMS * SAMPLES, num_generations=SAMPLES,
-        num_iterations=STEPS, max_completion_length=MAX_TOKENS, temperature=1.0,
-        scale_rewards="none", shuffle_dataset=False, **{"beta": 0.0, **settings},
+        num_iterations=STEPS, max_completion_length=MAX_TOKENS,
+        scale_rewards="none", **{"beta": 0.0, **settings},
     )  # fmt: skip
     trainer = KeptTrainer(
         model=AutoModelForCausalLM.from_pretrained(model),
@@ -257,11 +253,10 @@ def compare(name: str, ours: Steps, theirs: Steps) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, output=RESULTS / "grpo_losses_vs_trl_cpu.csv")
     # A learning rate at which the second step clips.
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS / "grpo_losses_vs_trl_cpu.csv")
     args = parser.parse_args()
 
     import torch

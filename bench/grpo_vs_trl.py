@@ -16,19 +16,19 @@ settings here: plain `generate` (its continuous batching is slower on a CPU), no
 saving. Both use AdamW (0.9, 0.95), a constant learning rate, clipping to norm 1, advantages divided
 by the group's std, and a loss averaged over tokens.
 
-Held-out accuracy: both peers write their weights at the steps of --evaluate-at. The same evaluator
-(Whetstone's sampler) samples the same 512 problems for all of them, four samples each with the same
-random streams (standard error about 0.01).
+Held-out accuracy: both peers write their weights at the steps of --evaluate-at. evaluate.py
+samples the same 512 problems for all of them, four samples each with the same random streams
+(standard error about 0.01).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +39,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from bench.harness import (  # noqa: E402
     RESULTS,
-    TRL_SETTINGS,
+    JsonProcess,
     command_line,
     describe_machine,
     make_parser,
@@ -47,10 +47,20 @@ from bench.harness import (  # noqa: E402
     silence_libraries,
     write_table,
 )
+from bench.learning import evaluate_sums, taught_model  # noqa: E402
 
 PROBLEMS, SAMPLES, MAX_TOKENS, HELD_OUT = 64, 8, 4, 512
 PEERS = ("whetstone", "trl")
-Curves = dict[str, dict[int, float]]  # accuracy by peer and step
+Curves = dict[str, dict[str, float]]  # accuracy by peer and step
+# Settings of TRL's trainers: AdamW as here, fp32 on a CPU, a micro-batch of all completions, no
+# logging, evaluation or saving.
+TRL_SETTINGS: dict[str, Any] = dict(
+    use_cpu=True, bf16=False, fp16=False, lr_scheduler_type="constant", adam_beta1=0.9,
+    adam_beta2=0.95, adam_epsilon=1e-8, weight_decay=0.0, gradient_accumulation_steps=1,
+    gradient_checkpointing=False, dataloader_num_workers=0, dataloader_pin_memory=False,
+    logging_strategy="no", save_strategy="no", eval_strategy="no", report_to="none",
+    disable_tqdm=True, steps_per_generation=1, temperature=1.0, shuffle_dataset=False,
+)  # fmt: skip
 
 
 class BlockReporter:
@@ -205,10 +215,9 @@ def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     config = GRPOConfig(
         **TRL_SETTINGS, output_dir=str(args.folder), max_steps=args.steps, seed=args.seed,
-        learning_rate=args.learning_rate, max_grad_norm=1.0, steps_per_generation=1,
+        learning_rate=args.learning_rate, max_grad_norm=1.0,
         per_device_train_batch_size=PROBLEMS * SAMPLES, num_generations=SAMPLES, num_iterations=1,
-        max_completion_length=MAX_TOKENS, temperature=1.0, beta=0.0, scale_rewards="group",
-        loss_type="dapo", shuffle_dataset=False,
+        max_completion_length=MAX_TOKENS, beta=0.0, scale_rewards="group", loss_type="dapo",
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.model),
@@ -222,95 +231,38 @@ def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
     trainer.train()
 
 
-class Process:
-    """Run a peer in a separate process and hold its newest report."""
-
-    def __init__(self, peer: str, args: argparse.Namespace, folder: Path):
-        self.peer, self.report = peer, {"seconds": []}
-        inputs = ["model", "steps", "block", "threads", "seed", "learning_rate"]
-        flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in inputs]
-        flags += ["--evaluate-at", *map(str, args.evaluate_at)]
-        flags += ["--peer", peer, "--folder", str(folder / peer)]
-        threads = {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        command, env = [sys.executable, __file__, *flags], {**os.environ, **threads}
-        self.process = subprocess.Popen(command, text=True, env=env, **pipes)
-
-    def wait(self) -> None:
-        """Wait for the peer's report. Raises RuntimeError if the process ended instead (its message
-        is on standard error).
-        """
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            code, steps = self.process.wait(), len(self.report["seconds"])
-            raise RuntimeError(f"{self.peer} ended with exit code {code} after {steps} steps")
-        self.report = json.loads(line)
-
-    def block(self) -> None:
-        """Run the peer's next block of steps."""
-        print("go", file=self.process.stdin, flush=True)
-        self.wait()
+def start_peer(peer: str, args: argparse.Namespace, folder: Path) -> JsonProcess:
+    """Start a peer in a separate process, which reports after each block."""
+    inputs = ["model", "steps", "block", "threads", "seed", "learning_rate"]
+    flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in inputs]
+    flags += ["--evaluate-at", *map(str, args.evaluate_at)]
+    flags += ["--peer", peer, "--folder", str(folder / peer)]
+    threads = {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
+    return JsonProcess([sys.executable, __file__, *flags], {**os.environ, **threads})
 
 
 def run_peers(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     """Run both peers through all their steps, a block at a time, and return their last reports."""
-    peers = []
-    try:
+    reports: dict[str, dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack:
+        peers = {}
         for name in PEERS:
-            peers.append(Process(name, args, folder))
-            peers[-1].wait()  # loaded and ready, before the next peer loads
+            peers[name] = stack.enter_context(contextlib.closing(start_peer(name, args, folder)))
+            peers[name].read()  # loaded and ready, before the next peer loads
         for number in range(-(-args.steps // args.block)):
-            for peer in peers if number % 2 == 0 else reversed(peers):
-                peer.block()
-            means = {peer.peer: statistics.mean(peer.report["seconds"]) * 1e3 for peer in peers}
-            so_far = ", ".join(f"{name} {mean:.0f} ms" for name, mean in means.items())
-            print(f"step {len(peers[0].report['seconds']):4d}: mean so far {so_far}", flush=True)
-    finally:
-        for peer in peers:
-            assert peer.process.stdin is not None
-            peer.process.stdin.close()
-            peer.process.wait()
-    return {peer.peer: peer.report for peer in peers}
+            for name in PEERS if number % 2 == 0 else PEERS[::-1]:
+                reports[name] = peers[name].ask(turn=number)
+            means = (f"{n} {statistics.mean(r['seconds']):.3f} s" for n, r in reports.items())
+            print(f"block {number:4d}: mean step so far", *means, flush=True)
+    return reports
 
 
-def evaluate_accuracies(args: Any, reports: dict[str, dict[str, Any]], folder: Path) -> Curves:
-    """Return the held-out sampled accuracy of every weights folder: the same evaluator and the same
-    random streams for all.
-    """
-    from rl.client import ServiceClient
-    from rl.envs import ProblemGroupBuilder
-    from rl.rollout import compute_group_metrics, rollout
-    from rl.trainer import make_renderer
-    from rl.trainer.saved_weights import collect_worker_settings
-    from rl.trainer.stage_data import prepare_stage
-    from rl.types import SamplingParams
-
-    plan = grpo_plan(args)
-    prepared = prepare_stage(plan)
-    assert prepared.test_problems is not None
-    result: dict[str, dict[int, float]] = {}
-    settings, params = collect_worker_settings([plan]), SamplingParams(MAX_TOKENS, temperature=1.0)
-    with ServiceClient(output_dir=folder, seed=args.seed, settings=settings) as service:
-        for peer, report in reports.items():
-            for step, weights in report["weights"].items():
-                sampler = service.create_sampling_client(model_path=weights)
-                renderer = make_renderer(sampler, None)
-                builders = [
-                    ProblemGroupBuilder(problem, 4, renderer, prepared.scorer)
-                    for problem in prepared.test_problems
-                ]
-                metrics = compute_group_metrics(rollout(builders, sampler, params, seed=1).groups)
-                result.setdefault(peer, {})[int(step)] = metrics["env/all/correct"]
-                sampler.release()
-    return result
-
-
-def train_start_weights(folder: Path) -> Path:
-    """Run only the first stage of recipes/addition.yaml and return the folder of its weights."""
-    from bench.methods import taught_model
-
-    return taught_model(0, folder)
+def evaluate_accuracies(reports: dict[str, dict[str, Any]]) -> Curves:
+    """Return the held-out sampled accuracy of every weights folder, by the same evaluator."""
+    return {
+        peer: {step: evaluate_sums(path, 4) for step, path in report["weights"].items()}
+        for peer, report in reports.items()
+    }
 
 
 def rows(args: Any, reports: dict[str, dict[str, Any]], curves: Curves) -> Iterator[dict[str, Any]]:
@@ -335,15 +287,8 @@ def rows(args: Any, reports: dict[str, dict[str, Any]], curves: Curves) -> Itera
         }
 
 
-def run_peer(args: argparse.Namespace) -> None:
-    """Run this script's work in the process of a peer."""
-    turns = BlockReporter(args)
-    silence_libraries(args.threads)
-    {"whetstone": run_whetstone, "trl": run_trl}[args.peer](args, turns)
-
-
-def arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__)
+def main() -> None:
+    parser = make_parser(__doc__, output=RESULTS / "grpo_vs_trl_cpu.csv")
     parser.add_argument("--model", type=Path, help="default: the recipe's first stage is run")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--block", type=int, default=5, help="steps of a turn")
@@ -351,26 +296,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--threads", type=int, default=2, help="torch threads of each peer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS / "grpo_vs_trl_cpu.csv")
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = arguments()
+    args = parser.parse_args()
     if importlib.util.find_spec("trl") is None:
         raise SystemExit(
             'this Python has no trl: make campaign ARGS="--install --only grpo_vs_trl"'
         )
-    if args.peer:
-        run_peer(args)
-        return
+    if args.peer:  # in the process of a peer
+        turns = BlockReporter(args)
+        silence_libraries(args.threads)
+        return {"whetstone": run_whetstone, "trl": run_trl}[args.peer](args, turns)
     with tempfile.TemporaryDirectory(prefix="grpo_vs_trl-") as name:
         folder = Path(name)
-        args.model = args.model or train_start_weights(folder)
+        args.model = args.model or taught_model(args.seed, folder)
         reports = run_peers(args, folder)
-        result = list(rows(args, reports, evaluate_accuracies(args, reports, folder)))
+        result = list(rows(args, reports, evaluate_accuracies(reports)))
     write_table(args.output, result)
     for row in result:
         show(row)

@@ -12,7 +12,6 @@ import os
 import platform
 import resource
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -30,32 +29,21 @@ DATA = Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data"))
 SEEDS = (0, 1, 2)
 HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
 Row = Mapping[str, Any]
-# Settings of TRL's trainers: AdamW as here, fp32 on a CPU, no logging, evaluation or saving.
-TRL_SETTINGS: dict[str, Any] = {
-    "use_cpu": True,
-    "bf16": False,
-    "fp16": False,
-    "lr_scheduler_type": "constant",
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.95,
-    "adam_epsilon": 1e-8,
-    "weight_decay": 0.0,
-    "gradient_accumulation_steps": 1,
-    "gradient_checkpointing": False,
-    "dataloader_num_workers": 0,
-    "dataloader_pin_memory": False,
-    "logging_strategy": "no",
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-}
 
 
-def make_parser(text: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help begins with a script's docstring, as it is laid out."""
+def make_parser(
+    text: str | None, seeds: bool = False, output: Path | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser whose help begins with a script's docstring, as it is laid out. `seeds`: with
+    --seeds; `output`: with --output, the table, which has this default.
+    """
     layout = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=text, formatter_class=layout)
+    parser = argparse.ArgumentParser(description=text, formatter_class=layout)
+    if seeds:
+        parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    if output is not None:
+        parser.add_argument("--output", type=Path, default=output, help="default: %(default)s")
+    return parser
 
 
 def data_argument(text: str | None) -> Path:
@@ -170,11 +158,11 @@ def timed_run(command: Sequence[str]) -> tuple[float, float]:
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def train(words: Sequence[str], folder: Path) -> Run:
+def train(words: Sequence[str], folder: Path, launcher: Sequence[str] = (sys.executable,)) -> Run:
     """Run train.py into `folder`, overwriting a run there. Raises RuntimeError with the end of its
     output if it fails.
     """
-    command = [sys.executable, "train.py", *words, "--output-dir", str(folder), "--overwrite"]
+    command = [*launcher, "train.py", *words, "--output-dir", str(folder), "--overwrite"]
     seconds, cpu = timed_run([*command, "--quiet"])
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return Run([json.loads(line) for line in lines], seconds, cpu)
@@ -192,29 +180,30 @@ def silence_libraries(threads: int) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def take_turns(
-    peers: Mapping[str, Callable[[], tuple[float, int]]], expected: int, repeats: int
-) -> dict[str, list[float]]:
-    """Return the seconds of each peer: every repeat runs each peer once, after a warm-up. A peer
-    returns (seconds, tokens). Raises RuntimeError if it sampled another number than `expected`.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in peers}
-    for repeat in range(repeats + 1):
-        for name, run in peers.items():
-            elapsed, tokens = run()
-            if tokens != expected:
-                raise RuntimeError(f"{name} sampled {tokens} tokens, expected {expected}")
-            if repeat:
-                seconds[name].append(elapsed)
-    return seconds
+class JsonProcess:
+    """Run a peer in a process of its own that answers a line of JSON with a line of JSON."""
 
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], **options: Any) -> None:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, text=True, env=env, **pipes, **options)
+        self.versions: dict[str, str] = {}
 
-def describe_times(seconds: Sequence[float], tokens: int) -> dict[str, Any]:
-    """Return the columns of a peer that sampled `tokens` tokens in each of some times."""
-    median = statistics.median(seconds)
-    return {
-        "tokens": tokens,
-        "median_ms": round(median * 1e3, 2),
-        "fastest_ms": round(min(seconds) * 1e3, 2),
-        "tokens_per_s": round(tokens / median),
-    }
+    def read(self) -> Any:
+        """Return the next answer. Raises RuntimeError if the process ended instead (its message is
+        on standard error).
+        """
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            command = shlex.join(map(str, self.process.args))  # type: ignore[arg-type]
+            raise RuntimeError(f"{command} ended with exit code {self.process.wait()}")
+        return json.loads(line)
+
+    def ask(self, **request: Any) -> Any:
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        return self.read()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)

@@ -1,28 +1,31 @@
-"""Time the kernels against their floors and against other implementations, in a single process and
-table.
+"""Time the kernels against their floors and against other implementations: on a GPU as a part of
+bench/gpu.py, on a CPU as a script.
 
-    python bench/kernels.py --models Qwen3-1.7B Llama-3.1-8B --tokens 8192 --csv runs/kernels.csv
-    python bench/kernels.py --device cpu     # a tiny head; shows that everything runs, no speeds
+    python bench/kernels.py                # about 4 minutes on two cores, 10 GB
+    python bench/kernels.py --tokens 512   # quicker; the ratios are about the same
 
 Operations: linear_logprob (forward, backward, both), token_logprob, policy_loss. Every provider
 gets the same seeded gradient for each token's logprob and is compared with float64: logprobs and dX
-of 16 tokens, dW of 16 vocabulary rows. Only a single provider is on the device at a time, each row
-is written as it is measured, and a provider that cannot run reports the reason. "floor" is the
-least time that the provider's algorithm can take on this GPU, as `bench/gpu.py` measured it (the
-file named by WHETSTONE_GPU_FLOORS), otherwise on an H100; without a GPU no ratio is reported.
-Compare within a memory class: "flat" keeps no [T, V] tensor, "logits" does.
+of 16 tokens, dW of 16 vocabulary rows. Only a single provider is on the device at a time, and a
+provider that cannot run reports the reason. "floor" is the least time that the provider's algorithm
+can take on this GPU, as `bench/gpu.py` measured it (the file named by WHETSTONE_GPU_FLOORS),
+otherwise on an H100. Compare within a memory class: "flat" keeps no [T, V] tensor, "logits" does.
+
+On a CPU each provider runs once, in a process of its own: wall and CPU seconds of forward and
+backward (on a shared machine, compare the CPU seconds), peak memory above weights and gradients,
+the largest error of logp against float64 for a few rows, our CPU seconds divided by torch's.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.harness import RESULTS, make_parser  # noqa: E402
+from bench.harness import RESULTS, make_parser, show, write_table  # noqa: E402
 from kernels import linear_logprob, policy_loss, token_logprob  # noqa: E402
 
 _FLOORS = Path(os.environ.get("WHETSTONE_GPU_FLOORS", "") or "missing")
@@ -44,24 +47,24 @@ NAN = float("nan")
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShape:
-    """Describe an LM head: hidden size D, vocabulary V, and the logits' softcap if it has any."""
+    """Describe an LM head: hidden size D and vocabulary V."""
 
     model: str
     D: int
     V: int
-    softcap: float | None = None
 
 
 SHAPES = (
     HeadShape(model="Qwen2.5-0.5B", D=896, V=151_936),
-    HeadShape(model="Qwen3-0.6B", D=1024, V=151_936),
     HeadShape(model="Qwen3-1.7B", D=2048, V=151_936),
-    HeadShape(model="Gemma-2-2B", D=2304, V=256_000, softcap=30.0),
-    HeadShape(model="Qwen2.5-7B", D=3584, V=152_064),
     HeadShape(model="Llama-3.1-8B", D=4096, V=128_256),
 )
 TINY = HeadShape(model="tiny", D=64, V=4_096)
-TOKENS = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
+
+
+def seeded(device: str) -> dict[str, Any]:
+    """Return the options with which torch draws the same numbers on a device in every run."""
+    return {"generator": torch.Generator(device).manual_seed(0), "device": device}
 
 
 def floor_ms(products: float, tokens: int, shape: HeadShape) -> float:
@@ -190,10 +193,7 @@ class LogprobBatch:
     def make(
         shape: HeadShape, tokens: int, device: str, dtype: torch.dtype, frozen: bool = False
     ) -> LogprobBatch:
-        options: dict[str, Any] = {
-            "generator": torch.Generator(device).manual_seed(0),
-            "device": device,
-        }
+        options = seeded(device)
         x = torch.randn(tokens, shape.D, **options).to(dtype).requires_grad_()
         w = (torch.randn(shape.V, shape.D, **options) * shape.D**-0.5).to(dtype)
         y = torch.randint(0, shape.V, (tokens,), **options)
@@ -223,19 +223,17 @@ def _need(package: str, p: LogprobBatch | None = None) -> None:
         raise CannotRun(f"{package}'s Triton path needs CUDA, this is {p.x.device}")
 
 
-def compute_plain_logprobs(x: Tensor, w: Tensor, y: Tensor, softcap: float | None) -> Tensor:
+def compute_plain_logprobs(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     logits = torch.nn.functional.linear(x, w)
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     return logits.float().log_softmax(-1).gather(-1, y[:, None]).squeeze(-1)
 
 
 def _ours(p: LogprobBatch, entropy: bool = False, saved_bytes: int = 0) -> Tensor:
-    options: dict[str, Any] = {"entropy": entropy, "saved_bytes": saved_bytes}
-    return linear_logprob(p.x, p.w, p.y, softcap=p.shape.softcap, **options)[0]
+    return linear_logprob(p.x, p.w, p.y, entropy=entropy, saved_bytes=saved_bytes)[0]
 
 
 def _torch(p: LogprobBatch) -> Tensor:
-    return compute_plain_logprobs(p.x, p.w, p.y, p.shape.softcap)
+    return compute_plain_logprobs(p.x, p.w, p.y)
 
 
 _compiled = torch.compile(compute_plain_logprobs, dynamic=False)
@@ -245,7 +243,7 @@ def _torch_compile(p: LogprobBatch) -> Tensor:
     """Run the compiled function. The caller resets dynamo between shapes: after eight shapes dynamo
     runs the function uncompiled, under the name of the compiled function.
     """
-    return _compiled(p.x, p.w, p.y, p.shape.softcap)
+    return _compiled(p.x, p.w, p.y)
 
 
 def _torch_linear_cross_entropy(p: LogprobBatch) -> Tensor:
@@ -253,8 +251,6 @@ def _torch_linear_cross_entropy(p: LogprobBatch) -> Tensor:
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if function is None or options is None:
         raise CannotRun(f"torch {torch.__version__} has no chunked linear_cross_entropy")
-    if p.shape.softcap is not None:
-        raise CannotRun("no softcap")
     return -function(p.x, p.w, p.y, reduction="none", options=options())
 
 
@@ -263,7 +259,7 @@ def _liger_triton(p: LogprobBatch) -> Tensor:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     out = LigerFusedLinearCrossEntropyFunction.apply(
-        p.x, p.w, p.y, None, None, -100, 0.0, 0.0, "none", p.shape.softcap
+        p.x, p.w, p.y, None, None, -100, 0.0, 0.0, "none"
     )
     loss = out[0] if isinstance(out, tuple) else out
     if loss.shape != p.y.shape:
@@ -274,8 +270,6 @@ def _liger_triton(p: LogprobBatch) -> Tensor:
 def _liger_scaled(p: LogprobBatch) -> Tensor:
     """Run the CuTe kernel on Hopper, a chunked torch path elsewhere."""
     _need("liger_kernel")
-    if p.shape.softcap is not None:
-        raise CannotRun("no softcap")
     from liger_kernel.ops import fused_linear_scaled_cross_entropy as liger
 
     out = liger.LigerFusedLinearScaledCrossEntropyFunction.apply(p.x, p.w, p.y)
@@ -287,7 +281,7 @@ def _cut_cross_entropy(p: LogprobBatch) -> Tensor:
     from cut_cross_entropy import linear_cross_entropy
 
     options: dict[str, Any] = {"reduction": "none", "filter_eps": None}
-    return -linear_cross_entropy(p.x, p.w, p.y, softcap=p.shape.softcap, **options)
+    return -linear_cross_entropy(p.x, p.w, p.y, **options)
 
 
 PROVIDERS = (
@@ -310,7 +304,7 @@ PROVIDERS = (
 Errors = tuple[float, float, float]  # logp, dX, dW
 COLUMNS = (
     "operation provider memory phase model tokens D V dtype device median_ms low_ms high_ms "
-    "floor_ms ratio peak_mb error error_dx error_dw"
+    "floor_ms peak_mb error error_dx error_dw"
 ).split()
 Row = dict[str, object]
 
@@ -322,8 +316,7 @@ def row(
     shape, device = p.shape, torch.cuda.get_device_name() if p.x.is_cuda else "cpu"
     sizes = [shape.model, len(p.y), shape.D, shape.V, str(p.x.dtype).removeprefix("torch."), device]
     times = [f"{t:.4f}" for t in (timing.median, timing.low, timing.high, floor)]
-    ratio = f"{timing.median / floor:.2f}" if p.x.is_cuda else "nan"  # the floors are a GPU's
-    figures = [ratio, f"{timing.peak_bytes / 1e6:.0f}", *(f"{error:.1e}" for error in errors)]
+    figures = [f"{timing.peak_bytes / 1e6:.0f}", *(f"{error:.1e}" for error in errors)]
     return dict(zip(COLUMNS, [*labels, *sizes, *times, *figures], strict=True))
 
 
@@ -344,13 +337,9 @@ def errors_of(logp: Tensor, p: LogprobBatch, rows: int = 16) -> Errors:
     for at in range(0, len(p.y), 512):
         x, y, g = (tensor[at : at + 512] for tensor in (p.x.double(), p.y, p.upstream.double()))
         z = x @ wide.t()
-        slope = torch.ones_like(z)
-        if p.shape.softcap is not None:
-            z = p.shape.softcap * torch.tanh(z / p.shape.softcap)
-            slope = 1 - (z / p.shape.softcap) ** 2
         exact = z.log_softmax(-1)
         dz = torch.nn.functional.one_hot(y, p.shape.V) - exact.exp()
-        dz.mul_(g[:, None]).mul_(slope)
+        dz.mul_(g[:, None])
         dw += dz[:, some].t() @ x
         if at == 0:
             right = exact[:rows].gather(-1, y[:rows, None])[:, 0]
@@ -463,43 +452,71 @@ def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
         yield row(labels, p, timing, copy_floor_ms(32 * tokens), (0.0, 0.0, 0.0))
 
 
-def every_row(
-    shapes: list[HeadShape], tokens_list: list[int], device: str, names: list[str], repeats: int
-) -> Iterator[Row]:
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    for shape in shapes:
-        for tokens in tokens_list:
-            yield from bench_head(shape, tokens, device, dtype, names, repeats)
-            yield from bench_logits(shape, tokens, device, dtype, repeats)
-    yield from bench_tokens(32_768, device, repeats)
+# --------------------------------------------------------------------------------------------- a CPU
+
+
+def status_bytes(field: str) -> int:
+    """Return a figure of /proc/self/status in bytes: VmRSS, the memory held now, or VmHWM, the peak
+    since the last reset.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def measure_once(provider: Provider, shape: HeadShape, tokens: int) -> dict[str, float]:
+    """Run forward and backward of a provider once; called in a fresh process."""
+    p = LogprobBatch.make(shape, tokens, "cpu", torch.float32, provider.frozen)
+    # A warm-up: loads libraries and touches the gradients.
+    provider.logprobs(replace(p, x=p.x[:8], y=p.y[:8])).sum().backward()
+    p.x.grad = p.w.grad = None
+    gradients = 4 * (p.x.numel() + (0 if provider.frozen else p.w.numel()))
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before, wall, cpu = status_bytes("VmRSS"), time.perf_counter(), time.process_time()
+    if provider.name == "ours_entropy":  # the gradient of both
+        logp, entropy = linear_logprob(p.x, p.w, p.y, entropy=True, saved_bytes=0)[:2]
+        torch.autograd.backward((logp, entropy), (p.upstream, 0.01 * p.upstream))
+    else:
+        logp = provider.logprobs(p)
+        logp.backward(p.upstream)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    extra = (status_bytes("VmHWM") - before - gradients) / 1e6
+    with torch.no_grad():
+        exact = (p.x[:8].double() @ p.w.double().t()).log_softmax(-1)
+        error = (logp[:8] - exact.gather(-1, p.y[:8, None])[:, 0]).abs().max().item()
+    return {"wall_s": wall, "cpu_s": cpu, "extra_mb": extra, "error": error}
 
 
 def main() -> None:
-    parser, heads = make_parser(__doc__), {shape.model: shape for shape in (*SHAPES, TINY)}
-    providers = [provider.name for provider in PROVIDERS]
-    gpu = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if gpu else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--models", nargs="+", choices=heads, help="all on CUDA, else the tiny one")
-    parser.add_argument("--tokens", nargs="+", type=int, help=f"{TOKENS} on CUDA, else 256")
-    parser.add_argument("--providers", nargs="+", default=providers, choices=providers)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument(
-        "--csv", type=Path, help="default: bench/results/kernels_<device>_table.csv"
-    )
+    parser = make_parser(__doc__, output=RESULTS / "kernels_cpu.csv")
+    heads = {shape.model: shape for shape in (*SHAPES, TINY)}
+    providers = {provider.name: provider for provider in PROVIDERS}
+    names = ["torch", "ours", "torch_frozen", "ours_frozen"]
+    parser.add_argument("--model", choices=heads, default="Qwen2.5-0.5B")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--providers", nargs="+", default=names, choices=providers)
+    parser.add_argument("--one", choices=providers, help="measure this provider in this process")
     args = parser.parse_args()
-    cuda = args.device == "cuda"
-    shapes = [heads[name] for name in args.models or (list(heads)[:-1] if cuda else ["tiny"])]
-    tokens = args.tokens or (list(TOKENS) if cuda else [256])
-    path = args.csv or RESULTS / f"kernels_{args.device}_table.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for r in every_row(shapes, tokens, args.device, args.providers, args.repeats):
-            writer.writerow(r)
-            file.flush()
-            print(*(f"{key} {r[key]}" for key in COLUMNS if key not in ("D", "V", "device")))
-    print(f"wrote {path}")
+    shape = heads[args.model]
+    if args.one:
+        torch.set_num_threads(args.threads)
+        print(json.dumps(measure_once(providers[args.one], shape, args.tokens)))
+        return
+    sizes = {"tokens": args.tokens, "threads": args.threads}
+    flags = [f"--{name}={size}" for name, size in {"model": args.model, **sizes}.items()]
+    results: dict[str, dict[str, float]] = {}
+    rows = []
+    for name in args.providers:
+        command = [sys.executable, __file__, "--one", name, *flags]
+        results[name] = json.loads(subprocess.check_output(command, text=True))
+        twin = results.get(name.replace("ours", "torch"))
+        ratio = results[name]["cpu_s"] / twin["cpu_s"] if twin else NAN
+        digits = {"wall_s": ".2f", "cpu_s": ".2f", "extra_mb": ".0f", "error": ".1e"}
+        figures = {key: f"{results[name][key]:{form}}" for key, form in digits.items()}
+        head = {"hidden": shape.D, "vocab": shape.V}
+        rows.append({"provider": name, **sizes, **head, **figures, "cpu_ratio": f"{ratio:.3f}"})
+        show(rows[-1])
+        write_table(args.output, rows)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import numpy as np
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from bench.harness import RESULTS, make_parser, write_table  # noqa: E402
-from bench.serving import BASE, Server  # noqa: E402
+from bench.serving import BASE, start_server  # noqa: E402
 
 TASK = """task: whetstone_sums
 dataset_path: json
@@ -75,7 +75,7 @@ def expected(client, tokenizer, context: str, continuation: str) -> tuple[float,
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, output=RESULTS / "lm_eval.csv")
     parser.add_argument("--python", required=True, help="of an environment that has lm_eval")
     parser.add_argument("--questions", type=int, default=16)
     args = parser.parse_args()
@@ -89,28 +89,23 @@ def main() -> int:
         loaded.model.save_pretrained(base)
         loaded.tokenizer.save_pretrained(base)
         write_task(folder, args.questions)
-        server = Server(folder / "served", base=base)
-        try:
-            samples = harness(args.python, folder, base, server.url)
-        finally:
-            server.stop()
-        differences, logprobs, wrong, request = [], [], 0, 0
+        with start_server(folder / "served", base) as (url, _):
+            samples = harness(args.python, folder, base, url)
+        differences, logprobs, wrong = [], [], 0
         with ServiceClient(output_dir=folder / "here") as service:
             client = service.create_sampling_client(base_model=base)
             for sample in samples:
                 for inputs, text in zip(sample["arguments"].values(), sample["resps"], strict=True):
-                    texts = inputs["arg_0"], inputs["arg_1"]
+                    texts, result = (inputs["arg_0"], inputs["arg_1"]), text[0]
                     logprob, greedy = expected(client, loaded.tokenizer, *texts)
-                    result = text[0]
-                    differences.append(abs(float(result[0]) - logprob))
                     logprobs.append(float(result[0]))
+                    differences.append(abs(logprobs[-1] - logprob))
                     wrong += (str(result[1]) == "True") != greedy
-                    request += 1
-    row = {"questions": len(samples), "loglikelihoods": request}
+    row = {"questions": len(samples), "loglikelihoods": len(logprobs)}
     row |= {"largest difference": f"{max(differences):.2g}", "greedy wrong": wrong}
     row |= {"lowest": f"{min(logprobs):.2f}", "highest": f"{max(logprobs):.2f}"}
     print(row)
-    write_table(RESULTS / "lm_eval.csv", [row])
+    write_table(args.output, [row])
     return int(max(differences) > 1e-4 or wrong > 0)
 
 

@@ -1,39 +1,50 @@
 """Plant mutants that operators draw by seed, one at a time in a copy of the tree, and run the quick
-tests of the mutated module: killed, survived, or out of time.
+tests that execute the mutated line: killed, survived, or out of time.
 
-    python bench/mutants.py --count 300                   # into results/mutants.csv
+    make test ARGS="--cov=rl --cov=kernels --cov-context=test"   # needs pytest-cov; into .coverage
+    python bench/mutants.py --count 300 --workers 2       # into results/mutants.csv
     python bench/mutants.py --count 20 --only rl/losses   # of files whose path holds this text
 
 Operators: another comparison, arithmetic or boolean operator, a number plus one, the other boolean,
 no `not`, `return None`, a call left out, `continue` for `break`. Mutants are drawn uniformly over
-all places in `rl` and `kernels`, so that a package has as many as its size. The tests of a module
-are the files of tests/ that name it or use most of what it defines. A row is written after each
-mutant; a mutant that the table has is not run again. A test that fails without the mutant, too, has
-killed nothing ("unknown").
+all places in `rl` and `kernels`, so that a package has as many as its size. `.coverage` says which
+tests execute a line. At most 150 of them run, those that execute little else first. If fewer than
+ten do (the code runs when a module is imported, in another process, or in a test of an extra), the
+test files that name the module or use most of what it defines run, too. Tests run in a fork of a process that has torch
+imported. A row is written after each mutant; a mutant that the table has is not run again. A test
+that fails without the mutant, too, has killed nothing ("unknown"). A test that exceeds the time
+limit with the mutant and passes without it has killed the mutant.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import copy
+import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
+import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-from bench.harness import REPO, RESULTS, read_table, show, write_table  # noqa: E402
+import pytest  # noqa: E402
+import transformers  # noqa: E402, F401  # a fork has it imported; it imports torch
 
-SECONDS, TEST_FILES = 600, 8
+from bench.harness import REPO, RESULTS, make_parser, read_table, show, write_table  # noqa: E402
+
+SECONDS, TESTS, FEW_TESTS, TEST_FILES = 400, 150, 10, 8
+MEMORY = 6 << 30  # bytes: a mutant may allocate without end
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -118,82 +129,190 @@ def copy_tree(folder: Path) -> None:
             shutil.copy2(REPO / name, folder / name)
 
 
-def find_tests(tree: Path, file: str) -> list[str]:
+class Coverage:
+    """Answer which tests execute a line, from a database of coverage.py with contexts."""
+
+    def __init__(self, path: Path) -> None:
+        self.lines: dict[str, dict[str, set[int]]] = {}  # file -> test -> lines of the file
+        self.total = Counter[str]()  # test -> lines of all files
+        query = "select path, context, numbits from line_bits join file on file.id = file_id"
+        for name, context, bits in sqlite3.connect(path).execute(
+            f"{query} join context on context.id = context_id"
+        ):
+            if "::" not in context:
+                continue
+            parts = Path(name).parts
+            start = max(i for i, part in enumerate(parts) if part in ("rl", "kernels"))
+            while start and parts[start - 1] in ("rl", "kernels"):
+                start -= 1
+            test = context.rsplit("|", 1)[0]
+            # Bit i of byte j: line 8 j + i was executed.
+            lines = {8 * j + i for j, byte in enumerate(bits) for i in range(8) if byte >> i & 1}
+            self.total[test] += len(lines)
+            self.lines.setdefault("/".join(parts[start:]), {}).setdefault(test, set()).update(lines)
+
+    def find_tests(self, mutant: Mutant) -> list[str]:
+        """Return the tests that execute a mutant's line, those that execute little else first."""
+        files = self.lines.get(mutant.file, {})
+        last = mutant.line + mutant.old.count("\n")
+        span = set(range(mutant.line, last + 1))
+        tests = [test for test, lines in files.items() if lines & span]
+        return sorted(tests, key=lambda test: (-len(files[test]) / self.total[test], test))[:TESTS]
+
+
+def find_test_files(tree: Path, file: str) -> list[str]:
     """Return the test files that name a module, then those that use most of what it defines."""
     module = file.removesuffix(".py").replace("/", ".")
+    package, _, stem = module.rpartition(".")
+    names_it = re.compile(rf"\b{module}\b|from {package} import [^\n]*\b{stem}\b")
     body = ast.parse((tree / file).read_bytes()).body
     defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     scores = Counter[str]()
     for path in sorted((tree / "tests").rglob("test_*.py")):
         text = path.read_text()
         uses = len(defined & set(re.findall(r"\w+", text)))
-        scores[str(path.relative_to(tree))] = uses + 1000 * bool(re.search(rf"\b{module}\b", text))
+        scores[str(path.relative_to(tree))] = uses + 1000 * bool(names_it.search(text))
     return [name for name, score in scores.most_common(TEST_FILES) if score]
 
 
-def run_tests(tree: Path, tests: list[str]) -> tuple[str, str]:
-    """Run the quick part of these tests; return (verdict, the first failure)."""
-    words = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", *tests]
-    data = os.environ.get("WHETSTONE_DATA", str(REPO.parent / "shared" / "data"))
-    # No bytecode: that of a file of the same size and second would be taken for the mutant's.
-    more = {"WHETSTONE_DATA": data, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = ["timeout", "--signal=KILL", str(SECONDS), sys.executable, "-m", "pytest", *words]
-    done = subprocess.run(
-        command, cwd=tree, env={**os.environ, **more}, capture_output=True, text=True
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    first = lines[0].split(" - ")[0].split(" ", 1)[1] if lines else ""
-    if done.returncode in (137, -9):
-        return "out of time", ""
-    return ("survived" if done.returncode in (0, 5) else "killed"), first
+class Watcher:
+    """Write the test that runs, and the first that fails, to a file, for the parent process."""
+
+    def __init__(self, path: Path, order: Sequence[str]) -> None:
+        self.path, self.order = path, {name: index for index, name in enumerate(order)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keep the chosen tests, and the tests of chosen files, in the order of the choice."""
+        places = {
+            item: self.order.get(item.nodeid, self.order.get(item.nodeid.split("::")[0]))
+            for item in items
+        }
+        items[:] = sorted(
+            (item for item in items if places[item] is not None), key=lambda item: places[item] or 0
+        )
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.path.write_text(f"runs {nodeid}")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.path.write_text(f"failed {report.nodeid}")
+            os._exit(1)  # of a fork: the parent process ends what the test started
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.path.write_text(f"failed {report.nodeid}")
 
 
-def judge(tree: Path, mutant: Mutant, sound: dict[str, bool]) -> dict[str, object]:
-    """Plant a mutant, run its tests, and return its row. `sound`: whether a test passes without a
-    mutant.
+def run_tests(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
+    """Run the quick ones of these tests in a fork; return (verdict, the first failure, or the test
+    that exceeded the time limit).
     """
+    status = tree / ".status"
+    status.write_text("")
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        os.chdir(tree)
+        # No bytecode: that of a file of the same size and second would be taken for the mutant's.
+        sys.dont_write_bytecode = True
+        data = os.environ.get("WHETSTONE_DATA", str(REPO.parent / "shared" / "data"))
+        os.environ.update(WHETSTONE_DATA=data, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
+        os.environ["PYTHONPATH"] = str(tree)
+        sys.path[0] = str(tree)
+        for name in [name for name in sys.modules if name.split(".")[0] in ("rl", "bench")]:
+            del sys.modules[name]
+        quiet = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(quiet, descriptor)
+        files = dict.fromkeys(test.split("::")[0] for test in tests)
+        words = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", *files]
+        os._exit(int(pytest.main(words, plugins=[Watcher(status, tests)])))
+    begin, code = time.monotonic(), None
+    while code is None and time.monotonic() - begin < SECONDS:
+        done, value = os.waitpid(child, os.WNOHANG)
+        code = os.waitstatus_to_exitcode(value) if done else time.sleep(0.05)
+    try:
+        os.killpg(child, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    if code is None:
+        os.waitpid(child, 0)
+    word, _, test = status.read_text().partition(" ")
+    if code is None:
+        return "out of time", test
+    if code in (0, 5):
+        return "survived", ""
+    return ("killed", test) if test or code < 0 else ("unknown", "")
+
+
+def judge(tree: Path, mutant: Mutant, coverage: Coverage | None) -> dict[str, object]:
+    """Plant a mutant, run its tests, and return its row."""
     path, begin = tree / mutant.file, time.monotonic()
-    raw, tests = path.read_bytes(), find_tests(tree, mutant.file)
+    tests = coverage.find_tests(mutant) if coverage else []
+    if len(tests) < FEW_TESTS:
+        tests += find_test_files(tree, mutant.file)
+    raw = path.read_bytes()
     path.write_bytes(raw[: mutant.start] + mutant.new.encode() + raw[mutant.end :])
-    verdict, failure = run_tests(tree, tests) if tests else ("survived", "no test names it")
+    verdict, test = run_tests(tree, tests) if tests else ("survived", "no test names it")
     path.write_bytes(raw)
-    if verdict == "killed" and "::" in failure:
-        if failure not in sound:
-            sound[failure] = run_tests(tree, [failure])[0] == "survived"
-        verdict = verdict if sound[failure] else "unknown"
+    if verdict != "survived" and "::" in test:
+        sound = run_tests(tree, [test])[0] == "survived"
+        verdict = "killed" if sound else "unknown"
     cells = {"file": mutant.file, "line": mutant.line, "old": mutant.old, "new": mutant.new}
-    return {**cells, "verdict": verdict, "by": failure, "seconds": round(time.monotonic() - begin)}
+    more = {"tests": len(tests), "seconds": round(time.monotonic() - begin)}
+    return {**cells, "verdict": verdict, "by": test, **more}
+
+
+def judge_all(mutants: Sequence[Mutant], coverage: Coverage | None, rows: object) -> None:
+    """Judge mutants in a copy of the tree, and put their rows into a queue, at the end None."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy_tree(Path(folder))
+        for mutant in mutants:
+            rows.put(judge(Path(folder), mutant, coverage))  # type: ignore[attr-defined]
+    rows.put(None)  # type: ignore[attr-defined]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, output=RESULTS / "mutants.csv")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--only", default="", help="a text in the path of the file")
-    parser.add_argument("--results", type=Path, default=RESULTS / "mutants.csv")
+    parser.add_argument("--coverage", type=Path, default=REPO / ".coverage")
     args = parser.parse_args()
-    rows: list[dict[str, object]] = list(read_table(args.results))
+    rows: list[dict[str, object]] = list(read_table(args.output))
     known = {(row["file"], str(row["line"]), row["old"], row["new"]) for row in rows}
-    sound: dict[str, bool] = {}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree = Path(folder)
-        copy_tree(tree)
-        files = sorted(
-            str(path.relative_to(tree))
-            for package in ("rl", "kernels")
-            for path in (tree / package).rglob("*.py")
-            if not path.name.endswith("_pb2.py") and args.only in str(path.relative_to(tree))
-        )
-        mutants = [mutant for file in files for mutant in list_mutants(tree, file)]
-        for mutant in random.Random(args.seed).sample(mutants, min(args.count, len(mutants))):
-            if (mutant.file, str(mutant.line), mutant.old, mutant.new) in known:
-                continue
-            rows.append(judge(tree, mutant, sound))
-            show(rows[-1])
-            write_table(args.results, rows)
-    print(f"of {len(mutants)} places:", dict(Counter(str(row["verdict"]) for row in rows)))
+    files = sorted(
+        str(path.relative_to(REPO))
+        for package in ("rl", "kernels")
+        for path in (REPO / package).rglob("*.py")
+        if not path.name.endswith("_pb2.py") and args.only in str(path.relative_to(REPO))
+    )
+    places = [mutant for file in files for mutant in list_mutants(REPO, file)]
+    mutants = [
+        mutant
+        for mutant in random.Random(args.seed).sample(places, min(args.count, len(places)))
+        if (mutant.file, str(mutant.line), mutant.old, mutant.new) not in known
+    ]
+    coverage = Coverage(args.coverage) if args.coverage.is_file() else None
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    for index in range(args.workers):
+        part = mutants[index :: args.workers]
+        context.Process(target=judge_all, args=(part, coverage, queue)).start()
+    ended = 0
+    while ended < args.workers:
+        row = queue.get()
+        if row is None:
+            ended += 1
+            continue
+        rows.append(row)
+        show(row)
+        write_table(args.output, rows)
+    print(f"of {len(places)} places:", dict(Counter(str(row["verdict"]) for row in rows)))
 
 
 if __name__ == "__main__":

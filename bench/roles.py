@@ -3,53 +3,57 @@
 Ranks sample and learn together, in turn or concurrently.
 
     # three seeds, about forty minutes on two cores
-    python bench/roles.py --out bench/results/roles.csv
+    python bench/roles.py --work slow --steps 40 --forms one roles2
 
-The work: two-digit sums, from a policy that answers badly (trained once on noisy answers), 8
-answers to each of 16 sums per step. Rewards take a log-normal time (mean 0.25 s, sigma 1), or no
-time with `instant`. Every form trains on the same number of samples. Accuracy is that of sampled
-answers to 512 held-out sums after training. Samples per second cover all steps except the first
-five.
+The work: two-digit sums, from the model that the first stage of recipes/addition.yaml teaches (one
+for all seeds and forms), 8 answers to each of 16 sums per step. Rewards take a log-normal time
+(mean 0.25 s, sigma 1), or no time with `instant`. Every form trains on the same number of samples.
+Accuracy is that of sampled answers to 512 held-out sums after training. Samples per second cover
+all steps except the first five. `times_synchronous_...` divides them by those of the synchronous
+loop, with a single process and with two, on the same work and seed.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import csv
-import json
+import itertools
 import os
 import random
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPO)]
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import (  # noqa: E402
+    REPO,
+    RESULTS,
+    command_line,
+    make_parser,
+    show,
+    train,
+    write_table,
+)
+from bench.learning import evaluate_sums, taught_model  # noqa: E402
 from rl.data.synthetic.addition_dataset import is_test  # noqa: E402
 from rl.envs import Environment, TurnResult  # noqa: E402
 
 GROUPS, SIZE, SKIPPED = 16, 8, 5
-LATE = "--max-steps-off-policy 3"
+ROLES = "--sampler-ranks 1 --max-steps-off-policy"
 FORMS = {  # short name -> (description, processes, flags)
     "one": ("synchronous, one process", 1, ""),
-    "roles": ("one samples, one learns", 2, f"{LATE} --sampler-ranks 1"),
-    "roles2": (
-        "one samples, one learns, two updates late at most",
-        2,
-        "--max-steps-off-policy 2 --sampler-ranks 1",
-    ),
-    "roles1": (
-        "one samples, one learns, one update late at most",
-        2,
-        "--max-steps-off-policy 1 --sampler-ranks 1",
-    ),
+    "roles": ("one samples, one learns", 2, f"{ROLES} 3"),
+    "roles2": ("one samples, one learns, two updates late at most", 2, f"{ROLES} 2"),
+    "roles1": ("one samples, one learns, one update late at most", 2, f"{ROLES} 1"),
     "two": ("synchronous, two processes", 2, ""),
-    "late": ("asynchronous, one process", 1, LATE),
+    "late": ("asynchronous, one process", 1, "--max-steps-off-policy 3"),
 }
+GRPO = (
+    f"grpo --lora-rank 0 --batch-size {GROUPS} --group-size {SIZE} --max-tokens 4 --temperature 1 "
+    "--learning-rate 5e-4 --schedule linear --warmup-steps 10 --advantage mean_std --eval-every 0 "
+    f"--save-every 0 --rollouts-every 0 --no-self-test --environment {Path(__file__)}:SlowSum "
+    "--renderer plain --environment-isolation thread"
+)
 
 
 class SlowSum(Environment):
@@ -66,107 +70,68 @@ class SlowSum(Environment):
         mean = float(os.environ.get("PYTHON_ROLES_MEAN_SECONDS", "0"))
         if mean:
             await asyncio.sleep(mean * random.lognormvariate(-0.5, 1.0))
-        return TurnResult(
-            "", reward=float((answer["content"] or "").strip() == self.sum), done=True
-        )
+        right = (answer["content"] or "").strip() == self.sum
+        return TurnResult("", reward=float(right), done=True)
 
 
-def run(words: str, processes: int = 1, **env: str) -> None:
-    launch = [] if processes == 1 else ["-m", "accelerate.commands.launch", "--config_file", str(REPO / "accelerate_configs/ddp.yaml"),
-                                        "--num_processes", str(processes), "--main_process_port", "0"]  # fmt: skip
-    done = subprocess.run([sys.executable, *launch, *words.split()], cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800)  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{words} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+def measure(start: Path, work: str, seed: int, name: str, steps: int) -> dict[str, Any]:
+    """Return the row of a run."""
+    form, processes, flags = FORMS[name]
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
+        launcher += ["--config_file", str(REPO / "accelerate_configs" / "ddp.yaml")]
+        launcher += ["--num_processes", str(processes)]
+    os.environ["PYTHON_ROLES_MEAN_SECONDS"] = "0.25" if work == "slow" else "0"
+    words = [*GRPO.split(), "--base-model", str(start), "--steps", str(steps), *flags.split()]
+    with tempfile.TemporaryDirectory() as folder:
+        run = train([*words, "--seed", str(seed)], Path(folder), launcher)
+        after = evaluate_sums(Path(folder) / "checkpoints" / "grpo-final" / "model")
+    timed = run.rows[SKIPPED:]
+    seconds = sum(row["time/step"] for row in timed)
+    age = sum(row.get("async/age/mean", 0.0) for row in timed) / len(timed)
+    return {
+        "work": work,
+        "seed": seed,
+        "form": form,
+        "samples": steps * GROUPS * SIZE,
+        "samples_per_second": round(len(timed) * GROUPS * SIZE / seconds, 1),
+        "age_mean": round(age, 3),
+        "accuracy": round(after, 4),
+    }
 
 
-def accuracy(folder: Path) -> float:
-    # Evaluate a copy outside the run's folder; otherwise evaluate.py uses the run's environment.
-    with tempfile.TemporaryDirectory() as single:
-        weights, result = Path(single, "model"), Path(single, "found.json")
-        shutil.copytree(
-            folder / "checkpoints" / f"{folder.name.partition('-')[0]}-final" / "model", weights
-        )
-        run(f"evaluate.py {weights} --dataset addition --reward exact_match --limit 512 --renderer plain --temperature 1 --max-tokens 4 "
-            f"--output {result}")  # fmt: skip
-        return float(json.loads(result.read_text())["correct"])
+def add_speedups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with each form's speedup over the synchronous loop."""
+    rates = {(row["work"], row["seed"], row["form"]): row["samples_per_second"] for row in rows}
+    results = []
+    for row in rows:
+        columns = {}
+        for processes in ("one process", "two processes"):
+            rate = rates.get((row["work"], row["seed"], f"synchronous, {processes}"))
+            ratio = round(row["samples_per_second"] / rate, 2) if rate else ""
+            columns[f"times_synchronous_{processes.replace(' ', '_')}"] = ratio
+        results.append({**row, **columns, "command": command_line()})
+    return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = make_parser(__doc__, True, RESULTS / "roles.csv")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument(
-        "--first-steps",
-        type=int,
-        default=750,
-        help="of supervised training, before: one policy for all seeds and forms",
-    )
-    parser.add_argument(
-        "--start", type=Path, help="the folder of that training's run, where it has been done"
-    )
-    parser.add_argument(
-        "--work", nargs="+", choices=["slow", "instant"], default=["slow", "instant"]
-    )
+    kinds = ["slow", "instant"]
+    parser.add_argument("--work", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as home:
-        start = args.start or Path(home, "sft-0")
-        if args.start is None:
-            run(f"train.py sft --base-model tiny:addition --lora-rank 0 --dataset addition:noise=0.7,from=7 --learning-rate 3e-3 "
-                f"--schedule cosine --warmup-steps 30 --beta2 0.99 --steps {args.first_steps} --batch-size 256 --max-tokens 4 "
-                f"--eval-every 0 --save-every 0 --rollouts-every 0 --quiet --output-dir {start}")  # fmt: skip
-        before = accuracy(start)
-        for seed in args.seeds:
-            for work in args.work:
-                for name in args.forms:
-                    form, processes, words = FORMS[name]
-                    folder = Path(home, f"grpo-{seed}-{work}-{name}")
-                    run(f"train.py grpo --base-model {start}/checkpoints/sft-final/model --lora-rank 0 --steps {args.steps} "
-                        f"--batch-size {GROUPS} --group-size {SIZE} --max-tokens 4 --temperature 1 --learning-rate 5e-4 --schedule linear "
-                        f"--warmup-steps 10 --advantage mean_std --eval-every 0 "
-                        f"--save-every 0 --rollouts-every 0 --quiet --no-self-test --environment {Path(__file__)}:SlowSum --renderer plain "
-                        f"--environment-isolation thread --seed {seed} --output-dir {folder} {words}",
-                        processes, PYTHON_ROLES_MEAN_SECONDS="0.25" if work == "slow" else "0")  # fmt: skip
-                    steps = [
-                        json.loads(line)
-                        for line in (folder / "metrics.jsonl").read_text().splitlines()
-                    ][SKIPPED:]
-                    seconds = sum(step["time/step"] for step in steps)
-                    rows.append({"work": work, "seed": seed, "form": form, "samples": args.steps * GROUPS * SIZE,
-                                 "samples_per_second": round(len(steps) * GROUPS * SIZE / seconds, 1),
-                                 "age_mean": round(sum(step.get("async/age/mean", 0.0) for step in steps) / len(steps), 3),
-                                 "accuracy_before": round(before, 4), "accuracy": round(accuracy(folder), 4)})  # fmt: skip
-                    print(rows[-1], flush=True)
-                    if args.out:
-                        write(rows, args.out)
-
-
-def write(rows: list[dict[str, Any]], out: Path) -> None:
-    """Write the rows with each form's speedup over the synchronous loop.
-
-    The speedup divides samples per second by those of the synchronous loop, with a single process
-    and with two, on the same work and seed.
-    """
-    rates = {(row["work"], row["seed"], row["form"]): row["samples_per_second"] for row in rows}
-    for row in rows:
-        for processes in ("one process", "two processes"):
-            rate = rates.get((row["work"], row["seed"], f"synchronous, {processes}"))
-            row[f"times_synchronous_{processes.replace(' ', '_')}"] = (
-                round(row["samples_per_second"] / rate, 2) if rate else ""
-            )
-    with out.open("w", newline="") as file:
-        # Omit --start from the recorded command: without it, the script trains the same
-        # start model.
-        words = [
-            word for i, word in enumerate(sys.argv) if "--start" not in (word, sys.argv[i - 1])
-        ]
-        file.write(f"# python {' '.join(words)}\n")
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+        start = taught_model(0, Path(home))
+        before = round(evaluate_sums(start), 4)
+        for seed, work, name in itertools.product(args.seeds, args.work, args.forms):
+            row = measure(start, work, seed, name, args.steps)
+            rows.append({**row, "accuracy_before": before})
+            write_table(args.output, add_speedups(rows))
+            show(rows[-1])
 
 
 if __name__ == "__main__":

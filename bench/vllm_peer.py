@@ -1,4 +1,4 @@
-"""Run vLLM for bench/sampler_vllm.py in a separate environment.
+"""Run vLLM for bench/sampler.py in a separate environment.
 
 vLLM needs a different torch version, so this script imports nothing from the repository.
 

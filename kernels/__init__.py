@@ -5,9 +5,9 @@ gradient are torch custom ops.
 """
 
 from kernels.attention_bounds import UNBOUNDED, AttentionBounds
-from kernels.linear_logprob import linear_logprob, linear_logprob_reference
+from kernels.linear_logprob import linear_logprob
 from kernels.paged_attention import compute_paged_attention
-from kernels.policy_loss import policy_loss, policy_loss_reference
+from kernels.policy_loss import policy_loss
 from kernels.sample_tokens import sample_tokens
 from kernels.shared_pages import SharedPages
 from kernels.token_logprob import token_logprob
@@ -23,9 +23,7 @@ __all__ = [
     "estimate_workspace_bytes",
     "estimate_saved_bytes",
     "linear_logprob",
-    "linear_logprob_reference",
     "policy_loss",
-    "policy_loss_reference",
     "topk_target_logprob",
     "token_logprob",
 ]

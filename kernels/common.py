@@ -208,14 +208,18 @@ def find_target_rows(name: str, target_T: Tensor, vocab: int, ignore_index: int)
     return find_true_rows(used, count)
 
 
-def check_targets(name: str, target_T: Tensor, vocab: int, ignore_index: int) -> None:
-    """Check the targets as `find_target_rows` does, without computing positions.
+def check_targets(name: str, target_T: Tensor, vocab: int) -> None:
+    """Check that all targets lie in [0, vocab).
 
-    Waits for the device once. Raises ValueError naming the first target outside [0, vocab).
+    Waits for the device once. Raises ValueError naming the first target outside.
     """
-    outside = (target_T != ignore_index) & ((target_T < 0) | (target_T >= vocab))
+    outside = (target_T < 0) | (target_T >= vocab)
     if bool(outside.any()):
-        find_target_rows(name, target_T, vocab, ignore_index)
+        position = int(outside.nonzero()[0, 0])
+        raise ValueError(
+            f"{name}: target[{position}] is {int(target_T[position])}, outside [0, {vocab}); check "
+            "that targets come from this model's tokenizer"
+        )
 
 
 def find_true_rows(used_T: Tensor, count: int | None = None) -> Tensor | None:

@@ -1,5 +1,5 @@
-"""Implement `step` in Triton: the operations between the matrix products of a decode step, with a
-single read and write of each number.
+"""Implement `decode_ops` in Triton: the operations between the matrix products of a decode step,
+with a single read and write of each number.
 
 Computation is float32, rounded where torch rounds: the residual sum before the norm, the norm
 before its weight, the two products of the rotation together. Casts between bfloat16 and float32
@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+SILU_BLOCK = 1024  # columns of a program of silu_mul
 
 
 @triton.jit
@@ -196,12 +198,12 @@ def fused_add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: 
     return out
 
 
-def silu_mul(gate_up: Tensor, block: int = 1024) -> Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """Launch the kernel of kernels.decode_ops.silu_mul."""
     rows, width = gate_up.numel() // gate_up.shape[-1], gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
-    _silu_mul_kernel[(rows, triton.cdiv(width, block))](
-        gate_up.contiguous(), out, F=width, BLOCK=block, num_warps=4
+    _silu_mul_kernel[(rows, triton.cdiv(width, SILU_BLOCK))](
+        gate_up.contiguous(), out, F=width, BLOCK=SILU_BLOCK, num_warps=4
     )
     return out
 

@@ -420,10 +420,11 @@ def linear_logprob(
             them, without gradient.
         entropy: False skips the entropy (its result is None) and saves a pass over the scores.
         saved_bytes: a tensor of T x V up to this many bytes is saved for the backward, and the
-            backward creates a second tensor if both fit; 0 never saves a tensor. None: SAVED_BYTES,
-            a small default, as only the caller knows what a GPU can spare: an optimizer's state may
-            still have to fit. (Without CUDA, up to TINY_BYTES, torch's operations are used, which
-            save two or three such tensors.) The values do not depend on it beyond rounding.
+            backward creates a second tensor if both fit; 0 never saves a tensor. None:
+            DEFAULT_SAVED_BYTES, as only the caller knows what a GPU can spare: an optimizer's state
+            may still have to fit. (Without CUDA, up to SMALL_PROBLEM_BYTES, torch's operations are
+            used, which save two or three such tensors.) The values do not depend on it beyond
+            rounding.
         checked: every target is known to lie in [0, V). On a GPU this saves the forward its wait
             for the device; then nothing is checked and no position is ignored.
         frozen_columns: this many first columns of `weight` need no gradient and get zeros (the base
@@ -479,31 +480,3 @@ def linear_logprob(
         ent.view(target.shape) if entropy else None,
         lse.view(target.shape),
     )
-
-
-# ---------------------------------------------------------------------------------- plain reference
-
-
-def linear_logprob_reference(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    ignore_index: int = -100,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the results of `linear_logprob` in plain torch with full logits, in the dtype of the
-    inputs.
-
-    This is the definition, with which the tests compare.
-    """
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    logits = logits / temperature
-    logp_all = logits.log_softmax(-1)
-    used = target != ignore_index
-    logp = logp_all.gather(-1, target.long().where(used, 0).unsqueeze(-1)).squeeze(-1)
-    # a banned token's p log p is 0
-    entropy = -(logp_all.exp() * logp_all.clamp(min=torch.finfo(logp_all.dtype).min)).sum(-1)
-    return logp.where(used, 0.0), entropy.where(used, 0.0), logits.logsumexp(-1).where(used, 0.0)

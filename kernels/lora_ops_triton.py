@@ -133,12 +133,10 @@ def add_lora_(
     x: Tensor,
     a_RI: Tensor,
     parts: Sequence[tuple[Tensor, float, slice, slice]],
-    *,
-    columns: int | None = None,
 ) -> None:
-    """Launch the kernels of kernels.lora_ops.add_lora_. `columns`: outputs of a program."""
+    """Launch the kernels of kernels.lora_ops.add_lora_."""
     (N, inputs), ranks = x.shape, len(a_RI)
-    columns = columns or choose_columns(a_RI.dtype)
+    columns = choose_columns(a_RI.dtype)
     x = x if x.stride(1) == 1 else x.contiguous()
     splits = choose_splits(inputs)
     low = torch.empty((splits, N, ranks), dtype=torch.float32, device=x.device)

@@ -9,14 +9,7 @@ loss is a SUM over active tokens:
     dro                  -(lp A - beta/2 d^2)            arXiv 2405.19107
     gspo                 ppo with r_t = sg(s) p / sg(p), s = exp(mean of d over the sequence's
                          active tokens)                  arXiv 2507.18071
-lo and hi are absolute ratios (0.8 and 1.2, not 0.2). With a reference, kl_coef times an estimator
-of KL(learner || reference) is added:
-    k1  lp - ref                     its gradient is 0 in expectation: for measuring, not for
-                                     training
-    k2  (lp - ref)^2 / 2             its gradient is that of the KL, on policy
-    k3  e^(ref - lp) - (ref - lp) - 1
-Each estimator is differentiated as written and not weighted by r; the clients' `kl_coef`, in
-rl.losses.loss_terms, gives all three the gradient of the KL.
+lo and hi are absolute ratios (0.8 and 1.2, not 0.2).
 
 Inactive tokens are selected away before any exp: their values, NaN included, change nothing.
 """
@@ -33,7 +26,7 @@ from kernels.common import (
     check_tokens,
     device_context,
 )
-from kernels.policy_loss_kinds import KINDS, KL_KINDS, METRICS
+from kernels.policy_loss_kinds import KINDS, METRICS
 
 NAME = "policy_loss"
 Bound = float | Tensor
@@ -59,14 +52,11 @@ def _policy_loss_torch(
     old: Tensor,
     advantage: Tensor,
     mask: Tensor | None,
-    ref: Tensor | None,
     low: Bound,
     high: Bound,
     cu_seqlens: Tensor | None,
     kind: str,
     beta: float,
-    kl_coef: float,
-    kl_kind: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of METRICS (float32) and d loss / d lp [T]."""
     active = torch.ones_like(lp, dtype=torch.bool) if mask is None else mask != 0
@@ -89,26 +79,7 @@ def _policy_loss_torch(
         loss = -torch.minimum(r * advantage, clipped * advantage)
         # written so that a NaN stays a NaN
         grad = torch.where(r * advantage > clipped * advantage, 0.0, -r * advantage)
-    kl = torch.zeros_like(lp)
-    if ref is not None:
-        e = ref.where(active, 0.0) - lp
-        if kl_kind == "k1":
-            kl, kl_grad = -e, torch.ones_like(e)
-        elif kl_kind == "k2":
-            kl, kl_grad = 0.5 * e * e, -e
-        else:
-            kl, kl_grad = torch.expm1(e) - e, -torch.expm1(e)
-        loss, grad = loss + kl_coef * kl, grad + kl_coef * kl_grad
-    columns = (
-        loss,
-        torch.ones_like(lp),
-        r,
-        (r < low).float(),
-        (r > high).float(),
-        -d,
-        0.5 * d * d,
-        kl,
-    )
+    columns = (loss, torch.ones_like(lp), (r < low).float(), (r > high).float())
     return torch.stack(columns).where(active, 0.0).sum(1), grad.where(active, 0.0)
 
 
@@ -121,7 +92,6 @@ def forward_op(
     old: Tensor,
     advantage: Tensor,
     mask: Tensor | None,
-    ref: Tensor | None,
     low_T: Tensor | None,
     high_T: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -129,8 +99,6 @@ def forward_op(
     low: float,
     high: float,
     beta: float,
-    kl_coef: float,
-    kl_kind: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss (float32 scalar), the sums of METRICS and d loss / d logp [T]."""
     if can_run_triton(logp):
@@ -138,42 +106,26 @@ def forward_op(
 
         with device_context(logp):
             sums, grad = launch_policy_loss(
-                logp,
-                old,
-                advantage,
-                mask,
-                ref,
-                low_T,
-                high_T,
-                cu_seqlens,
-                kind,
-                low,
-                high,
-                beta,
-                kl_coef,
-                kl_kind,
+                logp, old, advantage, mask, low_T, high_T, cu_seqlens, kind, low, high, beta
             )
     else:
-        flat = [t if t is None else t.float() for t in (logp, old, advantage, ref, low_T, high_T)]
-        lower, upper = (low if flat[4] is None else flat[4]), (high if flat[5] is None else flat[5])
+        lower = low if low_T is None else low_T.float()
+        upper = high if high_T is None else high_T.float()
         # torch.clamp needs two tensors or two numbers
         if isinstance(lower, Tensor) != isinstance(upper, Tensor):
             lower, upper = (
                 torch.as_tensor(b, dtype=torch.float32, device=logp.device) for b in (lower, upper)
             )
         sums, grad = _policy_loss_torch(
-            flat[0],  # type: ignore[arg-type]
-            flat[1],  # type: ignore[arg-type]
-            flat[2],  # type: ignore[arg-type]
+            logp.float(),
+            old.float(),
+            advantage.float(),
             mask,
-            flat[3],
             lower,
             upper,
             cu_seqlens,
             kind,
             beta,
-            kl_coef,
-            kl_kind,  # type: ignore[arg-type]
         )
     return sums[0].clone(), sums, grad.to(logp.dtype)
 
@@ -194,7 +146,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, g_loss, *_):
     (grad,) = ctx.saved_tensors
-    return (g_loss * grad).to(grad.dtype), *[None] * 13
+    return (g_loss * grad).to(grad.dtype), *[None] * 10
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
@@ -209,13 +161,10 @@ def policy_loss(
     *,
     kind: str = "ppo",
     mask_T: Tensor | None = None,
-    ref_T: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     clip_low: Bound = 0.8,
     clip_high: Bound = 1.2,
     beta: float = 0.05,
-    kl_coef: float = 0.0,
-    kl_kind: str = "k2",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a loss of the module's table as a sum over active tokens, and the sums of its metrics.
 
@@ -223,31 +172,23 @@ def policy_loss(
 
     Args:
         logp_T, old_T, advantage_T: [T], all sequences concatenated.
-        mask_T: [T], nonzero (or True) where a token is an action. None means all tokens; dro, gspo
-            and a KL term reject None, because they would train the prompt.
+        mask_T: [T], nonzero (or True) where a token is an action. None means all tokens; dro and
+            gspo reject None, because they would train the prompt.
         clip_low, clip_high: absolute ratios, numbers or a value per token [T].
-        beta: coefficient of dro. kl_coef, kl_kind: of the KL to ref_T.
+        beta: coefficient of dro.
         cu_seqlens: [S + 1], boundaries of the sequences; gspo needs it.
     Returns:
         loss (float32 scalar) and a dict of float32 scalars on the device, without a wait: the names
-        of METRICS, all sums over active tokens (`kl_v1` of q - lp, `kl_v2` of d^2 / 2, `ratio` of
-        r, for gspo of s).
+        of METRICS, all sums over active tokens. `clipped_low` and `clipped_high` count the tokens
+        whose ratio (for gspo s) is below and above the range.
     Raises:
         ValueError: an unknown kind, a missing argument, or shapes and devices that do not fit.
     """
     if kind not in KINDS:
         raise ValueError(f"{NAME}: kind is {kind!r}; expected {', '.join(KINDS)}")
-    if kl_kind not in KL_KINDS:
-        raise ValueError(f"{NAME}: kl_kind is {kl_kind!r}; expected {', '.join(KL_KINDS)}")
-    if kl_coef != 0.0 and ref_T is None:
+    if mask_T is None and kind in ("dro", "gspo"):
         raise ValueError(
-            f"{NAME}: kl_coef is {kl_coef} without ref_T; pass the reference's logprobs, or "
-            "kl_coef=0.0"
-        )
-    if mask_T is None and (kind in ("dro", "gspo") or kl_coef != 0.0):
-        consumer = kind if kind in ("dro", "gspo") else "a KL term"
-        raise ValueError(
-            f"{NAME}: {consumer} needs mask_T, which marks the action tokens; to train all tokens "
+            f"{NAME}: {kind} needs mask_T, which marks the action tokens; to train all tokens "
             "pass torch.ones_like(logp_T)"
         )
     if kind == "gspo" and cu_seqlens is None:
@@ -260,9 +201,9 @@ def policy_loss(
         "old_T": old_T,
         "advantage_T": advantage_T,
         "mask_T": mask_T,
-        "ref_T": ref_T,
+        "clip_low": low_T,
+        "clip_high": high_T,
     }
-    tokens |= {"clip_low": low_T, "clip_high": high_T}
     check_tokens(NAME, logp_T.numel(), logp_T=logp_T, **tokens)
     check_same_device(NAME, logp_T=logp_T, **tokens, cu_seqlens=cu_seqlens)
     if cu_seqlens is not None:
@@ -273,7 +214,6 @@ def policy_loss(
         old_T,
         advantage_T,
         mask_T,
-        ref_T,
         low_T,
         high_T,
         cu_seqlens,
@@ -281,57 +221,5 @@ def policy_loss(
         low,
         high,
         beta,
-        kl_coef,
-        kl_kind,
     )
     return loss, dict(zip(METRICS, sums.unbind(), strict=True))
-
-
-# ---------------------------------------------------------------------------------- plain reference
-
-
-def policy_loss_reference(
-    logp_T: Tensor,
-    old_T: Tensor,
-    advantage_T: Tensor,
-    *,
-    kind: str = "ppo",
-    mask_T: Tensor | None = None,
-    ref_T: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    clip_low: Bound = 0.8,
-    clip_high: Bound = 1.2,
-    beta: float = 0.05,
-    kl_coef: float = 0.0,
-    kl_kind: str = "k2",
-) -> Tensor:
-    """Compute the loss as the formulas read, sequence by sequence, differentiated by autograd."""
-    ends = [0, len(logp_T)] if cu_seqlens is None else cu_seqlens.tolist()
-    total = (logp_T * 0.0).nan_to_num().sum()
-    for start, end in zip(ends, ends[1:], strict=False):
-        keep = (
-            torch.ones(end - start, dtype=torch.bool) if mask_T is None else mask_T[start:end] != 0
-        )
-        lp, q, a = (t[start:end][keep] for t in (logp_T, old_T, advantage_T))
-        lo, hi = (
-            b[start:end][keep] if isinstance(b, Tensor) else torch.full_like(lp, b)
-            for b in (clip_low, clip_high)
-        )
-        r = (lp - q).exp()
-        if kind == "gspo" and len(lp):
-            r = (lp - q).mean().exp().detach() * (lp - lp.detach()).exp()
-        clipped = torch.minimum(torch.maximum(r, lo), hi)
-        if kind == "importance_sampling":
-            total = total - (r * a).sum()
-        elif kind == "cispo":
-            total = total - (clipped.detach() * lp * a).sum()
-        elif kind == "dro":
-            total = total - (lp * a - beta / 2 * (lp - q) ** 2).sum()
-        else:
-            total = total - torch.minimum(r * a, clipped * a).sum()
-        if ref_T is not None:
-            e = ref_T[start:end][keep] - lp
-            total = (
-                total + kl_coef * {"k1": -e, "k2": e**2 / 2, "k3": e.exp() - e - 1}[kl_kind].sum()
-            )
-    return total

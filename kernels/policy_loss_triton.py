@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.policy_loss_kinds import KINDS, KL_KINDS, METRICS
+from kernels.policy_loss_kinds import KINDS, METRICS
 
 # 1024 tokens for each program: 32 programs for 32k tokens, each a single wave of loads. Larger
 # blocks leave SMs idle.
 BLOCK = 1024
 IMPORTANCE_SAMPLING, PPO, CISPO, DRO, GSPO = (tl.constexpr(i) for i in range(5))
-K1, K2 = (tl.constexpr(i) for i in range(2))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -46,27 +45,6 @@ def _sequence_mean_kernel(
     for at in range(start, end, BLOCK):
         offs = at + tl.arange(0, BLOCK)
         tl.store(out_ptr + offs, mean + tl.zeros((BLOCK,), tl.float32), mask=offs < end)
-
-
-@triton.jit
-def _kl_term(e, KL_KIND: tl.constexpr):
-    """Return the estimator of KL(learner || reference) at e = ref - lp and its derivative by lp."""
-    if KL_KIND == K1:
-        kl = -e
-        grad = tl.full(e.shape, 1.0, tl.float32)
-    elif KL_KIND == K2:
-        kl = 0.5 * e * e
-        grad = -e
-    else:
-        # e^e - 1 loses digits near 0, the usual range in training: a Taylor series replaces it in
-        # that range.
-        series = e + e * e * (0.5 + e * (1.0 / 6.0 + e * (1.0 / 24.0)))
-        expm1 = tl.where(tl.abs(e) < 0.02, series, tl.exp(e) - 1.0)
-        kl = tl.where(
-            tl.abs(e) < 0.02, e * e * (0.5 + e * (1.0 / 6.0 + e * (1.0 / 24.0))), expm1 - e
-        )
-        grad = -expm1
-    return kl, grad
 
 
 @triton.jit
@@ -102,24 +80,20 @@ def _token_loss(lp, d, r, adv, lo, hi, beta, KIND: tl.constexpr):
 
 
 @triton.jit
-def _store_sums(row, active, loss, d, r, lo, hi, kl):
+def _store_sums(row, active, loss, r, lo, hi):
     """Store the sums of METRICS over a program's tokens."""
     tl.store(row + 0, tl.sum(tl.where(active, loss, 0.0), 0))
     tl.store(row + 1, tl.sum(active.to(tl.float32), 0))
-    tl.store(row + 2, tl.sum(tl.where(active, r, 0.0), 0))
-    tl.store(row + 3, tl.sum((active & (r < lo)).to(tl.float32), 0))
-    tl.store(row + 4, tl.sum((active & (r > hi)).to(tl.float32), 0))
-    tl.store(row + 5, tl.sum(-d, 0))
-    tl.store(row + 6, tl.sum(0.5 * d * d, 0))
-    tl.store(row + 7, tl.sum(tl.where(active, kl, 0.0), 0))
+    tl.store(row + 2, tl.sum((active & (r < lo)).to(tl.float32), 0))
+    tl.store(row + 3, tl.sum((active & (r > hi)).to(tl.float32), 0))
 
 
 @triton.jit(do_not_specialize=["T"])
 def _policy_loss_kernel(
-    lp_ptr, old_ptr, adv_ptr, mask_ptr, ref_ptr, low_ptr, high_ptr, mean_ptr, grad_ptr, sums_ptr,
-    T, low, high, beta, kl_coef,
-    KIND: tl.constexpr, KL_KIND: tl.constexpr, HAS_MASK: tl.constexpr, HAS_REF: tl.constexpr,
-    HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, BLOCK: tl.constexpr,
+    lp_ptr, old_ptr, adv_ptr, mask_ptr, low_ptr, high_ptr, mean_ptr, grad_ptr, sums_ptr,
+    T, low, high, beta,
+    KIND: tl.constexpr, HAS_MASK: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < T
@@ -136,16 +110,9 @@ def _policy_loss_kernel(
     if KIND == GSPO:
         r = tl.exp(tl.load(mean_ptr + offs, mask=active, other=0.0))
     loss, grad = _token_loss(lp, d, r, adv, lo, hi, beta, KIND)
-    kl = tl.zeros((BLOCK,), tl.float32)
-    if HAS_REF:
-        kl, kl_grad = _kl_term(
-            tl.load(ref_ptr + offs, mask=active, other=0.0).to(tl.float32) - lp, KL_KIND
-        )
-        loss += kl_coef * kl
-        grad += kl_coef * kl_grad
     tl.store(grad_ptr + offs, tl.where(active, grad, 0.0), mask=inside)
-    row = sums_ptr + tl.program_id(0) * 8
-    _store_sums(row, active, loss, d, r, lo, hi, kl)
+    row = sums_ptr + tl.program_id(0) * 4  # METRICS
+    _store_sums(row, active, loss, r, lo, hi)
 
 
 def launch_policy_loss(
@@ -153,7 +120,6 @@ def launch_policy_loss(
     old: Tensor,
     advantage: Tensor,
     mask: Tensor | None,
-    ref: Tensor | None,
     low_T: Tensor | None,
     high_T: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -161,9 +127,6 @@ def launch_policy_loss(
     low: float,
     high: float,
     beta: float,
-    kl_coef: float,
-    kl_kind: str,
-    block: int = BLOCK,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of METRICS (float32) and d loss / d logp (float32 [T])."""
     tokens = logp.numel()
@@ -172,11 +135,8 @@ def launch_policy_loss(
         return grad.new_zeros(len(METRICS)), grad
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
-    contiguous = [
-        t if t is None else t.contiguous() for t in (logp, old, advantage, mask, ref, low_T, high_T)
-    ]
-    lp, old, advantage = (t for t in contiguous[:3] if t is not None)
-    mask, ref, low_T, high_T = contiguous[3:]
+    lp, old, advantage = logp.contiguous(), old.contiguous(), advantage.contiguous()
+    mask, low_T, high_T = (t if t is None else t.contiguous() for t in (mask, low_T, high_T))
     mean = lp
     if kind == "gspo" and cu_seqlens is not None:
         mean = torch.zeros_like(grad)
@@ -188,16 +148,15 @@ def launch_policy_loss(
             mean,
             tokens,
             HAS_MASK=mask is not None,
-            BLOCK=block,
+            BLOCK=BLOCK,
         )
-    programs = triton.cdiv(tokens, block)
+    programs = triton.cdiv(tokens, BLOCK)
     sums = grad.new_empty((programs, len(METRICS)))
     _policy_loss_kernel[(programs,)](
         lp,
         old,
         advantage,
         lp if mask is None else mask,
-        lp if ref is None else ref,
         lp if low_T is None else low_T,
         lp if high_T is None else high_T,
         mean,
@@ -207,14 +166,11 @@ def launch_policy_loss(
         low,
         high,
         beta,
-        kl_coef,
         KIND=KINDS.index(kind),
-        KL_KIND=KL_KINDS.index(kl_kind),
         HAS_MASK=mask is not None,
-        HAS_REF=ref is not None,
         HAS_LOW=low_T is not None,
         HAS_HIGH=high_T is not None,
-        BLOCK=block,
+        BLOCK=BLOCK,
         num_warps=4,
     )
     return sums.sum(0), grad

@@ -14,38 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Bytes of shared memory that a block may request, by compute capability (CUDA C++ Programming
-# Guide, "Technical specifications").
-SHARED_MEMORY_BYTES = {
-    75: 65_536,
-    80: 166_912,
-    86: 101_376,
-    87: 166_912,
-    89: 101_376,
-    90: 232_448,
-    100: 232_448,
-    103: 232_448,
-    120: 101_376,
-}
-
 
 class GpuInfo(NamedTuple):
     """Hold the properties of a GPU that the kernels use; `capability` is 90 for sm_90."""
 
     capability: int
-
-    @property
-    def shared_memory_bytes(self) -> int:
-        """Return the bytes of shared memory that a block may request; for a GPU missing in the
-        table, those of the next lower entry.
-        """
-        return SHARED_MEMORY_BYTES[
-            max(
-                known
-                for known in SHARED_MEMORY_BYTES
-                if known <= max(self.capability, min(SHARED_MEMORY_BYTES))
-            )
-        ]
 
     @property
     def has_tma(self) -> bool:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import LOG2E, HeadConfig
+from kernels.common import LOG2E
 from kernels.linear_logprob_torch import GradientCoefficients
 from kernels.linear_logprob_triton import FLOOR, TO_NATS
 
@@ -21,50 +21,38 @@ BLOCK = 8192
 
 
 @triton.jit
-def _scaled(raw, in_scale, out_scale, SOFTCAP: tl.constexpr):
-    """Return logits / log 2 (-inf becomes FLOOR: a banned token) and the value of the tanh."""
-    z = raw.to(tl.float32) * in_scale
-    z = tl.where(z < FLOOR, FLOOR, z)
-    t = z
-    if SOFTCAP:
-        t = 1.0 - 2.0 / (tl.exp2(z * (2.0 / TO_NATS)) + 1.0)
-        z = t * out_scale
-    return z, t
+def _scaled(raw, scale):
+    """Return logits / log 2; -inf, of a banned token, becomes FLOOR."""
+    z = raw.to(tl.float32) * scale
+    return tl.where(z < FLOOR, FLOOR, z)
 
 
 @triton.jit
 def _forward_kernel(
-    logits_ptr, y_ptr, logp_ptr, entropy_ptr, lse_ptr, V, stride, ignore_index, in_scale, out_scale,
-    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr, y_ptr, logp_ptr, entropy_ptr, lse_ptr, V, stride, scale, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(y_ptr + row)
-    if y == ignore_index:
-        tl.store(logp_ptr + row, 0.0)
-        tl.store(entropy_ptr + row, 0.0)
-        tl.store(lse_ptr + row, 0.0)
-    else:
-        m = FLOOR + 0.0
-        total = 0.0
-        spread = 0.0
-        at_target = 0.0
-        for lo in range(0, V, BLOCK):
-            cols = lo + tl.arange(0, BLOCK)
-            raw = tl.load(logits_ptr + row * stride + cols, mask=cols < V, other=0.0)
-            z, _ = _scaled(raw, in_scale, out_scale, SOFTCAP)
-            z = tl.where(cols < V, z, FLOOR)
-            new_m = tl.maximum(m, tl.max(z, 0))
-            decay = tl.exp2(m - new_m)
-            shifted = z - new_m
-            e = tl.where(cols < V, tl.exp2(shifted), 0.0)
-            spread = decay * (spread + (m - new_m) * total) + tl.sum(shifted * e, 0)
-            total = decay * total + tl.sum(e, 0)
-            at_target += tl.sum(tl.where(cols == y, z, 0.0), 0)
-            m = new_m
-        log_total = tl.log2(total)
-        tl.store(logp_ptr + row, (at_target - m - log_total) * TO_NATS)
-        tl.store(entropy_ptr + row, (log_total - spread / total) * TO_NATS)
-        tl.store(lse_ptr + row, (m + log_total) * TO_NATS)
+    m = FLOOR + 0.0
+    total = 0.0
+    spread = 0.0
+    at_target = 0.0
+    for lo in range(0, V, BLOCK):
+        cols = lo + tl.arange(0, BLOCK)
+        raw = tl.load(logits_ptr + row * stride + cols, mask=cols < V, other=0.0)
+        z = tl.where(cols < V, _scaled(raw, scale), FLOOR)
+        new_m = tl.maximum(m, tl.max(z, 0))
+        decay = tl.exp2(m - new_m)
+        shifted = z - new_m
+        e = tl.where(cols < V, tl.exp2(shifted), 0.0)
+        spread = decay * (spread + (m - new_m) * total) + tl.sum(shifted * e, 0)
+        total = decay * total + tl.sum(e, 0)
+        at_target += tl.sum(tl.where(cols == y, z, 0.0), 0)
+        m = new_m
+    log_total = tl.log2(total)
+    tl.store(logp_ptr + row, (at_target - m - log_total) * TO_NATS)
+    tl.store(entropy_ptr + row, (log_total - spread / total) * TO_NATS)
+    tl.store(lse_ptr + row, (m + log_total) * TO_NATS)
 
 
 @triton.jit
@@ -79,15 +67,11 @@ def _backward_kernel(
     V,
     stride,
     stride_out,
-    in_scale,
-    out_scale,
-    SOFTCAP: tl.constexpr,
+    scale,
     HAS_C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the gradient of a row. Each block is read before it is written, so `out` may be
-    `logits`.
-    """
+    """Compute the gradient of a row."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(y_ptr + row)
     a = tl.load(a_ptr + row)
@@ -108,14 +92,11 @@ def _backward_kernel(
         for lo in range(0, V, BLOCK):
             cols = lo + tl.arange(0, BLOCK)
             raw = tl.load(logits_ptr + row * stride + cols, mask=cols < V, other=0.0)
-            z, t = _scaled(raw, in_scale, out_scale, SOFTCAP)
-            log2p = z - lse2
+            log2p = _scaled(raw, scale) - lse2
             factor = b + tl.zeros((BLOCK,), tl.float32)
             if HAS_C:
                 factor += c * TO_NATS * log2p
             dz = tl.exp2(log2p) * factor + tl.where(cols == y, a, 0.0)
-            if SOFTCAP:
-                dz *= 1.0 - t * t
             tl.store(
                 out_ptr + row * stride_out + cols, dz.to(out_ptr.dtype.element_ty), mask=cols < V
             )
@@ -126,9 +107,7 @@ def _contiguous_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
-def forward(
-    logits_TV: Tensor, y_T: Tensor, head: HeadConfig, ignore_index: int, block: int = BLOCK
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(logits_TV: Tensor, y_T: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the forward kernel; return logp, entropy and lse, float32 [T]."""
     logits = _contiguous_rows(logits_TV)
     logp, entropy, lse = (
@@ -142,11 +121,8 @@ def forward(
         lse,
         logits.shape[1],
         logits.stride(0),
-        ignore_index,
-        head.in_scale,
-        head.out_scale,
-        SOFTCAP=head.softcap is not None,
-        BLOCK=min(block, triton.next_power_of_2(logits.shape[1])),
+        LOG2E / temperature,
+        BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])),
         num_warps=8,
     )
     return logp, entropy, lse
@@ -155,18 +131,17 @@ def forward(
 def backward(
     logits_TV: Tensor,
     y_T: Tensor,
-    head: HeadConfig,
+    temperature: float,
     co: GradientCoefficients,
     lse_T: Tensor,
     out_TV: Tensor,
-    block: int = BLOCK,
 ) -> None:
-    """Write the gradient to `out_TV`, which may be `logits_TV`."""
-    logits, out = _contiguous_rows(logits_TV), _contiguous_rows(out_TV)
-    a, b, c = (t if t is None else (t * head.grad_scale).contiguous() for t in co)
+    """Write the gradient to `out_TV`, whose rows are contiguous."""
+    logits = _contiguous_rows(logits_TV)
+    a, b, c = (t if t is None else (t / temperature).contiguous() for t in co)
     _backward_kernel[(len(y_T),)](
         logits,
-        out,
+        out_TV,
         y_T.contiguous(),
         lse_T * LOG2E,
         a,
@@ -174,13 +149,9 @@ def backward(
         b if c is None else c,
         logits.shape[1],
         logits.stride(0),
-        out.stride(0),
-        head.in_scale,
-        head.out_scale,
-        SOFTCAP=head.softcap is not None,
+        out_TV.stride(0),
+        LOG2E / temperature,
         HAS_C=c is not None,
-        BLOCK=min(block, triton.next_power_of_2(logits.shape[1])),
+        BLOCK=min(BLOCK, triton.next_power_of_2(logits.shape[1])),
         num_warps=8,
     )
-    if out is not out_TV:
-        out_TV.copy_(out)

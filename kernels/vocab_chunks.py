@@ -15,7 +15,7 @@ CHUNK_ELEMENTS = 1 << 27
 
 
 def vocab_chunk_width(V: int, tile: int) -> int:
-    """Return the columns of a slab, a multiple of `tile`: at most V / 8 and SLAB_COLUMNS, at least
+    """Return the columns of a slab, a multiple of `tile`: at most V / 8 and CHUNK_COLUMNS, at least
     `tile`.
 
     The width does not depend on the number of tokens.
@@ -31,7 +31,7 @@ def iter_vocab_chunks(V: int, tile: int) -> Iterator[tuple[int, int]]:
 
 def rows_per_chunk(rows: int, width: int, tile: int) -> int:
     """Return the number of rows that a slab processes at a time: all rows, or a multiple of `tile`
-    within SLAB_ELEMENTS.
+    within CHUNK_ELEMENTS.
     """
     return (
         rows

@@ -37,6 +37,10 @@ class BadRequestError(APIStatusError, ValueError):
     """
 
 
+class ContextLengthError(BadRequestError):
+    """Reject a prompt that, with the tokens to sample, exceeds the model's context."""
+
+
 class UserError(BadRequestError):
     """Report an error that the user can fix. The message has the value, the expected value, and the
     remedy.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 from rl.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
+TEMPORARY = ".tmp"  # ends the names of files that are being written
 # held-out answers: <stage>-eval-<step>.jsonl, greedy ones <stage>-eval-greedy-<step>.jsonl
 _EVALUATION_FILE = re.compile(r".+-eval-(?:greedy-)?(\d{6,})\.jsonl")
 
@@ -41,19 +44,33 @@ def get_rollout_step(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file atomically: after a crash or power cut, it has its old or new content."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8", errors="replace") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace the file atomically: after a crash or power cut, it has its old or new content. Each
+    of several writers has a temporary file of its own.
+    """
+    data = content.encode("utf-8", "replace") if isinstance(content, str) else content
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
     try:
-        os.fsync(folder)  # the directory entry: the caller may remove the replaced data next
+        temporary.write_bytes(data)
+        flush_to_disk(temporary)
+        os.replace(temporary, path)
     finally:
-        os.close(folder)
+        temporary.unlink(missing_ok=True)
+    flush_to_disk(path.parent)  # the directory entry: the caller may remove the replaced data next
+
+
+def flush_to_disk(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk. No-op for a folder of a file system
+    (FUSE, CIFS) that does not flush folders.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
 
 
 def replace_nonfinite(value: Any) -> Any:

@@ -5,6 +5,9 @@ stream.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from itertools import islice
+from typing import Any
 
 MAX_MESSAGE_CHARACTERS = 4000  # characters of a single message, for a human reader
 
@@ -52,6 +55,12 @@ def sanitize_message(
         )
     text = _CONTROLS.sub("", _ESCAPES.sub("", text.replace("\r\n", "\n")))
     return _SURROGATES.sub("\ufffd", text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def list_some(items: Collection[Any], limit: int, separator: str = ", ") -> str:
+    """Return the first `limit` items as text, and the number of further items."""
+    shown = separator.join(str(item) for item in islice(items, limit))
+    return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")
 
 
 def _escape_character(match: re.Match[str]) -> str:

@@ -26,7 +26,7 @@ sys.path += [str(folder) for folder in sorted((REPO / "tests").iterdir()) if fol
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Return the folder of public data sets and tokenizers (never copied into the project)."""
-    path = Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data"))
+    path = Path(os.environ.get("WHETSTONE_DATA") or REPO.parent / "shared" / "data")
     if not path.is_dir():
         pytest.skip(f"no data folder at {path}: set WHETSTONE_DATA to one to run this test")
     return path

@@ -287,7 +287,7 @@ def check_canonical(name: str, renderer: Renderer, count: int, seed: int = 0) ->
         (episode,) = group.trajectories_G
         messages: list = []
         for turn in episode.transitions:
-            messages += turn.logs["told"]
+            messages += turn.logs["new_messages"]
             expected = made.build_generation_prompt(messages).to_ints()
             shown = [made.tokenizer.decode(tokens) for tokens in (turn.ob.to_ints(), expected)]
             assert turn.ob.to_ints() == expected, (name, group.problem_index, shown)

@@ -219,7 +219,7 @@ class CaseWorker(TrainingWorker):
 
     @verb()
     def micro_batches(self, model_id: int, datums: Sequence[Datum]) -> int:
-        return len(list(self.learners[model_id]._local_micro_batches(datums)))
+        return self.learners[model_id].split_batch(datums)[0].num_micro_batches
 
     @verb()
     def plant_divisor(self, model_id: int, divisor: float) -> None:

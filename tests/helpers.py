@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+from rl.distributed import collectives
 from rl.learner import LearnerSettings
 from rl.models.tiny_models import get_model_preset
 from rl.runtime import SamplerSettings, WorkerSettings
@@ -38,7 +39,10 @@ def make_worker(
 
 def call(worker: TrainingWorker, verb: str, *arguments):
     """Run a verb as the driver runs it on a single process."""
-    reduce = VERBS[verb].reduce or (lambda parts: parts[0])
+    spec = VERBS[verb]
+    reduce = spec.reduce or (lambda parts: parts[0])
+    if spec.split is not None:
+        arguments = getattr(worker, spec.split)(*arguments)[collectives.rank()]
     return reduce([getattr(worker, verb)(*arguments)])
 
 

@@ -54,7 +54,7 @@ def data(tokenizer, counts, loss: str) -> list[Datum]:
     for seed, images in enumerate(counts):
         whole = row(tokenizer, images, seed)
         n = whole.length - 1
-        fields = {"target_tokens": np.array(whole.flat()[1:])}
+        fields = {"target_tokens": np.array(whole.token_ids()[1:])}
         mask = (np.arange(n) >= n - 4).astype(np.float32)
         if loss == "ppo":
             fields |= {

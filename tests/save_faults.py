@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 import torch  # noqa: E402
-from helpers import ADAM, make_worker, random_datums  # noqa: E402
+from helpers import ADAM, call, make_worker, random_datums  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from rl.client import APIFuture  # noqa: E402
@@ -73,7 +73,16 @@ def save(worker, folder: Path, step: int) -> None:
 
 
 def update(worker, seed: int) -> None:
-    worker.forward_backward(0, random_datums(3, seed=seed), "ppo", {"temperature": 1.0}, 1.0, True)
+    call(
+        worker,
+        "forward_backward",
+        0,
+        random_datums(3, seed=seed),
+        "ppo",
+        {"temperature": 1.0},
+        1.0,
+        True,
+    )
     worker.optim_step(0, ADAM)
 
 

@@ -58,8 +58,11 @@ def compute_plain_logits(model, reader, arguments):
     """Return logits [T, V] of a sequence by the transformers model, with its images through a
     single call of its image processor.
     """
-    ids = torch.tensor([arguments.flat()])
-    images = [Image.open(io.BytesIO(image.data)).convert("RGB") for _, image in arguments.placed()]
+    ids = torch.tensor([arguments.token_ids()])
+    images = [
+        Image.open(io.BytesIO(image.data)).convert("RGB")
+        for _, image in arguments.images_with_positions()
+    ]
     inputs = {}
     if images:
         tiles = reader.family.token_types_name == ""

@@ -112,13 +112,13 @@ def run_flow(service: ServiceClient, folder: Path, lora: int) -> dict:
         [ModelInput.from_ints(p) for p in PROMPTS]
     ).result()
     seen = check_sync(made, sampler, make_datums(actual["by the last weights"])[:4], 1.0)
-    pairs = [(seen.learner, seen.sampler), (seen.learner_moved, seen.sampler_moved)]
+    pairs = [(seen.learner, seen.sampler), (seen.learner_perturbed, seen.sampler_perturbed)]
     actual["off"] = [
         max(float(abs(learner[i] - sampler[i]).max()) for i in learner)
         for learner, sampler in pairs
     ]
     actual["moved"] = max(
-        float(abs(seen.sampler[i] - seen.sampler_moved[i]).max()) for i in seen.sampler
+        float(abs(seen.sampler[i] - seen.sampler_perturbed[i]).max()) for i in seen.sampler
     )
     actual["held"] = service._driver.submit("held", made.model_id).result()
     actual["parameters"] = made.info["parameters"]

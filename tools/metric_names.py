@@ -159,7 +159,9 @@ METRICS: dict[str, str] = {
     "sampler/temperature": "temperature of the samples",
     "sampler/prefill_tokens": "prompt tokens that were computed",
     "sampler/prefill_prompts": "prompts that were computed, once for a group",
-    "sampler/kept_tokens": "prompt tokens that were in the cache of an earlier turn",
+    "sampler/prefix_cached_tokens": (
+        "prompt tokens that were not computed, because their keys and values were in the cache"
+    ),
     "sampler/fed_tokens": "rows that were passed through the model to decode",
     "sampler/decoded_rows": "rows of logits from which a token was sampled",
     "sampler/emitted_tokens": "tokens of the answers",
@@ -167,6 +169,8 @@ METRICS: dict[str, str] = {
     "sampler/steps": "decode steps",
     "sampler/peak_rows": "most answers at once",
     "sampler/peak_cache_tokens": "most tokens of the KV cache at once",
+    "sampler/drafted_tokens": "draft tokens of speculative decoding",
+    "sampler/accepted_tokens": "draft tokens that became tokens of an answer",
     # time
     "time/step": "the whole step, without evaluation",
     "time/sample": "sampling",

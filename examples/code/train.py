@@ -7,7 +7,7 @@ The script first grades two answers by hand with the reward of the run. It then 
 recipes/oneliners.yaml, in which a tiny model writes one-line functions, and grades answers of the
 trained model.
 
-Seen with seeds 0, 1, 2, under three minutes of two CPU cores (bench/results/methods.csv): held-out
+Seen with seeds 0, 1, 2, under three minutes of two CPU cores (bench/results/learning.csv): held-out
 programs right 0.46, 0.44, 0.44 -> 0.996, 0.996, 0.970.
 """
 

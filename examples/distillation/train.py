@@ -6,8 +6,8 @@ The script runs recipes/addition_distill.yaml: a teacher learns two-digit additi
 learns the teacher's distribution on the data, then on its own answers. The script prints the
 held-out accuracy of each stage and asks teacher and student the same questions.
 
-Seen with seeds 0, 1, 2, in 6 to 9 minutes (bench/results/methods.csv): teacher 0.988, 0.961, 0.953;
-student 0.996, 0.973, 0.973; student after its own answers 0.994, 0.982, 0.971.
+Seen with seeds 0, 1, 2, in 6 to 9 minutes (bench/results/learning.csv): teacher 0.988, 0.961,
+0.953; student 0.996, 0.973, 0.973; student after its own answers 0.994, 0.982, 0.971.
 
 With real models on a GPU (both need the same vocabulary):
 

@@ -10,19 +10,19 @@ number ("2: return a + b"). Fixes run in the sandbox.
 from __future__ import annotations
 
 import ast
-import atexit
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from rl.envs import Game, check_choice
+from rl.envs.python_env import get_sandbox
 from rl.errors import UserError
-from rl.sandbox import Calls, Sandbox, SandboxLimits
+from rl.sandbox import Calls, SandboxLimits
 
-LEVELS = ("operator", "bounds", "start", "compare")
+# Kinds of bugs, with the number of different calls of their functions (see `_sample_arguments`).
+LEVELS = {"operator": 64, "bounds": 8, "start": 1548, "compare": 9288}
 FUNCTION_NAME = "f"
 
 
@@ -265,11 +265,12 @@ class DebuggingEnv(Game):
     ):
         super().__init__()
         self.sandbox = sandbox
-        self.levels = tuple(check_choice("levels", level, LEVELS) for level in levels) or LEVELS
-        if tries < 1 or tests < 1:
+        self.levels = tuple(check_choice("levels", level, LEVELS) for level in levels or LEVELS)
+        most = min(LEVELS[level] for level in self.levels)
+        if tries < 1 or not 1 <= tests <= most:
             raise UserError(
-                f"--environment.tries and --environment.tests must be at least 1, got {tries} and"
-                f" {tests}"
+                "--environment.tries must be at least 1 and --environment.tests from 1 to"
+                f" {most} (the different calls of these levels), got {tries} and {tests}"
             )
         self.tries, self.tests, self.tries_used, self.malformed = tries, tests, 0, 0
 
@@ -318,14 +319,6 @@ class DebuggingEnv(Game):
 def _describe_failure(case: Case, happened: str) -> str:
     """Return the text that shows a failing test to the player."""
     return f"{case.call} should be {case.expected!r}, {happened}\n> "
-
-
-@cache
-def get_sandbox(mode: str) -> Sandbox:
-    """Return the sandbox of a mode, made on first use."""
-    sandbox = Sandbox(mode)
-    atexit.register(sandbox.close)
-    return sandbox
 
 
 def find_first_failure(bug: Bug, source: str, mode: str = "auto") -> tuple[Case, str] | None:

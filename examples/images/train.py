@@ -7,8 +7,8 @@
 The script runs recipes/shapes.yaml with a tiny model, then draws pictures that are in no data set
 and asks the trained model about them.
 
-Seen with seeds 0, 1, 2, in 140 s of a CPU core (bench/results/images.csv): held-out pictures right
-0.75, 0.72, 0.90 -> 0.79, 0.78, 0.93.
+Seen with seeds 0, 1, 2, in 150 s on two CPU cores (bench/results/learning.csv): held-out pictures
+right 0.75, 0.72, 0.90 -> 0.79, 0.78, 0.93.
 """
 
 import argparse

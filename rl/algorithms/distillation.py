@@ -262,7 +262,7 @@ class Distillation(Method):
 
     # ----------------------------------------------------------------------------------- off-policy
 
-    def datums(
+    def build_datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
         """Return sequences with soft targets [T, K + 1]: the teacher's most likely tokens and, in
@@ -273,7 +273,7 @@ class Distillation(Method):
             client = models.others["teachers"][name]
             if self.options.learn_from == "data":
                 plain = [
-                    truncate_datum(self.settings.data, make_response_datum(row, renderer), row)
+                    truncate_datum(self.settings.data, make_response_datum(row, renderer))
                     for row in members
                 ]
             else:
@@ -309,8 +309,8 @@ class Distillation(Method):
         streams = assign_random_streams([derive_seed(row.tag, row.index) for row in rows])
         requests = [
             SamplingRequest(
-                prompt=prompt.flat(),
-                images=prompt.placed(),
+                prompt=prompt.token_ids(),
+                images=prompt.images_with_positions(),
                 num_samples=self.group_size,
                 params=params,
                 seed=seed,
@@ -321,7 +321,9 @@ class Distillation(Method):
         responses, _ = teacher.sample_many(requests).result()
         return [
             supervised_datum(
-                ModelInput.of([*prompt.flat(), *sequence.tokens], prompt.placed()),
+                ModelInput.of(
+                    [*prompt.token_ids(), *sequence.tokens], prompt.images_with_positions()
+                ),
                 [0.0] * prompt.length + [1.0] * len(sequence.tokens),
             )
             for prompt, response in zip(prompts, responses, strict=True)
@@ -434,7 +436,10 @@ def make_soft_targets(
         whole = [restore_full_input(d) for d in datums]
         requests = [
             SamplingRequest(
-                prompt=w.flat(), images=w.placed(), params=params, topk_prompt_logprobs=top_k
+                prompt=w.token_ids(),
+                images=w.images_with_positions(),
+                params=params,
+                topk_prompt_logprobs=top_k,
             )
             for w in whole
         ]

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 
 from rl.algorithms.method_interface import (
+    Method,
     MethodSettings,
     ModelFactory,
     Models,
@@ -30,6 +31,7 @@ from rl.algorithms.row_datums import (
 )
 from rl.algorithms.update import UpdateSums, make_adam_params
 from rl.config import (
+    DataSettings,
     OptimSettings,
     PreferenceDataSettings,
     Range,
@@ -101,15 +103,10 @@ class DpoSettings(MethodSettings):
         reject_sampling_settings(self, "dpo learns from the data's answers")
 
 
-class DPO(RowEvaluator):
-    """Implement `dpo`."""
-
-    Settings: ClassVar[type] = DpoSettings
-    summary = "preferences: learn which of two answers is preferred, without a reward"
-    headline = ACCURACY_METRIC
-    reads: tuple[str, ...] = ("response", "rejected")
-    needs_reward = False
-    reads_held_out_answers = True
+class PreferenceMethod(Method):
+    """Base class of the methods that apply a loss to pairs of a preferred and another answer, by the
+    section `preference`: stored pairs, or pairs of the policy's samples.
+    """
 
     @property
     def uses_reference(self) -> bool:
@@ -122,11 +119,62 @@ class DPO(RowEvaluator):
             return {}
         return {"reference": factory.reference(self.settings.preference.reference_model)}
 
+    def update(
+        self, models: Models, datums: Sequence[Datum], progress: Progress
+    ) -> dict[str, float]:
+        """Update the policy in a single pass over the pairs. `optim/loss` and `rewards/...` are
+        means over pairs, measured before each update.
+        """
+        totals = train_pairs(
+            models,
+            datums,
+            self._loss(),
+            self._config(),
+            self._optimizer_params(progress),
+            self.settings.optim.num_substeps,
+        )
+        return {**summarize_pairs(totals, datums), **self._extra_metrics(totals)}
+
+    def _optimizer_params(self, progress: Progress) -> AdamParams:
+        """Return the optimizer settings of this batch."""
+        return make_adam_params(self.settings, progress.batch)
+
+    def _extra_metrics(self, totals: UpdateSums) -> dict[str, float]:
+        """Return further metrics."""
+        return {}
+
+    def _loss(self) -> str:
+        """Return the name of the loss."""
+        return self.settings.preference.loss
+
+    def _config(self) -> dict[str, float]:
+        """Return the config of the loss."""
+        from rl.losses import get_loss  # imports torch, which settings and --help avoid
+
+        settings = self.settings.preference
+        config = {"beta": settings.beta}
+        if settings.length_normalise is not None:
+            config["length_normalise"] = float(settings.length_normalise)
+        if "label_smoothing" in get_loss(settings.loss).config:
+            config["label_smoothing"] = settings.label_smoothing
+        return config
+
+
+class DPO(PreferenceMethod, RowEvaluator):
+    """Implement `dpo`."""
+
+    Settings: ClassVar[type] = DpoSettings
+    summary = "preferences: learn which of two answers is preferred, without a reward"
+    headline = ACCURACY_METRIC
+    reads = ("response", "rejected")
+    needs_reward = False
+    reads_held_out_answers = True
+
     def __init__(self, settings: Any):
         super().__init__(settings)
         self._reference_logprobs: dict[Any, np.ndarray] = {}  # precomputed, by prompt and answer
 
-    def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:
+    def prepare_rows(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:
         """Score all rows in an order that a resume does not change, then release the reference
         model, if `precompute_reference` is set.
         """
@@ -146,7 +194,7 @@ class DPO(RowEvaluator):
             )
         models.others.pop("reference").release()
 
-    def datums(
+    def build_datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
         """Return two datums per row, the preferred answer's first, with the reference logprobs of
@@ -177,71 +225,32 @@ class DPO(RowEvaluator):
             )
         return logprobs
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
-        """Update the policy in a single pass over the pairs. `optim/loss` and `rewards/...` are
-        means over pairs, measured before each update.
-        """
-        totals = train_pairs(
-            models,
-            datums,
-            self._loss(),
-            self._config(),
-            self._optimizer_params(progress),
-            self.settings.optim.num_substeps,
-        )
-        return {**summarize_pairs(totals, datums), **self._extra_metrics(totals)}
-
-    def _optimizer_params(self, progress: Progress) -> AdamParams:
-        """Return the optimizer settings of this batch."""
-        return make_adam_params(self.settings, progress.batch)
-
-    def _extra_metrics(self, totals: UpdateSums) -> dict[str, float]:
-        """Return further metrics."""
-        return {}
-
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
         """Return the means of `compute_pair_metrics` on held-out pairs, named `test/loss`,
         `test/rewards/...` and `test/logps/...`.
         """
 
         def compute_means(members: Sequence[Problem]) -> dict[str, float]:
-            pairs = self.datums(members, renderer, models, 0)
+            pairs = self.build_datums(members, renderer, models, 0)
             return compute_pair_metrics(
                 models.policy.forward(pairs, self._loss(), self._config()).result().metrics
             )
 
         return evaluate_by_tag(rows, compute_means)
 
-    def _loss(self) -> str:
-        """Return the name of the loss."""
-        return self.settings.preference.loss
-
-    def _config(self) -> dict[str, float]:
-        """Return the config of the loss."""
-        from rl.losses import get_loss  # imports torch, which settings and --help avoid
-
-        settings = self.settings.preference
-        config = {"beta": settings.beta}
-        if settings.length_normalise is not None:
-            config["length_normalise"] = float(settings.length_normalise)
-        if "label_smoothing" in get_loss(settings.loss).config:
-            config["label_smoothing"] = settings.label_smoothing
-        return config
-
 
 def _make_datum_key(datum: Datum) -> Any:
     """Return the datum's sequence and images as a dict key."""
     whole = restore_full_input(datum)
-    return tuple(whole.flat()), whole.placed()
+    return tuple(whole.token_ids()), whole.images_with_positions()
 
 
-def make_pair_datums(row: Problem, renderer: Any, data: Any = None) -> list[Datum]:
+def make_pair_datums(row: Problem, renderer: Any, data: DataSettings) -> list[Datum]:
     """Return the preferred answer and the other as two datums with `mask` 1 on the answer's tokens
-    and its end.
+    and its end, cut as the data settings say.
 
     Raises ValueError if either answer is missing.
     """
-    datums = [make_answer_datum(row, answer, renderer) for answer in get_pair(row)]
-    return datums if data is None else [truncate_datum(data, datum, row) for datum in datums]
+    return [
+        truncate_datum(data, make_answer_datum(row, answer, renderer)) for answer in get_pair(row)
+    ]

@@ -51,6 +51,11 @@ class GRPO(ReferenceMethod):
             if estimator.state_key is not None
         }
 
+    @property
+    def trains_in_parts(self) -> bool:
+        hooks = ("compute_advantages", "update")
+        return all(getattr(type(self), name) is getattr(GRPO, name) for name in hooks)
+
     def compute_advantages(
         self, groups: Sequence[TrajectoryGroup], models: Models, *, keep_first: bool = True
     ) -> list[Datum]:
@@ -85,7 +90,7 @@ class GRPO(ReferenceMethod):
             for (p, _, _), rewards_K in zip(cells, rewards_C_K, strict=True)
             if self._is_trained_on(rewards_K)
         }
-        kept = sorted(trained) or [0][: int(keep_first)]
+        kept = trained or ({0} if keep_first else set())
         datums: list[Datum] = []
         for i, (group, advantages_G_N) in enumerate(zip(groups, advantages_P_G_N, strict=True)):
             for trajectory, advantages_N in zip(group.trajectories_G, advantages_G_N, strict=True):

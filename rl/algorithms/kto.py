@@ -21,7 +21,12 @@ from rl.algorithms.method_interface import (
     Progress,
     RowEvaluator,
 )
-from rl.algorithms.row_datums import evaluate_by_tag, make_answer_datum, truncate_datum
+from rl.algorithms.row_datums import (
+    cut_datum,
+    evaluate_by_tag,
+    make_answer_datum,
+    truncate_datum,
+)
 from rl.algorithms.update import (
     LossCall,
     add_loss_inputs,
@@ -110,12 +115,20 @@ class KTO(RowEvaluator):
         ] = []  # prompts of the batch, each with an answer of the next row
         self._row_indices: list[int] = []  # the row of each answer of the batch
 
-    def datums(
+    def longest(self, row: Problem, renderer: Any) -> int:
+        """Return the tokens of the prompt with the bad answer of a pair; 0 if the row has none."""
+        if row.rejected is None:
+            return 0
+        return make_answer_datum(row, row.rejected, renderer).model_input.length + 1
+
+    def build_datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
         """Return a datum for each answer, with its label and the reference logprobs. Keep the
-        mismatched datums for z.
+        mismatched datums for z, cut to what the row checks and the model's context allow.
         """
+        limits = (self.settings.data.max_row_tokens, models.policy.info["max_context"])
+        limit = min((tokens for tokens in limits if tokens is not None), default=None)
         answers = [list_labeled_answers(row) for row in rows]
         # Answers of the next row: the other answer of the same row would not be mismatched.
         others = [*answers[1:], *answers[:1]]
@@ -125,7 +138,7 @@ class KTO(RowEvaluator):
             for text, good in of_row
         ]
         mismatched = [
-            self._datum(row, of_next[i % len(of_next)][0], True, renderer)
+            cut_datum(self._datum(row, of_next[i % len(of_next)][0], True, renderer), limit)
             for row, of_row, of_next in zip(rows, answers, others, strict=True)
             for i in range(len(of_row))
         ]
@@ -140,7 +153,7 @@ class KTO(RowEvaluator):
 
     def _datum(self, row: Problem, answer: str, good: bool, renderer: Any) -> Datum:
         """Return a datum with `mask` on the answer and `labels` 1 (good) or -1 (bad)."""
-        datum = truncate_datum(self.settings.data, make_answer_datum(row, answer, renderer), row)
+        datum = truncate_datum(self.settings.data, make_answer_datum(row, answer, renderer))
         labels = np.full(datum.model_input.length, 1.0 if good else -1.0)
         return add_loss_inputs(datum, labels=labels)
 
@@ -193,7 +206,7 @@ class KTO(RowEvaluator):
         """
 
         def compute_means(members: Sequence[Problem]) -> dict[str, float]:
-            answers = self.datums(members, renderer, models, 0)
+            answers = self.build_datums(members, renderer, models, 0)
             config = self._config(self._estimate_kl(models, self._mismatched))
             return compute_label_metrics(
                 models.policy.forward(answers, "kto", config).result().metrics

@@ -26,8 +26,10 @@ from rl.config import (
     check_substeps,
     is_api_address,
 )
+from rl.data import ProblemSet
 from rl.errors import UserError
 from rl.judges import APIScoringClient, FrozenScorer, OpenAIClient, check_vocabulary
+from rl.renderers import TrainOn
 from rl.rollout import TrajectoryGroup
 from rl.types import Datum, Problem
 
@@ -248,11 +250,12 @@ class Method:
     variants                maps each value of the setting `variant` to the flat settings that it
                             implies; explicit settings override them
     online                  whether the method samples; it then has `compute_advantages` and
-                            `group_size`, otherwise `datums`
+                            `group_size`, otherwise `build_datums`
     needs_reward            whether it cannot learn without a reward
     reads                   the answers of a row (fields of Problem) from which it learns
     reads_held_out_answers  whether it also reads those answers of held-out rows
     reads_optional_answers  whether it reads them of the held-out rows that have them
+    train_on                the messages of a conversation that it trains on
     value_head              whether the policy has a value head
 
     `__init__` may replace a value by one that depends on the settings.
@@ -267,10 +270,18 @@ class Method:
     reads: tuple[str, ...] = ()
     reads_held_out_answers: bool = False
     reads_optional_answers: bool = False
+    train_on: TrainOn = "last_assistant"
     value_head: bool = False
 
     def __init__(self, settings: Any):
         self.settings = settings
+
+    @property
+    def trains_in_parts(self) -> bool:
+        """Return whether `rl.algorithms.StreamedStep` does the same as `compute_advantages` and
+        `update`.
+        """
+        return False
 
     @property
     def judge_names(self) -> list[str]:
@@ -300,8 +311,8 @@ class Method:
         return models
 
     def _check_used_sections(self, models: Mapping[str, Any]) -> None:
-        """Raise UserError if the settings ask for a KL or for shaped rewards, and the class uses
-        neither: a class may read only some of the sections of its `Settings`.
+        """Raise UserError if the settings ask for a KL, shaped rewards or gradients in parts, and
+        the class does not use them: it may read only some of the sections of its `Settings`.
         """
         kl, shaping = (getattr(self.settings, name, None) for name in ("kl", "shaping"))
         default = kl is not None and kl.kl_coef is None and kl.reference_model is not None
@@ -324,7 +335,15 @@ class Method:
                     "shape_rewards(self, groups)"
                 )
 
-    def remark_on_data(self, problems: Iterable[Problem]) -> str | None:
+        flow = getattr(self.settings, "flow", None)
+        if flow is not None and flow.gradient_parts > 1 and not self.trains_in_parts:
+            raise UserError(
+                f"{type(self).__name__} has a compute_advantages or an update of its own, which "
+                "stream_minibatches would not call: leave stream_minibatches out, or inherit both "
+                "from rl.algorithms.GRPO"
+            )
+
+    def describe_data(self, problems: ProblemSet, renderer: Any) -> str | None:
         """Return a message about the training data, or None."""
         return None
 
@@ -345,7 +364,7 @@ class Method:
         """Return the datums of a batch of groups, whose rewards are final."""
         raise NotImplementedError(f"{type(self).__name__} does not sample")
 
-    def datums(
+    def build_datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
         """Return the datums of a batch of rows. `seed` is the batch's seed for random choices."""
@@ -376,20 +395,16 @@ class RowEvaluator(Method, abc.ABC):
     headline: str
     keeps_value_head = False
 
-    def begin(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:  # noqa: B027  (nothing, by default)
+    def prepare_rows(self, rows: Iterable[Problem], renderer: Any, models: Models) -> None:  # noqa: B027  (nothing, by default)
         """Prepare for all rows on which the stage trains or evaluates. Called before the first step
         and after a resume.
         """
 
     def longest(self, row: Problem, renderer: Any) -> int:
-        """Return the number of tokens of the longest sequence that a row makes, if that can exceed
-        its prompt plus a single answer; else 0.
+        """Return the number of tokens of the longest sequence that a row makes besides its prompt
+        with each of the answers `reads`; 0 if there is no other.
         """
         return 0
-
-    def remark(self, rows: Sequence[Problem], renderer: Any) -> str | None:
-        """Return a message about the training rows, printed before the first step, or None."""
-        return None
 
     @abc.abstractmethod
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
@@ -404,9 +419,6 @@ class OnlineMethod(Method):
     """
 
     online = True
-    needs_reward = True
-    reads: tuple[str, ...] = ()
-    reads_held_out_answers = False
     learns_by_step: bool = False
 
     def __init__(self, settings: Any):

@@ -30,6 +30,10 @@ from rl.errors import describe_import_error
 
 # What a class had to declare before `required_models` was a method of it.
 _FORMER_DECLARATIONS = ("clients", "weights", "critic", "needs_initial_policy")
+_RENAMED_HOOKS = {
+    "datums": "build_datums", "begin": "prepare_rows", "remark": "describe_data",
+    "remark_on_data": "describe_data",
+}  # fmt: skip
 
 
 class MethodRegistry(dict[str, type[Method]]):
@@ -81,7 +85,10 @@ def _load_method(address: str) -> type[Method]:
         if issubclass(target, Method)
         else type(target.__name__, (target, Method), {"__doc__": target.__doc__})
     )  # a class derived from nothing gets the defaults
-    required = "compute_advantages" if method.online else "datums"
+    if former := [name for name in _RENAMED_HOOKS if hasattr(target, name)]:
+        renamed = ", ".join(f"{name} is {_RENAMED_HOOKS[name]} now" for name in former)
+        raise SettingsError([f"method {address} declares former hooks: {renamed}"])
+    required = "compute_advantages" if method.online else "build_datums"
     if missing := [
         name for name in ("update", required) if getattr(method, name) is getattr(Method, name)
     ]:
@@ -147,10 +154,11 @@ def _import_module(module_name: str, address: str) -> ModuleType:
     """Import the module `module_name`. Raises SettingsError if the import fails."""
     try:
         return importlib.import_module(module_name)
-    except ImportError as error:
+    except Exception as error:  # boundary: the user's module
+        reason = describe_import_error(error, module_name)
         raise SettingsError(
             [
-                f"method {address}: importing {module_name} failed ({error}); name a file as "
+                f"method {address}: importing {module_name} failed ({reason}); name a file as "
                 "file.py:Class"
             ]
         ) from error

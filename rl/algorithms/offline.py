@@ -221,7 +221,7 @@ class Offline(Method):
             return {}
         return {"beginning": factory.defer_initial_policy()}
 
-    def remark_on_data(self, problems: Iterable[Problem]) -> str | None:
+    def describe_data(self, problems: Iterable[Problem], renderer: Any) -> str | None:
         """Return a message about the answers without behavior logprobs and the answers without
         recorded experts, or None.
         """
@@ -245,7 +245,7 @@ class Offline(Method):
             )
         return "; ".join(messages) or None
 
-    def datums(
+    def build_datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
         """Return a datum for each stored answer, with the inputs of the loss: `advantages`,
@@ -254,7 +254,7 @@ class Offline(Method):
         answers = [answer for row in rows for answer in row.answers]
         selects = self.options.loss_spec.selects_answers
         datums = [
-            make_answer_datum(row, answer, renderer, "weights" if selects else "mask")
+            make_stored_answer_datum(row, answer, renderer, "weights" if selects else "mask")
             for row in rows
             for answer in row.answers
         ]
@@ -349,7 +349,7 @@ class Offline(Method):
         return config
 
 
-def make_answer_datum(
+def make_stored_answer_datum(
     row: Problem, answer: StoredAnswer, renderer: Any, field: str = "mask"
 ) -> Datum:
     """Return prompt and answer with the loss input `field` 1 on the answer: the tokens as sampled,
@@ -401,7 +401,7 @@ def check_stored_answer(
         length = (
             len(tokens)
             if tokens
-            else make_answer_datum(row, answer, renderer).model_input.length + 1
+            else make_stored_answer_datum(row, answer, renderer).model_input.length + 1
         )
     except UserError as error:
         raise UserError(f"{answer.place}: {error}") from error

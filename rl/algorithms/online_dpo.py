@@ -8,11 +8,11 @@ distinguishes answers works as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from rl.algorithms import dpo
+from rl.algorithms.dpo import PreferenceMethod, PreferenceSettings
 from rl.algorithms.method_interface import Models, OnlineMethod, OnlineSettings, Progress
 from rl.algorithms.update import UpdateSums, add_loss_inputs, compare_sampler_and_learner
 from rl.config import (
@@ -29,7 +29,7 @@ from rl.types import AdamParams, Datum
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlinePreferenceSettings(dpo.PreferenceSettings):
+class OnlinePreferenceSettings(PreferenceSettings):
     """Configure the way answers become preferences, and preferences a gradient."""
 
     group_size: Annotated[int, Range(2, 10**6, why="a pair needs two answers")] = 2
@@ -71,7 +71,7 @@ def make_pairs(rewards_G: Sequence[float], kind: str) -> list[tuple[int, int]]:
     return [(best, worst)] if rewards_G[best] > rewards_G[worst] else []
 
 
-class OnlineDPO(OnlineMethod, dpo.DPO):
+class OnlineDPO(OnlineMethod, PreferenceMethod):
     """Implement `online_dpo`: `update` is DPO's, at the sampling temperature."""
 
     Settings = OnlineDpoSettings
@@ -83,9 +83,6 @@ class OnlineDPO(OnlineMethod, dpo.DPO):
         # this batch's answers with the behavior logprobs, by id of the pair's datum
         self._behavior_datums: dict[int, Datum] = {}
         self._has_pairs = True  # whether the batch has a pair
-
-    def begin(self, rows: Iterable[Any], renderer: Any, models: Models) -> None:
-        """Do nothing: no stored rows need scoring."""
 
     def compute_advantages(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
         """Return two datums per pair, the better first. If no group has a pair, return two answers

@@ -107,7 +107,7 @@ class RewardModelTraining(RowEvaluator):
         self.scalar = settings.reward_modelling.form == "scalar"
         self.value_head = self.keeps_value_head = self.scalar
 
-    def datums(
+    def build_datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
         """Return two datums per row. scalar: the preferred answer's first. comparison: the pair in
@@ -198,11 +198,11 @@ def make_scored_pair(row: Problem, renderer: Any) -> list[Datum]:
             [*row.messages, {"role": "assistant", "content": answer}]
         )
         learnt = np.flatnonzero(weights)
-        begin, whole = int(learnt[0]), example.flat()
+        begin, whole = int(learnt[0]), example.token_ids()
         judged = renderer.reward_model_input(whole[:begin], whole[begin : int(learnt[-1]) + 1])
         # images precede the answer
-        model_input = ModelInput.of(judged.flat(), example.placed())
-        tokens = model_input.flat()
+        model_input = ModelInput.of(judged.token_ids(), example.images_with_positions())
+        tokens = model_input.token_ids()
         mask = np.arange(1, len(tokens) + 1) >= begin
         datums.append(
             Datum(

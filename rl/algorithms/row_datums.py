@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from rl.algorithms.method_interface import Models
 from rl.algorithms.update import LossCall, UpdateSums, run_updates, split_into_substeps
-from rl.errors import UserError
+from rl.config import DataSettings
+from rl.data import LengthLimits
 from rl.rollout import count_action_tokens, supervised_datum
 from rl.types import AdamParams, Datum, Problem, TensorData
 
@@ -87,27 +86,27 @@ def compute_pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def truncate_datum(data: Any, datum: Datum, row: Problem) -> Datum:
+def truncate_datum(data: DataSettings, datum: Datum) -> Datum:
     """Truncate a datum to `max_row_tokens`, if the data settings cut rows that are too long.
 
     The answer loses its end, including its end token, so that the model does not learn to stop in
-    the middle of a sentence. Raises UserError if nothing of the answer would remain.
+    the middle of a sentence. The check of the rows ensures that some of it remains.
     """
-    longest = data.max_row_tokens
-    if data.on_too_long != "cut" or longest is None or datum.model_input.length < longest:
+    return cut_datum(datum, LengthLimits.from_settings(data).row_cut)
+
+
+def cut_datum(datum: Datum, longest: int | None) -> Datum:
+    """Return the datum of the first `longest` tokens of its sequence, less if these would end
+    within an image; None: no limit.
+    """
+    if longest is None or datum.model_input.length < longest:
         return datum
-    cut = longest - 1  # inputs exclude the last token
+    model_input = datum.model_input.truncate(longest - 1)  # inputs exclude the last token
     fields = {
-        name: TensorData(value.array[:cut], value.dtype)
+        name: TensorData(value.array[: model_input.length], value.dtype)
         for name, value in datum.loss_fn_inputs.items()
     }
-    if not any(np.any(fields[name].array) for name in ("weights", "mask") if name in fields):
-        raise UserError(
-            f"row {row.index} of {row.tag}{f' ({row.place})' if row.place else ''}: its prompt "
-            f"fills max_row_tokens {longest}, so nothing of the answer remains: set "
-            "max_prompt_tokens as well, or raise max_row_tokens"
-        )
-    return Datum(datum.model_input.truncate(cut), fields)
+    return Datum(model_input, fields)
 
 
 def evaluate_by_tag(

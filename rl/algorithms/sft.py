@@ -21,11 +21,12 @@ from rl.config import (
     check_ranges,
     reject_sampling_settings,
 )
+from rl.data import ProblemSet
 from rl.rollout import supervised_datum
 from rl.types import Datum, Problem
 
 LOSS_METRIC = "test/loss"
-_REMARK_ROWS = 256  # number of rows of which tokens are counted for the console
+_SAMPLE_ROWS = 256  # number of rows of which tokens are counted for the console
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,11 @@ class SFT(RowEvaluator):
     needs_reward = False
     reads_held_out_answers = reads_optional_answers = True
 
-    def datums(
+    def __init__(self, settings: SftSettings):
+        super().__init__(settings)
+        self.train_on = settings.sft.train_on
+
+    def build_datums(
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
         """Return prompt and response as a single sequence; trained tokens (including the end token)
@@ -76,19 +81,7 @@ class SFT(RowEvaluator):
 
     def _datum(self, row: Problem, renderer: Any) -> Datum:
         """Return the datum of a row, cut to the data settings' limit."""
-        return truncate_datum(
-            self.settings.data, make_response_datum(row, renderer, self.settings.sft.train_on), row
-        )
-
-    def longest(self, row: Problem, renderer: Any) -> int:
-        """Render the row as it is trained, so that a row that cannot be rendered fails before the
-        first step. Returns 0: the sequence is no longer than prompt plus answer.
-        """
-        if self.settings.sft.train_on == "all_assistant" and any(
-            message["role"] == "assistant" for message in row.messages
-        ):
-            make_response_datum(row, renderer, "all_assistant")
-        return 0
+        return truncate_datum(self.settings.data, make_response_datum(row, renderer, self.train_on))
 
     def update(
         self, models: Models, datums: Sequence[Datum], progress: Progress
@@ -119,7 +112,9 @@ class SFT(RowEvaluator):
             return {}
         sums = (
             models.policy.forward(
-                self.datums(rows, renderer, models, 0), "cross_entropy", {"token_accuracy": 1.0}
+                self.build_datums(rows, renderer, models, 0),
+                "cross_entropy",
+                {"token_accuracy": 1.0},
             )
             .result()
             .metrics
@@ -131,9 +126,10 @@ class SFT(RowEvaluator):
             "tokens": tokens,
         }
 
-    def remark(self, rows: Sequence[Problem], renderer: Any) -> str:
-        """Return a message about the trained tokens and their share of the first rows."""
-        inspected = rows[:_REMARK_ROWS]
+    def describe_data(self, problems: ProblemSet, renderer: Any) -> str:
+        """Return a message about the trained tokens and their share of a sample of the rows."""
+        trained_rows = self.settings.loop.batch_size * self.settings.loop.steps
+        inspected = problems.batch(0, max(1, min(_SAMPLE_ROWS, len(problems), trained_rows)), 0)
         trained = [
             self._datum(row, renderer).loss_fn_inputs["weights"].array != 0 for row in inspected
         ]
@@ -144,7 +140,7 @@ class SFT(RowEvaluator):
             "the last)",
             "last_assistant": "the assistant's last message (--train-on all_assistant for all of "
             "them)",
-        }[self.settings.sft.train_on]  # fmt: skip
+        }[self.train_on]  # fmt: skip
         if all(not row.messages for row in inspected):
             description = "whole texts"
         return (

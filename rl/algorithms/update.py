@@ -144,7 +144,7 @@ def correct_datums(
     (`compute_remaining_shares`). With `against_learner`, the ratios of the loss are taken against
     the learner before the step (decoupled PPO, arXiv 2110.00641, section 3; AReaL, arXiv
     2505.24298, equation 5), so that clipping acts only on the update; a KL in the loss is weighted
-    by the ratio to the behavior logprobs (`drawn_logprobs`), which is not capped. The metrics
+    by the ratio to the behavior logprobs (`behavior_logprobs`), which is not capped. The metrics
     compare sampler and learner and include those of `apply_correction`.
     """
     output = models.policy.forward(
@@ -167,7 +167,7 @@ def correct_datums(
             "mask": inputs["mask"].array * kept,
         }
         if against_learner:
-            fields |= {"logprobs": np.where(mask, lp, 0.0), "drawn_logprobs": q}
+            fields |= {"logprobs": np.where(mask, lp, 0.0), "behavior_logprobs": q}
         result.append(add_loss_inputs(datum, **fields))
         result[-1].episode_share = share
     return result, compare_sampler_and_learner(datums, learner_D) | metrics

@@ -36,7 +36,10 @@ _RANGES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "clip_low_threshold": ("a ratio of at least 0, such as 0.8", {"minimum": 0.0}),
     "clip_high_threshold": ("a ratio of at least 0, such as 1.2", {"minimum": 0.0}),
-    "label_smoothing": ("at least 0 and below 0.5", {"minimum": 0.0, "maximum": 0.5}),
+    "label_smoothing": (
+        "at least 0 and below 0.5",
+        {"minimum": 0.0, "maximum": math.nextafter(0.5, 0.0)},
+    ),
     "length_normalise": ("0 or 1", {"minimum": 0.0, "maximum": 1.0}),
     "tau": ("a number of at least 1e-6, which the loss is divided by", {"minimum": 1e-6}),
     "expectile": ("above 0 and below 1", {"minimum": 0.0, "maximum": 1.0, "open_ends": True}),
@@ -190,9 +193,8 @@ def _describe_type(data: Any) -> str:
     """Return a description of the wrong type of `data`, for an error message."""
     if not isinstance(data, Sequence):
         return f"a {type(data).__name__}"
-    return "a list that holds a " + next(
-        type(datum).__name__ for datum in data if not isinstance(datum, Datum)
-    )
+    others = [type(datum).__name__ for datum in data if not isinstance(datum, Datum)]
+    return f"a list that holds a {others[0]}" if others else "a list"
 
 
 def check_target_logprobs(targets: Any, prompt_tokens: int, vocabulary: int) -> np.ndarray | None:

@@ -43,18 +43,18 @@ class RestClient:
         self, tinker_path: str, access_scope: str = "owned"
     ) -> APIFuture[TrainingRun]:
         """Return the run that made a checkpoint, and the `user_metadata` saved with it."""
-        return make_completed(_read_training_run(Path(tinker_path)))
+        return make_completed(_read_training_run(Path(tinker_path).expanduser()))
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
         """Return the base model and the LoRA settings of a checkpoint."""
-        spec = checkpoint_folder.read_verified_state(Path(tinker_path))["spec"]
+        spec = checkpoint_folder.read_verified_state(Path(tinker_path).expanduser())["spec"]
         lora = spec.get("lora") or {}
         flags = [lora.get(name) for name in ("rank", "train_unembed", "train_mlp", "train_attn")]
         return make_completed(WeightsInfoResponse(spec["base_model"], bool(lora), *flags))
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Remove a checkpoint's folder. Raises UserError if the folder is not a checkpoint."""
-        folder = Path(tinker_path)
+        folder = Path(tinker_path).expanduser()
         if folder.is_symlink() or not (folder / checkpoint_folder.MANIFEST).is_file():
             raise UserError(
                 f"{folder} is not a checkpoint (it has no {checkpoint_folder.MANIFEST}): nothing "

@@ -76,7 +76,6 @@ class SampleStream:
         self._tickets = itertools.count()
         self._new_requests: list[tuple[int, int, SamplingRequest]] = []
         self._dropped: list[int] = []
-        self._ended_conversations: list[str] = []
         self._conversation_ranks: dict[str, int] = {}  # by conversation
         # by ticket: (rank, cost, client) of unfinished requests
         self._active: dict[int, tuple[int, int, SamplingClient]] = {}
@@ -102,8 +101,8 @@ class SampleStream:
         if client is not None and self.mixed:
             if client.mix_group != self.client.mix_group:
                 raise UserError(
-                    "a mixed stream takes clients with equal `mixes`: this client's weights have "
-                    "another base"
+                    "a mixed stream takes clients with equal `mix_group`: this client's weights "
+                    "have another base"
                 )
             request = replace(request, adapter_id=client._version_id)
         elif client is not self.client and client is not None:
@@ -130,10 +129,9 @@ class SampleStream:
             return ticket
 
     def end_conversation(self, conversation: str) -> None:
-        """End a conversation: the next step request frees its KV cache."""
+        """End a conversation: it no longer has a rank."""
         with self._lock:
-            if self._conversation_ranks.pop(conversation, None) is not None:
-                self._ended_conversations.append(conversation)
+            self._conversation_ranks.pop(conversation, None)
 
     def drop(self, ticket: int) -> None:
         """Cancel a request at the next step request. It does not appear in `finished`."""
@@ -150,11 +148,8 @@ class SampleStream:
         with self._lock:
             arrived, self._new_requests = self._new_requests, []
             dropped, self._dropped = self._dropped, []
-            ended_conversations, self._ended_conversations = self._ended_conversations, []
             recompute, self._recompute = self._recompute, False
-        request = StepRequest(
-            steps, arrived, dropped, ended_conversations, recompute, self.mixed, partial_tickets
-        )
+        request = StepRequest(steps, arrived, dropped, recompute, self.mixed, partial_tickets)
         output: StepOutput = self._driver.submit(
             "run_steps", self._stream_id, self.client._version_id, request
         ).result()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rl.client.api_future import APIFuture, AwaitableClient, make_async, make_awaited
 from rl.client.check_arguments import check_target_logprobs, resolve_images
 from rl.client.service_context import ServiceContext, free_when_collected
-from rl.errors import BadRequestError, UserError
+from rl.errors import BadRequestError, ContextLengthError, UserError
 from rl.rollout import validate_token_ids
 from rl.sampler import SamplingRequest
 from rl.seed import derive_seed
@@ -62,9 +62,10 @@ class SamplingClient(AwaitableClient):
                 "name, folder, tiny:<preset>)"
             )
         version_id = context.next_version_id()
-        path = str(model_path) if model_path else None
+        path = os.path.expanduser(model_path) if model_path else None
+        saved_by = None if path is None else context.find_saving_model(path)
         created = context.driver.submit(
-            "load_sampler", version_id, path, base_model, tokenizer, seed, prefers_servers
+            "load_sampler", version_id, path, base_model, tokenizer, seed, prefers_servers, saved_by
         )
         return cls(context, version_id, created, None)
 
@@ -158,7 +159,7 @@ class SamplingClient(AwaitableClient):
             prompt_logprobs_last_n,
             target_prompt_logprobs,
         )
-        future = self._driver.submit_sample(self._version_id, request)
+        future = self._driver.submit_sample(self._version_id, self._future, request)
         return APIFuture(
             future,
             lambda response: self._record_samples(response, prompt_logprobs_last_n),
@@ -174,9 +175,12 @@ class SamplingClient(AwaitableClient):
         topk_prompt_logprobs: int = 0,
         prompt_logprobs_last_n: int | None = None,
         target_prompt_logprobs: TensorData | None = None,
+        next_token: int | None = None,
     ) -> SamplingRequest:
         """Return the SamplingRequest that `sample` would submit, with its random stream, for a
         `SampleStream` (an extension).
+
+        `next_token`: a token after the prompt that is scored with the prompt (`SamplingRequest`).
         """
         prompt = resolve_images(prompt, self.info)
         tokens = self._check_request(prompt, num_samples, sampling_params, topk_prompt_logprobs)
@@ -200,7 +204,7 @@ class SamplingClient(AwaitableClient):
             )
         return SamplingRequest(
             prompt=tokens,
-            images=prompt.placed(),
+            images=prompt.images_with_positions(),
             num_samples=int(num_samples),
             params=sampling_params,
             seed=seed,
@@ -213,6 +217,7 @@ class SamplingClient(AwaitableClient):
             target_prompt_tokens=check_target_logprobs(
                 target_prompt_logprobs, len(tokens), self.info["vocab_size"]
             ),
+            next_token=next_token,
         )
 
     def _check_request(
@@ -240,7 +245,7 @@ class SamplingClient(AwaitableClient):
         limit, vocabulary, max_tokens = info["max_context"], info["vocab_size"], params.max_tokens
         tokens = validate_token_ids("the prompt", prompt, vocabulary)
         if limit is not None and len(tokens) + (max_tokens or 1) > limit + 1:
-            raise BadRequestError(
+            raise ContextLengthError(
                 f"a prompt of {len(tokens)} tokens and max_tokens={max_tokens} exceed the model's "
                 f"context of {limit}"
             )
@@ -305,7 +310,8 @@ class SamplingClient(AwaitableClient):
         """Sample requests that carry the caller's random streams, in a single batch. Return
         responses and engine counters (an extension).
         """
-        future = self._driver.submit("sample", self._version_id, list(requests))
+        arguments = self._version_id, list(requests)
+        future = self._driver.submit("sample", *arguments, dependencies=[self._future])
 
         def convert(
             result: tuple[list[Any], dict[str, int]],
@@ -363,7 +369,8 @@ class SamplingClient(AwaitableClient):
             self._version_id,
             tokens_D,
             temperature,
-            [prompt.placed() for prompt in prompts],
+            [prompt.images_with_positions() for prompt in prompts],
+            dependencies=[self._future],
         )
         return APIFuture(future, lambda values: (values, self)[0])
 

@@ -23,6 +23,7 @@ from rl.client.training_client import TrainingClient
 from rl.client.training_config import TrainingConfig
 from rl.distributed import (
     check_context_parallel,
+    check_expert_parallel,
     check_roles,
     check_tensor_parallel,
     end_process_at_exit,
@@ -75,6 +76,7 @@ class ServiceClient:
         check_roles(settings.sampler_ranks)
         check_tensor_parallel(settings.sampler.tp, settings.sampler_ranks)
         check_context_parallel(settings.learner.context_parallel_size, settings.sampler_ranks)
+        check_expert_parallel(settings.learner.expert_parallel_size, settings.sampler_ranks)
         if not is_driver():
             try:
                 serve_verbs(settings)
@@ -96,7 +98,7 @@ class ServiceClient:
 
     @output_dir.setter
     def output_dir(self, folder: str | Path) -> None:
-        self._context.output_dir = str(folder)
+        self._context.output_dir = os.path.expanduser(folder)
 
     @property
     def seed(self) -> int:
@@ -113,8 +115,8 @@ class ServiceClient:
         return self._context.user_metadata
 
     @user_metadata.setter
-    def user_metadata(self, words: Mapping[str, str]) -> None:
-        self._context.user_metadata = words
+    def user_metadata(self, metadata: Mapping[str, str]) -> None:
+        self._context.user_metadata = metadata
 
     def set_cache_size(self, tokens: int) -> None:
         """Set the size of each device's KV cache, in tokens, for samples requested from now on."""
@@ -250,11 +252,7 @@ class ServiceClient:
         """
         spec = _read_spec(path, base_model)
         spec = spec if value_head is None else replace(spec, value_head=value_head)
-        spec = (
-            spec
-            if base_dtype is None or spec.lora is None
-            else replace(spec, base_dtype=base_dtype)
-        )
+        spec = _with_base_dtype(spec, base_dtype)
         return self._create_client(spec, str(path), False, user_metadata, optimizer)
 
     def create_training_client_from_state_with_optimizer(
@@ -263,12 +261,16 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
+        *,
+        base_dtype: str | None = None,
     ) -> TrainingClient:
         """Create a client that resumes from a checkpoint of `save_state`.
 
         It restores the weights, the optimizer state and the state of the random generators.
+        `base_dtype` (an extension): dtype of an adapter's frozen base; None: as saved.
         """
-        return self._create_client(_read_spec(path, base_model), str(path), True, user_metadata)
+        spec = _with_base_dtype(_read_spec(path, base_model), base_dtype)
+        return self._create_client(spec, str(path), True, user_metadata)
 
     def create_custom_loss(
         self, fn: PerDatumLossFn, input_ranks: Mapping[str, int]
@@ -295,6 +297,7 @@ class ServiceClient:
                 f"optimizer={optimizer!r}"
             )
         user_metadata = check_user_metadata(user_metadata)
+        state = state and os.path.expanduser(state)
         spec = self._locate_base(spec, state)
         model_id = self._context.next_model_id()
         created = self._driver.submit("create_model", model_id, spec, state, with_optimizer)
@@ -310,9 +313,7 @@ class ServiceClient:
             else learner_checkpoint.resolve_base_model(spec, state)[0]
         )
         folder = Path(base).expanduser()
-        in_output_dir = folder.resolve().is_relative_to(
-            Path(self.output_dir).expanduser().resolve()
-        )
+        in_output_dir = folder.resolve().is_relative_to(Path(self.output_dir).resolve())
         return replace(spec, base_model=base, elsewhere=folder.is_dir() and not in_output_dir)
 
     # ------------------------------------------------------------------------------------- sampling
@@ -419,11 +420,18 @@ def _check_same_model(requested: ModelSpec, saved: ModelSpec, path: str) -> None
         )
 
 
+def _with_base_dtype(spec: ModelSpec, base_dtype: str | None) -> ModelSpec:
+    """Return the spec with the dtype of its frozen base; None or no adapter: unchanged."""
+    if base_dtype is None or spec.lora is None:
+        return spec
+    return replace(spec, base_dtype=base_dtype)
+
+
 def _read_spec(path: str, base_model: str | None = None) -> ModelSpec:
     """Return the spec of a checkpoint, with another base if `base_model` is set. Raises UserError
     if the checkpoint holds all weights of another model.
     """
-    spec = learner_checkpoint.read_spec(Path(path))
+    spec = learner_checkpoint.read_spec(Path(path).expanduser())
     if base_model is None or base_model == spec.base_model:
         return spec
     if spec.lora is None:

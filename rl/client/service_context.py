@@ -5,6 +5,7 @@ counters for ids and random streams.
 from __future__ import annotations
 
 import itertools
+import os
 import uuid
 import weakref
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ class ServiceContext:
         self, driver: Driver, output_dir: str, seed: int, user_metadata: Mapping[str, str]
     ):
         self.driver = driver
-        self.output_dir = output_dir
+        self.output_dir = os.path.expanduser(output_dir)
         self.seed = seed
         self.user_metadata = user_metadata
         self.sample_temperatures = SampleTemperatures()
@@ -58,13 +59,24 @@ class ServiceContext:
         """Return the folder that a model saves to under `name`. If another model of this service
         has saved under that name, it is in model-<id>/, a subfolder for this model.
         """
-        separate = self._separate_models.setdefault(self.output_dir, set())
-        path = Path(self.output_dir, kind, name)
-        if model_id in separate or self._folder_models.get(str(path), model_id) != model_id:
-            separate.add(model_id)
-            path = Path(self.output_dir, f"model-{model_id}", kind, name)
-        self._folder_models[str(path)] = model_id
+        path = self.get_save_parent(model_id, kind) / name
+        if self.find_saving_model(path) not in (None, model_id):
+            self._separate_models.setdefault(self.output_dir, set()).add(model_id)
+            path = self.get_save_parent(model_id, kind) / name
         return str(path)
+
+    def get_save_parent(self, model_id: int, kind: str) -> Path:
+        """Return the folder that a model's next save is written into."""
+        is_separate = model_id in self._separate_models.get(self.output_dir, ())
+        return Path(self.output_dir, f"model-{model_id}" if is_separate else "", kind)
+
+    def record_saved_folder(self, path: str, model_id: int) -> None:
+        """Record the model that is saved in a folder."""
+        self._folder_models[str(Path(path).resolve())] = model_id
+
+    def find_saving_model(self, path: str | Path) -> int | None:
+        """Return the model that this service saved last in a folder; None if it saved none."""
+        return self._folder_models.get(str(Path(path).resolve()))
 
     def absolute_output_dir(self) -> str:
         """Return the absolute path of the output folder."""

@@ -4,6 +4,7 @@ that serve it).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from rl.client.check_arguments import (
 from rl.client.custom_loss import CustomLoss, LossHandle, evaluate_custom_loss, strip_datums
 from rl.client.sampling_client import SamplingClient
 from rl.client.service_context import ServiceContext, check_user_metadata, free_when_collected
+from rl.distributed import checkpoint_folder
 from rl.errors import BadRequestError, UserError
 from rl.losses import CUSTOM_LOSS, CUSTOM_VALUE_LOSS, LossSpec
 from rl.types import (
@@ -180,7 +182,7 @@ class TrainingClient(AwaitableClient):
             minimum=0,
             open_ends=True,
         )
-        drawn_at = self._find_temperatures(data, loss, config)
+        sampling_temperatures = self._find_temperatures(data, loss, config)
         future = self._driver.submit(
             "forward_backward",
             self.model_id,
@@ -191,7 +193,7 @@ class TrainingClient(AwaitableClient):
             backward,
             entropy or (backward and self.recorder is not None),
             adapters,
-            drawn_at,
+            sampling_temperatures,
         )
         if backward:
             self._pending_backwards.append(future)
@@ -240,7 +242,7 @@ class TrainingClient(AwaitableClient):
         if "values" in outputs:
             require_value_head(self.info, "outputs")
         check_call(bare, "cross_entropy", config, self.info)
-        drawn_at = self._find_temperatures(data, spec, config)
+        sampling_temperatures = self._find_temperatures(data, spec, config)
 
         def run(backward: bool) -> Future:
             return self._driver.submit(
@@ -253,7 +255,7 @@ class TrainingClient(AwaitableClient):
                 backward,
                 False,
                 True,
-                drawn_at,
+                sampling_temperatures,
             )
 
         forward_outputs = _to_output(run(False).result()).loss_fn_outputs
@@ -331,9 +333,7 @@ class TrainingClient(AwaitableClient):
         service has saved under the name, it is written to `<output_dir>/model-<id>/checkpoints`.
         `folder` (an extension): the parent folder to use instead.
         """
-        path = self._make_save_path(
-            "checkpoints", self._choose_next_name() if name is None else name, ttl_seconds, folder
-        )
+        path = self._make_save_path("checkpoints", name, ttl_seconds, folder)
         other_model_ids = {key: client.model_id for key, client in (companions or {}).items()}
         merged_metadata = self._merge_user_metadata(user_metadata)
         future = self._driver.submit(
@@ -451,34 +451,26 @@ class TrainingClient(AwaitableClient):
         return self._load(path, True)
 
     def _load(self, path: str, with_optimizer: bool) -> APIFuture[types.LoadWeightsResponse]:
-        future = self._driver.submit("load_state", self.model_id, str(path), with_optimizer)
-        return APIFuture(future, lambda _: types.LoadWeightsResponse(str(path)))
-
-    def _choose_next_name(self) -> str:
-        """Return the first name of state-000001, ... after all existing checkpoints."""
-        folders = Path(self._context.output_dir, "checkpoints").glob("state-*")
-        numbers = [
-            int(match[1]) for path in folders if (match := re.fullmatch(r"state-(\d+)", path.name))
-        ]
-        return f"state-{max(numbers, default=0) + 1:06d}"
+        path = os.path.expanduser(path)
+        future = self._driver.submit("load_state", self.model_id, path, with_optimizer)
+        return APIFuture(future, lambda _: types.LoadWeightsResponse(path))
 
     def _make_save_path(
         self,
         kind: Literal["checkpoints", "sampler_weights"],
-        name: str,
+        name: str | None,
         ttl_seconds: float | None,
         folder: str | Path | None = None,
     ) -> str:
-        """Return the folder to save to. Raises BadRequestError for an invalid name or
-        `ttl_seconds`.
+        """Return the folder to save to, in `folder` if it is set. Raises BadRequestError for an
+        invalid name or `ttl_seconds`.
         """
-        if (
-            not isinstance(name, str)
-            or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name)
-            or ".partial-" in name
-        ):
+        parent = Path(folder).expanduser() if folder is not None else None
+        if name is None:
+            name = _choose_next_name(parent or self._context.get_save_parent(self.model_id, kind))
+        if not checkpoint_folder.is_checkpoint_name(name):
             raise BadRequestError(
-                f"a checkpoint's name is letters, digits, '.', '_' and '-', got {name!r}"
+                f"a checkpoint's name is letters, digits, '.', '_' and '-', got {name!r:.100}"
             )
         if ttl_seconds is not None:
             validate_number(
@@ -488,11 +480,13 @@ class TrainingClient(AwaitableClient):
                 minimum=0,
                 open_ends=True,
             )
-        return (
-            str(Path(folder, name))
-            if folder is not None
+        path = (
+            str(parent / name)
+            if parent is not None
             else self._context.choose_save_folder(self.model_id, kind, name)
         )
+        self._context.record_saved_folder(path, self.model_id)
+        return path
 
     def _merge_user_metadata(self, user_metadata: Mapping[str, str] | None) -> dict[str, str]:
         """Return the user metadata of service, client and call, merged in this order."""
@@ -552,6 +546,12 @@ class _InvalidAdamParams(BadRequestError, TypeError):
     """Signal that optim_step received another type than AdamParams."""
 
 
+def _choose_next_name(parent: Path) -> str:
+    """Return the first name of state-000001, ... after all checkpoints in a folder."""
+    matches = (re.fullmatch(r"state-(\d+)", path.name) for path in parent.glob("state-*"))
+    return f"state-{max((int(match[1]) for match in matches if match), default=0) + 1:06d}"
+
+
 def _to_output(value: tuple[list[dict[str, Any]], dict[str, float]]) -> ForwardBackwardOutput:
     """Return the verb's (outputs, metrics) in Tinker's type."""
     outputs, metrics = value
@@ -577,11 +577,11 @@ def forward_backward_microbatches(
     """
     config = dict(loss_fn_config or {})
     loss, data = check_call(data, loss_fn, config, client.info, client._context)
-    drawn_at = client._find_temperatures(data, loss, config)
+    sampling_temperatures = client._find_temperatures(data, loss, config)
     outputs: dict[int, dict[str, Any]] = {}
     metrics, temperature, index, num_microbatches = {"loss:sum": 0.0}, 1.0, 0, 1
     while index < num_microbatches:
-        call = (list(data), loss, config, 1.0, backward, False, True, drawn_at)
+        call = (list(data), loss, config, 1.0, backward, False, True, sampling_temperatures)
         future = client._driver.submit("forward_backward_microbatch", client.model_id, index, *call)
         if backward:
             client._pending_backwards.append(future)

@@ -27,7 +27,11 @@ from rl.config.fields import (
     nearest_name,
     unflatten_settings,
 )
-from rl.config.flag_parser import list_changed_settings
+from rl.config.flag_parser import (
+    find_ambiguous_flag,
+    list_changed_settings,
+    split_environment_flags,
+)
 from rl.config.number_range import (
     FINITE,
     POSITIVE,
@@ -49,6 +53,8 @@ from rl.config.recorded_files import (
 )
 from rl.config.requested_run import load_resolved_config
 from rl.config.run_config import (
+    CHANGEABLE_OPTIONS,
+    CHANGEABLE_SETTINGS,
     RunConfig,
     StageConfig,
     diff_configs,
@@ -70,6 +76,8 @@ from rl.config.sections import (
 )
 
 __all__ = [
+    "CHANGEABLE_OPTIONS",
+    "CHANGEABLE_SETTINGS",
     "current_settings",
     "NotNegative",
     "SIZE",
@@ -109,6 +117,7 @@ __all__ = [
     "check_substeps",
     "diff_configs",
     "LAUNCH_FOLDER_KEY",
+    "find_ambiguous_flag",
     "find_source_file",
     "is_method_address",
     "locate_recorded_files",
@@ -116,6 +125,7 @@ __all__ = [
     "record_resumed_files",
     "flatten_settings",
     "list_changed_settings",
+    "split_environment_flags",
     "load_resolved_config",
     "format_help",
     "nearest_name",

@@ -4,6 +4,7 @@ here, to the current names.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -154,6 +155,7 @@ _ROWS = (
         "cp_size sp_size sequence_parallel_size ulysses_sequence_parallel_size "
         "actor.ulysses_sequence_parallel_size",
     ),
+    ("expert_parallel_size", "", "ep_size expert_model_parallel_size"),
     ("sampler_cache", "plain uses no CUDA graphs", "enforce_eager"),
     ("temperature", "", "rollout.temperature"),
     ("top_p", "", "rollout.top_p"),
@@ -192,14 +194,15 @@ _FORMER_VALUES = {
 }
 
 
-def current_name(key: str) -> str:
+def current_name(key: str, known: Collection[str] = ()) -> str:
     """Return the current name of a setting, or `key` itself if it is not a former name.
 
     `key` may begin with a stage ("grpo.kl_in"). Settings of an environment or of a chat template
-    ("environment.episodes") are not renamed.
+    ("environment.episodes") are not renamed, and neither are the `known` settings: a user's method
+    may have a setting with such a name.
     """
     section, dot, name = key.rpartition(".")
-    if section.rpartition(".")[2] in ("environment", "template"):
+    if section.rpartition(".")[2] in ("environment", "template") or name in known:
         return key
     return section + dot + _FORMER_NAMES.get(name, name)
 
@@ -209,12 +212,22 @@ def current_value(name: str, word: str) -> str:
     return _FORMER_VALUES.get(name, {}).get(word, word)
 
 
-def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return saved settings (flat name to JSON value) under their current names and values."""
+def current_settings(settings: Mapping[str, Any], known: Collection[str] = ()) -> dict[str, Any]:
+    """Return saved settings (flat name to JSON value) under their current names and values.
+    `known`: see `current_name`.
+    """
     current = {}
     for key, value in settings.items():
-        name = current_name(key)
+        name = current_name(key, known)
         current[name] = current_value(name, value) if isinstance(value, str) else value
+    for name in ("environment_settings", "template"):
+        if isinstance(pairs := current.get(name), list):
+            last: dict[str, Any] = {}
+            with contextlib.suppress(TypeError, ValueError):  # damaged, reported later
+                for key, value in pairs:  # older versions also kept the pairs that a flag replaces
+                    last.pop(key, None)
+                    last[key] = value
+                current[name] = [list(pair) for pair in last.items()]
     return current
 
 

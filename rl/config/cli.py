@@ -20,6 +20,7 @@ from rl.config.fields import (
     flatten_settings,
     get_fields,
     get_saved_values,
+    to_raw_value,
 )
 from rl.config.flag_parser import parse_arguments, parse_changes, resolve_flags, split_flags
 from rl.config.requested_run import (
@@ -59,9 +60,13 @@ def read_run(
 
 
 def override_settings(
-    sections: Sequence[Any], words: Sequence[str], script_flags: Collection[str] = ()
+    sections: Sequence[Any],
+    words: Sequence[str],
+    script_flags: Collection[str] = (),
+    overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Any, ...]:
-    """Return the settings `sections` with the flags in `words` applied.
+    """Return the settings `sections` with the values of `overrides`, and the flags in `words` over
+    them. Settings of `sections` that then have no effect return to their defaults.
 
     `script_flags`: other flags of the calling script. They set nothing here, but an error may
     suggest them for a misspelled flag ("did you mean"). Raises SettingsError if a flag is unknown
@@ -73,14 +78,14 @@ def override_settings(
     classes: list[Any] = [type(section) for section in sections]
     known = {*script_flags, *(key for cls in classes for key in get_fields(cls))}
     flag_values = resolve_flags(flags, known, problems)[None]
+    changed = {name: to_raw_value(value, f"--{name}") for name, value in overrides.items()}
     built = []
     for section, cls in zip(sections, classes, strict=True):
         values = get_saved_values(flatten_settings(section), cls.__name__)
-        if (kind := flag_values.get("sampler")) is not None and kind.words == ("vllm",):
-            values.pop("sampler_cache", None)  # it is of the sampler in the process
-        layers = {Source.STAGE: values, Source.FLAG: flag_values}
+        layers = {Source.TOP_LEVEL: values, Source.STAGE: changed, Source.FLAG: flag_values}
         merged = merge_sources(layers, get_fields(cls))
-        built.append(build_settings(cls, merged, problems, flags=known))
+        saved = [key for key, raw in merged.items() if raw.sources == {Source.TOP_LEVEL}]
+        built.append(build_settings(cls, merged, problems, droppable=saved, flags=known))
     if problems:
         raise SettingsError(problems)
     return tuple(built)

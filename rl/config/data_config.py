@@ -83,7 +83,9 @@ class DataSettings:
     reward_timeout: Seconds = 10.0
     """Seconds that a reward call may take; a slower call drops its sample."""
     reward_workers: Annotated[int | None, Range(1, 4096)] = None
-    """Number of processes that compute rewards; default: half the CPU cores, from 2 to 16."""
+    """Number of processes that compute rewards, on each machine; default: half the CPU cores, from 2 to 16; for rewards that run programs each core, from 2 to 64; for batched and async rewards 1."""
+    reward_machines: Literal["auto", "first", "all"] = "auto"
+    """Machines of the launch whose processes compute rewards. first: that of rank 0. all: all, for a reward that runs in processes of its own and scores one answer at a time; each needs the reward's file and modules, and the files, programs and services that it uses. auto: all for built-in rewards that run no programs, else first."""
     reward_env: tuple[str, ...] = ()
     """Additional environment variables for rewards (NAME or PREFIX*); default: PATH, HOME, LANG, PYTHON*, OMP_* and similar, without keys, tokens and GPU access."""
     sandbox: str = "auto"
@@ -93,7 +95,7 @@ class DataSettings:
     code_score: Literal["all", "fraction"] = "all"
     """Score of code_tests. all: 1 if every test passes, else 0. fraction: the share of tests that pass."""
     code_block: Literal["fenced", "any"] = "fenced"
-    """Part of an answer that code_tests and code_output run. fenced: the last ``` block, with a penalty of 0.1 if the answer has none. any: the last block, or the whole answer if it has none."""
+    """Part of an answer that code_tests and code_output run. fenced: the last ``` block of the language, else the last without a label, with a penalty of 0.1 if the answer has neither. any: that block, or the whole answer if it has none."""
     curriculum: Literal["off", "steps", "success"] = "off"
     """Order of difficulty. steps: start with easy problems and add a level at each of curriculum_steps. success: add a level when answers succeed often, and remove it when they do not. off: all levels from the start."""
     curriculum_column: str = "level"
@@ -148,6 +150,13 @@ class DataSettings:
             "set curriculum to steps",
         )
         self._check_sources()
+
+    @property
+    def prompt_format(self) -> DataFormat:
+        """Return the format of a further data set of which only the prompts are read: answers to
+        learn from, which `data_format` may name, can be absent there.
+        """
+        return "auto" if self.data_format in ("preferences", "unpaired") else self.data_format
 
     def _check_sources(self) -> None:
         sets = 1 + len(self.more_datasets)

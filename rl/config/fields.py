@@ -23,14 +23,7 @@ from dataclasses import dataclass
 from numbers import Real
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Any
-
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    UnsupportedTypeAnnotationError,
-)
+from typing import TYPE_CHECKING, Any
 
 from rl.config.aliases import current_settings, current_value, find_alias_hint
 from rl.config.number_range import (
@@ -42,6 +35,9 @@ from rl.config.number_range import (
 )
 from rl.errors import UnusedSettingError, UserError
 
+if TYPE_CHECKING:
+    from tyro.constructors import PrimitiveConstructorSpec
+
 _MAX_MESSAGE_CHARS = 200  # characters (or words) of a value that a message repeats
 _TRUE_WORDS = {
     "true": "True",
@@ -51,7 +47,9 @@ _TRUE_WORDS = {
     "no": "False",
     "off": "False",
 }
-ENVIRONMENT_PREFIX = "environment."
+ENVIRONMENT_PREFIX, TEMPLATE_PREFIX = "environment.", "template."
+# Settings of pairs, of which `--environment.NAME` and `--template.NAME` set one.
+PART_PREFIXES = {ENVIRONMENT_PREFIX: "environment_settings", TEMPLATE_PREFIX: "template"}
 _METAVAR_HINTS = {"FLOAT": " (a number, like 0.5 or 3e-4)", "INT": " (a whole number, like 8)"}
 
 
@@ -93,7 +91,7 @@ class Source(enum.Enum):
     """Name the source of a setting; `merge_sources` orders them."""
 
     VARIANT = enum.auto()  # implied by the setting `variant`
-    SHARED = enum.auto()  # the top level of a recipe, or the options of a saved run
+    TOP_LEVEL = enum.auto()  # the top level of a recipe, or the options of a saved run
     STAGE = enum.auto()  # a stage of a recipe or of a saved run
     FLAG = enum.auto()  # a flag, --change, or an argument of rl.train
     STAGE_FLAG = enum.auto()  # the same, for a single stage
@@ -102,8 +100,8 @@ class Source(enum.Enum):
 @dataclass(frozen=True)
 class RawValue:
     """Hold a value as written: its words, and its place ("--learning-rate" or "recipes/a.yaml line
-    4, learning_rate"). `sources` is set when the sources are merged; only environment_settings can
-    have several.
+    4, learning_rate"). `sources` is set when the sources are merged; only environment_settings
+    and template can have several.
     """
 
     words: tuple[str, ...]
@@ -152,6 +150,14 @@ def format_as_flags(text: str, names: Iterable[str]) -> str:
 
 def _find_converter(owner: type, name: str, annotation: Any) -> PrimitiveConstructorSpec:
     """Return tyro's converter for `annotation`. Raises TypeError for an unsupported type."""
+    # Imported here: scripts that construct their settings, like bench/gpu.py, need no tyro.
+    from tyro.constructors import (
+        ConstructorRegistry,
+        PrimitiveConstructorSpec,
+        PrimitiveTypeInfo,
+        UnsupportedTypeAnnotationError,
+    )
+
     annotation = strip_annotation(annotation)
     if typing.get_origin(annotation) is dict or annotation is dict:
         # tyro's help shows the entries of a default dict as separate flags, which do not exist
@@ -313,7 +319,7 @@ def build_settings(
     table = get_fields(cls)
     before = len(problems)
     values: dict[str | None, dict[str, Any]] = {}
-    spoilt: set[str | None] = set()
+    invalid_sections: set[str | None] = set()
     for field in table.values():
         if field.name in raw_values:
             raw = raw_values[field.name]
@@ -322,7 +328,7 @@ def build_settings(
             except ValueError as error:
                 typed = flags if raw.place.startswith("--") else ()
                 problems.append(format_as_flags(str(error), typed))
-                spoilt.add(field.section)
+                invalid_sections.add(field.section)
         elif field.required:
             # A prefix is "environment." or a place in a recipe.
             section = prefix if prefix.endswith(".") else ""
@@ -331,12 +337,12 @@ def build_settings(
                 f"{prefix}{format_as_flags(field.name, flags)} is required: set it with {flag} "
                 f"{field.spec.metavar}"
             )
-            spoilt.add(field.section)
+            invalid_sections.add(field.section)
     remaining = set(droppable)
     while True:
         messages: list[str] = []
         try:
-            built = _construct(cls, values, spoilt, remaining, messages)
+            built = _construct(cls, values, invalid_sections, remaining, messages)
             break
         except UnusedSettingError as error:
             remaining.remove(error.name)
@@ -350,14 +356,14 @@ def build_settings(
 def _construct(
     cls: type,
     values: Mapping[str | None, Mapping[str, Any]],
-    spoilt: Collection[str | None],
+    invalid_sections: Collection[str | None],
     droppable: Collection[str],
     messages: list[str],
 ) -> Any:
     """Return `cls` with the values of each section (None: of the class itself) over its defaults.
 
     The message of a ValueError of a section's checks goes to `messages`, and then, or if a section
-    is in `spoilt`, the result is None. Raises UnusedSettingError for a droppable setting.
+    is in `invalid_sections`, the result is None. Raises UnusedSettingError for a droppable setting.
     """
 
     def create(cls: Any, values: Mapping[str, Any], base: Any = dataclasses.MISSING) -> Any:
@@ -376,9 +382,11 @@ def _construct(
     sections = {
         item.name: create(hints[item.name], values.get(item.name, {}), _get_default(item))
         for item in dataclasses.fields(cls)
-        if dataclasses.is_dataclass(hints[item.name]) and item.name not in spoilt
+        if dataclasses.is_dataclass(hints[item.name]) and item.name not in invalid_sections
     }
-    return None if spoilt or messages else create(cls, {**values.get(None, {}), **sections})
+    return (
+        None if invalid_sections or messages else create(cls, {**values.get(None, {}), **sections})
+    )
 
 
 # ----------------------------------------------------------------------------------- values as JSON
@@ -438,21 +446,17 @@ def to_raw_value(value: Any, place: str) -> RawValue:
 
 
 def get_saved_values(flat: Mapping[str, Any], place: str) -> dict[str, RawValue]:
-    """Return saved settings (flat name to JSON value) as raw values, under their current names."""
-    return {
-        name: to_raw_value(value, f"{place}, {name}")
-        for name, value in current_settings(flat).items()
-    }
+    """Return saved settings (flat name to JSON value) as raw values."""
+    return {name: to_raw_value(value, f"{place}, {name}") for name, value in flat.items()}
 
 
 def is_setting(name: str, known: Collection[str]) -> bool:
-    """Return whether `name` is in `known`, or a setting of an environment, which the environment
-    checks later.
+    """Return whether `name` is in `known`, or one of an environment's settings or of a chat
+    template's, which these check later.
     """
-    return name in known or (
-        name.startswith(ENVIRONMENT_PREFIX)
-        and name != ENVIRONMENT_PREFIX
-        and "environment" in known
+    return name in known or any(
+        name.startswith(prefix) and name != prefix and setting in known
+        for prefix, setting in PART_PREFIXES.items()
     )
 
 
@@ -489,7 +493,8 @@ def unflatten_settings(cls: type, flat: Mapping[str, Any], problems: list[str], 
     """Return an instance of `cls` with the saved settings `flat`, the inverse of
     `flatten_settings`. Absent settings take their defaults; mistakes are appended to `problems`.
     """
-    raw_values, table = get_saved_values(flat, place), get_fields(cls)
+    table = get_fields(cls)
+    raw_values = get_saved_values(current_settings(flat, table), place)
     check_names(raw_values, table, cls.__name__, problems)
     known = {name: raw for name, raw in raw_values.items() if name in table}
     # Older runs could save settings without effect; ignore such settings.

@@ -5,7 +5,6 @@ A flag is a pair of its key and its raw value, and so is an argument or a part o
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 from rl.config.aliases import current_name, find_alias_hint
 from rl.config.fields import (
     ENVIRONMENT_PREFIX,
+    PART_PREFIXES,
+    TEMPLATE_PREFIX,
     RawValue,
     is_setting,
     nearest_name,
@@ -22,7 +23,6 @@ from rl.config.fields import (
 from rl.errors import UserError
 
 Flag = tuple[str, RawValue]
-_TEMPLATE_PREFIX = "template."
 
 
 def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Flag]]:
@@ -49,6 +49,32 @@ def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], li
         for name, values in flags
         if name.startswith("--")
     ]
+
+
+def split_environment_flags(argv: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], list[str]]:
+    """Return (settings of the environment as `environment_settings` holds them, other words)."""
+    settings: list[tuple[str, list[str]]] = []
+    others: list[str] = []
+    values = others
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            if name.startswith(ENVIRONMENT_PREFIX) and name != ENVIRONMENT_PREFIX:
+                values = [value] if equals else []
+                key = name.removeprefix(ENVIRONMENT_PREFIX).replace("-", "_")
+                settings.append((key, values))
+                continue
+            values = others
+        values.append(word)
+    return tuple((key, shlex.join(words or ["True"])) for key, words in settings), others
+
+
+def find_ambiguous_flag(argv: Sequence[str], unknown: Sequence[str], first: str) -> str | None:
+    """Return the first of the words `unknown` to argparse that is a flag before the positional
+    argument `first`, or None. argparse would take the flag's value for a positional argument.
+    """
+    before = argv[: argv.index(first)]
+    return next((w for w in before if w.startswith("--") and "=" not in w and w in unknown), None)
 
 
 def parse_arguments(arguments: Mapping[str, Any]) -> list[Flag]:
@@ -109,22 +135,22 @@ def parse_changes(words: Sequence[str], problems: list[str]) -> list[Flag]:
     return changes
 
 
-def list_changed_settings(words: Sequence[str]) -> set[str]:
-    """Return the settings that the words of --change name, of any stage."""
+def list_changed_settings(words: Sequence[str], known: Collection[str] = ()) -> set[str]:
+    """Return the settings that the words of --change name, of any stage. `known`: the settings of
+    the run.
+    """
     holders = {"environment": "environment_settings", "template": "template"}
     changed = set()
     for key, _ in parse_changes(words, []):
-        section, _, name = key.rpartition(".")
+        section, _, name = current_name(key, known).rpartition(".")
         changed.add(holders.get(section.rpartition(".")[2], name))
     return changed
 
 
 def to_setting_name(name: str) -> str:
-    """Return a setting's name as a Python identifier under its current name. A stage name before a
-    dot stays unchanged.
-    """
+    """Return a setting's name as a Python identifier. A stage name before a dot stays unchanged."""
     stage, dot, key = name.rpartition(".")
-    return current_name(stage + dot + re.sub("-", "_", key))
+    return stage + dot + key.replace("-", "_")
 
 
 def resolve_flags(
@@ -136,8 +162,7 @@ def resolve_flags(
     owners: Mapping[str, str] | None = None,
 ) -> dict[str | None, dict[str, RawValue]]:
     """Return the settings of flags by stage (`--stage.setting`), and under None those for all
-    stages. `--no-x` turns x off, `--template.x` adds to template, and the last of several equal
-    flags counts.
+    stages. `--no-x` turns x off, and the last of several equal flags counts.
 
     `known`: the settings of the run. `tables`: those of each stage; None: there are no stages.
     `owners`: the methods that have a setting, for messages.
@@ -146,7 +171,7 @@ def resolve_flags(
     resolved: dict[str | None, dict[str, RawValue]] = {stage: {} for stage in (None, *tables)}
     for key, raw in flags:
         of_stage, available = "", known
-        is_part = key.startswith((ENVIRONMENT_PREFIX, _TEMPLATE_PREFIX))
+        is_part = key.startswith(tuple(PART_PREFIXES))
         stages = [name for name in tables if key.startswith(f"{name}.") and not is_part]
         stage = max(stages, key=len) if stages else None
         if stage is not None:
@@ -160,12 +185,9 @@ def resolve_flags(
                 hint = f"did you mean {near}?" if near else f"its stages are {', '.join(tables)}"
                 problems.append(f"{raw.place}: this run has no stage {unknown!r}; {hint}")
                 continue
-        if key.startswith(_TEMPLATE_PREFIX):
-            start = len(raw.place) - len(key) + len(_TEMPLATE_PREFIX)
-            name = raw.place[start:]  # unchanged: templates distinguish - and _
-            before = resolved[stage].get("template", RawValue((), "")).words
-            words = (*before, name, *(raw.words or ("true",)))
-            key, raw = "template", RawValue(words, raw.place[: start - 1])
+        key = current_name(key, available)
+        if key.startswith(TEMPLATE_PREFIX):
+            key = raw.place[len(raw.place) - len(key) :]  # templates distinguish - and _
         if key not in available and key.startswith("no_") and key[3:] in available:
             if raw.words:
                 problems.append(f"{raw.place}: takes no value, got {raw.display_text}")

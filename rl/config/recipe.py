@@ -13,7 +13,6 @@ from pathlib import Path
 
 import yaml
 
-from rl.config.aliases import current_name
 from rl.config.fields import RawValue
 
 # bytes; values; depth (a list of pairs of a stage has depth 5)
@@ -136,16 +135,9 @@ def _raw_values(
     keys of the form environment.key.
     """
     values: dict[str, RawValue] = {}
-    for written, (value, line) in pairs.items():
-        key = current_name(written)
-        if key in values:
-            former = next(name for name in pairs if name != key and current_name(name) == key)
-            problems.append(
-                f"{path} line {line}: {former} and {key} are the same setting; keep {key}"
-            )
-            continue
+    for key, (value, line) in pairs.items():
         if key != "environment" or not isinstance(value, yaml.MappingNode):
-            values[key] = _raw_value(written, value, line, path)
+            values[key] = _raw_value(key, value, line, path)
             continue
         inner_pairs = _read_pairs(value, path, problems)
         if "name" not in inner_pairs:

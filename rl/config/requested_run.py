@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rl.config import aliases
-from rl.config.fields import SettingsError, get_saved_values, nearest_name
+from rl.config.fields import (
+    RawValue,
+    SettingField,
+    SettingsError,
+    convert_value,
+    get_saved_values,
+    nearest_name,
+)
 from rl.config.flag_parser import Flag
 from rl.config.recipe import RecipeStage, RequestedRun, read_recipe
 from rl.config.recorded_files import (
@@ -20,19 +27,8 @@ from rl.config.recorded_files import (
     is_method_address,
     locate_recorded_files,
 )
-from rl.config.run_config import Methods, RunConfig
+from rl.config.run_config import LAUNCH_OPTIONS, Methods, RunConfig
 from rl.config.sources import merge_run
-
-# options of a single launch, not of the run
-_LAUNCH_OPTIONS = (
-    "resume",
-    "auto_resume",
-    "overwrite",
-    "output_dir",
-    "plan",
-    "change",
-    "trust_run",
-)
 
 
 def relative_path(path: Path) -> Path:
@@ -74,20 +70,28 @@ def _unknown_word_message(word: str, methods: Collection[str], folder: Path) -> 
 
 
 def read_resumed_run(
-    words: Sequence[str], flags: Sequence[Flag], options: Collection[str]
+    words: Sequence[str], flags: Sequence[Flag], options: Mapping[str, SettingField]
 ) -> RequestedRun | None:
     """Return the saved run that --output-dir and --resume (or --auto-resume) name, if no word names
     a method or recipe; else None.
     """
-    flag_words = {key: raw.words for key, raw in flags}
-    set_words = ((), ("True",))
-    resumes = any(flag_words.get(name) in set_words for name in ("resume", "auto_resume"))
-    if words or not resumes or len(flag_words.get("output_dir", ())) != 1:
+    values = dict(flags)
+
+    def is_on(name: str) -> bool:
+        if name not in values or name not in options:
+            return False
+        try:
+            return convert_value(options[name], values[name]) is True
+        except ValueError:  # reported with the other settings
+            return False
+
+    output_dir = values.get("output_dir", RawValue((), ""))
+    if words or not (is_on("resume") or is_on("auto_resume")) or len(output_dir.words) != 1:
         return None
-    folder = Path(flag_words["output_dir"][0])
-    requested = read_saved_run(folder, options)
-    if requested is not None and flag_words.get("trust_run") not in set_words:
-        check_resumed_code(folder, requested.stages, flag_words)
+    folder = Path(output_dir.words[0])
+    requested = read_saved_request(folder, options)
+    if requested is not None and not is_on("trust_run"):
+        check_resumed_code(folder, requested.stages, values)
     return requested
 
 
@@ -153,7 +157,7 @@ def _check_method(recipe: RequestedRun, method: str | None, problems: list[str])
         )
 
 
-def read_saved_run(folder: Path, options: Collection[str]) -> RequestedRun | None:
+def read_saved_request(folder: Path, options: Collection[str]) -> RequestedRun | None:
     """Return the run that config.json in `folder` records, or None if it is not that of a run.
 
     `options`: the run-level settings that exist today; other saved options are dropped. Unknown
@@ -168,7 +172,7 @@ def read_saved_run(folder: Path, options: Collection[str]) -> RequestedRun | Non
     shared = {
         key: raw
         for key, raw in requested.shared.items()
-        if key in options and key not in _LAUNCH_OPTIONS
+        if key in options and key not in LAUNCH_OPTIONS
     }
     return (
         replace(requested, shared=shared)

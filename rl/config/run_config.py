@@ -8,6 +8,69 @@ from typing import Any, Protocol
 
 from rl.config.fields import flatten_settings, format_value, get_defaults
 
+# Options of a single launch: a run that is resumed by its folder alone does not keep them.
+LAUNCH_OPTIONS = (
+    "resume",
+    "auto_resume",
+    "overwrite",
+    "output_dir",
+    "plan",
+    "change",
+    "trust_run",
+)
+# These, and options of output and reporting.
+CHANGEABLE_OPTIONS = (
+    *LAUNCH_OPTIONS,
+    "quiet",
+    "tracker",
+    "tracker_project",
+    "wandb_project",
+    "timeout",
+    "stop_grace",
+    "reward_env",
+    "self_test",
+    "reward_check",
+    "profile",
+    "replay",
+    "plan_gpus",
+    "plan_gpu_memory",
+    "plan_zero",
+    "plan_prompt_tokens",
+)
+# Settings of a stage for micro-batching, memory, evaluation, checkpoints and timeouts. No gradient
+# and no sample depends on them (except for rounding).
+CHANGEABLE_SETTINGS = (
+    "token_budget",
+    "layout",
+    "context_parallel_size",
+    "expert_parallel_size",
+    "gradient_checkpointing",
+    "offload_activations",
+    "fused_logprobs",
+    "kept_logits_gib",
+    "kv_cache_tokens",
+    "max_rows",
+    "sampler_cache",
+    "sampler_tp",
+    "num_speculative_tokens",
+    "sampler_url",
+    "sampler_folder",
+    "sampler_timeout",
+    "sampler_command",
+    "sampler_memory",
+    "sampler_ranks",
+    "eval_every",
+    "save_every",
+    "rollouts_every",
+    "keep_last",
+    "keep_best",
+    "keep_best_mode",
+    "reward_timeout",
+    "reward_workers",
+    "reward_machines",
+    "reward_env",
+)
+
 
 class MethodEntry(Protocol):
     """Specify a method for the command line: its settings class and a summary line."""
@@ -67,7 +130,7 @@ def diff_configs(
     saved: Mapping[str, Any],
     requested: Mapping[str, Any],
     *,
-    ignore: Collection[str] = ("resume", "overwrite", "output_dir"),
+    ignore: Collection[str] = (),
     methods: Methods | None = None,
     options: type | None = None,
 ) -> list[str]:

@@ -30,6 +30,7 @@ from rl.config.number_range import (
     Share,
     Size,
 )
+from rl.errors import UnusedSettingError
 from rl.lr_schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class RunSettings:
     timeout: Seconds = 1800.0
     """Seconds that a process may wait for another process in a collective operation; a longer wait ends the run with an error that names the other process."""
     stop_grace: Seconds = 90.0
-    """Seconds to finish the step and save a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C. After that time, or at a second signal, the run ends at once. A step that would not fit into the time is not started."""
+    """Seconds to finish the step and save a checkpoint after SIGTERM, SIGUSR1 or Ctrl-C. After that time, or at a second signal, the run ends at once. An update that would not fit into the time is not started, except off policy."""
     self_test: bool = True
     """Check the pipeline before the first step of each stage that samples: sample a few answers, then check that learner and sampler agree, that changed weights reach the sampler, that the trained tokens are the sampled ones, and that gradients reach the weights. The check changes nothing."""
     profile: Annotated[int, Range(0, 1000)] = 0
@@ -213,13 +214,18 @@ class SamplingSettings:
     sampler_memory: Annotated[float, Range(0, 1, above=True, below=True)] = 0.3
     """Share of each GPU's memory (on a CPU: of the machine's) for the vLLM server that the run starts, weights and KV cache."""
     sampler_folder: str | None = None
-    """Folder in which the weights for the vLLM servers are written, which all servers see under the same path. Default: a temporary folder of this machine."""
+    """Folder in which the weights for the vLLM servers are written, which all servers see under the same path. Default: a temporary folder of this machine, in shared memory if they fit."""
     sampler_timeout: Seconds = 600.0
     """Time limit of one call to a vLLM server, in seconds."""
     sampler_cache: Literal["auto", "plain", "paged"] = "auto"
     """Layout of the KV cache. paged: block tables, and on a GPU CUDA graphs of several steps (fast decoder only). plain: a contiguous tensor for each batch. auto: on a GPU paged if a trial returns the same samples, else plain."""
     sampler_tp: Annotated[int, Range(1, 1024, why="1 is a whole copy on each process")] = 1
     """Tensor-parallel size of the sampler: this many processes of a machine, with consecutive ranks, share a copy of the weights and a KV cache, split by heads and columns, and sample together (fast decoder only). kv_cache_tokens and max_rows then count for the whole group. 1: each process holds a full copy. For models that do not fit into a single GPU."""
+
+    num_speculative_tokens: Annotated[
+        int, Range(0, 64, why="draft tokens of each row in a step; 0 is off")
+    ] = 0
+    """Speculative decoding: maximum number of draft tokens of each answer in a decode step, copied from earlier in its prompt and answer (n-gram prompt lookup). The sampled tokens are the same; logprobs differ by rounding. Faster if answers repeat text and few sequences are decoded at once; drafting pauses where it does not pay (docs/throughput.md). Fast decoder only; without CUDA graphs. 0: off."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -240,9 +246,19 @@ class SamplingSettings:
             raise ValueError(
                 f"sampler_tp {self.sampler_tp} requires the fast decoder, and sampler is hf, the forward of transformers: leave sampler_tp at 1, or sampler at auto or fast"
             )
-        if self.sampler == "vllm" and (self.sampler_tp > 1 or self.sampler_cache != "auto"):
+        if self.num_speculative_tokens and self.sampler == "hf":
             raise ValueError(
-                "sampler_tp and sampler_cache are settings of the sampler in this process, and sampler is vllm: leave them out, and start the server with --tensor-parallel-size"
+                f"num_speculative_tokens {self.num_speculative_tokens} requires the fast decoder, and sampler is hf, the forward of transformers: leave num_speculative_tokens at 0, or sampler at auto or fast"
+            )
+        if self.sampler == "vllm" and self.num_speculative_tokens:
+            raise UnusedSettingError(
+                "num_speculative_tokens",
+                f"num_speculative_tokens {self.num_speculative_tokens} is a setting of the sampler in this process, and sampler is vllm: leave it at 0, and start the server with --speculative-config",
+            )
+        if self.sampler == "vllm" and (self.sampler_tp > 1 or self.sampler_cache != "auto"):
+            raise UnusedSettingError(
+                "sampler_tp" if self.sampler_tp > 1 else "sampler_cache",
+                "sampler_tp and sampler_cache are settings of the sampler in this process, and sampler is vllm: leave them out, and start the server with --tensor-parallel-size",
             )
         require(
             self,
@@ -378,6 +394,8 @@ class OptimSettings:
     """Layout of a micro-batch. padded: rows of similar length. packed: sequences end to end in a single row. shared: the prompt of a group is computed once. auto: packed if flash attention runs the model, else padded or shared, whichever needs less work; only layouts that are exact for the model. The gradient does not depend on it."""
     context_parallel_size: Annotated[int, Range(1, 1024, why="1 divides no sequence")] = 1
     """Number of processes that share each micro-batch of the learner, for long sequences: each holds this part of its token positions and activations, and attention exchanges them for heads (DeepSpeed-Ulysses, arXiv 2309.14509). It divides the number of processes that learn; consecutive ranks form a group. The gradient does not depend on it. Only for models with attention in every layer."""
+    expert_parallel_size: Annotated[int, Range(1, 1024, why="1 divides no experts")] = 1
+    """Number of processes that divide the experts of each layer of the learner, for large mixtures of experts: tokens go to the ranks of their experts (all-to-all, arXiv 2006.16668), so no rank gathers experts that another rank of its group holds. It divides the number of processes that learn and the number of experts; consecutive ranks form a group. The gradient does not depend on it. Only with accelerate_configs/fsdp2.yaml, and without train_experts."""
 
     def __post_init__(self) -> None:
         check_ranges(self)

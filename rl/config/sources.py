@@ -13,8 +13,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rl.config.aliases import current_name
 from rl.config.fields import (
     ENVIRONMENT_PREFIX,
+    PART_PREFIXES,
     RawValue,
     RawValues,
     SettingsError,
@@ -32,7 +34,7 @@ from rl.config.recipe import RecipeStage, RequestedRun
 from rl.config.run_config import MethodEntry, Methods, RunConfig, StageConfig
 
 _ALTERNATIVES = {"reward": "rewards", "rewards": "reward"}  # each replaces the other
-_OF_ALL_STAGES = frozenset({Source.SHARED, Source.FLAG})
+_OF_ALL_STAGES = frozenset({Source.TOP_LEVEL, Source.FLAG})
 
 
 def merge_sources(
@@ -40,8 +42,9 @@ def merge_sources(
 ) -> dict[str, RawValue]:
     """Return the value of each setting in `known` with its source; later layers take precedence.
 
-    The `environment.NAME` keys of a layer are added to environment_settings, those of earlier
-    layers included; environment_settings itself replaces all earlier ones.
+    The `environment.NAME` keys of a layer are added to environment_settings, and `template.NAME` to
+    template, those of earlier layers included; environment_settings and template themselves replace
+    all earlier ones.
     """
     merged: dict[str, RawValue] = {}
     for source, layer in layers.items():
@@ -50,22 +53,38 @@ def merge_sources(
             for key, raw in layer.items()
             if is_setting(key, known)
         }
-        parts = {key: values.pop(key) for key in [*values] if key.startswith(ENVIRONMENT_PREFIX)}
+        parts = {
+            prefix: {key: values.pop(key) for key in [*values] if key.startswith(prefix)}
+            for prefix in PART_PREFIXES
+        }
         merged = {k: raw for k, raw in merged.items() if _ALTERNATIVES.get(k) not in layer} | values
-        if parts:
-            merged["environment_settings"] = _add_parts(merged.get("environment_settings"), parts)
+        for prefix, name in PART_PREFIXES.items():
+            if parts[prefix]:
+                merged[name] = _add_parts(merged.get(name), prefix, parts[prefix])
     return merged
 
 
-def _add_parts(before: RawValue | None, parts: RawValues) -> RawValue:
-    """Return environment_settings with the `environment.NAME` settings `parts` added."""
+def _add_parts(before: RawValue | None, prefix: str, parts: RawValues) -> RawValue:
+    """Return a setting of pairs with its parts added, such as environment.NAME, in the place of
+    earlier ones of the same name.
+    """
     raw_values = [*([before] if before else []), *parts.values()]
-    words = list(before.words) if before else []
+    words = before.words if before else ()
+    # An odd number of words is an error, which is reported later.
+    pairs: dict[str, tuple[str, ...]] = {
+        name: (value,) for name, value in zip(words[::2], words[1::2], strict=False)
+    }
+    odd = words[len(words) // 2 * 2 :]
     for key, raw in parts.items():
-        words += key.removeprefix(ENVIRONMENT_PREFIX), shlex.join(raw.words or ("True",))
+        value = raw.words or ("true",)
+        if prefix == ENVIRONMENT_PREFIX:  # a single word, which the environment splits
+            value = (shlex.join(raw.words or ("True",)),)
+        pairs.pop(name := key.removeprefix(prefix), None)  # the new pair is the last
+        pairs[name] = value
+    words = (*odd, *(word for name, value in pairs.items() for word in (name, *value)))
     place = ", ".join(raw.place for raw in raw_values)
     sources = frozenset[Source]().union(*(raw.sources for raw in raw_values))
-    return RawValue(tuple(words), place, sources=sources)
+    return RawValue(words, place, sources=sources)
 
 
 def merge_run(
@@ -84,18 +103,22 @@ def merge_run(
     for name, stage in stages.items():
         classes[name] = methods[str(stage.method)].Settings
         tables[name] = get_fields(classes[name])
+        current = _use_current_names(stage.raw_values, tables[name], problems)
+        stages[name] = replace(stage, raw_values=current)
     option_table = get_fields(options)
     known = {*option_table, *(key for table in tables.values() for key in table)}
     owners = _list_owners(methods)
     # If a method is unknown, so are its settings: then only keys that no method has are problems.
     accepted = known if len(stages) == len(requested.stages) > 0 else known | owners.keys()
+    shared = _use_current_names(requested.shared, accepted, problems)
+    requested = replace(requested, shared=shared)
     flag_values = resolve_flags(flags, accepted, problems, tables=tables, owners=owners)
     names = dict.fromkeys(str(stage.method) for stage in stages.values())
     check_names(requested.shared, accepted, " or ".join(names) or "any method", problems, owners)
     for name, stage in stages.items():
         _check_stage(stage, tables[name], option_table, problems, owners)
 
-    layers = {Source.SHARED: requested.shared, Source.FLAG: flag_values[None]}
+    layers = {Source.TOP_LEVEL: requested.shared, Source.FLAG: flag_values[None]}
     merged: dict[str | None, dict[str, RawValue]] = {None: merge_sources(layers, option_table)}
     for name, stage in stages.items():
         method = methods[str(stage.method)]
@@ -106,6 +129,13 @@ def merge_run(
     problems += _check_two_rewards(flag_values[None])
     if problems:
         raise SettingsError(problems)
+    return _create_run(requested, stages, built)
+
+
+def _create_run(
+    requested: RequestedRun, stages: Mapping[str, RecipeStage], built: Mapping[str | None, Any]
+) -> RunConfig:
+    """Return the run of the stages, with the settings `built` of each (None: of the run)."""
     run = [StageConfig(str(stage.method), name, built[name]) for name, stage in stages.items()]
     default_name = requested.saved_name or (
         requested.recipe.stem if requested.recipe else run[0].name
@@ -130,10 +160,32 @@ def _select_known_stages(
             problems.append(f"{stage.place}: unknown method {stage.method!r}{hint}")
     # the class of file.py:Class
     labels = [stage.name or str(stage.method).rpartition(":")[2] for stage in known]
-    return {
-        f"{name}-{labels[:i].count(name) + 1}" if labels.count(name) > 1 else name: known[i]
-        for i, name in enumerate(labels)
-    }
+    named: dict[str, RecipeStage] = {}
+    for label, stage in zip(labels, known, strict=True):
+        name, number = label, 0
+        while labels.count(label) > 1 and (name in labels or name in named):
+            number += 1
+            name = f"{label}-{number}"
+        named[name] = stage
+    return named
+
+
+def _use_current_names(
+    raw_values: RawValues, known: Collection[str], problems: list[str]
+) -> dict[str, RawValue]:
+    """Return the values under the current names of their settings, except the `known` settings.
+    Append a problem for a former name beside the current one.
+    """
+    current: dict[str, RawValue] = {}
+    for written, raw in raw_values.items():
+        key = current_name(written, known)
+        if key in current:
+            former = next(n for n in raw_values if n != key and current_name(n, known) == key)
+            place = raw.place.rpartition(", ")[0]
+            problems.append(f"{place}: {former} and {key} are the same setting; keep {key}")
+            continue
+        current[key] = raw
+    return current
 
 
 def _list_owners(methods: Methods) -> dict[str, str]:
@@ -183,7 +235,7 @@ def _merge_stage(
     if base_model is not None and base_model.words in [(name,) for name in earlier_names]:
         flags.pop("base_model", None)  # it applies to the first stage only
     layers = {
-        Source.SHARED: requested.shared,
+        Source.TOP_LEVEL: requested.shared,
         Source.STAGE: stage.raw_values,
         Source.FLAG: flags,
         Source.STAGE_FLAG: flag_values[name],
@@ -227,7 +279,7 @@ def _build_settings(
         dropped: dict[str, str] = {}
         droppable_sources = {Source.VARIANT, *shared_sources}
         if requested.saved_name is not None:
-            droppable_sources |= {Source.SHARED, Source.STAGE}
+            droppable_sources |= {Source.TOP_LEVEL, Source.STAGE}
         droppable = [key for key, raw in values.items() if raw.sources <= droppable_sources]
         built[name] = build_settings(
             classes[name],

@@ -144,10 +144,11 @@ class APPS(_CodeFormat):
                     f"'input_output' calls {str(function)[:40]!r} with inputs that are not lists "
                     "of arguments"
                 )
-            # Some problems wrap each result in a list: [12] for 12, and [[1, 2]] for [1, 2].
-            wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
-            results = [output[0] for output in outputs] if wrapped else outputs
-            tests = _calls(function, [list(case) for case in zip(inputs, results, strict=True)])
+            tests = _calls(function, [list(case) for case in zip(inputs, outputs, strict=True)])
+            # Some problems wrap each result in a list: [12] for 12, and [[1, 2]] for [1, 2]. Others
+            # return lists of a single item, so that [12] and 12 are both accepted for [12].
+            if all(isinstance(output, list) and len(output) == 1 for output in outputs):
+                tests["compare"] = "wrapped"
         solutions = _json(columns, "solutions", list) if columns.get("solutions") else []
         solution = next(
             (text for text in solutions if isinstance(text, str) and text.strip()), None
@@ -255,7 +256,7 @@ def _join_lines(value: Any) -> str:
 def _call(case: Mapping[str, Any]) -> list[Any]:
     """Parse [arguments, result] from JSON texts: an argument per line, and the result."""
     try:
-        arguments = [json.loads(line) for line in str(case["input"]).splitlines() if line.strip()]
+        arguments = [json.loads(line) for line in str(case["input"]).split("\n") if line.strip()]
         return [arguments, json.loads(str(case["output"]))]
     except ValueError as error:
         raise BadRow(f"a test's input or output is no JSON ({error}): {str(case)[:80]!r}") from None

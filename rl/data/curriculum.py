@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rl.config import DataSettings
@@ -14,11 +15,12 @@ from rl.types import Problem
 class Curriculum:
     """Provide batches of the current level's problems, with the interface of a `ProblemSet`.
 
-    Levels are the distinct values of meta[curriculum_column], ascending; level 0 is the easiest. A
-    batch depends only on (level, step, seed): each level has separate endless shuffled epochs,
-    which a level change enters at the current step. `state` holds what a resumed run needs. Raises
-    UserError if a row has no level, if levels mix numbers and texts, if fewer than 2 levels exist,
-    or if curriculum_steps has the wrong length.
+    Levels are the distinct values of meta[curriculum_column], ascending (texts that are numbers, as
+    in a .csv file, as numbers); level 0 is the easiest. A batch depends only on (level, step,
+    seed): each level has separate endless shuffled epochs, which a level change enters at the
+    current step. `state` holds what a resumed run needs. Raises UserError if a row has no level, if
+    levels mix numbers and texts, if fewer than 2 levels exist, or if curriculum_steps has the wrong
+    length.
     """
 
     def __init__(self, problems: ProblemSet, settings: DataSettings):
@@ -26,20 +28,24 @@ class Curriculum:
         self.name = problems.name
         self.level = 0
         self._recent: list[float] = []
-        by_level = self._levels(problems)
-        self.names = sorted(by_level)
-        self._sets: list[ProblemSet] = []
-        for i, name in enumerate(self.names):
-            level_names = self.names[: i + 1] if settings.curriculum_mix == "up_to" else [name]
-            self._sets.append(
-                problems.subset([index for n in level_names for index in by_level[n]])
-            )
+        self._problems, self._indices = problems, self._levels(problems)
+        self._set_order(_sort_levels(self._indices))
         if settings.curriculum == "steps" and len(settings.curriculum_steps) != len(self.names) - 1:
             raise UserError(
                 f"{self.name} has {len(self.names)} levels of {settings.curriculum_column!r} "
                 f"({self._listing()}), so curriculum_steps takes {len(self.names) - 1} steps, one "
                 f"for each level after the first; got {len(settings.curriculum_steps)}"
             )
+
+    def _set_order(self, names: Sequence[Any]) -> None:
+        """Set the levels, from the easiest."""
+        self.names = list(names)
+        self._sets: list[ProblemSet] = []
+        for i, name in enumerate(self.names):
+            mixes = self.settings.curriculum_mix == "up_to"
+            level_names = self.names[: i + 1] if mixes else [name]
+            indices = [index for n in level_names for index in self._indices[n]]
+            self._sets.append(self._problems.subset(indices))
 
     def _levels(self, problems: ProblemSet) -> dict[Any, list[int]]:
         """Return the problem indices of each level."""
@@ -106,8 +112,20 @@ class Curriculum:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"level": self.level, "recent": list(self._recent)}
+        return {"level": self.level, "recent": list(self._recent), "names": self.names}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
+        # Older versions sorted numbers that are texts as texts, and did not save the order.
+        self._set_order(state.get("names", sorted(self._indices)))
         self.level, self._recent = state["level"], list(state["recent"])
+
+
+def _sort_levels(levels: Iterable[Any]) -> list[Any]:
+    """Return levels in ascending order: by number if all of them are numbers, else as texts."""
+    ordered = sorted(levels)
+    try:
+        numbers = [float(level) for level in ordered]
+    except ValueError:
+        return ordered
+    return sorted(ordered, key=float) if all(map(math.isfinite, numbers)) else ordered

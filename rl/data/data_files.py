@@ -11,6 +11,7 @@ from typing import Any
 
 from rl.data.row_readers import (
     FILE_SUFFIXES,
+    SPLIT_ALIASES,
     MissingSplit,
     Row,
     parse_json_lines,
@@ -20,11 +21,6 @@ from rl.data.row_readers import (
 from rl.data.table_readers import BINARY, DELIMITERS, open_table, read_delimited
 from rl.errors import UserError
 
-# Names of a split in folders, in order of preference.
-ALIASES = {
-    "test": ("test", "validation", "valid", "val", "dev", "eval"),
-    "train": ("train", "training"),
-}
 # files that hold no rows
 _METADATA_STEMS = (
     "metadata",
@@ -89,7 +85,7 @@ def find_files(folder: Path, split: str, config: str | None = None) -> list[Path
 
     Raises MissingSplit, with a listing of the folder, if it has no such split.
     """
-    names = ALIASES.get(split, (split,))
+    names = SPLIT_ALIASES.get(split, (split,))
     if (folder / "snapshots").is_dir():
         return find_files(_find_snapshot(folder), split, config)
     for name in names:
@@ -209,12 +205,9 @@ def _files_of_readme(folder: Path, name: str, config: str | None) -> list[Path]:
     for item in files:
         if isinstance(item, Mapping) and item.get("split") == name:
             patterns += [item["path"]] if isinstance(item["path"], str) else list(item["path"])
-    return [
-        path
-        for pattern in patterns
-        for path in sorted(folder.glob(pattern))
-        if path.name.endswith(FILE_SUFFIXES)
-    ]
+    matches = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    # once, also if several patterns match it
+    return [path for path in dict.fromkeys(matches) if path.name.endswith(FILE_SUFFIXES)]
 
 
 def _files_by_pattern(folder: Path, name: str, config: str | None) -> list[Path]:
@@ -250,7 +243,7 @@ def _data_files(folder: Path) -> list[Path]:
 def _names_a_split(path: Path) -> bool:
     """Return whether a file name contains the name of any split."""
     words = re.split(r"[._-]", path.name.lower())
-    return any(word in words for names in ALIASES.values() for word in names)
+    return any(word in words for names in SPLIT_ALIASES.values() for word in names)
 
 
 def _find_snapshot(folder: Path) -> Path:

@@ -42,6 +42,11 @@ class LengthLimits:
         """Return whether any limit is set."""
         return self.max_prompt_tokens is not None or self.max_row_tokens is not None
 
+    @property
+    def row_cut(self) -> int | None:
+        """Return the number of tokens to which a row is cut; None if rows are not cut."""
+        return self.max_row_tokens if self.on_too_long == "cut" else None
+
     def prompt_limit(self, sampled: int) -> tuple[int | None, str]:
         """Return (limit of a prompt before `sampled` sampled tokens, text of the setting)."""
         prompt, row = (

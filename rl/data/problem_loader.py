@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from rl.config import DataFormat
 from rl.data.data_files import find_files, read_file
@@ -103,7 +103,8 @@ def load_problems(
         type, empty prompt) by file and line; "skip" logs the bad rows and continues.
     prompt_template, prompt_suffix: see rl.data.prompt_template.PromptTemplate.
     image_column: see rl.data.row_images.RowImages.
-    stream: read each row when it is accessed (rl.data.streaming).
+    stream: read each row when it is accessed (rl.data.streaming). A file whose rows
+        name their split cannot be streamed, nor a row that holds several problems.
 
     Raises UserError if an option is invalid, or if the source cannot be read or has no rows.
     """
@@ -128,7 +129,9 @@ def load_problems(
         if not len(table):
             raise UserError(f"{source} (split {split!r}) holds no row")
         parser = RowParser(template, RowImages(image_column, paths[0].parent), tag or label)
-        reader = choose_format(format, _first_columns(table.row(0)), names)
+        first = _first_columns(table.row(0))
+        reader = choose_format(format, first, names)
+        _check_stream(source, reader, first)
         streamed = StreamedProblemSet(
             table, reader, parser, name=f"{label}/{split}", on_bad_row=on_bad_row
         )
@@ -142,6 +145,15 @@ def load_problems(
     if not problems:
         raise UserError(f"{source} (split {split!r}) holds no row")
     return ProblemSet(problems, name=f"{label}/{split}")
+
+
+def _check_stream(source: str | Path, reader: Any, row: Mapping[str, Any]) -> None:
+    """Raise UserError if the rows of a file, such as `row`, name their split."""
+    if Path(source).expanduser().is_file() and reader.split_of(row) is not None:
+        raise UserError(
+            f"{source}: its rows name their split, which a stream does not read: leave out "
+            "stream, or write each split to a file of a folder (train.jsonl, test.jsonl)"
+        )
 
 
 _DEFAULTS = ("prompt", None)  # prompt_column and response_column that no caller named

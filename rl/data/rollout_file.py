@@ -281,7 +281,7 @@ def _parse_published_row(
     solved = {
         name: value
         for name, value in columns.items()
-        if isinstance(value, dict) and "solution" in value
+        if isinstance(value, dict) and {"solution", "is_correct"} <= value.keys()
     }
     if solved and response is None:
         pairs = [

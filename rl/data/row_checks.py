@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from rl.data.problem_set import ProblemSet
 from rl.data.row_readers import BadRow, BadRowCollector, FaultyRows, OnBadRow, kind_of_fault
 from rl.data.streaming import StreamedProblemSet
 from rl.errors import UserError
-from rl.renderers import Renderer
+from rl.renderers import Renderer, TrainOn
 from rl.types import Problem, StoredAnswer
 
 logger = logging.getLogger(__name__)
@@ -34,17 +35,21 @@ _TEMPLATE = 256  # tokens that a chat template may add around the messages
 
 # common names of the column with the response, most common first
 _RESPONSES = ("response", "answer", "output", "solution", "target", "reply", "text")
+# the format of a column with a whole conversation, which some data sets have beside the prompt
+_CONVERSATIONS = {"messages": "messages", "conversations": "sharegpt", "conversation": "sharegpt"}
 
 
-def _find_response_column(problem: Problem) -> str | None:
-    """Return the column that holds a row's response, by its name or as the only text; None if
-    unknown.
+def _suggest_response_flag(problem: Problem) -> str:
+    """Return the flag that finds a row's response: that of a column with its name, of a
+    conversation, or of the only text; "" if unknown.
     """
     texts = [name for name, value in problem.meta.items() if isinstance(value, str) and value]
-    known = [name for name in _RESPONSES if name in texts]
-    if known:
-        return known[0]
-    return texts[0] if len(texts) == 1 else None
+    if known := [name for name in _RESPONSES if name in texts]:
+        return f"--response-column {known[0]}"
+    for name, data_format in _CONVERSATIONS.items():
+        if isinstance(problem.meta.get(name), list):
+            return f"--data-format {data_format}"
+    return f"--response-column {texts[0]}" if len(texts) == 1 else ""
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ class RowCheck:
 
     reads: the answers (fields of Problem) that the stage trains on or ranks.
     sampled: the most tokens of a sampled answer, or 0.
-    longest: return the tokens of what the method builds from a row, if that is more than the prompt
-        and an answer.
+    longest: return the tokens of the longest further sequence that the method builds from a row.
+    train_on: the messages of a conversation that the stage trains on.
     limits: the length limits of a row.
     skip_missing: check only those of `reads` that the row has.
     """
@@ -67,6 +72,7 @@ class RowCheck:
     longest: Callable[[Problem, Renderer], int] | None = None
     limits: LengthLimits = LengthLimits()
     skip_missing: bool = False
+    train_on: TrainOn = "last_assistant"
 
     @property
     def limit(self) -> int | None:
@@ -76,9 +82,10 @@ class RowCheck:
     def __call__(self, problem: Problem) -> Problem:
         """Return the row, with its prompt cut if on_too_long is "cut".
 
-        Raises UserError if the row cannot be rendered or lacks an answer; RowTooLong if it exceeds
-        the model's context or a limit. Each row of a file is rendered. A generated row is not
-        rendered if it must fit by its number of bytes, since a token has at least 1 byte.
+        Raises UserError if the row cannot be rendered, lacks an answer, or would be cut before it;
+        RowTooLong if it exceeds the model's context or a limit. Each row of a file is rendered. A
+        generated row is not rendered if it must fit by its number of bytes, since a token has at
+        least 1 byte.
         """
         where = problem.place or f"row {problem.index} of {self.name}"
         answers = {field: getattr(problem, field) for field in self.reads}
@@ -88,9 +95,9 @@ class RowCheck:
             if answer is None:
                 others = ", ".join(map(repr, problem.meta)) or "nothing"
                 shape = f"beside its prompt it has {others}; such a row is {_EXAMPLES[field]}"
-                column = _find_response_column(problem) if field == "response" else None
-                flag = "" if column is None else f"; here: --response-column {column}"
-                raise UserError(f"{where} has {_REMEDIES[field]} ({shape}){flag}")
+                flag = _suggest_response_flag(problem) if field == "response" else ""
+                hint = f"; here: {flag}" if flag else ""
+                raise UserError(f"{where} has {_REMEDIES[field]} ({shape}){hint}")
         if self.sampled and not problem.messages:
             raise UserError(
                 f"{where} is a text without a prompt, but an answer to a prompt is to be sampled: "
@@ -99,26 +106,26 @@ class RowCheck:
         if (
             not self.limits.has_limits
             and not problem.place
-            and self._must_fit(problem, list(answers.values()))
+            and self._must_fit(problem, [*answers.values(), problem.rejected or ""])
         ):
             return problem
         problem = self._with_prompt(problem, where)
-        cut = self.limits.max_row_tokens if self.limits.on_too_long == "cut" else None
-        for answer in [*answers.values(), *([None] if self.sampled else [])]:
-            length = self._length(problem, answer, where) + (self.sampled if answer is None else 0)
-            parts = (
-                f"its prompt and max_tokens {self.sampled} take"
-                if answer is None
-                else "its prompt and response take"
-            )
-            self._check_length(
-                length if cut is None or answer is None else min(cut, length),
-                parts,
-                where,
-                answer is None,
-            )
-        together = self._longest(problem, where) if self.longest is not None and answers else 0
-        self._check_length(together, "its prompt with both answers takes", where, False)
+        cut = self.limits.row_cut or sys.maxsize
+        for answer in answers.values():
+            length, first_trained = self._measure_row(problem, answer, where)
+            if first_trained >= cut:
+                raise UserError(
+                    f"{where}: its prompt fills max_row_tokens {cut}, so nothing of the answer "
+                    "remains: set max_prompt_tokens as well, or raise max_row_tokens"
+                )
+            parts = "its prompt and response take"
+            self._check_length(min(cut, length), parts, where, False)
+        if self.sampled:
+            parts = f"its prompt and max_tokens {self.sampled} take"
+            length = self._measure_prompt(problem, where) + self.sampled
+            self._check_length(length, parts, where, True)
+        longest = self._longest(problem, where) if self.longest is not None and answers else 0
+        self._check_length(min(cut, longest), "its longest sequence takes", where, False)
         return problem
 
     def _with_prompt(self, problem: Problem, where: str) -> Problem:
@@ -126,7 +133,7 @@ class RowCheck:
         limit, setting = self.limits.prompt_limit(self.sampled)
         if limit is None or not problem.messages:
             return problem
-        length = self._length(problem, None, where)
+        length = self._measure_prompt(problem, where)
         if length <= limit:
             return problem
         if self.limits.on_too_long == "cut" and limit > 0:
@@ -166,15 +173,21 @@ class RowCheck:
             or size + self.sampled + sum(len(answer.encode()) for answer in answers) <= self.limit
         )
 
-    def _length(self, problem: Problem, response: str | None, where: str) -> int:
-        """Return the tokens of prompt and response; None: of the generation prompt."""
+    def _measure_prompt(self, problem: Problem, where: str) -> int:
+        """Return the tokens of the generation prompt."""
         try:
-            if response is None:
-                return self.renderer.build_generation_prompt(problem.messages).length
+            return self.renderer.build_generation_prompt(problem.messages).length
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+
+    def _measure_row(self, problem: Problem, response: str, where: str) -> tuple[int, int]:
+        """Return (the tokens of prompt and response, the position of the first trained token)."""
+        try:
             if not problem.messages:
-                return self.renderer.build_text(response).length
-            reply = {"role": "assistant", "content": response}
-            return self.renderer.build_supervised_example([*problem.messages, reply])[0].length
+                return self.renderer.build_text(response).length, 1
+            messages = [*problem.messages, {"role": "assistant", "content": response}]
+            example, weights = self.renderer.build_supervised_example(messages, self.train_on)
+            return example.length, int(weights.argmax())
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
 

@@ -281,7 +281,7 @@ class PreferencesFormat(RowFormat):
 
     @classmethod
     def matches(cls, columns: Columns, names: ColumnNames) -> bool:
-        return names.chosen in columns and names.rejected in columns
+        return {names.chosen, names.rejected} <= columns.keys() or _LABELLED <= columns.keys()
 
     def read(self, columns: Columns) -> Problem:
         prompt_column, *pair = self.names.prompt, self.names.chosen, self.names.rejected
@@ -338,10 +338,13 @@ class PreferencesFormat(RowFormat):
             raise BadRow(
                 f"'label' is 1 or 2, the number of the preferred output; this is {label!r}"
             )
-        meta = collect_meta(columns, self.names.answer, {"input", "output_1", "output_2", "label"})
+        meta = collect_meta(columns, self.names.answer, _LABELLED)
         prompt = make_prompt(read_text(columns, "input"))
         chosen, rejected = (read_text(columns, f"output_{n}") for n in (label, 3 - label))
         return Problem(prompt, meta, chosen, rejected=rejected)
+
+
+_LABELLED = frozenset({"input", "output_1", "output_2", "label"})
 
 
 def is_chat(columns: Columns, prompt: str | None) -> bool:

@@ -9,7 +9,14 @@ from typing import Any
 
 from rl.data.row_readers import BadRow, Columns
 from rl.errors import UserError
-from rl.images import decode_image, get_image, has_images, is_image_part, make_image_chunk
+from rl.images import (
+    decode_image,
+    find_image_file,
+    get_image,
+    has_images,
+    is_image_part,
+    make_image_chunk,
+)
 from rl.types import Message, Messages
 
 COLUMNS = ("images", "image")  # the columns searched for images if no column is named
@@ -134,7 +141,7 @@ class RowImages:
         try:
             if isinstance(image, Mapping) and not image.get("bytes"):
                 image = get_image(image)
-            if isinstance(image, str) and (path := self._path(image)) is not None:
+            if isinstance(image, str) and (path := find_image_file(image, self.folder)) is not None:
                 # not decoded here: the check of the row's tokens decodes it
                 with decode_image(path, f"{path} is not an image, or is damaged") as opened:
                     opened.verify()
@@ -142,14 +149,6 @@ class RowImages:
             return make_image_chunk(image, self.folder)
         except UserError as error:
             raise BadRow(f"{where}: {error}") from error
-
-    def _path(self, text: str) -> Path | None:
-        """Return the existing file that a text names; None if it names none."""
-        if len(text) > 4096 or text.startswith("data:"):
-            return None
-        path = Path(text).expanduser()
-        path = path if path.is_absolute() or self.folder is None else self.folder / path
-        return path.absolute() if path.is_file() else None
 
 
 def _images_in(value: Any) -> list[Any]:

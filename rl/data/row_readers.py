@@ -20,6 +20,11 @@ logger = logging.getLogger(__name__)
 OnBadRow = Literal["error", "skip"]
 Columns = Mapping[str, Any]  # a row: the value of each column by name
 _PLAIN = (".jsonl", ".json", ".csv", ".tsv")
+# Names of a split in folders and on the hub, in order of preference.
+SPLIT_ALIASES = {
+    "test": ("test", "validation", "valid", "val", "dev", "eval"),
+    "train": ("train", "training"),
+}
 FILE_SUFFIXES = (*_PLAIN, *(f"{suffix}.gz" for suffix in _PLAIN), ".parquet", ".arrow")
 
 
@@ -56,10 +61,10 @@ class MissingSplit(UserError):
 class FaultyRows(UserError):
     """Report the bad rows of a data set.
 
-    found: the bad rows, each as its place and its fault. good: the number of good rows.
+    faults: the bad rows, each as its place and its fault. good: the number of good rows.
     rows: the good rows (rl.types.Problem), so that later checks can report the faults of these in
     the same error (`merge`).
-    least: more bad rows may exist, because the check stopped early.
+    is_partial: more bad rows may exist, because the check stopped early.
     text: the message; "": `summarize_faults` and the remedy.
     """
 
@@ -113,7 +118,7 @@ def summarize_faults(faults: Sequence[str], good: int, *, is_partial: bool = Fal
     """Return the number of bad rows and a listing of some.
 
     The listing has a row for each kind of fault (at most 10 kinds), and at least 5 rows if so many
-    are bad. least: state that more bad rows may exist.
+    are bad. is_partial: state that more bad rows may exist.
     """
     first: dict[str, int] = {}
     for i, text in enumerate(faults):
@@ -176,7 +181,7 @@ class BadRowCollector:
 
         The message counts the bad rows and lists some. Raises UserError if all rows lack the same
         column (a single mistake), or if rows are skipped and no good row remains.
-        named: the requested columns by setting. example: a row of the expected format. rows: see
+        columns_by_setting: the requested columns. example: a row of the expected format. rows: see
         FaultyRows.
         """
         if not self.faults:
@@ -337,7 +342,27 @@ def parse_json_list(text: bytes, path: Path) -> Iterator[Row]:
 
 
 def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
-    """Yield the rows of a hub data set. Raises UserError, with a remedy, if it cannot be loaded."""
+    """Yield the rows of a hub data set, of the first name of the split that it has.
+
+    Raises MissingSplit if it has no such split, and UserError, with a remedy, if it cannot be
+    loaded.
+    """
+    missing: MissingSplit | None = None
+    for alias in SPLIT_ALIASES.get(split, (split,)):
+        try:
+            rows = _load_hub_split(name, config, alias)
+        except MissingSplit as error:
+            missing = missing or error
+            continue
+        for number, row in enumerate(rows):
+            yield Row(f"{name} {alias} row {number}", row)
+        return
+    assert missing is not None
+    raise missing
+
+
+def _load_hub_split(name: str, config: str | None, split: str) -> Iterable[Columns]:
+    """Return the rows of a split of a hub data set. Raises as `read_hub`."""
     try:
         import datasets
     except ImportError as error:
@@ -349,13 +374,13 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
     check_hub_access(name, "dataset", known)
     try:
         try:
-            rows = datasets.load_dataset(name, config, split=split)
+            return datasets.load_dataset(name, config, split=split)
         except ConnectionError:
             # `datasets` searches only data that it prepared, not the files that `hf download`
             # put into the hub's cache.
             if (folder := _cached_snapshot(name)) is None:
                 raise
-            rows = datasets.load_dataset(str(folder), config, split=split)
+            return datasets.load_dataset(str(folder), config, split=split)
     except (OSError, ValueError) as error:  # no network, no such data set, no such config or split
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "Unknown split" in reason:
@@ -370,8 +395,6 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
             "hub's cache (HF_HUB_OFFLINE=1 then prevents requests); or pass the path of a .jsonl "
             "file instead" + (f", as {short}:FILE with the same columns" if short else "")
         ) from error
-    for number, row in enumerate(rows):
-        yield Row(f"{name} {split} row {number}", row)
 
 
 def _cached_snapshot(name: str) -> Path | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rl.data.length_limits import RowTooLong
 from rl.data.problem_set import ProblemSet
-from rl.data.row_formats import RowFormat
+from rl.data.row_formats import RowFormat, is_chat
 from rl.data.row_parser import RowParser
 from rl.data.row_readers import BadRow, Row
 from rl.data.table_readers import Table
@@ -30,7 +30,7 @@ class StreamedProblemSet(ProblemSet):
     The order is a function of (seed, epoch), as in `ProblemSet`. For a file that is read in blocks
     (.parquet) the blocks are shuffled, and the rows within each 8 consecutive shuffled blocks. A
     bad row is detected when it is read: it ends the run, or the next good row replaces it
-    (on_bad_row, on_too_long). The replacement depends only on the row.
+    (on_bad_row, on_too_long). The replacement depends only on the row. A row is a single problem.
     """
 
     is_lazy = True
@@ -103,10 +103,17 @@ class StreamedProblemSet(ProblemSet):
         try:
             if isinstance(row.columns, BadRow):
                 raise row.columns
-            problem = self._parser.parse(self._reader.read(row.columns), row.columns, index)
+            contents = self._reader.read_all(row.columns)
+            if len(contents) > 1:
+                raise BadRow(
+                    f"it holds {len(contents)} instances, and a row of a stream is a single "
+                    "problem: write each as a row, or leave out stream"
+                )
+            problem = self._parser.parse(contents[0], row.columns, index)
         except BadRow as error:
             raise UserError(str(error)) from error
-        problem = replace(problem, place=row.place)
+        chat = is_chat(row.columns, self._reader.names.prompt)
+        problem = replace(problem, place=row.place, chat=chat)
         return problem if self._check is None else self._check(problem)
 
     def _skip_row(self, place: int, text: str, skip: bool, error: UserError) -> None:

@@ -11,6 +11,8 @@ from rl.distributed.launch_agreement import check_same_launch
 from rl.distributed.parallel_groups import (
     check_context_parallel,
     check_context_parallel_size,
+    check_expert_parallel,
+    check_expert_parallel_size,
     check_tensor_parallel,
     check_tensor_parallel_size,
     check_tensor_parallel_without_roles,
@@ -51,6 +53,8 @@ __all__ = [
     "check_roles",
     "check_context_parallel",
     "check_context_parallel_size",
+    "check_expert_parallel",
+    "check_expert_parallel_size",
     "check_tensor_parallel",
     "checkpoint_folder",
     "collectives",

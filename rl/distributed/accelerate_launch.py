@@ -62,7 +62,7 @@ def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
         accelerator = _make_deepspeed_accelerator(bf16, precision, group, timeout_seconds)
     else:
         # Without cpu=True accelerate joins a gloo group and then treats every process as the only
-        # process.
+        # process. It would choose a Mac's GPU, which has no float64.
         if _parallel_size("DP_REPLICATE") > 1 and not _uses_fsdp():
             raise UserError(
                 "parallelism_config shards only with FSDP2 and several processes: use "
@@ -72,7 +72,7 @@ def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
         accelerator = Accelerator(
             mixed_precision=precision,
-            cpu=on_cpu and processes > 1,
+            cpu=on_cpu and (processes > 1 or torch.backends.mps.is_available()),
             kwargs_handlers=group if processes > 1 else [],
         )
     kind = str(accelerator.distributed_type.value)
@@ -297,11 +297,24 @@ def _read_deepspeed_config() -> dict[str, Any]:
     places = [Path(named), Path(__file__).resolve().parents[2] / named]
     for path in places:
         if path.is_file():
-            return json.loads(path.read_text())
+            return _parse_config(path)
     raise UserError(
         f"the accelerate config names the DeepSpeed config {named}, but neither "
         f"{places[0].absolute()} nor {places[1]} exists"
     )
+
+
+def _parse_config(path: Path) -> dict[str, Any]:
+    """Return a JSON object. Raises UserError, naming the file, if it holds something else."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"the DeepSpeed config {path} is not JSON ({error}): repair it") from error
+    if not isinstance(config, dict):
+        raise UserError(
+            f"the DeepSpeed config {path} is a {type(config).__name__}, expected a JSON object"
+        )
+    return config
 
 
 def make_engine_config(user_config: Mapping[str, Any], *, bf16: bool) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import UserError
-from rl.jsonl import write_atomically
+from rl.jsonl import flush_to_disk, write_atomically
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -66,7 +66,7 @@ def is_checkpoint_name(name: Any) -> bool:
         isinstance(name, str)
         and len(name) <= _MAX_NAME_LENGTH
         and bool(_NAME.fullmatch(name))
-        and ".partial-" not in name
+        and not any(mark in name for mark in (".partial-", ".replaced-"))
     )
 
 
@@ -129,7 +129,7 @@ def write_checkpoint(
         elif not _swap_folders(aside, folder):
             os.rename(folder, before)
             os.rename(aside, folder)
-        _fsync(folder.parent)
+        flush_to_disk(folder.parent)
         for old in (aside, before):
             shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
@@ -221,10 +221,10 @@ def _write_manifest(folder: Path, ttl_seconds: float | None) -> None:
             "bytes": path.stat().st_size,
             "sha256": _file_checksum(path),
         }
-        _fsync(path)
+        flush_to_disk(path)
     _save_manifest(folder / MANIFEST, files, ttl_seconds)
     for inner in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
-        _fsync(inner)
+        flush_to_disk(inner)
 
 
 def _save_manifest(
@@ -251,14 +251,6 @@ def _manifest_checksum(manifest: dict[str, Any]) -> str:
     """Return the SHA-256 of a manifest's entries, without the checksum itself."""
     content = {"files": manifest["files"], "expires_at": manifest["expires_at"]}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _file_checksum(path: Path) -> str:
@@ -416,9 +408,15 @@ def set_expiry(folder: Path, ttl_seconds: float | None) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove interrupted writes (`<name>.partial-<pid>`) and expired checkpoints in `parent`."""
+    """Remove interrupted writes (`<name>.partial-<pid>`), replaced checkpoints and expired
+    checkpoints in `parent`.
+    """
     for path in list(parent.iterdir()) if parent.is_dir() else ():
-        if _PARTIAL.fullmatch(path.name) and not path.is_symlink() and path.is_dir():
+        replaced = _REPLACED.fullmatch(path.name)
+        is_leftover = (
+            _PARTIAL.fullmatch(path.name) if replaced is None else (parent / replaced[1]).exists()
+        )
+        if is_leftover and not path.is_symlink() and path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
     remove_expired(parent)
 

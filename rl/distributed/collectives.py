@@ -12,8 +12,8 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from rl.distributed.gloo_interface import select_gloo_interface
 from rl.distributed.heartbeat import HeartbeatMonitor, HeartbeatSender
 from rl.errors import OtherRankFailed, RankLost
+from rl.sanitize import list_some
 
 SUM_BUCKET_BYTES = 256 << 20  # bytes of a flat message of gradients
 _MAX_ADDRESS_BYTES = 2048  # bytes of a process's pickled name and heartbeat address
@@ -65,6 +66,8 @@ class ObjectGroup:
     Tensors of the learner use the accelerator's backend instead. `members`: these processes instead
     of the ranks of this world.
 
+    `received_bytes`: bytes of rank 0's verbs that this rank has received.
+
     Every wait on rank 0 has a timeout of `timeout_seconds`, after which rank 0 names the ranks it
     waited for. The other ranks wait a little more than twice as long for rank 0, so that rank 0
     times out first. A wait that fails raises RankLost. The other ranks also end `timeout_seconds`
@@ -76,6 +79,7 @@ class ObjectGroup:
         self.timeout_seconds = timeout_seconds
         members = members or BridgeMembers(rank(), world(), None, f"rank {rank()}")
         self.rank, self.world = members.rank, members.world
+        self.received_bytes = 0
         self._names = ["rank 0"]
         self._heartbeat: HeartbeatSender | HeartbeatMonitor | None = None
         if self.world > 1:
@@ -132,32 +136,53 @@ class ObjectGroup:
         """Return a rank's name for errors."""
         return self._names[rank]
 
-    def broadcast_verb(self, verb: Any) -> Any:
-        """Return rank 0's object on every rank. Raises RankLost if a rank does not take part."""
+    def broadcast_verb(self, verb: Any, shares: Sequence[Any] | None = None) -> Any:
+        """Return rank 0's object on every rank. Raises RankLost if a rank does not take part.
+
+        `shares`: an object for each rank. Each rank receives its share alone, appended to `verb`,
+        which is a tuple then.
+        """
         if self.world == 1:
-            return verb
+            return verb if shares is None else (*verb, shares[0])
         begin = time.monotonic()
         try:
-            return self._broadcast(verb)
+            return self._send_verb(verb, shares) if self.rank == 0 else self._receive_verb()
         except RuntimeError as error:
             seconds = time.monotonic() - begin
             if self.rank > 0:
                 raise RankLost(self._driver_lost_message(seconds)) from error
             raise RankLost(self._lost_message(self._disconnected_ranks(), seconds)) from error
 
-    def _broadcast(self, item: Any) -> Any:
-        """Broadcast the size, then the pickled payload."""
-        payload = (
-            torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
-            if self.rank == 0
-            else None
-        )
-        size = torch.tensor([0 if payload is None else len(payload)])
-        self._verbs.broadcast(size, 0).wait()
-        if payload is None:
-            payload = torch.empty(int(size), dtype=torch.uint8)
-        self._verbs.broadcast(payload, 0).wait()
-        return item if self.rank == 0 else pickle.loads(payload.numpy().tobytes())
+    def _send_verb(self, verb: Any, shares: Sequence[Any] | None) -> Any:
+        """Broadcast the sizes and the verb, then send each other rank its share.
+
+        Everything is pickled before anything is sent, so that an object that cannot be pickled
+        leaves no rank waiting. A share of several ranks is pickled once.
+        """
+        others = () if shares is None else shares[1:]
+        packed = {key: _pack(share) for key, share in {id(s): s for s in others}.items()}
+        header, messages = _pack(verb), [packed[id(share)] for share in others]
+        sizes = torch.zeros(self.world, dtype=torch.int64)  # of the header, then of each message
+        sizes[: 1 + len(messages)] = torch.tensor([len(header), *map(len, messages)])
+        self._verbs.broadcast(sizes, 0).wait()
+        self._verbs.broadcast(header, 0).wait()
+        works = [self._verbs.send([message], to, 0) for to, message in enumerate(messages, 1)]
+        for work in works:
+            work.wait()
+        return verb if shares is None else (*verb, shares[0])
+
+    def _receive_verb(self) -> Any:
+        """Receive rank 0's verb, and this rank's share if there is one."""
+        sizes = torch.empty(self.world, dtype=torch.int64)
+        self._verbs.broadcast(sizes, 0).wait()
+        header = torch.empty(int(sizes[0]), dtype=torch.uint8)
+        self._verbs.broadcast(header, 0).wait()
+        message = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
+        self.received_bytes += sizes.nbytes + header.nbytes + message.nbytes
+        if not len(message):
+            return _unpack(header)
+        self._verbs.recv([message], 0, 0).wait()
+        return (*_unpack(header), _unpack(message))
 
     def gather(self, item: Any) -> list[Any] | None:
         """Return every rank's object in rank order on rank 0, None elsewhere.
@@ -167,7 +192,7 @@ class ObjectGroup:
         if self.world == 1:
             return [item]
         if self.rank > 0:
-            payload = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+            payload = _pack(item)
             begin = time.monotonic()
             try:
                 with self._mark_waiting():
@@ -181,7 +206,7 @@ class ObjectGroup:
                 [torch.zeros(1, dtype=torch.int64) for _ in range(self.world - 1)]
             )
             payloads = self._receive([torch.empty(int(size), dtype=torch.uint8) for size in sizes])
-        return [item, *(pickle.loads(payload.numpy().tobytes()) for payload in payloads)]
+        return [item, *map(_unpack, payloads)]
 
     @contextlib.contextmanager
     def _mark_waiting(self) -> Iterator[None]:
@@ -235,10 +260,19 @@ class ObjectGroup:
 
     def _lost_message(self, ranks: list[int], seconds: float) -> str:
         """Return the message about ranks that did not answer."""
-        names = ", ".join(self.rank_name(r) for r in ranks[:8]) + (
-            f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        )
+        names = list_some([self.rank_name(r) for r in ranks], 8)
         return f"{names} {_explain_silence(seconds, self.timeout_seconds)}"
+
+
+def _pack(item: Any) -> torch.Tensor:
+    """Return a pickled object, uint8 [bytes]."""
+    packed = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)  # copies an array once
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
+def _unpack(payload: torch.Tensor) -> Any:
+    """Return the object of `_pack`."""
+    return pickle.loads(payload.numpy().data)
 
 
 def _arrives_in_time(work: dist.Work | None, seconds: float) -> bool:
@@ -398,12 +432,10 @@ def init_shard_mesh(size: int, timeout_seconds: float) -> None:
     if size == world() or shard_mesh().size == size:
         return
     ranks = torch.arange(world()).view(-1, size)
-    bound = datetime.timedelta(seconds=timeout_seconds)
     row = new_row_group(size, timeout_seconds)
-    columns = [dist.new_group(column, timeout=bound) for column in ranks.T.tolist()]
     mesh = DeviceMesh.from_group(
-        [columns[rank() % size], row],
-        "cuda" if torch.cuda.is_available() else "cpu",
+        [_new_column_group(size, timeout_seconds), row],
+        _mesh_device(),
         mesh=ranks,
         mesh_dim_names=("replicate", "shard"),
     )
@@ -425,17 +457,48 @@ def new_row_group(size: int, timeout_seconds: float) -> Any:
     return [dist.new_group(row, timeout=bound) for row in rows][rank() // size]
 
 
-def shard_model(model: torch.nn.Module, layers: list[torch.nn.Module], *, bf16: bool) -> None:
+def _new_column_group(size: int, timeout_seconds: float) -> Any:
+    """Return the group of the ranks with this rank's place in their rows of `size`.
+
+    All ranks call it together.
+    """
+    bound = datetime.timedelta(seconds=timeout_seconds)
+    columns = torch.arange(world()).view(-1, size).T.tolist()
+    return [dist.new_group(column, timeout=bound) for column in columns][rank() % size]
+
+
+def _mesh_device() -> str:
+    """Return the device type of a DeviceMesh."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def shard_model(
+    model: torch.nn.Module,
+    layers: list[torch.nn.Module],
+    *,
+    bf16: bool,
+    experts: Iterable[torch.nn.Module] = (),
+    expert_mesh: Any = None,
+) -> None:
     """Shard a model over `shard_mesh()` in place (FSDP2): each of `layers` is a unit, the rest
     another unit.
 
     Gradients are SUMS over all ranks, in fp32. `bf16`: weights are gathered and used in bf16.
+    `experts`: modules of which this rank has its part of the experts already. Each is a unit, whose
+    second dimension is sharded over `expert_mesh` (the first may have fewer rows than ranks).
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Shard
 
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
     )
+    # The layer casts hidden states; the router's weights may be fp32 and stay so.
+    expert_policy = replace(policy, cast_forward_inputs=False)
+    for module in experts:
+        fully_shard(
+            module, mesh=expert_mesh, mp_policy=expert_policy, shard_placement_fn=lambda _: Shard(1)
+        )
     for module in (*layers, model):
         fully_shard(module, mesh=shard_mesh().mesh, mp_policy=policy)
     for module in model.modules():
@@ -479,6 +542,14 @@ class RankGroup:
         dist.all_to_all_single(received, x.contiguous(), group=self.group)
         return received
 
+    def exchange_rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send the next sent[i] rows of x to rank i; return the received[i] rows of each rank i, in
+        rank order.
+        """
+        rows = x.new_empty((sum(received), *x.shape[1:]))
+        dist.all_to_all_single(rows, x.contiguous(), received, sent, group=self.group)
+        return rows
+
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
         """Replace `x` by that of the group's first rank, in place."""
         dist.broadcast(x, group=self.group, group_src=0)
@@ -486,6 +557,7 @@ class RankGroup:
 
 
 _rank_groups: dict[int, RankGroup] = {}
+_column_meshes: dict[int, Any] = {}
 
 
 def get_rank_group(size: int, timeout_seconds: float) -> RankGroup | None:
@@ -498,10 +570,24 @@ def get_rank_group(size: int, timeout_seconds: float) -> RankGroup | None:
     return _rank_groups.get(size)
 
 
+def get_column_mesh(size: int, timeout_seconds: float) -> Any:
+    """Return torch's DeviceMesh of the ranks with this rank's place in their groups of `size`.
+
+    Each call returns the same mesh. All ranks call it together.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if size not in _column_meshes:
+        group = _new_column_group(size, timeout_seconds)
+        _column_meshes[size] = DeviceMesh.from_group(group, _mesh_device())
+    return _column_meshes[size]
+
+
 def shutdown() -> None:
     """Destroy all process groups."""
     global _shard_mesh
     _shard_mesh = None
     _rank_groups.clear()
+    _column_meshes.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -20,8 +20,7 @@ from typing import NoReturn
 
 # Rank 0 works (or idles), waits for the other ranks, ends.
 _BEAT, _COLLECTING, _GOODBYE = b".", b",", b"!"
-_CONNECT_SECONDS = 20.0
-_MAX_PENDING = 64  # maximum number of connections that have not sent the token yet
+_CONNECT_SECONDS = 20.0  # to connect, and then to send the token
 
 
 class HeartbeatSender:
@@ -84,20 +83,19 @@ class HeartbeatSender:
     async def _authenticate(
         self, reader: asyncio.StreamReader, connection: asyncio.StreamWriter
     ) -> None:
-        """Make a connection that sends the token a receiver; close any other."""
+        """Make a connection that sends the token in time a receiver; close any other."""
         token, received = self.token.encode(), b""
-        if len(self._strangers) >= _MAX_PENDING:
-            connection.close()
-            return
         self._strangers.add(connection)
         try:
-            while received != token:
-                data = await reader.read(64)
-                received += data
-                if not data or not token.startswith(received):
-                    connection.close()
-                    return
-        except OSError:  # the peer has closed
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                while received != token:
+                    data = await reader.read(64)
+                    received += data
+                    if not data or not token.startswith(received):
+                        connection.close()
+                        return
+        except OSError:  # the peer has closed, or the time is over
+            connection.close()
             return
         finally:
             self._strangers.discard(connection)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rl.distributed.collectives import ObjectGroup
 from rl.errors import RankLost, UserError
+from rl.sanitize import list_some
 
 _LIBRARIES = (
     "torch",
@@ -47,10 +48,9 @@ def check_same_launch(objects: ObjectGroup, settings: Any) -> None:
         raise RankLost(
             "the ranks were not started alike; the error of rank 0 lists the differences"
         )
-    more = f" and {len(differ) - _MAX_LISTED} more" if len(differ) > _MAX_LISTED else ""
     raise UserError(
-        f"the ranks do not agree: {'; '.join(differ[:_MAX_LISTED])}{more}. Start all ranks with "
-        "the same command, from the same installation"
+        f"the ranks do not agree: {list_some(differ, _MAX_LISTED, '; ')}. Start all ranks with the "
+        "same command, from the same installation"
     )
 
 

@@ -1,5 +1,5 @@
 """Check the groups of ranks of a launch that hold the sampler's weights together (`sampler_tp`), or
-share the learner's micro-batches (`context_parallel_size`).
+share the learner's micro-batches (`context_parallel_size`) or experts (`expert_parallel_size`).
 
 A group is consecutive processes.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 
 from rl.distributed import collectives
+from rl.distributed.accelerate_launch import get_launch_sharding
+from rl.distributed.sharding import FSDPSharding, Sharding
 from rl.errors import UserError
 from rl.types.number_checks import validate_integer
 
@@ -60,8 +62,7 @@ def check_tensor_parallel_size(sampler_tp: int, per_node: int) -> None:
 def check_context_parallel(size: int, sampler_ranks: int = 0) -> None:
     """Raise UserError if the ranks that learn cannot be divided into groups of `size`."""
     if size > 1:
-        started = max(collectives.world(), int(os.environ.get("WORLD_SIZE", "1")) - sampler_ranks)
-        check_context_parallel_size(size, started)
+        check_context_parallel_size(size, _count_learners(sampler_ranks))
 
 
 def check_context_parallel_size(size: int, learners: int) -> None:
@@ -75,6 +76,39 @@ def check_context_parallel_size(size: int, learners: int) -> None:
             f"start a multiple of {size}, as in `accelerate launch --config_file "
             f"accelerate_configs/zero3.yaml --num_processes {size} train.py ...`"
         )
+
+
+def check_expert_parallel(size: int, sampler_ranks: int = 0) -> None:
+    """Raise UserError if the ranks that learn cannot divide experts in groups of `size`."""
+    if size > 1:
+        check_expert_parallel_size(size, _count_learners(sampler_ranks), get_launch_sharding())
+
+
+def check_expert_parallel_size(size: int, learners: int, sharding: Sharding) -> None:
+    """Raise UserError if `learners`, the number of processes that learn, is no multiple of `size`,
+    or if their sharding does not divide experts.
+    """
+    launch = (
+        f"`accelerate launch --config_file accelerate_configs/fsdp2.yaml --num_processes {size} "
+        "train.py ...`"
+    )
+    if not isinstance(sharding, FSDPSharding) or sharding.replicas > 1:
+        name = sharding.describe(learners) or "a single process"
+        raise UserError(
+            f"expert_parallel_size {size} divides experts under FSDP2 alone, not with {name}: "
+            f"start {launch}, or set it to 1"
+        )
+    if learners % size:
+        raise UserError(
+            f"expert_parallel_size {size} divides experts among {size} processes, but {learners} "
+            f"learn{'s' if learners == 1 else ''}: use {_list_divisors(learners)}, or start a "
+            f"multiple of {size}, as in {launch}"
+        )
+
+
+def _count_learners(sampler_ranks: int) -> int:
+    """Return the number of processes of this launch that learn."""
+    return max(collectives.world(), int(os.environ.get("WORLD_SIZE", "1")) - sampler_ranks)
 
 
 def _list_divisors(count: int) -> str:

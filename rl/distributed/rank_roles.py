@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from rl.distributed import collectives
+from rl.distributed.gloo_interface import select_gloo_interface
 from rl.errors import UserError
 from rl.types.number_checks import validate_integer
 
@@ -97,6 +98,7 @@ def assign_role(sampler_ranks: int, timeout_seconds: float) -> RankRole | None:
     if not sampler_ranks or _current_role is not None:
         return _current_role
     check_roles(sampler_ranks)
+    select_gloo_interface()  # before the environment counts the processes of one side alone
     store, rank, world = collectives.join_rendezvous(timeout_seconds)
     learners = world - sampler_ranks
     samples, mine = rank >= learners, rank - learners if rank >= learners else rank

@@ -25,7 +25,7 @@ PREFETCH = 50_000_000  # stage3_prefetch_bucket_size
 PERSISTENCE_THRESHOLD = 100_000
 SUB_GROUP = 1_000_000_000  # numbers that ZeRO-3 updates at once
 
-Moments = tuple[float, float, float]  # bytes while sampling, in a micro-batch, in an update
+PhaseBytes = tuple[float, float, float]  # bytes while sampling, in a micro-batch, in an update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class ParameterCounts:
     largest     numbers in the largest parameter
     layers      number of layers
     layer       numbers in a layer, which FSDP2 gathers as a unit
+    layer_experts  numbers in the experts of a layer
     matrices    numbers in frozen matrices, which a bf16 base stores in bf16
     linears     numbers in frozen matrices that a 4-bit base stores in 4 bit
     """
@@ -48,6 +49,7 @@ class ParameterCounts:
     largest: int
     layers: int
     layer: int = 0
+    layer_experts: int = 0
     matrices: int = 0
     linears: int = 0
 
@@ -100,7 +102,7 @@ class Sharding:
         """Return the bytes of the gradients during a step: 4 for each trained parameter."""
         return FP32 * trained
 
-    def temporary_bytes(self, counts: ParameterCounts, launch: Launch) -> Moments:
+    def temporary_bytes(self, counts: ParameterCounts, launch: Launch) -> PhaseBytes:
         """Return the bytes of communication buffers and gathered weights."""
         # a bucket of gradients in a flat buffer
         bucket = min(SUM_BUCKET_BYTES, FP32 * counts.trainable)
@@ -139,11 +141,12 @@ class FSDPSharding(Sharding):
     def gradient_bytes(self, trained: float, world: int) -> float:
         return FP32 * trained / self.num_shards(world)
 
-    def temporary_bytes(self, counts: ParameterCounts, launch: Launch) -> Moments:
+    def temporary_bytes(self, counts: ParameterCounts, launch: Launch) -> PhaseBytes:
         # gathered: embeddings and head, the current and the next layer; a unit's gradients
         outside = counts.parameters - counts.layers * counts.layer
-        summed = max(outside, counts.layer) * counts.trainable / counts.parameters
-        return 0.0, launch.compute_bytes * (outside + 2 * counts.layer) + FP32 * summed, 0.0
+        layer = counts.layer - counts.layer_experts * (1 - 1 / launch.expert_parallel_size)
+        summed = max(outside, layer) * counts.trainable / counts.parameters
+        return 0.0, launch.compute_bytes * (outside + 2 * layer) + FP32 * summed, 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +201,7 @@ class ZeroSharding(Sharding):
             return 0.0
         return FP32 * trained / (world if self.stage > 1 else 1)
 
-    def temporary_bytes(self, counts: ParameterCounts, launch: Launch) -> Moments:
+    def temporary_bytes(self, counts: ParameterCounts, launch: Launch) -> PhaseBytes:
         if self.stage == 0:
             return super().temporary_bytes(counts, launch)
         trained = counts.trainable
@@ -234,7 +237,7 @@ class Launch:
     unknown.
 
     `optimizer`: the setting of that name; `base_dtype`: dtype of frozen matrices, as a setting
-    names it.
+    names it; `expert_parallel_size`: number of ranks that divide the experts.
     """
 
     cuda: bool
@@ -245,6 +248,7 @@ class Launch:
     sharding: Sharding = Sharding()
     optimizer: str = "adamw"
     base_dtype: str = "fp32"
+    expert_parallel_size: int = 1
 
     @property
     def compute_bytes(self) -> int:

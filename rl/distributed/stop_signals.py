@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from rl.errors import RankLost
 from rl.processes import set_parent_death_signal
 
 REQUEUE = 75  # EX_TEMPFAIL: run again with --resume
@@ -44,10 +45,13 @@ class StopRequest:
     and a resumed run continues from it. Until `has_started` is set nothing needs saving, and the
     first signal ends the process immediately. `on_exit` is called before an immediate end (to
     release a lock).
+
+    In a notebook or a script (without `ends_process`), SIGINT raises KeyboardInterrupt instead of
+    ending the process immediately, and no timer follows it.
     """
 
-    def __init__(self, grace_seconds: float = 90.0) -> None:
-        self.grace_seconds = grace_seconds
+    def __init__(self, grace_seconds: float = 90.0, *, ends_process: bool = False) -> None:
+        self.grace_seconds, self.ends_process = grace_seconds, ends_process
         self.exit_code: int | None = None
         self.has_started = False
         self.on_exit: Callable[[], None] = lambda: None
@@ -60,25 +64,28 @@ class StopRequest:
         time.
         """
         return (
-            self.exit_code is not None
+            self._timer is not None
             and time.monotonic() + seconds > self._requested_at + self.grace_seconds
         )
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
         now = time.monotonic()
-        if self.exit_code is None:
-            self.exit_code = INTERRUPTED if number == signal.SIGINT else REQUEUE
-            self._requested_at = now
-            if not self.has_started:
-                self._end(self.exit_code, f"{signal.Signals(number).name} before the first step")
-            over = f"the {self.grace_seconds:g} s to stop in (the setting stop_grace) are over"
-            self._timer = threading.Timer(self.grace_seconds, self._end, (self.exit_code, over))
-            self._timer.daemon = True
-            self._timer.start()
-        elif now - self._requested_at > _SAME_REQUEST_SECONDS:
-            code = INTERRUPTED if number == signal.SIGINT else self.exit_code
-            self._end(code, f"a second signal, {signal.Signals(number).name}")
+        raises = number == signal.SIGINT and not self.ends_process
+        code = INTERRUPTED if number == signal.SIGINT else REQUEUE
+        if self.exit_code is None and self.has_started:
+            self.exit_code, self._requested_at = code, now
+            if not raises:
+                over = f"the {self.grace_seconds:g} s to stop in (the setting stop_grace) are over"
+                self._timer = threading.Timer(self.grace_seconds, self._end, (code, over))
+                self._timer.daemon = True
+                self._timer.start()
+        elif self.exit_code is None or now - self._requested_at > _SAME_REQUEST_SECONDS:
+            if raises:
+                raise KeyboardInterrupt
+            when = "a second signal, {}" if self.has_started else "{} before the first step"
+            reason = when.format(signal.Signals(number).name)
+            self._end(code if code == INTERRUPTED else self.exit_code or code, reason)
 
     def _end(self, code: int, reason: str) -> None:
         """Call `on_exit` and end the process."""
@@ -88,19 +95,22 @@ class StopRequest:
             _end_immediately(code, reason)
 
     def __enter__(self) -> StopRequest:
-        # Ranks other than 0 call leave_to_the_driver when they serve. Before that nothing is lost
-        # if a signal ends them.
+        # Ranks other than 0 call defer_signals_to_driver when they serve. Before that a signal that
+        # ends them loses nothing.
         """Install the handlers on rank 0."""
         if _is_main_thread() and os.environ.get("RANK", "0") == "0":
             for number in SIGNALS:
                 self._previous_handlers[number] = signal.signal(number, self._handle_signal)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        is_lost = self.ends_process and kind is not None and issubclass(kind, RankLost)
         for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            # A launcher sends SIGTERM at once after the loss of a rank: the error is printed first.
+            ignores = is_lost and number == signal.SIGTERM
+            signal.signal(number, signal.SIG_IGN if ignores else handler)  # type: ignore[arg-type]
         self._previous_handlers.clear()
 
 

@@ -14,8 +14,8 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from rl.config import split_environment_flags
 from rl.envs.environment_registry import EnvironmentSpec, parse_environment
 from rl.envs.game_env import Game
 from rl.errors import UserError
@@ -77,18 +77,17 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     args, rest = parser.parse_known_args(words)
-    settings: list[tuple[str, Any]] = []
-    while rest:
-        name, value = rest.pop(0), rest.pop(0) if rest else "True"
-        if not name.startswith("--environment."):
-            parser.error(
-                f"{name} is unknown: an environment's settings are --environment.NAME VALUE"
-            )
-        settings.append((name.removeprefix("--environment."), value))
-    for row in generate_demonstrations(
-        parse_environment(args.environment, settings), args.player, args.episodes, args.seed
-    ):
-        print(json.dumps(row))
+    settings, others = split_environment_flags(rest)
+    if others:
+        parser.error(
+            f"{others[0]} is unknown: an environment's settings are --environment.NAME VALUE"
+        )
+    try:
+        spec = parse_environment(args.environment, settings)
+        for row in generate_demonstrations(spec, args.player, args.episodes, args.seed):
+            print(json.dumps(row))
+    except UserError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -105,9 +105,9 @@ def count_characters(messages: Any) -> int:
 
 
 def encode_result(result: Any) -> dict[str, Any]:
-    """Convert a result of an `EnvRunner` method to JSON-serializable data.
+    """Convert a result of an `InProcessRunner` method to JSON-serializable data.
 
-    Raises ValueError if the messages have more than MOST_CHARACTERS characters.
+    Raises ValueError if the messages have more than MAX_CHARACTERS characters.
     """
     size = count_characters(result.messages if isinstance(result, TurnResult) else result)
     if size > MAX_CHARACTERS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -63,12 +63,17 @@ class Environment:
     without calls. `tools` may be set in `__init__` or `start`.
 
     Several seats (a game): `seats` holds the player of each seat, None for the policy, else a name
-    of `Play.players`. `start` may return a TurnResult, and its `seat` acts first. Each Turn names
-    the `seat` that acts next. Only that seat receives the messages of the TurnResult. Each seat has
-    a separate conversation, which begins with the first messages it receives. See `Env` in
-    rl.rollout for the part that is trained.
+    of `Environment.models`. `start` may return a TurnResult, and its `seat` acts first. Each
+    TurnResult names the `seat` that acts next. Only that seat receives the messages of the
+    TurnResult. Each seat has a separate conversation, which begins with the first messages it
+    receives. See `Env` in rl.rollout for the part that is trained.
     """
 
+    # Makes a group of token-level environments (`Env`) in the place of episodes in messages:
+    # (problem, group_size, renderer, *, limits, system_prompt) -> EnvGroupBuilder.
+    make_token_level_group: ClassVar[Callable[..., Any] | None] = None
+    # The setting that follows a colon after the environment's name: "endpoint:python agent.py".
+    colon_setting: ClassVar[str | None] = None
     # True: an episode uses a row of --dataset. False: it uses a seed, or a row made by `rows`.
     needs_rows: ClassVar[bool] = False
     row: Mapping[str, Any] = {}
@@ -117,7 +122,9 @@ class Environment:
         The answer is {"role": "assistant", "content": ...}, with "cut_off": True if a token limit
         cut it off.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no step(answer): it returns a Turn")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no step(answer), which returns a TurnResult"
+        )
 
     def close(self) -> None | Awaitable[None]:
         """Release resources. Called once, when the episode has ended for any reason."""

@@ -22,7 +22,7 @@ from rl.sanitize import describe_error
 
 T = TypeVar("T", bound=type)
 
-# rl.serve and rl.integrations are above this layer: imported by name only.
+# rl.programs and rl.integrations are above this layer: imported by name only.
 BUILT_IN: dict[str, str] = {
     "calculator": "rl.envs.calculator_env:CalculatorEnv",
     "endpoint": "rl.programs.program_env:Endpoint",
@@ -93,10 +93,10 @@ class EnvironmentSpec:
     """Describe a class of environments with its settings. `make()` returns an instance for an
     episode.
 
-      address   import location of the class, as named by the user; used by other processes too
-      own_rows  no data set is named, and the environment works without it (see `can_make_rows`)
-      root      process that forks processes for episodes (see `rl.envs.fork_server`); None:
-                episodes run in this process
+      address      import location of the class, as named by the user; used by other processes too
+      own_rows     no data set is named, and the environment works without it (see `can_make_rows`)
+      fork_server  `rl.envs.fork_server.ForkServer` that forks processes for episodes; None:
+                   episodes run in this process
     """
 
     name: str
@@ -104,7 +104,7 @@ class EnvironmentSpec:
     settings: Mapping[str, Any] = field(default_factory=dict)
     address: str | None = None
     own_rows: bool = False
-    root: Any = field(default=None, compare=False, repr=False)
+    fork_server: Any = field(default=None, compare=False, repr=False)
 
     @property
     def seed_stream(self) -> str:
@@ -135,18 +135,16 @@ class EnvironmentSpec:
         """Return True if a data set is optional: objects of other libraries do not declare it, and
         may work without rows.
         """
-        return not issubclass(self.cls, Environment) and self.token_level is None
+        return not issubclass(self.cls, Environment)
 
     @property
-    def token_level(self) -> Callable[..., Any] | None:
+    def make_token_level_group(self) -> Callable[..., Any] | None:
         """Return the function that makes a group of token-level environments; None if the class has
         none.
         """
-        return (
-            getattr(self.cls(**self.settings), "group", None)
-            if hasattr(self.cls, "group")
-            else None
-        )
+        if not issubclass(self.cls, Environment) or self.cls.make_token_level_group is None:
+            return None
+        return self.cls(**self.settings).make_token_level_group
 
 
 def resolve_spec(
@@ -209,13 +207,13 @@ def load_spec(address: str, settings: Mapping[str, Any]) -> EnvironmentSpec:
 def _split_program(name: str) -> tuple[str, list[tuple[str, str]]]:
     """Split "endpoint:python agent.py" into "endpoint" and its setting `program`.
 
-    The class attribute `behind_colon` names the setting that may follow the colon.
+    `Environment.colon_setting` names the setting that may follow the colon.
     """
     head, colon, rest = name.partition(":") if isinstance(name, str) else (name, "", "")
     if (
         not colon
         or head not in list_environments()
-        or (setting := getattr(_load_class(head), "behind_colon", None)) is None
+        or (setting := getattr(_load_class(head), "colon_setting", None)) is None
     ):
         return name, []
     return head, [(setting, shlex.quote(rest))]
@@ -263,7 +261,12 @@ def parse_environment(name: str, settings: Sequence[tuple[str, str]]) -> Environ
         values: dict[str, RawValue] = {}
         for key, text in settings:
             if key in fields:
-                values[key] = RawValue(tuple(shlex.split(text)), f"--environment.{key}")
+                try:
+                    words = tuple(shlex.split(text))
+                except ValueError as error:
+                    problems.append(f"--environment.{key} {text}: {error}")
+                    continue
+                values[key] = RawValue(words, f"--environment.{key}")
             elif key.startswith("no_") and key[3:] in fields and text == "True":
                 values[key[3:]] = RawValue(("False",), f"--environment.{key}")
             else:

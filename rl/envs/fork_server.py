@@ -63,7 +63,7 @@ class _ForkedProcess:
 
     spec: EnvironmentSpec | None = None
     shared: Any = None
-    host: InProcessRunner | None = None
+    runner: InProcessRunner | None = None
     loop: asyncio.AbstractEventLoop | None = None
 
     def serve(self, channel: socket.socket) -> None:
@@ -100,6 +100,8 @@ class _ForkedProcess:
         """Run a request and return its result."""
         if request["do"] == "load":
             self.spec = load_spec(*pickle.loads(request["spec"]))
+            # Reap children automatically. The import may start children and wait for them.
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             return None
         assert self.spec is not None
         if request["do"] in ("share", "start"):
@@ -108,13 +110,15 @@ class _ForkedProcess:
             self.shared = self._await_in_loop(make_environment(self.spec, request["task"]).share())
             return None
         if request["do"] == "start":
-            self.host = InProcessRunner(self.spec, request["task"], lambda: self.shared, forks=True)
-            return self._await_in_loop(self.host.start())
-        assert self.host is not None
+            self.runner = InProcessRunner(
+                self.spec, request["task"], lambda: self.shared, forks=True
+            )
+            return self._await_in_loop(self.runner.start())
+        assert self.runner is not None
         return self._await_in_loop(
-            self.host.process_answer(request["message"])
+            self.runner.process_answer(request["message"])
             if request["do"] == "answer"
-            else self.host.close()
+            else self.runner.close()
         )
 
     def _await_in_loop(self, value: Any) -> Any:
@@ -182,7 +186,6 @@ def serve_root(fd: int) -> None:
 
     `fd`: file descriptor of the socket to the trainer.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap children automatically
     _ForkedProcess().serve(socket.socket(fileno=fd))
 
 
@@ -332,7 +335,7 @@ class ProcessChannel:
 
 
 class SubprocessRunner:
-    """Run an episode in a separate process. See `EnvRunner`. `fork`: function that forks the
+    """Run an episode in a separate process. See `InProcessRunner`. `fork`: function that forks the
     process.
     """
 
@@ -385,7 +388,7 @@ def resolve_environment(
     resolved = resolve_spec(spec, settings)
     if isinstance(spec, EnvironmentSpec) and environment_isolation == "auto":
         return resolved  # it was already resolved, including its isolation
-    return apply_isolation(replace(resolved, root=None), environment_isolation)
+    return apply_isolation(replace(resolved, fork_server=None), environment_isolation)
 
 
 def apply_isolation(spec: EnvironmentSpec, isolation: str) -> EnvironmentSpec:
@@ -432,4 +435,4 @@ def isolate_environment(spec: EnvironmentSpec) -> EnvironmentSpec:
                 f"process, where its episodes run ({describe_error(error, 200)}). Give a value "
                 "that can be pickled, or environment_isolation='thread'"
             ) from error
-    return replace(spec, root=ForkServer(spec))
+    return replace(spec, fork_server=ForkServer(spec))

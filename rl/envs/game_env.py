@@ -5,7 +5,7 @@ received, and the rewards of each.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rl.envs.environment import Environment, TurnResult
@@ -145,7 +145,7 @@ class Game(Environment):
         )
 
 
-def check_choice(setting: str, value: str, choices: Sequence[str]) -> str:
+def check_choice(setting: str, value: str, choices: Collection[str]) -> str:
     """Return `value` if it is in `choices`. Raises UserError, which names the setting, if it is
     not.
     """

@@ -62,14 +62,17 @@ class _Conversation:
         bridged = None
         if self.answer:
             bridged = self.renderer.extend_prompt(
-                self.messages[:-1], self.last_prompt.flat(), self.answer, self.new_messages
+                self.messages[:-1], self.last_prompt.token_ids(), self.answer, self.new_messages
             )
         self.messages += self.new_messages
         if bridged is None:
             return self.renderer.build_generation_prompt(self.messages)
         return (
-            ModelInput.of(bridged.flat(), [*self.last_prompt.placed(), *bridged.placed()])
-            if self.last_prompt.placed()
+            ModelInput.of(
+                bridged.token_ids(),
+                [*self.last_prompt.images_with_positions(), *bridged.images_with_positions()],
+            )
+            if self.last_prompt.images_with_positions()
             else bridged
         )
 
@@ -104,6 +107,7 @@ class EnvironmentGroup(EnvGroupBuilder):
         # MessageEnv counts turns itself, so the rollout needs no limit.
         self.max_turns = 1_000_000
         self.max_tokens = self.limits.tokens
+        self.meta = problem.meta
         self.row: dict[str, Any] = dict(problem.meta)
         if problem.messages:
             self.row |= {"messages": list(problem.messages), "prompt": list(problem.messages)}
@@ -115,15 +119,15 @@ class EnvironmentGroup(EnvGroupBuilder):
 
     def make_envs(self) -> list[MessageEnv]:
         """Return an environment for each episode of the group."""
-        if self.spec.root is not None:
-            self.spec.root.begin()
+        if self.spec.fork_server is not None:
+            self.spec.fork_server.begin()
         shared = SharedGroupData(self)
         return [MessageEnv(self, member, shared) for member in range(self.group_size)]
 
     def deduplicate_prompt(self, observation: ModelInput) -> ModelInput:
         """Return the first observation equal to this one, so that the group prefills it once."""
         return self._first_prompts.setdefault(
-            (tuple(observation.flat()), observation.placed()), observation
+            (tuple(observation.token_ids()), observation.images_with_positions()), observation
         )
 
     def renderer_with(self, tools: Mapping[str, Mapping[str, Any]]) -> Renderer:
@@ -154,7 +158,7 @@ class SharedGroupData:
         """Return the runner of an episode."""
         self._users += 1
         task = replace(self.task, member=member)
-        if self.spec.root is None:
+        if self.spec.fork_server is None:
             return InProcessRunner(self.spec, task, self._get)
         return SubprocessRunner(label, task, self._fork)
 
@@ -173,9 +177,9 @@ class SharedGroupData:
 
     def _compute(self) -> Any:
         """Compute the shared object, in the shared process if episodes are forked."""
-        if self.spec.root is None:
+        if self.spec.fork_server is None:
             return make_environment(self.spec, self.task).share()
-        self._channel = self.spec.root.fork()
+        self._channel = self.spec.fork_server.fork()
         return self._channel.ask(self._thread.name, "share", task=self.task)
 
     def _get(self) -> Any:
@@ -187,7 +191,7 @@ class SharedGroupData:
         process.
         """
         self._get()
-        return self.spec.root.fork() if self._channel is None else self._channel.fork()
+        return self.spec.fork_server.fork() if self._channel is None else self._channel.fork()
 
 
 class MessageEnv(Env):
@@ -269,7 +273,7 @@ class MessageEnv(Env):
         logs: dict[str, Any] = {
             "prompt": last_user_text(messages[:-1]),
             "response": format_with_calls(answered.message),
-            "told": answered.new_messages,
+            "new_messages": answered.new_messages,
         }
         if isinstance(output, list) and all(isinstance(call, ToolCall) for call in output):
             self.calls += output

@@ -67,6 +67,7 @@ class ProblemGroupBuilder(EnvGroupBuilder):
         self.scorer = scorer
         self.tag = problem.tag
         self.problem_index = problem.index
+        self.meta = problem.meta
         self.prompt = renderer.build_generation_prompt(problem.messages)
         self.prompt_text = last_user_text(problem.messages)
         self.stop = renderer.get_stop_sequences()

@@ -7,15 +7,15 @@ from __future__ import annotations
 import atexit
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
+from rl.envs.locked_cache import cache_once
 from rl.envs.question_env import QuestionEnv, find_last_integer
 from rl.envs.tools import Tool
 from rl.sandbox import PythonSession, Sandbox, SandboxLimits
 from rl.types import Message
 
 
-@cache
+@cache_once
 def get_sandbox(mode: str) -> Sandbox:
     """Return the sandbox of a mode, shared by all episodes of this process and made on first use.
     Raises UserError if this host does not support the mode.

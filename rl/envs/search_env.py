@@ -11,11 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rl.envs.locked_cache import cache_once
 from rl.envs.question_env import QuestionEnv
 from rl.envs.tools import Tool
 from rl.errors import UserError, install_command
 
 _SYLLABLES = "ba cor dil fen gor hal jin kel lum mir nor pel quo ris sul tam vor zen".split()
+_PLACES = 100  # invented, each with a fact of each kind
 _FACTS = {
     "capital": "The capital of {} is {}.",
     "river": "The longest river of {} is the {}.",
@@ -60,7 +62,7 @@ class BM25Index:
         ]
 
 
-@cache
+@cache_once
 def _get_index(corpus: str) -> BM25Index:
     """Return the index of a corpus file, or of invented facts if `corpus` is "".
 
@@ -82,13 +84,14 @@ def _get_index(corpus: str) -> BM25Index:
             " text or as JSON with a text"
         )
     documents = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            documents.append(
-                _parse_document(line, f"{path} line {number}")
-                if path.suffix in (".jsonl", ".json")
-                else line.strip()
-            )
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                documents.append(
+                    _parse_document(line, f"{path} line {number}")
+                    if path.suffix in (".jsonl", ".json")
+                    else line.strip()
+                )
     if not documents:
         raise UserError(f"the corpus {corpus} is empty")
     return BM25Index(documents)
@@ -111,17 +114,17 @@ def _parse_document(line: str, location: str) -> str:
 
 
 @cache
-def _make_facts(places: int = 100) -> dict[str, dict[str, str]]:
+def _make_facts() -> dict[str, dict[str, str]]:
     """Return invented places and facts about each; equal on every machine."""
     rng = random.Random(0)
     names = sorted(
-        {"".join(rng.choice(_SYLLABLES) for _ in range(3)).capitalize() for _ in range(places * 8)}
+        {"".join(rng.choice(_SYLLABLES) for _ in range(3)).capitalize() for _ in range(_PLACES * 8)}
     )
     rng.shuffle(names)
     unused = iter(names)
     return {
         next(unused): {"capital": next(unused), "river": next(unused), "food": next(unused).lower()}
-        for _ in range(places)
+        for _ in range(_PLACES)
     }
 
 

@@ -24,7 +24,7 @@ def validate_turn(result: Any, num_seats: int) -> TurnResult:
     is invalid.
     """
     if not isinstance(result, TurnResult):
-        raise InvalidResult(f"answered with {describe_value(result, 200)}; a Turn is expected")
+        raise InvalidResult(f"answered with {describe_value(result, 200)}; expected a TurnResult")
     for name in ("metrics", "logs", *PER_SEAT_FIELDS):
         if not isinstance(mapping := getattr(result, name), Mapping):
             raise InvalidResult(f"gave the {name} {describe_value(mapping)}; a mapping is expected")

@@ -1,13 +1,15 @@
 """Convert a function to a JSON schema, from its type hints and docstring, in the form of chat
 templates.
 
-The result equals that of `transformers.utils.get_json_schema`, without the import of transformers,
-which would be slow in the process of an episode.
+For hints and docstrings that `transformers.utils.get_json_schema` takes, the result equals its
+result without "return". transformers is not imported, which would be slow in the process of an
+episode.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import types
 import typing
@@ -58,7 +60,7 @@ def make_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
             )
         properties[parameter.name] = {
             **_type_schema(hints[parameter.name], name),
-            "description": descriptions[parameter.name],
+            **_parse_description(descriptions[parameter.name]),
         }
         if parameter.default is parameter.empty:
             required.append(parameter.name)
@@ -83,6 +85,21 @@ def _parse_docstring(text: str) -> tuple[str, Mapping[str, str]]:
     return parts[0].strip(), descriptions
 
 
+def _parse_description(text: str) -> dict[str, Any]:
+    """Return the description of an argument, and as "enum" the values of a JSON list at its end:
+    (choices: ["tea", "coffee"]).
+    """
+    match = re.search(r"\(choices:\s*(\[.*?\])\)\s*$", text, re.IGNORECASE)
+    try:
+        choices = json.loads(match[1]) if match is not None else None
+    except ValueError:  # no JSON: a part of the text
+        choices = None
+    if match is None or choices is None:
+        return {"description": text}
+    choices = [choice.strip() if isinstance(choice, str) else choice for choice in choices]
+    return {"enum": choices, "description": text[: match.start()].strip()}
+
+
 def _type_schema(hint: Any, name: str) -> dict[str, Any]:
     """Return the schema of a type hint. Raises UserError for types that JSON cannot express."""
     if hint in _SIMPLE_TYPES:
@@ -104,6 +121,8 @@ def _type_schema(hint: Any, name: str) -> dict[str, Any]:
         else:
             schema = {"anyOf": kinds}
         return {**schema, "nullable": True} if len(non_null) < len(arguments) else schema
+    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        return {"type": "array", "prefixItems": [_type_schema(kind, name) for kind in arguments]}
     if origin in (list, Sequence, tuple, set):
         items = _type_schema(arguments[0], name) if arguments and arguments[0] is not Any else {}
         return {"type": "array", **({"items": items} if items else {})}

@@ -23,6 +23,9 @@ from rl.types import Message
 DEFAULT_SECONDS = 10.0  # default time limit of a call
 # Default length of a result in the prompt. Of a longer result the beginning and the end are shown.
 DEFAULT_CHARACTERS = 4000
+MAX_CALLS = 16  # of an answer
+_JSON_BYTES = 12  # of a character, at most
+_OTHER_CHARACTERS = 1000  # at most, of an error or of the note in a shortened result
 
 
 @dataclass(frozen=True)
@@ -105,23 +108,21 @@ class ToolCall:
         )
 
 
-def run_calls(
-    answer: Message, tools: Mapping[str, Tool], max_calls: int = 16, *, forks: bool = False
-) -> list[ToolCall]:
+def run_calls(answer: Message, tools: Mapping[str, Tool], *, forks: bool = False) -> list[ToolCall]:
     """Run the calls of an answer concurrently, and return them in their order. Malformed calls
     carry the reason as their error.
 
     Each call has a thread, which is abandoned if it exceeds its time limit. `forks`: a plain
     function (not a method, which may change its object) runs in a separate process, which is killed
-    at the time limit and may crash. Calls beyond `max_calls` in an answer are not run.
+    at the time limit and may crash. Calls beyond `MAX_CALLS` in an answer are not run.
     """
     calls = [
         ToolCall(call["function"]["name"], call["function"]["arguments"])
         for call in answer.get("tool_calls") or ()
     ]
-    for call in calls[max_calls:]:
-        call.error, call.malformed = f"at most {max_calls} calls are run for each answer", True
-    running = [(call, _start_call(call, tools, forks)) for call in calls[:max_calls]]
+    for call in calls[MAX_CALLS:]:
+        call.error, call.malformed = f"at most {MAX_CALLS} calls are run for each answer", True
+    running = [(call, _start_call(call, tools, forks)) for call in calls[:MAX_CALLS]]
     for call, started in running:
         if started is not None:
             _collect_result(call, started)
@@ -163,12 +164,13 @@ def _start_call(call: ToolCall, tools: Mapping[str, Tool], forks: bool) -> EnvCa
         call.error, call.malformed = f"{call.name}: {error}", True
         return None
     run = partial(_run_tool, requested, call.arguments)
+    limit = _JSON_BYTES * (requested.characters + _OTHER_CHARACTERS)
     process: ForkedCall | None = None
 
     def run_forked() -> tuple[str, str]:
         nonlocal process
         try:
-            process = ForkedCall(lambda: json.dumps(run()).encode(), limit=1 << 20)
+            process = ForkedCall(lambda: json.dumps(run()).encode(), limit)
             answer, error = json.loads(process.wait())
         except (OSError, ValueError, TypeError):
             return "", f"{call.name} died"

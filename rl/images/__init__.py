@@ -7,6 +7,7 @@ from rl.images.image_input import (
     IMAGE_KEYS,
     content_to_text,
     decode_image,
+    find_image_file,
     get_image,
     has_images,
     is_image_part,
@@ -35,6 +36,7 @@ __all__ = [
     "get_image_reader",
     "content_to_text",
     "decode_image",
+    "find_image_file",
     "to_data_url",
     "make_no_images_error",
 ]

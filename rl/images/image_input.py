@@ -9,6 +9,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import numpy as np
 
 from rl.errors import UserError
 from rl.types import ImageChunk
@@ -17,6 +21,7 @@ from rl.types import ImageChunk
 # first.
 _PART_TYPES = ("image", "image_url", "input_image")
 IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "data", "bytes")
+_MAX_PATH = 4096  # characters
 _REMEDY = "give a path, bytes, base64 text, or a PIL image"
 _FORMATS: dict[str | None, Literal["png", "jpeg"]] = {"PNG": "png", "JPEG": "jpeg"}
 
@@ -82,12 +87,29 @@ def make_image_chunk(source: Any, folder: Path | None = None) -> ImageChunk:
     raise UserError(f"expected an image, got {type(source).__name__}: {_REMEDY}")
 
 
-def to_data_url(chunk: ImageChunk, largest: int = 320) -> str:
-    """Return the image as a data: address for a page, scaled down to at most `largest` pixels per
+def find_image_file(source: str | Path, folder: Path | None = None) -> Path | None:
+    """Return the existing file that a path or a file: address names; None if it names none, as
+    base64 text. `folder`: the base of relative paths.
+    """
+    text = str(source)
+    if len(text) > _MAX_PATH:
+        return None
+    names = [text]
+    try:
+        if text.startswith("file:"):  # an address, or a path with file:// before it
+            names = [text.removeprefix("file://"), url2pathname(urlsplit(text).path)]
+        paths = ((folder or Path()).absolute() / Path(name).expanduser() for name in names)
+        return next((path for path in paths if path.is_file()), None)
+    except (OSError, ValueError, RuntimeError):  # not a name that the system allows
+        return None
+
+
+def to_data_url(chunk: ImageChunk) -> str:
+    """Return the image as a data: address for a page, scaled down to at most 320 pixels per
     side.
     """
     image = open_image(chunk)
-    image.thumbnail((largest, largest))
+    image.thumbnail((320, 320))
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
@@ -102,7 +124,8 @@ def open_image(chunk: ImageChunk) -> Any:
 
     fault = f"an image of {len(chunk.data)} bytes ({chunk.format}) cannot be decoded"
     with decode_image(io.BytesIO(chunk.data), fault) as image:
-        return ImageOps.exif_transpose(_flatten_transparency(image)).convert("RGB")
+        flat = _flatten_transparency(_reduce_depth(image))
+        return ImageOps.exif_transpose(flat).convert("RGB")
 
 
 @contextmanager
@@ -118,6 +141,19 @@ def decode_image(source: Any, fault: str) -> Iterator[Any]:
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise UserError(f"{fault}: {reason}") from error
+
+
+def _reduce_depth(image: Any) -> Any:
+    """Return a grayscale image of 16 bits as one of 8 bits. PIL's own conversion makes every value
+    above 255 white.
+    """
+    if not image.mode.startswith("I;16"):
+        return image
+    from PIL import Image
+
+    reduced = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    reduced.info = {key: value for key, value in image.info.items() if key != "transparency"}
+    return reduced
 
 
 def _flatten_transparency(image: Any) -> Any:
@@ -151,7 +187,7 @@ def _encode_png(image: Any) -> bytes:
     """Return the pixels as PNG, upright."""
     from PIL import ImageOps
 
-    upright = ImageOps.exif_transpose(image)
+    upright = ImageOps.exif_transpose(_reduce_depth(image))
     if upright.mode not in ("RGB", "RGBA", "L", "LA", "P", "1"):
         upright = upright.convert("RGB")
     buffer = io.BytesIO()
@@ -174,14 +210,11 @@ def _read_bytes(source: str | Path, folder: Path | None) -> bytes:
         raise UserError(
             f"images are not downloaded from an address ({text[:80]}): download it, and {_REMEDY}"
         )
-    if len(text) < 4096:
-        path = Path(text.removeprefix("file://")).expanduser()
-        path = path if path.is_absolute() or folder is None else folder / path
-        if path.is_file():
-            return path.read_bytes()
-        looks_like_a_path = isinstance(source, Path) or "." in path.name or len(text) < 100
-        if looks_like_a_path:
-            raise UserError(f"no image file at {path}")
+    if (path := find_image_file(source, folder)) is not None:
+        return path.read_bytes()
+    if isinstance(source, Path) or len(text) < 100 or (len(text) <= _MAX_PATH and "." in text):
+        name = text.removeprefix("file://")
+        raise UserError(f"no image file at {name if folder is None else folder / name}")
     return _decode_base64(text)
 
 

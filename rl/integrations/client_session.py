@@ -29,6 +29,7 @@ class ClientSession:
         self._task = self._submit(self._keep_open(client, opened))
         # the task also ends if the client cannot be opened
         if not wait([opened, self._task], seconds, "FIRST_COMPLETED").done:
+            self._loop.close()  # cancels the task, which ends what the client has started
             raise TimeoutError(f"the server did not answer within {seconds:g} s")
         if not opened.done():
             self._loop.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rl.envs import Environment, TurnResult
@@ -47,9 +48,15 @@ class OpenEnv(Environment):
 
     def start(self) -> str:
         """Reset the environment on the server and return its first observation."""
-        self.session = ClientSession(
-            lambda: self.core.GenericEnvClient(base_url=self.url), self.wait_seconds
+        # the client's own limits, by default 10 and 60 s, end no wait before `wait_seconds`
+        later = self.wait_seconds + 1.0
+        client = partial(
+            self.core.GenericEnvClient,
+            base_url=self.url,
+            connect_timeout_s=later,
+            message_timeout_s=later,
         )
+        self.session = ClientSession(client, self.wait_seconds)
         arguments = {
             "seed": self.seed % 2**31,
             **parse_json_options(self.config, "config"),

@@ -56,6 +56,14 @@ class ReasoningGym(Environment):
                     f"reasoning-gym has no curriculum of {name}: remove level and levels, and set"
                     " the difficulty in config"
                 )
+            if (highest := max(self.level, self.levels - 1)) >= 0:
+                curriculum = gym.factory.create_curriculum(name)
+                most = max(len(item.levels) for item in curriculum.attributes.values()) - 1
+                if highest > most:
+                    raise UserError(
+                        f"reasoning-gym's curriculum of {name} has levels 0 to {most}, got level"
+                        f" {highest}"
+                    )
         if self.level >= 0 and self.levels:
             raise UserError(
                 "level selects a single level and levels several: set only level or levels"
@@ -63,16 +71,12 @@ class ReasoningGym(Environment):
         parse_json_options(self.config, "config")
 
     def rows(self, split: str, count: int) -> Sequence[Mapping[str, Any]]:
-        """Return rows with the levels in turn, so that each batch contains all levels."""
+        """Return rows with the tasks in turn, and each task's rows with the levels in turn."""
         rows = []
         for i in range(count):
-            level = i % self.levels if self.levels else self.level
-            row: dict[str, Any] = {
-                "task": self.tasks[i % len(self.tasks)],
-                "split": split,
-                "index": i,
-            }
-            rows.append({**row, "level": level} if self.levels else row)
+            turn, task = divmod(i, len(self.tasks))
+            row: dict[str, Any] = {"task": self.tasks[task], "split": split, "index": i}
+            rows.append({**row, "level": turn % self.levels} if self.levels else row)
         return rows
 
     def start(self) -> str:
@@ -113,9 +117,6 @@ def _make_dataset(name: str, level: int, only: bool, config: str, seed: int, siz
     from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
 
     curriculum = gym.factory.create_curriculum(name)
-    most = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
-    if level > most:
-        raise UserError(f"reasoning-gym's curriculum of {name} has levels 0 to {most}, got {level}")
     curriculum.set_global_level(level)
     mode = RangeAttributeMode.UPPER_BOUND if only else RangeAttributeMode.INCLUSIVE
     return gym.factory.DATASETS[name][0](

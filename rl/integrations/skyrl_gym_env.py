@@ -14,6 +14,20 @@ from rl.integrations.optional_packages import import_package, parse_json_options
 from rl.types import Message
 
 
+class _EnvConfig(dict[str, Any]):
+    """Hold settings that an environment reads as keys or as attributes, as of OmegaConf's
+    DictConfig.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(
+                f"the environment reads {name!r} of its config: set it in environment.config"
+            )
+        value = self[name]
+        return _EnvConfig(value) if isinstance(value, dict) else value
+
+
 @dataclass
 class SkyRLGym(Environment):
     """Run a SkyRL-Gym environment on the rows of a data set. The observations of its init and step
@@ -28,7 +42,9 @@ class SkyRLGym(Environment):
     imports: str = ""
     """A module that registers environments with skyrl_gym; it is imported first."""
     config: str = "{}"
-    """The environment's env_config as JSON."""
+    """The environment's env_config as JSON; search needs search_url, topk, timeout and
+    log_requests, text2sql db_path.
+    """
 
     def __post_init__(self) -> None:
         self.gym = import_package("skyrl_gym", "skyrl-gym")
@@ -59,20 +75,20 @@ class SkyRLGym(Environment):
             extras["reward_spec"] = {"method": "rule", "ground_truth": extras["answer"]}
         extras.setdefault("extra_info", {})
         prompt = [dict(message) for message in self.row.get("messages", ())]
-        self.made = self.gym.make(
-            self.env, env_config=parse_json_options(self.config, "config"), extras=extras
-        )
-        observation, self.info = self.made.init(prompt)
+        config = _EnvConfig(parse_json_options(self.config, "config"))
+        self.wrapped_env = self.gym.make(self.env, env_config=config, extras=extras)
+        observation, self.info = self.wrapped_env.init(prompt)
         return _to_messages(observation)
 
     def step(self, answer: Message) -> TurnResult:
         """Pass an answer to the environment and return its result."""
-        output = self.made.step(str(answer["content"]))
+        output = self.wrapped_env.step(str(answer["content"]))
         done, logs = bool(output["done"]), output.get("metadata") or output.get("info") or {}
         metrics: dict[str, float] = {}
-        if done and hasattr(self.made, "get_metrics"):
+        if done and hasattr(self.wrapped_env, "get_metrics"):
             figures = {
-                str(key): to_float(value) for key, value in (self.made.get_metrics() or {}).items()
+                str(key): to_float(value)
+                for key, value in (self.wrapped_env.get_metrics() or {}).items()
             }
             metrics = {key: value for key, value in figures.items() if value is not None}
         turn_logs = {"info": _to_json_value(logs)} if logs else {}
@@ -86,7 +102,7 @@ class SkyRLGym(Environment):
 
     def close(self) -> None:
         """Close the environment, if it was made."""
-        instance = getattr(self, "made", None)
+        instance = getattr(self, "wrapped_env", None)
         if instance is not None:
             instance.close()
 

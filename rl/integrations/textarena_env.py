@@ -89,7 +89,7 @@ class TextArena(Environment):
 
     def start(self) -> TurnResult:
         """Reset the game and return the first observation of the policy."""
-        self.made = self.arena.make(self.game, **parse_json_options(self.config, "config"))
+        self.wrapped_env = self.arena.make(self.game, **parse_json_options(self.config, "config"))
         for module in [
             loaded
             for name, loaded in list(sys.modules.items())
@@ -115,7 +115,7 @@ class TextArena(Environment):
         counts = [self.players] if self.players else range(1, 16)
         for count in counts:
             try:
-                self.made.reset(num_players=count, seed=self.seed % 2**31)
+                self.wrapped_env.reset(num_players=count, seed=self.seed % 2**31)
                 return count
             except (AssertionError, ValueError) as error:
                 refusal = error
@@ -131,7 +131,7 @@ class TextArena(Environment):
         """Make a move and return whether it ended the game."""
         if self.brackets and "[" not in text:
             text = f"[{text.strip()}]"
-        done, _ = self.made.step(action=text)
+        done, _ = self.wrapped_env.step(action=text)
         return bool(done)
 
     def _advance(self, done: bool) -> TurnResult:
@@ -141,7 +141,7 @@ class TextArena(Environment):
         for _ in range(_MAX_CONSECUTIVE_MOVES):
             if done:
                 return self._finish()
-            player, seen = self.made.get_observation()
+            player, seen = self.wrapped_env.get_observation()
             if self.policy_player is None or player == self.policy_player:
                 self.acting_player = player
                 return TurnResult(
@@ -173,7 +173,7 @@ class TextArena(Environment):
 
     def _finish(self) -> TurnResult:
         """Return the final TurnResult with the rewards of all players."""
-        rewards, info = self.made.close()
+        rewards, info = self.wrapped_env.close()
         earned = {int(player): float(reward) for player, reward in (rewards or {}).items()}
         # The player of the last answer; the game may have advanced to another player.
         acted = self.acting_player

@@ -15,7 +15,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from rl.envs import Environment, load_object
+from rl.envs import Environment, EpisodeLimits, load_object
+from rl.errors import UserError
 from rl.jsonl import replace_nonfinite
 from rl.renderers import Renderer
 from rl.rollout import (
@@ -42,12 +43,19 @@ class TinkerGroup(EnvGroupBuilder):
     """
 
     def __init__(
-        self, builder: Any, problem_index: int = 0, *, seconds: float = 60.0, max_turns: int = 100
+        self,
+        builder: Any,
+        problem_index: int = 0,
+        *,
+        seconds: float = 60.0,
+        max_turns: int = 100,
+        max_tokens: int | None = None,
     ):
         self.builder = builder
         self.problem_index = problem_index
         self.seconds = seconds
         self.max_turns = max_turns
+        self.max_tokens = max_tokens
         self.tag = _get_tag(builder)
         self._loop: EventLoopThread | None = None
         self._envs: list[TinkerEnv] = []
@@ -83,7 +91,7 @@ class TinkerGroup(EnvGroupBuilder):
         if all(env.closed and not env.is_trained for env in self._envs):
             self._cleanup()
 
-    def given_back(self) -> None:
+    def on_discard(self) -> None:
         """Clean up a group that is not played to its end."""
         self._cleanup()
 
@@ -226,16 +234,6 @@ class FailedEnv(Env):
         """Do nothing: an episode without an observation has no step."""
 
 
-class _FailedGroupBuilder:
-    """Stand in for a missing builder: `make_envs` raises EpisodeFailed with the reason."""
-
-    def __init__(self, reason: str):
-        self.reason = reason
-
-    def make_envs(self) -> Any:
-        raise EpisodeFailed(self.reason)
-
-
 class Tinker(Environment):
     """Run groups of tinker-cookbook from a function: builders(row, group_size, renderer) returns an
     EnvGroupBuilder.
@@ -245,7 +243,7 @@ class Tinker(Environment):
 
     needs_rows: ClassVar[bool] = False
 
-    def __init__(self, builders: str, call_seconds: float = 60.0):
+    def __init__(self, builders: str, call_seconds: float | None = None):
         self.function = load_object(builders, "a function of group builders")
         self.call_seconds = call_seconds
 
@@ -253,15 +251,31 @@ class Tinker(Environment):
         """Return rows with the split and an index."""
         return [{"split": split, "index": i} for i in range(count)]
 
-    def group(
-        self, problem: Problem, group_size: int, renderer: Renderer, **_: Any
+    def make_token_level_group(  # type: ignore[override]
+        self,
+        problem: Problem,
+        group_size: int,
+        renderer: Renderer,
+        *,
+        limits: EpisodeLimits,
+        system_prompt: str | None,
     ) -> EnvGroupBuilder:
-        """Return the group builder, which replaces conversations in messages."""
+        """Return the group builder, which replaces conversations in messages. Each call of its
+        environments has `call_seconds`, by default `limits.seconds`.
+
+        Raises UserError for a system prompt, since the builders write the first observation.
+        """
+        if system_prompt is not None:
+            raise UserError(
+                "the environment tinker takes no system_prompt: remove it, and write the prompt in"
+                " the builders' first observation"
+            )
+        seconds = limits.seconds if self.call_seconds is None else self.call_seconds
         row = {
             "split": problem.meta.get("split", "train"),
             "index": problem.meta.get("index", problem.index),
         }
-        work = EnvThread(self.call_seconds, "builders")
+        work = EnvThread(seconds, "builders")
         try:
             builder = work.submit(lambda: self.function(row, group_size, renderer)).result()
             if not hasattr(builder, "make_envs"):
@@ -270,9 +284,20 @@ class Tinker(Environment):
                     " EnvGroupBuilder is expected"
                 )
         except EpisodeFailed as error:
-            builder = _FailedGroupBuilder(f"group {problem.index} could not be made: {error}")
+            failure = EpisodeFailed(f"group {problem.index} could not be made: {error}")
+
+            def fail() -> Any:
+                raise failure
+
+            builder = SimpleNamespace(make_envs=fail)
         work.finish()
-        return TinkerGroup(builder, problem.index, seconds=self.call_seconds)
+        return TinkerGroup(
+            builder,
+            problem.index,
+            seconds=seconds,
+            max_turns=limits.turns,
+            max_tokens=limits.tokens,
+        )
 
 
 def _get_tag(builder: Any) -> str:
@@ -323,7 +348,7 @@ def _convert_trajectory(trajectory: Trajectory) -> Any:
         tokens, logprobs = list(turn.ac.tokens), list(turn.ac.logprobs or ())
         ob = turn.ob if tinker is None else tinker.ModelInput.from_ints(turn.ob.to_ints())
         kind = SimpleNamespace if completers is None else completers.TokensWithLogprobs
-        ac = kind(tokens=tokens, maybe_logprobs=logprobs)
+        ac = kind(tokens=tokens, maybe_logprobs=logprobs, stop_reason=turn.ac.stop_reason)
         make = SimpleNamespace if types is None else types.Transition
         turns.append(
             make(

@@ -130,14 +130,14 @@ class ComparisonModel:
     renderer: Any
 
     def compare(self, comparisons: Sequence[AnswerComparison]) -> list[ComparisonVerdict]:
-        """Return a verdict for each comparison. Six sequences are scored per comparison (two
-        orders, three labels), all in a single call.
+        """Return a verdict for each comparison. Six sequences are scored per comparison: two
+        orders, three labels.
         """
-        examples = [
+        examples = (
             example
             for comparison in comparisons
             for example in make_verdict_examples(comparison, self.renderer)
-        ]
+        )
         logp = np.asarray(compute_answer_logprobs(self.client, examples)).reshape(-1, 2, 3)
         return [_make_verdict(*orders) for orders in logp]
 

@@ -4,9 +4,7 @@ have ended.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from rl.rewards import Episode, EpisodeTurn, PendingScore, Scorer
 from rl.rollout import RolloutBatch, Trajectory
@@ -22,8 +20,8 @@ def make_episode(trajectory: Trajectory, tag: str = "problem") -> Episode:
     for number, transition in enumerate(trajectory.transitions):
         logs = transition.logs
         prompt = [{"role": "user", "content": logs["prompt"]}] if logs.get("prompt") else ()
-        new_messages = logs.get("told", logs.get("messages", prompt))
-        if number and "told" not in logs and "messages" in logs:
+        new_messages = logs.get("new_messages", logs.get("messages", prompt))
+        if number and "new_messages" not in logs and "messages" in logs:
             messages = []  # this turn's log holds the whole conversation so far
         messages += [dict(message) for message in new_messages]
         messages.append({"role": "assistant", "content": str(logs.get("response", ""))})
@@ -42,21 +40,19 @@ def make_episode(trajectory: Trajectory, tag: str = "problem") -> Episode:
 def add_episode_rewards(
     rollouts: RolloutBatch,
     scorer: Scorer | None,
-    metas: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> RolloutBatch:
-    """Return the rollouts with the scorer's reward added at each episode's end.
+    """Return the rollouts with the scorer's reward added at each episode's end. The reward gets the
+    columns of the group's row as meta.
 
-    An episode for which the scorer fails is removed and its error reported. `metas` maps a
-    problem's index to the reward's meta.
+    An episode for which the scorer fails is removed and its error reported.
     """
     if scorer is None:
         return rollouts
     pending: list[list[PendingScore]] = []
     for group in rollouts.groups:
-        meta = (metas or {}).get(group.problem_index)
         episodes = [make_episode(trajectory, group.tag) for trajectory in group.trajectories_G]
         pending.append(
-            [scorer.submit(_find_prompt(e), e.turns[-1].response, meta, e) for e in episodes]
+            [scorer.submit(_find_prompt(e), e.turns[-1].response, group.meta, e) for e in episodes]
         )
     groups, errors = [], list(rollouts.errors)
     for group, futures in zip(rollouts.groups, pending, strict=True):

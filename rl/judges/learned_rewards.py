@@ -27,7 +27,7 @@ from rl.judges.reward_scores import (
 )
 from rl.renderers import ConversationRenderer, Renderer
 from rl.rewards import Score
-from rl.rollout import RolloutBatch, TrajectoryGroup
+from rl.rollout import RolloutBatch, TrajectoryGroup, Transition
 from rl.types import Message, ModelInput
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ class RewardModel:
     """Score episodes with a model with a value head: the value at the answer's end token or, if the
     answer was cut off, at its last token.
 
-    `renderer` is the renderer of its training. An answer is encoded by `renderer.judged`, token for
-    token as in training. `shares_vocabulary` tells whether the policy's token ids mean the same to
-    this model; else it reads only texts. `policy_renderer` is the renderer of the policy's
-    episodes; None: formats are compared only by the prompts.
+    `renderer` is the renderer of its training. An answer is encoded by
+    `renderer.reward_model_input`, token for token as in training. `shares_vocabulary` tells whether
+    the policy's token ids mean the same to this model; else it reads only texts. `policy_renderer`
+    is the renderer of the policy's episodes; None: formats are compared only by the prompts.
     """
 
     scores_single_answers = True
@@ -110,7 +110,7 @@ class RewardModel:
             last = trajectory.transitions[-1]
             prompt, answer = last.ob, last.ac.tokens
             reads_text = not self.shares_vocabulary or (
-                "told" in last.logs and not self.shares_format
+                "new_messages" in last.logs and not self.shares_format
             )
             messages = (
                 make_episode(trajectory).messages[:-1] if reads_text else last.logs.get("messages")
@@ -120,17 +120,28 @@ class RewardModel:
                 if id(messages) not in prompts:
                     prompts[id(messages)] = self.renderer.build_generation_prompt(messages)
                 rendered = prompts[id(messages)]
-                is_same = prompt.flat() == rendered.flat() and prompt.placed() == rendered.placed()
-                if not (self.shares_vocabulary and is_same):
+                if not (self.shares_vocabulary and self._reads_tokens(last, rendered)):
                     prompt = rendered
                     message = {"role": "assistant", "content": str(last.logs["response"])}
                     example, weights = self.renderer.build_supervised_example([*messages, message])
-                    answer = [t for t, w in zip(example.flat(), weights, strict=True) if w]
+                    answer = [t for t, w in zip(example.token_ids(), weights, strict=True) if w]
                     if last.ac.stop_reason != "stop":  # cut off
                         answer = self.renderer.without_end_mark(answer)
-            tokens = self.renderer.reward_model_input(prompt.flat(), answer).flat()
-            inputs.append(ModelInput.of(tokens, prompt.placed()))
+            tokens = self.renderer.reward_model_input(prompt.token_ids(), answer).token_ids()
+            inputs.append(ModelInput.of(tokens, prompt.images_with_positions()))
         return inputs
+
+    def _reads_tokens(self, turn: Transition, rendered: ModelInput) -> bool:
+        """Return whether a turn's tokens are those of this model's rendering: the same prompt, and
+        an answer that was cut off or ends as this renderer ends it (not with a stop text).
+        """
+        prompt, answer = turn.ob, turn.ac
+        if (
+            prompt.token_ids() != rendered.token_ids()
+            or prompt.images_with_positions() != rendered.images_with_positions()
+        ):
+            return False
+        return answer.stop_reason != "stop" or self.renderer.parse_response(answer.tokens)[1]
 
 
 def _formats_match(first: Renderer, second: Renderer) -> bool:
@@ -141,8 +152,8 @@ def _formats_match(first: Renderer, second: Renderer) -> bool:
     turns: list[Message] = [
         {"role": role, "content": ""} for role in roles
     ]  # works with any vocabulary
-    prompts = [r.build_generation_prompt(turns[:-1]).flat() for r in (first, second)]
-    examples = [r.build_supervised_example(turns)[0].flat() for r in (first, second)]
+    prompts = [r.build_generation_prompt(turns[:-1]).token_ids() for r in (first, second)]
+    examples = [r.build_supervised_example(turns)[0].token_ids() for r in (first, second)]
     return prompts[0] == prompts[1] and examples[0] == examples[1]
 
 
@@ -174,7 +185,7 @@ class PairwiseJudge:
         wins = [
             [(len(group.trajectories_G) - 1) / 2] * len(group.trajectories_G) for group in groups
         ]
-        verdicts = [v for batch in iter_batches(comparisons) for v in self.judge.compare(batch)]
+        verdicts = self.judge.compare(comparisons)
         for (g, i, j), verdict in zip(pairs, verdicts, strict=True):
             ahead = (verdict.first - verdict.second) / 2
             wins[g][i] += ahead

@@ -37,7 +37,7 @@ class APIRequestError(Exception):
         self.status = status
 
     @property
-    def may_pass(self) -> bool:
+    def is_retryable(self) -> bool:
         """Return whether the same request may succeed later."""
         return self.status is None or self.status == 429 or self.status >= 500
 
@@ -46,7 +46,7 @@ class APIRequestError(Exception):
         """Return what a user can do about the error."""
         if self.status in (401, 403):
             return f"Set {API_KEY_VARIABLE} to a valid key"
-        if not self.may_pass:
+        if not self.is_retryable:
             return "Correct what the server names, such as the model or --max-tokens"
         return "Start the server again and continue the run with --resume"
 
@@ -182,7 +182,7 @@ class OpenAIClient:
                     wait = max(wait, min(float(delay), _MAX_RETRY_AFTER))
             except (OSError, http.client.HTTPException) as error:
                 problem = APIRequestError(_describe(error))
-            if wait is None or not problem.may_pass:
+            if wait is None or not problem.is_retryable:
                 raise problem
             time.sleep(wait)
         try:
@@ -244,7 +244,7 @@ class APIScoringClient:
                 "has no tokenizer: set --tokenizer"
             )
         size = len(tokenizer)
-        ids = [i for i in range(size) if i not in tokenizer.all_special_ids]
+        ids = sorted({*range(size)} - {*tokenizer.all_special_ids})
         # ASCII, since servers show a token that is a part of a character in different ways
         texts = {i: tokenizer.decode([i]).strip() for i in ids[:: max(1, size // _SAMPLE_SIZE)]}
         expected = {i: text for i, text in texts.items() if text and text.isascii()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl.errors import UserError
@@ -17,10 +18,11 @@ T = TypeVar("T")
 JUDGE_BATCH_SIZE = 512  # sequences per call
 
 
-def iter_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Iterate over slices of JUDGE_BATCH_SIZE items."""
-    for start in range(0, len(items), JUDGE_BATCH_SIZE):
-        yield items[start : start + JUDGE_BATCH_SIZE]
+def iter_batches(items: Iterable[T]) -> Iterator[Sequence[T]]:
+    """Iterate over batches of JUDGE_BATCH_SIZE items."""
+    remaining = iter(items)
+    while batch := list(islice(remaining, JUDGE_BATCH_SIZE)):
+        yield batch
 
 
 def compute_reward_scores(client: TrainingClient, inputs: Sequence[ModelInput]) -> list[float]:
@@ -35,16 +37,20 @@ def compute_reward_scores(client: TrainingClient, inputs: Sequence[ModelInput]) 
 
 
 def compute_answer_logprobs(
-    client: SamplingClient, examples: Sequence[tuple[ModelInput, Any]]
+    client: SamplingClient, examples: Iterable[tuple[ModelInput, Any]]
 ) -> list[float]:
     """Return log p of the answer in each example (tokens, weights of `build_supervised_example`),
     its end token included.
     """
-    logprobs = client.compute_logprobs_many([tokens for tokens, _ in examples]).result()
     # The first token's logprob is None; it is never part of an answer.
     return [
         sum(lp for lp, w in zip(lps[1:], weights[1:], strict=True) if w and lp is not None)
-        for lps, (_, weights) in zip(logprobs, examples, strict=True)
+        for batch in iter_batches(examples)
+        for lps, (_, weights) in zip(
+            client.compute_logprobs_many([tokens for tokens, _ in batch]).result(),
+            batch,
+            strict=True,
+        )
     ]
 
 

@@ -29,7 +29,12 @@ from rl.judges.reward_scores import (
     iter_batches,
     split_by_group,
 )
-from rl.renderers import split_thoughts
+from rl.renderers import (
+    THOUGHT_BEGIN,
+    parse_partial_answer,
+    prompt_opens_thoughts,
+    split_thoughts,
+)
 from rl.rewards import Score
 from rl.rollout import TrajectoryGroup
 from rl.seed import derive_seed
@@ -41,7 +46,11 @@ if TYPE_CHECKING:
 RubricReading = Literal["yes_no", "score"]
 _TOP_LOGPROBS = 20  # OpenAI's limit, and vLLM's default limit
 YES_NO_LABELS = ("yes", "no")
-_SCORE_PATTERN = re.compile(r"score\s*(?:is|:|=)?\s*\**\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+# The word may be quoted, bold or the end of TotalScore, the number also boxed.
+_SCORE_PATTERN = re.compile(
+    r"""(?:(?<![a-z])score|(?<=[a-z])(?-i:Score))["'*]*\s*(?:is|:|=)?[\s"'*$]*(?:\\boxed\{)?(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)""",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +130,10 @@ def parse_score(text: str, scale: float) -> float | None:
     """Return the last "Score: N" of a judge's text as a share of the scale; None without a score,
     or if N is not on the scale.
 
-    "Score: 7/10" counts as 7. Text in thoughts does not count.
+    "Score: 7/10" counts as 7. Text in thoughts does not count, even if they never end.
     """
-    matches = _SCORE_PATTERN.findall(split_thoughts(text)[0])
+    answer = split_thoughts(text)[0].partition(THOUGHT_BEGIN)[0]
+    matches = _SCORE_PATTERN.findall(answer)
     if not matches:
         return None
     value = float(matches[-1])
@@ -198,10 +208,8 @@ class RubricJudge:
             for prompt in prompts
             for word in YES_NO_LABELS
         ]
-        logp: list[float] = []
-        for batch in iter_batches(examples):
-            self._check_length(max(tokens.length for tokens, _ in batch))
-            logp += compute_answer_logprobs(self.client, batch)
+        self._check_length(max((tokens.length for tokens, _ in examples), default=0))
+        logp = compute_answer_logprobs(self.client, examples)
         pairs = np.asarray(logp, dtype=np.float64).reshape(-1, 2)
         return [
             float(p) if np.isfinite(p) else "the judge's probability of yes is not finite"
@@ -236,8 +244,11 @@ class RubricJudge:
         values: list[float | str] = []
         for batch in iter_batches(requests):
             responses, _ = self.client.sample_many(batch).result()
-            for response in responses:
-                message, _ = self.renderer.parse_response(response.sequences[0].tokens)
+            for request, response in zip(batch, responses, strict=True):
+                within_thoughts = prompt_opens_thoughts(self.renderer, request.prompt)
+                message = parse_partial_answer(
+                    self.renderer, response.sequences[0].tokens, within_thoughts, ended=True
+                )
                 values.append(self._read_score(str(message["content"])))
         return values
 

@@ -25,7 +25,10 @@ def restore_full_input(datum: Datum) -> ModelInput:
         raise ValueError(
             f"expected targets of shape [T], got soft targets of shape {targets.shape}"
         )
-    return ModelInput.of([*datum.model_input.flat(), int(targets[-1])], datum.model_input.placed())
+    return ModelInput.of(
+        [*datum.model_input.token_ids(), int(targets[-1])],
+        datum.model_input.images_with_positions(),
+    )
 
 
 class TokenScorer(Protocol):

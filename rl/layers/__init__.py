@@ -16,6 +16,7 @@ from rl.layers.layer_kinds import (
     truncated_layers,
 )
 from rl.layers.receptive_field import (
+    find_max_context,
     get_config_number,
     get_hidden_size,
     shrink_window,
@@ -28,6 +29,7 @@ __all__ = [
     "ModelLayers",
     "ExpertReplay",
     "compute_router_aux_loss",
+    "find_max_context",
     "get_config_number",
     "truncate_layers_",
     "describe_layers",

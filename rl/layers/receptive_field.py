@@ -63,6 +63,13 @@ def get_config_number(model: Any, *names: str) -> int | None:
     )
 
 
+def find_max_context(model: Any) -> int | None:
+    """Return a model's longest sequence in tokens, None if it has no limit."""
+    return get_config_number(
+        model, "max_position_embeddings", "n_positions", "max_target_positions"
+    )
+
+
 def _get_config_value(config: Any, name: str) -> Any:
     """Return an attribute of the config; the largest if it differs between layers."""
     try:

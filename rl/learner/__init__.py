@@ -4,6 +4,7 @@ from rl.learner import learner_checkpoint
 from rl.learner.activation_memory import offload_layer_inputs
 from rl.learner.adamw import check_optimizer
 from rl.learner.context_parallel import ContextParallel, SequenceShard, check_divisible
+from rl.learner.expert_parallel import check_experts, keep_experts_, make_expert_group
 from rl.learner.frozen_base import choose_base_dtype
 from rl.learner.head_memory import (
     default_kept_bytes,
@@ -12,11 +13,16 @@ from rl.learner.head_memory import (
 from rl.learner.learner import Learner, LearnerSettings
 from rl.learner.learner_checkpoint import ModelSpec, read_learner_state
 from rl.learner.logprob_head import HeadRequest, LogprobHead
+from rl.learner.microbatches import RankBatch
 
 __all__ = [
+    "RankBatch",
     "ContextParallel",
     "SequenceShard",
     "check_divisible",
+    "check_experts",
+    "keep_experts_",
+    "make_expert_group",
     "HeadRequest",
     "Learner",
     "LearnerSettings",

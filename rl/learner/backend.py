@@ -141,7 +141,7 @@ class Backend(abc.ABC):
 
         Keys: `<name>/exp_avg`, `<name>/exp_avg_sq`, `<name>/step`.
         """
-        return get_adam_state(self.adam, self.trainable)
+        return get_adam_state(self.adam, self.trainable) if collectives.rank() == 0 else {}
 
     @torch.no_grad()
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:

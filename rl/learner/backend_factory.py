@@ -10,6 +10,7 @@ from torch import Tensor
 from rl.distributed import FSDPSharding, ZeroSharding, get_launch_sharding
 from rl.learner.backend import Backend, ReplicatedBackend
 from rl.learner.backend_fsdp import FSDPBackend
+from rl.learner.expert_parallel import ExpertGroup
 from rl.models import SafetensorsWeights
 
 
@@ -20,12 +21,14 @@ def make_backend(
     optimizer: str = "adamw",
     skeleton: Any = None,
     lazy_weights: SafetensorsWeights | None = None,
+    expert_group: ExpertGroup | None = None,
 ) -> Backend:
     """Return the backend that this launch requests.
 
     `optimizer`: its kind, see rl.learner.adamw. `skeleton`: for a model with 4-bit matrices, its
     modules before quantization. `lazy_weights`: for a model without values
-    (`Sharding.reads_shards`), the source of its weights.
+    (`Sharding.reads_shards`), the source of its weights. `expert_group`: the ranks that divide the
+    experts, under FSDP2 alone.
     """
     sharding = get_launch_sharding()
     if skeleton is None and isinstance(sharding, ZeroSharding):
@@ -37,6 +40,9 @@ def make_backend(
         )
     if skeleton is None and isinstance(sharding, FSDPSharding):
         return FSDPBackend(
-            model, bf16=accelerator.mixed_precision == "bf16", lazy_weights=lazy_weights
+            model,
+            bf16=accelerator.mixed_precision == "bf16",
+            lazy_weights=lazy_weights,
+            expert_group=expert_group,
         )
     return ReplicatedBackend(model, trainable, accelerator, optimizer, skeleton)

@@ -3,7 +3,9 @@
 Every trained parameter is a DTensor; this rank stores a shard of its first dimension in fp32. A
 layer's parameters are gathered when the layer runs, in bf16 if requested. Each backward adds the
 sum over ranks to the gradients of the shards. With hybrid sharding (HSDP) each machine holds all
-weights once: gathering stays inside it, and only sums of gradients cross machines.
+weights once: gathering stays inside it, and only sums of gradients cross machines. With expert
+parallelism a rank's experts are sharded over the ranks with the same experts alone, in their second
+dimension (rl.learner.expert_parallel).
 """
 
 from __future__ import annotations
@@ -19,21 +21,33 @@ from torch import Tensor
 from rl.distributed import collectives
 from rl.learner.adamw import make_adamw
 from rl.learner.backend import Backend, make_skeleton
+from rl.learner.expert_parallel import ExpertGroup
 from rl.models import SafetensorsWeights, unwrap_model
 
 
 class FSDPBackend(Backend):
     """Implement a backend with FSDP2; see the module.
 
-    `bf16`: layers compute in bf16; sums over ranks stay fp32.
+    `bf16`: layers compute in bf16; sums over ranks stay fp32. `expert_group`: the ranks that divide
+    the experts.
     """
 
-    def __init__(self, model: Any, *, bf16: bool, lazy_weights: SafetensorsWeights | None = None):
+    def __init__(
+        self,
+        model: Any,
+        *,
+        bf16: bool,
+        lazy_weights: SafetensorsWeights | None = None,
+        expert_group: ExpertGroup | None = None,
+    ):
         # Modules can be copied only before the weights are sharded.
         self.skeleton = make_skeleton(model)
         kinds = set(unwrap_model(model)._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in kinds]
-        collectives.shard_model(model, layers, bf16=bf16)
+        self.expert_group = expert_group
+        experts = [] if expert_group is None else expert_group.split_(model)
+        mesh = None if expert_group is None else expert_group.mesh
+        collectives.shard_model(model, layers, bf16=bf16, experts=experts, expert_mesh=mesh)
         self.wrapped = model
         self.parameters: dict[str, Any] = dict(model.named_parameters())
         self.trainable: Mapping[str, Any] = {
@@ -47,12 +61,18 @@ class FSDPBackend(Backend):
     def _load_shards(self, lazy_weights: SafetensorsWeights) -> None:
         """Read this rank's shard of each tensor, and no other part of it."""
         for name, parameter in self.parameters.items():
-            if name in lazy_weights:
-                mesh = collectives.shard_mesh()
-                size = -(-len(parameter) // mesh.size)  # same split as torch.chunk
-                start, local_shard = size * mesh.rank, parameter.to_local()
-                if len(local_shard):
-                    local_shard.copy_(lazy_weights.read_rows(name, start, start + len(local_shard)))
+            if name not in lazy_weights:
+                continue
+            local_shard = parameter.to_local()
+            if (experts := self._expert_group_of(parameter)) is not None:
+                start = len(local_shard) * experts.group.rank
+                rows = lazy_weights.read_rows(name, start, start + len(local_shard))
+                local_shard.copy_(experts.take_columns(rows))
+                continue
+            mesh = collectives.shard_mesh()
+            start = -(-len(parameter) // mesh.size) * mesh.rank  # same split as torch.chunk
+            if len(local_shard):
+                local_shard.copy_(lazy_weights.read_rows(name, start, start + len(local_shard)))
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -83,7 +103,17 @@ class FSDPBackend(Backend):
 
     def iter_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            yield name, self.parameters[name].detach().full_tensor()
+            yield name, self._gather(self.parameters[name].detach())
+
+    def _expert_group_of(self, tensor: Any) -> ExpertGroup | None:
+        """Return the ranks that divide a tensor by experts, None if it is divided by rows."""
+        experts = self.expert_group
+        return experts if experts is not None and tensor.device_mesh == experts.mesh else None
+
+    def _gather(self, tensor: Any) -> Tensor:
+        """Return the full tensor of a parameter, or of a tensor that is stored like it."""
+        experts, whole = self._expert_group_of(tensor), tensor.full_tensor()
+        return whole if experts is None else torch.cat(experts.group.all_gather(whole))
 
     def _copy_(self, parameter: Any, whole: Tensor) -> None:
         """Copy this rank's shard of a full tensor into a sharded parameter.
@@ -91,6 +121,10 @@ class FSDPBackend(Backend):
         The shards of the last ranks may be empty.
         """
         mesh, local_shard = collectives.shard_mesh(), parameter.to_local()
+        if (experts := self._expert_group_of(parameter)) is not None:
+            rows = whole.chunk(experts.group.size)[experts.group.rank]
+            local_shard.copy_(experts.take_columns(rows))
+            return
         shares = whole.chunk(mesh.size)
         local_shard.copy_(shares[mesh.rank] if mesh.rank < len(shares) else whole[:0])
 
@@ -98,7 +132,7 @@ class FSDPBackend(Backend):
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.trainable.items():
             for key, value in self.adam.state.get(parameter, {}).items():
-                whole = value if key == "step" else value.full_tensor()  # a collective
+                whole = value if key == "step" else self._gather(value)  # a collective
                 if collectives.rank() == 0:
                     tensors[f"{name}/{key}"] = whole.to("cpu", copy=True)
         return tensors

@@ -4,8 +4,8 @@ It applies if `kept_logits_gib` is not set, and accounts for the other memory th
 
 The rule uses the device's total memory and the bytes that a rank is known to hold, not the free
 memory. The first forward comes before Adam's moments and before a sampler's copy, that of a resumed
-run after them, and whether scores are kept or recomputed shows in the last bits of a gradient. So a
-run repeats, and resumes, bit for bit on the same kind of GPU, whatever memory was free. If the
+run after them, and whether scores are kept or recomputed shows in the last bits of a gradient. So
+the choice repeats on the same kind of GPU, also after a resume, whatever memory was free. If the
 devices or shards of ranks differ, all ranks use the smallest value, so the plan of a micro-batch
 does not depend on its rank. A run that resumes with other GPUs, another number of ranks or another
 sharding may choose another value. Memory of other processes on the GPU is not known here: set a

@@ -403,7 +403,7 @@ class _LayoutProbe:
         """Run a batch as the learner does.
 
         `probed`: the sequence for which the gradient of the last two tokens is computed. Raises
-        Untried if the model cannot run it.
+        ProbeError if the model cannot run it.
         """
         inputs = batch.make_model_inputs(self.model)
         try:

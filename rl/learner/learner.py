@@ -32,12 +32,14 @@ from rl.learner.backend import (
 from rl.learner.backend_factory import make_backend
 from rl.learner.context_parallel import ContextParallel, check_divisible
 from rl.learner.context_parallel_probe import check_on_all_ranks
+from rl.learner.expert_parallel import ExpertGroup, check_experts
 from rl.learner.frozen_base import convert_frozen_
 from rl.learner.head_memory import choose_kept_bytes
 from rl.learner.layout_probe import find_layout_faults_on_all_ranks, use_cpu_attention
 from rl.learner.logprob_head import HeadRequest, LogprobHead
 from rl.learner.microbatches import (
     MicroBatchPlanner,
+    RankBatch,
     collect_outputs,
     merge_sub_batches,
     sum_terms,
@@ -69,7 +71,8 @@ class LearnerSettings:
     kept_bytes: see linear_logprob; None: see rl.learner.head_memory. optimizer: see
     rl.learner.adamw. router_replay: tokens with recorded experts in their datum are routed to those
     experts. router_aux_loss_coef: see rl.learner.router_aux_loss. context_parallel_size: number of
-    ranks that share a micro-batch (rl.learner.context_parallel).
+    ranks that share a micro-batch (rl.learner.context_parallel). expert_parallel_size: number of
+    ranks that divide the experts (rl.learner.expert_parallel).
     """
 
     token_budget: int = 16384
@@ -82,6 +85,7 @@ class LearnerSettings:
     router_aux_loss_coef: float = 0.0
     kept_bytes: int | None = None
     context_parallel_size: int = 1
+    expert_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if self.offload_activations and not self.gradient_checkpointing:
@@ -122,11 +126,14 @@ class Learner:
         settings: LearnerSettings,
         base_dtype: str = "fp32",
         group: collectives.RankGroup | None = None,
+        expert_group: ExpertGroup | None = None,
     ):
         """Set up the backend and the output head. `base_dtype`: storage type of frozen matrices
         (rl.learner.frozen_base). `group`: the ranks that share micro-batches with this rank.
+        `expert_group`: those that divide the experts with this rank.
 
-        Raises UserError if there is a group, but the model cannot be divided by positions.
+        Raises UserError if there is a group, but the model cannot be divided by positions, or by
+        experts.
         """
         self.loaded = loaded
         self.accelerator = accelerator
@@ -153,6 +160,10 @@ class Learner:
         if group is not None:
             check_divisible(self.model, self.layers, group.size, loaded.name)
             self.context_parallel = ContextParallel(group, accelerator.device)
+        self.expert_group = expert_group
+        if expert_group is not None:
+            size = expert_group.group.size
+            check_experts(self.model, self.layers, size, collectives.world(), loaded.name)
         if loaded.lazy_weights is not None:
             self.backend = self._make_sharded_backend(base_dtype)
         else:
@@ -202,7 +213,14 @@ class Learner:
         if base_dtype != "fp32":
             convert_frozen_(model, base_dtype, accelerator.device)
             move_to_device(model, accelerator)
-        return make_backend(model, self.trainable, accelerator, self.settings.optimizer, shell)
+        return make_backend(
+            model,
+            self.trainable,
+            accelerator,
+            self.settings.optimizer,
+            shell,
+            expert_group=self.expert_group,
+        )
 
     def _make_sharded_backend(self, base_dtype: str) -> Backend:
         """Return the backend of a model with weights still in files: each rank reads its shard.
@@ -229,7 +247,13 @@ class Learner:
             model, fused=bool(fused), kept_bytes=settings.kept_bytes, check=False
         )
         convert_frozen_(model, base_dtype, accelerator.device, empty=True)
-        return make_backend(model, self.trainable, accelerator, lazy_weights=unread)
+        return make_backend(
+            model,
+            self.trainable,
+            accelerator,
+            lazy_weights=unread,
+            expert_group=self.expert_group,
+        )
 
     def _probe_layouts(self, model: Any | None) -> None:
         """Find the exact layouts by probing `model` (rl.learner.layout_probe).
@@ -282,36 +306,65 @@ class Learner:
         config: Mapping[str, float],
         *,
         temperature: float | Sequence[float],
+        micro_batch: int | None = None,
+        **options: Any,
+    ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float]]:
+        """Split a batch that every rank has, and return what `run_share` returns for this rank's
+        share. `options`: its other arguments.
+        """
+        shares = self.split_batch(datums, loss.group, temperature, micro_batch)
+        return self.run_share(shares[collectives.rank()], loss, config, **options)
+
+    def split_batch(
+        self,
+        datums: Sequence[Datum],
+        group: int = 1,
+        temperature: float | Sequence[float] = 1.0,
+        micro_batch: int | None = None,
+    ) -> list[RankBatch]:
+        """Return each rank's share of a batch (rl.learner.microbatches).
+
+        `group`: consecutive datums that stay together. `micro_batch`: only that item of the
+        `num_micro_batches` of a rank; all of them in order equal the full call, bit for bit.
+        `temperature`: a number for all datums, or a number for each datum (the datums of a pair use
+        that of the first).
+
+        Raises ValueError for a target that is not a token id of the model, or experts of another
+        model.
+        """
+        for i, datum in enumerate(datums):  # the head does not check them again
+            self._check_datum(i, datum)
+        temperatures = (
+            [temperature] * len(datums) if isinstance(temperature, (int, float)) else temperature
+        )
+        return self.planner.split(datums, group, temperatures, micro_batch)
+
+    def run_share(
+        self,
+        share: RankBatch,
+        loss: LossSpec,
+        config: Mapping[str, float],
+        *,
         divisor: float,
         backward: bool,
         entropy: bool = False,
         use_adapters: bool = True,
-        micro_batch: int | None = None,
     ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float]]:
         """Return this rank's part of a call: outputs by datum index and sums of metrics.
 
-        Outputs are logprobs, entropy and values. `micro_batch`: run only that item of the call's
-        `self.num_micro_batches` micro-batches; all of them in order equal the full call, bit for
-        bit. `temperature`: a number for all datums, or a number for each datum (the datums of a
-        pair use that of the first). `use_adapters`: False scores with the LoRA adapter disabled,
-        like the base model; never together with `backward`.
+        Outputs are logprobs, entropy and values. `use_adapters`: False scores with the LoRA adapter
+        disabled, like the base model; never together with `backward`.
 
-        Raises ValueError for a target that is not a token id of the model, before anything is
-        computed. Raises FloatingPointError if the loss is not finite; the gradients since the last
-        step are dropped then.
+        Raises FloatingPointError if the loss is not finite; the gradients since the last step are
+        dropped then.
         """
-        # Every rank checks all datums, so that no rank waits for a failed rank. The head does not
-        # check them again.
-        for i, datum in enumerate(datums):
-            validate_target_ids(
-                f"datum {i}", datum.loss_fn_inputs["target_tokens"].array, self.vocabulary
-            )
+        self.num_micro_batches = share.num_micro_batches
         # Everything stays on the device until all micro-batches are launched: a GPU that waits for
         # the host between two of them idles.
         device = self.accelerator.device
         parts: list[tuple[dict[int, int], dict[str, Tensor]]] = []
         sums: dict[str, Tensor] = {"loss:sum": torch.zeros((), dtype=torch.float64, device=device)}
-        for batch in self._local_micro_batches(datums, loss.group, temperature, micro_batch):
+        for batch in self.planner.make_micro_batches(share):
             replaying = self._router_replay(batch if use_adapters else None)
             with (
                 torch.set_grad_enabled(backward),
@@ -341,7 +394,7 @@ class Learner:
         if not parts:
             del totals["loss:sum"]
         outputs = collect_outputs(parts)
-        self.has_gradient = self.has_gradient or (backward and len(datums) > 0)
+        self.has_gradient = self.has_gradient or (backward and len(share.datums) > 0)
         return outputs, totals
 
     def _read_totals(self, sums: Mapping[str, Tensor], loss: LossSpec) -> dict[str, float]:
@@ -420,26 +473,34 @@ class Learner:
             metrics,
         )
 
+    def _check_datum(self, index: int, datum: Datum) -> None:
+        """Raise ValueError if datum `index` has wrong targets, or the experts of another model."""
+        targets = datum.loss_fn_inputs["target_tokens"].array
+        validate_target_ids(f"datum {index}", targets, self.vocabulary)
+        experts, recorded = self.layers.experts, datum.experts
+        if recorded is None or not self.settings.router_replay:
+            return
+        columns = recorded.shape[1]
+        if (
+            experts is None
+            or columns != len(experts.blocks) * experts.per_token
+            or recorded.max(initial=-1) >= experts.count
+        ):
+            raise ValueError(
+                f"datum {index}: its {columns} experts a token do not fit this model "
+                f"({self.layers}): was it sampled from another model?"
+            )
+
     def _router_replay(
         self, batch: PackedBatch | None
     ) -> AbstractContextManager[ExpertReplay | None]:
-        """Return a context that replays the routers, if enabled and the batch records its experts.
-
-        Raises ValueError if the experts are another model's.
+        """Return a context that replays the routers, if enabled and the batch records its
+        experts.
         """
         if batch is None or batch.experts is None or not self.settings.router_replay:
             return contextlib.nullcontext()
         experts = self.layers.experts
-        columns = batch.experts.shape[1]
-        if (
-            experts is None
-            or columns != len(experts.blocks) * experts.per_token
-            or batch.max_expert >= experts.count
-        ):
-            raise ValueError(
-                f"datums with {columns} experts a token do not fit this model ({self.layers}): "
-                "were they sampled from another model?"
-            )
+        assert experts is not None  # see `_check_datum`
         return replay_experts(
             self.model, experts, batch.experts.unflatten(1, (-1, experts.per_token))
         )
@@ -474,24 +535,6 @@ class Learner:
                 unwrap_model(self.model), batch.input_ids, rows, [0] * len(rows), lengths
             )
         return inputs
-
-    def _local_micro_batches(
-        self,
-        datums: Sequence[Datum],
-        group: int = 1,
-        temperature: float | Sequence[float] = 1.0,
-        micro_batch: int | None = None,
-    ) -> Iterator[PackedBatch]:
-        """Plan this rank's micro-batches (rl.learner.microbatches) and yield them; `micro_batch`:
-        only that index.
-        """
-        drawn_at = (
-            [temperature] * len(datums) if isinstance(temperature, (int, float)) else temperature
-        )
-        rounds = self.planner.plan_rounds(datums, group, drawn_at)
-        self.num_micro_batches = len(rounds)
-        selected = rounds if micro_batch is None else rounds[micro_batch : micro_batch + 1]
-        return self.planner.make_micro_batches(datums, selected, group, drawn_at)
 
     # ----------------------------------------------------------------------------------------- step
 
@@ -558,6 +601,11 @@ class Learner:
         return self.backend.full_model(
             list(self.trainable if adapter_only else self.parameter_shapes)
         )
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the number of parameters of the whole model."""
+        return sum(shape.numel() for shape in self.parameter_shapes.values())
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return on rank 0 AdamW's state by parameter name.

@@ -30,12 +30,12 @@ from rl.models import (
     is_value_head_parameter,
     load_checked_adapter,
     load_model,
+    load_model_lazily,
     locate_base,
     merge_adapter,
-    open_lazy_tensors,
     read_base_name,
-    select_weights_to_save,
     unwrap_model,
+    write_weights,
 )
 from rl.types import LoraConfig
 
@@ -81,15 +81,21 @@ def model_bytes(model: Any, merged: bool = False) -> int:
     )
 
 
-def write_model(model: Any, tokenizer: Any | None, folder: Path, *, merged: bool = False) -> None:
+def write_model(
+    model: Any,
+    tokenizer: Any | None,
+    folder: Path,
+    *,
+    merged: bool = False,
+    base_only: bool = False,
+) -> None:
     """Write a plain folder that transformers (or PEFT) loads.
 
-    It holds weights in safetensors, config, generation config and tokenizer.
+    It holds weights in safetensors, config, generation config and tokenizer. `merged`: a LoRA
+    adapter is merged, or left out if `base_only`.
     """
-    from huggingface_hub import save_torch_state_dict
-
     if is_lora(model) and merged:
-        model = _merged_copy(model)
+        model = _merged_copy(model, base_only)
     folder.mkdir(exist_ok=True)
     if is_lora(model):
         # PEFT would write a set in hash order, which varies.
@@ -101,28 +107,24 @@ def write_model(model: Any, tokenizer: Any | None, folder: Path, *, merged: bool
         model.save_pretrained(str(folder), save_embedding_layers=False)
     else:
         # model.save_pretrained imports DeepSpeed to look for a wrapper, which takes seconds.
-        if not model.config.architectures:  # a tiny model; vLLM chooses its model class by this
-            model.config.architectures = [type(unwrap_model(model)).__name__]
+        # vLLM chooses its model class by this
+        model.config.architectures = [type(unwrap_model(model)).__name__]
         model.config.save_pretrained(str(folder))
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(str(folder))
-        weights = select_weights_to_save(
-            model,
-            {
-                name: t
-                for name, t in model.state_dict().items()
-                if not is_value_head_parameter(name)
-            },
+        weights = model.state_dict().items()
+        write_weights(
+            model, {name: t for name, t in weights if not is_value_head_parameter(name)}, folder
         )
-        save_torch_state_dict(weights, str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
     if (reader := get_image_reader(unwrap_model(model))) is not None:
         reader.save(folder)
 
 
-def _merged_copy(model: Any) -> Any:
-    """Return a copy of the base with the adapter merged in, in fp32, in host memory.
+def _merged_copy(model: Any, base_only: bool) -> Any:
+    """Return a copy of the base with the adapter merged in, in fp32, in host memory. `base_only`:
+    the adapter is 0.
 
     A tied head with a separate adapter becomes a separate matrix.
     """
@@ -136,7 +138,11 @@ def _merged_copy(model: Any) -> Any:
             if isinstance(tensor, torch.nn.Parameter):
                 host = torch.nn.Parameter(host, tensor.requires_grad)
             copies[id(tensor)] = host
-    return merge_adapter(copy.deepcopy(model, copies).float().cpu())
+    duplicate = copy.deepcopy(model, copies).float().cpu()
+    for name, parameter in duplicate.named_parameters() if base_only else ():
+        if ".lora_B." in name or ".lora_embedding_B." in name:
+            torch.nn.init.zeros_(parameter)
+    return merge_adapter(duplicate)
 
 
 @dataclass(frozen=True)
@@ -400,15 +406,14 @@ def _read_weights(learner: Learner, folder: Path) -> Mapping[str, Tensor]:
                 f"{folder} holds a LoRA adapter, but this client trains full weights: create it "
                 "with create_lora_training_client"
             )
-        if get_launch_sharding().reads_shards(collectives.world()):
-            stored = open_lazy_tensors(
-                folder, [name for name in learner.trainable if not is_value_head_parameter(name)]
-            )
-            if stored is not None:
-                return stored
-        saved = load_model(str(folder)).model
+        sharded = get_launch_sharding().reads_shards(collectives.world())
+        saved = load_model_lazily(str(folder)) if sharded else None
+        if saved is not None and saved.lazy_weights is not None:
+            stored = saved.lazy_weights.for_wrapped_model(saved.model)
+            return LazyTensors({name: stored for name in learner.trainable if name in stored})
+        whole = load_model(str(folder)).model
         return {
-            name: p.detach() for name, p in saved.named_parameters() if name in learner.trainable
+            name: p.detach() for name, p in whole.named_parameters() if name in learner.trainable
         }
     if not (folder / "adapter_config.json").is_file():
         raise UserError(

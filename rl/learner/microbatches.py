@@ -17,12 +17,35 @@ from rl.learner.packing import (
     choose_layout,
     collate,
     copy_to_device,
+    count_expert_columns,
     make_blocks,
     plan_micro_batches,
 )
 from rl.types import Datum
 
-MicroBatchUnits = tuple[str, list[list[int]]]  # (layout, units) of a micro-batch
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """Hold the plan of a micro-batch. `units`: indices of datums (rl.learner.packing).
+    `temperature`: that of all its datums. `scale`: see PackedBatch.
+    """
+
+    layout: str
+    units: list[list[int]]
+    temperature: float
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """Hold a rank's share of a batch: its micro-batches, and their datums by index in the batch.
+
+    `num_micro_batches`: number of micro-batches of each rank in the whole batch.
+    """
+
+    datums: Mapping[int, Datum]
+    micro_batches: Sequence[MicroBatchPlan]
+    num_micro_batches: int
 
 
 @dataclass(frozen=True)
@@ -49,9 +72,34 @@ class MicroBatchPlanner:
         """Return the number of ranks that share a micro-batch."""
         return 1 if self.sharing is None else self.sharing.size
 
-    def plan_rounds(
+    def split(
+        self,
+        datums: Sequence[Datum],
+        group: int,
+        temperatures: Sequence[float],
+        micro_batch: int | None = None,
+    ) -> list[RankBatch]:
+        """Return each rank's share of a batch; ranks that share micro-batches have the same object.
+
+        Every rank has a micro-batch of each round. A rank that a round has none for gets one of the
+        same kind with scale 0. `micro_batch`: only the round of that index.
+        """
+        rounds = self._plan_rounds(datums, group, temperatures)
+        selected = rounds if micro_batch is None else rounds[micro_batch : micro_batch + 1]
+        shares = []
+        for rank in range(collectives.world() // self.group_size):
+            plans = [
+                plans[rank] if rank < len(plans) else _make_filler(plans[0], group)
+                for plans in selected
+            ]
+            indices = {i for plan in plans for unit in plan.units for i in unit}
+            share = RankBatch({i: datums[i] for i in sorted(indices)}, plans, len(rounds))
+            shares += [share] * self.group_size
+        return shares
+
+    def _plan_rounds(
         self, datums: Sequence[Datum], group: int, temperatures: Sequence[float]
-    ) -> list[list[MicroBatchUnits]]:
+    ) -> list[list[MicroBatchPlan]]:
         """Return micro-batches, longest first, in rounds with a micro-batch for each group of
         ranks.
 
@@ -62,7 +110,7 @@ class MicroBatchPlanner:
         # Each kind is distributed separately, texts first. Every rank runs the same number of
         # micro-batches with images (ranks that share a vision tower's weights must enter it
         # together) and without, and the same number with two forwards and with a single forward.
-        dealt: dict[tuple[bool, bool], list[MicroBatchUnits]] = {
+        dealt: dict[tuple[bool, bool], list[MicroBatchPlan]] = {
             (sees, two): [] for sees in (False, True) for two in (False, True)
         }
         # Datums with and without a field (soft targets, say), of two temperatures, or of other
@@ -74,13 +122,14 @@ class MicroBatchPlanner:
                 (name, data.array.shape[1:])
                 for name, data in group_datums[0].loss_fn_inputs.items()
             )
-            has_experts = all(datum.experts is not None for datum in group_datums)
-            sees = self.reads_images and any(datum.model_input.placed() for datum in group_datums)
+            sees = self.reads_images and any(
+                datum.model_input.images_with_positions() for datum in group_datums
+            )
             kinds.setdefault(
                 (
                     temperatures[i - i % group],
                     self._is_beyond_switch(group_datums),
-                    has_experts,
+                    count_expert_columns(group_datums),
                     sees,
                     *fields,
                 ),
@@ -96,9 +145,8 @@ class MicroBatchPlanner:
             if world > 1:  # at least as many micro-batches as ranks
                 share = max(1, min(self.token_budget, -(-sum(costs) // world)))
             for chunk in plan_micro_batches(costs, share, layout):
-                dealt[sees, two_forwards].append(
-                    (layout, [[members[i] for i in unit] for j in chunk for unit in together[j]])
-                )
+                units = [[members[i] for i in unit] for j in chunk for unit in together[j]]
+                dealt[sees, two_forwards].append(MicroBatchPlan(layout, units, kind[0]))
         return [
             chunks[i : i + world] for chunks in dealt.values() for i in range(0, len(chunks), world)
         ]
@@ -128,38 +176,31 @@ class MicroBatchPlanner:
             return "padded"
         return choose_layout(datums, self.token_budget, self.hidden_size)
 
-    def make_micro_batches(
-        self,
-        datums: Sequence[Datum],
-        rounds: Sequence[Sequence[MicroBatchUnits]],
-        group: int,
-        temperatures: Sequence[float],
-    ) -> Iterator[PackedBatch]:
-        """Yield this rank's micro-batch of each round. The next is laid out while a GPU still
+    def make_micro_batches(self, share: RankBatch) -> Iterator[PackedBatch]:
+        """Yield the micro-batches of a rank's share. The next is laid out while a GPU still
         computes the current one.
 
-        A round without a micro-batch for this rank gets a micro-batch of the same kind with weight
-        0. A batch with rows on both sides of `rope_switch` is split into its `sub_batches`.
+        A batch with rows on both sides of `rope_switch` is split into its `sub_batches`.
         """
-        rank = collectives.rank() // self.group_size
-        for round_chunks in rounds:
+        datums = share.datums
+        for plan in share.micro_batches:
             with trace_region("collate"):
-                if rank < len(round_chunks):
-                    layout, mine = round_chunks[rank]
-                    batch = collate(datums, mine, layout, self.device, self.sharing)
-                else:
-                    first = round_chunks[0][1][0][0] // group * group
-                    unit = [[i] for i in range(first, first + group)]
-                    batch = collate(datums, unit, "padded", self.device, self.sharing)
-                    batch.scale = 0.0
-                batch.temperature = temperatures[batch.datum_index[0]]
+                batch = collate(datums, plan.units, plan.layout, self.device, self.sharing)
+                batch.scale, batch.temperature = plan.scale, plan.temperature
                 if self.rope_switch is not None:
                     _split_by_rope_switch(batch, datums, self.rope_switch, self.device)
             yield batch
 
 
+def _make_filler(plan: MicroBatchPlan, group: int) -> MicroBatchPlan:
+    """Return a micro-batch with scale 0 of the first `group` datums of another."""
+    first = plan.units[0][0] // group * group
+    units = [[i] for i in range(first, first + group)]
+    return MicroBatchPlan("padded", units, plan.temperature, scale=0.0)
+
+
 def _split_by_rope_switch(
-    batch: PackedBatch, datums: Sequence[Datum], rope_switch: Any, device: torch.device
+    batch: PackedBatch, datums: Mapping[int, Datum], rope_switch: Any, device: torch.device
 ) -> None:
     """Set the batch's `sub_batches`, a forward each, if it has rows of both kinds of rotary
     frequencies.

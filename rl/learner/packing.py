@@ -16,7 +16,7 @@ support them (see rl.learner.layout_probe):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from rl.learner.context_parallel import SequenceShard, make_shard, pad_columns
 from rl.models import make_attention_mask
 from rl.types import Datum, PlacedImage
 
+Datums = Sequence[Datum] | Mapping[int, Datum]  # of a batch, or of some of its indices
 LAYOUTS = ("padded", "packed", "shared")  # and "auto": see choose_layout
 
 
@@ -51,7 +52,6 @@ class PackedBatch:
     temperature     the temperature at which all of its datums are scored
     experts         int64 [positions of input_ids, B * K] recorded experts, -1 without a record
                     (see rl.layers.router_replay); or None
-    max_expert      the largest recorded expert, in host memory; -1 without a record
     images          of each row (padded only): its placed images and its length; None if no datum
                     has images
     sub_batches     the batches, a forward each, of a batch with rows that cannot share a forward;
@@ -72,7 +72,6 @@ class PackedBatch:
     scale: float = 1.0
     temperature: float = 1.0
     experts: Tensor | None = None
-    max_expert: int = -1
     images: list[tuple[tuple[PlacedImage, ...], int]] | None = None
     sub_batches: Sequence[PackedBatch] = ()
     sub_batch_order: Tensor | None = None
@@ -128,7 +127,7 @@ def make_units(datums: Sequence[Datum], layout: str, token_budget: int) -> list[
     last: list[int] | None = None
     size = 0
     for i, datum in enumerate(datums):
-        prompt = datum.model_input.flat()[: prompt_length(datum)]
+        prompt = datum.model_input.token_ids()[: prompt_length(datum)]
         answer = datum.model_input.length - len(prompt)
         if last is not None and prompt == last and size + answer <= token_budget:
             result[-1].append(i)
@@ -193,7 +192,7 @@ def prompt_length(datum: Datum) -> int:
     return datum.model_input.length
 
 
-def unit_cost(datums: Sequence[Datum], unit: Sequence[int]) -> int:
+def unit_cost(datums: Datums, unit: Sequence[int]) -> int:
     """Return the positions that a unit takes: its prompt once, and the rest of each datum."""
     shared = prompt_length(datums[unit[0]]) if len(unit) > 1 else 0
     return shared + sum(datums[i].model_input.length - shared for i in unit)
@@ -242,7 +241,7 @@ def _first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) 
 
 
 def collate(
-    datums: Sequence[Datum],
+    datums: Datums,
     chunk: Sequence[Sequence[int]],
     layout: str,
     device: torch.device | str = "cpu",
@@ -258,9 +257,9 @@ def collate(
         raise ValueError(f"unknown layout {layout!r}: expected {', '.join(LAYOUTS)}")
     indices = [i for unit in chunk for i in unit]
     selected = [datums[i] for i in indices]
-    tokens = [np.asarray(datum.model_input.flat(), dtype=np.int64) for datum in selected]
+    tokens = [np.asarray(datum.model_input.token_ids(), dtype=np.int64) for datum in selected]
     images = [
-        (datum.model_input.placed(), len(token_ids))
+        (datum.model_input.images_with_positions(), len(token_ids))
         for datum, token_ids in zip(selected, tokens, strict=True)
     ]
     has_images = any(placed for placed, _ in images)
@@ -287,7 +286,6 @@ def collate(
         packed = lengths if layout == "packed" else None
         shard = make_shard(input_ids, position_ids, token_index, packed, group, put)
 
-    experts = _lay_out_experts(selected, input_ids.size, token_index)
     return PackedBatch(
         copy_to_device(input_ids, device),
         put(position_ids),
@@ -297,8 +295,7 @@ def collate(
         inputs,
         indices,
         lengths,
-        experts=put(experts),
-        max_expert=-1 if experts is None else int(experts.max(initial=-1)),
+        experts=put(_lay_out_experts(selected, input_ids.size, token_index)),
         images=images if has_images else None,
         shard=shard,
     )
@@ -315,13 +312,22 @@ def copy_to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
 _Layout = tuple[np.ndarray, np.ndarray | None, np.ndarray | None, np.ndarray | None]
 
 
+def count_expert_columns(datums: Sequence[Datum]) -> int | None:
+    """Return the number of recorded experts of a token; None if a datum has no record, or if the
+    records differ in it.
+    """
+    columns = {None if datum.experts is None else datum.experts.shape[1] for datum in datums}
+    return columns.pop() if len(columns) == 1 else None
+
+
 def _lay_out_experts(
     datums: Sequence[Datum], positions: int, token_index: np.ndarray | None
 ) -> np.ndarray | None:
     """Return the recorded experts of each of `positions` positions; None without a record."""
-    if datums[0].experts is None:
+    columns = count_expert_columns(datums)
+    if columns is None:
         return None
-    experts = np.full((positions, datums[0].experts.shape[1]), -1, np.int64)
+    experts = np.full((positions, columns), -1, np.int64)
     recorded = np.concatenate([datum.experts for datum in datums if datum.experts is not None])
     experts[np.arange(len(recorded)) if token_index is None else token_index] = recorded
     return experts
@@ -344,7 +350,7 @@ def _pad_for_ranks(layout: _Layout, size: int) -> tuple[np.ndarray, Any, Any, np
 
 
 def _packed(
-    tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]
+    tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Datums
 ) -> _Layout:
     """Return the packed layout: ids [1, T] and positions [1, T]."""
     positions = np.concatenate([np.arange(len(t)) for t in tokens])
@@ -352,7 +358,7 @@ def _packed(
 
 
 def _padded(
-    tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]
+    tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Datums
 ) -> _Layout:
     """Return the padded layout: ids [rows, longest] and the index of real tokens."""
     lengths = np.asarray([len(t) for t in tokens])
@@ -363,7 +369,7 @@ def _padded(
 
 
 def _shared(
-    tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Sequence[Datum]
+    tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Datums
 ) -> _Layout:
     """Return the shared layout: a row is the prompt (segment 0), then answer k (segment k).
 

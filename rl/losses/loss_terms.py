@@ -8,7 +8,7 @@ weights entropy and KL at its tokens (for a sequence's mean: 1 over its number o
 
     entropy_coef  c   - c sum H            H: the policy's entropy at each action, at the
                                            temperature of the samples
-    kl_coef       c   + c sum KL estimate  needs `ref_logprobs`, reads `drawn_logprobs`, else
+    kl_coef       c   + c sum KL estimate  needs `ref_logprobs`, reads `behavior_logprobs`, else
                                            `logprobs`; the estimator is `kl_kind`
     value_coef    c   + c sum value loss   needs `returns` and a value head; `value_clip` also needs
                                            `values_old`
@@ -36,7 +36,7 @@ TERM_FIELDS = (
     "ref_logprobs",
     "returns",
     "values_old",
-    "drawn_logprobs",
+    "behavior_logprobs",
     "versions",
     "proximal_share",
 )
@@ -174,7 +174,7 @@ def with_proximal_logprobs(logp_T: Tensor, inputs: Inputs) -> Inputs:
 
     `proximal_share` is the position of the proximal policy between the behavior logprobs q and the
     current learner's lp: q + share (lp - q), held constant (AReaL's log-linear approximation of
-    decoupled PPO's proximal policy). Ratios are then e^((1 - share) (lp - q)). `drawn_logprobs`
+    decoupled PPO's proximal policy). Ratios are then e^((1 - share) (lp - q)). `behavior_logprobs`
     keeps the behavior logprobs, for a KL.
     """
     if "proximal_share" not in inputs:
@@ -189,7 +189,7 @@ def with_proximal_logprobs(logp_T: Tensor, inputs: Inputs) -> Inputs:
     return {
         **inputs,
         "logprobs": q_T + moved_T,
-        "drawn_logprobs": inputs.get("drawn_logprobs", q_T),
+        "behavior_logprobs": inputs.get("behavior_logprobs", q_T),
     }
 
 
@@ -209,7 +209,7 @@ def compute_terms(
     if coefficient := config.get("kl_coef", 0.0):
         ref_T = select_masked(active_T, inputs["ref_logprobs"])
         behavior_key = next(
-            (name for name in ("drawn_logprobs", "logprobs") if name in inputs), None
+            (name for name in ("behavior_logprobs", "logprobs") if name in inputs), None
         )
         behavior_T = None if behavior_key is None else select_masked(active_T, inputs[behavior_key])
         kl_T = estimate_kl(

@@ -50,10 +50,10 @@ from rl.losses.loss_terms import (
     get_required_fields,
     get_trained_mask,
     list_enabled_terms,
+    select_masked,
     sum_value_loss,
     with_proximal_logprobs,
 )
-from rl.losses.loss_terms import select_masked as _where
 
 LossFn = Callable[[Tensor, Tensor, Inputs, Tensor, Config], tuple[Tensor, Metrics]]
 
@@ -64,7 +64,7 @@ def _log_ratio(logp_T: Tensor, inputs: Inputs, active_T: Tensor) -> Tensor:
     Without behavior logprobs q = sg(lp), so r = 1: REINFORCE.
     """
     old_T = inputs.get("logprobs", logp_T.detach())
-    return _where(active_T, logp_T) - _where(active_T, old_T)
+    return select_masked(active_T, logp_T) - select_masked(active_T, old_T)
 
 
 def _clip_bounds(inputs: Inputs, config: Config) -> tuple[Tensor | float, Tensor | float]:
@@ -104,7 +104,7 @@ def cross_entropy(
     entropy_T then marks these tokens.
     """
     weights = inputs["weights"] if "weights" in inputs else torch.ones_like(logp_T)
-    loss = -(_where(weights != 0, logp_T) * weights).sum()
+    loss = -(select_masked(weights != 0, logp_T) * weights).sum()
     accuracy = (
         {"argmax_match:sum": entropy_T[weights != 0].sum()} if config.get("token_accuracy") else {}
     )
@@ -118,7 +118,7 @@ def importance_sampling(
     lp).
     """
     active_T = get_trained_mask(inputs)
-    advantages_T = _where(active_T, inputs["advantages"])
+    advantages_T = select_masked(active_T, inputs["advantages"])
     ratio_T = _log_ratio(logp_T, inputs, active_T).exp()
     return -(ratio_T * advantages_T).sum(), {"active_tokens:sum": active_T.sum()}
 
@@ -131,7 +131,7 @@ def ppo(
     The datum may hold a threshold per token.
     """
     active_T = get_trained_mask(inputs)
-    advantages_T = _where(active_T, inputs["advantages"])
+    advantages_T = select_masked(active_T, inputs["advantages"])
     ratio_T = _log_ratio(logp_T, inputs, active_T).exp()
     low, high = _clip_bounds(inputs, config)
     objective_T = torch.minimum(ratio_T * advantages_T, _clip(ratio_T, low, high) * advantages_T)
@@ -145,10 +145,10 @@ def cispo(
     keep a gradient.
     """
     active_T = get_trained_mask(inputs)
-    advantages_T = _where(active_T, inputs["advantages"])
+    advantages_T = select_masked(active_T, inputs["advantages"])
     ratio_T = _log_ratio(logp_T, inputs, active_T).exp().detach()
     low, high = _clip_bounds(inputs, config)
-    loss = -(_clip(ratio_T, low, high) * _where(active_T, logp_T) * advantages_T).sum()
+    loss = -(_clip(ratio_T, low, high) * select_masked(active_T, logp_T) * advantages_T).sum()
     return loss, _clip_metrics(ratio_T, low, high, active_T)
 
 
@@ -162,9 +162,10 @@ def dro(
     """
     active_T = get_trained_mask(inputs)
     gap_T = _log_ratio(logp_T, inputs, active_T)
-    advantages_T = _where(active_T, inputs["advantages"])
+    advantages_T = select_masked(active_T, inputs["advantages"])
     loss = (
-        0.5 * config.get("beta", 0.05) * gap_T * gap_T - _where(active_T, logp_T) * advantages_T
+        0.5 * config.get("beta", 0.05) * gap_T * gap_T
+        - select_masked(active_T, logp_T) * advantages_T
     ).sum()
     return loss, {"active_tokens:sum": active_T.sum()}
 
@@ -179,7 +180,7 @@ def gspo(
     would clip long sequences only because of noise.
     """
     active_T = get_trained_mask(inputs)
-    advantages_T = _where(active_T, inputs["advantages"])
+    advantages_T = select_masked(active_T, inputs["advantages"])
     gap_T = _log_ratio(logp_T, inputs, active_T).detach()
     owner_T = torch.repeat_interleave(
         torch.arange(len(cu_seqlens) - 1, device=gap_T.device), cu_seqlens.diff()
@@ -187,7 +188,7 @@ def gspo(
     zeros_D = gap_T.new_zeros(len(cu_seqlens) - 1)
     count_D = zeros_D.index_add(0, owner_T, active_T.to(gap_T.dtype)).clamp(min=1.0)
     mean_T = (zeros_D.index_add(0, owner_T, gap_T) / count_D)[owner_T]
-    live_T = _where(active_T, logp_T)
+    live_T = select_masked(active_T, logp_T)
     ratio_T = mean_T.exp() * (live_T - live_T.detach()).exp()
     low, high = _clip_bounds(inputs, config)
     objective_T = torch.minimum(ratio_T * advantages_T, _clip(ratio_T, low, high) * advantages_T)
@@ -210,12 +211,12 @@ def custom(
 
     This is the learner's side of a loss that the user computes.
     """
-    total = _where(torch.zeros((), dtype=torch.bool, device=logp_T.device), logp_T).sum()
+    total = select_masked(torch.zeros((), dtype=torch.bool, device=logp_T.device), logp_T).sum()
     if "weights" in inputs:
         total = cross_entropy(logp_T, entropy_T, inputs, cu_seqlens, config)[0]
     if "value_weights" in inputs:
         weights_T = inputs["value_weights"]
-        total = total - (_where(weights_T != 0, inputs["values"]) * weights_T).sum()
+        total = total - (select_masked(weights_T != 0, inputs["values"]) * weights_T).sum()
     return total, {}
 
 
@@ -380,13 +381,9 @@ class LossSpec:
                 "1.0 at each target that the policy sampled, 0.0 elsewhere, e.g. [0.0] * (prompt "
                 "length - 1) + [1.0] * response length"
             )
-        needed = (
-            get_required_fields(config)
-            if self.terms
-            else {"values_old": "value_clip"}
-            if "value_clip" in config
-            else {}
-        )
+        needed = {"values_old": "value_clip"} if "value_clip" in config else {}
+        if self.terms:
+            needed = get_required_fields(config)
         for name, setting in needed.items():
             if name not in fields:
                 raise BadRequestError(

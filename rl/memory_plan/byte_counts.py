@@ -49,7 +49,7 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """List what a GPU holds, item by item. `host_memory`: (purpose, bytes) of CPU memory that a
+    """List what a GPU holds, item by item. `host`: (purpose, bytes) of CPU memory that a
     machine needs.
     """
 

@@ -24,7 +24,7 @@ class ModelShape(ParameterCounts):
     mlp_divisor      common divisor of the widths of MLPs and experts (0: `mlp`)
     experts_per_token  experts that a token is routed to
     routed_width     columns of all experts that a token uses in a layer
-    idle             numbers in the experts that a token is not routed to
+    idle_experts     numbers in the experts that a token is not routed to
     vision_parameters  numbers in the vision tower and its projection to the text model
     vision_trainable  numbers of `vision_parameters` that are trained
     unsplit          numbers of the model that each rank of a tensor-parallel group holds

@@ -30,6 +30,7 @@ from rl.layers import (
     describe_layers,
     find_layer_list,
     find_layer_period,
+    find_max_context,
     get_config_number,
     get_hidden_size,
     keep_first_layers_,
@@ -41,6 +42,8 @@ from rl.learner import (
     LogprobHead,
     SequenceShard,
     check_divisible,
+    check_experts,
+    keep_experts_,
     offload_layer_inputs,
 )
 from rl.memory_plan.activations import AllocationRecord, StorageTracker
@@ -81,6 +84,7 @@ class ComputeConfig:
     offloads         the inputs of checkpointed layers are in host memory
     saved_bytes      bytes that the head may save off CUDA, as `LearnerSettings.kept_bytes`
     bf16_base        the frozen matrices are bf16
+    expert_parallel_size  number of ranks that divide the experts
     """
 
     dtype: torch.dtype = torch.float32
@@ -92,6 +96,7 @@ class ComputeConfig:
     cuda: bool = False
     saved_bytes: int | None = None
     bf16_base: bool = False
+    expert_parallel_size: int = 1
 
 
 class AbsentTensor:
@@ -158,6 +163,12 @@ class ModelSkeleton:
         """Raise UserError if the model's sequences cannot be divided among `size` ranks."""
         check_divisible(self._loaded.model, self._described, size, self.shape.name)
 
+    def check_experts(self, size: int, world: int) -> None:
+        """Raise UserError if the experts cannot be divided over groups of `size` of `world`
+        ranks.
+        """
+        check_experts(self._loaded.model, self._described, size, world, self.shape.name)
+
     def measure_micro_batch(self, batch: MicroBatch, config: ComputeConfig) -> MicroBatchMemory:
         """Return what a micro-batch holds at the peak of its forward and backward. Raises UserError
         for a model whose forward depends on tensor values.
@@ -190,6 +201,9 @@ class ModelSkeleton:
             model = _copy_to_fake_cpu(self._loaded.model, config.dtype)
             if config.bf16_base:
                 cast_frozen_(model, torch.bfloat16, without_values=True)
+            if config.expert_parallel_size > 1:
+                # With evenly spread tokens a rank receives as many rows as it sends.
+                keep_experts_(model, config.expert_parallel_size, 0)
             if config.checkpointing:
                 model.gradient_checkpointing_enable(
                     gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -360,6 +374,7 @@ def _make_shape(
             "experts_per_token": experts.per_token,
             "routed_width": experts.per_token * width + shared,
             "idle_experts": idle,
+            "layer_experts": experts.num_parameters // len(experts.blocks),
         }
     return ModelShape(
         name=loaded.name,
@@ -371,7 +386,7 @@ def _make_shape(
         head_width=number("head_dim") or hidden // heads,
         mlp=number("intermediate_size", "n_inner", "ffn_dim") or 4 * hidden,
         vocab=loaded.vocab_size,
-        max_context=number("max_position_embeddings", "n_positions"),
+        max_context=find_max_context(model),
         fast=fast,
         layer=max((sum(p.numel() for p in m.parameters()) for m in layers), default=0),
         caching=described.num_kv_layers if described.kinds else None,

@@ -11,11 +11,10 @@ from rl.models.adapter_folders import (
     resolve_adapter_chain,
 )
 from rl.models.check_weights import (
-    check_model_weights,
     check_tensors,
+    check_weight_names_and_shapes,
     convert_read_errors,
     load_checked_adapter,
-    select_weights_to_save,
 )
 from rl.models.lazy_safetensors import (
     LazyTensors,
@@ -59,6 +58,7 @@ from rl.models.reward_classifiers import (
 )
 from rl.models.tiny_models import MODEL_PRESETS
 from rl.models.tokenizer_loading import load_tokenizer
+from rl.models.weight_files import write_weights
 
 __all__ = [
     "LoadedClassifier",
@@ -85,7 +85,7 @@ __all__ = [
     "is_vision_parameter",
     "check_model_folder",
     "check_tensors",
-    "check_model_weights",
+    "check_weight_names_and_shapes",
     "collect_eos_token_ids",
     "open_lazy_tensors",
     "info",
@@ -108,6 +108,6 @@ __all__ = [
     "compute_unadapted_share",
     "uses_flash_attention",
     "get_value_head",
-    "select_weights_to_save",
+    "write_weights",
     "get_vocab_size",
 ]

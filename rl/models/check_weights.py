@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rl.errors import UserError
 from rl.models.lazy_safetensors import get_tensor_shape, open_lazy_tensors
+from rl.sanitize import list_some
 
 # Buffers that older versions of transformers wrote and that are now computed from the config.
 _COMPUTED_BUFFERS = re.compile(
@@ -38,9 +39,10 @@ def convert_read_errors(name: str) -> Iterator[None]:
         raise UserError(
             f"the weights of {name} cannot be read, since a file is damaged or truncated: {error}"
         ) from error
-    except (
-        RuntimeError
-    ) as error:  # transformers and PEFT: shapes that do not fit, and torch: a damaged .bin file
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise
+        # transformers and PEFT: shapes that do not fit, and torch: a damaged .bin file
         raise UserError(f"the weights of {name} do not fit its config: {error}") from error
 
 
@@ -91,7 +93,7 @@ def _restore_padding_row(model: Any, folder: Path) -> None:
                 module.weight[row] = stored[f"{name}.weight"][row].to(module.weight.dtype)
 
 
-def check_model_weights(folder: Path) -> None:
+def check_weight_names_and_shapes(folder: Path) -> None:
     """Check a causal LM's folder as `load_checked_model` does, reading only names and shapes."""
     from rl.models.vision_models import find_auto_class
 
@@ -158,43 +160,4 @@ def check_tensors(
 
 def _format_names(names: list[str]) -> str:
     """Return the number of the names, and the first 4 of them."""
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:_MAX_LISTED])}{more})"
-
-
-def select_weights_to_save(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the `weights` to write to a file, with a single tensor of each tied group.
-
-    It is the tensor that the others are tied to at load. If the model's head and embedding were
-    untied, nothing shared is tied any more: each name gets a copy.
-    """
-    tied = set(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or [])
-    if not tied or getattr(model.config.get_text_config(), "tie_word_embeddings", True):
-        return _drop_shared_duplicates(weights, tied)
-    written: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in weights.items():
-        written[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-        seen.add(tensor.data_ptr())
-    return written
-
-
-def _drop_shared_duplicates(
-    weights: Mapping[str, Tensor], tied: Collection[str]
-) -> dict[str, Tensor]:
-    """Return the weights with a single name for each shared tensor: the first by name that is not
-    `tied`.
-
-    `save_torch_state_dict` would drop the other names too, and list them in the header, in an order
-    that differs from file to file.
-    """
-    names: dict[tuple[Any, ...], list[str]] = {}
-    for name, tensor in weights.items():
-        place = (
-            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            if tensor.numel()
-            else (name,)
-        )
-        names.setdefault(place, []).append(name)
-    kept = {min(group, key=lambda name: (name in tied, name)) for group in names.values()}
-    return {name: tensor for name, tensor in weights.items() if name in kept}
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({list_some(names, _MAX_LISTED)})"

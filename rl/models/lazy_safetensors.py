@@ -58,6 +58,7 @@ class SafetensorsWeights:
         for name, parameter in parameters.items():
             if name in self._sources:
                 self._name_of.setdefault(id(parameter), name)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         missing = [
             name for name, parameter in parameters.items() if id(parameter) not in self._name_of
         ]
@@ -69,10 +70,10 @@ class SafetensorsWeights:
             )
         for name in self._name_of.values():
             source = self._sources[name]
-            if isinstance(source, str) and self._shape(source) != tuple(parameters[name].shape):
+            if isinstance(source, str) and self._shape(source) != self._shapes[name]:
                 raise CannotReadLazily(
                     f"{source} has the shape {self._shape(source)}, the model's is "
-                    f"{tuple(parameters[name].shape)}"
+                    f"{self._shapes[name]}"
                 )
 
     def fill_buffers(self) -> None:
@@ -86,11 +87,9 @@ class SafetensorsWeights:
         (with adapters).
         """
         wrapped = copy.copy(self)
-        wrapped._sources = {
-            name: self._sources[self._name_of[id(p)]]
-            for name, p in model.named_parameters()
-            if id(p) in self._name_of
-        }
+        held = {name: p for name, p in model.named_parameters() if id(p) in self._name_of}
+        wrapped._sources = {name: self._sources[self._name_of[id(p)]] for name, p in held.items()}
+        wrapped._shapes = {name: tuple(p.shape) for name, p in held.items()}
         return wrapped
 
     def __contains__(self, name: object) -> bool:
@@ -123,6 +122,10 @@ class SafetensorsWeights:
         with _open(self._file_of[source]) as file:
             return file.get_slice(source)[start:stop]
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter."""
+        return self._shapes[name]
+
     def _shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a key's tensor."""
         with _open(self._file_of[key]) as file:
@@ -130,12 +133,13 @@ class SafetensorsWeights:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Map names to tensors, each read at every access from the file that `entries` names.
+    """Map names to tensors, each read at every access from the file or the weights that `entries`
+    names.
 
     An entry may also be a tensor in memory.
     """
 
-    def __init__(self, entries: Mapping[str, Path | Tensor]):
+    def __init__(self, entries: Mapping[str, Path | SafetensorsWeights | Tensor]):
         self._entries = dict(entries)
 
     @classmethod
@@ -148,6 +152,8 @@ class LazyTensors(Mapping[str, Tensor]):
         entry = self._entries[name]
         if isinstance(entry, Tensor):
             return entry
+        if isinstance(entry, SafetensorsWeights):
+            return entry.read(name)
         with _open(entry) as opened:
             return opened.get_tensor(name)
 
@@ -166,6 +172,8 @@ class LazyTensors(Mapping[str, Tensor]):
         entry = self._entries[name]
         if isinstance(entry, Tensor):
             return tuple(entry.shape)
+        if isinstance(entry, SafetensorsWeights):
+            return entry.shape_of(name)
         with _open(entry) as opened:
             return tuple(opened.get_slice(name).get_shape())
 

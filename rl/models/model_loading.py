@@ -41,7 +41,6 @@ from rl.models.tokenizer_loading import build_tiny_tokenizer, load_tokenizer
 from rl.models.vision_models import (
     attach_image_processor,
     describe_tiny_text_model,
-    find_auto_class,
     initialize_vision_tower,
     make_tiny_vision_config,
     select_auto_class,
@@ -100,9 +99,17 @@ def load_model(base_model: str, *, tokenizer: str | None = None, seed: int = 0) 
         return _load_merged(folder, tokenizer)
     if folder.is_dir():
         check_model_folder(folder)
+    from transformers import AutoConfig
+
     try:
+        config = AutoConfig.from_pretrained(source)
         model = load_checked_model(
-            find_auto_class(source), source, base_model, dtype=torch.float32, **_attention_kwargs()
+            select_auto_class(config),
+            source,
+            base_model,
+            dtype=torch.float32,
+            **_attention_kwargs(),
+            **_dequantization_kwargs(config, base_model),
         )
     except OSError as error:
         hint = (
@@ -324,6 +331,27 @@ def _attention_kwargs() -> dict[str, str]:
         if torch.cuda.is_available() and is_flash_attn_2_available()
         else {}
     )
+
+
+def _dequantization_kwargs(config: Any, name: str) -> dict[str, Any]:
+    """Return the setting that dequantizes a model's weights at load; {} for a plain model.
+
+    Without it transformers would dequantize FP8 on a CPU, and train nothing of it on a GPU. Raises
+    UserError for weights that cannot be dequantized.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if not quantization:
+        return {}
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    method = quantization.get("quant_method", "an unnamed method")
+    if method not in ("fp8", "mxfp4"):
+        raise UserError(
+            f"the weights of {name} are quantized ({method}) and cannot be trained: pass the model "
+            "that they were made from"
+        )
+    settings = AutoQuantizationConfig.from_dict({**quantization, "dequantize": True})
+    return {"quantization_config": settings}
 
 
 def uses_flash_attention(model: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rl.errors import UserError, check_hub_access
-from rl.layers import get_config_number
+from rl.layers import find_max_context
 from rl.models.check_weights import check_tensor_names, convert_read_errors, hide_progress_bars
 from rl.models.tokenizer_loading import load_tokenizer
 
@@ -105,9 +105,7 @@ def load_classifier(name: str, dtype: torch.dtype) -> LoadedClassifier:
         raise UserError(f"cannot load the reward model {name!r}: {error}") from error
     check_tensor_names(name, loading["missing_keys"], ())
     model.config.use_cache = False
-    limit = get_config_number(
-        model, "max_position_embeddings", "n_positions", "max_target_positions"
-    )
+    limit = find_max_context(model)
     return LoadedClassifier(model.eval().requires_grad_(False), tokenizer, name, limit)
 
 

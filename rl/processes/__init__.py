@@ -15,13 +15,19 @@ from rl.processes.reaper import (
     kill_tree,
     set_parent_death_signal,
 )
-from rl.processes.supervised_process import SupervisedProcess, WorkerDiedError, WorkerProcess
+from rl.processes.supervised_process import (
+    MessageChannel,
+    SupervisedProcess,
+    WorkerDiedError,
+    WorkerProcess,
+)
 
 __all__ = [
     "MARK_VARIABLE",
     "ForkedCall",
     "FrameReader",
     "InvalidReply",
+    "MessageChannel",
     "SupervisedProcess",
     "WorkerDiedError",
     "WorkerProcess",

@@ -282,7 +282,7 @@ def kill_process(pid: int, *, group: bool = False) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill the process group of a session's first process, and the descendants of this process.
+    """Kill the process group that `pid` leads, and all its descendants with their groups.
 
     Reads only the processes of the tree: a machine may run thousands. Misses orphans, which the
     reaper has adopted, and without /proc/PID/task/TID/children all but the group.

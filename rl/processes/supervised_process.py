@@ -171,40 +171,31 @@ class SupervisedProcess:
                 self._process.wait(timeout=5.0)
 
 
-class WorkerProcess(SupervisedProcess):
-    """Run a function in a fresh interpreter in its own process group, and exchange messages with
-    it.
+class MessageChannel:
+    """Send framed messages over a socket to a process that may run user code, and receive its.
 
-    `function`: "module:function", called with the file descriptor of its end of the channel.
-    `limit`: maximum length of a message in bytes. `channel`: this process's end.
+    `limit`: maximum length of a received message in bytes.
     """
 
-    def __init__(
-        self,
-        function: str,
-        environment: Mapping[str, str],
-        limit: int,
-        output: Callable[[bytes], None] = lambda data: None,
-    ):
-        self._frames = FrameReader(limit)
-        self.channel, worker_end = socket.socketpair()
-        try:
-            super().__init__(
-                [function],
-                environment,
-                channel=worker_end,
-                path=json.dumps(sys.path),
-                output=output,
-            )
-        except BaseException:
-            self.channel.close()
-            raise
-        finally:
-            worker_end.close()
-        self.channel.setblocking(False)
+    def __init__(self, channel: socket.socket, limit: int):
+        self.channel, self._frames, self._is_closed = channel, FrameReader(limit), False
+        self._readers: dict[int, Callable[[], bool]] = {}
         self._poller = select.poll()
-        self._poller.register(self.channel, select.POLLIN)
-        self._poller.register(self._output_socket, select.POLLIN)
+        channel.setblocking(False)
+        self._add_reader(channel, self._read_channel)
+
+    def describe_end(self) -> str:
+        """Describe why the other process sends no more messages."""
+        raise NotImplementedError
+
+    def stop(self) -> object:
+        """End the other process; idempotent."""
+        raise NotImplementedError
+
+    def _add_reader(self, source: socket.socket, read: Callable[[], bool]) -> None:
+        """Call `read` when the source has data; it returns False if the other end is closed."""
+        self._readers[source.fileno()] = read
+        self._poller.register(source, select.POLLIN)
 
     def send(self, message: bytes, seconds: float) -> None:
         """Send a message. Raises TimeoutError if the worker does not read it within `seconds`,
@@ -234,20 +225,13 @@ class WorkerProcess(SupervisedProcess):
             self._wait_for_data(max(0.0, deadline - time.monotonic()))
         return message
 
-    def has_ended(self) -> bool:
-        """Return whether the worker has closed its end of the channel, or its reaper has ended."""
-        poller = select.poll()
-        poller.register(self.channel, 0)  # reports a hang-up alone
-        return bool(poller.poll(0)) or self._process.poll() is not None
-
     def _wait_for_data(self, seconds: float) -> None:
-        """Wait for data from the worker or its reaper. Raises TimeoutError after `seconds`."""
+        """Wait for data. Raises TimeoutError after `seconds`."""
         events = self._poller.poll(1000 * seconds)
         if not events:
             raise TimeoutError
         for fd, _ in events:
-            read = self._read_channel if fd == self.channel.fileno() else self.read_output
-            self._is_closed = not read() or self._is_closed
+            self._is_closed = not self._readers[fd]() or self._is_closed
         if self._is_closed:  # messages sent before the end count
             for _ in range(64):  # bounded, since another process may continue to send
                 if not self._read_channel():
@@ -263,6 +247,46 @@ class WorkerProcess(SupervisedProcess):
             return False
         self._frames.feed(data)
         return bool(data)
+
+
+class WorkerProcess(SupervisedProcess, MessageChannel):
+    """Run a function in a fresh interpreter in its own process group, and exchange messages with
+    it.
+
+    `function`: "module:function", called with the file descriptor of its end of the channel.
+    `limit`: maximum length of a message in bytes. `channel`: this process's end.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        environment: Mapping[str, str],
+        limit: int,
+        output: Callable[[bytes], None] = lambda data: None,
+    ):
+        channel, worker_end = socket.socketpair()
+        try:
+            SupervisedProcess.__init__(
+                self,
+                [function],
+                environment,
+                channel=worker_end,
+                path=json.dumps(sys.path),
+                output=output,
+            )
+        except BaseException:
+            channel.close()
+            raise
+        finally:
+            worker_end.close()
+        MessageChannel.__init__(self, channel, limit)
+        self._add_reader(self._output_socket, self.read_output)
+
+    def has_ended(self) -> bool:
+        """Return whether the worker has closed its end of the channel, or its reaper has ended."""
+        poller = select.poll()
+        poller.register(self.channel, 0)  # reports a hang-up alone
+        return bool(poller.poll(0)) or self._process.poll() is not None
 
     def request_end(self) -> None:
         self.channel.close()

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rl.envs import Environment, EpisodeLimits, grade_answer, last_user_text
 from rl.errors import UserError
@@ -40,7 +40,7 @@ Stop = Sequence[str] | Sequence[int] | None
 class Endpoint(Environment):
     """Run your program, a process per episode, which calls the policy at $OPENAI_BASE_URL."""
 
-    behind_colon: ClassVar[str] = "program"
+    colon_setting = "program"
 
     program: str
     """The program and its fixed arguments, as in a shell: "python agent.py"."""
@@ -78,7 +78,7 @@ class Endpoint(Environment):
     def needs_rows(self) -> bool:  # type: ignore[override]
         return self.dataset_rows or self.grader is not None
 
-    def group(
+    def make_token_level_group(  # type: ignore[override]
         self,
         problem: Problem,
         group_size: int,
@@ -103,7 +103,7 @@ class ProgramGroup(EnvGroupBuilder):
 
     def __post_init__(self) -> None:
         problem = self.problem
-        self.tag, self.problem_index = problem.tag, problem.index
+        self.tag, self.problem_index, self.meta = problem.tag, problem.index, problem.meta
         # `ProgramEpisode` counts and limits the turns
         self.max_turns, self.max_tokens = 1_000_000, self.limits.tokens
         self.question = last_user_text(problem.messages) if problem.messages else ""
@@ -111,7 +111,7 @@ class ProgramGroup(EnvGroupBuilder):
             problem.meta.get("seed", derive_seed("environment", "endpoint", problem.index))
         )
         messages = {"messages": list(problem.messages)} if problem.messages else {}
-        self.row: dict[str, Any] = replace_nonfinite({**problem.meta, **messages})
+        self.row: dict[str, Any] = _to_json({**problem.meta, **messages})
 
     def make_envs(self) -> Sequence[Env]:
         return [ProgramEnv(self, member, get_live_endpoint()) for member in range(self.group_size)]
@@ -124,6 +124,18 @@ class ProgramGroup(EnvGroupBuilder):
         }
         fillers |= {"seed": str(self.seed), "row": row_file, "prompt": self.question}
         return [_fill_in(word, fillers) for word in self.settings.command]
+
+
+def _to_json(value: Any) -> Any:
+    """Return the JSON value of a column; text for each value that JSON lacks, such as a date."""
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(item) for item in value]
+    try:
+        return replace_nonfinite(value)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def _fill_in(word: str, fillers: Mapping[str, str]) -> str:
@@ -147,6 +159,7 @@ class ProgramEnv(Env):
         self.folder: str | None = None
         self.request: ActionRequest | None = None
         self.last_request: ActionRequest | None = None
+        self._is_closed = False
 
     def initial_observation(self) -> _DeferredStep:
         """Start the program; the result is its first request. Raises EpisodeFailed without any."""
@@ -156,27 +169,32 @@ class ProgramEnv(Env):
         self.endpoint.begin(
             self.episode, self.group.make_command(str(row)), self._make_variables(str(row))
         )
+        if self._is_closed:  # another thread discarded the episode meanwhile
+            self.close()
         return _DeferredStep(self._get_first_observation)
 
     def step(self, action: SampledSequence) -> _DeferredStep:
         """Answer the request with an action; the result is the next request or the end."""
-        ask = self.last_request = self.request
-        assert ask is not None
-        self.endpoint.server.call_soon(ask.resolve, action)
-        return _DeferredStep(lambda: self._get_step_result(ask, action))
+        request = self.last_request = self.request
+        assert request is not None
+        self.endpoint.server.call_soon(request.resolve, action)
+        return _DeferredStep(lambda: self._get_step_result(request, action))
 
-    def no_room(self) -> _DeferredStep:
-        """Refuse a request that does not fit the context; the result is the end of the episode."""
+    def on_context_overflow(self) -> _DeferredStep:
+        """Refuse all requests after one that does not fit the context; the result is the end of
+        the episode.
+        """
         assert self.request is not None
         reason = (
             "the conversation and a response exceed the model's context or the episode's tokens: "
             f"the prompt already has {len(self.request.prompt)} tokens"
         )
-        self.endpoint.server.call_soon(self.episode.refuse, self.request, reason)
-        return _DeferredStep(lambda: self._finish(self._wait_for_event()))
+        self.endpoint.server.call_soon(self.episode.refuse, reason)
+        return _DeferredStep(lambda: self._finish(self._wait_for_exit()))
 
     def close(self) -> None:
         """End the program and remove its files."""
+        self._is_closed = True
         self.endpoint.end(self.episode)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -214,6 +232,12 @@ class ProgramEnv(Env):
             if isinstance(event, ProgramExit) or not event.is_dead:
                 return event
 
+    def _wait_for_exit(self) -> ProgramExit:
+        """Wait for the program's end. Concurrent requests, which are refused, may come first."""
+        while not isinstance(event := self._wait_for_event(), ProgramExit):
+            pass
+        return event
+
     def _get_first_observation(self) -> tuple[ModelInput, Stop]:
         """Return the first observation. Raises EpisodeFailed if the program made no request."""
         event = self._wait_for_event()
@@ -225,7 +249,7 @@ class ProgramEnv(Env):
 
     def _observe(self, request: ActionRequest) -> tuple[ModelInput, Stop]:
         """Return a request as an observation with its stops, and keep it as the current request."""
-        self.request, self.most_tokens = request, request.params.max_tokens
+        self.request, self.max_action_tokens = request, request.params.max_tokens
         return ModelInput.from_ints(request.prompt), request.params.stop  # type: ignore[return-value]  # texts and ids, mixed
 
     def _get_step_result(self, request: ActionRequest, action: SampledSequence) -> StepResult:
@@ -239,13 +263,11 @@ class ProgramEnv(Env):
         result.metrics, result.logs = {**metrics, **result.metrics}, request.logs
         return result
 
-    def _finish(self, event: ActionRequest | ProgramExit) -> StepResult:
+    def _finish(self, event: ProgramExit) -> StepResult:
         """Return the last step result, after the end of the program.
 
         Raises EpisodeFailed if the program exceeded its time, failed, or posted no score.
         """
-        # after `no_room` every request is refused, so the next event is the end
-        assert isinstance(event, ProgramExit)
         episode, cut = self.episode, self.episode.end_reason
         if event.timed_out or (event.code != 0 and cut is None):
             raise EpisodeFailed(f"{self.name} {self._describe_exit(event)}")
@@ -274,10 +296,11 @@ class ProgramEnv(Env):
             self.last_request.logs.get("answer_text", "") if self.last_request is not None else ""
         )
         thread = EnvThread(self.group.limits.seconds, f"the environment {self.name}, its grader,")
-        reward, graded_metrics = thread.submit(
+        call = thread.submit(
             lambda: grade_answer(grader, self.group.question, last_answer, self.group.row)
-        ).result()
-        thread.finish()
+        )
+        thread.finish()  # also after a grader that raises or hangs
+        reward, graded_metrics = call.result()
         posted_metrics = {} if posted is None else {"posted": posted}
         return reward, {**graded_metrics, **posted_metrics, **metrics}
 

@@ -193,17 +193,17 @@ class ProgramEpisode(AgentSession):
             raise HttpError(400, f"the episode is over: {self.end_reason}", code="episode_over")
         self.request_count += 1
         self.requested_or_ended.set()
-        ask = ActionRequest(prompt, params, asyncio.get_running_loop().create_future())
-        self._pending_requests.add(ask)
+        request = ActionRequest(prompt, params, asyncio.get_running_loop().create_future())
+        self._pending_requests.add(request)
         self.timer.stop()
-        self.events.put(ask)
+        self.events.put(request)
         try:
-            sequence = await ask.answer
+            sequence = await request.answer
         finally:
-            self._pending_requests.discard(ask)
+            self._pending_requests.discard(request)
             if not self._pending_requests:
                 self.timer.start()
-        self._answered_requests[id(sequence)] = ask
+        self._answered_requests[id(sequence)] = request
         return sequence
 
     def _replace_settings(self, params: SamplingParams) -> None:
@@ -227,14 +227,14 @@ class ProgramEpisode(AgentSession):
         if turn.messages is not None:
             turn.messages = self._with_system_prompt(turn.messages)
         super().record_turn(turn, returned_message)
-        ask = self._answered_requests.pop(id(turn.sequence), None)
-        if ask is not None:
+        request = self._answered_requests.pop(id(turn.sequence), None)
+        if request is not None:
             text = (
                 last_user_text(turn.messages)
                 if turn.messages
                 else self._renderer.tokenizer.decode(turn.prompt)
             )
-            ask.logs |= {
+            request.logs |= {
                 **make_turn_logs(turn),
                 "prompt": text,
                 "answer_text": turn.answer["content"],
@@ -242,16 +242,17 @@ class ProgramEpisode(AgentSession):
 
     # ------------------------------------------------------------------------ calls of the rollout
 
-    def refuse(self, ask: ActionRequest, reason: str) -> None:
-        """Refuse this and all later requests; the program continues until it ends."""
+    def refuse(self, reason: str) -> None:
+        """Refuse all pending and all later requests; the program continues until it ends."""
         self.end_reason = reason
-        ask.resolve(HttpError(400, reason, "messages", code="context_length_exceeded"))
+        for request in self._pending_requests:
+            request.resolve(HttpError(400, reason, "messages", code="context_length_exceeded"))
 
     def refuse_pending(self) -> None:
         """Refuse all pending requests, and mark them as dead."""
-        for ask in list(self._pending_requests):
-            ask.is_dead = True
-            ask.resolve(HttpError(410, "the episode has ended", code="episode_over"))
+        for request in list(self._pending_requests):
+            request.is_dead = True
+            request.resolve(HttpError(410, "the episode has ended", code="episode_over"))
 
 
 class _ProgramTimer:

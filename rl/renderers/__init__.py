@@ -19,7 +19,12 @@ from rl.renderers.renderer import (
     get_content_text,
     normalize_messages,
 )
-from rl.renderers.response_parsing import format_broken_call, format_with_calls, split_thoughts
+from rl.renderers.response_parsing import (
+    THOUGHT_BEGIN,
+    format_broken_call,
+    format_with_calls,
+    split_thoughts,
+)
 from rl.renderers.stop_tokens import set_end_tokens
 from rl.renderers.streaming_parser import (
     parse_partial_answer,
@@ -36,6 +41,7 @@ __all__ = [
     "Renderer",
     "RoleColonRenderer",
     "StopTextRenderer",
+    "THOUGHT_BEGIN",
     "TrainOn",
     "format_broken_call",
     "trim_uncertain_end",

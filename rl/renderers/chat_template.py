@@ -205,7 +205,7 @@ class ChatTemplateRenderer(Renderer):
         example, weights = build_weighted_example(
             [(piece, float(number % 2)) for number, piece in enumerate(pieces)]
         )
-        return place_images(example.flat(), messages, self._image_reader), weights
+        return place_images(example.token_ids(), messages, self._image_reader), weights
 
     def get_stop_sequences(self) -> list[Any]:
         return [self._end_id, *sorted(self.end_tokens - {self._end_id}), *self.stops]
@@ -314,8 +314,8 @@ class ChatTemplateRenderer(Renderer):
         )
         begin = len(seen) + len(answer)
         return ModelInput.of(
-            [*seen, *answer, *following.flat()],
-            [(begin + at, image) for at, image in following.placed()],
+            [*seen, *answer, *following.token_ids()],
+            [(begin + at, image) for at, image in following.images_with_positions()],
         )
 
     def with_tools(self, tools: Tools) -> ChatTemplateRenderer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl.types import Message
@@ -27,6 +27,14 @@ CHANNEL, CHANNEL_TEXT = "<|channel|>", "<|message|>"
 THOUGHTS = ((THOUGHT_BEGIN, THOUGHT_END), ("<|channel>thought\n", "<channel|>"))
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n?(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_JSON_TYPES: dict[type, frozenset[str]] = {
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    type(None): frozenset({"null"}),
+    dict: frozenset({"object"}),
+    list: frozenset({"array"}),
+}
 NEXT_MESSAGE = re.compile(r"<\|end\|>(?:<\|start\|>assistant)?|<\|start\|>assistant")
 
 
@@ -86,43 +94,69 @@ def split_calls(text: str, tools: Tools = ()) -> ParsedCalls:
     templates render. A failed call (cut off, or not JSON of this form) stays in the text and is
     reported as {"raw_text": ..., "error": ...}. `tools`: the tools that may be called. In a call of
     the form <function=NAME><parameter=NAME>, each parameter is converted to its type in the tool's
-    schema (text if the schema has no type).
+    schema (text if the schema lacks the parameter).
+    """
+
+    def parse(rest: str, by_parts: bool) -> tuple[Call | str, int]:
+        return _parse_xml_call(rest, tools) if by_parts else parse_json_call(rest)
+
+    return split_parsed_calls(text, parse)
+
+
+def split_parsed_calls(
+    text: str, parse: Callable[[str, bool], tuple[Call | str, int]], ended: bool = True
+) -> ParsedCalls:
+    """Do as `split_calls` with a parser of a call.
+
+    `parse` receives the text after an opening mark, and whether it is <function=...>. It returns
+    (the call, or the reason why there is none; its length with the closing mark, -1 without one).
+    `ended`: no text follows. Otherwise a failed call without a closing mark, and what follows it,
+    is left out.
     """
     content, calls, unparsed = "", [], []
     before, opened, rest = text.partition(CALL_BEGIN)
     while opened:
         content += before
         by_parts = rest.lstrip().startswith("<function=")
-        call, length = _parse_xml_call(rest, tools) if by_parts else parse_json_call(rest)
-        if isinstance(call, str):
-            unparsed.append({"raw_text": CALL_BEGIN + rest[:length], "error": call})
-            content += CALL_BEGIN + rest[:length]
-            before, opened, rest = rest[length:].partition(CALL_BEGIN)
-        else:
+        call, length = parse(rest, by_parts)
+        raw = rest if length < 0 else rest[:length]
+        before, opened, rest = rest[len(raw) :].partition(CALL_BEGIN)
+        if not isinstance(call, str):
             calls.append(call)
             content = content.removesuffix("\n")  # templates put a call on a separate line,
             # and a call in parts after an empty line
             content = content.removesuffix("\n") if by_parts else content
-            before, opened, rest = rest[length:].partition(CALL_BEGIN)
             before = "" if not before.strip() else before
+        elif length < 0 and not ended:
+            break
+        else:
+            unparsed.append({"raw_text": CALL_BEGIN + raw, "error": call})
+            content += CALL_BEGIN + raw
     return content + before, calls, unparsed
+
+
+def find_call_end(text: str, at: int = 0) -> int:
+    """Return the position after the closing mark of a call, searched from `at` on; -1 if it is not
+    written yet.
+    """
+    end = text.find(CALL_END, at)
+    return -1 if end < 0 else end + len(CALL_END)
 
 
 def parse_json_call(text: str) -> tuple[Call | str, int]:
     """Return (the call at the start of `text`, after its opening mark, or the reason why it is
-    invalid; its length including the closing mark).
+    invalid; its length including the closing mark, -1 without one).
     """
-    closed = text.find(CALL_END)
-    until = len(text) if closed < 0 else closed + len(CALL_END)
+    until = find_call_end(text)
     start = len(text) - len(text.lstrip())
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError) as error:
-        return ("was not finished" if closed < 0 else f"no JSON ({error})"), until
+        return ("was not finished" if until < 0 else f"no JSON ({error})"), until
     after = text[end:].lstrip()
     if not after.startswith(CALL_END):
         return (
-            "was not finished" if closed < 0 else f"more than one JSON value before {CALL_END}"
+            "was not finished" if until < 0 else f"more than one JSON value before {CALL_END}"
         ), until
     length = len(text) - len(after) + len(CALL_END)
     if (
@@ -136,12 +170,11 @@ def parse_json_call(text: str) -> tuple[Call | str, int]:
 
 def _parse_xml_call(text: str, tools: Tools) -> tuple[Call | str, int]:
     """Do as `parse_json_call` for <function=NAME><parameter=NAME>..</parameter></function>."""
-    closed = text.find(CALL_END)
-    until = len(text) if closed < 0 else closed + len(CALL_END)
+    until = find_call_end(text)
     match = _FUNCTION.match(text)
     if match is None:
         return (
-            "was not finished" if closed < 0 else "no <function=...> that ends before the call ends"
+            "was not finished" if until < 0 else "no <function=...> that ends before the call ends"
         ), until
     name, body = match.groups()
     if _PARAMETER.sub("", body).strip():
@@ -158,8 +191,20 @@ def _find_schema(tools: Tools, name: str, parameter: str) -> Mapping[str, Any]:
     function: Mapping[str, Any] = next(
         (tool["function"] for tool in tools if tool.get("function", {}).get("name") == name), {}
     )
-    schema = (function.get("parameters") or {}).get("properties", {}).get(parameter)
+    schema = ((function.get("parameters") or {}).get("properties") or {}).get(parameter)
     return schema if isinstance(schema, Mapping) else {"type": "string"}
+
+
+def _list_types(schema: Mapping[str, Any]) -> set[str]:
+    """Return the JSON types that a schema names."""
+    types: set[str] = set()
+    options = (option for name in ("anyOf", "oneOf", "allOf") for option in schema.get(name) or ())
+    for option in (schema, *options):
+        if not isinstance(option, Mapping):  # true or false: any or no value
+            continue
+        named = option.get("type", "object" if "$ref" in option else [])
+        types.update(map(str, named if isinstance(named, list) else [named]))
+    return types
 
 
 def parse_parameter(tools: Tools, name: str, parameter: str, text: str | None) -> Any:
@@ -168,20 +213,21 @@ def parse_parameter(tools: Tools, name: str, parameter: str, text: str | None) -
     """
     schema = _find_schema(tools, name, parameter)
     if text is None:
-        return None if schema.get("type") == "string" else schema
+        return None if _list_types(schema) == {"string"} else schema
     return _parse_typed(text, schema)
 
 
 def _parse_typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of a parameter: the text if its type is string or it is not JSON, else the
-    parsed JSON.
+    """Return the value of a parameter: the text if it is not JSON, or if it may be a string and is
+    not JSON of another type that the schema names, else the parsed JSON.
     """
-    if schema.get("type") == "string":
-        return text
+    types = _list_types(schema)
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    is_other = _JSON_TYPES.get(type(value), frozenset()) & types
+    return value if is_other or "string" not in types else text
 
 
 def split_channels(text: str) -> tuple[str, str | None, list[Call], list[dict[str, str]]]:

@@ -22,10 +22,12 @@ from rl.renderers.response_parsing import (
     Tools,
     build_answer,
     drop_partial_message,
+    find_call_end,
     make_call,
     parse_json_call,
     parse_parameter,
     split_channels,
+    split_parsed_calls,
     split_thoughts,
 )
 from rl.renderers.tool_call_formats import PYTHON_TAG
@@ -61,49 +63,30 @@ def parse_partial_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list
     `ended`: no text follows. Otherwise a call without a known name, and everything after it, is
     left out.
     """
-    content, calls = "", list[Call]()
-    before, opened, rest = text.partition(CALL_BEGIN)
-    while opened:
-        content += before
-        by_parts = rest.lstrip().startswith("<function=")
-        call, length = (
-            _parse_xml_call(rest, tools, ended) if by_parts else _parse_json_call(rest, ended)
-        )
-        if call is None and length < 0:
-            if not ended:
-                return content, calls
-            length = len(rest)
-        if call is None:
-            content += CALL_BEGIN + rest[:length]
-            before, opened, rest = rest[length:].partition(CALL_BEGIN)
-            continue
-        calls.append(call)
-        content = content.removesuffix("\n")
-        content = content.removesuffix("\n") if by_parts else content
-        if length < 0:
-            return content, calls
-        before, opened, rest = rest[length:].partition(CALL_BEGIN)
-        before = "" if not before.strip() else before
-    return content + before, calls
+
+    def parse(rest: str, by_parts: bool) -> tuple[Call | str, int]:
+        return _parse_xml_call(rest, tools, ended) if by_parts else _parse_json_call(rest, ended)
+
+    return split_parsed_calls(text, parse, ended)[:2]
 
 
-def _parse_json_call(text: str, ended: bool) -> tuple[Call | None, int]:
-    """Return (the call after its opening mark, its length). The call is None if it is not known yet
-    or invalid; the length is -1 if the call has not ended.
+def _parse_json_call(text: str, ended: bool) -> tuple[Call | str, int]:
+    """Return (the call after its opening mark, or the reason why it is not known yet or invalid;
+    its length, -1 if the call has not ended).
     """
     header = _JSON_HEADER.match(text)
     if header is None:
         whole, length = parse_json_call(text)
         if isinstance(whole, str):
-            return None, length if CALL_END in text else -1
+            return whole, length
         function = whole["function"]
         return make_call(
             function["name"], json.dumps(function["arguments"], ensure_ascii=False)
         ), length
     try:
         name = json.loads(header[1])
-    except ValueError:
-        return None, _find_call_end(text, 0)
+    except ValueError as error:
+        return f"no JSON ({error})", find_call_end(text)
     depth, begin = 0, header.end()
     for piece in _JSON_TOKEN.finditer(text, begin):
         depth += piece[0] in ("{", "[")
@@ -111,26 +94,18 @@ def _parse_json_call(text: str, ended: bool) -> tuple[Call | None, int]:
         if piece[0] == CALL_END:
             return make_call(name, text[begin : piece.start()].rstrip()), piece.end()
         if depth == 0:
-            return make_call(name, text[begin : piece.end()]), _find_call_end(text, piece.end())
+            return make_call(name, text[begin : piece.end()]), find_call_end(text, piece.end())
     arguments = text[begin:] if ended else trim_uncertain_end(text[begin:], (CALL_END,))
     return make_call(name, arguments.rstrip()), -1
 
 
-def _find_call_end(text: str, at: int) -> int:
-    """Return the position after the closing mark of a call, searched from `at` on; -1 if it is not
-    written yet.
-    """
-    end = text.find(CALL_END, at)
-    return -1 if end < 0 else end + len(CALL_END)
-
-
-def _parse_xml_call(text: str, tools: Tools, ended: bool) -> tuple[Call | None, int]:
+def _parse_xml_call(text: str, tools: Tools, ended: bool) -> tuple[Call | str, int]:
     """Do the same as `_parse_json_call` for
     <function=NAME><parameter=NAME>..</parameter></function>. The arguments become JSON text.
     """
     header = _FUNCTION_HEADER.match(text)
     if header is None:
-        return None, _find_call_end(text, 0)
+        return "has no name", find_call_end(text)
     name, at, arguments = header[1], header.end(), "{"
     while (parameter := _PARAMETER.match(text, at)) is not None:
         end = text.find("</parameter>", parameter.end())
@@ -150,7 +125,7 @@ def _parse_xml_call(text: str, tools: Tools, ended: bool) -> tuple[Call | None, 
         arguments += key + json.dumps(value, ensure_ascii=False)
         at = end + len("</parameter>")
     finish = re.compile(r"\s*</function>").match(text, at)
-    return make_call(name, arguments + ("}" if finish else "")), _find_call_end(text, at)
+    return make_call(name, arguments + ("}" if finish else "")), find_call_end(text, at)
 
 
 def parse_channel_calls(text: str, marks: Sequence[str], ended: bool) -> tuple[str, list[Call]]:
@@ -198,7 +173,6 @@ def parse_partial_answer(
     of thoughts without an opening mark turns the preceding text into thoughts.
     """
     marks, text = renderer.marks(), renderer.get_answer_text(tokens)
-    calls: list[Call] = []
     if CHANNEL in marks:
         text, calls = parse_channel_calls(text, marks, ended)
         content, thoughts, *_ = split_channels(
@@ -206,38 +180,29 @@ def parse_partial_answer(
         )
         return _build_message(renderer, content, thoughts, calls)
     around = renderer.thought_marks()
+    form = renderer.call_format()
+    opening = CALL_BEGIN if form is None else form.begin
+    calls_tools = opening in marks
     content, thoughts = split_thoughts(text, around) if around is not None else (text, None)
+    inside = ""
     if around is not None:
         content, thoughts, thinking = _split_open_thought(
             content, thoughts, around[0], within_thoughts, ended
         )
         if thinking and thoughts is not None:
             # A call within thoughts counts as a call only if the thoughts never end.
-            opening = _get_call_mark(renderer)
-            thoughts, called, rest = (
-                thoughts.partition(opening) if opening in marks else (thoughts, "", "")
-            )
-            more, calls = (
-                _split_partial_calls(renderer, called + rest, True) if ended else ("", calls)
-            )
-            content, thoughts = (
-                content + more,
-                thoughts if ended else trim_uncertain_end(thoughts, (around[1], *marks)),
-            )
+            if calls_tools:
+                thoughts, called, rest = thoughts.partition(opening)
+                inside = called + rest if ended else ""
+            thoughts = thoughts if ended else trim_uncertain_end(thoughts, (around[1], *marks))
         thoughts = None if thoughts is None else thoughts.strip()
-        if thinking:
-            return _build_message(renderer, content if ended else content.rstrip(), thoughts, calls)
-    if _get_call_mark(renderer) in marks:
+    content = content if ended else trim_uncertain_end(content, marks)
+    calls = []
+    if calls_tools:
         content, calls = _split_partial_calls(renderer, content, ended)
-    return _build_message(
-        renderer, content if ended else trim_uncertain_end(content, marks).rstrip(), thoughts, calls
-    )
-
-
-def _get_call_mark(renderer: Renderer) -> str:
-    """Return the opening mark of a tool call, if the renderer parses calls."""
-    form = renderer.call_format()
-    return CALL_BEGIN if form is None else form.begin
+        after, more_calls = _split_partial_calls(renderer, inside, True)
+        content, calls = content + after, calls + more_calls
+    return _build_message(renderer, content if ended else content.rstrip(), thoughts, calls)
 
 
 def _split_partial_calls(renderer: Renderer, text: str, ended: bool) -> tuple[str, list[Call]]:

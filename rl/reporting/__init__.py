@@ -34,7 +34,7 @@ from rl.reporting.logbook import (
     check_writable,
     claim_folder,
     contains_run,
-    has_no_steps,
+    has_steps,
     load_saved_config,
     write_config,
 )
@@ -82,7 +82,7 @@ __all__ = [
     "format_held_out",
     "draw_curves",
     "contains_run",
-    "has_no_steps",
+    "has_steps",
     "load_saved_config",
     "write_config",
     "REPORT",

@@ -379,8 +379,8 @@ def _has_groups(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class AlarmSpec:
-    """Define an alarm: its `name` in metrics (alarm/<name>), the metrics that it `required_metrics`
-    in a row, the `check` and the remedy.
+    """Define an alarm: its `name` in metrics (alarm/<name>), the `required_metrics` that a row must
+    have, the `check` and the remedy.
     """
 
     name: str
@@ -481,8 +481,8 @@ class AlarmMonitor:
     """Evaluate the alarms of a stage. `rows`: the stage's rows so far, which a resumed run reads
     back from its metrics.
 
-    The message of an alarm is issued once for each onset: when the alarm is raised after QUIET rows
-    in which it was off (or not evaluated).
+    The message of an alarm is issued once for each onset: when the alarm is raised after
+    QUIET_ROWS rows in which it was off (or not evaluated).
     """
 
     QUIET_ROWS = 20

@@ -64,10 +64,10 @@ def collect_panels(curves: Sequence[RunCurve]) -> list[dict[str, Any]]:
                 {
                     "title": sanitize_text(panel.title, _NAME_LIMIT),
                     "metrics": [name and sanitize_text(name, _NAME_LIMIT) for name in names],
-                    "share": panel.share,
+                    "share": panel.is_fraction,
                     "log": panel.log,
                     "smooth": panel.smooth,
-                    "unless": list(panel.unless),
+                    "unless": list(panel.hidden_if_present),
                 }
             )
     return panels

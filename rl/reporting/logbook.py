@@ -9,7 +9,7 @@ without a trace of the interruption.
                              with the logprobs of their update: rl.trainer.batch_log
     rollouts/grpo-eval-000010.jsonl
                              the held-out answers of an evaluation (greedy: grpo-eval-greedy-000010)
-    reward_check.json        what the rewards pay for: rl.trainer.pipeline
+    reward_check.json        what the rewards pay for: rl.trainer.preflight
     curves.png               drawn at the end (and by plot.py at any time)
     wandb/, wandb_id.txt     of each tracker: its files, and the id under which it resumes
     report.html              written at evaluations and at the end: rl.trainer.report_writer
@@ -23,19 +23,20 @@ before the first step. Only rank 0 creates a Logbook.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.config import current_settings
-from rl.errors import RunFolderError
+from rl.config import current_settings, is_method_address
+from rl.errors import RankLost, RunFolderError
 from rl.jsonl import (
     METRICS_FILE,
+    TEMPORARY,
     format_json_line,
     get_evaluation_step,
     get_rollout_step,
@@ -54,6 +55,8 @@ CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rol
 EVALUATIONS = "evaluations"  # a .json and a .md file for each evaluation by evaluate.py
 REPORT, LAUNCHES, LOGS, LOCK = "report.html", "launches.jsonl", "logs", "run.lock"
 REWARD_CHECK = "reward_check.json"
+# of rl.jsonl.write_atomically
+_TEMPORARY_NAME = re.compile(r".*\.[0-9a-f]{8}" + re.escape(TEMPORARY))
 _RUN_FILES = (
     "decisions.jsonl",
     CONFIG,
@@ -95,20 +98,22 @@ def contains_run(folder: Path) -> bool:
     return isinstance(config, dict) and "stages" in config
 
 
-def has_no_steps(folder: Path) -> bool:
-    """Return whether the folder's run ended before its first step, so that the folder holds no
-    trained weights and no samples.
+def has_steps(folder: Path) -> bool:
+    """Return whether the folder's run has taken a step, so that the folder holds trained weights or
+    samples.
     """
     for name in ("checkpoints", "sampler_weights", ROLLOUTS):
         parent = folder / name
         if parent.is_dir() and any(
-            ".partial-" not in path.name and get_evaluation_step(path.name) != 0
+            ".partial-" not in path.name
+            and not path.name.endswith(TEMPORARY)
+            and get_evaluation_step(path.name) != 0
             for path in parent.iterdir()
         ):
-            return False
+            return True
     if (folder / CHECKPOINTS).exists() and read_jsonl(folder / CHECKPOINTS):
-        return False
-    return all(row.get("step") == 0 for row in read_jsonl(folder / METRICS_FILE))
+        return True
+    return any(row.get("step") != 0 for row in read_jsonl(folder / METRICS_FILE))
 
 
 def _list_contents(folder: Path) -> list[Path]:
@@ -119,7 +124,9 @@ def _list_contents(folder: Path) -> list[Path]:
     return [
         path
         for path in paths
-        if path.name not in (LOGS, CONFIG + ".tmp") and not path.name.startswith(LOCK)
+        if path.name != LOGS
+        and not path.name.startswith(LOCK)
+        and not (path.name.startswith(CONFIG) and path.name.endswith(TEMPORARY))
     ]
 
 
@@ -150,7 +157,7 @@ def check_claim_folder(folder: Path, *, resume: bool = False, overwrite: bool = 
             raise RunFolderError(
                 f"{folder} is not empty and holds no run ({CONFIG}); give another --output-dir"
             )
-        if not overwrite and not has_no_steps(folder):
+        if not overwrite and has_steps(folder):
             raise RunFolderError(
                 f"{folder} holds a run: --resume continues it, --overwrite deletes it; or change "
                 f"--output-dir"
@@ -158,36 +165,25 @@ def check_claim_folder(folder: Path, *, resume: bool = False, overwrite: bool = 
 
 
 def check_writable(folder: Path) -> None:
-    """Raise RunFolderError if the folder cannot be created or written to. The check writes a file
-    and removes it, because permission bits are not conclusive.
+    """Raise RunFolderError if the folder cannot be created or written to.
+
+    The check creates the folder inside of a temporary one, and removes both, because permission
+    bits are not conclusive. Runs that start at the same time do not disturb each other.
     """
-    created: list[Path] = []
+    folder = Path(os.path.abspath(folder))  # ".." would leave the temporary folder
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if os.path.exists(nearest) and not os.path.isdir(nearest):  # Path's methods may raise
+        raise RunFolderError(f"{nearest} is a file; give another folder as --output-dir")
+    probe = nearest / f"{LOCK}.{uuid.uuid4().hex}.try"
     try:
-        if folder.exists() and not folder.is_dir():
-            raise RunFolderError(f"{folder} is a file; give a folder as --output-dir")
-        for parent in [*reversed(folder.parents), folder]:
-            if not parent.exists():
-                parent.mkdir()
-                created.append(parent)
-        probe = folder / f"{LOCK}.{uuid.uuid4().hex}.try"
-        probe.touch(exist_ok=False)
-        probe.unlink()
-    except NotADirectoryError as error:
-        raise RunFolderError(
-            f"--output-dir {folder} cannot exist: {error.filename} is below a file; use another "
-            f"folder"
-        ) from error
-    except RunFolderError:
-        raise
+        (probe / folder.relative_to(nearest)).mkdir(parents=True)
     except (OSError, ValueError) as error:  # ValueError: a null byte
         raise RunFolderError(
             f"--output-dir {str(folder)[:200]!r} cannot be created or written to ({error}); use "
             f"another folder"
         ) from error
     finally:
-        for parent in reversed(created):
-            with contextlib.suppress(OSError):
-                parent.rmdir()
+        shutil.rmtree(probe, ignore_errors=True)
 
 
 def load_saved_config(folder: Path) -> dict[str, Any]:
@@ -216,7 +212,8 @@ def load_saved_config(folder: Path) -> dict[str, Any]:
             f"folder"
         )
     for stage in config["stages"]:
-        stage["settings"] = current_settings(stage["settings"])
+        if not is_method_address(stage["method"]):  # a user's method may have a former name
+            stage["settings"] = current_settings(stage["settings"])
     return config
 
 
@@ -226,24 +223,20 @@ def _is_stage(stage: Any) -> bool:
     return isinstance(stage, dict) and all(isinstance(stage.get(k), t) for k, t in kinds.items())
 
 
-def claim_folder(
-    folder: Path, config: Mapping[str, Any], *, resume: bool = False, overwrite: bool = False
-) -> dict[str, Any] | None:
-    """Claim `folder` for this run: write config.json, or with `resume` return the saved config.json
-    unchanged.
+def claim_folder(folder: Path, config: Mapping[str, Any], *, overwrite: bool = False) -> None:
+    """Claim `folder` for a new run: write config.json.
 
     The folder of a run that never took a step is started again. Raises RunFolderError as
     `check_claim_folder`.
     """
-    check_claim_folder(folder, resume=resume, overwrite=overwrite)
-    if resume:
-        return load_saved_config(folder)
+    check_claim_folder(folder, overwrite=overwrite)
     for path in _list_contents(folder):
         if overwrite or path.name in _RUN_FILES:  # keep foreign files
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(f"{CONFIG}*{TEMPORARY}"):  # of a start that was killed
+        path.unlink(missing_ok=True)
     write_config(folder, config)
-    return None
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -286,6 +279,9 @@ class Logbook:
         self._failed: set[str] = set()
         self._checkpoints: list[dict[str, Any]] = []
         folder.mkdir(parents=True, exist_ok=True)
+        for path in (*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"{ROLLOUTS}/*{TEMPORARY}")):
+            if _TEMPORARY_NAME.fullmatch(path.name):  # of a launch that was killed
+                path.unlink(missing_ok=True)
         if resume_step is not None:
             self._remove_later_rows(resume_step, checkpoints)
         elif (folder / METRICS_FILE).exists() or (folder / CHECKPOINTS).exists():
@@ -321,8 +317,8 @@ class Logbook:
         if (self.folder / CHECKPOINTS).exists() or self._checkpoints:
             self._write_checkpoints()
         for path in (self.folder / ROLLOUTS).glob("*"):
-            step = get_rollout_step(path.name) or get_evaluation_step(path.name) or 0
-            if step > resume_step:
+            steps = (get_rollout_step(path.name), get_evaluation_step(path.name))
+            if any(step is not None and step > resume_step for step in steps):
                 path.unlink()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -466,13 +462,13 @@ class Logbook:
         """Write checkpoints.jsonl atomically."""
         write_jsonl(self.folder / CHECKPOINTS, self._checkpoints)
 
-    def close(self) -> None:
-        """Close the files and draw the curves. Calling it again has no effect."""
+    def close(self, *, draw: bool = True) -> None:
+        """Close the files and draw the curves if `draw`. Calling it again has no effect."""
         if self._metrics.closed:
             return
         self._metrics.close()
         self._trackers.finish()
-        if self.read_rows():
+        if draw and self.read_rows():
             # a failed picture must not fail a finished run
             self._run_optional(
                 CURVES, lambda: metric_plots.draw_curves(self.folder, self.folder / CURVES)
@@ -481,5 +477,7 @@ class Logbook:
     def __enter__(self) -> Logbook:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        # After the loss of a rank, the launcher soon ends this process, which has to print the
+        # error before that.
+        self.close(draw=kind is None or not issubclass(kind, RankLost))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from rl.errors import UserError
-from rl.jsonl import METRICS_FILE, read_metrics
+from rl.jsonl import METRICS_FILE, read_metrics, write_atomically
 from rl.reporting.seed_groups import average_rows, flatten_config, group_by_settings
 
 if TYPE_CHECKING:
@@ -40,29 +41,35 @@ class PlotPanel:
 
     title: str
     names: tuple[str, ...]
-    share: bool = False  # a share: the axis runs from 0 to 1
+    is_fraction: bool = False  # the axis runs from 0 to 1
     reward: bool = False  # the axis begins at 0 if all values are between 0 and 1
     log: bool = False
     smooth: bool = True
-    unless: tuple[str, ...] = ()  # skip rows with any of these metrics
+    hidden_if_present: tuple[str, ...] = ()  # skip rows with any of these metrics
 
 
 PANELS = (
-    PlotPanel("held-out accuracy", (HELD_OUT, HELD_OUT_PAIRS), share=True, smooth=False),
-    PlotPanel("held-out reward", (HELD_OUT_REWARD,), reward=True, smooth=False, unless=(HELD_OUT,)),
+    PlotPanel("held-out accuracy", (HELD_OUT, HELD_OUT_PAIRS), is_fraction=True, smooth=False),
+    PlotPanel(
+        "held-out reward",
+        (HELD_OUT_REWARD,),
+        reward=True,
+        smooth=False,
+        hidden_if_present=(HELD_OUT,),
+    ),
     PlotPanel("held-out loss (nats a token or pair)", (HELD_OUT_LOSS,), smooth=False),
-    PlotPanel("held-out token accuracy", (TOKEN_ACCURACY,), share=True, smooth=False),
+    PlotPanel("held-out token accuracy", (TOKEN_ACCURACY,), is_fraction=True, smooth=False),
     PlotPanel("reward", REWARD, reward=True),
     # a policy-gradient loss measures nothing
-    PlotPanel("loss, supervised (nats a token or pair)", LOSS, unless=REWARD),
-    PlotPanel("loss on stored answers", ("optim/policy_loss",), unless=REWARD),
+    PlotPanel("loss, supervised (nats a token or pair)", LOSS, hidden_if_present=REWARD),
+    PlotPanel("loss on stored answers", ("optim/policy_loss",), hidden_if_present=REWARD),
     PlotPanel("reward margin, chosen to rejected", ("rewards/margins",)),
     PlotPanel("KL, sampler to learner", ("optim/kl_sample_train_v1",)),
     PlotPanel("KL to reference (nats a token)", ("optim/kl_ref_k3", "optim/kl_ref_k1")),
     PlotPanel("KL to teacher (nats a token)", TEACHER_KL),
     PlotPanel("KL to behavior policy", ("optim/kl_behaviour_v1",)),
     PlotPanel("answer length (tokens)", ("env/all/ac_tokens_per_turn",)),
-    PlotPanel("share of answers cut off", ("env/all/frac_truncated",), share=True),
+    PlotPanel("share of answers cut off", ("env/all/frac_truncated",), is_fraction=True),
     PlotPanel("entropy (nats a token)", ("optim/entropy",)),
     PlotPanel("gradient norm, before clipping", ("optim/grad_norm",), log=True),
     PlotPanel("tokens a second", TOKENS_PER_SECOND),
@@ -87,10 +94,6 @@ _SHADES = ("#eef2f6", "#f8f3ea", "#eef5ef", "#f5eef3")
 SMOOTH_FROM = 40  # points; shorter series are not smoothed
 
 
-class NoCurvesError(UserError):
-    """Signal that no row holds a metric that has a panel."""
-
-
 @dataclass(frozen=True)
 class RunCurve:
     """Hold the `rows` of a run's metrics.jsonl under a `label`. The mean of runs that differ only
@@ -111,7 +114,9 @@ class RunCurve:
 
     def select_rows(self, panel: PlotPanel) -> list[dict[str, Any]]:
         """Return the rows without the metrics that exclude a row from the panel."""
-        return [row for row in self.rows if not any(name in row for name in panel.unless)]
+        return [
+            row for row in self.rows if not any(name in row for name in panel.hidden_if_present)
+        ]
 
     def find_metric(self, panel: PlotPanel) -> str | None:
         """Return the first of the panel's metrics that a row has; None if no row has one."""
@@ -140,7 +145,7 @@ class RunCurve:
         """
         stages = self.stages()
         points = list(zip(*self.series(panel), strict=True))
-        if not panel.smooth:
+        if stages and not panel.smooth:
             stages = [("", stages[0][1], stages[-1][2])]
         parts = []
         for i, (_, first, last) in enumerate(stages):
@@ -197,10 +202,13 @@ def collect_axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def group_curves(curves: Sequence[RunCurve], groups: Sequence[int], axis: str) -> list[RunCurve]:
-    """Return the curves on an axis; runs with the same number in `groups` as mean and band."""
+    """Return the curves on an axis; runs with the same number in `groups` as mean and band. Runs
+    that have just started, without rows, are left out of a mean.
+    """
     result = []
     for number in dict.fromkeys(groups):
         members = [c for c, group in zip(curves, groups, strict=True) if group == number]
+        members = [member for member in members if member.rows] or members[:1]
         label, rows = members[0].label, [member.rows for member in members]
         places = [collect_axes(item)[axis] for item in rows]
         if len(members) == 1:  # the positions on the axis in the place of the steps
@@ -248,9 +256,9 @@ def draw_curves(
 
     `axis`: steps, tokens or hours, see `collect_axes`. `metrics`: the metrics to draw, by default
     those of PANELS and the parts of rewards. A metric that no run has gets no panel. Stages are
-    shaded if a single curve is drawn. Runs that differ in the seed alone are drawn as their mean
-    and a band of a standard deviation; `each_run` draws a curve of each. Raises NoCurvesError if no
-    panel remains; UserError for a suffix that is not in PICTURE_SUFFIXES.
+    shaded if a single curve is drawn. The seeds of a run are drawn as their mean and a band of a
+    standard deviation; `each_run` draws a curve of each. Raises UserError if no
+    panel remains, and for a suffix that is not in PICTURE_SUFFIXES.
     """
     if out.suffix.lower() not in PICTURE_SUFFIXES:
         raise UserError(
@@ -271,14 +279,14 @@ def draw_curves(
         candidates = [PlotPanel(name, (name,)) for name in metrics]
     panels = [panel for panel in candidates if any(curve.series(panel)[0] for curve in curves)]
     if not panels:
-        raise NoCurvesError(
+        raise UserError(
             f"no curve in {', '.join(map(str, sources))}: no row has a metric with a panel"
         )
     figure = _build_figure(curves, panels, AXES[axis])
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(out.name + ".tmp")
-    figure.savefig(temporary, format=out.suffix.lower()[1:], dpi=130, facecolor="white")
-    temporary.replace(out)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=out.suffix.lower()[1:], dpi=130, facecolor="white")
+    write_atomically(out, picture.getvalue())
     return out
 
 
@@ -377,14 +385,14 @@ def _draw_panel(axis: Axes, panel: PlotPanel, curves: Sequence[RunCurve]) -> Non
     for i, curve in enumerate(curves):
         _draw_curve(axis, panel, curve, pick_colour(i))
     values = [value for curve in curves for value in curve.series(panel)[1]]
-    if panel.share:
+    if panel.is_fraction:
         axis.set_ylim(-0.03, 1.05)
     elif panel.reward and min(values) >= 0 and max(values) <= 1:
         # a zoomed axis would show noise as a trend
         top = 1.05 if max(values) > 0.5 else max(0.1, 1.25 * max(values))
         axis.set_ylim(-0.03 * top, top)
     _style_numbers(axis, panel, values)
-    if len(curves) == 1 and panel.share:
+    if len(curves) == 1 and panel.is_fraction:
         _annotate_ends(axis, *curves[0].series(panel))
 
 

@@ -5,6 +5,7 @@ answers. Nothing in the folder is trusted or changed, and files may be missing o
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,9 +37,12 @@ class RunFollower:
         self.are_held_out = False  # whether the answers are those of an evaluation
         self._offset, self._identity, self._rest = 0, 0, b""
         self._answers_key: tuple[str, float] | None = None
+        self._heartbeat: float | None = None  # the lock's, by the clock of the file's host
+        self._heartbeat_seen = 0.0  # when it came, by time.monotonic()
 
     def refresh(self) -> None:
         """Read the rows that were added, and the newest file of rollouts."""
+        self._read_heartbeat()
         self._read_config()
         self._read_metrics()
         self._read_answers()
@@ -53,11 +57,24 @@ class RunFollower:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
             return
 
+    def _read_heartbeat(self) -> None:
+        """Read the heartbeat of the run's lock. Its host's clock may differ from that of this
+        process, so only the age of the first heartbeat is measured by it.
+        """
+        try:
+            heartbeat = (self.folder / LOCK).stat().st_mtime
+        except OSError:
+            self._heartbeat = None
+            return
+        if heartbeat != self._heartbeat:
+            age = max(0.0, time.time() - heartbeat) if self._heartbeat is None else 0.0
+            self._heartbeat, self._heartbeat_seen = heartbeat, time.monotonic() - age
+
     def _read_metrics(self) -> None:
         """Read the new lines of metrics.jsonl; all of them if the file was replaced (a resume)."""
         try:
             with (self.folder / METRICS_FILE).open("rb") as file:
-                status = (self.folder / METRICS_FILE).stat()
+                status = os.fstat(file.fileno())
                 if status.st_ino != self._identity or status.st_size < self._offset:
                     self.rows, self._offset, self._rest = [], 0, b""
                     self._identity = status.st_ino
@@ -117,11 +134,9 @@ class RunFollower:
 
     def get_state(self) -> str:
         """Return "running", "finished", "stopped", "killed" or "waiting" (no run yet)."""
-        try:
-            age = time.time() - (self.folder / LOCK).stat().st_mtime
+        if self._heartbeat is not None:
+            age = time.monotonic() - self._heartbeat_seen
             return "running" if age < _STALE_SECONDS else "killed"
-        except OSError:
-            pass
         if self.step is None:
             return "stopped" if self.stages else "waiting"
         return (

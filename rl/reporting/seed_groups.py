@@ -1,23 +1,21 @@
-"""Group runs that differ in the seed alone, and average their metrics."""
+"""Group the seeds of a run, and average their metrics."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-# Options of a launch, which change no result.
-_LAUNCH_OPTIONS = frozenset(
-    "name output_dir resume auto_resume change overwrite tracker tracker_project wandb_project "
-    "quiet timeout stop_grace self_test reward_check profile replay plan plan_gpus "
-    "plan_gpu_memory plan_zero plan_prompt_tokens".split()
-)
+from rl.config import CHANGEABLE_OPTIONS, CHANGEABLE_SETTINGS
 
 
 def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options and the settings of all stages of a run by one name each."""
-    flat = {key: value for key, value in config["options"].items() if key not in _LAUNCH_OPTIONS}
+    """Return the settings of all stages of a run, and the options that affect it, by one name
+    each.
+    """
+    ignored = ("name", *CHANGEABLE_OPTIONS)
+    flat = {key: value for key, value in config["options"].items() if key not in ignored}
     several = len(config["stages"]) > 1
     for i, stage in enumerate(config["stages"], start=1):
         prefix = f"stage {i}: " if several else ""
@@ -27,18 +25,31 @@ def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def group_by_settings(configs: Sequence[Mapping[str, Any] | None]) -> list[int]:
-    """Return a number for each run that runs share if they differ in the seed alone. A run without
-    a configuration (None) shares its number with no other run.
+    """Return a number for each run that runs share if they differ in nothing but the seed and
+    settings that change no result, such as `token_budget`. Runs of a single seed that differ in
+    such a setting compare it: they and the other seeds are grouped by it too. A run without a
+    configuration (None) shares its number with no other run.
     """
-    numbers: dict[str, int] = {}
-    groups = []
+    keys: list[str] = []
+    full_keys: list[str] = []
+    variants: dict[tuple[str, Any], set[str]] = {}
     for i, config in enumerate(configs):
-        key = f"run {i}"
-        if config is not None:
-            flat = {key: value for key, value in flatten_config(config).items() if key != "seed"}
-            key = json.dumps(flat, sort_keys=True, default=str)
-        groups.append(numbers.setdefault(key, len(numbers)))
-    return groups
+        flat = {"run": i} if config is None else flatten_config(config)
+        keys.append(_encode_settings(flat, ("seed", *CHANGEABLE_SETTINGS)))
+        full_keys.append(_encode_settings(flat, ("seed",)))
+        variants.setdefault((keys[i], flat.get("seed")), set()).add(full_keys[i])
+    compared = {key for (key, _), full in variants.items() if len(full) > 1}
+    numbers: dict[str, int] = {}
+    return [
+        numbers.setdefault(full if key in compared else key, len(numbers))
+        for key, full in zip(keys, full_keys, strict=True)
+    ]
+
+
+def _encode_settings(settings: Mapping[str, Any], ignored: Collection[str]) -> str:
+    """Return the settings of all stages as text, without those of the names `ignored`."""
+    kept = {k: value for k, value in settings.items() if k.rpartition(": ")[2] not in ignored}
+    return json.dumps(kept, sort_keys=True, default=str)
 
 
 def average_rows(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rl.errors import RunFolderError
-from rl.jsonl import get_rollout_step
+from rl.jsonl import get_rollout_step, write_atomically
 
 _METADATA_KEY = "update"
 TOKEN_VALUES = ("entropies", "ratios")  # of a row, from `add_token_values`
@@ -30,9 +29,7 @@ def write_update_file(
 
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     data = save(contiguous, metadata={_METADATA_KEY: json.dumps(metadata)})
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    write_atomically(path, data)
 
 
 def list_update_files(folder: Path) -> dict[int, Path]:

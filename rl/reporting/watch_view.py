@@ -167,7 +167,7 @@ def _render_charts(
             height=height,
             bands=bands,
             log=panel.log,
-            from_zero=panel.share,
+            from_zero=panel.is_fraction,
             summary=[
                 (format_axis_value(values[-1]), colour)
                 for (_, values), colour in zip(series, colours, strict=True)

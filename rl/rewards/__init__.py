@@ -16,9 +16,11 @@ from rl.rewards import (
 )
 from rl.rewards.module_loader import load_file
 from rl.rewards.reward_calls import Episode, EpisodeTurn, RewardResult, Score
+from rl.rewards.reward_machines import get_reward_machines, serve_reward_workers
 from rl.rewards.reward_registry import (
     GAVE_UP,
     Reward,
+    is_builtin_reward,
     register_reward,
     registered_rewards,
     resolve_reward,
@@ -38,17 +40,20 @@ __all__ = [
     "Score",
     "Scorer",
     "EpisodeTurn",
+    "get_reward_machines",
     "load_file",
     "code",
     "build_worker_environment",
     "countdown_reward",
     "ifeval_reward",
     "instruction_checks",
+    "is_builtin_reward",
     "multiple_choice_reward",
     "math_reward",
     "register_reward",
     "registered_rewards",
     "resolve_reward",
+    "serve_reward_workers",
     "text_quality",
     "text",
 ]

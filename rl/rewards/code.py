@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 ScoreMode = Literal["all", "fraction"]
 BlockMode = Literal["fenced", "any"]
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*$", re.MULTILINE)
+_FENCE = re.compile(
+    r"^(?P<indent>[ \t]*)(?P<mark>`{3,}|~{3,})[ \t]*(?P<tag>[\w+#.-]*)[^\n]*$", re.MULTILINE
+)
 _LANGUAGE_NAMES = {  # accepted code block tags of each language
     "python": ("python", "py", "python3", ""),
     "c++": ("cpp", "c++", "cc", ""),
@@ -176,24 +178,36 @@ def get_language(meta: Meta) -> str:
 
 
 def extract_program(response: str, block: BlockMode, language: str = "python") -> str | None:
-    """Return the last complete fenced block tagged with this language or untagged.
+    """Return the last complete fenced block tagged with this language, else the last untagged one.
 
+    An untagged block beside a tagged one may show the program's output.
     Without such a block, return the response itself for "any", None for "fenced".
     """
     names = _LANGUAGE_NAMES.get(language, (language, ""))
     response = response.removeprefix("\ufeff")
-    program: str | None = None
+    programs: dict[bool, str] = {}  # the last block with a tag (True) and without one
     opening: re.Match[str] | None = None
     for fence in _FENCE.finditer(response):
         if opening is None:
             opening = fence
-        elif fence.group(1).startswith(opening.group(1)) and not fence.group(2):
-            if opening.group(2).lower() in names:
-                program = response[opening.end() + 1 : fence.start()].removeprefix("\ufeff")
+        elif fence["mark"].startswith(opening["mark"]) and not fence["tag"]:
+            if opening["tag"].lower() in names:
+                text = response[opening.end() + 1 : fence.start()].removeprefix("\ufeff")
+                programs[opening["tag"] != ""] = _remove_indent(text, opening["indent"])
             opening = None
-    if program is not None or block == "fenced":
-        return program
+    if programs or block == "fenced":
+        return programs.get(True, programs.get(False))
     return response if opening is None else None  # a truncated block is not a program
+
+
+def _remove_indent(text: str, indent: str) -> str:
+    """Return the text of a block without the indentation of its fence (a block in a list), if all
+    of its lines have it.
+    """
+    lines = text.split("\n")
+    if not all(line.startswith(indent) or not line.strip() for line in lines):
+        return text
+    return "\n".join(line.removeprefix(indent) for line in lines)
 
 
 def complete_program(head: str, program: str, name: str) -> str:

@@ -38,7 +38,9 @@ _NOT_BEFORE = re.compile(
 _NOT_AFTER = re.compile(
     r"\(|\s*[*^_!+|\\{}\[<>]|\s*/\s*[^a-zA-Z\s]|\s*-\s*[^a-zA-Z\s]|\s+(?:or|and)\s+\S*$"
 )
-_EMPHASIS = re.compile(r"(\*\*|__|\*|`)([^*_`]+)\1")  # Markdown emphasis
+# a squared or cubed length, as cm^2
+_UNIT_POWER = re.compile(r"(?<![a-zA-Z])([mcdk]?m|in|ft|yd|mi)\s*\^\s*\{?[23]\}?$")
+_EMPHASIS = re.compile(r"(\*\*|__|\*|`)([^*`]+)\1")  # Markdown emphasis
 _UNIT_LETTERS = "mgshlLFC"
 _NOT_UNITS = {
     "pi", "sin", "cos", "tan", "log", "ln", "sqrt", "factorial", "mod", "times", "plus", "minus",
@@ -106,6 +108,13 @@ def extract_marked_answer(response: str) -> str | None:
     return lines[0].strip() if lines else None
 
 
+def remove_emphasis(text: str) -> str:
+    """Return the text without the Markdown emphasis around it, or half of it: **5**, `5`, 5**."""
+    text = text.strip().removeprefix("**").removesuffix("**").strip()
+    emphasized = _EMPHASIS.fullmatch(text)
+    return text if emphasized is None else emphasized.group(2).strip()
+
+
 def parse_number(text: str) -> str | None:
     """Return the only number in `text` in canonical spelling ("1,200.50 dollars" -> "1200.5").
 
@@ -115,9 +124,7 @@ def parse_number(text: str) -> str | None:
     """
     if len(text) > _MAX_NUMBER:
         return None
-    text = text.strip()
-    if (emphasized := _EMPHASIS.fullmatch(text)) is not None:
-        text = emphasized.group(2)
+    text = remove_emphasis(text)
     *members, text = re.sub(r"\\approx|≈", "=", normalize_spelling(text)).split("=")
     text = (
         re.sub(TEXT_COMMAND, r" \1 ", text)
@@ -127,6 +134,7 @@ def parse_number(text: str) -> str | None:
         .strip()
         .rstrip(".,")
     )
+    text = _UNIT_POWER.sub(r"\1", text)
     while text[:1] + text[-1:] in ("{}", "()", "[]"):
         text = text[1:-1].strip()
     try:
@@ -225,7 +233,8 @@ def math_correctness(prompt: str, response: str, meta: Meta = None) -> RewardRes
     correct = gave_up = 0.0
     if answer is not None:
         try:
-            correct = float(answers_equal(answer, extract_marked_answer(expected) or expected))
+            expected = extract_marked_answer(expected) or expected
+            correct = float(answers_equal(remove_emphasis(answer), expected))
         except ImportError:
             raise
         except Exception:  # boundary: an error in the parser or in sympy means a wrong answer

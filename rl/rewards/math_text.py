@@ -17,8 +17,9 @@ _REPLACEMENTS = (
     ("π", r"\pi "), ("∞", r"\infty "), ("≤", r"\le "), ("≥", r"\ge "), ("≠", r"\ne "),
     ("∪", r"\cup "), ("∩", r"\cap "), ("±", r"\pm "), ("∈", r"\in "), ("ℝ", r"\mathbb{R}"),
     ("½", r"\frac{1}{2}"), ("²", "^{2}"), ("³", "^{3}"), ("…", r"\ldots "), ("º", "°"),
-    ("√", r"\sqrt "), ("{,}", ","), (r"\%", "%"), (r"\$", "$"),
+    ("{,}", ","), (r"\%", "%"), (r"\$", "$"),
 )  # fmt: skip
+_ROOTS = re.compile(r"√\s*(?:\(([^()]+)\)|(\d+(?:\.\d+)?))")
 _FRACTIONS = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _SPACES = re.compile(
     r"(\\\\)|\\!\s*|\\[,;: ]"
@@ -57,12 +58,13 @@ _UNITS = {
     "cm": "cm centimeter centimeters centimetre centimetres", "mm": "mm millimeter millimeters",
     "km": "km kilometer kilometers kilometre kilometres", "m": "m meter meters metre metres",
     "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
-    "g": "g gram grams", "kg": "kg kilogram kilograms", "lb": "lb lbs pound pounds",
+    "g": "g gram grams", "kg": "kg kilogram kilograms", "lb": "lb lbs pound pounds £",
     "oz": "oz ounce ounces", "s": "s sec secs second seconds", "min": "min mins minute minutes",
     "h": "h hr hrs hour hours", "day": "day days", "week": "week weeks", "month": "month months",
     "year": "yr yrs year years", "°": "° deg degree degrees", "rad": "rad rads radian radians",
-    "dollar": "$ dollar dollars usd", "cent": "cent cents", "l": "l liter liters litre litres",
-    "ml": "ml milliliter milliliters", "mph": "mph", "unit": "unit units",
+    "dollar": "$ dollar dollars usd", "euro": "€ euro euros eur", "cent": "cent cents",
+    "l": "l liter liters litre litres", "ml": "ml milliliter milliliters", "mph": "mph",
+    "unit": "unit units",
 }  # fmt: skip
 _UNIT_OF = {word: unit for unit, words in _UNITS.items() for word in words.split()}
 _UNIT_WORDS = {*_UNIT_OF, *_MULTIPLIERS, "percent", "per", "square", "sq", "cubic", "cu"}
@@ -95,6 +97,8 @@ class MathQuantity:
 
 def normalize_spelling(text: str) -> str:
     """Return the answer in LaTeX's names, without dollar signs, spacing and size commands."""
+    text = _ROOTS.sub(lambda match: rf"\sqrt{{{match.group(1) or match.group(2)}}}", text)
+    text = text.replace("√", r"\sqrt ")
     for symbol, latex in _REPLACEMENTS:
         text = text.replace(symbol, latex)
     text = (
@@ -153,11 +157,11 @@ def parse_words(text: str) -> str | None:
 def parse_quantity(text: str) -> MathQuantity:
     """Split off a currency sign, a percent sign, and units in words."""
     text, unit, factor = text.strip(), None, 1
-    money = re.match(r"([+-]?)\s*\$\s*(?=[\d.\\])", text)
+    money = re.match(r"([+-]?)\s*([$€£])\s*(?=[\d.\\])", text)
     if money:
-        text, unit = money.group(1) + text[money.end() :], "dollar"
-    elif text.endswith("$"):
-        text, unit = text[:-1].rstrip(), "dollar"
+        text, unit = money.group(1) + text[money.end() :], _UNIT_OF[money.group(2)]
+    elif text.endswith(("$", "€", "£")):
+        text, unit = text[:-1].rstrip(), _UNIT_OF[text[-1]]
     match = _TRAILING_TEXT.fullmatch(text)
     words, power = "", None
     if match and not match.group(1).endswith(("\\", "text")):

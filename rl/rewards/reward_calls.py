@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import isfinite
@@ -158,15 +158,20 @@ class BatchCaller:
     kind: RewardKind
     coroutine_timeout: float | None
 
-    def call(self, items: Sequence[RewardItem]) -> list[Any]:
-        """Return the function's result for each item: its value, or the exception that it raised.
+    def iter_calls(self, items: Sequence[RewardItem]) -> Iterator[list[Any]]:
+        """Yield the function's results for each call's items in order: the value, or the exception
+        that it raised, of each item.
 
-        If a batched call raises or returns the wrong number of results, each half is called again,
-        so an error that a single item causes affects that item only.
+        A batched function is called for all items. If it raises or returns the wrong number of
+        results, each half is called again, so an error that a single item causes affects that item
+        only. Of a coroutine function, _MAX_CONCURRENT coroutines run at a time.
         """
         if self.kind.batched:
-            return self._call_batch(items)
-        return run_coroutine(self._call_concurrently(items))
+            yield self._call_batch(items)
+            return
+        for start in range(0, len(items), _MAX_CONCURRENT):
+            part = items[start : start + _MAX_CONCURRENT]
+            yield run_coroutine(self._call_concurrently(part))
 
     def _call_batch(self, items: Sequence[RewardItem]) -> list[Any]:
         try:
@@ -190,14 +195,11 @@ class BatchCaller:
             return self._call_batch(items[:half]) + self._call_batch(items[half:])
 
     async def _call_concurrently(self, items: Sequence[RewardItem]) -> list[Any]:
-        semaphore = asyncio.Semaphore(_MAX_CONCURRENT)
-
         async def run_item(item: RewardItem) -> Any:
-            async with semaphore:
-                try:
-                    return await self._await(self.function(*build_arguments(self.kind, item)))
-                except (Exception, SystemExit) as error:  # boundary: user code
-                    return error
+            try:
+                return await self._await(self.function(*build_arguments(self.kind, item)))
+            except (Exception, SystemExit) as error:  # boundary: user code
+                return error
 
         return await asyncio.gather(*map(run_item, items))
 
@@ -317,15 +319,15 @@ class CombinedReward(ABC):
     def combine_results(self, item: RewardItem, results: Sequence[Any]) -> RewardResult:
         """Compute the whole's result from the results of its parts, in their order."""
 
-    def evaluate_many(
+    def iter_results(
         self, items: Sequence[RewardItem], coroutine_timeout: float | None = None
-    ) -> list[RewardResult | BaseException]:
-        """Score all items with each part in turn; an item fails if any part fails on it."""
-        columns = [part.evaluate_many(items, coroutine_timeout) for part in self.part_rewards()]
-        return [
-            try_call(self._combine_or_raise, item, row)
-            for item, *row in zip(items, *columns, strict=True)
-        ]
+    ) -> Iterator[RewardResult | BaseException]:
+        """Yield the result of each item once all parts have scored it; an item fails if any part
+        fails on it.
+        """
+        columns = [part.iter_results(items, coroutine_timeout) for part in self.part_rewards()]
+        for item, *row in zip(items, *columns, strict=True):
+            yield try_call(self._combine_or_raise, item, row)
 
     def _combine_or_raise(
         self, item: RewardItem, results: Sequence[RewardResult | BaseException]
@@ -352,7 +354,7 @@ class CombinedReward(ABC):
         return to_reward_result(self.combine_results(item, applicable))
 
     def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
-        (outcome,) = self.evaluate_many([(prompt, response, meta, None)])
+        (outcome,) = self.iter_results([(prompt, response, meta, None)])
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome

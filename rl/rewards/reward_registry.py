@@ -123,6 +123,11 @@ def registered_rewards() -> list[str]:
     return sorted(_REGISTRY)
 
 
+def is_builtin_reward(name: str) -> bool:
+    """Return whether a name is that of a built-in reward, which no other function replaced."""
+    return name in _REGISTRY and _REGISTRY[name].builtin
+
+
 @dataclass(eq=False, repr=False)
 class Reward:
     """Hold a resolved reward with its settings bound.
@@ -130,8 +135,9 @@ class Reward:
     Calling it returns the float; `evaluate` also returns the metrics. `inline_safe`: ends by itself
     (see `register_reward`). `builtin`: returns a number for every answer, 0 if it gives up.
     `needs`: modules to import before the first call. `batched`: many answers are best scored in a
-    single call of `evaluate_many` (a batched function or a coroutine). `episode`: takes whole
-    episodes. A `Reward` can be pickled if its function can be imported by name.
+    single call of `iter_results` (a batched function or a coroutine). `episode`: takes whole
+    episodes. A `Reward` can be pickled if its function can be imported by name. Of a function of a
+    file, `file_address` (path, attribute, settings) is pickled, and a worker loads the file again.
     """
 
     name: str
@@ -143,6 +149,7 @@ class Reward:
     reports: tuple[str, ...] = ()
     # time limit of each coroutine in seconds, set by the scorer
     coroutine_timeout: float | None = field(default=None, init=False)
+    file_address: tuple[str, str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         self.kind = get_reward_kind(self.function)
@@ -155,6 +162,12 @@ class Reward:
         self.inline_safe = self.inline_safe and not self.batched
         if parts:
             self.builtin = all(part.builtin for part in parts)
+
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
+        if self.file_address is None:
+            return super().__reduce_ex__(protocol)
+        state = {"coroutine_timeout": self.coroutine_timeout}
+        return _resolve_in_file, (self.name, *self.file_address), state
 
     def evaluate(
         self,
@@ -195,28 +208,40 @@ class Reward:
         metrics = {name: 0.0 for part in self.parts() for name in part.reports}
         return RewardResult(0.0, {**metrics, GAVE_UP: 1.0})
 
-    def evaluate_many(
+    def evaluate_many(self, items: Sequence[RewardItem]) -> list[RewardResult | BaseException]:
+        """Return the result of each item, or the exception that it raised."""
+        return list(self.iter_results(items))
+
+    def iter_results(
         self, items: Sequence[RewardItem], coroutine_timeout: float | None = None
-    ) -> list[RewardResult | BaseException]:
-        """Return the result of each item, or the exception that it raised.
+    ) -> Iterator[RewardResult | BaseException]:
+        """Yield the result of each item, or the exception that it raised, as soon as it is known.
 
         `coroutine_timeout`: time limit of each coroutine in seconds, by default that of the reward.
         """
         timeout = coroutine_timeout or self.coroutine_timeout
         if isinstance(self.function, CombinedReward):
-            return self.function.evaluate_many(items, timeout)
-        if not self.batched:
-            return [try_call(self._evaluate_item, item) for item in items]
+            yield from self.function.iter_results(items, timeout)
+        elif self.batched:
+            yield from self._iter_batch_results(items, timeout)
+        else:
+            for item in items:
+                yield try_call(self._evaluate_item, item)
+
+    def _iter_batch_results(
+        self, items: Sequence[RewardItem], timeout: float | None
+    ) -> Iterator[RewardResult | BaseException]:
+        """Yield the results of a batched or coroutine function."""
         start = time.perf_counter()
-        values = BatchCaller(self.function, self.kind, timeout).call(items)
-        outcomes = [
-            v if isinstance(v, BaseException) else try_call(to_reward_result, v) for v in values
-        ]
-        seconds = (time.perf_counter() - start) / max(1, len(items))
-        return [
-            outcome if isinstance(outcome, BaseException) else self._add_seconds(outcome, seconds)
-            for outcome in outcomes
-        ]
+        for values in BatchCaller(self.function, self.kind, timeout).iter_calls(items):
+            seconds = (time.perf_counter() - start) / max(1, len(values))
+            for value in values:
+                if not isinstance(value, BaseException):
+                    value = try_call(to_reward_result, value)
+                yield (
+                    value if isinstance(value, BaseException) else self._add_seconds(value, seconds)
+                )
+            start = time.perf_counter()
 
     def _add_seconds(self, result: RewardResult, seconds: float) -> RewardResult:
         return replace(result, seconds={**result.seconds, self.short_name: seconds})
@@ -269,30 +294,6 @@ class ResourceReward(ABC):
         """Start the resource. Raises UserError if that fails."""
 
 
-class _FileReward:
-    """Wrap an object of a .py file that is not an importable module.
-
-    It is pickled as its address, and a worker loads the file again.
-    """
-
-    def __init__(self, path: str, attribute: str, settings: Mapping[str, Any]):
-        self.address = (path, attribute, dict(settings))
-        self.function = _bind_settings(
-            f"{path}:{attribute}",
-            _get_callable(load_file(path, "reward"), attribute, f"{path}:{attribute}"),
-            settings,
-        )
-
-        set_reward_kind(self, get_reward_kind(self.function))
-        self.columns = tuple(getattr(self.function, "columns", ()))
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _FileReward, self.address
-
-
 def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Reward:
     """Resolve a reward.
 
@@ -314,7 +315,7 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
         name = getattr(spec, "__name__", type(spec).__name__)
         return Reward(name, _bind_settings(name, spec, settings))
     if ":" in spec:
-        return Reward(spec, _load_address(spec, settings))
+        return _resolve_address(spec, settings)
     entry = _REGISTRY.get(spec)
     if entry is None:
         close_names = difflib.get_close_matches(spec, _REGISTRY, n=1)
@@ -392,12 +393,14 @@ def _bind_settings(
     return adapt_reward(name, functools.partial(target, **settings) if settings else target)
 
 
-def _load_address(spec: str, settings: Mapping[str, Any]) -> RewardFunction:
+def _resolve_address(spec: str, settings: Mapping[str, Any]) -> Reward:
     location, _, attribute = spec.rpartition(":")
     if not location or not attribute:
         raise UserError(f"reward {spec!r}: 'module:object' or 'path/to/file.py:object' is expected")
     if location.endswith(".py"):
-        return _FileReward(str(Path(location).expanduser().resolve()), attribute, settings)
+        return _resolve_in_file(
+            spec, str(Path(location).expanduser().resolve()), attribute, settings
+        )
     try:
         module = importlib.import_module(location)
     except ImportError as error:
@@ -406,7 +409,25 @@ def _load_address(spec: str, settings: Mapping[str, Any]) -> RewardFunction:
             "must be importable from the current environment (PYTHONPATH), or be passed as "
             f"'path/to/file.py:{attribute}'"
         ) from error
-    return _bind_settings(spec, _get_callable(module, attribute, spec), settings)
+    return _resolve_object(spec, spec, _get_callable(module, attribute, spec), settings)
+
+
+def _resolve_in_file(spec: str, path: str, attribute: str, settings: Mapping[str, Any]) -> Reward:
+    """Resolve an object of a .py file that is not an importable module. `spec`: the name."""
+    label = f"{path}:{attribute}"
+    target = _get_callable(load_file(path, "reward"), attribute, label)
+    reward = _resolve_object(spec, label, target, settings)
+    reward.file_address = (path, attribute, dict(settings))
+    return reward
+
+
+def _resolve_object(
+    spec: str, label: str, target: Callable[..., Any], settings: Mapping[str, Any]
+) -> Reward:
+    """Resolve an object that was found by its address. `label`: its name in errors."""
+    if isinstance(target, Reward):
+        return replace(resolve_reward(target, **settings), name=spec)
+    return Reward(spec, _bind_settings(label, target, settings))
 
 
 def _get_callable(module: ModuleType, dotted: str, spec: str) -> Callable[..., Any]:

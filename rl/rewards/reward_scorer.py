@@ -5,7 +5,6 @@ failures.
 from __future__ import annotations
 
 import atexit
-import copy
 import importlib.util
 import logging
 import os
@@ -16,20 +15,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from rl.errors import UserError, install_command
-from rl.processes import InvalidReply, WorkerDiedError
+from rl.processes import InvalidReply, WorkerDiedError, WorkerProcess
 from rl.rewards.captured_output import RewardOutput
 from rl.rewards.reward_calls import Episode, Meta, RewardItem, Score, make_failed_score
+from rl.rewards.reward_machines import ConnectionLostError, RewardMachine, RewardMachines
 from rl.rewards.reward_registry import Reward, RewardFunction, resolve_reward
 from rl.rewards.reward_workers import (
+    MAX_REPLY_BYTES,
+    RUN_WORKER,
     ProcessRewardWorker,
     RewardWorker,
     ThreadRewardWorker,
     WorkerStartError,
     build_worker_environment,
-    score_items,
+    iter_scores,
+    select_variables,
 )
 from rl.sanitize import describe_error, sanitize_text
 
@@ -46,6 +51,10 @@ _CLOSE_POLL_SECONDS = 0.2
 _CANCEL_GRACE_SECONDS = 2.0
 # Pauses between attempts to restart a lost worker: a missing resource may become available.
 _RESTART_SECONDS = (0.2, 1.0, 3.0)
+# A message to a worker holds as many answers of a long queue as it scores in that time, because
+# rank 0 needs about as long for a message as for an answer.
+_MESSAGE_SECONDS = 0.05
+_MAX_MESSAGE_ITEMS = 32
 
 
 class RewardsLost(UserError):
@@ -65,6 +74,7 @@ class PendingScore(Future[Score]):
     def __init__(self, prompt: str, item: Any, on_request: Callable[[], None] | None = None):
         super().__init__()
         self.prompt, self.item, self.immediate = prompt, item, False
+        self.has_lost_connection = False  # to the machine that scored it, once
         self._on_request = on_request
 
     def done(self) -> bool:
@@ -114,9 +124,9 @@ class Scorer:
     """Score responses with a single reward. Thread-safe.
 
     `timeout`: time limit of each response in seconds, measured from the start of its evaluation.
-    `workers`: number of concurrent workers. Default for processes: half the cores, from 2 to 16
-    (each core, up to 64, if answers are run as programs); for threads: 1, so that a closure need
-    not be thread-safe.
+    `workers`: number of concurrent workers on a machine. Default for processes: half the
+    cores, from 2 to 16 (each core, up to 64, if answers are run as programs); for threads: 1, so
+    that a closure need not be thread-safe.
 
     The reward's type determines where it runs (`place`):
     - "inline": built-in rewards that cannot hang run immediately in the calling thread.
@@ -134,8 +144,11 @@ class Scorer:
     raises is repeated on each half of its items, so an answer that breaks it affects only its own
     score. `seconds`: run time of each reward, summed over answers, until `take_seconds`. An answer
     for which a built-in reward exceeds the time limit, or ends its worker, scores 0 with the metric
-    `gave_up`. A worker process receives the environment variables in workers.ENVIRONMENT and those
-    in `environment` (names, or patterns such as PREFIX*).
+    `gave_up`. A worker process receives the environment variables in reward_workers.ENVIRONMENT
+    and those in `environment` (names, or patterns such as PREFIX*). `machines`: other machines, on
+    each of which as many workers score, if the place is "process" and the reward takes one item at
+    a time. While many answers wait, a worker process receives several quick ones in a message, and
+    scores them in turn, each within the time limit.
     """
 
     def __init__(
@@ -145,6 +158,7 @@ class Scorer:
         timeout: float = 10.0,
         workers: int | None = None,
         environment: Sequence[str] = (),
+        machines: RewardMachines | None = None,
     ):
         if not timeout > 0:
             raise UserError(f"a reward's timeout is a positive number of seconds, got {timeout}")
@@ -154,21 +168,24 @@ class Scorer:
         self.timeout = timeout
         self.seconds: dict[str, float] = {}
         if self.reward.batched:
-            self.reward = copy.copy(self.reward)
+            self.reward = replace(self.reward)
             self.reward.coroutine_timeout = timeout
         self.counts = {"calls": 0, "errors": 0, "timeouts": 0, "nan": 0, "deaths": 0}
         _check_packages(self.reward)
         self.place: WorkerPlace = _select_place(self.reward)
         self._environment = build_worker_environment(environment)
+        self._variables = select_variables(environment)
         self._output = RewardOutput(self.reward.name)
         self._lost_workers: dict[str | None, int] = {}  # number by kind of failure
         self._lock = threading.Condition()
-        # A call is scored by a single message to a worker: an item, or many of a batched reward,
-        # whose items are held until the first score is requested.
+        # A call is scored by a single message to a worker: an item or several (`_take_call`), or
+        # many of a batched reward, whose items are held until the first score is requested.
         self._calls: deque[deque[PendingScore]] = deque()
         self._held_items: list[PendingScore] = []
         self._closed = False
+        self._mean_seconds = timeout  # recent run time of the reward for an answer
         self._threads: list[threading.Thread] = []
+        self._machines: RewardMachines | None = None
         self._active_workers = 0  # number of worker threads that have not given up
         self._failure: RewardsLost | None = None
         if self.place == "inline":
@@ -184,18 +201,38 @@ class Scorer:
         except Exception as error:
             reason = str(error) if isinstance(error, WorkerStartError) else describe_error(error)
             raise UserError(f"reward {self.reward.name!r} cannot be used: {reason}") from error
-        for number in range(workers or default):
+        self._workers_per_machine = workers or default
+        self._start_threads(worker, None)
+        # A batched reward may compare the answers of a call, which more workers would divide.
+        self._machines = None if self.reward.batched or self.place != "process" else machines
+        if self._machines is not None:
+            self._machines.subscribe(self._use_machine)
+        atexit.register(self.close)
+
+    def _use_machine(self, machine: RewardMachine) -> None:
+        """Score on another machine too, with as many workers as here."""
+        self._start_threads(None, machine)
+
+    def _start_threads(self, worker: RewardWorker | None, machine: RewardMachine | None) -> None:
+        """Start the threads of a machine's workers. `worker`: the first, if it was started already.
+
+        Raises UserError if that worker has no thread.
+        """
+        for number in range(self._workers_per_machine):
+            first = worker if number == 0 else None
             thread = threading.Thread(
-                target=self._manage_worker, args=(worker if number == 0 else None,), daemon=True
+                target=self._manage_worker, args=(first, machine), daemon=True
             )
-            thread.name = f"scorer {number}"
-            self._active_workers += 1
+            thread.name = f"scorer {len(self._threads)}"
+            with self._lock:
+                self._active_workers += 1
             try:
                 thread.start()
             except RuntimeError as error:  # no process or memory is available for it
-                self._active_workers -= 1
-                if number == 0:
-                    worker.stop()
+                with self._lock:
+                    self._active_workers -= 1
+                if first is not None:
+                    first.stop()
                     raise UserError(
                         f"reward {self.reward.name!r} cannot be used: {error}"
                     ) from error
@@ -203,12 +240,11 @@ class Scorer:
                     "reward %r runs on %d workers: a thread for another worker cannot be "
                     "started (%s)",
                     self.reward.name,
-                    number,
+                    len(self._threads),
                     error,
                 )
                 break
             self._threads.append(thread)
-        atexit.register(self.close)
 
     def submit(
         self,
@@ -226,7 +262,7 @@ class Scorer:
         item: RewardItem = (prompt, response, dict(meta) if meta is not None else None, episode)
         pending = PendingScore(prompt, item, self._flush if self.reward.batched else None)
         if self.place == "inline":
-            self._finish(pending, *score_items(self.reward, [item]))
+            self._finish(pending, *iter_scores(self.reward, [item]))
             pending.immediate = True
             return pending
         if self.place == "process":
@@ -289,6 +325,8 @@ class Scorer:
 
     def close(self) -> None:
         """Stop the workers. Responses that were not scored yet get a score without reward."""
+        if self._machines is not None:
+            self._machines.unsubscribe(self._use_machine)
         with self._lock:
             self._closed = True
             remaining = self._drain()
@@ -314,6 +352,10 @@ class Scorer:
             for name, seconds in reply.seconds.items():
                 self.seconds[name] = self.seconds.get(name, 0.0) + seconds
             self.counts["calls"] += 1
+            is_lost = reply.failure in ("timeout", "death")
+            # the reward's code can set its seconds to any number; max(0.0, nan) is 0.0
+            run_time = self.timeout if is_lost else max(0.0, sum(reply.seconds.values()))
+            self._mean_seconds += 0.1 * (min(run_time, self.timeout) - self._mean_seconds)
             if reply.failure is not None:
                 self.counts[_FAILURE_COUNTS[reply.failure]] += 1
         score = reply
@@ -326,11 +368,11 @@ class Scorer:
         pending.item = None
         pending.set_result(score)
 
-    def _manage_worker(self, worker: RewardWorker | None) -> None:
+    def _manage_worker(self, worker: RewardWorker | None, machine: RewardMachine | None) -> None:
         """Run the thread that manages a worker: start it when work arrives, and restart it if it is
         lost.
 
-        `worker`: the worker, if it was started already.
+        `worker`: the worker, if it was started already. `machine`: on which it runs, None: this.
         """
         call: deque[PendingScore] = deque()
         try:
@@ -339,11 +381,13 @@ class Scorer:
                     self._lock.wait_for(lambda: self._calls or self._closed)
                     if not self._calls:  # the scorer was closed
                         return
-                    call = self._calls.popleft()
-                worker = worker or self._restart()
-                worker = self._run_call(worker, call)
+                    call = self._take_call()
+                worker = worker or self._restart(machine)
+                worker = self._run_call(worker, call, machine)
         except _ScorerClosed:
             reply = make_failed_score("error", "was not run: the scorer was closed")
+            with self._lock:  # `_run_call` may have queued items again
+                call.extend(self._drain())
             for pending in call:
                 self._finish(pending, reply)
         except Exception as error:  # no caller may wait forever for the items of this thread
@@ -355,7 +399,19 @@ class Scorer:
             if worker is not None:
                 worker.stop()
 
-    def _restart(self) -> RewardWorker:
+    def _take_call(self) -> deque[PendingScore]:
+        """Remove and return the next call, with further items of a long queue: at most half of a
+        worker's part, so that no worker waits for another at the end. The caller holds the lock.
+        """
+        call = self._calls.popleft()
+        if self.place == "process" and not self.reward.batched:
+            waiting = len(self._calls) // (2 * self._active_workers)
+            quick = int(_MESSAGE_SECONDS / max(self._mean_seconds, 1e-6))
+            for _ in range(min(waiting, quick, _MAX_MESSAGE_ITEMS) - len(call)):
+                call += self._calls.popleft()
+        return call
+
+    def _restart(self, machine: RewardMachine | None) -> RewardWorker:
         """Start a replacement for a lost worker.
 
         Raises WorkerStartError after the last attempt, _ScorerClosed if the scorer was closed.
@@ -364,7 +420,7 @@ class Scorer:
             if self._closed:
                 raise _ScorerClosed
             try:
-                return self._make_worker()
+                return self._make_worker(machine)
             except WorkerStartError as error:
                 if pause is None:
                     raise
@@ -396,32 +452,52 @@ class Scorer:
             pending.item = None
             pending.set_exception(self._failure)
 
-    def _run_call(self, worker: RewardWorker, call: deque[PendingScore]) -> RewardWorker | None:
+    def _run_call(
+        self, worker: RewardWorker, call: deque[PendingScore], machine: RewardMachine | None
+    ) -> RewardWorker | None:
         """Score the items of a call until one loses the worker. Returns the worker, or None if it
         was lost.
 
-        The items after a lost one are queued again, each half as a call of its own, which shows the
-        item to blame.
+        A worker that ended while it was idle is replaced: no item is to blame. A worker scores the
+        items in turn, so the first without a reply is to blame, and the others are queued again. Of
+        a batched reward, each half of them is queued as a call of its own, which shows the item to
+        blame.
         """
         try:
-            worker.send([pending.item for pending in call])
+            items = [pending.item for pending in call]
+            try:
+                worker.send(items)
+            except WorkerDiedError:
+                worker.stop()
+                worker = self._restart(machine)
+                worker.send(items)
             while call:
                 reply = self._receive(worker)
                 self._finish(call.popleft(), reply)
             return worker
         except TimeoutError:
             reply = make_failed_score("timeout", f"did not end within {self.timeout:g} s")
+        except ConnectionLostError as error:
+            if not call[0].has_lost_connection:
+                call[0].has_lost_connection = True
+                worker.stop()
+                with self._lock:
+                    self._queue_calls(list(call), 1 if self.reward.batched else len(call))
+                call.clear()
+                return None
+            reply = make_failed_score("death", f"lost its machine twice: {error}")
         except WorkerDiedError as error:
             reply = make_failed_score("death", f"ended its worker process: {error}")
         except InvalidReply as error:
             reply = make_failed_score("error", f"sent an invalid reply: {error}")
         worker.stop()
-        if len(call) > 1:
-            with self._lock:
-                self._queue_calls(list(call), 2)
-        else:
-            self._log_lost_worker(reply, call[0])
-            self._finish(call[0], reply, give_up=self.reward.builtin)
+        number = 2
+        if len(call) == 1 or not self.reward.batched:
+            culprit, number = call.popleft(), len(call) + 1
+            self._log_lost_worker(reply, culprit)
+            self._finish(culprit, reply, give_up=self.reward.builtin)
+        with self._lock:
+            self._queue_calls(list(call), number)
         call.clear()
         return None
 
@@ -460,10 +536,15 @@ class Scorer:
                 if remaining <= 0:
                     raise
 
-    def _make_worker(self) -> RewardWorker:
+    def _make_worker(self, machine: RewardMachine | None = None) -> RewardWorker:
         if self.place == "thread":
             return ThreadRewardWorker(self.reward, self._output)
-        return ProcessRewardWorker(self.reward, self._environment, self._output)
+        start = (
+            partial(WorkerProcess, RUN_WORKER, self._environment, MAX_REPLY_BYTES, self._output)
+            if machine is None
+            else partial(machine.start_process, self.reward.name, self._variables)
+        )
+        return ProcessRewardWorker(self.reward, start)
 
 
 class _ScorerClosed(Exception):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import itertools
 import json
 import math
 import os
@@ -23,11 +24,11 @@ import queue
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from rl.errors import UserError
-from rl.processes import InvalidReply, WorkerDiedError, WorkerProcess, encode_frame, read_message
+from rl.processes import InvalidReply, MessageChannel, WorkerDiedError, encode_frame, read_message
 from rl.rewards.captured_output import capture_thread_output
 from rl.rewards.reward_calls import (
     RewardItem,
@@ -44,6 +45,7 @@ MAX_REPLY_BYTES = 1 << 20  # bytes of a single reply: a reward, its metrics, an 
 MAX_ERROR_CHARACTERS = 2000  # characters of an error's text that are kept
 _SECONDS_PREFIX = "time/"  # prefix of the metrics that hold a reward's run time in seconds
 _MAX_NAME_CHARACTERS = 200  # characters of a metric's name
+RUN_WORKER = "rl.rewards.reward_workers:run_worker"  # what a worker process runs
 READY_ITEM = 0  # item number of the message "the worker is ready"; items count from 1
 
 # To import the reward's module, which may take long; an item's time limit starts after it.
@@ -165,29 +167,33 @@ def build_worker_environment(names: Sequence[str] = ()) -> dict[str, str]:
     They are the variables of this process that match ENVIRONMENT or `names` (both may have patterns
     with *).
     """
-    patterns = (*ENVIRONMENT, *names)
-    variables = {
+    # Workers are many and small: a thread pool for linear algebra in each would only compete for
+    # the cores. The GPU belongs to the trainer.
+    variables = select_variables((*ENVIRONMENT, *names))
+    return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+
+
+def select_variables(patterns: Sequence[str]) -> dict[str, str]:
+    """Return this process's environment variables that match any of `patterns`."""
+    return {
         name: value
         for name, value in os.environ.items()
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     }
-    # Workers are many and small: a thread pool for linear algebra in each would only compete for
-    # the cores. The GPU belongs to the trainer.
-    return {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
 
 
-def score_items(reward: Reward, items: Sequence[RewardItem]) -> list[Score]:
-    """Return the reply to each item: its result, or an error that names the line of user code that
+def iter_scores(reward: Reward, items: Sequence[RewardItem]) -> Iterator[Score]:
+    """Yield the reply to each item: its result, or an error that names the line of user code that
     raised it.
     """
-    return [
-        _make_error_reply(outcome)
-        if isinstance(outcome, BaseException)
-        else Score(outcome.reward, outcome.metrics, seconds=outcome.seconds)
-        if math.isfinite(outcome.reward)
-        else make_failed_score("nan", f"returned {outcome.reward}")
-        for outcome in reward.evaluate_many(items)
-    ]
+    for outcome in reward.iter_results(items):
+        yield (
+            _make_error_reply(outcome)
+            if isinstance(outcome, BaseException)
+            else Score(outcome.reward, outcome.metrics, seconds=outcome.seconds)
+            if math.isfinite(outcome.reward)
+            else make_failed_score("nan", f"returned {outcome.reward}")
+        )
 
 
 def _make_error_reply(error: BaseException) -> Score:
@@ -236,29 +242,30 @@ def run_worker(fd: int) -> None:
         return send(READY_ITEM, make_failed_score("error", reason))
     send(READY_ITEM, ready)
     number = READY_ITEM
-    while call := read_message(channel, limit=None):
-        replies = _score_pickled(reward, pickle.loads(call))
-        if os.getpid() != worker_pid:
-            # A fork of this process, made by the reward, returned to this loop: only the original
-            # may reply.
-            os._exit(0)
-        for reply in replies:
+    while message := read_message(channel, limit=None):
+        payloads = pickle.loads(message)
+        # The items of a message are one call of a batched reward alone.
+        calls = [payloads] if reward.batched else [[payload] for payload in payloads]
+        for reply in itertools.chain.from_iterable(_iter_pickled_scores(reward, c) for c in calls):
+            if os.getpid() != worker_pid:
+                # A fork of this process, made by the reward, returned to this loop: only the
+                # original may reply.
+                os._exit(0)
             number += 1
             send(number, reply)
 
 
-def _score_pickled(reward: Reward, payloads: Sequence[bytes]) -> list[Score]:
-    """Return the replies to pickled items, in order."""
+def _iter_pickled_scores(reward: Reward, payloads: Sequence[bytes]) -> Iterator[Score]:
+    """Yield the replies to pickled items, in order."""
     items = [try_call(pickle.loads, payload) for payload in payloads]  # runs code of user objects
-    arrived = [item for item in items if not isinstance(item, BaseException)]
-    replies = iter(score_items(reward, arrived) if arrived else [])
+    replies = iter_scores(reward, [item for item in items if not isinstance(item, BaseException)])
     refusal = "runs in another process, and this meta could not be unpickled"
-    return [
-        make_failed_score("error", f"{refusal} ({describe_error(item)})")
-        if isinstance(item, BaseException)
-        else next(replies)
-        for item in items
-    ]
+    for item in items:
+        yield (
+            make_failed_score("error", f"{refusal} ({describe_error(item)})")
+            if isinstance(item, BaseException)
+            else next(replies)
+        )
 
 
 def _close_in_fork(channel: socket.socket) -> None:
@@ -289,14 +296,16 @@ class ThreadRewardWorker:
 
     def _serve(self, reward: Reward, output: Callable[[bytes], None]) -> None:
         while (items := self._calls.get()) is not None:
+            count = 0
             with capture_thread_output(output):
                 try:
-                    replies = [as_remote_reply(reply) for reply in score_items(reward, items)]
+                    for reply in iter_scores(reward, items):
+                        self._replies.put(as_remote_reply(reply))
+                        count += 1
                 except BaseException as error:  # boundary: user code
                     failure = make_failed_score("error", f"raised {describe_error(error)}")
-                    replies = [failure] * len(items)
-            for reply in replies:
-                self._replies.put(reply)
+                    for _ in items[count:]:
+                        self._replies.put(failure)
 
     def send(self, items: Sequence[RewardItem]) -> None:
         """Send the items of a call."""
@@ -318,20 +327,16 @@ class ProcessRewardWorker:
     """Run items in a fresh interpreter in its own session, under a reaper.
 
     `stop` ends the interpreter and every process that it started; so does the end of this process.
-    `environment`: its complete environment. `output`: called with chunks of the reward's output.
+    `start`: starts the process; it raises OSError if that fails.
     """
 
-    def __init__(
-        self, reward: Reward, environment: Mapping[str, str], output: Callable[[bytes], None]
-    ):
+    def __init__(self, reward: Reward, start: Callable[[], MessageChannel]):
         self._nonce = secrets.token_hex(16)
         # Of the process that runs the reward, known from its first message
         self._pid: int | None = None
         self._last_item = READY_ITEM
         try:
-            self._process = WorkerProcess(
-                "rl.rewards.reward_workers:run_worker", environment, MAX_REPLY_BYTES, output
-            )
+            self._process = start()
         except OSError as error:
             raise WorkerStartError(
                 f"its worker process did not start ({describe_error(error)})"

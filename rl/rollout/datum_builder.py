@@ -166,7 +166,11 @@ def build_datums_with_turns(
     for turn, (transition, turn_advantage) in enumerate(
         zip(trajectory.transitions, advantages_N, strict=True)
     ):
-        observation, images, action = transition.ob.flat(), transition.ob.placed(), transition.ac
+        observation, images, action = (
+            transition.ob.token_ids(),
+            transition.ob.images_with_positions(),
+            transition.ac,
+        )
         continued = [
             candidate
             for candidate in sequences
@@ -198,7 +202,9 @@ def supervised_datum(
     "mask" for losses that read actions.
     """
     tokens, images = (
-        (sequence.flat(), sequence.placed()) if isinstance(sequence, ModelInput) else (sequence, ())
+        (sequence.token_ids(), sequence.images_with_positions())
+        if isinstance(sequence, ModelInput)
+        else (sequence, ())
     )
     if len(tokens) != len(weights):
         raise ValueError(f"{len(tokens)} tokens need as many weights, got {len(weights)}")
@@ -243,7 +249,7 @@ def check_datum(
     """Raise ValueError, naming datum `index`, unless the datum fits the loss and the model: fields,
     lengths, ids, finite numbers.
 
-    required: fields that the loss needs. known: every field that the loss accepts (None: any).
+    required: fields that the loss needs. accepted: every field that the loss accepts (None: any).
     vocab_size: V, ids lie in [0, V). max_context: maximum number of tokens that the model reads
     (None: not limited).
     """
@@ -295,7 +301,7 @@ def validate_token_ids(label: str, model_input: ModelInput, vocab_size: int) -> 
             f"{type(model_input).__name__}"
         )
     try:
-        tokens = model_input.flat()
+        tokens = model_input.token_ids()
     except (TypeError, AttributeError) as error:
         raise BadRequestError(
             f"{label} must consist of chunks of token ids (types.EncodedTextChunk), got "

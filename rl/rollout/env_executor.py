@@ -71,8 +71,8 @@ class EnvThread:
     `name` identifies it in errors.
 
     The thread starts with the first call. Awaitable results are awaited, always in the same event
-    loop: the thread's, so that a coroutine that blocks delays no other episode. A thread that hangs
-    is abandoned: no caller waits for it any longer, and `on_abandon` is called.
+    loop: the thread's, so that a coroutine that blocks delays no other episode. If a call hangs, no
+    caller waits for it any longer, and `on_abandon` is called.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class EnvThread:
     ):
         self.seconds = self.remaining_seconds = seconds
         self.name, self.on_abandon = name, on_abandon
+        self._is_finished = False
         self._queue: queue.SimpleQueue[tuple[EnvCall, Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
         self._thread: threading.Thread | None = None
-        self.broken = False
 
     def submit(
         self, function: Callable[[], Any], convert: Callable[[Any], Any] | None = None
@@ -92,7 +92,9 @@ class EnvThread:
         """Queue a call."""
         remaining = self.remaining_seconds
         deadline = None if remaining is None else time.monotonic() + remaining
-        call = EnvCall(Future(), self.name, self.seconds, lambda: deadline, self._abandon, convert)
+        call = EnvCall(
+            Future(), self.name, self.seconds, lambda: deadline, self.on_abandon, convert
+        )
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
             self._thread.start()
@@ -101,18 +103,13 @@ class EnvThread:
 
     def finish(self, function: Callable[[], Any] | None = None) -> None:
         """Queue the last call, if the thread was ever started. Its result and its errors are
-        ignored.
+        ignored. If a call hangs, the last call runs after its end.
         """
-        if self._thread is not None and not self.broken:
+        if self._thread is not None and not self._is_finished:
             if function is not None:
                 self.submit(function)
             self._queue.put(None)
-        self.broken = True
-
-    def _abandon(self) -> None:
-        """Stop waiting for the thread."""
-        self.broken = True
-        self.on_abandon()
+        self._is_finished = True
 
     def _run(self) -> None:
         """Process queued calls until None arrives."""

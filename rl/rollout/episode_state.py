@@ -73,6 +73,14 @@ class EpisodeState:
                 turn.metrics = {**turn.metrics, **metrics}
 
 
+def check_turns(episode: EpisodeState, max_turns: int) -> bool:
+    """Return whether the episode may have another turn; end the episode if it may not."""
+    if len(episode.transitions) < max_turns:
+        return True
+    episode.end(truncated=True)
+    return False
+
+
 def check_player(
     episode: EpisodeState, builder: EnvGroupBuilder, players: Collection[str | None]
 ) -> bool:
@@ -104,7 +112,7 @@ def check_context(
         return True
     if episode.transitions:
         episode.end(truncated=True, context_overflow=1.0)
-        _add_final_result(episode, episode.env.no_room())
+        _add_final_result(episode, episode.env.on_context_overflow())
     else:
         exceeded_limit = (
             f"episode's limit of {builder.max_tokens}"
@@ -113,15 +121,15 @@ def check_context(
         )
         episode.error = (
             f"the first observation of problem {builder.problem_index} has {length} tokens, which "
-            f"with max_tokens={params.max_tokens} "
+            f"with max_tokens={max_tokens} "
             f"exceed the {exceeded_limit}: shorten the prompt or lower max_tokens"
         )
     return False
 
 
 def _add_final_result(episode: EpisodeState, final_result: Any) -> None:
-    """Add the result of `Env.no_room` to the episode's last turn: a StepResult, a promise of a
-    StepResult, or None.
+    """Add the result of `Env.on_context_overflow` to the episode's last turn: a StepResult, a
+    promise of a StepResult, or None.
     """
     try:
         result = final_result.result() if hasattr(final_result, "result") else final_result
@@ -140,7 +148,7 @@ def get_sampling_params(episode: EpisodeState, params: SamplingParams) -> Sampli
     """
     if episode.stop is not None:
         params = replace(params, stop=episode.stop)
-    most = episode.env.most_tokens
+    most = episode.env.max_action_tokens
     if most is not None and (params.max_tokens is None or most < params.max_tokens):
         params = replace(params, max_tokens=most)
     return params
@@ -248,6 +256,7 @@ def build_groups(
                     [metrics for _, metrics in rewards],
                     builder.tag if len(by_seat) == 1 else f"{builder.tag}/seat{seat}",
                     builder.problem_index,
+                    meta=builder.meta,
                 )
             )
     return trajectory_groups, errors

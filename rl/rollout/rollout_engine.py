@@ -26,6 +26,7 @@ from rl.rollout.episode_state import (
     build_groups,
     check_context,
     check_player,
+    check_turns,
     fill_overflow_metric,
     get_sampling_params,
     record_step,
@@ -33,7 +34,7 @@ from rl.rollout.episode_state import (
 from rl.rollout.event_log import EventLog, TickEvents
 from rl.rollout.rollout_types import Env, EnvGroupBuilder, EpisodeFailed, RolloutBatch, StepResult
 from rl.seed import derive_seed
-from rl.types import SampledSequence, SamplingParams
+from rl.types import SampledSequence, SamplingParams, merge_counters
 
 if TYPE_CHECKING:
     from rl.sampler import SamplingRequest
@@ -82,8 +83,8 @@ class PlayerStream:
 
 @dataclass
 class GroupState:
-    """Hold the state of a running group. `seed`, `random_stream`: of its
-    samples.     `start_version`: the weight version when the group started.
+    """Hold the state of a running group. `seed`, `random_stream`: of its samples. `start_version`:
+    the weight version when the group started.
     """
 
     number: int
@@ -209,7 +210,7 @@ class RolloutEngine:
             lost += sum(len(turn.ac.tokens) for turn in episode.transitions)
             if not episode.has_ended:
                 self._release_episode(episode)
-        group.builder.given_back()
+        group.builder.on_discard()
         return lost
 
     def close(self) -> None:
@@ -259,11 +260,7 @@ class RolloutEngine:
                 raise response
             self.due_calls.append((self._sampling.pop((player, ticket)), response.sequences[0]))
         if player is None:
-            for name, count in response_batch.counters.items():
-                before = self.counters.get(name, 0)
-                self.counters[name] = (
-                    max(before, count) if name.startswith("peak_") else before + count
-                )
+            self.counters = merge_counters([self.counters, response_batch.counters])
 
     def _call_environments(self) -> None:
         """Call due environments, as many as may wait at the same time. An environment that returns
@@ -353,6 +350,9 @@ class RolloutEngine:
         builder = self.groups[episode.group].builder
         if (
             episode.has_ended
+            or not check_turns(
+                episode, builder.max_turns if self.max_turns is None else self.max_turns
+            )
             or not check_player(episode, builder, self.player_streams)
             or not check_context(
                 episode, builder, self.params, self.player_streams[episode.player].max_context
@@ -370,15 +370,9 @@ class RolloutEngine:
         self, episode: EpisodeState, partial_action: SampledSequence | None = None
     ) -> None:
         """Request the next action of an episode from its sampler. `partial_action`: the part of the
-        action that is already sampled. Raises RuntimeError if the episode exceeds the maximum
-        number of turns.
+        action that is already sampled.
         """
         group, turn, player = self.groups[episode.group], len(episode.transitions), episode.player
-        if turn >= (group.builder.max_turns if self.max_turns is None else self.max_turns):
-            raise RuntimeError(
-                f"an episode has not ended after {turn} turns (problem "
-                f"{group.builder.problem_index})"
-            )
         # imported here: rl.sampler needs torch, which the help text and method settings must not
         # import
         from rl.sampler import SamplingRequest
@@ -386,8 +380,8 @@ class RolloutEngine:
         # in lockstep no cache outlives a turn
         keeps_cache = episode.env.several_turns and not self.lockstep
         request = SamplingRequest(
-            prompt=episode.observation.flat(),
-            images=episode.observation.placed(),
+            prompt=episode.observation.token_ids(),
+            images=episode.observation.images_with_positions(),
             params=get_sampling_params(episode, self.params),
             seed=derive_seed(group.seed, turn),
             problem=group.random_stream,
@@ -413,7 +407,7 @@ class RolloutEngine:
         self.groups[episode.group].running_episodes -= 1
 
     def _release_episode(self, episode: EpisodeState) -> None:
-        """Close an episode's environment and free its KV caches."""
+        """Close an episode's environment and end its conversations."""
         episode.env.close()
         for player_stream in self.player_streams.values():
             player_stream.stream.end_conversation(episode.conversation)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, has_signal
 from rl.types import Datum
 
 
@@ -129,7 +129,7 @@ def _compute_mixed_shares(rewards_P_G: Sequence[Sequence[float]], name: str) -> 
     """Return the shares of groups by their rewards: mixed; otherwise all good (equal and above 0)
     or all bad (equal, 0 or below).
     """
-    mixed = [any(r != rewards_G[0] for r in rewards_G) for rewards_G in rewards_P_G]
+    mixed = [has_signal(rewards_G) for rewards_G in rewards_P_G]
     good = [not m and rewards_G[0] > 0 for m, rewards_G in zip(mixed, rewards_P_G, strict=True)]
     bad = [not m and not g for m, g in zip(mixed, good, strict=True)]
     return {
@@ -145,9 +145,9 @@ def compute_calibration_error(
     """Return the expected calibration error of binary choices (Guo et al., arXiv 1706.04599,
     equation 3).
 
-    probabilities: the probability of the chosen side, 0.5 to 1. right: 1 if the chosen side was the
-    better side, 0 if not (0.5: half). Sum over `bins` equal bins of 0.5 to 1: (share of all) |mean
-    right - mean probability|.
+    `probabilities`: the probability of the chosen side, 0.5 to 1. `correct`: 1 if the chosen side
+    was the better side, 0 if not (0.5: half). Sum over `bins` equal bins of 0.5 to 1: (share of
+    all) |mean correct - mean probability|.
     """
     p, r = np.asarray(probabilities, dtype=np.float64), np.asarray(correct, dtype=np.float64)
     bin_indices = np.minimum(((p - 0.5) * 2 * bins).astype(int), bins - 1)

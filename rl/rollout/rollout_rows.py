@@ -46,14 +46,14 @@ def build_rollout_rows(
             }
             if renderer is not None:
                 row |= {
-                    "prompt_tokens": turn.ob.flat(),
+                    "prompt_tokens": turn.ob.token_ids(),
                     "response_tokens": turn.ac.tokens,
                     "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
                     "logprobs": turn.ac.logprobs,
                     **_drop_unknown(experts=_encode_experts(turn.ac)),
                 }
             # images are stored in the first row of a group; every row has their number
-            if images := [image for _, image in turn.ob.placed()]:
+            if images := [image for _, image in turn.ob.images_with_positions()]:
                 row |= {"image_count": len(images)} | (
                     {"images": [to_data_url(image) for image in images]} if i == 0 else {}
                 )
@@ -64,7 +64,7 @@ def build_rollout_rows(
             row |= _drop_unknown(system=system, answer=turn.logs.get("answer"))
             yield (
                 {**row, "turns": build_turn_entries(trajectory, renderer)}
-                if len(trajectory.transitions) > 1 or "told" in turn.logs
+                if len(trajectory.transitions) > 1 or "new_messages" in turn.logs
                 else row
             )
 
@@ -99,7 +99,7 @@ def build_turn_entries(trajectory: Trajectory, renderer: Renderer | None) -> lis
         trajectory.transitions
     )
     for turn, advantage in zip(trajectory.transitions, advantages, strict=True):
-        for message in turn.logs.get("told", ()):
+        for message in turn.logs.get("new_messages", ()):
             entries.append(
                 {
                     "role": message["role"],
@@ -108,7 +108,7 @@ def build_turn_entries(trajectory: Trajectory, renderer: Renderer | None) -> lis
                     **_drop_unknown(name=message.get("name") or None),
                 }
             )
-        observation = turn.ob.flat()
+        observation = turn.ob.token_ids()
         continues = observation[: len(previous_tokens)] == previous_tokens
         entry: dict[str, Any] = {
             "role": "assistant",
@@ -139,7 +139,7 @@ def build_turn_entries(trajectory: Trajectory, renderer: Renderer | None) -> lis
         other = {
             key: value
             for key, value in turn.logs.items()
-            if key not in ("prompt", "response", "told", "tool_calls", "messages")
+            if key not in ("prompt", "response", "new_messages", "tool_calls", "messages")
         }
         entries.append(
             entry

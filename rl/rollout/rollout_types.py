@@ -5,12 +5,11 @@ of episodes.
 from __future__ import annotations
 
 import abc
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from rl.types import Datum, ModelInput, SampledSequence
+from rl.types import Datum, ModelInput, SampledSequence, merge_counters
 
 Stop: TypeAlias = Sequence[str] | Sequence[int] | None
 Observation: TypeAlias = tuple[ModelInput, Stop]
@@ -91,6 +90,7 @@ class TrajectoryGroup:
     """Hold the episodes of a problem. The total reward of an episode is the sum of its step rewards
     plus its group reward. `shaped_rewards_G_N`: the rewards that a method has shaped (its
     `shape_rewards`), which take their place: of each step, or a single reward of the episode.
+    `meta`: the columns of the problem's row, None if it has no row.
     """
 
     trajectories_G: list[Trajectory]
@@ -99,6 +99,7 @@ class TrajectoryGroup:
     tag: str = "problem"
     problem_index: int = 0
     shaped_rewards_G_N: list[list[float]] | None = None
+    meta: Mapping[str, Any] | None = None
 
     def get_step_rewards(self) -> list[list[float]]:
         """Return the rewards of each episode's steps [G][N], the last step's with the group reward.
@@ -144,12 +145,10 @@ class RolloutBatch:
 
     def merge(self, other: RolloutBatch) -> RolloutBatch:
         """Return these rollouts together with `other`, which were sampled later."""
-        counters = Counter(self.counters)
-        counters.update(other.counters)
         return RolloutBatch(
             [*self.groups, *other.groups],
             [*self.errors, *other.errors],
-            counters,
+            merge_counters([self.counters, other.counters]),
             self.sample_seconds + other.sample_seconds,
             self.score_seconds + other.score_seconds,
         )
@@ -170,7 +169,7 @@ class Env(abc.ABC):
     seat: int = 0
     # maximum number of tokens of the next action; read after each observation. None: the
     # max_tokens of the sampling parameters.
-    most_tokens: int | None = None
+    max_action_tokens: int | None = None
     # whether its methods may take long: a separate thread then calls them, unless all episodes
     # advance in lockstep without a timeout
     blocks: bool = True
@@ -192,7 +191,7 @@ class Env(abc.ABC):
         step.
         """
 
-    def no_room(self) -> StepResult | Pending[StepResult] | None:
+    def on_context_overflow(self) -> StepResult | Pending[StepResult] | None:
         """Return the final result of an episode that ends because its last observation and an
         action would exceed the context (or `max_tokens`).
 
@@ -209,13 +208,14 @@ class Env(abc.ABC):
 class EnvGroupBuilder(abc.ABC):
     """Build the environments of a group (a problem, G episodes) and optionally score them together.
 
-    `max_turns`: number of actions of an episode after which the rollout raises an error (an
-    environment that ends by itself never reaches it). `max_tokens`: maximum tokens of an episode's
-    observation and answer together (None: the model's context); a longer episode is truncated.
+    `max_turns`: maximum number of actions of an episode. `max_tokens`: maximum tokens of an
+    episode's observation and answer together (None: the model's context). A longer episode is
+    truncated. `meta`: the columns of the problem's row.
     """
 
     tag: str = "problem"
     problem_index: int = 0
+    meta: Mapping[str, Any] | None = None
     max_turns: int = 100
     max_tokens: int | None = None
 
@@ -230,7 +230,7 @@ class EnvGroupBuilder(abc.ABC):
         """
         return [(0.0, {}) for _ in trajectories_G]
 
-    def given_back(self) -> None:  # noqa: B027  (nothing, by default)
+    def on_discard(self) -> None:  # noqa: B027  (nothing, by default)
         """Handle a rescheduled group. The rollout calls this instead of scoring if the episodes are
         discarded as if they had not started (tokens too old, end of the run).
         """

@@ -61,27 +61,27 @@ class StalenessController:
         """Return (numbers of the next batch, numbers of rescheduled groups). The batch is empty if
         it is not complete yet. Rescheduled groups start again.
         """
-        given_back: list[int] = []
+        rescheduled: list[int] = []
         while missing := self._find_overdue_groups():
             # A group that started at the current version would not get younger by a new start.
             late = {number for number in missing if self.start_versions[number] < self.version}
             if not (self.resample and late):
                 self.num_awaited += len(late - self._late_groups)
                 self._late_groups |= late
-                return [], given_back
+                return [], rescheduled
             for number in sorted(late):
                 self.start_versions[number] = self.version
                 self.num_rescheduled += 1
-                given_back.append(number)
+                rescheduled.append(number)
         batch = self._next_batch()
         if len(batch) < min(self.batch_size, len(self.start_versions)) or not batch:
-            return [], given_back
+            return [], rescheduled
         self.batches_taken += 1
         for number in batch:
             del self.start_versions[number]
             self.ended_groups.discard(number)
             self._late_groups.discard(number)
-        return sorted(batch), given_back
+        return sorted(batch), rescheduled
 
     def advance_version(self) -> None:
         """Record that the weights that are sampled from have changed."""

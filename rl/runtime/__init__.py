@@ -2,9 +2,13 @@
 
 from rl.runtime.consistency import ConsistencyReport, check_sync
 from rl.runtime.driver import Driver, is_driver
-from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+from rl.runtime.rank_settings import (
+    SamplerSettings,
+    WorkerSettings,
+    make_sampler_settings,
+    make_worker_settings,
+)
 from rl.runtime.sample_temperatures import SampleTemperatures
-from rl.runtime.sampler_versions import find_max_context
 from rl.runtime.stream_worker import StepOutput, StepRequest
 from rl.runtime.worker_group import serve_verbs
 
@@ -17,7 +21,8 @@ __all__ = [
     "StepRequest",
     "WorkerSettings",
     "check_sync",
-    "find_max_context",
     "is_driver",
+    "make_sampler_settings",
+    "make_worker_settings",
     "serve_verbs",
 ]

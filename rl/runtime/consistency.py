@@ -42,8 +42,8 @@ class ConsistencyReport:
 
     learner: dict[int, np.ndarray] = field(default_factory=dict)
     sampler: dict[int, np.ndarray] = field(default_factory=dict)
-    learner_moved: dict[int, np.ndarray] = field(default_factory=dict)
-    sampler_moved: dict[int, np.ndarray] = field(default_factory=dict)
+    learner_perturbed: dict[int, np.ndarray] = field(default_factory=dict)
+    sampler_perturbed: dict[int, np.ndarray] = field(default_factory=dict)
     gradient_sizes: dict[str, float] = field(default_factory=dict)
     frozen_with_gradient: list[str] = field(default_factory=list)
     num_perturbed: int = 0
@@ -59,7 +59,7 @@ class ConsistencyReport:
             num_perturbed=parts[0].num_perturbed,
         )
         for part in parts:
-            for name in ("learner", "sampler", "learner_moved", "sampler_moved"):
+            for name in ("learner", "sampler", "learner_perturbed", "sampler_perturbed"):
                 getattr(report, name).update(getattr(part, name))
             report.frozen_with_gradient += [
                 name
@@ -92,7 +92,7 @@ def check_sync(
     report.sampler = sampler_logprobs(version_id)
     # the same transfer as for an update's weights
     driver.router.send_weights(snapshot, moved_version_id).result()
-    report.sampler_moved = sampler_logprobs(moved_version_id)
+    report.sampler_perturbed = sampler_logprobs(moved_version_id)
     driver.submit("free_version", moved_version_id).result()
     return report
 
@@ -108,10 +108,10 @@ def make_texts(
         for source in datums
     ]
     texts = [
-        [*datum.model_input.flat(), int(datum.loss_fn_inputs["target_tokens"].array[-1])]
+        [*datum.model_input.token_ids(), int(datum.loss_fn_inputs["target_tokens"].array[-1])]
         for datum in datums
     ]
-    return datums, texts, [datum.model_input.placed() for datum in datums]
+    return datums, texts, [datum.model_input.images_with_positions() for datum in datums]
 
 
 def to_arrays(rows: Mapping[int, Sequence[Any]]) -> dict[int, np.ndarray]:
@@ -119,7 +119,7 @@ def to_arrays(rows: Mapping[int, Sequence[Any]]) -> dict[int, np.ndarray]:
     return {i: np.array(row[1:], dtype=np.float64) for i, row in rows.items()}
 
 
-def _compute_learner_logprobs(
+def compute_learner_logprobs(
     learner: Learner, datums: Sequence[Datum], temperature: float
 ) -> dict[int, np.ndarray]:
     """Return the learner's logprobs of the targets by datum index, float64 [T]."""
@@ -139,13 +139,13 @@ def measure(
     """Return this rank's report, and the result of `send_weights()` on the perturbed weights.
     `compute_sampler_logprobs`: returns those of this rank's share, by the weights sent last.
     """
-    report = ConsistencyReport(learner=_compute_learner_logprobs(learner, datums, temperature))
+    report = ConsistencyReport(learner=compute_learner_logprobs(learner, datums, temperature))
     report.sampler = compute_sampler_logprobs()
     with _perturbed_weights(learner) as names:
         report.num_perturbed = len(names)
         sent = send_weights()
-        report.learner_moved = _compute_learner_logprobs(learner, datums, temperature)
-        report.sampler_moved = compute_sampler_logprobs()
+        report.learner_perturbed = compute_learner_logprobs(learner, datums, temperature)
+        report.sampler_perturbed = compute_sampler_logprobs()
         report.gradient_sizes, report.frozen_with_gradient = _measure_gradient(
             learner, datums, temperature
         )

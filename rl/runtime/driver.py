@@ -32,12 +32,14 @@ class Driver:
 
     def __init__(self, settings: WorkerSettings):
         self._lock = threading.RLock()
-        self._pending: list[tuple[int, SamplingRequest, Future]] = []
+        self._pending: list[tuple[int, Future, SamplingRequest, Future]] = []
         self._closed = False
         self._learners = GroupService(settings, LEARNER)
         self.device = self._learners.device
         # router to the ranks that only sample; None if all ranks learn
-        self.router = VerbRouter(settings, self._learners) if settings.sampler_ranks else None
+        self.router = (
+            VerbRouter(settings, self._learners, self._lock) if settings.sampler_ranks else None
+        )
         self._submit_call = (self.router or self._learners).submit
 
     def submit(self, verb: str, *arguments: Any, dependencies: Sequence[Future] = ()) -> Future:
@@ -45,7 +47,7 @@ class Driver:
         failed, the verb is refused.
         """
         with self._lock:
-            if not VERBS[verb].frees:
+            if not VERBS[verb].is_cleanup:
                 self.flush()
             call = VerbCall(verb, arguments, tuple(dependencies), self._make_future(verb))
             self._submit_call(call)
@@ -65,13 +67,14 @@ class Driver:
         future.set_running_or_notify_cancel()
         return future
 
-    def submit_sample(self, version_id: int, request: SamplingRequest) -> Future:
+    def submit_sample(self, version_id: int, created: Future, request: SamplingRequest) -> Future:
         """Hold a sample request back until a caller waits or another verb comes, so that samples
-        requested separately run as a batch.
+        requested separately run as a batch. `created`: the future of the weight version; if it
+        failed, the request fails with its error.
         """
         with self._lock:
             future = self._make_future("sample")
-            self._pending.append((version_id, request, future))
+            self._pending.append((version_id, created, request, future))
             return future
 
     @property
@@ -87,18 +90,19 @@ class Driver:
         """Submit the sample requests held back, a batch for each weight version."""
         with self._lock:
             pending, self._pending = self._pending, []
-            by_version: dict[int, list[tuple[SamplingRequest, Future]]] = {}
-            for version_id, request, future in pending:
-                by_version.setdefault(version_id, []).append((request, future))
-            for version_id, items in by_version.items():
-                batch = VerbCall("sample", (version_id, [request for request, _ in items]))
+            by_version: dict[tuple[int, Future], list[tuple[SamplingRequest, Future]]] = {}
+            for version_id, created, request, future in pending:
+                by_version.setdefault((version_id, created), []).append((request, future))
+            for (version_id, created), items in by_version.items():
+                requests = [request for request, _ in items]
+                batch = VerbCall("sample", (version_id, requests), (created,))
                 futures = [future for _, future in items]
                 batch.future.add_done_callback(partial(_distribute_results, futures))
                 self._submit_call(batch)
 
-    def close(self, timeout: float = 60.0) -> None:
-        """Run the submitted verbs, then free the service's models on every rank. A second call is a
-        no-op.
+    def close(self) -> None:
+        """Wait until the submitted verbs have run, or a rank is lost. Then free the models of the
+        service on every rank. A second call is a no-op.
         """
         with self._lock:
             if self.closed:
@@ -107,8 +111,8 @@ class Driver:
             self.flush()
             self._closed = True
         if self.router is not None:
-            self.router.close(timeout)
-        self._learners.close(timeout)
+            self.router.close()
+        self._learners.close()
 
 
 def _distribute_results(futures: Sequence[Future], batch: Future) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rl.learner import LearnerSettings
+from rl.config import ModelSettings, OptimSettings, SamplingSettings
+from rl.learner import LearnerSettings, kept_bytes_from_gib
 from rl.sampler import DEFAULT_CACHE_TOKENS, check_features
 
 
@@ -22,7 +23,10 @@ class SamplerSettings:
 
     urls: of the vLLM servers that sample if the kind is "vllm"; folder: in which their weights are
     written; request_seconds: time limit of a sample there. Without urls the run starts a server:
-    command: that starts it; memory: its share of the device's memory.
+    command: that starts it; memory: its share of the device's memory; lora_rank: the largest of the
+    adapters that it gets.
+
+    num_speculative_tokens: see `rl.sampler.Engine`.
     """
 
     kv_cache_tokens: int = DEFAULT_CACHE_TOKENS
@@ -36,6 +40,8 @@ class SamplerSettings:
     request_seconds: float = 600.0
     command: str | None = None
     memory: float = 0.3
+    lora_rank: int = 0
+    num_speculative_tokens: int = 0
 
     @property
     def local_kind(self) -> str:
@@ -47,9 +53,14 @@ class SamplerSettings:
     def __post_init__(self) -> None:
         if self.tp > 1 and self.kind == "hf":
             check_features(("tensor parallelism", "generic decoder"))
+        if self.num_speculative_tokens and self.kind == "hf":
+            check_features(("speculative decoding", "generic decoder"))
         if self.kind == "vllm":
-            features = {"router replay": self.router_replay, "paged cache": self.cache == "paged"}
-            features["tensor parallelism"] = self.tp > 1
+            features = {
+                "paged cache": self.cache == "paged",
+                "tensor parallelism": self.tp > 1,
+                "speculative decoding": self.num_speculative_tokens > 0,
+            }
             check_features(("vllm", *(name for name, is_used in features.items() if is_used)))
 
 
@@ -69,3 +80,42 @@ class WorkerSettings:
     def __post_init__(self) -> None:
         if self.sampler_ranks and self.sampler.kind == "vllm":
             check_features(("vllm", "sampler ranks"))
+
+
+def make_sampler_settings(sampling: SamplingSettings, router_replay: bool) -> SamplerSettings:
+    """Return the settings of a rank's sampler."""
+    return SamplerSettings(
+        kv_cache_tokens=sampling.kv_cache_tokens or DEFAULT_CACHE_TOKENS,
+        max_rows=sampling.max_rows,
+        kind=sampling.sampler,
+        router_replay=router_replay,
+        cache=sampling.sampler_cache,
+        tp=sampling.sampler_tp,
+        urls=sampling.sampler_url,
+        folder=sampling.sampler_folder,
+        request_seconds=sampling.sampler_timeout,
+        command=sampling.sampler_command,
+        memory=sampling.sampler_memory,
+        num_speculative_tokens=sampling.num_speculative_tokens,
+    )
+
+
+def make_worker_settings(
+    model: ModelSettings, sampling: SamplingSettings, optim: OptimSettings
+) -> WorkerSettings:
+    """Return the settings of a rank's worker, from the settings of a stage or of a server."""
+    learner = LearnerSettings(
+        token_budget=optim.token_budget,
+        layout=optim.layout,
+        fused=model.fused_logprobs,
+        kept_bytes=kept_bytes_from_gib(model.kept_logits_gib),
+        gradient_checkpointing=model.gradient_checkpointing,
+        offload_activations=model.offload_activations,
+        optimizer=optim.optimizer,
+        router_replay=model.router_replay,
+        router_aux_loss_coef=model.router_aux_loss_coef,
+        context_parallel_size=optim.context_parallel_size,
+        expert_parallel_size=optim.expert_parallel_size,
+    )
+    sampler = make_sampler_settings(sampling, model.router_replay)
+    return WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler)

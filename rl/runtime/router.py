@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rl.runtime.rank_settings import WorkerSettings
@@ -25,18 +24,21 @@ from rl.types import SamplingParams
 
 
 class VerbRouter:
-    """Route the verbs of a service to its learner ranks and its sampler ranks."""
+    """Route the verbs of a service to its learner ranks and its sampler ranks.
 
-    def __init__(self, settings: WorkerSettings, learners: GroupService):
+    `lock`: the driver's, which holds it when it submits a verb. A finalizer may submit one on any
+    thread, also in this class, so a second lock could be acquired in either order.
+    """
+
+    def __init__(self, settings: WorkerSettings, learners: GroupService, lock: Any):
         self.sampler_ranks = settings.sampler_ranks
-        self._learners, self._lock = learners, threading.RLock()
+        self._learners, self._lock = learners, lock
         self._samplers = GroupService(settings, SAMPLER)
         # by version: verbs that wait for it
         self._pending_versions: dict[int, list[VerbCall]] = {}
         self._sent_models: set[int] = set()  # models with weights sent to the samplers
         # by version: (model id, version of the learner)
         self._version_sources: dict[int, tuple[int, int]] = {}
-        self._folder_models: dict[str, int] = {}
         # by version: (temperature, changes_distribution) pairs reported to the learner
         self._reported_params: dict[int, set[tuple[float, bool]]] = {}
 
@@ -45,14 +47,13 @@ class VerbRouter:
         """Return whether the thread of the sampler ranks is running."""
         return self._samplers.alive
 
-    def close(self, timeout: float) -> None:
+    def close(self) -> None:
         """Close the service on the sampler ranks once pending weights have arrived: later verbs of
         a closed service would fail.
         """
-        deadline = time.monotonic() + timeout
-        while self.alive and time.monotonic() < deadline and self._pending_versions:
+        while self.alive and self._pending_versions:
             time.sleep(0.01)
-        self._samplers.close(timeout)
+        self._samplers.close()
 
     def submit(self, call: VerbCall) -> None:
         """Queue a verb for the ranks of its group. A sampler verb that names a version waits until
@@ -68,7 +69,9 @@ class VerbRouter:
                 else:
                     self._queue_ready(call)
         elif call.spec.group != LEARNER:
-            raise ValueError(f"{call.verb} is of each group's part of a service, which submits it")
+            raise ValueError(
+                f"{call.verb} belongs to group {call.spec.group}: submit it through GroupService"
+            )
         if call.spec.group == LEARNER:
             self._learners.submit(call)
 
@@ -115,17 +118,14 @@ class VerbRouter:
 
     def load_sampler(self, call: VerbCall) -> None:
         """Load a version on the samplers after the learners' earlier verbs, which may write its
-        folder. Record the learner that saved the folder.
+        folder. Record the learner that saved the folder, before the verbs that wait are released.
         """
-        version_id, path = call.arguments[:2]
-
-        def load(_: Any) -> None:
-            owner = None if path is None else self._folder_models.get(str(Path(path).resolve()))
-            if owner is not None:
-                call.future.add_done_callback(partial(self._record_source, version_id, owner))
-            self._samplers.submit(call)
-
-        self._run_on_learners_first(call, "wait_for_verbs", (), load)
+        version_id, saved_by = call.arguments[0], call.arguments[-1]
+        if saved_by is not None:
+            call.future.add_done_callback(partial(self._record_source, version_id, saved_by))
+        self._run_on_learners_first(
+            call, "wait_for_verbs", (), lambda _: self._samplers.submit(call)
+        )
 
     def free_model(self, call: VerbCall) -> None:
         """Free a model on the samplers after the learners: transfers staged before have begun by
@@ -137,10 +137,6 @@ class VerbRouter:
     def forget_sent_weights(self, call: VerbCall) -> None:
         """Send the whole model again next time: its adapter's scale may change."""
         self._sent_models.discard(call.arguments[0])
-
-    def record_folder(self, call: VerbCall) -> None:
-        """Record the model that is saved in a folder."""
-        self._folder_models[str(Path(call.arguments[1]).resolve())] = call.arguments[0]
 
     def _run_on_learners_first(
         self,
@@ -214,12 +210,15 @@ class VerbRouter:
         futures.
         """
         error = completed.exception()
+        refused: list[Future] = []
         with self._lock:
             for call in self._pending_versions.pop(version_id, ()):
-                if error is None or call.spec.frees:
+                if error is None or call.spec.is_cleanup:
                     self._queue_ready(call)
                 else:
-                    call.future.set_exception(error)
+                    refused.append(call.future)
+        for future in refused:  # without the lock: callbacks may wait for others
+            future.set_exception(error)
 
     # -------------------------------------------------------------------------------------- routing
 
@@ -230,7 +229,7 @@ class VerbRouter:
         spec, version_id = call.spec, call.version_id
         if version_id is not None and spec.get_params is not None:
             self._report_params(version_id, spec.get_params(call.arguments))
-        if version_id is not None and spec.frees:
+        if version_id is not None and spec.is_cleanup:
             self._version_sources.pop(version_id, None)
             self._reported_params.pop(version_id, None)
         self._samplers.submit(call)

@@ -99,7 +99,7 @@ class SampleTemperatures:
         """Return (temperature, length) of the longest recorded sample at the end of these tokens
         and logprobs; None if unknown.
         """
-        # the tail of a sample shorter than _TAIL is the whole sample
+        # the tail of a sample shorter than _TAIL_TOKENS is the whole sample
         for last in range(min(_TAIL_TOKENS, len(tokens)), 0, -1):
             tail = _compute_digest(tokens[-last:], logprobs[-last:])
             for length in sorted(self._length_counts.get(tail, ()), reverse=True):
@@ -147,7 +147,7 @@ class SampleTemperatures:
 
 def _find_possible_ends(logprobs: np.ndarray) -> np.ndarray:
     """Return the positions before which a sample may end, from the last: the end of the datum or an
-    observation (logprob 0) follows, and a nonzero logprob is among the preceding _TAIL
+    observation (logprob 0) follows, and a nonzero logprob is among the preceding _TAIL_TOKENS
     positions.
     """
     count = np.concatenate([[0], np.cumsum(logprobs != 0)])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl.layers import get_config_number
+from rl.layers import describe_layers, find_max_context
 from rl.learner import Learner
 from rl.models import LoadedModel
 from rl.runtime.rank_settings import SamplerSettings
@@ -19,6 +19,7 @@ from rl.sampler import (
     MultiAdapterDecoder,
     SamplingRequest,
     check_features,
+    check_has_experts,
     has_experts,
     make_engine,
 )
@@ -49,13 +50,6 @@ class SamplerVersion:
             )
 
 
-def find_max_context(loaded: LoadedModel) -> int | None:
-    """Return the model's longest sequence in tokens, None if it has no limit."""
-    return get_config_number(
-        loaded.model, "max_position_embeddings", "n_positions", "max_target_positions"
-    )
-
-
 def make_version_engine(
     source: SamplerVersion,
     sampler_settings: SamplerSettings,
@@ -67,21 +61,25 @@ def make_version_engine(
 
     `mixed`: the engine serves all versions on the base model of `source`, and `add_versions` adds
     the weights of each version. `kv_cache_pool`: idle pool of a paged KV cache to reuse;
-    `close_engine` gives the pool back. `requests`: all requests that the engine will get; a paged
+    `RankEngine.close` gives it back. `requests`: all requests that the engine will get; a paged
     cache is no larger than they need. Raises UserError for settings that do not combine
     (`rl.sampler.engine_selection`).
     """
     settings: dict[str, Any] = {
         "eos_token_ids": source.loaded.eos_token_ids,
         "tokenizer": source.loaded.tokenizer,
-        "max_context": find_max_context(source.loaded),
+        "max_context": find_max_context(source.loaded.model),
         "version": source.version,
     }
     if isinstance(source.decoder, VllmDecoder):
         check_features(("vllm", *(("adapters per row",) if mixed else ())))
+        if sampler_settings.router_replay and source.learned:
+            settings["experts"] = describe_layers(source.loaded.model).experts
+            check_has_experts(settings["experts"] is not None)
         return VllmEngine(source.decoder, **settings)
     settings["kv_cache_tokens"] = sampler_settings.kv_cache_tokens
     settings["max_rows"] = sampler_settings.max_rows
+    settings["num_speculative_tokens"] = sampler_settings.num_speculative_tokens
     features = []
     if mixed:
         features.append("adapters per row")
@@ -100,18 +98,10 @@ def _iter_request_sizes(
     """Yield (prompt tokens, samples, most tokens) of each request. A request without a limit may
     fill the model's context, if that is limited.
     """
-    longest = find_max_context(source.loaded) or 0
+    longest = find_max_context(source.loaded.model) or 0
     for request in requests:
         prompt = len(request.prompt)
         yield prompt, request.num_samples, max(request.params.max_tokens or longest + 1 - prompt, 1)
-
-
-def close_engine(engine: RankEngine) -> None:
-    """Close an engine that gets no further requests.
-
-    A paged engine gives its KV cache pool back for reuse. Other engines hold nothing to give back.
-    """
-    engine.close()
 
 
 def add_versions(

@@ -5,7 +5,7 @@ processes.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 
 from rl.distributed import collectives, make_accelerator, spans_machines
 from rl.errors import UserError
-from rl.layers import get_hidden_size
+from rl.layers import find_max_context, get_hidden_size
 from rl.learner import Learner, ModelSpec, learner_checkpoint
 from rl.models import LoadedModel
 from rl.renderers import set_end_tokens
@@ -25,12 +25,10 @@ from rl.runtime.sampler_versions import (
     RankEngine,
     SamplerVersion,
     add_versions,
-    close_engine,
-    find_max_context,
     make_version_engine,
 )
 from rl.runtime.stream_worker import StepOutput, StepRequest, WorkerStream
-from rl.runtime.verb_table import SAMPLER, assign_indices, merge_by_index, sum_counters, verb
+from rl.runtime.verb_table import SAMPLER, assign_indices, merge_by_index, verb
 from rl.sampler import (
     Decoder,
     IdleKVCachePool,
@@ -40,13 +38,15 @@ from rl.sampler import (
     make_decoder,
     score_sequences,
 )
-from rl.types import PlacedImage, SampleResponse
+from rl.types import PlacedImage, SampleResponse, merge_counters
 from rl.vllm import (
+    AdapterCheck,
     ServerLaunch,
     ServerPool,
     StartedServer,
     VllmDecoder,
     VllmEngine,
+    enables_adapters,
     find_command,
     find_free_port,
     score_on_servers,
@@ -85,8 +85,6 @@ class SamplingWorker:
         self.server_pool = self._connect_servers() if settings.sampler.kind == "vllm" else None
         self.learners: dict[int, Learner] = {}
         self.versions: dict[int, SamplerVersion] = {}
-        # learner that wrote each folder, so that samples from it count as that learner's
-        self.folder_models: dict[str, int] = {}
         self.streams: dict[int, WorkerStream] = {}  # see rl.runtime.stream_worker
         # KV cache memory that an engine leaves to the next engine
         self.kv_cache_pool = IdleKVCachePool()
@@ -103,7 +101,13 @@ class SamplingWorker:
         if not sampler.urls:
             with collectives.all_or_none(device):
                 launch = self._make_server_launch()
-            server = StartedServer(int(numbers[1]), sampler.request_seconds, launch)
+            server = StartedServer(
+                int(numbers[1]),
+                sampler.request_seconds,
+                launch,
+                enables_adapters(sampler.command),
+                sampler.lora_rank,
+            )
         return ServerPool(
             sampler.urls,
             f"{int(numbers[0]):08x}",
@@ -111,6 +115,8 @@ class SamplingWorker:
             request_seconds=sampler.request_seconds,
             max_rows=sampler.max_rows,
             started_server=server,
+            needs_experts=sampler.router_replay,
+            needs_adapters=self.settings.share_bases,
         )
 
     def _make_server_launch(self) -> ServerLaunch | None:
@@ -127,38 +133,68 @@ class SamplingWorker:
             return None
         dtype = "bfloat16" if self.sampler_dtype == torch.bfloat16 else "float32"
         command = find_command(sampler.command)
-        return ServerLaunch(command, dtype, sampler.max_rows, sampler.memory, cuda)
+        return ServerLaunch(
+            command, dtype, sampler.max_rows, sampler.memory, cuda, sampler.router_replay
+        )
 
-    def _make_server_decoder(self, loaded: LoadedModel, learner_id: int) -> VllmDecoder:
-        """Return a decoder for the vLLM servers, without weights."""
+    def _make_server_decoder(
+        self,
+        loaded: LoadedModel,
+        learner_id: Hashable,
+        num_parameters: int,
+        base: VllmDecoder | None = None,
+    ) -> VllmDecoder:
+        """Return a decoder for the vLLM servers, without weights. `base`: of the model below its
+        adapter.
+        """
         assert self.server_pool is not None
-        sizes = loaded.vocab_size, find_max_context(loaded)
-        return VllmDecoder(self.server_pool, *sizes, learner_id)
+        self.server_pool.num_parameters = max(self.server_pool.num_parameters, num_parameters)
+        sizes = loaded.vocab_size, find_max_context(loaded.model)
+        return VllmDecoder(self.server_pool, *sizes, learner_id, base)
 
     def _write_server_weights(
-        self, decoder: VllmDecoder, model: Any, tokenizer: Any, version: int
+        self,
+        decoder: VllmDecoder,
+        model: Any,
+        tokenizer: Any,
+        version: int,
+        check: AdapterCheck | None = None,
+        base_only: bool = False,
     ) -> None:
-        """Write the weights of a model, which rank 0 holds in full, for the vLLM servers."""
+        """Write the weights of a model, which rank 0 holds in full (or its adapter), for the vLLM
+        servers. `base_only`: without its adapter.
+        """
 
         def write(folder: Path) -> None:
-            learner_checkpoint.write_model(model, tokenizer, folder, merged=True)
+            merged = decoder.base_decoder is None
+            learner_checkpoint.write_model(
+                model, tokenizer, folder, merged=merged, base_only=base_only
+            )
 
-        decoder.replace_weights(write if collectives.rank() == 0 else None, version)
+        decoder.replace_weights(write if collectives.rank() == 0 else None, version, check)
 
     def _load_server_weights(self, decoder: Decoder) -> None:
         """Let the vLLM servers load the weights of a decoder, unless they hold them."""
         if not isinstance(decoder, VllmDecoder):
             return
         pool, weights_id = decoder.pool, decoder.weights_id
-        if pool.loaded_weights_id == weights_id:
+        held = torch.tensor([pool.is_resident(weights_id)], device=self.accelerator.device)
+        collectives.copy_from_rank_0_([held])  # rank 0 may have seen a server fail
+        if held:
             return
         # of each server: whether it has the weights, and its longest sequence
         servers = torch.zeros(2, len(pool.servers), dtype=torch.int64)
         servers = servers.to(self.accelerator.device)
+        used = (
+            self.objects.gather(pool.find_used_adapters())
+            if decoder.base_decoder is not None
+            else None
+        )
         with collectives.all_or_none(self.accelerator.device):
             if collectives.rank() == 0:
-                assert decoder.folder is not None
-                loads = pool.load_weights(decoder.folder, weights_id)
+                assert decoder.weights is not None
+                names = {name for part in used or () for name in part}
+                loads = pool.load_weights(decoder.weights, names)
                 contexts = [server.max_context for server in pool.servers]
                 servers.copy_(torch.tensor([loads, contexts]))
         collectives.copy_from_rank_0_([servers])
@@ -171,7 +207,8 @@ class SamplingWorker:
         UserError if the servers' logprobs differ from those of the model.
         """
         # a negative id is never that of a learner
-        decoder = self._make_server_decoder(loaded, -1 - version_id)
+        num_parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+        decoder = self._make_server_decoder(loaded, -1 - version_id, num_parameters)
 
         def compute_logprobs(tokens: list[int]) -> list[float]:
             ids = torch.tensor([tokens])
@@ -207,7 +244,7 @@ class SamplingWorker:
             "lora_unadapted": loaded.unadapted_share,
             "value_head": spec.value_head,
             "vocab_size": loaded.vocab_size,
-            "max_context": find_max_context(loaded),
+            "max_context": find_max_context(loaded.model),
             "hidden_size": get_hidden_size(loaded.model),
             "parameters": parameters,
             "trainable_parameters": trainable,
@@ -223,7 +260,8 @@ class SamplingWorker:
         """Return the indices of the texts that this rank's sampler scores or samples from. All
         ranks of a tensor-parallel group get the same indices.
         """
-        return assign_indices(costs, self.settings.sampler.tp)
+        size = self.settings.sampler.tp
+        return assign_indices(costs, collectives.world() // size)[collectives.rank() // size]
 
     def _make_decoder(
         self, model: Any, base_key: BaseKey | None = None, weights: Any = None
@@ -259,14 +297,16 @@ class SamplingWorker:
         tokenizer: str | None = None,
         seed: int = 0,
         prefers_servers: bool = False,
+        saved_by: int | None = None,
     ) -> dict[str, Any]:
         """Create a sampler version from saved weights (a folder of `save_weights_for_sampler`, any
         HF or PEFT folder) or a base model. Return the model's details.
 
         It is sampled from in this process, also if vLLM servers sample from the learner's weights,
-        unless `prefers_servers`.
+        unless `prefers_servers`. `saved_by`: the model that wrote the folder, so that samples from
+        it count as that model's.
         """
-        self.kv_cache_pool.release()  # memory for another model's weights
+        self._free_idle_caches()  # memory for another model's weights
         local_kind = self.settings.sampler.local_kind
         base_keys: list[BaseKey] = []
 
@@ -287,10 +327,9 @@ class SamplingWorker:
         if (on_servers or self.tp_group is not None) and not self.base_models.enabled:
             # the weights or the shard have been copied: free the full model in host memory
             loaded.model.to("meta")
-        owner = self.folder_models.get(str(Path(path).resolve())) if path is not None else None
-        learner = None if owner is None else self.learners.get(owner)
+        learner = None if saved_by is None else self.learners.get(saved_by)
         self.versions[version_id] = SamplerVersion(
-            decoder, loaded, version, learner, learned=learner is not None
+            decoder, loaded, version, learner, learned=saved_by is not None
         )
         return {
             **self._describe_model(loaded, spec),
@@ -305,14 +344,17 @@ class SamplingWorker:
         sampler = replace(self.settings.sampler, kv_cache_tokens=tokens)
         self.settings = replace(self.settings, sampler=sampler)
 
-    @verb(SAMPLER, version_arg=0, frees=True)
+    @verb(SAMPLER, version_arg=0, is_cleanup=True)
     def free_version(self, version_id: int) -> None:
         """Free a sampler version."""
         self.versions.pop(version_id, None)
 
     @verb(
         SAMPLER,
-        lambda parts: (merge_by_index([p[0] for p in parts]), sum_counters([p[1] for p in parts])),
+        lambda parts: (
+            merge_by_index([p[0] for p in parts]),
+            merge_counters([p[1] for p in parts]),
+        ),
         version_arg=0,
         get_params=lambda arguments: [request.params for request in arguments[1]],
     )
@@ -344,7 +386,7 @@ class SamplingWorker:
                 errors[i] = error.with_traceback(None)
         accepted = [i for i in indices if i not in errors]
         responses = engine.run()
-        close_engine(engine)
+        engine.close()
         source.report_params(requests)
         if not self.reports_results:
             return {}, {}
@@ -386,6 +428,7 @@ class SamplingWorker:
                     "a stream cannot switch between the policy's weights, which vLLM servers hold, "
                     "and weights that are sampled from in this process: open another stream"
                 )
+            self._load_server_weights(source.decoder)  # before samples name a new adapter
             stream.engine.change_weights(source.decoder, source.version)
         self._load_server_weights(source.decoder)
         stream.version_id = version_id
@@ -413,12 +456,19 @@ class SamplingWorker:
         stream = self.streams.get(stream_id)
         return {} if stream is None or not self.reports_results else stream.unfinished()
 
-    @verb(SAMPLER, frees=True)
+    def _free_idle_caches(self) -> None:
+        """Free the KV caches that no request uses. The next request of a stream makes another."""
+        for stream_id, stream in list(self.streams.items()):
+            if not stream.engine.busy:
+                self.close_stream(stream_id)
+        self.kv_cache_pool.release()
+
+    @verb(SAMPLER, is_cleanup=True)
     def close_stream(self, stream_id: int) -> None:
         """Close a stream and free its engine."""
         stream = self.streams.pop(stream_id, None)
         if stream is not None:
-            close_engine(stream.engine)
+            stream.engine.close()
 
     @verb(SAMPLER, merge_by_index, version_arg=0)
     def compute_logprobs(

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 
-from rl.runtime.sampler_versions import RankEngine, close_engine
+from rl.runtime.sampler_versions import RankEngine
 from rl.sampler import Engine, SamplingRequest
-from rl.types import SampledSequence, SampleResponse
+from rl.types import SampledSequence, SampleResponse, merge_counters
 
 
 @dataclass
@@ -37,10 +37,7 @@ class StepOutput:
         for part in parts:
             total.finished |= part.finished
             total.partial_output |= part.partial_output
-            for name, count in part.counters.items():
-                peak = name.startswith("peak_")
-                previous = total.counters.get(name, 0)
-                total.counters[name] = max(previous, count) if peak else previous + count
+        total.counters = merge_counters(part.counters for part in parts)
         total.finished = dict(sorted(total.finished.items()))
         return total
 
@@ -56,7 +53,6 @@ class StepRequest:
     steps: int
     new_requests: Sequence[tuple[int, int, SamplingRequest]] = ()
     dropped: Sequence[int] = ()
-    ended_conversations: Sequence[str] = ()  # conversations without a further turn
     recompute: bool = False
     mixed: bool = False
     # tickets to return partial output of; True: all
@@ -83,8 +79,6 @@ class WorkerStream:
         """
         if step_request.recompute:
             self.move_to_new_engine(make_engine)
-        for name in step_request.ended_conversations:
-            self.engine.evict_conversation(name)
         for number, ticket in list(self.tickets.items()):
             if ticket in step_request.dropped:
                 self.engine.cancel(number)
@@ -153,7 +147,7 @@ class WorkerStream:
         `make_engine` receives these requests.
         """
         remaining, self.tickets = self.unfinished(), {}
-        close_engine(self.engine)  # before the new engine is made, which may reuse its blocks
+        self.engine.close()  # before the new engine is made, which may reuse its blocks
         self.engine = make_engine(list(remaining.values()))
         self._last_counters = {}
         for ticket, request in remaining.items():

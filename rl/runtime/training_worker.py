@@ -1,14 +1,15 @@
 """Execute the verbs on every rank, on the models and sampler versions that live on the rank.
 
 A verb is a method with a row in the table (`rl.runtime.verb_table`). All ranks run the same verbs
-with the same arguments in the same order. A verb splits its work over the ranks, and rank 0
-receives the results.
+in the same order. A verb splits its work over the ranks, and rank 0 receives the results. A verb
+of much data has a method that splits its arguments on rank 0, so that each rank receives its share
+alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,19 +19,23 @@ import numpy as np
 import torch
 
 from rl.distributed import collectives, get_launch_sharding
-from rl.errors import warn_on_rank_zero
+from rl.errors import UserError, warn_on_rank_zero
+from rl.layers import find_max_context
 from rl.learner import (
     Learner,
     ModelSpec,
+    RankBatch,
     check_optimizer,
     choose_base_dtype,
     learner_checkpoint,
+    make_expert_group,
 )
 from rl.losses import LossSpec, get_loss
 from rl.models import (
     LoadedClassifier,
     add_lora,
     add_value_head,
+    is_head_tied,
     load_classifier,
     load_model_lazily,
     resolve_head,
@@ -38,7 +43,13 @@ from rl.models import (
     set_lora_alpha,
 )
 from rl.runtime.base_models import BaseKey
-from rl.runtime.consistency import ConsistencyReport, make_texts, measure, to_arrays
+from rl.runtime.consistency import (
+    ConsistencyReport,
+    compute_learner_logprobs,
+    make_texts,
+    measure,
+    to_arrays,
+)
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sample_temperatures import compute_mean_temperature, resolve_temperatures
 from rl.runtime.sampler_versions import SamplerVersion
@@ -48,18 +59,27 @@ from rl.runtime.verb_table import (
     SAMPLER,
     assign_indices,
     merge_by_index,
-    sum_counters,
     verb,
 )
 from rl.runtime.weight_sync import WeightSnapshot
 from rl.sampler import Decoder
-from rl.types import AdamParams, Datum, LoraConfig, SamplingParams
-from rl.vllm import VllmDecoder
+from rl.types import (
+    AdamParams,
+    Datum,
+    LoraConfig,
+    ModelInput,
+    SamplingParams,
+    TensorData,
+    merge_counters,
+)
+from rl.vllm import AdapterCheck, VllmDecoder
+
+_CHECK_TOKENS = 32  # of the text with which a server's adapter is compared
 
 
 def _merge_outputs(parts: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return (outputs in datum order, metrics) of the ranks' (outputs, sums, temperature)."""
-    sums = sum_counters([part[1] for part in parts])
+    sums = merge_counters([part[1] for part in parts])
     metrics = {"loss:sum": 0.0, **sums, "temperature:mean": parts[0][2]}
     return merge_by_index([part[0] for part in parts]), metrics
 
@@ -67,7 +87,14 @@ def _merge_outputs(parts: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
 def _merge_microbatch(parts: Sequence[Any]) -> tuple[Any, ...]:
     """Return (outputs by datum index, sums, temperature, number of micro-batches) of all ranks."""
     outputs = {i: output for part in parts for i, output in part[0].items()}
-    return outputs, sum_counters([part[1] for part in parts]), *parts[0][2:]
+    return outputs, merge_counters([part[1] for part in parts]), *parts[0][2:]
+
+
+def _resolve_loss(loss_fn: str | LossSpec) -> LossSpec:
+    """Return the loss of a name. A name is sent to the ranks as it is: its functions may not
+    pickle.
+    """
+    return get_loss(loss_fn) if isinstance(loss_fn, str) else loss_fn
 
 
 class TrainingWorker(SamplingWorker):
@@ -80,6 +107,9 @@ class TrainingWorker(SamplingWorker):
         self.classifiers: dict[int, LoadedClassifier] = {}
         # by learner: the decoder whose frozen base later versions share
         self.latest_decoders: dict[int, Decoder] = {}
+        # models on the vLLM servers, below the adapters that are sent there
+        self.server_bases: dict[Hashable, VllmDecoder] = {}
+        self.unservable: set[int] = set()  # learners whose adapters servers do not load
 
     # --------------------------------------------------------------------------------------- models
 
@@ -108,6 +138,7 @@ class TrainingWorker(SamplingWorker):
             loaded.name = spec.base_model
             if spec.lora is not None:
                 lora = resolve_head(loaded.model, spec.lora)
+                self._check_adapter(model_id, lora, is_head_tied(loaded.model))
                 spec, loaded = replace(spec, lora=lora), add_lora(loaded, lora)
             if spec.value_head:
                 loaded = add_value_head(loaded)
@@ -121,6 +152,7 @@ class TrainingWorker(SamplingWorker):
             collectives.get_rank_group(
                 settings.context_parallel_size, self.settings.timeout_seconds
             ),
+            make_expert_group(settings.expert_parallel_size, self.settings.timeout_seconds),
         )
         self.learners[model_id], self.specs[model_id] = learner, spec
         if state is not None:
@@ -132,6 +164,20 @@ class TrainingWorker(SamplingWorker):
             "scales_gradients": not sharding.owns_weights,
             "wrapped": type(learner.backend.wrapped).__name__,
         }
+
+    def _check_adapter(self, model_id: int, lora: LoraConfig, has_tied_head: bool) -> None:
+        """Raise UserError if vLLM servers get adapters and cannot load this one. With shared bases
+        (a server of many clients), warn and sample from the model in this process.
+        """
+        if self.server_pool is None or not self.server_pool.uses_adapters:
+            return
+        try:
+            self.server_pool.check_adapters(lora, has_tied_head)
+        except UserError as error:
+            if not self.settings.share_bases:
+                raise
+            warn_on_rank_zero(f"{error}. This model is sampled from in this process")
+            self.unservable.add(model_id)
 
     def _choose_base_dtype(self, spec: ModelSpec) -> str:
         """Return the dtype of the frozen base weights."""
@@ -156,19 +202,23 @@ class TrainingWorker(SamplingWorker):
         }
         return {"base_model": name, "arch": classifier.model.config.model_type, **details}
 
-    @verb(LEARNER, merge_by_index)
-    def classify(self, model_id: int, inputs: Sequence[Sequence[int]]) -> dict[int, float]:
+    @verb(LEARNER, merge_by_index, split="split_inputs")
+    def classify(self, model_id: int, inputs: Mapping[int, Sequence[int]]) -> dict[int, float]:
         """Return the scores of this rank's share of the inputs by index. Merged: all of them in
         order.
         """
-        indices = assign_indices([len(tokens) for tokens in inputs])
         with self.kv_cache_pool.yield_to_learner():
             scores = score_inputs(
                 self.classifiers[model_id],
-                [inputs[i] for i in indices],
+                [*inputs.values()],
                 self.settings.learner.token_budget,
             )
-        return dict(zip(indices, scores, strict=True))
+        return dict(zip(inputs, scores, strict=True))
+
+    def split_inputs(self, model_id: int, inputs: Sequence[Sequence[int]]) -> list[tuple[Any, ...]]:
+        """Return by rank the arguments of `classify`."""
+        indices = assign_indices([len(tokens) for tokens in inputs], collectives.world())
+        return [(model_id, {i: inputs[i] for i in share}) for share in indices]
 
     def free_all(self) -> None:
         """Free the memory of all models."""
@@ -176,7 +226,7 @@ class TrainingWorker(SamplingWorker):
         for model_id in [*self.learners, *self.classifiers]:
             self.free_model(model_id)
 
-    @verb(LEARNER, frees=True, router_method="free_model")
+    @verb(LEARNER, is_cleanup=True, router_method="free_model")
     def free_model(self, model_id: int) -> None:
         """Free a model."""
         self.classifiers.pop(model_id, None)
@@ -189,8 +239,7 @@ class TrainingWorker(SamplingWorker):
 
     # ------------------------------------------------------------------------------------- learning
 
-    @verb(LEARNER, _merge_outputs)
-    def forward_backward(
+    def split_batch(
         self,
         model_id: int,
         datums: Sequence[Datum],
@@ -202,15 +251,15 @@ class TrainingWorker(SamplingWorker):
         adapters: bool = True,
         sampling_temperatures: Sequence[float | None] | None = None,
         part: int | None = None,
-    ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float], float]:
-        """Return this rank's outputs by datum index, its metric sums, and the mean temperature.
-        Merged: outputs in order, and metrics.
+    ) -> list[tuple[Any, ...]]:
+        """Return by rank the arguments of `forward_backward`: its share of the batch, and what it
+        needs of the whole batch.
 
         `sampling_temperatures`: the temperature at which each datum was sampled, if known.
-        "temperature" in `config` overrides it.
+        "temperature" in `config` overrides it. `part`: only that micro-batch.
         """
         learner = self.learners[model_id]
-        loss = get_loss(loss_fn) if isinstance(loss_fn, str) else loss_fn
+        loss = _resolve_loss(loss_fn)
         if backward and datums and "advantages" in loss.required:
             learner.sampling_record.check_untruncated()
         settings = dict(config)
@@ -224,29 +273,54 @@ class TrainingWorker(SamplingWorker):
             temperatures = [1.0 if temperature is None else float(temperature)] * max(
                 len(datums), 1
             )
+        shares = learner.split_batch(datums, loss.group, temperatures[: len(datums)], part)
+        mean = compute_mean_temperature(temperatures)
+        options = (loss_fn, settings, divisor, backward, entropy, adapters, mean)
+        arguments = {id(share): (model_id, share, *options) for share in shares}
+        return [arguments[id(share)] for share in shares]
+
+    def split_microbatch(self, model_id: int, part: int, *call: Any) -> list[tuple[Any, ...]]:
+        """Return by rank the arguments of `forward_backward_microbatch`: those of `split_batch` for
+        micro-batch `part`.
+        """
+        return self.split_batch(model_id, *call, part=part)  # type: ignore[misc]
+
+    @verb(LEARNER, _merge_outputs, split="split_batch")
+    def forward_backward(
+        self,
+        model_id: int,
+        share: RankBatch,
+        loss_fn: str | LossSpec,
+        config: Mapping[str, float],
+        divisor: float,
+        backward: bool,
+        entropy: bool,
+        adapters: bool,
+        mean_temperature: float,
+    ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float], float]:
+        """Return this rank's outputs by datum index, its metric sums, and the mean temperature of
+        the whole batch. Merged: outputs in order, and metrics.
+        """
         with self.kv_cache_pool.yield_to_learner():
-            outputs, sums = learner.run(
-                datums,
-                loss,
-                settings,
-                temperature=temperatures[: len(datums)],
+            outputs, sums = self.learners[model_id].run_share(
+                share,
+                _resolve_loss(loss_fn),
+                config,
                 divisor=divisor,
                 backward=backward,
                 entropy=entropy,
                 use_adapters=adapters,
-                micro_batch=part,
             )
-        return outputs, sums, compute_mean_temperature(temperatures)
+        return outputs, sums, mean_temperature
 
-    @verb(LEARNER, _merge_microbatch)
+    @verb(LEARNER, _merge_microbatch, split="split_microbatch")
     def forward_backward_microbatch(
-        self, model_id: int, part: int, *call: Any
+        self, model_id: int, share: RankBatch, *call: Any
     ) -> tuple[Any, dict[str, float], float, int]:
-        """Run micro-batch `part` of a forward_backward call. Return (outputs by datum index, metric
+        """Run a micro-batch of a forward_backward call. Return (outputs by datum index, metric
         sums, mean temperature, number of micro-batches).
         """
-        learner = self.learners[model_id]
-        return *self.forward_backward(model_id, *call, part=part), learner.num_micro_batches  # type: ignore[misc]
+        return *self.forward_backward(model_id, share, *call), share.num_micro_batches
 
     @verb(LEARNER, on_refusal="drop_gradients")
     def optim_step(self, model_id: int, params: AdamParams) -> dict[str, float]:
@@ -282,8 +356,12 @@ class TrainingWorker(SamplingWorker):
         self.kv_cache_pool.free_for_learner()  # for a copy of the weights
         learner = self.learners[model_id]
         decoder = self.latest_decoders.get(model_id)
-        if self.server_pool is not None:
-            decoder = self._make_server_decoder(learner.loaded, model_id)
+        on_servers = self.server_pool is not None
+        if self.settings.share_bases:  # servers that hold adapters of many clients hold no others
+            on_servers &= learner.is_lora and model_id not in self.unservable
+        if on_servers:
+            size, base = learner.num_parameters, self._find_server_base(model_id)
+            decoder = self._make_server_decoder(learner.loaded, model_id, size, base)
             self._write_learner_weights(decoder, learner)
         elif decoder is None:
             decoder = self._make_learner_decoder(model_id)
@@ -292,7 +370,7 @@ class TrainingWorker(SamplingWorker):
             if any(v.decoder is decoder for v in self.versions.values()):
                 decoder = decoder.fork()
             decoder.load_(learner.iter_weights())
-        if self.server_pool is None:
+        if not on_servers:
             self.latest_decoders[model_id] = decoder
         version = SamplerVersion(decoder, learner.loaded, learner.version, learner, learned=True)
         return self._add_version(
@@ -314,14 +392,51 @@ class TrainingWorker(SamplingWorker):
             version_id, version, begin, self.base_models.find_mix_group(decoder)
         )
 
+    def _find_server_base(self, model_id: int) -> VllmDecoder | None:
+        """Return the model below a learner's adapter for vLLM servers that get adapters; None if
+        they get all weights.
+        """
+        learner = self.learners[model_id]
+        key = (*self.base_keys[model_id], self.specs[model_id].base_dtype)
+        assert self.server_pool is not None
+        if not learner.is_lora or not self.server_pool.uses_adapters:
+            return None
+        if key not in self.server_bases:
+            base = self._make_server_decoder(learner.loaded, key, learner.num_parameters)
+            with (
+                collectives.all_or_none(self.accelerator.device),
+                learner.full_model(adapter_only=False) as model,
+            ):
+                tokenizer = learner.loaded.tokenizer
+                self._write_server_weights(base, model, tokenizer, 0, base_only=True)
+            self.server_bases[key] = base
+        return self.server_bases[key]
+
     def _write_learner_weights(self, decoder: VllmDecoder, learner: Learner) -> None:
-        """Write the learner's weights, adapters merged, for the vLLM servers."""
+        """Write the learner's weights for the vLLM servers: its adapter, or all weights, with an
+        adapter merged.
+        """
+        is_adapter = decoder.base_decoder is not None
+        check = self._make_adapter_check(learner) if is_adapter else None
         with (
             collectives.all_or_none(self.accelerator.device),
-            learner.full_model(adapter_only=False) as model,
+            learner.full_model(adapter_only=is_adapter) as model,
         ):
-            tokenizer = learner.loaded.tokenizer
-            self._write_server_weights(decoder, model, tokenizer, learner.version)
+            tokenizer = None if is_adapter else learner.loaded.tokenizer
+            self._write_server_weights(decoder, model, tokenizer, learner.version, check)
+
+    def _make_adapter_check(self, learner: Learner) -> AdapterCheck | None:
+        """Return the learner's logprobs of fixed tokens, on rank 0."""
+        length = min(_CHECK_TOKENS, (find_max_context(learner.loaded.model) or _CHECK_TOKENS) - 1)
+        tokens = [(7 * i + 3) % learner.loaded.vocab_size for i in range(length)]
+        targets = TensorData(np.array(tokens[1:], np.int64))
+        datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": targets})
+        with self.kv_cache_pool.yield_to_learner():
+            logprobs = compute_learner_logprobs(learner, [datum] * collectives.world(), 1.0)
+        if collectives.rank() != 0:
+            return None
+        exact = self.sampler_dtype == torch.float32
+        return AdapterCheck(tokens, next(iter(logprobs.values())).tolist(), exact)
 
     def _make_learner_decoder(self, model_id: int) -> Decoder:
         """Return a new decoder of the learner's weights."""
@@ -400,7 +515,7 @@ class TrainingWorker(SamplingWorker):
 
     # --------------------------------------------------------------------------------------- saving
 
-    @verb(LEARNER, router_method="record_folder")
+    @verb(LEARNER)
     def save_state(
         self,
         model_id: int,
@@ -431,10 +546,9 @@ class TrainingWorker(SamplingWorker):
             ttl_seconds,
             other_models,
         )
-        self.folder_models[str(Path(path).resolve())] = model_id
         return path
 
-    @verb(LEARNER, router_method="record_folder")
+    @verb(LEARNER)
     def save_for_sampler(
         self,
         model_id: int,
@@ -455,7 +569,6 @@ class TrainingWorker(SamplingWorker):
             value_head,
             save_metadata,
         )
-        self.folder_models[str(Path(path).resolve())] = model_id
         return path
 
     @verb(LEARNER, router_method="forget_sent_weights")

@@ -8,12 +8,11 @@ beside it, also has a method of `VerbRouter` (`router_method`).
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-from rl.distributed import collectives
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 LEARNER, SAMPLER = "learner", "sampler"  # groups of ranks
@@ -28,12 +27,14 @@ class VerbSpec:
     reduce         merges the results of the group's ranks, in rank order, into the driver's
                    result; None: the first rank's, to which the others add nothing
     version_arg    index of the argument that names a weight version, which the verb waits for
-    frees          it frees memory: no sample request depends on it, and it also runs if the
+    is_cleanup     it frees memory: no sample request depends on it, and it also runs if the
                    transfer of its version failed
     get_params     returns the sampling parameters in its arguments, which the learner of the
                    version records
     on_refusal     verb that runs in its place, on its first argument, if a verb that it depends
                    on failed
+    split          method of the worker that rank 0 calls with the submitted arguments: it returns
+                   each rank's arguments; None: every rank gets the submitted arguments
     router_method  method of `VerbRouter` that executes a sampler verb with the help of the
                    learners, or that runs beside a learner verb
     """
@@ -41,9 +42,10 @@ class VerbSpec:
     group: str = LEARNER
     reduce: Callable[[Sequence[Any]], Any] | None = None
     version_arg: int | None = None
-    frees: bool = False
+    is_cleanup: bool = False
     get_params: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     on_refusal: str | None = None
+    split: str | None = None
     router_method: str | None = None
 
 
@@ -104,29 +106,14 @@ def merge_by_index(rank_results: Sequence[Mapping[int, Any]]) -> list[Any]:
     return [results[i] for i in range(len(results))]
 
 
-def sum_counters(rank_counters: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return the sum of each counter over the ranks."""
-    total: dict[str, float] = {}
-    for table in rank_counters:
-        for name, value in table.items():
-            total[name] = total.get(name, 0) + value
-    return total
-
-
-def assign_indices(costs: Sequence[int], group_size: int = 1) -> list[int]:
-    """Return the sorted indices of the items that this rank processes. Items are assigned in order
-    of decreasing cost, each to the rank with the smallest load.
-
-    `group_size`: number of consecutive ranks that get the same items.
+def assign_indices(costs: Sequence[int], parts: int) -> list[list[int]]:
+    """Return the sorted indices of the items of each part. Items are assigned in order of
+    decreasing cost, each to the part with the smallest load.
     """
-    world, rank = collectives.world() // group_size, collectives.rank() // group_size
-    if world == 1:
-        return list(range(len(costs)))
-    loads = [0] * world
-    indices = []
+    loads = [(0, part) for part in range(parts)]
+    indices: list[list[int]] = [[] for _ in loads]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        target = min(range(world), key=lambda r: (loads[r], r))
-        loads[target] += costs[i]
-        if target == rank:
-            indices.append(i)
-    return sorted(indices)
+        load, part = loads[0]
+        indices[part].append(i)
+        heapq.heapreplace(loads, (load + costs[i], part))
+    return [sorted(part) for part in indices]

@@ -9,11 +9,11 @@ decoder that no request samples from, which becomes the new version when all hav
 
 from __future__ import annotations
 
-import math
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -104,18 +104,18 @@ class TransferSchedule:
     def start_round(self, size: int) -> None:
         """Record that a round of `size` chunks is being queued."""
         self._size, self._start_time = size, time.perf_counter()
-        self._arrivals = [math.inf, -math.inf]
+        self._arrivals: SimpleQueue[float] = SimpleQueue()
 
     def record_arrival(self) -> None:
         """Record that a chunk has arrived."""
-        now = time.perf_counter()
-        self._arrivals = [min(now, self._arrivals[0]), max(now, self._arrivals[1])]
+        self._arrivals.put(time.perf_counter())
 
     def end_round(self) -> None:
-        """Choose `num_chunks` after all chunks of the round have arrived."""
+        """Wait until all arrivals of the round are recorded, then choose `num_chunks`."""
+        times = [self._arrivals.get() for _ in range(self._size)]
         if self._size < 2:
             return
-        first, last = self._arrivals
+        first, last = min(times), max(times)
         chunk_seconds = max((last - first) / (self._size - 1), 1e-6)
         wait_seconds = first - self._start_time - chunk_seconds
         chunks = TRANSFER_SHARE / (1 - TRANSFER_SHARE) * wait_seconds / chunk_seconds

@@ -1,4 +1,4 @@
-"""Run all ranks: rank 0 broadcasts verbs, and the other ranks execute them until rank 0 ends.
+"""Run all ranks: rank 0 sends verbs, and the other ranks execute them until rank 0 ends.
 
 On rank 0 a single thread executes the verbs in the order they were submitted. With a single process
 the broadcast is a no-op and nothing else differs. All services of a script share the thread and the
@@ -23,10 +23,12 @@ from rl.distributed import (
     assign_role,
     check_same_launch,
     collectives,
+    spans_machines,
     stop_signals,
     trace_region,
 )
 from rl.errors import OtherRankFailed, RankLost, UserError
+from rl.rewards import get_reward_machines, serve_reward_workers
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sampling_worker import SamplingWorker
 from rl.runtime.training_worker import TrainingWorker
@@ -40,6 +42,8 @@ class RankExecutor:
     """Execute verbs on a rank: hold its workers by service number."""
 
     def __init__(self, settings: WorkerSettings):
+        # A role may change the environment.
+        self._is_first_of_machine = int(os.environ.get("LOCAL_RANK", "0")) == 0
         role = assign_role(settings.sampler_ranks, settings.timeout_seconds)
         samples = role is not None and role.is_sampler
         self._worker_class: type[SamplingWorker] = SamplerWorker if samples else TrainingWorker
@@ -63,13 +67,22 @@ class RankExecutor:
         )
 
     @verb(SERVICE)
-    def open_service(self, service: int, settings: WorkerSettings) -> str:
-        """Create the service's worker. Return the device that it computes on."""
+    def open_service(
+        self, service: int, settings: WorkerSettings, reward_address: tuple[int, str] | None
+    ) -> str:
+        """Create the service's worker. Return the device that it computes on.
+
+        `reward_address`: of rank 0, for which the first rank of each other machine runs reward
+        workers from the first service on; None if all ranks are on one machine.
+        """
+        if reward_address is not None and self._is_first_of_machine and self.objects.rank > 0:
+            serve_reward_workers(os.environ.get("MASTER_ADDR", "localhost"), *reward_address)
+            self._is_first_of_machine = False  # once
         if service not in self._workers:  # worker 0 is made before any verb can be broadcast
             self._workers[service] = self._worker_class(settings, self.objects)
         return str(self._workers[service].accelerator.device)
 
-    @verb(SERVICE, frees=True)
+    @verb(SERVICE, is_cleanup=True)
     def close_service(self, service: int) -> None:
         """Free the memory of the service's models and samplers."""
         self._workers.pop(service).free_all()
@@ -226,9 +239,9 @@ class WorkerGroup:
             worker_group.open_services.add(service)
             return worker_group, service
 
-    def close_service(self, service: int, timeout: float) -> None:
-        """Close a service. In a single-process run the thread ends with the last service, since no
-        other rank waits for another service.
+    def close_service(self, service: int) -> None:
+        """Close a service after its verbs. In a single-process run the thread ends with the last
+        service, since no other rank waits for another service.
         """
         call = VerbCall("close_service", (service,))
         with self._lock:
@@ -237,13 +250,13 @@ class WorkerGroup:
             is_last = not self.open_services and self.group == LEARNER and collectives.world() == 1
             if is_last:
                 # a thread that joins meanwhile waits for the lock and starts a new worker group
-                self.shut_down(timeout)
+                self.shut_down()
         if not is_last:
-            wait([call.future], timeout)
+            wait([call.future])
 
-    def shut_down(self, timeout: float = 60.0) -> None:
-        """End the thread and the other ranks; verbs already submitted run first. A second call is a
-        no-op.
+    def shut_down(self, timeout: float | None = None) -> None:
+        """End the thread and the other ranks; verbs already submitted run first, for `timeout`
+        seconds if it is set. A second call is a no-op.
         """
         with self._lock:
             if self._running.get(self.group) is self:
@@ -316,8 +329,11 @@ class GroupService:
     """Submit the verbs of a service to a group of ranks. `device`: that its workers compute on."""
 
     def __init__(self, settings: WorkerSettings, group: str):
+        machines = get_reward_machines()
+        if spans_machines():  # before a role changes the environment
+            machines.listen()
         self._group, self._service_id = WorkerGroup.join(settings, group)
-        opened = VerbCall("open_service", (self._service_id, settings))
+        opened = VerbCall("open_service", (self._service_id, settings, machines.address))
         self.submit(opened)
         self.device: str = opened.future.result()
 
@@ -330,15 +346,20 @@ class GroupService:
         """Queue a verb."""
         self._group.queue.put((self._service_id, call))
 
-    def close(self, timeout: float) -> None:
+    def close(self) -> None:
         """Run the queued verbs, then free the memory of the service's workers."""
-        self._group.close_service(self._service_id, timeout)
+        self._group.close_service(self._service_id)
 
 
 def _execute_everywhere(executor: Any, service: int, verb: str, arguments: Sequence[Any]) -> Any:
-    """Run a verb on all ranks and return the merged result."""
-    executor.objects.broadcast_verb((service, verb, arguments))
-    return _execute(executor.worker(service, verb), verb, arguments)
+    """Run a verb on all ranks, each with its arguments, and return the merged result."""
+    worker, split = executor.worker(service, verb), VERBS[verb].split
+    if split is None:
+        executor.objects.broadcast_verb((service, verb, arguments))
+    else:
+        shares = getattr(worker, split)(*arguments)
+        *_, arguments = executor.objects.broadcast_verb((service, verb), shares)
+    return _execute(worker, verb, arguments)
 
 
 def _refuse_after_failure(executor: Any, service: int, call: VerbCall) -> None:

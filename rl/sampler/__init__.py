@@ -10,6 +10,7 @@ responses = engine.run()
 from rl.sampler.block_manager import choose_pool_size, max_blocks
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_factory import (
+    check_has_experts,
     enable_expert_recording,
     has_experts,
     make_base_decoder,
@@ -64,6 +65,7 @@ __all__ = [
     "make_engine",
     "enable_expert_recording",
     "find_mlp_divisor",
+    "check_has_experts",
     "has_experts",
     "max_blocks",
     "choose_pool_size",

@@ -4,7 +4,9 @@ and rows.
 A row's table covers its prompt and its response, position by position. Rows of a prompt share its
 blocks. Each row copies the prompt's last, partly filled block at its first write, except the last
 row that holds it, which writes in place. A prompt without rows holds its blocks itself. So at most
-one block of each row is not full, whatever the lengths.
+one block of each row is not full, whatever the lengths. Sequences that begin with the same tokens
+share blocks too (`BlockManager.allocate_table`), also with sequences that have ended, as long as
+their blocks are not needed.
 
 `make_block_tables` builds the tables of a step: private blocks of each row, and blocks that a
 prefix group shares, which `kernels.compute_paged_attention` reads once for all rows of a group.
@@ -13,6 +15,7 @@ Shapes: R rows (N in a state), B blocks of a table, G groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor
 
 from kernels import SharedPages
+from rl.sampler.prefix_cache import CHUNK_SIZE, Hashes
 
 
 def max_blocks(requests: Iterable[tuple[int, int, int]], size: int, max_rows: int) -> int:
@@ -62,37 +66,107 @@ class OutOfBlocks(Exception):
 
 
 class BlockPool:
-    """Count the references of blocks 0..count-1. A block without references is free."""
+    """Count the references of blocks 0..count-1, and find blocks by the hashes of their chunks
+    (prefix_cache.py).
+
+    A block without references is free. If it has hashes, it can be found until it is allocated
+    again; the least recently used is allocated first.
+    """
 
     def __init__(self, count: int):
         self.ref_counts = [0] * count
-        self._free_blocks = list(range(count - 1, -1, -1))
+        self._unhashed = list(range(count - 1, -1, -1))  # free blocks without hashes
+        self._reusable: dict[int, None] = {}  # free blocks with hashes, least recently used first
+        self._block_of: dict[bytes, int] = {}  # by chunk
+        # the chunks by which a block is found, each with the position in the block that it ends at
+        self._chunks: dict[int, list[tuple[bytes, int]]] = {}
+        self.hashed_positions = [0] * count  # of each block, the first positions
+        self.experts: dict[int, np.ndarray] = {}  # of each position of hashed blocks, if recorded
 
     @property
     def num_free(self) -> int:
         """Return the number of free blocks."""
-        return len(self._free_blocks)
+        return len(self._unhashed) + len(self._reusable)
 
     def allocate(self) -> int:
         """Take a free block with a reference count of 1. Raises OutOfBlocks if no block is free."""
-        if not self._free_blocks:
+        if self._unhashed:
+            block = self._unhashed.pop()
+        elif self._reusable:
+            block = next(iter(self._reusable))
+            del self._reusable[block]
+            self.forget(block)
+        else:
             raise OutOfBlocks
-        block = self._free_blocks.pop()
         self.ref_counts[block] = 1
         return block
 
     def share(self, blocks: list[int]) -> list[int]:
         """Add a reference to each block; return them as a new list."""
         for block in blocks:
+            if self.ref_counts[block] == 0:
+                del self._reusable[block]
             self.ref_counts[block] += 1
         return list(blocks)
 
     def release(self, blocks: list[int]) -> None:
         """Drop a reference of each block; blocks without references become free."""
-        for block in blocks:
+        for block in reversed(blocks):  # the end of a sequence is allocated before its beginning
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
-                self._free_blocks.append(block)
+                if block in self._chunks:
+                    self._reusable[block] = None
+                else:
+                    self._unhashed.append(block)
+
+    def find(self, chunk: bytes) -> int | None:
+        """Return the block that contains this chunk; None if there is none."""
+        return self._block_of.get(chunk)
+
+    def add_chunk(self, chunk: bytes, block: int, end: int) -> None:
+        """Let a block be found by a chunk that ends at its position `end`, unless another block
+        is.
+        """
+        if chunk not in self._block_of:
+            self._block_of[chunk] = block
+            self._chunks.setdefault(block, []).append((chunk, end))
+            self.hashed_positions[block] = max(self.hashed_positions[block], end)
+
+    def forget(self, block: int, start: int = 0) -> None:
+        """Remove the chunks of a block that end after its position `start`."""
+        chunks = self._chunks.pop(block)
+        for chunk, end in chunks:
+            if end > start:
+                del self._block_of[chunk]
+        if remaining := [(chunk, end) for chunk, end in chunks if end <= start]:
+            self._chunks[block] = remaining
+        self.hashed_positions[block] = max((end for _, end in remaining), default=0)
+        if not remaining:
+            self.experts.pop(block, None)
+        elif block in self.experts:
+            self.experts[block] = self.experts[block][: self.hashed_positions[block]]
+
+    def forget_all(self) -> None:
+        """Remove all chunks."""
+        for block in list(self._chunks):
+            self.forget(block)
+        self._unhashed += self._reusable
+        self._reusable.clear()
+        self.experts.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Hold the blocks of a sequence, whose first `positions` positions need not be computed.
+
+    `copy`: the blocks (source, target) to copy before anything else is written. `experts`
+    [positions, B * K], if recorded.
+    """
+
+    block_table: list[int]
+    positions: int = 0
+    copy: tuple[int, int] | None = None
+    experts: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -120,6 +194,7 @@ class BlockManager:
 
     def __init__(self, num_blocks: int, block_size: int):
         self.pool, self.block_size = BlockPool(num_blocks), block_size
+        self.chunk_size = math.gcd(block_size, CHUNK_SIZE)
         self.prompts: list[PromptBlockTable] = []
         self.rows: list[RowBlockTable] = []
 
@@ -129,9 +204,74 @@ class BlockManager:
 
     def add_prompt(self, length: int) -> PromptBlockTable:
         """Append a prompt with new blocks to be written. Raises OutOfBlocks."""
-        prompt = PromptBlockTable(length, self._allocate(self.num_blocks_for(length)))
+        prompt = PromptBlockTable(length, self.allocate_table(length).block_table)
         self.prompts.append(prompt)
         return prompt
+
+    def count_cached(self, hashes: Hashes) -> int:
+        """Return how many chunks of a sequence are in the cache."""
+        blocks, partial = self._find_blocks(hashes)
+        per_block = self.block_size // self.chunk_size
+        return len(blocks) * per_block + (0 if partial is None else partial[1])
+
+    def _find_blocks(self, hashes: Hashes) -> tuple[list[int], tuple[int, int] | None]:
+        """Return the full blocks of a sequence that are in the cache, and a block that contains the
+        next chunks, with their number.
+        """
+        per_block, find = self.block_size // self.chunk_size, self.pool.find
+        blocks = list[int]()
+        while (end := (len(blocks) + 1) * per_block) <= len(hashes):
+            if (block := find(hashes[end - 1])) is None:
+                break
+            blocks.append(block)
+        first = len(blocks) * per_block
+        for count in range(min(per_block - 1, len(hashes) - first), 0, -1):
+            if (block := find(hashes[first + count - 1])) is not None:
+                return blocks, (block, count)
+        return blocks, None
+
+    def allocate_table(self, length: int, hashes: Hashes = ()) -> Allocation:
+        """Take the blocks of a sequence of `length` positions.
+
+        Full blocks with its first tokens are shared. A block that holds some of the next tokens is
+        copied. Raises OutOfBlocks, without taking any.
+        """
+        shared_blocks, partial = self._find_blocks(hashes)
+        positions, recorded = len(shared_blocks) * self.block_size, self.pool.experts
+        experts = [recorded[block] for block in shared_blocks] if recorded else []
+        if partial is not None:
+            positions += partial[1] * self.chunk_size
+            if recorded:
+                experts.append(recorded[partial[0]][: partial[1] * self.chunk_size])
+        blocks = self.pool.share(shared_blocks)
+        try:
+            blocks += self._allocate(self.num_blocks_for(length) - len(blocks))
+        except OutOfBlocks:
+            self.pool.release(blocks)
+            raise
+        # the source may be one of the new blocks: its content is still there
+        copy = None if partial is None else (partial[0], blocks[len(shared_blocks)])
+        return Allocation(blocks, positions, copy, np.concatenate(experts) if experts else None)
+
+    def register(
+        self, block_table: Sequence[int], hashes: Hashes, experts: np.ndarray | None = None
+    ) -> None:
+        """Let the blocks of a sequence be found by the hashes of its chunks.
+
+        `experts` [positions, B * K]: of all its positions, if recorded.
+        """
+        per_block, pool = self.block_size // self.chunk_size, self.pool
+        for i, chunk in enumerate(hashes):
+            pool.add_chunk(
+                chunk, block_table[i // per_block], (i % per_block + 1) * self.chunk_size
+            )
+        if experts is None:
+            return
+        for i, block in enumerate(block_table):
+            hashed = pool.hashed_positions[block]
+            if hashed > len(pool.experts.get(block, ())):
+                start = i * self.block_size
+                pool.experts[block] = experts[start : start + hashed].copy()
 
     def _allocate(self, count: int) -> list[int]:
         """Take `count` blocks. Raises OutOfBlocks, without taking any, if fewer are free."""
@@ -157,25 +297,17 @@ class BlockManager:
         return row
 
     def add_resumed_row(self, slot: int, length: int) -> RowBlockTable:
-        """Append a preempted row that resumes: `length` positions, to be recomputed into new blocks
-        of the row.
+        """Append a preempted row that resumes, with `length` positions. Its blocks are still to be
+        allocated.
         """
         prompt = self.prompts[slot]
-        row = RowBlockTable(prompt, length, self._allocate(self.num_blocks_for(length)))
+        row = RowBlockTable(prompt, length)
         if prompt.rows == 0:
             self.pool.release(prompt.block_table)
             prompt.block_table = []
         prompt.rows += 1
         self.rows.append(row)
         return row
-
-    def cache_row(self, row: RowBlockTable, length: int) -> None:
-        """Append a prompt of the first `length` positions of a row; both hold the blocks."""
-        self.prompts.append(
-            PromptBlockTable(
-                length, self.pool.share(row.block_table[: self.num_blocks_for(length)])
-            )
-        )
 
     def blocks_needed(self, counts: Sequence[int] | None = None) -> int:
         """Return the number of new blocks for the next token of every row, or for `counts` tokens
@@ -208,15 +340,25 @@ class BlockManager:
         # on the critical path of the device: the common case is two comparisons
         blocks, index, copy = table.block_table, table.length // self.block_size, None
         end = table.length + count
-        if index < len(blocks) and self.pool.ref_counts[blocks[index]] > 1:
-            new_block = self.pool.allocate()
-            copy = (blocks[index], new_block)
-            self.pool.release([blocks[index]])
-            blocks[index] = new_block
+        if index < len(blocks):
+            block, place = blocks[index], table.length % self.block_size
+            if self.pool.ref_counts[block] > 1:
+                blocks[index] = self.pool.allocate()
+                copy = (block, blocks[index])
+                self.pool.release([block])
+            elif self.pool.hashed_positions[block] > place:
+                self.pool.forget(block, place)  # these positions are written again
         if end > len(blocks) * self.block_size:
             blocks += self._allocate(self.num_blocks_for(end) - len(blocks))
         table.length = end
         return copy
+
+    def drop_positions(self, row: RowBlockTable, count: int) -> None:
+        """Drop the newest `count` positions of a row, which it has written itself."""
+        row.length -= count
+        end = self.num_blocks_for(row.length)
+        self.pool.release(row.block_table[end:])
+        del row.block_table[end:]
 
     def drop_row(self, row: RowBlockTable) -> None:
         """Release the blocks of a row before its slot is removed.
@@ -243,17 +385,12 @@ class BlockManager:
 
         Attention reads these blocks once for the whole group.
         """
-        # Keyed by prompt and first block: a resumed row has separate blocks.
-        groups: dict[tuple[int, int], list[int]] = {}
+        # Keyed by blocks: a resumed row may have separate blocks.
+        groups: dict[tuple[int, ...], list[int]] = {}
         for i, row in enumerate(self.rows):
-            if row.prompt.rows > 1 and row.prompt.length >= self.block_size:
-                groups.setdefault((id(row.prompt), row.block_table[0]), []).append(i)
-        groups_with_blocks = []
-        for rows in groups.values():
-            full = self.rows[rows[0]].prompt.length // self.block_size
-            if len(rows) > 1:
-                groups_with_blocks.append((rows, self.rows[rows[0]].block_table[:full]))
-        return groups_with_blocks
+            if row.prompt.rows > 1 and (full := row.prompt.length // self.block_size):
+                groups.setdefault(tuple(row.block_table[:full]), []).append(i)
+        return [(rows, list(blocks)) for blocks, rows in groups.items() if len(rows) > 1]
 
 
 def split_block_tables(
@@ -325,8 +462,8 @@ def make_block_tables(
     block_size: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, SharedPages | None]:
-    """Return the arguments of `attend_pages` besides queries and blocks, without padded rows or
-    groups.
+    """Return the arguments of `kernels.compute_paged_attention` besides queries and blocks, without
+    padded rows or groups.
     """
     width = max(len(pages) for pages in tables)
     _, table, length, shared_fields = split_block_tables(

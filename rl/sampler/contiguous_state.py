@@ -28,6 +28,7 @@ from rl.sampler.prefix_attention import (
     row_attention,
     shared_attention,
 )
+from rl.sampler.prefix_cache import CachedSequence, Hashes, PrefixStore
 
 CacheAttention = Callable[[int, Tensor], Tensor]
 _CACHE_LINE_BYTES = 64  # bytes of a cache line
@@ -52,6 +53,10 @@ class ContiguousState(FastState):
         self.row_kv = [empty for _ in decoder.layers]
         self.joint_kv: list[Tensor] = []
         self._bands: list[PromptBand] | None = None  # rebuilt after rows were added or removed
+        self._prefixes = PrefixStore()
+        self._cached_slots: dict[int, CachedSequence] = {}  # prompts of the batch, by slot
+        # slots that begin with a prefix of a number of positions, to be copied
+        self._copies: dict[tuple[CachedSequence, int], list[int]] = {}
 
     def _zeros(self, slots: int, positions: int) -> Tensor:
         """Return zeros, because masked keys and values must be finite."""
@@ -76,6 +81,7 @@ class ContiguousState(FastState):
         enlarged = BatchSize(*map(max, pairs))
         options = (grown, enlarged, size)
         self.capacity = next((o for o in options if self.cost(o) <= self.budget), size)
+        self._prefixes.shrink(self.budget - self.cost(self.capacity))
         self._allocate()
 
     def _allocate(self) -> None:
@@ -104,26 +110,66 @@ class ContiguousState(FastState):
 
     def _prefill(self, batch: PromptBatch) -> Tensor:
         first = len(self.prompt_lengths)
+        return self._fill(batch, range(first, first + len(batch.prompts)))
 
+    def _prefill_whole(self, batch: PromptBatch, targets: Sequence[int]) -> Tensor:
         def keep(layer: int, members: list[int], k: Tensor, v: Tensor) -> None:
-            slots = torch.tensor(members, device=k.device) + first
+            slots = torch.tensor([targets[i] for i in members], device=k.device)
             block = self.prompt_kv[layer]
             block[0, slots, :, : k.shape[2]] = k
             block[1, slots, :, : k.shape[2]] = v
 
         return self.decoder.forward_prompts(batch, keep)
 
-    def _copy_row(self, row: int, length: int) -> None:
-        slot, prompt = len(self.prompt_lengths), int(self.prompt_of_row[row])
-        start, written = int(self.prompt_lengths[prompt]), int(self.response_lengths[row])
-        for block, rows in zip(self.prompt_kv, self.row_kv, strict=True):
-            block[:, slot, :, :start] = block[:, prompt, :, :start]
-            block[:, slot, :, start:length] = rows[:, row, :, :written]
+    def _count_cached(self, hashes: Hashes) -> int:
+        return self._prefixes.find(hashes)[1]
 
-    def _store_suffixes(
-        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], batch: SuffixBatch
-    ) -> StoreSuffixes:
-        slot_B = torch.tensor(list(slots)).to(self.decoder.device)
+    def _start_prompt(
+        self, target: int, length: int, hashes: Hashes
+    ) -> tuple[int, np.ndarray | None]:
+        prefix, count = self._prefixes.find(hashes)
+        if prefix is None:
+            return 0, None
+        positions = count * self.chunk_size
+        self._copies.setdefault((prefix, positions), []).append(target)
+        return positions, None if prefix.experts is None else prefix.experts[:positions]
+
+    def _copy_prefixes(self) -> None:
+        for (prefix, positions), slots in self._copies.items():
+            for layer, block in enumerate(self.prompt_kv):
+                source = block[:, prefix.slot] if prefix.kv is None else prefix.kv[layer]
+                block[:, slots, :, :positions] = source[:, None, :, :positions]
+        self._copies = {}
+
+    def _register(self, target: int, hashes: Hashes, experts: np.ndarray | None) -> None:
+        if hashes:
+            self._cached_slots[target] = CachedSequence(hashes, target, experts=experts)
+            self._prefixes.add(self._cached_slots[target])
+
+    def cache_row(self, row: int, hashes: Hashes) -> None:
+        prompt = int(self.prompt_of_row[row])
+        start, written = int(self.prompt_lengths[prompt]), int(self.response_lengths[row])
+        if hashes and self._has_room(start + written):
+            kv = [
+                torch.cat([block[:, prompt, :, :start], rows[:, row, :, :written]], dim=2)
+                for block, rows in zip(self.prompt_kv, self.row_kv, strict=True)
+            ]
+            experts = self.experts_of_row(row)
+            self._prefixes.add(CachedSequence(hashes, kv=torch.stack(kv), experts=experts))
+
+    def _has_room(self, positions: int) -> bool:
+        """Return whether a copy of a prefix fits the budget; other copies are removed for it."""
+        room = self.budget - self.cost(self.capacity) - positions
+        if room >= 0:
+            self._prefixes.shrink(room)
+        return room >= 0
+
+    def forget_prefixes(self) -> None:
+        self._prefixes.clear()
+        self._cached_slots = {}
+
+    def _store_suffixes(self, targets: Sequence[int], batch: SuffixBatch) -> StoreSuffixes:
+        slot_B = torch.tensor(list(targets)).to(self.decoder.device)
         slot_X, position_X = slot_B[batch.row_index_X], batch.position_X
 
         def store(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,23 +179,25 @@ class ContiguousState(FastState):
 
         return store
 
-    def _make_attention(self, positions: np.ndarray) -> Attend:
+    def _make_attention(self, positions: np.ndarray, rows: np.ndarray | None = None) -> Attend:
         decoder, written = self.decoder, self.response_lengths
+        if rows is not None:
+            written = positions - self.prompt_lengths[self.prompt_of_row[rows]]
         if decoder.cpu_kernels is not None:
-            return self._make_kernel_attention(decoder.cpu_kernels, positions)
-        rows, longest, device = len(written), int(written.max()), decoder.device
-        even = int(written.min()) == longest
-        slot_N = torch.arange(rows, device=device)
+            return self._make_kernel_attention(decoder.cpu_kernels, positions, written, rows)
+        count, longest, device = len(written), int(written.max()), decoder.device
+        even = rows is None and int(written.min()) == longest
+        slot_N = torch.from_numpy(np.arange(count) if rows is None else rows).to(device)
         written_N = torch.from_numpy(written).to(device)
-        read = self._select_attention(written_N, longest, even)
+        read = self._select_attention(written_N, longest, even, rows)
         rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             q, k, v = decoder.split_qkv(layer, qkv, rope)
             block = self.row_kv[layer]
             if even:
-                block[0, :rows, :, longest] = k
-                block[1, :rows, :, longest] = v
+                block[0, :count, :, longest] = k
+                block[1, :count, :, longest] = v
             else:
                 block[0, slot_N, :, written_N] = k
                 block[1, slot_N, :, written_N] = v
@@ -157,7 +205,13 @@ class ContiguousState(FastState):
 
         return attend
 
-    def _make_kernel_attention(self, kernels: CpuKernels, positions: np.ndarray) -> Attend:
+    def _make_kernel_attention(
+        self,
+        kernels: CpuKernels,
+        positions: np.ndarray,
+        written: np.ndarray,
+        rows: np.ndarray | None,
+    ) -> Attend:
         """Return the attention of a step on a CPU.
 
         Rows may have any lengths. Each row reads its prompt in place, so neither bands nor masks
@@ -165,9 +219,12 @@ class ContiguousState(FastState):
         """
         decoder, a = self.decoder, self.decoder.architecture
         ropes = decoder.rope_tables(int(positions.max()) + 1)
-        position_N, written_N, prompt_of_row_N, prompt_length_P = map(
-            torch.from_numpy,
-            (positions, self.response_lengths, self.prompt_of_row, self.prompt_lengths),
+        prompts = self.prompt_of_row
+        slots, prompts = (
+            (np.arange(len(written)), prompts) if rows is None else (rows, prompts[rows])
+        )
+        position_N, slot_N, written_N, prompt_of_row_N, prompt_length_P = map(
+            torch.from_numpy, (positions, slots, written, prompts, self.prompt_lengths)
         )
 
         def attend(index: int, qkv: Tensor) -> Tensor:
@@ -182,6 +239,7 @@ class ContiguousState(FastState):
                 prompt_of_row_N,
                 prompt_length_P,
                 self.row_kv[index],
+                slot_N,
                 written_N,
                 a.heads,
                 layer.bounds,
@@ -189,25 +247,32 @@ class ContiguousState(FastState):
 
         return attend
 
-    def _select_attention(self, written_N: Tensor, longest: int, even: bool) -> CacheAttention:
+    def _select_attention(
+        self, written_N: Tensor, longest: int, even: bool, rows: np.ndarray | None
+    ) -> CacheAttention:
         """Return the attention function of this step: (layer, queries [N, K, r, D]) to outputs of
         that shape.
         """
-        rows, device = len(written_N), written_N.device
-        if self._bands is None:
-            self._bands = make_bands(self.prompt_of_row, self.prompt_lengths, device)
-        bands, layers = self._bands, self.decoder.layers
+        count, device, layers = len(written_N), written_N.device, self.decoder.layers
+        prompt_of_row = self.prompt_of_row if rows is None else self.prompt_of_row[rows]
+        if self._bands is None or rows is not None:
+            bands = make_bands(prompt_of_row, self.prompt_lengths, device)
+            self._bands = bands if rows is None else None
+        else:
+            bands = self._bands
+        # the rows' slots of a block: a view, or a copy if a row has several tokens
+        slots = slice(count) if rows is None else torch.from_numpy(rows).to(device)
         columns = torch.arange(longest + 1, device=device)
         unwritten_NL = None if even else columns > written_N[:, None]
-        one_to_one = np.array_equal(self.prompt_of_row, np.arange(len(self.prompt_lengths)))
+        one_to_one = np.array_equal(prompt_of_row, np.arange(len(self.prompt_lengths)))
         unbounded = all(layer.bounds == UNBOUNDED for layer in layers)
         if self.joint_kv and one_to_one and len(bands) == 1 and unbounded:
-            hidden_NL = self._joint_mask(bands[0], unwritten_NL, rows, longest)
+            hidden_NL = self._joint_mask(bands[0], unwritten_NL, count, longest)
             end = self.capacity.longest_prompt + longest + 1
             return lambda layer, q: row_attention(
-                q, self.joint_kv[layer][:, :rows, :, :end], hidden_NL
+                q, self.joint_kv[layer][:, :count, :, :end], hidden_NL
             )
-        lengths = torch.from_numpy(self.prompt_lengths[self.prompt_of_row])
+        lengths = torch.from_numpy(self.prompt_lengths[prompt_of_row])
 
         @cache
         def hide(window: int) -> tuple[Tensor | None, Tensor | None]:
@@ -228,7 +293,7 @@ class ContiguousState(FastState):
         def attend(layer: int, q: Tensor) -> Tensor:
             bounds = layers[layer].bounds
             prompt_hidden_NL, row_hidden_NL = hide(bounds.window)
-            row_kv = self.row_kv[layer][:, :rows, :, : longest + 1]
+            row_kv = self.row_kv[layer][:, slots, :, : longest + 1]
             return shared_attention(
                 q, self.prompt_kv[layer], row_kv, bands, row_hidden_NL, prompt_hidden_NL,
                 bounds.softcap,
@@ -261,6 +326,7 @@ class ContiguousState(FastState):
         self._bands = None
 
     def replace_non_finite(self) -> None:
+        self.forget_prefixes()
         for block in (*self.prompt_kv, *self.row_kv):
             block.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -268,7 +334,24 @@ class ContiguousState(FastState):
         self._move_slots(self.row_kv, source, int(self.response_lengths.max(initial=0)))
 
     def _move_prompts(self, source: np.ndarray) -> None:
+        if self._cached_slots:
+            new_slots = {old: new for new, old in enumerate(source.tolist())}
+            for slot in self._cached_slots.keys() - new_slots.keys():
+                self._keep_prompt(self._cached_slots.pop(slot))
+            for prefix in self._cached_slots.values():
+                prefix.slot = new_slots[prefix.slot]
+            self._cached_slots = {prefix.slot: prefix for prefix in self._cached_slots.values()}
         self._move_slots(self.prompt_kv, source, int(self.prompt_lengths.max(initial=0)))
+
+    def _keep_prompt(self, prefix: CachedSequence) -> None:
+        """Copy a prompt that leaves the batch, if prompts to come may begin with it."""
+        length = int(self.prompt_lengths[prefix.slot])
+        is_reusable = self.waiting_prefixes is None or prefix.hashes[0] in self.waiting_prefixes
+        is_reusable = is_reusable and self._prefixes.owns_any(prefix) and self._has_room(length)
+        self._prefixes.remove(prefix)
+        if is_reusable:
+            kv = torch.stack([block[:, prefix.slot, :, :length] for block in self.prompt_kv])
+            self._prefixes.add(CachedSequence(prefix.hashes, kv=kv, experts=prefix.experts))
 
     def _move_slots(self, blocks: list[Tensor], source: np.ndarray, length: int) -> None:
         """Fill the holes. Slots that stay in place are not touched."""

@@ -130,6 +130,7 @@ struct Step {
     const int64_t* prompt_of_row;  // [N]
     const int64_t* prompt_length;  // [prompts]
     Block row_k, row_v;
+    const int64_t* slot;  // [N] the row's slot in `row_k` and `row_v`, ascending; several tokens of a slot follow each other
     const int64_t* written;  // [N] positions of the row's own response that are filled
     int64_t heads, key_heads, width;
     int64_t window;  // positions that a query attends to, its own included; 0: all
@@ -209,8 +210,9 @@ template <int WIDTH> struct Head {
         float *prompt_k, *prompt_v, *row_k, *row_v;
         int64_t before, own;
         Seen(const Step& s, int64_t n, int64_t h)
-            : prompt_k(s.prompt_k.at(s.prompt_of_row[n], h)), prompt_v(s.prompt_v.at(s.prompt_of_row[n], h)), row_k(s.row_k.at(n, h)),
-              row_v(s.row_v.at(n, h)), before(s.prompt_length[s.prompt_of_row[n]]), own(s.written[n]) {
+            : prompt_k(s.prompt_k.at(s.prompt_of_row[n], h)), prompt_v(s.prompt_v.at(s.prompt_of_row[n], h)),
+              row_k(s.row_k.at(s.slot[n], h)), row_v(s.row_v.at(s.slot[n], h)), before(s.prompt_length[s.prompt_of_row[n]]),
+              own(s.written[n]) {
             if (!s.window || before + own < s.window) return;
             const int64_t skipped = before + own + 1 - s.window, of_prompt = std::min(skipped, before), of_row = skipped - of_prompt;
             prompt_k += of_prompt * width(s.width), prompt_v += of_prompt * width(s.width), before -= of_prompt;
@@ -305,7 +307,7 @@ void silu_mul(const float* x, int64_t rows, int64_t width, int threads, float* y
     });
 }
 
-// One token a row by inverse CDF, and its logprob: `draw` of token_sampling.py for rows that nothing is cut from.
+// One token a row by inverse CDF, and its logprob: `sample_tokens` of token_sampling.py for rows that nothing is cut from.
 void draw(const float* logits, const float* temperature, const bool* greedy, const double* uniform, int64_t rows, int64_t vocab, int threads,
           int64_t* token, float* logprob) {
     const Draw d{logits, temperature, greedy, uniform, vocab, token, logprob};
@@ -316,11 +318,11 @@ void draw(const float* logits, const float* temperature, const bool* greedy, con
 // `strides`: slot and head strides of the prompts' block, then of the rows', in numbers.
 void attend(const float* qkv, const float* norm_qk, float eps, const float* cos, const float* sin, const int64_t* position,
             float* prompt_k, float* prompt_v, const int64_t* prompt_of_row, const int64_t* prompt_length, float* row_k, float* row_v,
-            const int64_t* written, const int64_t* strides, int64_t rows, int64_t heads, int64_t key_heads, int64_t width, int64_t window,
+            const int64_t* slot, const int64_t* written, const int64_t* strides, int64_t rows, int64_t heads, int64_t key_heads, int64_t width, int64_t window,
             float softcap, int threads, float* out) {
     const float* norm_k = norm_qk ? norm_qk + width : nullptr;
     const Step s{qkv, norm_qk, norm_k, eps, cos, sin, position, {prompt_k, strides[0], strides[1]}, {prompt_v, strides[0], strides[1]},
-                 prompt_of_row, prompt_length, {row_k, strides[2], strides[3]}, {row_v, strides[2], strides[3]}, written,
+                 prompt_of_row, prompt_length, {row_k, strides[2], strides[3]}, {row_v, strides[2], strides[3]}, slot, written,
                  heads, key_heads, width, window, softcap, out};
     int64_t seen = 0;
     for (int64_t n = 0; n < rows; n++) {
@@ -328,6 +330,9 @@ void attend(const float* qkv, const float* norm_qk, float eps, const float* cos,
         seen += window ? std::min(all, window) : all;
     }
     over_rows(rows, rows ? 2 * seen / rows * heads * width : 0, threads, [&](int64_t first, int64_t last) {
+        // a token reads the keys of the tokens before it in its slot: one thread has them all
+        while (first && first < last && slot[first] == slot[first - 1]) first++;
+        while (first < last && last < rows && slot[last] == slot[last - 1]) last++;
         switch (width) {
             case 32: return Head<32>::rows(s, first, last);
             case 64: return Head<64>::rows(s, first, last);

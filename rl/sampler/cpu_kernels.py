@@ -9,11 +9,13 @@ decoder uses torch operations. Shapes as in cpu_kernels.cpp. All tensors are con
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -67,7 +69,7 @@ class CpuKernels:
             pointer,
             pointer,
             number,
-            *[pointer] * 11,
+            *[pointer] * 12,
             *[integer] * 5,
             number,
             ctypes.c_int,
@@ -98,7 +100,8 @@ class CpuKernels:
         temperature_N: Tensor | None,
         greedy_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Sample a token (int64) and return its logprob for each row, as `token_sampling.draw`.
+        """Sample a token (int64) and return its logprob for each row, as
+        `token_sampling.sample_tokens`.
 
         `uniform_N` is float64, `temperature_N` float32, `greedy_N` bool.
         """
@@ -131,14 +134,16 @@ class CpuKernels:
         prompt_of_row_N: Tensor,
         prompt_length_P: Tensor,
         row_kv: Tensor,
+        slot_N: Tensor,
         written_N: Tensor,
         heads: int,
         bounds: AttentionBounds = UNBOUNDED,
     ) -> Tensor:
         """Apply norms and rotary embeddings, store keys and values, and attend. Return [N, H * D].
 
-        Row n stores its key and value at index written_N[n] of its slot in `row_kv`. It attends to
-        its prompt and to its own stored positions.
+        Row n stores its key and value at index written_N[n] of slot slot_N[n] in `row_kv`. It
+        attends to its prompt and to the positions of its slot up to that index. Slots ascend, and
+        the rows of one slot are consecutive positions.
 
         `norm_qk` has shape [2 D] (None: no norms), `rope` [2, positions, D] (see
         `FastForward.rope`), `prompt_kv` [2, P, K, T, D] and `row_kv` [2, N or more, K, T, D]. The
@@ -160,6 +165,7 @@ class CpuKernels:
             prompt_of_row_N.data_ptr(),
             prompt_length_P.data_ptr(),
             *_key_value_pointers(row_kv),
+            slot_N.data_ptr(),
             written_N.data_ptr(),
             strides,
             len(qkv_NX),
@@ -200,8 +206,8 @@ def load_cpu_kernels() -> CpuKernels | None:
         )
         return None
     try:
-        return CpuKernels(_build_library(compiler))
-    except (OSError, subprocess.SubprocessError) as error:
+        return _load_library(compiler)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         message = getattr(error, "stderr", None) or error
         warnings.warn(
             f"{compiler} cannot build {_SOURCE.name}, sampling on the CPU uses slower "
@@ -211,38 +217,51 @@ def load_cpu_kernels() -> CpuKernels | None:
         return None
 
 
-def _build_library(compiler: str) -> Path:
-    """Return the library for this source, compiler and CPU, cached next to the bytecode.
+def _load_library(compiler: str) -> CpuKernels:
+    """Load the library of this source, compiler and CPU, which is cached next to the bytecode.
 
-    Compiles it if the cache does not hold it.
+    Compiles it if the cache does not hold it, or holds one that this system cannot load: another
+    system of a shared checkout may have another C library.
     """
     flags = (*_FLAGS, *(_X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()))
     key = hashlib.sha256(
         "\0".join([_SOURCE.read_text(), compiler, *flags, _describe_cpu()]).encode()
     ).hexdigest()[:16]
-    name = f"{_SOURCE.stem}-{key}.so"
-    cached = _SOURCE.parent / "__pycache__" / name
+    cached = _SOURCE.parent / "__pycache__" / f"{_SOURCE.stem}-{key}.so"
     if cached.is_file():
-        return cached
+        with contextlib.suppress(OSError):
+            return CpuKernels(cached)
+    # CXX may hold arguments or a wrapper ("ccache g++")
+    command = [compiler] if Path(compiler).is_file() else shlex.split(compiler)
+    return CpuKernels(_build_library([*command, *flags], cached))
+
+
+def _build_library(command: list[str], cached: Path) -> Path:
+    """Compile the library and store it in `cached`, or in a temporary folder of this process if
+    that folder is not writable. Return its path.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder) / name
+        built = Path(folder) / cached.name
         subprocess.run(
-            [compiler, *flags, str(_SOURCE), "-o", str(built)],
+            [*command, str(_SOURCE), "-o", str(built)],
             check=True,
             capture_output=True,
             text=True,
             timeout=_COMPILE_TIMEOUT,
         )
-        partial = cached.with_name(f"{name}.{os.getpid()}")  # another process may compile it too
+        partial: str | None = None
         try:
             cached.parent.mkdir(exist_ok=True)
-            shutil.copyfile(built, partial)
+            # Another process may compile it too, on a machine with the same process ids.
+            handle, partial = tempfile.mkstemp(prefix=cached.name, dir=cached.parent)
+            os.close(handle)
+            shutil.copy(built, partial)  # with the permissions: mkstemp's exclude other users
             os.replace(partial, cached)
             return cached
         except OSError:  # the folder is not writable: use a copy for this process
-            if partial.is_file():
-                partial.unlink()
-            process_copy = Path(tempfile.mkdtemp()) / name
+            if partial is not None:
+                Path(partial).unlink(missing_ok=True)
+            process_copy = Path(tempfile.mkdtemp()) / cached.name
             shutil.copyfile(built, process_copy)
             atexit.register(shutil.rmtree, process_copy.parent, ignore_errors=True)
             return process_copy

@@ -13,6 +13,8 @@ query heads, K key heads, D head width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 from weakref import ref
@@ -237,6 +239,20 @@ def row_buckets(max_rows: int) -> list[int]:
     return [rows for i, rows in enumerate(sizes) if i == 0 or sizes[i - 1] < max_rows]
 
 
+@contextmanager
+def clear_cublas_workspaces() -> Iterator[None]:
+    """Clear cuBLAS's workspaces before and after a capture, so that the graph has its own.
+
+    torch keeps a workspace for each stream. Later captures on the stream would use it too, and
+    torch frees it with the first of their graphs that ends (pytorch#193402).
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 class CapturedGraph(Protocol):
     """Describe a captured step."""
 
@@ -257,6 +273,7 @@ class CUDAGraphRunner:
         self.ropes = model.rope_tables(self.max_blocks * kv[0].shape[2])
         self._graphs: dict[tuple[int, bool], CapturedGraph] = {}
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None  # of all captures: they share memory by it
 
     @property
     def model(self) -> FastForward:
@@ -319,7 +336,8 @@ class CUDAGraphRunner:
             (self.model, self.kv, self.ropes, self.buffers, rows, self.max_blocks, shared),
         )
         with torch.cuda.device(b.token.device):
-            stream = torch.cuda.Stream()
+            # torch's own stream for captures is one of the first device that captured
+            self._stream = stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             # warm-up: compiles kernels and allocates workspaces, which a capture may not do
             with torch.cuda.stream(stream):
@@ -328,8 +346,13 @@ class CUDAGraphRunner:
                 decode_step(*step_args)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # other threads may use the device meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            # thread_local: other threads may use the device meanwhile
+            with (
+                clear_cublas_workspaces(),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+                ),
+            ):
                 decode_step(*step_args)
         self._pool = self._pool or graph.pool()
         return graph

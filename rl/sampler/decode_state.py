@@ -9,13 +9,14 @@ slots move.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from rl.sampler.prefix_cache import Hashes
 from rl.types import PlacedImage
 
 # Called with (first position, logits [positions, V]), slice after slice, as a prompt is read.
@@ -27,13 +28,22 @@ def compact_slots(keep: np.ndarray) -> np.ndarray:
 
     A survivor moves only if it must fill a hole.
 
-    >>> compaction(np.array([True, False, True, False, True])).tolist()
+    >>> compact_slots(np.array([True, False, True, False, True])).tolist()
     [0, 4, 2]
     """
     count = int(keep.sum())
     source = np.arange(count)
     source[~keep[:count]] = count + np.flatnonzero(keep[count:])
     return source
+
+
+def index_in_row(rows: np.ndarray) -> np.ndarray:
+    """Return the index of each entry among the entries of its row; `rows` [X] ascend.
+
+    >>> index_in_row(np.array([0, 0, 0, 2, 3, 3])).tolist()
+    [0, 1, 2, 0, 0, 1]
+    """
+    return np.arange(len(rows)) - np.searchsorted(rows, rows)
 
 
 class BatchSize(NamedTuple):
@@ -53,7 +63,8 @@ class PromptBatch:
     `images` holds the images of each prompt, if any prompt has images (see `Decoder.check_images`).
     `adapter_ids`: the model index of each prompt, if the decoder mixes. `device_tokens`: the tokens
     of prompts that are on the device already. `experts` receives the experts of each prompt's
-    tokens, int16 [tokens, B * K], unless it is None.
+    tokens, int16 [tokens, B * K], unless it is None. `hashes`: of the chunks of each prompt, if
+    cached prefixes may be reused; `reused` receives the number of such tokens of each prompt.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -62,6 +73,37 @@ class PromptBatch:
     adapter_ids: Sequence[int] = ()
     device_tokens: Sequence[Tensor | None] = ()
     experts: dict[int, np.ndarray] | None = None
+    hashes: Sequence[Hashes] = ()
+    reused: list[int] = field(default_factory=list)
+
+    def select(self, members: Sequence[int]) -> PromptBatch:
+        """Return a batch of these prompts."""
+
+        def pick(values: Sequence[Any]) -> list[Any]:
+            return [values[i] for i in members] if values else []
+
+        return PromptBatch(
+            pick(self.prompts),
+            pick(self.readers),
+            pick(self.images),
+            pick(self.adapter_ids),
+            experts=None if self.experts is None else {},
+        )
+
+    def take_experts(
+        self,
+        part: PromptBatch,
+        members: Sequence[int],
+        prefix_experts: Mapping[int, np.ndarray | None],
+    ) -> None:
+        """Take the experts of the prompts of `part`, which are `members` of this batch, after those
+        of their cached prefixes.
+        """
+        if self.experts is None or not part.experts:
+            return
+        for index, i in enumerate(members):
+            before, experts = prefix_experts[i], part.experts[index]
+            self.experts[i] = experts if before is None else np.concatenate([before, experts])
 
     @property
     def lengths(self) -> list[int]:
@@ -81,7 +123,8 @@ class DecodeState(abc.ABC):
     steps. Lengths are numpy int64 arrays [prompts] and [rows].
     """
 
-    supports_extend = False  # whether `cache_row` and `extend_prompts` are implemented
+    chunk_size: int | None = None  # positions of a hash; None: cached prefixes are not reused
+    caches_rows_free = False  # whether `cache_row` copies nothing
 
     def __init__(self, decoder: Any) -> None:
         self.decoder = decoder
@@ -92,6 +135,8 @@ class DecodeState(abc.ABC):
         # The model index of each prompt and its rows, if the batch uses several models.
         self.prompt_adapters: list[int] = []
         self.records_experts = False  # set by the engine before the first prompt
+        # first chunks of the prompts to come, set by the engine; None: unknown
+        self.waiting_prefixes: Collection[bytes] | None = None
         # Recorded experts, if recording is on: [tokens, B * K] of each prompt,
         self._prompt_experts: list[np.ndarray] = []
         # and [B * K] of each response token of each row.
@@ -163,29 +208,28 @@ class DecodeState(abc.ABC):
         prompt = self._prompt_experts[self.prompt_of_row[row]]
         return np.concatenate([prompt, *(step[None] for step in self._row_experts[row])])
 
-    def record_experts(self, step_experts: np.ndarray | None) -> None:
-        """Append the experts of the tokens of a step, [N, B * K]."""
+    def record_experts(
+        self, step_experts: np.ndarray | None, rows: np.ndarray | None = None
+    ) -> None:
+        """Append the experts of the tokens of a step, [N, B * K], or of the tokens of `rows`."""
         if step_experts is not None:
-            for row, experts in zip(self._row_experts, step_experts, strict=True):
-                row.append(experts.copy())  # a view would keep the experts of all rows
+            for row, experts in zip(
+                range(len(step_experts)) if rows is None else rows, step_experts, strict=True
+            ):
+                # a view would keep the experts of all rows
+                self._row_experts[row].append(experts.copy())
 
     @abc.abstractmethod
     def decode(self, tokens: np.ndarray) -> Tensor:
         """Feed each row its last token and return the logits of its next token, [rows, V]."""
 
-    def cache_row(self, row: int) -> None:
-        """Add the tokens that a row has been fed (prompt and response) as a new prompt.
-
-        The caller has reserved the memory (`reserve`).
+    def cache_row(self, row: int, hashes: Hashes) -> None:  # noqa: B027
+        """Keep the tokens that a row has been fed (prompt and response) for prompts that begin with
+        them, as far as there is room.
         """
-        raise NotImplementedError
 
-    def extend_prompts(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Append tokens to the prompts in these slots and prefill them.
-
-        Returns the logits of the last positions, [slots, V].
-        """
-        raise NotImplementedError
+    def forget_prefixes(self) -> None:  # noqa: B027
+        """Remove all cached prefixes: the weights have changed."""
 
     def retain(self, row_source: np.ndarray, prompt_source: np.ndarray) -> None:
         """Keep only the rows and prompts of the sources, in that order (see `compact_slots`)."""

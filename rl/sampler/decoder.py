@@ -17,6 +17,8 @@ from rl.types import PlacedImage
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
+MAX_LOGITS_PER_SLICE = 1 << 25  # numbers in the prompt logits that exist at a time for readers
+
 
 class Decoder(abc.ABC):
     """Hold a copy of a model's weights for generation; training the model does not change it.
@@ -68,6 +70,10 @@ class Decoder(abc.ABC):
     @abc.abstractmethod
     def read_prompts(self, batch: PromptBatch) -> None:
         """Pass the logits of every position of each prompt to its reader. Nothing is cached."""
+
+    def weights_name(self, adapter_id: int | None) -> str:
+        """Return the name of the weights of `adapter_id`; two weights never have the same."""
+        return ""
 
     def broadcast_tokens(self, sampled: Tensor) -> Tensor:
         """Return the sampled tokens; if several ranks split the decoder, those of the first rank,

@@ -44,10 +44,11 @@ def make_decoder(
     together, each with its shard (rl.sampler.tensor_parallel); all of them make this call and every
     call of the returned decoder.
 
-    The decoder is checked against the model's plain forward (see `probe`). Raises UserError if the
-    model cannot be sampled from, or if `tp_group` is set and only the generic decoder supports the
-    model or the ranks cannot share it evenly. Raises ValueError if `kind` is unknown, or "fast" for
-    a model that the fast decoder does not support.
+    The decoder is checked against the model's plain forward (`verify_decoder.matches_model`,
+    `verify_decoder.find_batching`). Raises UserError if the model cannot be sampled from, or if
+    `tp_group` is set and only the generic decoder supports the model or the ranks cannot share it
+    evenly. Raises ValueError if `kind` is unknown, or "fast" for a model that the fast decoder does
+    not support.
     """
     disable_cudnn_attention()
     target = torch.device(device) if device is not None else None
@@ -136,12 +137,17 @@ def has_experts(decoder: Decoder) -> bool:
     return isinstance(decoder, FastDecoder) and decoder.num_choices > 0
 
 
-def enable_expert_recording(decoder: Decoder) -> None:
-    """Make the decoder record experts from now on. Raises UserError if it cannot."""
-    if not has_experts(decoder):
+def check_has_experts(has_experts: bool) -> None:
+    """Raise UserError if a model whose experts are to be recorded has none."""
+    if not has_experts:
         raise UserError(
             "router_replay needs a model with experts, and this model has none: turn it off"
         )
+
+
+def enable_expert_recording(decoder: Decoder) -> None:
+    """Make the decoder record experts from now on. Raises UserError if it cannot."""
+    check_has_experts(has_experts(decoder))
     if not isinstance(decoder, HFDecoder) or decoder.records_experts:
         return
     if decoder.plan.rows not in ("padded", "slots"):

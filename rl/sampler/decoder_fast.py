@@ -161,6 +161,8 @@ class MultiAdapterDecoder(FastDecoder):
         self.base_decoder = base
         self.decoders: dict[int, FastDecoder] = {}
         self.versions: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._num_added = 0
 
     @classmethod
     def on_base_of(cls, decoder: Decoder) -> MultiAdapterDecoder:
@@ -186,6 +188,9 @@ class MultiAdapterDecoder(FastDecoder):
                 "weights on another base cannot be sampled in this batch: sample them in a "
                 "separate batch"
             )
+        if self.decoders.get(adapter_id) is not decoder:
+            self._num_added += 1
+            self._names[adapter_id] = str(self._num_added)
         self.decoders[adapter_id], self.versions[adapter_id] = decoder, version
         for projection, other in zip(
             self.iter_adaptable_modules(), decoder.iter_adaptable_modules(), strict=True
@@ -194,10 +199,14 @@ class MultiAdapterDecoder(FastDecoder):
                 # Both adapters are of the same kind.
                 projection.row_lora[adapter_id] = other.adapter  # type: ignore[assignment]
 
+    def weights_name(self, adapter_id: int | None) -> str:
+        return self._names[adapter_id or 0]
+
     def remove_adapter(self, adapter_id: int) -> None:
         """Remove the weights of `adapter_id`."""
         self.decoders.pop(adapter_id)
         self.versions.pop(adapter_id)
+        self._names.pop(adapter_id)
         for projection in self.iter_adaptable_modules():
             projection.row_lora.pop(adapter_id, None)
 

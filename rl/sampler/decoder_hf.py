@@ -17,7 +17,7 @@ from rl.images import make_no_images_error
 from rl.sampler.decode_state import DecodeState, PromptBatch
 from rl.sampler.decoder import Decoder, NamedTensors, batch_prompts
 from rl.sampler.decoder_weights import check_shared_unchanged
-from rl.sampler.forward_hf import PREFILL_TOKENS, HFForward
+from rl.sampler.forward_hf import HFForward
 from rl.sampler.hf_states import EqualLengthState, PaddedState, RecomputeState, RecurrentState
 from rl.sampler.precision import LOW_PRECISION, cast_matrices_
 from rl.types import PlacedImage
@@ -131,8 +131,9 @@ class HFDecoder(HFForward, Decoder):
         If the rotary frequencies change at a length, no batch has sequences on both sides of that
         length.
         """
+        max_tokens = self.max_batch_tokens(reads_all=True)
         if self.plan.reading == "equal":
-            yield from self.batch_by_length(lengths)
+            yield from self.batch_by_length(lengths, max_tokens)
             return
         switch = self.length_switch
         for beyond in (False, True):
@@ -142,6 +143,6 @@ class HFDecoder(HFForward, Decoder):
                 if (switch is not None and length > switch.threshold) == beyond
             ]
             for batch in batch_prompts(
-                [lengths[i] for i in side], PREFILL_TOKENS, [has_images[i] for i in side]
+                [lengths[i] for i in side], max_tokens, [has_images[i] for i in side]
             ):
                 yield [side[i] for i in batch]

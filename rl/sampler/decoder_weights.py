@@ -279,10 +279,10 @@ class WeightsBuilder:
     ) -> str:
         """Stack parameters in a buffer and return its key.
 
-        `dim`: the dimension along which a team shards each of them (None: the team holds `shard`),
-        which consists of `parts` equal parts. `dtype`: by default that of the weights. The buffer
-        holds the parameters plus `offset`, the first of them times `scale`, then in float32,
-        because half precision would round them.
+        `dim`: the dimension along which the tensor-parallel group shards each of them (None: the
+        rank holds `shard`), which consists of `parts` equal parts. `dtype`: by default that of the
+        weights. The buffer holds the parameters plus `offset`, the first of them times `scale`,
+        then in float32, because half precision would round them.
         """
         named = [
             NamedParameter(
@@ -308,9 +308,9 @@ class WeightsBuilder:
     ) -> ProjectionSpec:
         """Add linear layers that read the same input, fused, and return their specification.
 
-        `tied_to` names the existing buffer of a tied weight. A team shards the outputs of the
-        layers, or with `shard_inputs` their inputs; each rank then computes its term of a sum.
-        Raises `UnsupportedModel` if only some of the layers have a bias.
+        `tied_to` names the existing buffer of a tied weight. The tensor-parallel group shards the
+        outputs of the layers, or with `shard_inputs` their inputs; each rank then computes its term
+        of a sum. Raises `UnsupportedModel` if only some of the layers have a bias.
         """
         layers = [unwrap_lora_layer(module) for module in modules]
         # of what is sharded by outputs and of what is sharded by inputs
@@ -322,7 +322,7 @@ class WeightsBuilder:
         if biases:
             if len(biases) < len(layers):
                 raise UnsupportedModel(f"a bias on only some layers of {key}")
-            # the bias of a sum over the team enters it once
+            # the bias of a sum over the group enters it once
             is_first = self.tp_group is None or self.tp_group.rank == 0
             whole = UNSHARDED if is_first else Shard(empty=True)
             bias = self.add(f"{key}.bias", biases, by_output, shard=whole)

@@ -9,6 +9,7 @@ of a token.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,11 @@ from rl.sampler.cuda_graphs import CUDAGraphRunner, DecodeInputs
 from rl.sampler.kv_cache_pool import KVCachePool
 from rl.sampler.paged_state import PagedState
 from rl.sampler.running_rows import RunningRows
+from rl.sampler.sampling_requests import SequenceGroup
 from rl.sampler.stop_conditions import StopTable
+
+# tokens copied to the device in advance for the next prefills, plus a prompt
+_PREFETCH_TOKENS = 8192
 
 
 @dataclass(slots=True)
@@ -70,13 +75,13 @@ class DeviceSteps:
         self._records_experts = records_experts
         self.num_syncs = 0
         self.runner: CUDAGraphRunner | None = None  # of the last steps
-        # step buffers that hold the stop table, and the number of its rows that they hold
-        self._stop_table_copy: tuple[DecodeInputs | None, int] = (None, 0)
+        # step buffers that hold the stop table, and the table that they hold
+        self._stop_table_copy: tuple[DecodeInputs | None, np.ndarray | None] = (None, None)
         self._skip = np.zeros(0, np.int64)  # positions of the device rows in shared blocks
 
     def remaining_tokens(self) -> np.ndarray:
         """Return the number of tokens that each row may still sample, [N]."""
-        return self._rows["max_tokens"] - self._rows["drawn"]
+        return self._rows["max_tokens"] - self._rows["num_sampled"]
 
     def plan(self, most: int) -> int:
         """Return the number of steps, up to `most`, that have blocks; 0 if a row must be preempted
@@ -204,10 +209,10 @@ class DeviceSteps:
             len(table),
             decoder.num_choices if self._records_experts else 0,
         )
-        buffers, known_stops = self._stop_table_copy
-        if buffers is not runner.buffers or known_stops < len(table):
+        buffers, copied_table = self._stop_table_copy
+        if buffers is not runner.buffers or copied_table is not table:
             upload(runner.buffers.stops, table)
-            self._stop_table_copy = (runner.buffers, len(table))
+            self._stop_table_copy = (runner.buffers, table)
         return runner
 
     def _upload_rows(
@@ -246,6 +251,35 @@ class DeviceSteps:
         for name, values in inputs.items():
             upload(getattr(b, name), values)
         return width
+
+
+def list_next_prefills(
+    preempted: Sequence[Sequence[int]],
+    waiting: Iterable[SequenceGroup],
+    known: Collection[tuple],
+    max_rows: int,
+) -> list[tuple[int, ...]]:
+    """Return the sequences that may be prefilled after these steps, since any row may stop in them.
+
+    Preempted rows come first (`preempted`: their fed tokens), then the prompts of waiting requests
+    whose keys are not `known`.
+    """
+    keys, sequences = set(known), list[tuple[int, ...]]()
+    positions, room = 0, max_rows
+    for fed_tokens in preempted:
+        if positions < _PREFETCH_TOKENS:
+            sequences.append(tuple(fed_tokens))
+            positions += len(fed_tokens)
+            room -= 1
+    for group in waiting:
+        if room < 1 or positions >= _PREFETCH_TOKENS:
+            break
+        room -= group.request.num_samples - group.num_admitted
+        if group.key not in keys and group.request.conversation is None:
+            keys.add(group.key)
+            sequences.append(group.key[0])
+            positions += len(group.key[0])
+    return sequences
 
 
 def upload(target: Tensor, values: np.ndarray) -> None:

@@ -27,7 +27,8 @@ _TRIAL_LAYERS, _TRIAL_VOCAB, _TRIAL_ROWS = 2, 4096, 4  # sizes of a trial
 
 # Pairs of features that do not combine, and why. Features of a decoder: "fast decoder", "generic
 # decoder", "tensor parallelism". Features of an engine: "paged cache", "adapters per row", "router
-# replay", and "device steps": several steps without the host between them (`Engine`).
+# replay", "speculative decoding", and "device steps": several steps without the host between them
+# (`Engine`).
 # "vllm": servers decode (rl.vllm); of a run, "sampler ranks" (processes that only sample),
 # "cache recomputation" and "replay"; of a program, "several models"; of a learner, "context
 # parallelism" and "router aux loss".
@@ -51,13 +52,18 @@ EXCLUDED_PAIRS: Mapping[tuple[str, str], str] = {
     ),
     ("device steps", "tensor parallelism"): ("the steps of a device contain no sums over ranks"),
     ("device steps", "adapters per row"): ("the steps of a device have one adapter for all rows"),
+    ("device steps", "speculative decoding"): ("the steps of a device feed one token of each row"),
+    ("speculative decoding", "generic decoder"): (
+        "num_speculative_tokens is supported only by the fast decoder (docs/models.md lists its "
+        "families): leave num_speculative_tokens at 0 for such a model"
+    ),
+    ("vllm", "speculative decoding"): (
+        "num_speculative_tokens is a setting of the sampler in this process, and sampler is vllm: "
+        "leave it at 0, and start the server with --speculative-config"
+    ),
     ("vllm", "paged cache"): (
         "sampler_cache is the layout of the sampler in this process, and sampler is vllm: leave "
         "sampler_cache at auto"
-    ),
-    ("vllm", "router replay"): (
-        "router_replay records experts, which the sampler vllm does not return yet: turn "
-        "router_replay off, or leave the sampler at auto"
     ),
     ("vllm", "tensor parallelism"): (
         "sampler_tp shards the sampler in this process, and sampler is vllm: leave sampler_tp at 1 "
@@ -134,6 +140,8 @@ def make_engine(
     if fast is not None and fast.tp_group is not None:
         present.add("tensor parallelism")
         idle_pool = None  # the ranks' pools must be of equal size, and memory differs between ranks
+    if settings.get("num_speculative_tokens"):
+        present.add("speculative decoding")
     check_features({*present, "paged cache"} if cache == "paged" else present)
     settings["record_experts"] = "router replay" in present
     device_steps = find_conflict({*present, "device steps"}) is None

@@ -7,18 +7,23 @@ Shapes: P prompts, N rows, V vocabulary.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rl.sampler.decode_state import DecodeState
+from rl.sampler.decode_state import DecodeState, PromptBatch, index_in_row
+from rl.sampler.decoder import batch_prompts
 from rl.sampler.expert_layers import copy_choices
 from rl.sampler.forward_fast import Attend, FastForward, make_ops
 from rl.sampler.linear_layers import RowAdapters, group_rows_by_adapter
 from rl.sampler.prefix_attention import SuffixBatch
+from rl.sampler.prefix_cache import CHUNK_SIZE, Hashes, select_wave
 
+_SUFFIX_TOKENS = 8192  # padded new tokens per forward
+_GATHERED_POSITIONS = 32_768  # padded positions that a forward of suffixes reads
 # Takes (layer, new keys [X, K, D], new values), stores them; keys and values of whole prompts,
 # [B, K, positions, D].
 StoreSuffixes = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -28,82 +33,157 @@ class FastState(DecodeState):
     """Feed tokens to the fast decoder. Subclasses store and read the keys and values."""
 
     decoder: FastForward
-    supports_extend = True
+    chunk_size: int = CHUNK_SIZE
     uses_cpu_kernels = False  # whether the attention of a step reads qkv by the CPU kernels
 
     def __init__(self, decoder: FastForward):
         super().__init__(decoder)
         self._row_adapters: RowAdapters | None = None  # rebuilt after rows were added or removed
 
-    def decode(self, tokens: np.ndarray) -> Tensor:
+    def decode(self, tokens: np.ndarray, rows: np.ndarray | None = None) -> Tensor:
+        """Feed each row its last token, or `rows` [X], ascending, several tokens in a row (X tokens
+        in total). Return the logits after each token, [X, V].
+        """
         decoder, positions = self.decoder, self.lengths()
-        if self._row_adapters is None:
-            self._row_adapters = self._group_by_adapter(self.prompt_of_row)
+        if rows is not None:
+            positions = positions[rows] + index_in_row(rows)
+            row_adapters = self._group_by_adapter(self.prompt_of_row[rows])
+        else:
+            if self._row_adapters is None:
+                self._row_adapters = self._group_by_adapter(self.prompt_of_row)
+            row_adapters = self._row_adapters
         choices: list[Tensor] | None = [] if self.records_experts else None
         kernels = decoder.cpu_kernels if self.uses_cpu_kernels else None
         hidden = decoder.forward(
             torch.from_numpy(tokens).to(decoder.device),
-            self._make_attention(positions),
-            self._row_adapters,
+            self._make_attention(positions, rows),
+            row_adapters,
             None,
             choices,
             make_ops(kernels, decoder.cpu_kernels),
         )
-        self.response_lengths = self.response_lengths + 1
-        logits_NV = decoder.head(hidden, self._row_adapters)
-        self.record_experts(copy_choices(choices))  # waits for the device
-        return logits_NV
+        fed = 1 if rows is None else np.bincount(rows, minlength=len(self.response_lengths))
+        self.response_lengths = self.response_lengths + fed
+        logits_XV = decoder.head(hidden, row_adapters)
+        self.record_experts(copy_choices(choices), rows)  # waits for the device
+        return logits_XV
+
+    def drop_newest(self, counts: np.ndarray) -> None:
+        """Drop the newest `counts` [N] positions of the rows. They are written anew when they are
+        fed again.
+        """
+        self.response_lengths = self.response_lengths - counts
+        if self.records_experts:
+            for experts, count in zip(self._row_experts, counts.tolist(), strict=True):
+                del experts[len(experts) - count :]
 
     @abc.abstractmethod
-    def _make_attention(self, positions: np.ndarray) -> Attend:
-        """Return the attention of a step, which stores the keys and values of the rows' tokens at
-        `positions` [N].
+    def _make_attention(self, positions: np.ndarray, rows: np.ndarray | None = None) -> Attend:
+        """Return the attention of a step, which stores the keys and values of the tokens of `rows`
+        (None: a token of each row) at `positions`.
         """
 
-    def cache_row(self, row: int) -> None:
-        prompt, experts = int(self.prompt_of_row[row]), self.experts_of_row(row)
-        length = int(self.prompt_lengths[prompt] + self.response_lengths[row])
-        self._copy_row(row, length)
-        adapter_ids = self.prompt_adapters[prompt : prompt + 1]
-        self._append_prompts([length], adapter_ids, [] if experts is None else [experts])
-        self._rows_changed()
+    def _fill(self, batch: PromptBatch, targets: Sequence[Any]) -> Tensor:
+        """Store the keys and values of prompts in `targets`; return the logits of their last
+        positions [P, V].
 
-    @abc.abstractmethod
-    def _copy_row(self, row: int, length: int) -> None:
-        """Store the `length` positions of a row as the prompt after the present prompts."""
+        Tokens whose keys and values are cached, or computed for another prompt of the batch, are
+        not computed again, except for prompts with readers, which need all logits.
+        """
+        count, lengths = len(targets), batch.lengths
+        hashes: list[Hashes] = [
+            () if reader else chunks
+            for chunks, reader in zip(batch.hashes or [()] * count, batch.readers, strict=True)
+        ]
+        pending, logits_PV, batch.reused = list(range(count)), torch.empty(0), [0] * count
+        while pending:
+            wave, pending = select_wave(
+                pending, hashes, lengths, self._count_cached, self.chunk_size
+            )
+            prefix_experts = dict[int, np.ndarray | None]()
+            for i, chunks in wave.items():
+                batch.reused[i], prefix_experts[i] = self._start_prompt(
+                    targets[i], lengths[i], chunks
+                )
+            self._copy_prefixes()
+            whole = [i for i in wave if not batch.reused[i]]
+            if len(whole) == count:  # nothing is reused
+                logits_PV = self._prefill_whole(batch, targets)
+            else:
+                if not len(logits_PV):
+                    size = count, self.decoder.vocab_size
+                    logits_PV = torch.empty(size, dtype=torch.float32, device=self.decoder.device)
+                for members in [whole] if whole else []:
+                    part = batch.select(members)
+                    logits_PV[members] = self._prefill_whole(part, [targets[i] for i in members])
+                    batch.take_experts(part, members, prefix_experts)
+                rest = [i for i in wave if batch.reused[i]]
+                for members in split_suffixes(lengths, batch.reused, rest):
+                    part = batch.select(members)
+                    starts = np.array([batch.reused[i] for i in members], np.int64)
+                    logits_PV[members] = self._extend(part, [targets[i] for i in members], starts)
+                    batch.take_experts(part, members, prefix_experts)
+            for i in wave if batch.hashes else ():
+                experts = None if batch.experts is None else batch.experts[i]
+                self._register(targets[i], batch.hashes[i], experts)
+        return logits_PV
 
-    def extend_prompts(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Prefill all suffixes in a single forward, padded on the right.
+    def _extend(self, batch: PromptBatch, targets: Sequence[Any], starts: np.ndarray) -> Tensor:
+        """Prefill the prompts from their positions `starts` [P] on in a single forward, padded on
+        the right; return the logits of their last positions.
 
-        Keys and values are written to their final positions and read together with the cached
-        positions.
+        Keys and values are written to their final positions and read together with those before.
         """
         decoder = self.decoder
-        batch = SuffixBatch.pad(self.prompt_lengths[list(slots)], tokens, decoder.device)
-        store = self._store_suffixes(slots, tokens, batch)
-        rope = decoder.rope(batch.position_BT, batch.rope_positions)
+        suffixes = [prompt[n:] for prompt, n in zip(batch.prompts, starts.tolist(), strict=True)]
+        suffix_batch = SuffixBatch.pad(starts, suffixes, decoder.device)
+        store = self._store_suffixes(targets, suffix_batch)
+        rope = decoder.rope(suffix_batch.position_BT, suffix_batch.rope_positions)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
             q, k, v = decoder.split_qkv(layer, qkv, rope)
-            keys, values = store(layer, batch.select(k), batch.select(v))
-            return batch.attend(q, keys, values, decoder.layers[layer].bounds)
+            keys, values = store(layer, suffix_batch.select(k), suffix_batch.select(v))
+            return suffix_batch.attend(q, keys, values, decoder.layers[layer].bounds)
 
-        row_adapters = self._group_by_adapter(slots)
-        choices: list[Tensor] | None = [] if self.records_experts else None
-        hidden = decoder.forward(batch.ids_BT, attend, row_adapters, batch.last_B, choices)
-        if (experts := copy_choices(choices)) is not None:  # [slots, T, B * K], padded as the ids
-            for i, slot in enumerate(slots):
-                parts = (self._prompt_experts[slot], experts[i, : len(tokens[i])])
-                self._prompt_experts[slot] = np.concatenate(parts)
-        self.prompt_lengths = self.prompt_lengths.copy()
-        self.prompt_lengths[list(slots)] += [len(suffix) for suffix in tokens]
-        self._rows_changed()
+        row_adapters = (
+            group_rows_by_adapter(batch.adapter_ids, decoder.device) if batch.adapter_ids else None
+        )
+        choices: list[Tensor] | None = None if batch.experts is None else []
+        ids, last_B = suffix_batch.ids_BT, suffix_batch.last_B
+        hidden = decoder.forward(ids, attend, row_adapters, last_B, choices)
+        if batch.experts is not None and (chosen := copy_choices(choices)) is not None:
+            for i, suffix in enumerate(suffixes):  # [P, T, B * K], padded as the ids
+                batch.experts[i] = chosen[i, : len(suffix)].copy()
         return decoder.head(hidden, row_adapters).float()
 
     @abc.abstractmethod
-    def _store_suffixes(
-        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], batch: SuffixBatch
-    ) -> StoreSuffixes:
+    def _count_cached(self, hashes: Hashes) -> int:
+        """Return how many chunks of a sequence are in the cache."""
+
+    @abc.abstractmethod
+    def _start_prompt(
+        self, target: Any, length: int, hashes: Hashes
+    ) -> tuple[int, np.ndarray | None]:
+        """Allocate the positions of a prompt, and let it begin with a cached prefix.
+
+        Returns the positions of the prefix and their experts, if recorded. `_copy_prefixes` must
+        follow.
+        """
+
+    @abc.abstractmethod
+    def _copy_prefixes(self) -> None:
+        """Copy the prefixes of the prompts that were started."""
+
+    @abc.abstractmethod
+    def _register(self, target: Any, hashes: Hashes, experts: np.ndarray | None) -> None:
+        """Let later prompts find a prompt whose keys and values are stored."""
+
+    @abc.abstractmethod
+    def _prefill_whole(self, batch: PromptBatch, targets: Sequence[Any]) -> Tensor:
+        """Prefill prompts from their first token on; return the logits of their last positions."""
+
+    @abc.abstractmethod
+    def _store_suffixes(self, targets: Sequence[Any], batch: SuffixBatch) -> StoreSuffixes:
         """Return the function that stores and reads the keys and values of extended prompts."""
 
     @abc.abstractmethod
@@ -124,3 +204,21 @@ class FastState(DecodeState):
             return None
         adapter_ids = [self.prompt_adapters[slot] for slot in slots]
         return group_rows_by_adapter(adapter_ids, self.decoder.device)
+
+
+def split_suffixes(
+    lengths: Sequence[int], starts: Sequence[int], members: Sequence[int]
+) -> Iterator[list[int]]:
+    """Yield batches of `members` whose new tokens share a forward. `lengths` and `starts`: of all
+    prompts.
+    """
+    suffixes = [lengths[i] - starts[i] for i in members]
+    for indices in batch_prompts(suffixes, _SUFFIX_TOKENS):
+        batch, longest = list[int](), 0
+        for i in sorted((members[index] for index in indices), key=lambda i: -lengths[i]):
+            longest = max(longest, lengths[i])
+            if batch and (len(batch) + 1) * longest > _GATHERED_POSITIONS:
+                yield batch
+                batch, longest = [], lengths[i]
+            batch.append(i)
+        yield batch

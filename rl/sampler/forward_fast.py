@@ -21,7 +21,7 @@ from kernels import AttentionBounds
 from rl.sampler import cpu_kernels
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import LogitsReader, PromptBatch
-from rl.sampler.decoder import batch_prompts
+from rl.sampler.decoder import MAX_LOGITS_PER_SLICE, batch_prompts
 from rl.sampler.decoder_weights import DecoderWeights
 from rl.sampler.expert_layers import ExpertKeys, ExpertLayer, copy_choices
 from rl.sampler.linear_layers import (
@@ -36,7 +36,6 @@ from rl.sampler.linear_layers import (
 from rl.sampler.prefix_attention import causal_attention
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens per forward
-_MAX_LOGITS_PER_SLICE = 1 << 25  # numbers in a slice of prompt logits passed to a reader
 
 # Takes (layer, queries, keys and values [.., (H + 2 K) D] before the norms of heads and the
 # rotation), stores keys and values; attention output [.., H * D].
@@ -80,7 +79,7 @@ class RotarySpec:
 class DecoderArchitecture:
     """Hold what does not change between versions of the weights.
 
-    `heads` and `key_heads` are those of this rank if a team splits the decoder.
+    `heads` and `key_heads` are those of this rank if a tensor-parallel group splits the decoder.
     """
 
     layers: tuple[LayerKeys, ...]
@@ -324,7 +323,7 @@ class FastForward:
             widths = [heads * a.head_width for heads in (a.heads, a.key_heads)]
             parts = qkv.split([*widths, widths[1]], dim=-1)
             for part, weight in zip(parts, layer.norm_qk_all.split(widths), strict=False):
-                part.copy_(self._rms_of_team(part, weight))
+                part.copy_(self._tp_rms_norm(part, weight))
         if a.query_scale != 1.0:
             qkv.narrow(-1, 0, a.heads * a.head_width).mul_(a.query_scale)
         return qkv
@@ -349,7 +348,7 @@ class FastForward:
         """Implement `Decoder.broadcast_tokens`."""
         return sampled if self.tp_group is None else self.tp_group.broadcast_(sampled)
 
-    def _rms_of_team(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _tp_rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute the RMS norm of vectors of which each rank holds an equal part `x`."""
         if self.tp_group is None:
             return self.rms(x, weight)
@@ -416,7 +415,7 @@ class FastForward:
         """Pass the logits of a prompt to its reader, in slices of bounded size."""
         if reader is None:
             return
-        step = max(_MAX_LOGITS_PER_SLICE // self.vocab_size, 1)
+        step = max(MAX_LOGITS_PER_SLICE // self.vocab_size, 1)
         for start in range(0, len(hidden_TE), step):
             reader(start, self.head(hidden_TE[start : start + step], row_adapters))
 

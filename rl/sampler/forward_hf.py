@@ -1,6 +1,7 @@
 """Compute the forward of any HF causal LM, for `decoder_hf` and its caches.
 
-A `BatchingPlan` describes the batching of rows. `probe` determines it on the model itself:
+A `BatchingPlan` describes the batching of rows. `verify_decoder.find_batching` determines it on
+the model itself:
   padded     a single left-padded batch with a mask and explicit positions; the batch is rebuilt
              when rows are added or removed
   slots      the same for models that carry a recurrent state, with a slot per row; prompts are
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from rl.errors import UserError
 from rl.images import get_image_reader
 from rl.layers import describe_layers, record_experts
+from rl.sampler.decoder import MAX_LOGITS_PER_SLICE
 from rl.sampler.precision import LOW_PRECISION, output_float32_
 from rl.sampler.rope_switch import find_rope_switch
 from rl.types import PlacedImage
@@ -167,7 +169,7 @@ class HFForward:
     ) -> Tensor:
         """Return the logits of a left-padded batch, appended to the cache.
 
-        `image_inputs`: the arguments for images that `image_inputs` returns.
+        `image_inputs`: the arguments for images that `model_inputs` returns.
         """
         extra: dict[str, Any] = (
             {"position_ids": positions.to(self.device)} if self.layers.takes_positions else {}
@@ -202,17 +204,28 @@ class HFForward:
         )
         return self._logits(inputs.pop("input_ids"), last_only, use_cache=False, **inputs)
 
-    def batch_by_length(self, lengths: Sequence[int]) -> list[list[int]]:
+    def max_batch_tokens(self, reads_all: bool) -> int:
+        """Return the limit on the padded tokens of a batch of several sequences.
+
+        `reads_all`: whether logits of all their positions are needed, not only of the last.
+        """
+        if not reads_all:
+            return PREFILL_TOKENS
+        return min(PREFILL_TOKENS, MAX_LOGITS_PER_SLICE // self.vocab_size)
+
+    def batch_by_length(
+        self, lengths: Sequence[int], max_tokens: int = PREFILL_TOKENS
+    ) -> list[list[int]]:
         """Return batches of indices of sequences of equal length.
 
-        A batch is as large as the plan and the size limit of a forward allow.
+        A batch is as large as the plan and `max_tokens` allow.
         """
         by_length: dict[int, list[int]] = {}
         for i, length in enumerate(lengths):
             by_length.setdefault(int(length), []).append(i)
         batches = []
         for length, members in sorted(by_length.items(), reverse=True):
-            most = max(PREFILL_TOKENS // length, 1) if self.plan.together else 1
+            most = max(max_tokens // length, 1) if self.plan.together else 1
             batches += [members[start : start + most] for start in range(0, len(members), most)]
         return batches
 

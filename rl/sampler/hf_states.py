@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rl.sampler.decode_state import DecodeState, PromptBatch
 from rl.sampler.decoder import batch_prompts
-from rl.sampler.forward_hf import PREFILL_TOKENS, HFForward
+from rl.sampler.forward_hf import HFForward
 from rl.types import PlacedImage
 
 Images = Sequence[Sequence[PlacedImage]]
@@ -45,7 +45,9 @@ class HFState(DecodeState):
         prompts, placed, lengths = batch.prompts, batch.placed_images, batch.lengths
         last: list[Tensor] = [torch.empty(0)] * len(prompts)
         cached: list[Any] = [None] * len(prompts)
-        for members in self._batch_prompts(lengths, placed):
+        reads_all = any(reader is not None for reader in batch.readers)
+        max_tokens = self.decoder.max_batch_tokens(reads_all)
+        for members in self._batch_prompts(lengths, placed, max_tokens):
             last_only = all(batch.readers[i] is None for i in members)
             logits, cache = self._forward_prompts(
                 [prompts[i] for i in members], [placed[i] for i in members], last_only
@@ -60,9 +62,13 @@ class HFState(DecodeState):
         self.prompts += cached
         return torch.stack(last)
 
-    def _batch_prompts(self, lengths: Sequence[int], images: Images) -> list[list[int]]:
-        """Return batches of indices of prompts that share a forward."""
-        return self.decoder.batch_by_length(lengths)
+    def _batch_prompts(
+        self, lengths: Sequence[int], images: Images, max_tokens: int
+    ) -> list[list[int]]:
+        """Return batches of indices of prompts that share a forward, of at most `max_tokens` tokens
+        if it is several.
+        """
+        return self.decoder.batch_by_length(lengths, max_tokens)
 
     def _new_cache(self) -> Any:
         """Return an empty cache for a forward."""
@@ -212,8 +218,10 @@ class PaddedState(RecurrentState):
     batch, with their images.
     """
 
-    def _batch_prompts(self, lengths: Sequence[int], images: Images) -> list[list[int]]:
-        return batch_prompts(lengths, PREFILL_TOKENS, [bool(placed) for placed in images])
+    def _batch_prompts(
+        self, lengths: Sequence[int], images: Images, max_tokens: int
+    ) -> list[list[int]]:
+        return batch_prompts(lengths, max_tokens, [bool(placed) for placed in images])
 
     def _caches_keys(self) -> bool:
         return True

@@ -8,7 +8,7 @@ runs; the pool is kept only if enough memory remained for it in earlier updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -74,8 +74,8 @@ class KVCachePool:
         rebuilt. `max_rows`: rows, `table_width`: blocks of a table, `steps_per_sync`: steps per
         host sync, `conditions`: number of stop conditions, `choices`: recorded experts of a token.
         """
-        rows, words = row_buckets(max_rows)[-1], decoder.vocab_size
-        sizes = (rows, table_width, steps_per_sync, words, choices)
+        rows, vocab = row_buckets(max_rows)[-1], decoder.vocab_size
+        sizes = (rows, table_width, steps_per_sync, vocab, choices)
         b = self._buffers if sizes == self._sizes else None
         if b is None or len(b.stops) < conditions:
             room = _INITIAL_STOP_CONDITIONS
@@ -83,7 +83,7 @@ class KVCachePool:
                 room *= 2
             self._steps.clear()
             b = DecodeInputs.allocate(
-                rows, table_width, steps_per_sync, room, words, decoder.device, choices
+                rows, table_width, steps_per_sync, room, vocab, decoder.device, choices
             )
             self._buffers, self._sizes = b, sizes
         if decoder not in self._steps:
@@ -106,12 +106,9 @@ def has_free_memory(device: torch.device, size: int) -> bool:
 class IdleKVCachePool:
     """Hold the idle pool of a process that runs its engines in sequence."""
 
-    def __init__(self, has_room: Callable[[torch.device, int], bool] = has_free_memory):
-        """Set `has_room`, which checks whether a device has a number of bytes besides what learning
-        takes.
-        """
+    def __init__(self) -> None:
         self._idle: KVCachePool | None = None
-        self._has_room, self._has_learned = has_room, False
+        self._has_learned = False
 
     def take(
         self, decoder: FastForward, min_blocks: int, max_blocks: int, block_size: int
@@ -167,7 +164,7 @@ class IdleKVCachePool:
         if idle is None:
             return
         more = 0 if idle.kept_during_learning else idle.bytes
-        if self._has_learned and self._has_room(idle.kv[0].device, more):
+        if self._has_learned and has_free_memory(idle.kv[0].device, more):
             idle.kept_during_learning = True
         else:
             self._idle = None

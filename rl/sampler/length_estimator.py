@@ -101,7 +101,7 @@ class LengthEstimator:
         that are to be prefilled, `prompt`: length of the longest of them.
         """
         pool, size = tables.pool, tables.block_size
-        sampled, remaining = rows["drawn"], rows["max_tokens"] - rows["drawn"]
+        sampled, remaining = rows["num_sampled"], rows["max_tokens"] - rows["num_sampled"]
         written = np.array([row.length for row in tables.rows], np.int64)
         shared = np.array(
             [row.prompt.length // size * (row.prompt.rows > 1) for row in tables.rows], np.int64

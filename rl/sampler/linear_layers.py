@@ -157,7 +157,9 @@ class HeadProjection(Projection):
         tp_group: TensorParallelGroup | None = None,
         softcap: float = 0.0,
     ):
-        """Build the head; `vocab_size` is the size of the vocabulary if a team holds it."""
+        """Build the head; `vocab_size` is the size of the vocabulary if the tensor-parallel group
+        shards it.
+        """
         super().__init__(spec, buffers)
         self.softcap = softcap
         self.tp_group, self.vocab_size, self.outputs = tp_group, vocab_size, vocab_size

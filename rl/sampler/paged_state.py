@@ -16,12 +16,19 @@ from torch import Tensor
 
 from kernels import compute_paged_attention
 from kernels.decode_ops import append_to_cache
-from rl.sampler.block_manager import BlockManager, PromptBlockTable, make_block_tables
+from rl.sampler.block_manager import (
+    BlockManager,
+    PromptBlockTable,
+    RowBlockTable,
+    make_block_tables,
+)
 from rl.sampler.decode_state import BatchSize, PromptBatch
 from rl.sampler.fast_state import FastState, StoreSuffixes
 from rl.sampler.forward_fast import Attend, FastForward
 from rl.sampler.prefix_attention import SuffixBatch
+from rl.sampler.prefix_cache import Hashes
 
+BlockTable = PromptBlockTable | RowBlockTable
 BLOCK_SIZE = 256  # positions: the block size of torch's varlen attention
 
 
@@ -29,13 +36,21 @@ class PagedState(FastState):
     """Store `kv` [2, blocks + 1, S, K, D] for each layer: keys, then values.
 
     The blocks belong to `rl.sampler.kv_cache_pool.KVCachePool`. The last block belongs to no row.
+    Only the first `num_blocks` are used (None: all others): what is reused must not depend on how
+    large a pool an earlier engine has left.
     """
 
-    def __init__(self, decoder: FastForward, kv: list[Tensor]):
+    caches_rows_free = True
+
+    def __init__(self, decoder: FastForward, kv: list[Tensor], num_blocks: int | None = None):
         super().__init__(decoder)
         self.kv, self.block_size = kv, kv[0].shape[2]
-        self.block_manager = BlockManager(kv[0].shape[1] - 1, self.block_size)
+        most = kv[0].shape[1] - 1
+        count = most if num_blocks is None else min(num_blocks, most)
+        self.block_manager = BlockManager(count, self.block_size)
+        self.chunk_size = self.block_manager.chunk_size
         self._copied_tokens: dict[tuple[int, ...], Tensor] = {}
+        self._copies: list[tuple[int, int] | None] = []  # blocks to copy (source, target)
 
     def cost(self, size: BatchSize) -> int:
         """Return the cost of a batch in positions.
@@ -65,11 +80,11 @@ class PagedState(FastState):
             )
 
     def _prefill(self, batch: PromptBatch) -> Tensor:
-        tables = [self.block_manager.add_prompt(length).block_table for length in batch.lengths]
-        return self._prefill_into(batch, tables)
+        tables = [PromptBlockTable(length) for length in batch.lengths]
+        self.block_manager.prompts += tables
+        return self._fill(batch, tables)
 
-    def _prefill_into(self, batch: PromptBatch, tables: Sequence[Sequence[int]]) -> Tensor:
-        """Prefill sequences and write their keys and values to the blocks of the tables."""
+    def _prefill_whole(self, batch: PromptBatch, targets: Sequence[BlockTable]) -> Tensor:
         batch.device_tokens = [self._copied_tokens.get(tuple(prompt)) for prompt in batch.prompts]
         lengths = batch.lengths
         slots: dict[int, Tensor] = {}  # by the first prompt of a batch, equal in all layers
@@ -77,11 +92,35 @@ class PagedState(FastState):
         def keep(layer: int, members: list[int], k: Tensor, v: Tensor) -> None:
             if members[0] not in slots:
                 slots[members[0]] = self._locate_slots(
-                    [lengths[i] for i in members], [tables[i] for i in members]
+                    [lengths[i] for i in members], [targets[i].block_table for i in members]
                 )
             append_to_cache(k.transpose(1, 2), v.transpose(1, 2), self.kv[layer], slots[members[0]])
 
         return self.decoder.forward_prompts(batch, keep)
+
+    def _count_cached(self, hashes: Hashes) -> int:
+        return self.block_manager.count_cached(hashes)
+
+    def _start_prompt(
+        self, target: BlockTable, length: int, hashes: Hashes
+    ) -> tuple[int, np.ndarray | None]:
+        allocation = self.block_manager.allocate_table(length, hashes)
+        target.block_table = allocation.block_table
+        self._copies.append(allocation.copy)
+        return allocation.positions, allocation.experts
+
+    def _copy_prefixes(self) -> None:
+        self.copy_blocks(self._copies)
+        self._copies = []
+
+    def _register(self, target: BlockTable, hashes: Hashes, experts: np.ndarray | None) -> None:
+        self.block_manager.register(target.block_table, hashes, experts)
+
+    def cache_row(self, row: int, hashes: Hashes) -> None:
+        self._register(self.block_manager.rows[row], hashes, self.experts_of_row(row))
+
+    def forget_prefixes(self) -> None:
+        self.block_manager.pool.forget_all()
 
     def _locate_slots(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> Tensor:
         """Return the places of the prompts' positions in the cache, as `append_to_cache` takes
@@ -98,24 +137,13 @@ class PagedState(FastState):
             self.block_manager.add_row(slot)
         super().add_rows(prompt_of_row)
 
-    def _copy_row(self, row: int, length: int) -> None:
-        self.block_manager.cache_row(self.block_manager.rows[row], length)
-
-    def _store_suffixes(
-        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], batch: SuffixBatch
-    ) -> StoreSuffixes:
+    def _store_suffixes(self, targets: Sequence[BlockTable], batch: SuffixBatch) -> StoreSuffixes:
         """Implement `FastState._store_suffixes`. The cached positions are gathered from their
         blocks.
         """
-        prompts = [self.block_manager.prompts[slot] for slot in slots]
-        self.copy_blocks(
-            [
-                self.block_manager.append_positions(prompt, len(suffix))
-                for prompt, suffix in zip(prompts, tokens, strict=True)
-            ]
-        )
-        width = max(len(prompt.block_table) for prompt in prompts)
-        padded = [[*p.block_table, *[0] * (width - len(p.block_table))] for p in prompts]
+        tables = [target.block_table for target in targets]
+        width = max(map(len, tables))
+        padded = [[*blocks, *[0] * (width - len(blocks))] for blocks in tables]
         table_BP = torch.tensor(padded).to(self.decoder.device)
         position_X = batch.position_X
         page_X = table_BP[batch.row_index_X, position_X // self.block_size]
@@ -149,27 +177,49 @@ class PagedState(FastState):
         adapter_ids = [adapter_id or 0] if self.decoder.multi_adapter else []
         self._append_prompts([length], adapter_ids, [] if experts is None else [experts])
 
-    def resume_row(self, slot: int, fed: Sequence[int], experts: np.ndarray | None = None) -> None:
-        """Resume a preempted row: prefill prompt and response so far (all fed tokens) into private
-        blocks. `experts`: those with which the tokens were sampled.
+    def resume_row(
+        self,
+        slot: int,
+        fed: Sequence[int],
+        experts: np.ndarray | None = None,
+        hashes: Hashes = (),
+    ) -> None:
+        """Resume a preempted row: prefill prompt and response so far (all fed tokens) into blocks
+        of the row. `experts`: those with which the tokens were sampled. `hashes`: of the tokens'
+        chunks.
         """
         row = self.block_manager.add_resumed_row(slot, len(fed))
-        adapter_ids = self.prompt_adapters[slot : slot + 1]
-        self._prefill_into(PromptBatch([fed], [None], adapter_ids=adapter_ids), [row.block_table])
+        batch = PromptBatch(
+            [fed], [None], adapter_ids=self.prompt_adapters[slot : slot + 1], hashes=[hashes]
+        )
+        if self.records_experts:
+            batch.experts = {}
+        self._fill(batch, [row])
         super().add_rows(np.array([slot]))
         self.response_lengths[-1] = len(fed) - self.prompt_lengths[slot]
         if experts is not None:
             self._row_experts[-1] = list(experts[self.prompt_lengths[slot] :])
 
-    def _make_attention(self, positions: np.ndarray) -> Attend:
-        decoder, device, rows = self.decoder, self.decoder.device, self.block_manager.rows
-        self.copy_blocks([self.block_manager.append_positions(row, 1) for row in rows])
+    def _make_attention(self, positions: np.ndarray, rows: np.ndarray | None = None) -> Attend:
+        decoder, device, manager = self.decoder, self.decoder.device, self.block_manager
+        rows = np.arange(len(manager.rows)) if rows is None else rows
+        counts = np.bincount(rows, minlength=len(manager.rows)).tolist()
+        self.copy_blocks(
+            [manager.append_positions(row, n) for row, n in zip(manager.rows, counts, strict=True)]
+        )
+        tables = [manager.rows[row].block_table for row in rows]
+        block_N = (positions // self.block_size).tolist()
         place_N = torch.from_numpy(positions % self.block_size).to(device)
-        page_N = torch.tensor([row.block_table[-1] for row in rows], device=device)
+        page_N = torch.tensor(
+            [blocks[i] for blocks, i in zip(tables, block_N, strict=True)], device=device
+        )
         table, length, shared = make_block_tables(
-            [row.block_table for row in rows],
+            tables,
             positions + 1,
-            self.block_manager.shared_prefixes(),
+            [
+                (np.flatnonzero(np.isin(rows, members)).tolist(), blocks)
+                for members, blocks in manager.shared_prefixes()
+            ],
             self.block_size,
             device,
         )
@@ -186,7 +236,13 @@ class PagedState(FastState):
 
         return attend
 
+    def drop_newest(self, counts: np.ndarray) -> None:
+        super().drop_newest(counts)
+        for row, count in zip(self.block_manager.rows, counts.tolist(), strict=True):
+            self.block_manager.drop_positions(row, count)
+
     def replace_non_finite(self) -> None:
+        self.forget_prefixes()
         for kv in self.kv:
             kv.nan_to_num_(0.0, 0.0, 0.0)
 

@@ -10,7 +10,7 @@ query heads, K key heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -273,9 +273,9 @@ class SuffixBatch:
     row_index_X: Tensor  # row of each new token in ids_BT
     column_index_X: Tensor  # column of each new token in ids_BT
     last_B: Tensor  # column of each row's last token
-    attention_mask: Tensor  # [B, 1, T, positions] bool: positions that a new token attends to
     max_positions: int  # positions of the longest prompt, new tokens included
     rope_positions: int  # positions that the rotary table must have
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # see `_visible`
 
     @classmethod
     def pad(
@@ -297,7 +297,6 @@ class SuffixBatch:
             row_index_X.to(device),
             column_index_X.to(device),
             (counts_B - 1).to(device),
-            torch.arange(max_positions, device=device) <= position_BT[:, None, :, None],
             max_positions,
             int(start_B.max()) + longest,
         )
@@ -317,12 +316,25 @@ class SuffixBatch:
         """Return the attention [B, T, H * D] of queries [B, T, H, D] to the keys and values
         [B, K, positions, D] of their prompts, up to each query's own position.
         """
-        visible = self.attention_mask
-        if bounds.window:
-            first_BT = self.position_BT - bounds.window
-            position = torch.arange(self.max_positions, device=q.device)
-            visible = visible & (position > first_BT[:, None, :, None])
-        repeat = q.shape[2] // keys.shape[1]
+        repeat, length = q.shape[2] // keys.shape[1], q.shape[1]
         keys, values = (x.repeat_interleave(repeat, dim=1) for x in (keys, values))
-        attention = masked_attention(q.transpose(1, 2), keys, values, visible, bounds.softcap)
-        return attention.transpose(1, 2).flatten(2)
+        q, parts = q.transpose(1, 2), list[Tensor]()
+        for start in range(0, length, _QUERY_BLOCK):  # no query sees keys after its block
+            visible = self._visible(start, bounds.window)
+            end, seen = start + visible.shape[2], visible.shape[3]
+            block = q[:, :, start:end], keys[:, :, :seen], values[:, :, :seen]
+            parts.append(masked_attention(*block, visible, bounds.softcap))
+        return torch.cat(parts, dim=2).transpose(1, 2).flatten(2)
+
+    def _visible(self, start: int, window: int) -> Tensor:
+        """Return which positions the block of queries from `start` on sees, bool
+        [B, 1, queries, positions].
+        """
+        if (start, window) not in self.masks:
+            end = min(start + _QUERY_BLOCK, self.ids_BT.shape[1])
+            last = self.rope_positions - self.ids_BT.shape[1] + end
+            position = torch.arange(min(last, self.max_positions), device=self.ids_BT.device)
+            query = self.position_BT[:, None, start:end, None]
+            visible = position <= query
+            self.masks[start, window] = visible & (position > query - window) if window else visible
+        return self.masks[start, window]

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.sampler.decode_state import index_in_row
 from rl.sampler.sampling_requests import SequenceGroup
 from rl.types import SampledSequence, SamplingParams
 
@@ -26,7 +27,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _ROUNDS = 10
 _MASK64 = (1 << 64) - 1
-_UNIFORMS_AHEAD = 8
+_UNIFORMS_AHEAD = 16
 # a column for each parameter that is a number or a flag, by name
 _PARAM_COLUMNS: dict[str, Any] = {
     parameter.name: type(parameter.default)
@@ -34,16 +35,17 @@ _PARAM_COLUMNS: dict[str, Any] = {
     if isinstance(parameter.default, (bool, int, float))
 }
 _FIELDS: dict[str, Any] = {
-    "job": np.int64,  # the request's id
+    "request_id": np.int64,  # the request's id
     "sample": np.int64,  # index among the request's samples
     "max_tokens": np.int64,
-    "drawn": np.int64,  # tokens drawn so far
+    "num_sampled": np.int64,  # tokens sampled so far
     "stop_row": np.int64,  # row of the stop table
     "has_strings": np.bool_,
     "seed": np.uint64,
     "problem": np.uint64,
     "index": np.uint64,  # of the sample in its group, for its random stream
     "adjusts_logits": np.bool_,  # see `SamplingParams`
+    "first_uniform": np.int64,  # index of the token of the row's first uniform in `_uniforms`
     "buffer": np.int64,  # index of the buffer of its tokens
     **_PARAM_COLUMNS,
 }
@@ -70,14 +72,13 @@ class RunningRows:
         self._tokens = np.zeros((0, 16), np.int64)  # [buffers, longest response so far, rounded up]
         self._logprobs = np.zeros((0, 16), np.float64)
         self._free_buffers = np.zeros(0, np.int64)
-        # [rows, next tokens]: generated ahead, as each call has a fixed cost
+        # [rows, tokens from `first_uniform` on]: generated ahead, as each call has a fixed cost
         self._uniforms: np.ndarray | None = None
-        self._uniforms_used = 0  # columns of `_uniforms` already used
         # by buffer: (tokens, version) of those sampled before the weights changed
         self._version_ends: dict[int, list[tuple[int, int]]] = {}
 
     def __len__(self) -> int:
-        return len(self._fields["job"])
+        return len(self._fields["request_id"])
 
     def __getitem__(self, name: str) -> np.ndarray:
         """Return the array of a field, with an entry for each row."""
@@ -88,7 +89,7 @@ class RunningRows:
         requests = [group.request for group in groups]
         columns = make_param_columns([request.params for request in requests])
         values: dict[str, list] = {
-            "job": [group.request_id for group in groups],
+            "request_id": [group.request_id for group in groups],
             "sample": [group.num_admitted for group in groups],
             "max_tokens": [group.max_tokens for group in groups],
             "stop_row": [group.stop_row for group in groups],
@@ -102,7 +103,7 @@ class RunningRows:
         new["sample"] += np.arange(len(new["sample"])) - np.repeat(starts, counts)
         first_index = np.repeat([request.first_index for request in requests], counts)
         new["index"] = (new["sample"] + first_index).astype(np.uint64)
-        new["drawn"] = np.zeros(len(first_index), np.int64)
+        new["num_sampled"] = new["first_uniform"] = np.zeros(len(first_index), np.int64)
         new["buffer"] = self._take_buffers(len(first_index))
         for buffer in new["buffer"].tolist():
             self._version_ends.pop(buffer, None)
@@ -117,7 +118,7 @@ class RunningRows:
             resume_from.tokens,
             resume_from.logprobs,
         )
-        self._fields["drawn"][row] = count
+        self._fields["num_sampled"][row] = count
         versions = resume_from.versions or [resume_from.version or 0] * count
         ends = [i for i in range(1, count + 1) if i == count or versions[i] != versions[i - 1]]
         self._version_ends[buffer] = [(end, versions[end - 1]) for end in ends]
@@ -130,11 +131,11 @@ class RunningRows:
         every = [self._fields, *preempted]
         buffers, lengths = (
             np.concatenate([fields[name] for fields in every]).tolist()
-            for name in ("buffer", "drawn")
+            for name in ("buffer", "num_sampled")
         )
-        for buffer, drawn in zip(buffers, lengths, strict=True):
-            if drawn:
-                self._version_ends.setdefault(buffer, []).append((drawn, version))
+        for buffer, num_sampled in zip(buffers, lengths, strict=True):
+            if num_sampled:
+                self._version_ends.setdefault(buffer, []).append((num_sampled, version))
 
     def versions(self, row: int, newest: int) -> list[int]:
         """Return the weight version that sampled each token of a row; `newest` is the newest
@@ -143,7 +144,7 @@ class RunningRows:
         versions: list[int] = []
         for end, version in [
             *self._version_ends.get(int(self["buffer"][row]), ()),
-            (int(self["drawn"][row]), newest),
+            (int(self["num_sampled"][row]), newest),
         ]:
             versions += [version] * (end - len(versions))
         return versions
@@ -167,37 +168,74 @@ class RunningRows:
 
     def last_tokens(self) -> np.ndarray:
         """Return the newest token of each row; every row must have at least 1 token."""
-        return self._tokens[self["buffer"], self["drawn"] - 1]
+        return self._tokens[self["buffer"], self["num_sampled"] - 1]
 
-    def next_uniforms(self) -> np.ndarray:
-        """Return the uniform of each row's next token, float64. Call `record` afterwards."""
-        # `_uniforms_used` passes the end after multi-step runs were recorded
-        if self._uniforms is None or self._uniforms_used >= _UNIFORMS_AHEAD:
-            position = self["drawn"][:, None] + np.arange(_UNIFORMS_AHEAD)
-            names = (self["seed"][:, None], self["problem"][:, None], self["index"][:, None])
-            self._uniforms, self._uniforms_used = (
-                philox_uniforms(*names, position.astype(np.uint64)),
-                0,
-            )
-        return self._uniforms[:, self._uniforms_used]
+    def next_uniforms(self, ahead: int = 0) -> np.ndarray:
+        """Return the uniform of each row's next token, float64. `ahead`: tokens after it whose
+        uniforms an `expand` reads next.
+        """
+        index = self["num_sampled"] - self["first_uniform"]
+        if self._uniforms is None or index.max(initial=0) + ahead >= self._uniforms.shape[1]:
+            count = _UNIFORMS_AHEAD * (1 + ahead)
+            self._uniforms = self.uniforms_ahead(count).T
+            self._fields["first_uniform"], index = self["num_sampled"], np.zeros_like(index)
+        return self._uniforms[np.arange(len(self)), index]
 
     def uniforms_ahead(self, count: int) -> np.ndarray:
         """Return the uniforms of each row's next `count` tokens, [count, rows] float64."""
-        position = (self["drawn"] + np.arange(count)[:, None]).astype(np.uint64)
+        position = (self["num_sampled"] + np.arange(count)[:, None]).astype(np.uint64)
         return philox_uniforms(self["seed"], self["problem"], self["index"], position)
 
     def record(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Append a token and its logprob to each of the newest `len(tokens)` rows."""
-        drawn, first, width = self["drawn"].copy(), len(self) - len(tokens), self._tokens.shape[1]
-        buffers, places = self["buffer"][first:], drawn[first:]
+        num_sampled, first, width = (
+            self["num_sampled"].copy(),
+            len(self) - len(tokens),
+            self._tokens.shape[1],
+        )
+        buffers, places = self["buffer"][first:], num_sampled[first:]
         if places.max(initial=0) >= width:
             self._pad(0, width)
         self._tokens[buffers, places], self._logprobs[buffers, places] = tokens, logprobs
-        drawn[first:] += 1
-        self._fields["drawn"] = drawn
-        self._uniforms_used += 1
-        if first:  # the uniforms of the other rows are not used
-            self._uniforms = None
+        num_sampled[first:] += 1
+        self._fields["num_sampled"] = num_sampled
+
+    def expand(self, rows: np.ndarray) -> RunningRows:
+        """Return a view with an entry for each of `rows` [X], ascending. The entries of a row are
+        consecutive positions: entry i counts i more tokens, written by `write_ahead`.
+        """
+        index = index_in_row(rows)
+        self.next_uniforms(int(index.max(initial=0)))
+        view = copy.copy(self)
+        view._fields = {name: values[rows] for name, values in self._fields.items()}
+        view._uniforms = self._uniforms[rows] if self._uniforms is not None else None
+        view.advance(index)
+        return view
+
+    def write_ahead(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Write tokens after those of each row, without counting them (`advance`); `rows` [X]
+        ascend.
+        """
+        places = self["num_sampled"][rows] + index_in_row(rows)
+        # with the token after those of each row
+        width = max(int(places.max(initial=0)) + 1, int(self["num_sampled"].max(initial=0))) + 1
+        if width > self._tokens.shape[1]:
+            self._pad(0, width)
+        self._tokens[self["buffer"][rows], places] = tokens
+
+    def next_tokens(self) -> np.ndarray:
+        """Return the token that `write_ahead` wrote after those of each row."""
+        return self._tokens[self["buffer"], self["num_sampled"]]
+
+    def replace_next(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Replace the tokens that `write_ahead` wrote, and count them."""
+        places = self["buffer"], self["num_sampled"]
+        self._tokens[places], self._logprobs[places] = tokens, logprobs
+        self.advance(1)
+
+    def advance(self, counts: np.ndarray | int) -> None:
+        """Count `counts` more tokens of each row."""
+        self._fields["num_sampled"] = self["num_sampled"] + counts
 
     def newest(self, count: int) -> RunningRows:
         """Return a view of the newest `count` rows, to be read only."""
@@ -208,16 +246,24 @@ class RunningRows:
 
     def response(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a row's tokens and logprobs so far (views)."""
-        buffer, drawn = self["buffer"][row], self["drawn"][row]
-        return self._tokens[buffer, :drawn], self._logprobs[buffer, :drawn]
+        buffer, num_sampled = self["buffer"][row], self["num_sampled"][row]
+        return self._tokens[buffer, :num_sampled], self._logprobs[buffer, :num_sampled]
+
+    def padded_responses(self) -> np.ndarray:
+        """Return the tokens of all rows, [N, longest response]; what follows a response is
+        unspecified.
+        """
+        return self._tokens[self["buffer"], : self["num_sampled"].max(initial=0)]
 
     def responses(self, rows: np.ndarray) -> list[tuple[list[int], list[float]]]:
         """Return tokens and logprobs of these rows as lists."""
-        drawn = self["drawn"][rows]
-        longest = int(drawn.max(initial=0))
+        num_sampled = self["num_sampled"][rows]
+        longest = int(num_sampled.max(initial=0))
         tokens = self._tokens[self["buffer"][rows], :longest].tolist()
         logprobs = self._logprobs[self["buffer"][rows], :longest].tolist()
-        return [(t[:n], lp[:n]) for t, lp, n in zip(tokens, logprobs, drawn.tolist(), strict=True)]
+        return [
+            (t[:n], lp[:n]) for t, lp, n in zip(tokens, logprobs, num_sampled.tolist(), strict=True)
+        ]
 
     def keep_rows(self, source: np.ndarray) -> None:
         """Keep the rows of `source`, in that order, and free the buffers of the other rows."""

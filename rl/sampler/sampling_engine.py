@@ -26,7 +26,7 @@ from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_factory import enable_expert_recording
 from rl.sampler.decoder_fast import MultiAdapterDecoder
-from rl.sampler.device_steps import Chunk, DeviceSteps
+from rl.sampler.device_steps import Chunk, DeviceSteps, list_next_prefills
 from rl.sampler.kv_cache_pool import IdleKVCachePool
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.sampling_requests import (
@@ -34,10 +34,12 @@ from rl.sampler.sampling_requests import (
     SamplingRequest,
     SequenceGroup,
     check_params,
+    check_request,
     make_divergence_error,
     resolve_max_tokens,
 )
 from rl.sampler.scheduler import Scheduler
+from rl.sampler.speculative_decoder import SpeculativeDecoder
 from rl.sampler.stop_conditions import StopStringMatcher, StopTable, build_stop_condition
 from rl.sampler.token_sampling import (
     RowSamplingSettings,
@@ -50,8 +52,6 @@ from rl.types import SampledSequence, SampleResponse
 
 DEFAULT_CACHE_TOKENS = 262_144
 STEPS_PER_SYNC = 8  # steps per host sync
-# tokens copied to the device in advance for the next prefills, plus a prompt
-_PREFETCH_TOKENS = 8192
 
 
 class Engine(Scheduler):
@@ -69,6 +69,10 @@ class Engine(Scheduler):
     `sizes`: the sizes of all expected requests (`max_blocks`); the pool is smaller than the budget
     if they need less (None: unknown). `steps_per_sync`: most tokens of each row in each `step`,
     which the device samples without the host (None: the host runs each step).
+    `enable_prefix_caching`: prompts that begin with tokens whose keys and values are in the cache
+    prefill only the others; logprobs change by rounding.
+    `num_speculative_tokens`: most draft tokens of each row in a step (speculative_decoder.py), not
+    with `steps_per_sync`.
 
     A decoder of several models (`MultiAdapterDecoder`) samples each request from the model that its
     `adapter_id` selects. If the weights of a request produce no numbers (NaN), only the requests of
@@ -92,6 +96,8 @@ class Engine(Scheduler):
         idle_pool: IdleKVCachePool | None = None,
         sizes: Iterable[tuple[int, int, int]] | None = None,
         steps_per_sync: int | None = None,
+        enable_prefix_caching: bool = True,
+        num_speculative_tokens: int = 0,
     ):
         limits = [limit for limit in (max_context, decoder.max_positions) if limit is not None]
         if min(kv_cache_tokens, max_rows, *limits) < 1:
@@ -108,13 +114,22 @@ class Engine(Scheduler):
             raise ValueError(f"steps_per_sync={steps_per_sync}: at least 1")
         if record_experts:
             enable_expert_recording(decoder)
-        super().__init__(decoder, kv_cache_tokens, max_rows, block_size, idle_pool, sizes)
+        super().__init__(
+            decoder, kv_cache_tokens, max_rows, block_size, idle_pool, sizes, enable_prefix_caching
+        )
         self.version = version
         self.eos_token_ids = tuple(sorted({int(token) for token in eos_token_ids}))
         self.max_context = min(limits) if limits else None
         self._stop_strings = StopStringMatcher(tokenizer) if tokenizer is not None else None
         self._stops = StopTable(decoder.vocab_size)
         self.records_experts = self._state.records_experts = record_experts
+        self.speculation = (
+            SpeculativeDecoder(
+                num_speculative_tokens, self._rows, self._state, self._blocks, self.counters
+            )
+            if num_speculative_tokens
+            else None
+        )
         self._next_id = 0
         self._errors: dict[int, FloatingPointError] = {}  # of requests that diverged in this step
         self._has_non_finite = False  # whether the cache holds NaN or infinity
@@ -124,7 +139,6 @@ class Engine(Scheduler):
         # whether `run` launches a chunk before it reads the one before, so that the device does not
         # wait for the host
         self.runs_ahead = decoder.device.type == "cuda"
-        self._runs_to_end = False  # `run` is active: nothing happens between two steps
         self._in_flight: Chunk | None = None
         self._device_steps: DeviceSteps | None = None
         if steps_per_sync is not None:
@@ -161,23 +175,8 @@ class Engine(Scheduler):
         resumed_tokens = request.resume_from.tokens if request.resume_from is not None else []
         if isinstance(self.decoder, MultiAdapterDecoder):
             self.decoder.check_adapter(request.adapter_id)
-        if not prompt:
-            raise ValueError(
-                "the prompt is empty: a model needs at least 1 token, for example its BOS"
-            )
-        if min(prompt) < 0 or max(prompt) >= self.decoder.vocab_size:
-            raise ValueError(
-                f"prompt tokens lie in [0, {self.decoder.vocab_size}), "
-                f"got {min(prompt)} to {max(prompt)}"
-            )
+        check_request(request, self.decoder.vocab_size)
         self.decoder.check_images(prompt, request.images)
-        if request.num_samples < 1:
-            raise ValueError(f"num_samples is at least 1, got {request.num_samples}")
-        if resumed_tokens and request.num_samples != 1:
-            raise ValueError(
-                "a request with a partial sample (resume_from) needs num_samples=1, "
-                f"got num_samples={request.num_samples}"
-            )
         max_tokens = resolve_max_tokens(
             self.decoder,
             self._state,
@@ -199,9 +198,10 @@ class Engine(Scheduler):
             request_id=self._next_id,
             request=request,
             max_tokens=max_tokens,
-            stop_row=self._stops.row_of(condition),
+            stop_row=self._stops.row_of(condition.token_ids, self._used_stop_rows),
             stop_strings=condition.strings,
             key=((*prompt, *resumed_tokens), *request.prompt_key()),
+            hashes=self._hash_tokens((*prompt, *resumed_tokens), request),
             num_unfinished=request.num_samples,
             num_resumed=len(resumed_tokens),
             sequences=[None] * request.num_samples,
@@ -251,6 +251,10 @@ class Engine(Scheduler):
         if self._device_steps is not None and self._is_untruncated():
             return self._step_on_device(self._device_steps)
         self._preempt_newest()
+        if self.speculation and not self._may_admit():
+            drafted = self.speculation.draft(self._running, self.max_rows - len(self._rows))
+            if drafted is not None:
+                return self._verify(self.speculation, drafted)
         logits = [self._state.decode(self._rows.last_tokens())] if len(self._rows) else []
         self.counters.fed_tokens += len(self._rows)
         logits.extend(self._admit())
@@ -264,7 +268,21 @@ class Engine(Scheduler):
         )
         self._rows.record(tokens, logprobs)
         self._count_step(len(self._rows))
-        return self._retire(*self._find_ended(tokens))
+        return self._retire(*self._find_ended(tokens, self._rows))
+
+    def _verify(self, speculation: SpeculativeDecoder, rows: RunningRows) -> list[FinishedRequest]:
+        """Feed the rows' last tokens and their drafts, and sample a token after each. `rows`: an
+        entry for each token that is fed.
+        """
+        logits_XV = speculation.feed(rows)
+        settings = self._make_settings(logits_XV, rows)
+        tokens, logprobs = self._sample(logits_XV, rows.next_uniforms(), settings, rows)
+        self._count_step(len(tokens))
+        drafts = rows.next_tokens()
+        rows.replace_next(tokens, logprobs)
+        ended, stopped = self._find_ended(tokens, rows)
+        last = speculation.accept(tokens == drafts, ended)
+        return self._retire(ended[last], stopped[last])
 
     def _count_step(self, sampled: int) -> None:
         """Count a step in which this number of rows got a token."""
@@ -298,61 +316,64 @@ class Engine(Scheduler):
         )
         chosen, bad = sampled[0].astype(np.int64), np.isnan(sampled[1])
         if bad.any():
-            self._handle_non_finite(chosen, np.pad(bad, (len(self._rows) - len(bad), 0)))
+            self._handle_non_finite(chosen, bad, rows)
         return chosen, sampled[1]
 
-    def _handle_non_finite(self, tokens: np.ndarray, non_finite: np.ndarray) -> None:
+    def _handle_non_finite(
+        self, tokens: np.ndarray, non_finite: np.ndarray, rows: RunningRows
+    ) -> None:
         """Handle rows with NaN or infinite logits: of several models, record an error for each of
         their requests, and set their tokens to 0. Raises FloatingPointError for a single model.
         """
-        numbers = sorted(set(self._rows["job"][non_finite].tolist()))
+        numbers = sorted(set(rows["request_id"][non_finite].tolist()))
         if not self.decoder.multi_adapter:
             self._has_non_finite = True
             raise make_divergence_error(numbers)
         self._errors |= {number: make_divergence_error([number]) for number in numbers}
         tokens[non_finite] = 0  # these rows are removed at the end of this step
 
-    def _find_ended(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _find_ended(self, tokens: np.ndarray, rows: RunningRows) -> tuple[np.ndarray, np.ndarray]:
         """Return which rows end with the last token, and which of them end because of a stop
         condition.
         """
-        rows = self._rows
         stopped = self._stops.table[rows["stop_row"], tokens]
         for row in np.flatnonzero(rows["has_strings"] & ~stopped).tolist():
-            strings = self._running[int(rows["job"][row])].stop_strings
+            strings = self._running[int(rows["request_id"][row])].stop_strings
             assert self._stop_strings is not None  # `add` rejects strings without a tokenizer
             stopped[row] = self._stop_strings.matches(strings, rows.response(row)[0])
-        return stopped | (rows["drawn"] >= rows["max_tokens"]), stopped
+        return stopped | (rows["num_sampled"] >= rows["max_tokens"]), stopped
 
     def _retire(self, ended: np.ndarray, stopped: np.ndarray) -> list[FinishedRequest]:
         """Remove the ended rows from the batch, and the prompts that no row needs."""
         if not ended.any():
             return []
         if self.is_paged:
-            self._lengths.record(self._rows["drawn"][ended], stopped[ended])
+            self._lengths.record(self._rows["num_sampled"][ended], stopped[ended])
         ended_rows = np.flatnonzero(ended)
         finished: list[FinishedRequest] = []
         lists, switch = self._rows.responses(ended_rows), self.decoder.length_switch
         owners = zip(
             ended_rows.tolist(),
-            self._rows["job"][ended_rows].tolist(),
+            self._rows["request_id"][ended_rows].tolist(),
             self._rows["sample"][ended_rows].tolist(),
             lists,
             strict=True,
         )
-        for row, job_id, sample, (tokens, logprobs) in owners:
-            group = self._running[job_id]
+        for row, request_id, sample, (tokens, logprobs) in owners:
+            group = self._running[request_id]
             sequence = SampledSequence(tokens, logprobs, "stop" if stopped[row] else "length")
             self._describe_sample(row, group.request, sequence)
             sequence.temperature = group.request.params.temperature
             sequence.beyond = switch is not None and len(group.request.prompt) > switch.threshold
             group.sequences[sample] = sequence
-            if job_id not in self._errors:
-                self._cache_conversation(row, group, tokens)
+            if request_id not in self._errors and self._may_continue(group):
+                fed = group.num_resumed + int(self._state.response_lengths[row])
+                self._cache_row(row, group, (*group.request.prompt, *tokens[:fed]))
             group.num_unfinished -= 1
             self.counters.emitted_tokens += len(tokens)
             if group.num_unfinished == 0:
-                finished.append(self._finish(group))
+                del self._running[group.request_id]
+                finished.append(FinishedRequest(group.request_id, group.make_response()))
         self.counters.finished_samples += len(ended_rows)
         self._remove_rows(ended)
         return finished
@@ -401,7 +422,10 @@ class Engine(Scheduler):
         if self._runs_to_end and self.runs_ahead and not (self._waiting or self._preempted):
             return self._process_chunk(device.launch(count, *self._plan_graphs()))
         device.start(count, *self._plan_graphs())
-        self._state.copy_ahead(self._next_prefills())  # overlaps with the device
+        preempted = [row.fed_tokens for row in self._preempted]
+        known = {prompt.key for prompt in self._prompts}
+        prefills = list_next_prefills(preempted, self._waiting, known, self.max_rows)
+        self._state.copy_ahead(prefills)  # overlaps with the device
         return self._process_steps(np.arange(len(self._rows)), *device.copy_results(count))
 
     def _sample_first_tokens(self, logits_NV: Tensor) -> list[FinishedRequest]:
@@ -412,7 +436,7 @@ class Engine(Scheduler):
         self._rows.record(tokens, logprobs)
         self._count_step(len(logits_NV))
         # no other row ends: it would have ended with its last token
-        return self._retire(*self._find_ended(self._rows.last_tokens()))
+        return self._retire(*self._find_ended(self._rows.last_tokens(), self._rows))
 
     def _process_chunk(self, chunk: Chunk) -> list[FinishedRequest]:
         """Launch the next chunk unless a request waits, then wait for this one and process its
@@ -441,12 +465,12 @@ class Engine(Scheduler):
             chosen, logprob_N = token_R[columns], logprob_R[columns]
             bad = np.isnan(logprob_N)
             if bad.any():
-                self._handle_non_finite(chosen, bad)
+                self._handle_non_finite(chosen, bad, self._rows)
             self._rows.record(chosen, logprob_N)
             self._state.response_lengths = self._state.response_lengths + 1
             self.counters.fed_tokens += len(columns)
             self._count_step(len(columns))
-            ended, stopped = self._find_ended(chosen)
+            ended, stopped = self._find_ended(chosen, self._rows)
             columns = columns[compact_slots(~ended)]
             finished += self._retire(ended, stopped)
         if self._in_flight is not None:
@@ -465,29 +489,6 @@ class Engine(Scheduler):
         )
         return min(rows, self.max_rows), may_share
 
-    def _next_prefills(self) -> list[tuple[int, ...]]:
-        """Return the sequences that may be prefilled after these steps, since any row may stop in
-        them.
-
-        Preempted rows come first, then the prompts of waiting requests.
-        """
-        known, sequences = {prompt.key for prompt in self._prompts}, list[tuple[int, ...]]()
-        positions, room = 0, self.max_rows
-        for row in self._preempted:
-            if positions < _PREFETCH_TOKENS:
-                sequences.append(tuple(row.fed_tokens))
-                positions += len(row.fed_tokens)
-                room -= 1
-        for group in self._waiting:
-            if room < 1 or positions >= _PREFETCH_TOKENS:
-                break
-            room -= group.request.num_samples - group.num_admitted
-            if group.key not in known and group.request.conversation is None:
-                known.add(group.key)
-                sequences.append(group.key[0])
-                positions += len(group.key[0])
-        return sequences
-
     # ---------------------------------------------------------------------------- between two steps
 
     @property
@@ -499,8 +500,6 @@ class Engine(Scheduler):
     def keep_weights(self, adapter_ids: Iterable[int]) -> None:
         """Remove all weights of a `MultiAdapterDecoder` except `adapter_ids` and those of running
         or waiting requests.
-
-        The cached conversations of removed weights are dropped too.
         """
         assert isinstance(self.decoder, MultiAdapterDecoder)
         keep = {
@@ -508,8 +507,6 @@ class Engine(Scheduler):
             *(group.request.adapter_id for group in (*self._running.values(), *self._waiting)),
         }
         for number in self.decoder.decoders.keys() - keep:
-            for name in {p.conversation for p in self._prompts if p.adapter_id == number} - {None}:
-                self._evict_conversations(name)
             self.decoder.remove_adapter(number)
 
     @torch.inference_mode()
@@ -517,18 +514,19 @@ class Engine(Scheduler):
         """Sample from `decoder` from the next token on.
 
         Running rows keep their KV cache. The prompts of new rows are prefilled with the new
-        weights, and so are preempted rows when they are resumed.
+        weights, and so are preempted rows when they are resumed. Cached prefixes are forgotten.
         """
         if self.records_experts:
             enable_expert_recording(decoder)
         self._rows.record_version(self.version, [row.fields for row in self._preempted])
-        self._evict_conversations()
+        self._state.forget_prefixes()
         self.decoder = self._state.decoder = decoder
         self.version = version
         # The cached logits are of the old weights: no new row may start from them.
         prompts = (*self._prompts, *(row.prompt for row in self._preempted))
         for number, prompt in enumerate({id(prompt): prompt for prompt in prompts}.values()):
             prompt.key = ("of other weights", number, prompt.key)
+        self._drop_unused_prompts()
 
     @torch.inference_mode()
     def cancel(self, request_id: int) -> None:
@@ -541,7 +539,7 @@ class Engine(Scheduler):
                 self._rows.release(row.fields)
         self._preempted = [row for row in self._preempted if row.age[0] != request_id]
         if self._running.pop(request_id, None) is not None:
-            self._remove_rows(self._rows["job"] == request_id)
+            self._remove_rows(self._rows["request_id"] == request_id)
 
     def partial_samples(
         self, request_ids: Collection[int] | None = None
@@ -556,13 +554,19 @@ class Engine(Scheduler):
         for row in self._preempted:
             self._rows.restore(row.fields)
         rows = np.flatnonzero(
-            np.isin(self._rows["job"], list(self._running if request_ids is None else request_ids))
+            np.isin(
+                self._rows["request_id"],
+                list(self._running if request_ids is None else request_ids),
+            )
         )
         for index, lists in zip(rows.tolist(), self._rows.responses(rows), strict=True):
-            job, sample = int(self._rows["job"][index]), int(self._rows["sample"][index])
+            request_id, sample = (
+                int(self._rows["request_id"][index]),
+                int(self._rows["sample"][index]),
+            )
             sequence = SampledSequence(*lists, "length")
-            self._describe_sample(index, self._running[job].request, sequence)
-            partial.setdefault(job, {})[sample] = sequence
+            self._describe_sample(index, self._running[request_id].request, sequence)
+            partial.setdefault(request_id, {})[sample] = sequence
         self._rows.reorder(np.arange(running))
         return partial
 
@@ -579,13 +583,3 @@ class Engine(Scheduler):
             if requests[key].num_samples == 1:
                 requests[key] = replace(requests[key], resume_from=samples[0])
         return sorted(requests.items())
-
-    def _finish(self, group: SequenceGroup) -> FinishedRequest:
-        """Build the response of a group whose samples are complete."""
-        del self._running[group.request_id]
-        sequences = [sequence for sequence in group.sequences if sequence is not None]
-        response = SampleResponse(
-            sequences, prompt_cache_hit_tokens=len(group.key[0]) if group.shares_prompt else 0
-        )
-        group.set_prompt_logprobs(response)
-        return FinishedRequest(group.request_id, response)

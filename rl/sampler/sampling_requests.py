@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from rl.errors import ContextLengthError
 from rl.sampler.decode_state import BatchSize, DecodeState
 from rl.sampler.decoder import Decoder, check_length
 from rl.sampler.prompt_logprobs import PromptLogprobs
@@ -27,14 +28,15 @@ class SamplingRequest:
     `include_prompt_logprobs` requests the untempered logprob of each prompt token,
     `topk_prompt_logprobs` the k most likely tokens at each position, `target_prompt_tokens` (int64
     [prompt tokens - 1, K]) the logprobs of other tokens: row i is for the position of prompt token
-    i + 1; -1 requests nothing.
+    i + 1; -1 requests nothing. `next_token`: a token after the prompt that is scored as if it were
+    the prompt's last. It is not fed, so it may be the last token that the context allows.
 
     `resume_from` (only with `num_samples` 1): a partial sample; sampling resumes after it with the
     same random stream. `images`: the placed images of the prompt.
 
-    `conversation`: the name of a conversation. The KV cache of this request's prompt and response
-    is kept, as far as the cache has room, for the next request of that name, which prefills only
-    its new tokens. `adapter_id`: the number of the model to sample from, in a batch of several
+    `conversation`: the name of a conversation. The next request of that name begins with this
+    request's prompt and response, so their keys and values are kept as far as the cache has room.
+    `adapter_id`: the number of the model to sample from, in a batch of several
     (`MultiAdapterDecoder`).
     """
 
@@ -47,6 +49,7 @@ class SamplingRequest:
     include_prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     target_prompt_tokens: np.ndarray | None = None
+    next_token: int | None = None
     resume_from: SampledSequence | None = None
     images: Sequence[PlacedImage] = ()
     conversation: str | None = None
@@ -61,6 +64,10 @@ class SamplingRequest:
             or self.target_prompt_tokens is not None
         )
 
+    def scored_tokens(self) -> list[int]:
+        """Return the tokens that the prompt logprobs are of: the prompt, and `next_token`."""
+        return [*self.prompt, *(() if self.next_token is None else (self.next_token,))]
+
     def prompt_key(self) -> tuple:
         """Return a key of the requested prompt logprobs and of the inputs besides the tokens.
 
@@ -72,6 +79,7 @@ class SamplingRequest:
             self.include_prompt_logprobs,
             self.topk_prompt_logprobs,
             target_key,
+            self.next_token,
             tuple(self.images),
             self.adapter_id,
         )
@@ -97,16 +105,18 @@ class FinishedRequest:
 class EngineCounters:
     """Count the engine's work in tokens and rows, without times.
 
-    `prefill_tokens`: prompt tokens computed. `kept_tokens`: prompt tokens that were in the cache of
-    an earlier turn, and not computed. `decoded_rows`: rows of logits that a token was sampled from.
-    `fed_tokens`: rows passed through the model to get such logits (the logits of a sample's first
-    token come from the prompt, so 1 less per sample). `emitted_tokens`: tokens of finished samples.
-    `peak_cache_tokens`: the part of the budget that the largest batch took.
+    `prefill_tokens`: prompt tokens computed. `prefix_cached_tokens`: prompt tokens that were not
+    computed, because another sequence that begins with them was in the cache. `decoded_rows`: rows
+    of logits that a token was sampled from. `fed_tokens`: rows passed through the model to get such
+    logits (the logits of a sample's first token come from the prompt, so 1 less per sample).
+    `emitted_tokens`: tokens of finished samples. `peak_cache_tokens`: the part of the budget that
+    the largest batch took. `drafted_tokens`: of speculative decoding; `accepted_tokens`: those that
+    became tokens of a sample.
     """
 
     prefill_tokens: int = 0
     prefill_prompts: int = 0
-    kept_tokens: int = 0
+    prefix_cached_tokens: int = 0
     fed_tokens: int = 0
     decoded_rows: int = 0
     emitted_tokens: int = 0
@@ -114,6 +124,8 @@ class EngineCounters:
     steps: int = 0
     peak_rows: int = 0
     peak_cache_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -133,35 +145,40 @@ class SequenceGroup:
     num_unfinished: int
     num_resumed: int = 0  # tokens sampled before it was added; they are prefilled with the prompt
     num_admitted: int = 0
-    shares_prompt: bool = False  # the prompt was already prefilled for another request
+    hashes: Sequence[bytes] = ()  # of the chunks of `key[0]`; empty: no prefix caching
+    cached_tokens: int = 0  # of `key[0]`, that were in the cache when the first row was admitted
     sequences: list[SampledSequence | None] = field(default_factory=list)
     reader: PromptLogprobs | None = None
     stop_ids: Sequence[int] = ()
 
-    def set_prompt_logprobs(self, response: SampleResponse) -> None:
-        """Store the requested logprobs of the prompt's tokens in the response."""
+    def make_response(self) -> SampleResponse:
+        """Return the response, with the requested logprobs of the prompt's tokens. All samples have
+        finished.
+        """
+        response = SampleResponse(
+            [sequence for sequence in self.sequences if sequence is not None],
+            prompt_cache_hit_tokens=self.cached_tokens,
+        )
         if self.reader is not None and self.request.include_prompt_logprobs:
             response.prompt_logprobs = list(self.reader.logprobs)
         if self.reader is not None and self.request.topk_prompt_logprobs > 0:
             response.topk_prompt_logprobs = list(self.reader.topk_logprobs)
         if self.reader is not None and self.reader.target_logprobs is not None:
             response.target_prompt_logprobs = TensorData(self.reader.target_logprobs)
+        return response
 
 
 @dataclass(slots=True)
 class CachedPrompt:
     """Hold a prompt in the cache: the logits after its last token, and the reader of its logprobs.
 
-    `adapter_id`: see `SamplingRequest`. `conversation`: the name of the conversation that is cached
-    for its next turn (without logits); `tokens`: its tokens.
+    `adapter_id`: see `SamplingRequest`.
     """
 
     key: tuple
     logits_V: Tensor
     reader: PromptLogprobs | None
     adapter_id: int | None = None
-    conversation: str | None = None
-    tokens: tuple[int, ...] = ()
 
 
 def make_divergence_error(requests: Sequence[int]) -> FloatingPointError:
@@ -197,7 +214,7 @@ def resolve_max_tokens(
         most = max_context if longest is None else min(max_context, longest)
         max_tokens = max(most + 1 - prompt_length, 0)
     if max_context is not None and prompt_length + max(max_tokens, 1) - 1 > max_context:
-        raise ValueError(
+        raise ContextLengthError(
             f"a prompt of {prompt_length} tokens and max_tokens={max_tokens} exceed the context of "
             f"{max_context} tokens: shorten the prompt, lower max_tokens, "
             "or raise max_context up to the model's limit"
@@ -211,6 +228,25 @@ def resolve_max_tokens(
             "kv_cache_tokens or lower max_tokens"
         )
     return max_tokens
+
+
+def check_request(request: SamplingRequest, vocab: int) -> None:
+    """Raise ValueError for a prompt without tokens or with tokens outside the vocabulary, and for a
+    wrong number of samples.
+    """
+    prompt = request.prompt
+    if not prompt:
+        raise ValueError("the prompt is empty: a model needs at least 1 token, for example its BOS")
+    if min(prompt) < 0 or max(prompt) >= vocab:
+        raise ValueError(f"prompt tokens lie in [0, {vocab}), got {min(prompt)} to {max(prompt)}")
+    if request.num_samples < 1:
+        raise ValueError(f"num_samples is at least 1, got {request.num_samples}")
+    resumed = request.resume_from
+    if resumed is not None and resumed.tokens and request.num_samples != 1:
+        raise ValueError(
+            "a request with a partial sample (resume_from) needs num_samples=1, "
+            f"got num_samples={request.num_samples}"
+        )
 
 
 def check_params(

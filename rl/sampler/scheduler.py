@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +29,15 @@ from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.kv_cache_pool import IdleKVCachePool, KVCachePool
 from rl.sampler.length_estimator import LengthEstimator
 from rl.sampler.paged_state import PagedState
+from rl.sampler.prefix_cache import hash_chunks
 from rl.sampler.prompt_logprobs import PromptLogprobs
 from rl.sampler.running_rows import RunningRows
-from rl.sampler.sampling_requests import CachedPrompt, EngineCounters, SequenceGroup
+from rl.sampler.sampling_requests import (
+    CachedPrompt,
+    EngineCounters,
+    SamplingRequest,
+    SequenceGroup,
+)
 from rl.sampler.token_sampling import RowSamplingSettings
 
 
@@ -43,8 +49,6 @@ class _Admission:
     size: BatchSize
     entering: list[tuple[SequenceGroup, int]] = field(default_factory=list)  # group, samples
     prefills: list[SequenceGroup] = field(default_factory=list)
-    # groups of cached conversations, with their slots
-    continued: list[tuple[SequenceGroup, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +66,16 @@ class _PreemptedRow:
     @property
     def age(self) -> tuple[int, int]:
         """Return (request id, sample index), which orders rows from oldest to newest."""
-        return int(self.fields["job"][0]), int(self.fields["sample"][0])
+        return int(self.fields["request_id"][0]), int(self.fields["sample"][0])
 
 
 class Scheduler:
     """Hold the samples of an engine and its KV cache, and prefill what it admits: the base class of
     `Engine`.
 
-    `block_size`, `idle_pool`, `sizes`: see `Engine`. Cached conversations are stored among the
-    prompts. They are evicted if a waiting request does not fit otherwise.
+    `block_size`, `idle_pool`, `sizes`: see `Engine`. Keys and values are also kept of prompts and
+    rows that have ended, for prompts that begin with the same tokens (prefix_cache.py). They take
+    only room that nothing else needs.
     """
 
     # whether rows are admitted only if all are expected to end without a preemption; if not, as
@@ -85,6 +90,7 @@ class Scheduler:
         block_size: int | None,
         idle_pool: IdleKVCachePool | None,
         sizes: Iterable[tuple[int, int, int]] | None,
+        enable_prefix_caching: bool,
     ):
         self.decoder, self.kv_cache_tokens, self.max_rows = decoder, kv_cache_tokens, max_rows
         self.counters = EngineCounters()
@@ -96,6 +102,8 @@ class Scheduler:
         self._prompts: list[CachedPrompt] = []  # by slot of the state
         self._settings: RowSamplingSettings | None = None  # of the rows, made when they are sampled
         self._lengths = LengthEstimator()
+        self.enable_prefix_caching = enable_prefix_caching
+        self._runs_to_end = False  # `run` is active: nothing happens between two steps
         self._idle_pool = idle_pool or IdleKVCachePool()
         self._pool: KVCachePool | None = None
         self._blocks: BlockManager | None = None  # None over a contiguous cache
@@ -108,7 +116,7 @@ class Scheduler:
         need = None if sizes is None else max_blocks(sizes, block_size, max_rows)
         count = choose_pool_size(budget, need)
         self._pool = self._idle_pool.take(decoder, count, budget, block_size)
-        self._state = PagedState(decoder, self._pool.kv)
+        self._state = PagedState(decoder, self._pool.kv, count)
         self._blocks = self._state.block_manager
 
     # ------------------------------------------------------------------------------------ admission
@@ -117,20 +125,25 @@ class Scheduler:
         """Move samples from the waiting to the running queue, first come first served, within the
         budget.
 
-        Returns the logits of their first tokens, from the last position of the prompt.
+        Returns the logits of their first tokens, from the last position of the prompt. Raises
+        RuntimeError if nothing runs and nothing is admitted: the engine would wait forever.
         """
         if self._preempted or not self._waiting or len(self._rows) >= self.max_rows:
             return []
         admission = self._select_waiting()
         if not admission.entering:
-            return self._admit() if self._evict_conversations() else []
+            if not len(self._rows):
+                raise RuntimeError(
+                    f"no request runs and none of the {len(self._waiting)} waiting fits in "
+                    f"kv_cache_tokens={self.kv_cache_tokens}: `add` should have rejected the first"
+                )
+            return []
         # Sort prompts by length (see `make_bands`). The order does not change any sample.
         slots, prefills = admission.slots, admission.prefills
         prefills.sort(key=lambda group: len(group.key[0]))
         slots.update({group.key: len(self._prompts) + i for i, group in enumerate(prefills)})
         entering = sorted(admission.entering, key=lambda pair: slots[pair[0].key])
         self._state.reserve(admission.size)
-        self._extend_conversations(admission.continued)
         self._prefill(prefills)
         self.counters.peak_cache_tokens = max(
             self.counters.peak_cache_tokens, self._state.used_tokens(admission.size)
@@ -143,7 +156,7 @@ class Scheduler:
             return
         readers = [
             PromptLogprobs(
-                group.key[0],
+                group.request.scored_tokens(),
                 topk=group.request.topk_prompt_logprobs,
                 targets=group.request.target_prompt_tokens,
             )
@@ -158,13 +171,17 @@ class Scheduler:
             [reader.add_logits if reader else None for reader in readers],
             images if any(images) else (),
             [group.request.adapter_id or 0 for group in groups] if mixes else (),
+            hashes=[group.hashes for group in groups],
         )
         logits_PV = self._state.prefill(batch)
-        for group, reader, logits_V in zip(groups, readers, logits_PV, strict=True):
+        reused = batch.reused or [0] * len(groups)
+        for group, reader, logits_V, count in zip(groups, readers, logits_PV, reused, strict=True):
             self._prompts.append(
                 CachedPrompt(group.key, logits_V, reader, group.request.adapter_id)
             )
-            self.counters.prefill_tokens += len(group.key[0])
+            group.cached_tokens = count
+            self.counters.prefix_cached_tokens += count
+            self.counters.prefill_tokens += len(group.key[0]) - count
         self.counters.prefill_prompts += len(groups)
 
     def _add_rows(self, entering: list[tuple[SequenceGroup, int, int]]) -> Tensor:
@@ -195,10 +212,10 @@ class Scheduler:
         while self._waiting:
             group = self._waiting[0]
             fresh = group.key not in slots
-            group.shares_prompt = group.shares_prompt or not (fresh or group.num_admitted)
-            cached_slot = self._find_cached_slot(group) if fresh else None
+            if not (fresh or group.num_admitted):
+                group.cached_tokens = len(group.key[0])
             size = BatchSize(
-                len(slots) + (fresh and cached_slot is None),
+                len(slots) + fresh,
                 max(admission.size.longest_prompt, len(group.key[0])),
                 admission.size.rows,
                 max(admission.size.longest_response, group.max_tokens - 1 - group.num_resumed),
@@ -206,11 +223,7 @@ class Scheduler:
             count = self._count_admissible(group, size)
             if count == 0:
                 break
-            if cached_slot is not None:
-                admission.continued.append((group, cached_slot))
-                del slots[self._prompts[cached_slot].key]
-                slots[group.key], self._prompts[cached_slot].key = cached_slot, group.key
-            elif fresh:
+            if fresh:
                 slots[group.key] = len(slots)
                 admission.prefills.append(group)
             admission.size = size._replace(rows=size.rows + count)
@@ -219,6 +232,10 @@ class Scheduler:
                 break
             self._waiting.popleft()
         return admission
+
+    def _used_stop_rows(self) -> set[int]:
+        """Return the rows of the stop table that unfinished requests read."""
+        return {group.stop_row for group in (*self._running.values(), *self._waiting)}
 
     def _running_size(self) -> BatchSize:
         """Return the size of the running batch."""
@@ -237,19 +254,18 @@ class Scheduler:
         the next blocks of the running rows.
         """
         count = min(group.request.num_samples - group.num_admitted, self.max_rows - size.rows)
+        least = int(size.rows == 0 and size.prompts <= 1)  # `add` checked that a single row fits
         tables = self._blocks
         if tables is None:  # the cost grows with the rows; mostly all samples fit
             if self._state.cost(size._replace(rows=size.rows + count)) <= self.kv_cache_tokens:
-                return max(count, 0)
-            return bisect.bisect_right(
+                return max(count, least)
+            fitting = bisect.bisect_right(
                 range(1, count + 1),
                 self.kv_cache_tokens,
                 key=lambda more: self._state.cost(size._replace(rows=size.rows + more)),
             )
+            return max(fitting, least)
         planned, reads = size.rows - len(self._rows), size.prompts - len(self._prompts)
-        if any(prompt.conversation is not None for prompt in self._prompts):
-            # each new row may extend a conversation, which copies a block or allocates new blocks
-            reads += planned + 1
         prompt_blocks = reads * tables.num_blocks_for(size.longest_prompt)
         room = tables.pool.num_free - prompt_blocks - planned - tables.blocks_needed()
         count = min(count, room)
@@ -263,25 +279,19 @@ class Scheduler:
                 prompt_blocks,
                 size.longest_prompt,
             )
-        if size.rows == 0 and size.prompts <= 1:
-            count = max(count, 1)  # a single row fits
-        return max(count, 0)
+        return max(count, least)
 
     def _may_admit(self) -> bool:
-        """Return whether a request may be admitted now.
-
-        Returns True if the cache holds conversations, because these can be evicted.
-        """
+        """Return whether a request may be admitted now."""
         if not len(self._rows):
             return True
         if not self._waiting or self._preempted or len(self._rows) >= self.max_rows:
             return False
-        if any(prompt.conversation is not None for prompt in self._prompts):
-            return True
         group, size = self._waiting[0], self._running_size()
         size = size._replace(
             prompts=size.prompts + (self._find_slot(group.key) is None),
             longest_prompt=max(size.longest_prompt, len(group.key[0])),
+            longest_response=max(size.longest_response, group.max_tokens - 1 - group.num_resumed),
         )
         return self._count_admissible(group, size) > 0
 
@@ -289,78 +299,32 @@ class Scheduler:
         """Return the slot of the prompt with this key, or None."""
         return next((slot for slot, prompt in enumerate(self._prompts) if prompt.key == key), None)
 
-    # -------------------------------------------------------------------------------- conversations
+    # ------------------------------------------------------------------------------ prefix caching
 
-    @torch.inference_mode()
-    def evict_conversation(self, conversation: str) -> None:
-        """Evict a conversation that has no further turn."""
-        self._evict_conversations(conversation)
-
-    def _evict_conversations(self, name: str | None = None) -> bool:
-        """Evict the conversation of that name, or all. Returns whether the cache held any."""
-        dropped = [
-            p.conversation is not None and name in (None, p.conversation) for p in self._prompts
-        ]
-        if any(dropped):
-            self._retain(np.arange(len(self._rows)), ~np.array(dropped, np.bool_))
-        return any(dropped)
-
-    def _find_cached_slot(self, group: SequenceGroup) -> int | None:
-        """Return the slot that holds the cached prefix of a group's conversation.
-
-        Returns None if the conversation is not in the cache, or if its tokens differ from the
-        prompt.
+    def _hash_tokens(self, tokens: Sequence[int], request: SamplingRequest) -> list[bytes]:
+        """Return the hashes of the tokens' chunks; an empty list if no prefix is cached for the
+        request.
         """
-        name = group.request.conversation
-        if name is None or group.request.scores_prompt:
-            return None
-        for slot, prompt in enumerate(self._prompts):
-            # Also compare the key: another request admitted now may have extended the conversation.
-            same = (prompt.conversation, prompt.adapter_id, prompt.key) == (
-                name,
-                group.request.adapter_id,
-                ("of", name),
-            )
-            if same and prompt.tokens == group.key[0][: len(prompt.tokens)] != group.key[0]:
-                return slot
-        return None
+        chunk_size = self._state.chunk_size
+        if chunk_size is None or not self.enable_prefix_caching or request.images:
+            return []
+        return hash_chunks(tokens, self.decoder.weights_name(request.adapter_id), chunk_size)
 
-    def _extend_conversations(self, groups: list[tuple[SequenceGroup, int]]) -> None:
-        """Prefill the new tokens of these conversations after their cached tokens."""
-        if not groups:
-            return
-        suffixes = [group.key[0][len(self._prompts[slot].tokens) :] for group, slot in groups]
-        logits_PV = self._state.extend_prompts([slot for _, slot in groups], suffixes)
-        for (group, slot), suffix, logits_V in zip(groups, suffixes, logits_PV, strict=True):
-            self.counters.kept_tokens += len(self._prompts[slot].tokens)
-            self.counters.prefill_tokens += len(suffix)
-            self._prompts[slot] = CachedPrompt(group.key, logits_V, None, group.request.adapter_id)
-        self.counters.prefill_prompts += len(groups)
+    def _may_continue(self, group: SequenceGroup) -> bool:
+        """Return whether a later prompt may begin with a sample of the group.
 
-    def _cache_conversation(self, row: int, group: SequenceGroup, tokens: list[int]) -> None:
-        """Cache the tokens of a finished row for the next turn of its conversation, if they fit."""
-        name, state = group.request.conversation, self._state
-        if name is None or not state.supports_extend or group.request.num_samples > 1:
-            return
-        if self._prompts[int(state.prompt_of_row[row])].key[0] == "of other weights":
+        A contiguous cache would have to copy it: then only if it is part of a conversation.
+        """
+        named = group.request.conversation is not None
+        if not self._state.caches_rows_free:
+            return named and group.request.num_samples == 1
+        return named or not self._runs_to_end or bool(self._waiting)
+
+    def _cache_row(self, row: int, group: SequenceGroup, fed_tokens: Sequence[int]) -> None:
+        """Keep the keys and values of a row that is about to be removed."""
+        if self._prompts[int(self._state.prompt_of_row[row])].key[0] == "of other weights":
             return  # the weights changed during sampling: the cached keys are of the old weights
-        written = int(state.response_lengths[row])
-        size = self._running_size()
-        size = size._replace(
-            prompts=size.prompts + 1,
-            longest_prompt=max(size.longest_prompt, len(group.key[0]) + written),
-        )
-        if state.cost(size) > self.kv_cache_tokens:
-            return
-        self._evict_conversations(name)  # evict the earlier turn
-        state.reserve(size)
-        state.cache_row(row)
-        cached_tokens = (*group.key[0], *tokens[group.num_resumed : group.num_resumed + written])
-        self._prompts.append(
-            CachedPrompt(
-                ("of", name), torch.empty(0), None, group.request.adapter_id, name, cached_tokens
-            )
-        )
+        self._state.cache_row(row, self._hash_tokens(fed_tokens, group.request))
 
     # ------------------------------------------------------------------------ removing and resuming
 
@@ -370,7 +334,7 @@ class Scheduler:
         self._rows.keep_rows(source)
         # the remaining samples of the first waiting group need its prompt
         first = self._waiting[0].key if self._waiting and self._waiting[0].num_admitted else None
-        kept = [p.conversation is not None or p.key == first for p in self._prompts]
+        kept = [prompt.key == first for prompt in self._prompts]
         self._retain(source, self._find_used(source) | np.array(kept, np.bool_))
 
     def _find_used(self, row_source: np.ndarray) -> np.ndarray:
@@ -379,8 +343,17 @@ class Scheduler:
         used[self._state.prompt_of_row[row_source]] = True
         return used
 
+    def _drop_unused_prompts(self) -> None:
+        """Drop prompts without running rows. They are prefilled again when needed."""
+        rows = np.arange(len(self._rows))
+        self._retain(rows, self._find_used(rows))
+
     def _retain(self, row_source: np.ndarray, used: np.ndarray) -> None:
         """Keep only these rows and prompts in the state, and these prompts here."""
+        if self._runs_to_end and self._blocks is None:  # the paged cache keeps what has room
+            self._state.waiting_prefixes = {g.hashes[0] for g in self._waiting if g.hashes}
+        else:
+            self._state.waiting_prefixes = None
         prompt_source = compact_slots(used)
         self._prompts = [self._prompts[slot] for slot in prompt_source]
         self._state.retain(row_source, prompt_source)
@@ -394,26 +367,29 @@ class Scheduler:
         while len(self._rows) and tables.blocks_needed() > tables.pool.num_free:
             rows = np.arange(len(self._rows))
             if any(prompt.rows == 0 for prompt in tables.prompts):
-                # Evict prompts without running rows. They are prefilled again when needed.
-                self._retain(rows, self._find_used(rows))
+                self._drop_unused_prompts()
                 continue
             if len(rows) == 1:
                 raise RuntimeError(
                     f"a row needs more than {len(tables.pool.ref_counts)} blocks of the cache: "
                     "`add` should have rejected it"
                 )
-            ages = zip(self._rows["job"].tolist(), self._rows["sample"].tolist(), strict=True)
+            ages = zip(
+                self._rows["request_id"].tolist(), self._rows["sample"].tolist(), strict=True
+            )
             self._preempt(max(zip(ages, rows.tolist(), strict=True))[1])
 
     def _preempt(self, row: int) -> None:
         """Preempt a row."""
-        group = self._running[int(self._rows["job"][row])]
-        fed_tokens = self._rows.response(row)[0][:-1].tolist()  # the next step feeds the last token
+        group = self._running[int(self._rows["request_id"][row])]
+        response = self._rows.response(row)[0][:-1].tolist()  # the next step feeds the last token
+        fed_tokens = [*group.request.prompt, *response]
+        self._cache_row(row, group, fed_tokens)
         preempted = _PreemptedRow(
             self._rows.preempt(np.array([row])),
             self._prompts[int(self._state.prompt_of_row[row])],
             len(group.key[0]),
-            [*group.request.prompt, *fed_tokens],
+            fed_tokens,
             self._state.experts_of_row(row),
         )
         self._preempted = sorted([*self._preempted, preempted], key=lambda item: item.age)
@@ -446,6 +422,8 @@ class Scheduler:
                 length, experts = first.prompt_length, first.experts
                 prompt_experts = None if experts is None else experts[:length]
                 self._state.add_prompt_slot(length, first.prompt.adapter_id, prompt_experts)
-            self._state.resume_row(slot, first.fed_tokens, first.experts)
+            group = self._running[first.age[0]]
+            hashes = self._hash_tokens(first.fed_tokens, group.request)
+            self._state.resume_row(slot, first.fed_tokens, first.experts, hashes)
             self._rows.restore(first.fields)
             self._settings = None

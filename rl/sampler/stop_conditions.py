@@ -6,11 +6,14 @@ to EOS.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+# sets of stop strings whose completing tokens are kept
+_MAX_STRING_SETS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +46,35 @@ def build_stop_condition(
 
 
 class StopTable:
-    """Hold stop conditions as rows of a [conditions, V] table, to look up a whole batch of tokens
-    at once.
+    """Hold sets of stop ids as rows of a [sets, V] table, to look up a whole batch of tokens at
+    once.
+
+    `table` is replaced by a new array whenever a row changes.
     """
 
     def __init__(self, vocab: int):
         self.vocab = vocab
-        self.conditions: list[StopCondition] = []
         self.table = np.zeros((0, vocab), np.bool_)
+        self._token_ids: list[frozenset[int]] = []  # of each row
 
-    def row_of(self, condition: StopCondition) -> int:
-        """Return the table's row for a condition, adding it if it is new."""
-        if condition in self.conditions:
-            return self.conditions.index(condition)
-        line = np.zeros((1, self.vocab), np.bool_)
-        line[0, [token for token in condition.token_ids if 0 <= token < self.vocab]] = True
-        self.table = np.concatenate([self.table, line])
-        self.conditions.append(condition)
-        return len(self.conditions) - 1
+    def row_of(
+        self, token_ids: frozenset[int], list_used_rows: Callable[[], Collection[int]]
+    ) -> int:
+        """Return the table's row of a set of ids. A new set replaces a row that is not in
+        `list_used_rows()`; without such a row the table grows.
+        """
+        if token_ids in self._token_ids:
+            return self._token_ids.index(token_ids)
+        size = len(self._token_ids)
+        used_rows = list_used_rows()
+        row = next((row for row in range(size) if row not in used_rows), size)
+        table = np.zeros((max(size, row + 1), self.vocab), np.bool_)
+        table[:size] = self.table
+        table[row] = False
+        table[row, [token for token in token_ids if 0 <= token < self.vocab]] = True
+        self._token_ids[row : row + 1] = [token_ids]
+        self.table = table
+        return row
 
 
 class StopStringMatcher:
@@ -86,6 +100,8 @@ class StopStringMatcher:
         It must not have held a stop string before the newest token.
         """
         newest = int(tokens[-1])
+        if len(self._completing) >= _MAX_STRING_SETS and strings not in self._completing:
+            self._completing.clear()
         known = self._completing.setdefault(strings, {})
         if newest not in known:
             known[newest] = self._may_complete(strings, newest)

@@ -2,11 +2,11 @@
 results.
 
 Attention heads, columns of MLPs and experts, and rows of the vocabulary are sharded; norms, routers
-and the small side of an adapter are whole on every rank. All ranks of a team decode the same rows
-in the same order with the same random streams, and each computes with its shard. The team sums
-after attention and after the MLP of each layer (and after the embedding), and concatenates the
-logits after the head. So hidden states, logits and samples are the same on all ranks. Shapes:
-V vocabulary.
+and the small side of an adapter are whole on every rank. All ranks of the tensor-parallel group
+decode the same rows in the same order with the same random streams, and each computes with its
+shard. The group sums after attention and after the MLP of each layer (and after the embedding), and
+concatenates the logits after the head. So hidden states, logits and samples are the same on all
+ranks. Shapes: V vocabulary.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ UNSHARDED = Shard()
 def shard_range(
     total: int, tp_group: TensorParallelGroup, rank: int | None = None
 ) -> tuple[int, int]:
-    """Return the range (first, last + 1) of `total` items that a rank of the team holds, by default
-    this rank.
+    """Return the range (first, last + 1) of `total` items that a rank of the group holds, by
+    default this rank.
 
     The ranges are consecutive, and their lengths differ by at most 1.
     """
@@ -95,7 +95,7 @@ def shard_range(
 
 def shard_of(total: int, dim: int, tp_group: TensorParallelGroup | None, parts: int = 1) -> Shard:
     """Return this rank's shard of a dimension of length `total`, which consists of `parts` equal
-    parts; the whole without a team.
+    parts; the whole without a group.
     """
     if tp_group is None:
         return UNSHARDED

@@ -69,12 +69,12 @@ def find_truncated_rows(rows: RowColumns, vocab: int) -> np.ndarray:
 
 def find_adjusted_rows(rows: RowColumns) -> np.ndarray:
     """Return whether the next token of each row is sampled from adjusted logits, bool [N]."""
-    return rows["adjusts_logits"] | (rows["drawn"] < rows["min_tokens"])
+    return rows["adjusts_logits"] | (rows["num_sampled"] < rows["min_tokens"])
 
 
 def make_row_settings(rows: RowColumns, *, vocab: int, device: torch.device) -> RowSamplingSettings:
     """Return the settings of the running rows as tensors on the device."""
-    temperature = torch.tensor(rows["temperature"], dtype=torch.float32)
+    temperature = rows["temperature"].astype(np.float32)
     greedy, truncation = temperature == 0, None
     plain_temperature = bool((temperature[~greedy] == 1).all())
     cut_N = find_truncated_rows(rows, vocab)
@@ -90,8 +90,10 @@ def make_row_settings(rows: RowColumns, *, vocab: int, device: torch.device) -> 
             whole=torch.from_numpy(whole).to(device) if len(whole) else None,
         )
     return RowSamplingSettings(
-        None if plain_temperature else torch.where(greedy, 1.0, temperature).to(device),
-        greedy.to(device) if bool(greedy.any()) else None,
+        None
+        if plain_temperature
+        else torch.from_numpy(np.where(greedy, np.float32(1), temperature)).to(device),
+        torch.from_numpy(greedy).to(device) if greedy.any() else None,
         truncation,
     )
 
@@ -127,7 +129,7 @@ def adjust_logits(
     stop yet.
     """
     adjusted_NV = logits_NV.float().clone()
-    owners, early = rows["job"], rows["drawn"] < rows["min_tokens"]
+    owners, early = rows["request_id"], rows["num_sampled"] < rows["min_tokens"]
     for request_id in np.unique(owners[changed_N]).tolist():
         group, group_rows_N = groups[request_id], owners == request_id
         if group.request.params.logit_bias:

@@ -25,12 +25,12 @@ def compare_exact(value: Any, expected: Any) -> bool:
 
 
 def compare_trimmed(value: Any, expected: Any) -> bool:
-    """Compare texts line by line, ignoring spaces at line ends and empty lines at the end.
+    """Compare texts line by line, ignoring white space at line ends and around the whole text.
 
     Compare other values as `compare_exact` does.
     """
     if isinstance(value, str) and isinstance(expected, str):
-        return _split_lines(value) == _split_lines(expected)
+        return _split_lines(value.strip()) == _split_lines(expected.strip())
     return compare_exact(value, expected)
 
 
@@ -79,12 +79,21 @@ def compare_unordered(value: Any, expected: Any) -> bool:
     return not rest
 
 
+def compare_wrapped(value: Any, expected: Any) -> bool:
+    """Compare as `compare_floats` does. If `expected` is a list of a single item, also accept that
+    item, as the checker of APPS does: some of its problems wrap each result in a list.
+    """
+    is_wrapped = isinstance(expected, list) and len(expected) == 1
+    return compare_floats(value, expected) or (is_wrapped and compare_floats(value, expected[0]))
+
+
 COMPARERS: dict[str, Callable[[Any, Any], bool]] = {
     "exact": compare_exact,
     "trimmed": compare_trimmed,
     "tokens": compare_tokens,
     "floats": compare_floats,
     "sets": compare_unordered,
+    "wrapped": compare_wrapped,
 }
 
 

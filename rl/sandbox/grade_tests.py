@@ -22,7 +22,7 @@ from rl.sandbox.sandbox_types import (
     Tests,
 )
 from rl.sandbox.worker_pool import WorkerJob
-from rl.sandbox.zygote_launch import PACKAGES_MOUNT
+from rl.sandbox.zygote_launch import find_pytest_folder
 
 Verdict = tuple[bool, str]
 _BUILD_SECONDS = 30.0
@@ -80,36 +80,39 @@ def compile_program(job: WorkerJob, language: str, limits: SandboxLimits) -> Jso
         return None
     message = build_case_message(language, "", limits)
     message |= {"argv": _fill_command(language, about.build), "address_space": False}
-    reply = job.request({**message, "wall_s": _BUILD_SECONDS}, _BUILD_SECONDS)
+    seconds = min(_BUILD_SECONDS, limits.total_s)
+    reply = job.request({**message, "wall_s": seconds}, seconds)
     return None if reply["code"] == 0 and not reply["by"] else reply
 
 
 def grade_dialogues(
     job: WorkerJob, tests: StdinStdoutTests, limits: SandboxLimits
 ) -> Iterator[Verdict]:
-    """Yield a verdict for each (stdin, expected stdout)."""
-    built = compile_program(job, tests.language, limits)
+    """Yield a verdict for each (stdin, expected stdout). The time to compile counts too."""
     until = time.monotonic() + limits.total_s
+    built = compile_program(job, tests.language, limits)
     for number, (stdin, expected) in enumerate(tests.cases):
+        wall_s = cap_wall_time(limits, until)
+        if wall_s <= 0:
+            yield make_late_verdict(limits)
+            continue
         if built is not None:
             yield False, f"load: it does not compile: {built['stderr'][:300]}"
-        elif time.monotonic() >= until:
-            yield _make_late_verdict(limits)
-        else:
-            reply = job.request(
-                build_case_message(tests.language, stdin, limits, clean=number > 0), limits.wall_s
-            )
-            yield _failed_verdict(reply, limits) or compare_values(
-                tests.compare, reply["stdout"], expected
-            )
+            continue
+        message = build_case_message(tests.language, stdin, limits, clean=number > 0)
+        reply = job.request({**message, "wall_s": wall_s}, wall_s)
+        yield _failed_verdict(reply, limits, wall_s) or compare_values(
+            tests.compare, reply["stdout"], expected
+        )
 
 
 def grade_calls(job: WorkerJob, tests: Calls, limits: SandboxLimits) -> Iterator[Verdict]:
     """Yield a verdict for each call. Raises UserError if arguments are not plain data."""
     until = time.monotonic() + limits.total_s
     for arguments, expected in tests.cases:
-        if time.monotonic() >= until:
-            yield _make_late_verdict(limits)
+        wall_s = cap_wall_time(limits, until)
+        if wall_s <= 0:
+            yield make_late_verdict(limits)
             continue
         request: JsonObject = {"do": "call", "name": tests.function}
         try:
@@ -122,10 +125,8 @@ def grade_calls(job: WorkerJob, tests: Calls, limits: SandboxLimits) -> Iterator
                 f"arguments of {tests.function} must be plain data "
                 f"(numbers, texts, lists, ...): {error}"
             ) from error
-        reply = job.request(
-            {"do": "call", "request": request, "wall_s": limits.wall_s}, limits.wall_s
-        )
-        verdict = _failed_verdict(reply, limits, serving=True)
+        reply = job.request({"do": "call", "request": request, "wall_s": wall_s}, wall_s)
+        verdict = _failed_verdict(reply, limits, wall_s, serving=True)
         if verdict is None:
             try:
                 message = reply_parser.parse(reply["reply"])
@@ -168,19 +169,30 @@ def compare_values(compare: Compare, value: Any, expected: Any) -> Verdict:
     return (True, "ok") if ok else (False, f"wrong: {show(value)!r}")
 
 
-def _make_late_verdict(limits: SandboxLimits) -> Verdict:
+def cap_wall_time(limits: SandboxLimits, until: float) -> float:
+    """Return the seconds that a test may take now; at most 0 if the time of all tests is over.
+    `until`: the monotonic time at which it ends.
+    """
+    return min(limits.wall_s, until - time.monotonic())
+
+
+def make_late_verdict(limits: SandboxLimits) -> Verdict:
     return False, f"timeout: all tests together took longer than {limits.total_s:g} s"
 
 
 def _failed_verdict(
-    reply: JsonObject, limits: SandboxLimits, serving: bool = False
+    reply: JsonObject, limits: SandboxLimits, wall_s: float, serving: bool = False
 ) -> Verdict | None:
-    """Return a failed verdict if a program did not end as its test requires, else None."""
+    """Return a failed verdict if a program did not end as its test requires, else None. `wall_s`:
+    the seconds that the test had.
+    """
     if "ended" not in reply:
         return None
     by = reply["by"]
     if by == "load":
         return False, f"load: {reply.get('text', '')}"
+    if by == "timeout" and wall_s < limits.wall_s:
+        return make_late_verdict(limits)
     if by:
         detail = {
             "timeout": f"longer than {limits.wall_s:g} s",
@@ -206,20 +218,20 @@ def grade_asserts(
     A tester runs until it or the candidate is lost; then another tester takes the next test.
     """
     until = time.monotonic() + limits.total_s
-    owned = [tests.entry_point] if tests.entry_point is not None else []
+    program_names = [tests.entry_point] if tests.entry_point is not None else []
     message = {
         "do": "tests",
         "setup": tests.setup,
         "tests": list(tests.asserts),
         "entries": tests.list_entry_points(),
-        "owned": owned,
+        "program_names": program_names,
         "early_stop": early_stop,
     }
     done, count = 0, len(tests.asserts)
     while done < count:
         remaining = until - time.monotonic()
         if remaining <= 0:
-            yield _make_late_verdict(limits)
+            yield make_late_verdict(limits)
             done += 1
             continue
         reply = job.request(
@@ -230,7 +242,7 @@ def grade_asserts(
         done += len(reply["verdicts"])
         if reply["by"] and done < count:  # the test after the last verdict ended it
             by = "" if reply["by"] == "tester" else reply["by"]
-            verdict = _failed_verdict({**reply, "by": by}, limits, serving=True)
+            verdict = _failed_verdict({**reply, "by": by}, limits, limits.wall_s, serving=True)
             yield verdict or (False, "error: no verdict")
             done += 1
 
@@ -240,13 +252,15 @@ def grade_pytest(
 ) -> Iterator[Verdict]:
     """Yield a verdict for each test that pytest collected; a failed verdict if it collected none.
 
-    A lost candidate fails the running test and all later tests.
+    A lost candidate fails the running test and all later tests. Raises UserError if pytest is not
+    installed.
     """
+    if find_pytest_folder() is None:
+        raise UserError("tests of pytest need pytest, which is not installed: pip install pytest")
     message = {
         "do": "tests",
         "files": dict(tests.files),
         "module": tests.module,
-        "packages": PACKAGES_MOUNT,
         "early_stop": early_stop,
     }
     reply = job.request(
@@ -257,7 +271,7 @@ def grade_pytest(
     rest = "skipped" if early_stop else "error: not run"
     if reply["by"]:
         by = "" if reply["by"] == "tester" else reply["by"]
-        verdict = _failed_verdict({**reply, "by": by}, limits, serving=True)
+        verdict = _failed_verdict({**reply, "by": by}, limits, limits.wall_s, serving=True)
         passed.append(verdict or (False, "error: no verdict"))
         rest = f"{passed[-1][1].partition(':')[0]}: not run, the program had ended"
     yield from passed

@@ -41,8 +41,8 @@ class PythonSession:
     next turn. Close the session: it holds an interpreter besides the sandbox's workers.
     """
 
-    _slots: WorkerPool
-    _slot: SandboxWorker
+    _pool: WorkerPool
+    _worker: SandboxWorker
     _message: dict[str, Any]
     _job: WorkerJob | None = None
 
@@ -50,7 +50,7 @@ class PythonSession:
         """Run a turn within `wall_s` seconds (default: the limit `wall_s`)."""
         seconds = wall_s or self._message["limits"]["wall_s"]
         try:
-            self._job = self._job or self._slot.open(self._message)
+            self._job = self._job or self._worker.open(self._message)
             reply = self._job.request(
                 {"do": "call", "request": {"do": "session", "code": code}, "wall_s": seconds},
                 seconds,
@@ -70,15 +70,15 @@ class PythonSession:
     def _end(self, lost: bool = False) -> None:
         job, self._job = self._job, None
         if job is not None:
-            self._slot.close(job)
+            self._worker.close(job)
         if lost:
-            self._slot.kill_zygote()
+            self._worker.kill_zygote()
 
     def close(self) -> None:
-        """End the interpreter and remove its slot."""
-        if not self._slots.closed:
+        """End the interpreter and remove its worker. A second call does nothing."""
+        if not self._pool.closed:
             self._end()
-            self._slots.remove_worker(self._slot)
+            self._pool.remove_worker(self._worker)
 
     def __enter__(self) -> PythonSession:
         return self

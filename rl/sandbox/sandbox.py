@@ -96,8 +96,8 @@ class Sandbox:
     ) -> ProgramRun:
         """Run a program from start to end and return its output.
 
-        `files`: names and texts of files next to it. Failures of the program are in the Run, never
-        raised.
+        `files`: names and texts of files next to it. Failures of the program are in the ProgramRun,
+        never raised.
         """
         limits = limits or self.limits
         start = time.monotonic()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import dataclasses
 import json
 import operator
 import secrets
@@ -16,7 +17,13 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 
 from rl.errors import UserError
-from rl.sandbox.grade_tests import MAX_RANGE_LENGTH, Verdict, compare_values
+from rl.sandbox.grade_tests import (
+    MAX_RANGE_LENGTH,
+    Verdict,
+    cap_wall_time,
+    compare_values,
+    make_late_verdict,
+)
 from rl.sandbox.inside import reply_parser, value_codec
 from rl.sandbox.inside.value_display import make_printable
 from rl.sandbox.sandbox_types import (
@@ -32,7 +39,7 @@ from rl.sandbox.worker_pool import SandboxLost
 _LANGUAGES = {"python": "python", "c++": "cpp", "bash": "bash", "javascript": "nodejs"}
 _NETWORK_SECONDS = 10.0
 # Appended to the program: calls its function for each case and prints the result as JSON after a
-# nonce of this run.
+# nonce of this run. It finds the function as `candidate.Server` does.
 _DRIVER = """
 import json as _json
 def _plain(x):
@@ -47,9 +54,22 @@ def _plain(x):
     if isinstance(x, (set, frozenset)):
         return ["s", *map(_plain, x)]
     raise TypeError(type(x).__name__)
+def _find(name):
+    first, *rest = name.split(".")
+    space = globals()
+    if first not in space and "Solution" in space:
+        result = getattr(space["Solution"](), first)
+    elif first in space:
+        result = space[first]
+    else:
+        raise NameError("name " + repr(first) + " is not defined")
+    for part in rest:
+        result = getattr(result() if isinstance(result, type) else result, part)
+    return result
 for _arguments, _named in {cases!r}:
     try:
-        print("\\n{nonce}" + _json.dumps({{"value": _plain({function}(*_arguments, **_named))}}))
+        _value = _plain(_find({function!r})(*_arguments, **_named))
+        print("\\n{nonce}" + _json.dumps({{"value": _value}}))
     except Exception as _error:
         print("\\n{nonce}" + _json.dumps({{"raised": repr(_error)[:300]}}))
 """
@@ -120,10 +140,16 @@ class SandboxService:
         return ProgramRun(out, err, code, None, late, "timeout" if late else "", seconds, seconds)
 
     def grade_tests(self, program: str, tests: Tests, limits: SandboxLimits) -> Iterator[Verdict]:
-        """Yield the verdict of each test."""
+        """Yield the verdict of each test, within `total_s` together."""
+        until = time.monotonic() + limits.total_s
         if isinstance(tests, StdinStdoutTests):
             for stdin, expected in tests.cases:
-                run = self.run(program, tests.language, stdin, {}, limits)
+                wall_s = cap_wall_time(limits, until)
+                if wall_s <= 0:
+                    yield make_late_verdict(limits)
+                    continue
+                case_limits = dataclasses.replace(limits, wall_s=wall_s)
+                run = self.run(program, tests.language, stdin, {}, case_limits)
                 if run.ok:
                     yield compare_values(tests.compare, run.stdout, expected)
                 elif run.ended_by:
@@ -132,7 +158,12 @@ class SandboxService:
                     yield False, f"error: exit code {run.returncode}: {run.stderr[-300:]}"
             return
         for calls in [tests] if isinstance(tests, Calls) else self._convert_asserts(tests):
-            yield from self._grade_calls(program, calls, limits)
+            wall_s = cap_wall_time(limits, until)
+            if wall_s <= 0:
+                yield from [make_late_verdict(limits)] * len(calls.cases)
+            else:
+                calls_limits = dataclasses.replace(limits, wall_s=wall_s)
+                yield from self._grade_calls(program, calls, calls_limits)
 
     def _grade_calls(self, program: str, tests: Calls, limits: SandboxLimits) -> Iterator[Verdict]:
         nonce = secrets.token_hex(16)

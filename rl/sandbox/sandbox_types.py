@@ -156,7 +156,7 @@ class SandboxLimits:
     `file_mb`: total size of its /tmp (which is memory), hence also the size of the longest file.
     `files`: number of files that it may create.
     `output_kb`: stdout and stderr together, and a returned value.
-    `total_s`: wall time of all tests of a candidate.
+    `total_s`: wall time of all tests of a candidate, the time to compile included.
     """
 
     wall_s: float = 6.0

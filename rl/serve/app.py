@@ -49,7 +49,7 @@ def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigne
 
     async def health(request: Request) -> Response:
         if engine.is_shutting_down:
-            return SafeJSONResponse({"status": "ending"}, 503)
+            return SafeJSONResponse({"status": "shutting_down"}, 503)
         return SafeJSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
@@ -200,7 +200,7 @@ class JsonLineFormatter(logging.Formatter):
         "status",
         "ms",
         "owner",
-        "what",
+        "verb",
         "error",
         "model",
         "session",

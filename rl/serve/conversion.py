@@ -149,16 +149,26 @@ def _check_cells(cells: int, values: int) -> None:
         raise BadRequestError(f"{message}: send less at once, or send them dense")
 
 
+def _name_dtype(number: int) -> str:
+    """Return the name of a dtype of the protocol, such as bfloat16; an unknown number as text."""
+    known = tinker_pb2.DType.DESCRIPTOR.values_by_number
+    return known[number].name.removeprefix("DTYPE_").lower() if number in known else str(number)
+
+
 def parse_tensor(name: str, message: Any) -> TensorData:
     """Return the tensor of a protobuf message. Raises BadRequestError, which names `name`."""
     if message.dtype not in _NUMPY:
         raise BadRequestError(
-            f"loss_fn_inputs[{name!r}] has dtype {message.dtype}, expected float32 or int64"
+            f"loss_fn_inputs[{name!r}] has dtype {_name_dtype(message.dtype)}, expected float32 or "
+            "int64"
         )
     dtype, shape = _NUMPY[message.dtype], list(message.shape)
     kind = "float32" if dtype.kind == "f" else "int64"
     if any(n < 0 for n in shape) or math.prod(shape) > 2**31:
-        raise BadRequestError(f"loss_fn_inputs[{name!r}] has the shape {shape[:8]}")
+        raise BadRequestError(
+            f"loss_fn_inputs[{name!r}] has the shape {shape[:8]}, expected dimensions of at least "
+            "0 and at most 2^31 cells"
+        )
     try:
         if message.WhichOneof("encoding") != "sparse_csr":
             return TensorData(_parse_array(message.dense, dtype, name), kind, shape or None)
@@ -312,7 +322,7 @@ def parse_targets(fields: Mapping[str, Any] | None) -> TensorData | None:
             return TensorData(fields.get("data"), "int64", shape)
         values = np.asarray(fields.get("data"), np.int64)
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError(f"the shape {shape!r:.80}")
+            raise ValueError(f"shape must be a list of integers of at least 0, got {shape!r:.80}")
         _check_cells(math.prod(shape), values.size)
         # a cell without a value becomes 0 in the dense array: shift the values up by 1 before, and
         # down by 1 after

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from starlette.responses import JSONResponse
 
-from rl.errors import APIStatusError
+from rl.errors import APIStatusError, ContextLengthError
 from rl.jsonl import replace_nonfinite
 
 # the SDK raises immediately for "user", and reports the error as the caller's
@@ -61,8 +61,6 @@ class HttpError(Exception):
     ):
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
-        if code is None and param is None and status == 400 and "context" in message:
-            code = "context_length_exceeded"
         self.code, self.retry_after = code, retry_after
         self.kind = kind or _OPENAI_KINDS.get(status) or _get_kind(status)
 
@@ -86,6 +84,18 @@ class ShutdownError(HttpError):
         super().__init__(503, "the server is shutting down: try again", retry_after=5.0)
 
 
+class MissingTokenizerError(HttpError):
+    """Signal that a route needs the tokenizer of a model that has none."""
+
+    def __init__(self, model: str | None):
+        name = "this model" if model is None else f"the model {model!r}"
+        super().__init__(
+            400,
+            f"{name} has no tokenizer on this server: send token ids to /inference/v1/generate",
+            "model",
+        )
+
+
 def _get_kind(status: int) -> str:
     return "invalid_request_error" if status < 500 else "server_error"
 
@@ -102,6 +112,8 @@ def to_http_error(
     """
     if isinstance(error, HttpError):
         return error
+    if isinstance(error, ContextLengthError):
+        return HttpError(400, str(error), code="context_length_exceeded")
     if isinstance(error, APIStatusError):
         return HttpError(error.status_code, str(error))
     if isinstance(error, caller_errors):

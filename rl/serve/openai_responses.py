@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from rl.renderers import Renderer, parse_partial_answer, prompt_opens_thoughts
 from rl.serve.openai_schemas import ChatBody
-from rl.types import Message, SampledSequence, SamplingParams
+from rl.types import Message, SampledSequence, SampleResponse, SamplingParams
 
 # for each sampled token: (id, logprob), most likely first
 TopLogprobs = Sequence[Sequence[tuple[int, float]]]
@@ -66,10 +66,17 @@ class ChatChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
+class PromptTokenCounts(TypedDict):
+    """Hold the number of prompt tokens whose keys and values were in the cache."""
+
+    cached_tokens: int
+
+
 class TokenCounts(TypedDict):
     """Hold the token counts of a response."""
 
     prompt_tokens: int
+    prompt_tokens_details: PromptTokenCounts
     completion_tokens: int
     total_tokens: int
 
@@ -274,16 +281,14 @@ class ChatContext:
             choice["token_ids"] = list(sequence.tokens)
         return choice
 
-    def make_response(
-        self, choices: list[ChatChoice], sequences: Sequence[SampledSequence]
-    ) -> ChatResponse:
+    def make_response(self, choices: list[ChatChoice], sampled: SampleResponse) -> ChatResponse:
         """Return the full response."""
-        versions = sorted({str(sequence.version) for sequence in sequences})
+        versions = sorted({str(sequence.version) for sequence in sampled.sequences})
         response: ChatResponse = {
             **self.head,
             "object": "chat.completion",
             "choices": choices,
-            "usage": count_usage(len(self.prompt), sequences),
+            "usage": count_usage([self.prompt], [sampled], sampled.sequences),
             "system_fingerprint": f"weights-{'-'.join(versions)}",
         }
         if self.request.return_token_ids:
@@ -299,11 +304,18 @@ def get_request_stop_texts(
     return [item for item in params.stop or () if isinstance(item, str) and item not in excluded]
 
 
-def count_usage(prompt_tokens: int, sequences: Sequence[SampledSequence]) -> TokenCounts:
-    """Return the token counts of a response. `prompt_tokens`: tokens of all prompts together."""
+def count_usage(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[SampleResponse],
+    sequences: Sequence[SampledSequence],
+) -> TokenCounts:
+    """Return the token counts of the responses to prompts. `sequences`: the samples shown."""
+    prompt_tokens = sum(map(len, prompts))
+    cached_tokens = sum(response.prompt_cache_hit_tokens for response in responses)
     completion_tokens = sum(len(sequence.tokens) for sequence in sequences)
     return {
         "prompt_tokens": prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }

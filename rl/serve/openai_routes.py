@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from rl.renderers import trim_uncertain_end
 from rl.serve.agent_sessions import AgentSession, AgentSessions, SampledTurn, SamplingBackend
 from rl.serve.api_routes import RouteHandler, TypedRoute
-from rl.serve.http_errors import HttpError, SafeJSONResponse, report_error
+from rl.serve.http_errors import HttpError, MissingTokenizerError, SafeJSONResponse, report_error
 from rl.serve.openai_responses import (
     ChatContext,
     ChatEvent,
@@ -59,6 +59,7 @@ SESSION_HEADER = "x-session-id"
 SESSION_PATH = "/session/{session}"
 KEEP_ALIVE_SECONDS = 10.0  # without an event, after which a stream sends a keep-alive comment
 _PREFIXES, _REWARD_PATHS = ("", SESSION_PATH), ("/reward", "/v1/reward")
+_END_OF_STREAM = b"data: [DONE]\n\n"
 _MAX_NAME_LENGTH = 100  # of a metric
 
 TopRow = Sequence[tuple[int, float]] | None  # (id, logprob) of a position, most likely first
@@ -181,14 +182,18 @@ class OpenAIRoutes:
         work = asyncio.ensure_future(
             run() if session is None else session.run_once(key, is_retry, run)
         )
+
+        def handle_disconnect() -> None:
+            if session is not None:
+                # sampling continues, for a retry of the request
+                session.mark_disconnected(key)
+            work.cancel()
+
         if live is not None:
-            return await _stream_response(work, live, has_no_session=session is None)
+            return await _stream_response(work, live, handle_disconnect)
         while not (await asyncio.wait({work}, timeout=1.0))[0]:
             if await request.is_disconnected():
-                if session is not None:
-                    # sampling continues, for a retry of the request
-                    session.mark_disconnected(key)
-                work.cancel()
+                handle_disconnect()
                 return Response(status_code=499)
         return work.result()[0]
 
@@ -205,11 +210,11 @@ class OpenAIRoutes:
                 "top_logprobs",
             )
         renderer = await session.renderer(self.backend, body.model)
-        with _blame("chat_template_kwargs", "chat_template_kwargs: "):
+        with report_as_field_error("chat_template_kwargs", "chat_template_kwargs: "):
             renderer = renderer.with_settings(body.chat_template_kwargs)
-        with _blame("tools"):
+        with report_as_field_error("tools"):
             with_tools = renderer.with_tools(tools)
-        with _blame("messages"):
+        with report_as_field_error("messages"):
             # a megabyte takes more than a second
             prompt = await asyncio.to_thread(session.build_prompt, with_tools, messages, tools)
         context = ChatContext(body, with_tools, prompt)
@@ -230,7 +235,7 @@ class OpenAIRoutes:
             turn = SampledTurn(prompt, sequence, message, is_complete, messages, tools)
             returned_message = read_body(ChatMessage, choices[-1]["message"])
             session.record_turn(turn, *to_messages([returned_message]))
-        return context.make_response(choices, response.sequences), make_writer
+        return context.make_response(choices, response), make_writer
 
     async def handle_completions(
         self, body: CompletionBody, session: AgentSession, live: LiveSamples | None
@@ -248,6 +253,8 @@ class OpenAIRoutes:
                 "logprobs",
             )
         tokenizer = await session.tokenizer(self.backend, body.model)
+        if tokenizer is None:
+            raise MissingTokenizerError(body.model)
         request = _Completion(body, tokenizer)
         params = request.params
         # tokenizing a megabyte takes more than a second
@@ -286,7 +293,7 @@ class OpenAIRoutes:
             **head,
             "object": "text_completion",
             "choices": choices,
-            "usage": count_usage(sum(map(len, prompts)), sampled),
+            "usage": count_usage(prompts, responses, sampled),
         }
         return result, make_writer
 
@@ -347,7 +354,7 @@ class _Completion:
         for i, item in enumerate(self.body.prompt):
             ids = item
             if isinstance(item, str):
-                with _blame(f"prompt[{i}]"):
+                with report_as_field_error(f"prompt[{i}]"):
                     add = self.body.add_special_tokens
                     ids = self.tokenizer.encode(item, add_special_tokens=add)
             if not ids:
@@ -467,38 +474,43 @@ def get_request_owner(request: Request) -> str:
 
 
 async def _stream_response(
-    work: asyncio.Future[HandlerResult], live: LiveSamples, has_no_session: bool
+    work: asyncio.Future[HandlerResult],
+    live: LiveSamples,
+    handle_disconnect: Callable[[], None],
 ) -> Response:
     """Return the response as server-sent events.
 
     An error within the first 0.2 s becomes an error response; a later error becomes an event.
-    `has_no_session`: the request has no session, so its work is cancelled if the client
-    disconnects.
+    `handle_disconnect`: called if the client disconnects before the last event.
     """
-    await _wait_for_progress(work, live, 0.2)
+    work.add_done_callback(lambda _: live.updated.set())
+    await _wait_for_progress(live, 0.2)
     if work.done():
         work.result()  # raises the error of a refused request
 
     async def events() -> AsyncIterator[bytes]:
+        is_sent = False
         try:
             while not work.done():
-                if not await _wait_for_progress(work, live, KEEP_ALIVE_SECONDS):
-                    yield b": the answer is being drawn\n\n"
+                if not await _wait_for_progress(live, KEEP_ALIVE_SECONDS):
+                    yield b": keep-alive\n\n"
                 if live.writer is not None:
                     for event in live.writer.write_partial(live.take_new()):
                         yield _format_event(event)
-        finally:
-            if has_no_session and not work.done():
-                work.cancel()  # the client has disconnected
-        try:
             full_answer, make_writer = work.result()
             assert make_writer is not None
             # for a retry, `live` of the first request has the writer
             for event in (live.writer or make_writer()).write_rest(full_answer):
                 yield _format_event(event)
+            yield _END_OF_STREAM
+            is_sent = True
         except Exception as error:  # boundary: the response has begun, so its failure is an event
             yield _format_event(report_error(error).to_openai_json())
-        yield b"data: [DONE]\n\n"
+            yield _END_OF_STREAM
+            is_sent = True
+        finally:
+            if not is_sent:
+                handle_disconnect()
 
     return StreamingResponse(
         events(),
@@ -507,17 +519,11 @@ async def _stream_response(
     )
 
 
-async def _wait_for_progress(
-    work: asyncio.Future[HandlerResult], live: LiveSamples, seconds: float
-) -> bool:
+async def _wait_for_progress(live: LiveSamples, seconds: float) -> bool:
     """Return whether the response is done or has new samples within `seconds`."""
-    updated: asyncio.Future[Any] = asyncio.ensure_future(live.updated.wait())
-    futures: set[asyncio.Future[Any]] = {work, updated}
-    try:
-        done, _ = await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        updated.cancel()
-    return bool(done)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(live.updated.wait(), seconds)
+    return live.updated.is_set()
 
 
 def _format_event(value: Any) -> bytes:
@@ -526,7 +532,7 @@ def _format_event(value: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def _blame(param: str, prefix: str = "") -> Iterator[None]:
+def report_as_field_error(param: str, prefix: str = "") -> Iterator[None]:
     """Raise HttpError for a ValueError of a field, and for a text that the tokenizer cannot encode.
 
     The tokenizers library raises a bare Exception for an unknown word.
@@ -546,7 +552,7 @@ async def _gather_or_cancel(
     coroutines: Sequence[Coroutine[Any, Any, SampleResponse]],
 ) -> list[SampleResponse]:
     """Return the results of all coroutines. If any fails, cancel the others and raise its error."""
-    tasks = [asyncio.ensure_future(draw) for draw in coroutines]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
     except BaseException:

@@ -277,6 +277,13 @@ class TextBody(SamplingBody):
     return_token_ids: bool = _flag("return the ids of the prompt and of each sample")
     return_tokens_as_token_ids: bool = _flag("write tokens as token_id:<id>")
 
+    @field_validator("stream_options", mode="before")
+    @classmethod
+    def _check_stream_options(cls, options: Any, info: ValidationInfo) -> Any:
+        if options and not info.data.get("stream"):
+            raise make_refusal("needs stream: true")
+        return options
+
     @property
     def tokens_as_ids(self) -> bool:
         """Return whether tokens are written as token_id:<id>."""
@@ -584,13 +591,6 @@ class ChatBody(TextBody):
         if count and not info.data.get("logprobs"):
             raise make_refusal("needs logprobs: true")
         return count
-
-    @field_validator("stream_options", mode="before")
-    @classmethod
-    def _check_stream_options(cls, options: Any, info: ValidationInfo) -> Any:
-        if options and not info.data.get("stream"):
-            raise make_refusal("needs stream: true")
-        return options
 
     @model_validator(mode="after")
     def _check_body(self) -> Self:

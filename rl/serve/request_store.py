@@ -233,7 +233,7 @@ class RequestStore:
                 request.size = len(answer.body)
         request.finished_at = time.monotonic()
         request.result_future.set_result(answer)
-        # last, so that cancelling `work_future` never cancels an unresolved `ready`
+        # last, so that cancelling `work_future` never cancels an unresolved `result_future`
         request.work_future = request.result_future
 
     def find_request(self, request_id: str, owner: str) -> PendingRequest:

@@ -61,7 +61,7 @@ def check_share(
     share = max(1, (limit - (total_used - tenant_used)) // 2)
     if has_others and tenant_used + amount > share:
         text = (
-            f"{tenant_used} of the {resource} are yours, and your share is {share} while other "
+            f"you hold {tenant_used} {resource}; your share is {share} of {limit} while other "
             "tenants exist: try again later"
         )
         raise HttpError(429, text, retry_after=retry_after)
@@ -139,14 +139,14 @@ class FairQueue:
         self._length += amount
         self._tenant_counts.change(job.tenant, amount)
 
-    def check_capacity(self, tenant: str, amount: int = 1, *, in_order: bool = False) -> None:
+    def check_capacity(self, tenant: str, *, in_order: bool = False) -> None:
         """Raise HttpError (429) if the queue is full, or if the tenant's share of it is.
 
         `in_order`: the request is the next number of a model, and later numbers wait for it. These
         are then not counted, because they stay until this request has arrived.
         """
         with self.changed:
-            if len(self) + amount > self.limit // 2:
+            if len(self) >= self.limit // 2:
                 self._drop_cancelled()
             total, tenant_total = len(self), self._tenant_counts[tenant]
             others = any(other != tenant for other in self._tenant_counts)
@@ -157,7 +157,6 @@ class FairQueue:
             total + early,
             tenant_total + early,
             others or self.has_others(tenant),
-            amount=amount,
             retry_after=1.0,
         )
 
@@ -208,7 +207,8 @@ class FairQueue:
     def next_job(self) -> EngineJob | None:
         """Return the next job, or None. Its tenant and its lane move to the end of the order.
 
-        The job stays at the head of its lane until `finish_job`.
+        The job stays at the head of its lane until `finish_job`. It counts as started: `drain`
+        leaves it.
         """
         with self.changed:
             if not self._lanes_by_tenant:
@@ -217,6 +217,7 @@ class FairQueue:
             lane, jobs = next(iter(lanes.items()))
             self._lanes_by_tenant.move_to_end(tenant)
             lanes.move_to_end(lane)
+            jobs[0].generator = jobs[0].generator or jobs[0].work()
             return jobs[0]
 
     def finish_job(self, job: EngineJob) -> None:

@@ -6,10 +6,30 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rl.config import ModelSettings, OptimSettings, SamplingSettings
 from rl.errors import UserError
 from rl.runtime import WorkerSettings
 
 LOCAL_OWNER = "local"  # the owner of everything if the server has no keys
+# flags of serve.py that set a setting of train.py
+WORKER_FLAGS: dict[type, tuple[str, ...]] = {
+    ModelSettings: (
+        "precision",
+        "base_dtype",
+        "gradient_checkpointing",
+        "offload_activations",
+        "fused_logprobs",
+        "kept_logits_gib",
+    ),
+    SamplingSettings: (
+        "kv_cache_tokens",
+        "max_rows",
+        "sampler_cache",
+        "sampler_tp",
+        "num_speculative_tokens",
+    ),
+    OptimSettings: ("token_budget", "layout", "optimizer", "context_parallel_size"),
+}
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
@@ -58,7 +78,7 @@ class ServeLimits:
     samplers_in_memory: int = 64
     poll_seconds: float = 25.0  # longest wait of a poll; the SDK gives up after 45 s
     result_seconds: float = 3600.0  # time for which a result that was never fetched is kept
-    told_seconds: float = 60.0  # time for which a result can be fetched again after it was sent
+    resend_seconds: float = 60.0  # time for which a result can be fetched again after it was sent
     held_bytes: int = 2**30  # bytes of waiting requests and stored results
     session_seconds: float = 900.0  # without a heartbeat, until the session's memory is freed
 
@@ -86,6 +106,12 @@ class ServeSettings:
     stop_grace: float = 60.0  # seconds from SIGTERM to the end of the process
     limits: ServeLimits = field(default_factory=ServeLimits)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
+    base_dtype: str = "auto"  # of the frozen base models, see `ModelSettings.base_dtype`
+
+    @property
+    def saved_base_dtype(self) -> str | None:
+        """Return the base dtype of models that are loaded; None: as they were saved."""
+        return None if self.base_dtype == "auto" else self.base_dtype
 
     def __post_init__(self) -> None:
         if not self.bases:

@@ -133,20 +133,23 @@ class ModelManager:
                 job.done.set_exception(error)
 
     def end_session(self, session: SessionRecord, reason: str) -> None:
-        """End a session: fail its waiting requests and free its memory.
+        """End a session: fail its waiting requests, and free its memory after the queued ones.
 
         Do nothing if the session has ended before; its first reason stays.
         """
         if session.finished is not None:
             return
         session.finished = reason
-        self.session_store.save_session(session)
         error = HttpError(410, f"the session of this request has ended ({reason})")
+        # in the lanes of the models, so that no queued request reads a freed model back
+        lanes: dict[str, ModelRecord | None] = {f"{session.session_id}:end": None}
         for model in self.session_store.list_models(session_id=session.session_id):
             self._fail_waiting(model, error)
-        lane = f"{session.session_id}:end"
-        work = functools.partial(self._free_session, session.session_id)
-        self.engine.submit(EngineJob(session.tenant, lane, "end_session", work))
+            lanes[model.model_id] = model
+        for lane, item in lanes.items():
+            work = functools.partial(self._free_session, session.session_id, item)
+            self.engine.submit(EngineJob(session.tenant, lane, "end_session", work))
+        self.session_store.save_session(session)  # last: on a full disk the memory is freed too
 
     @staticmethod
     def _run_work(model: ModelRecord, seq: int, work: Callable[[], VerbSteps]) -> VerbSteps:
@@ -180,7 +183,7 @@ class ModelManager:
             if fresh:
                 shutil.rmtree(model.folder, ignore_errors=True)
             # the model is no longer known
-            text = f"{model.model_id} could not be made: {error}"
+            text = f"{model.model_id} could not be created: {error}"
             self._fail_waiting(model, UserError(text))
             raise
         return model.create_result
@@ -199,7 +202,7 @@ class ModelManager:
                 )
             self._evict_models()
             model.client = self.engine.service.create_training_client_from_state_with_optimizer(
-                str(model.live_folder)
+                str(model.live_folder), base_dtype=self.engine.settings.saved_base_dtype
             ).result()
             self.engine.metrics.increment("written_out_total", which="read_back")
         return model.client
@@ -219,12 +222,13 @@ class ModelManager:
             self.engine.metrics.increment("written_out_total", which="written_out")
 
     def write_model(self, model: ModelRecord) -> None:
-        """Write the model into `live/`, unless its current state is already there.
+        """Write the model into `live/`, unless its current state and number are already there.
 
         The metadata holds the next number and the result of the last update, which the next server
         may have to send again.
         """
-        if model.client is None or model.is_written_out:
+        is_current = model.is_written_out and model.written_seq == model.last_started_seq
+        if model.client is None or is_current:
             return
         state = {
             "next_seq": model.last_started_seq + 1,
@@ -234,7 +238,7 @@ class ModelManager:
         model.client.save_state(
             LIVE_FOLDER, overwrite=True, metadata=state, folder=model.folder
         ).result()
-        model.is_written_out = True
+        model.is_written_out, model.written_seq = True, model.last_started_seq
 
     def commit_change(self, model: ModelRecord, verb: str, uses_gradient: bool = False) -> None:
         """Write a change of the model to disk before its result is sent. Only with --durable.
@@ -279,17 +283,20 @@ class ModelManager:
             model.client.release()
             model.client = None
 
-    def _free_session(self, session_id: str) -> VerbSteps:
-        """Free the memory of a session: drop gradients, write models to disk, remove samplers."""
+    def _free_session(self, session_id: str, model: ModelRecord | None) -> VerbSteps:
+        """Remove the samplers of a session, and free `model`: drop its gradient, and write it to
+        disk.
+        """
         yield
-        for model in self.session_store.list_models(session_id=session_id):
-            self._drop_gradient(model, "its session ended")
-            if model.client is not None:
-                self.write_model(model)
-                self.free_model(model)
         for sampler in self.session_store.list_samplers(session_id):
             sampler.client = None
             self.session_store.samplers.pop(sampler.sampler_id, None)
+        if model is not None and model.client is not None:
+            self._drop_gradient(model, "its session ended")
+            try:
+                self.write_model(model)
+            finally:
+                self.free_model(model)
 
     def _drop_gradient(self, model: ModelRecord, reason: str) -> None:
         """Drop the gradient of a step that was not finished. The step's update will fail."""
@@ -396,7 +403,8 @@ class ModelManager:
         """
         if body.kind != "snapshot":
             raise BadRequestError(
-                "kind is 'snapshot' here: create a new sampling client after each update"
+                f"kind must be 'snapshot', got {body.kind!r:.40}: create a new sampling client "
+                "after each update"
             )
         if body.path is not None:
             save = TrainingClient.save_weights_for_sampler
@@ -411,10 +419,10 @@ class ModelManager:
         sampler_id = f"{model.session}:sample:{body.sampling_session_seq_id}"
         if sampler_id in self.session_store.samplers:
             raise BadRequestError(f"the sampling session {sampler_id} already exists")
+        yield
         sampler = SamplerRecord(
             sampler_id, model.owner, model.session, model.base, is_in_memory=True
         )
-        yield
         sampler.client = self._take_snapshot(model)
         self.session_store.add_sampler(sampler)
         self._evict_samplers()
@@ -437,19 +445,16 @@ class ModelManager:
         kind       folder of the model for checkpoints of this kind
         options    further arguments of `save`
 
-        Raises BadRequestError if the name has other characters than letters, digits, '.', '_' and
-        '-'.
+        Raises BadRequestError for an invalid name.
         """
         name = f"step-{body.seq_id:06d}" if body.path is None else body.path
-        if not checkpoint_folder.is_checkpoint_name(name):
-            raise BadRequestError(
-                "a checkpoint's name consists of letters, digits, '.', '_' and '-', got "
-                f"{name[:80]!r}"
-            )
         yield
         folder, metadata = model.folder / kind, {**model.user_metadata, **body.user_metadata}
         options |= {"user_metadata": metadata, "folder": folder}
         save(self.load_client(model), name, body.ttl_seconds, **options).result()
+        for sampler in self.session_store.list_samplers():
+            if sampler.path == folder / name:  # of an earlier checkpoint of this name
+                sampler.path, sampler.is_in_memory = None, True
         return {"path": format_path(folder / name)}
 
     def find_weights(self, body: LoadWeightsBody, owner: str) -> tuple[ModelRecord, Path]:
@@ -465,6 +470,7 @@ class ModelManager:
         model.is_written_out = False
         load = client.load_state_with_optimizer if body.optimizer else client.load_state
         load(str(folder)).result()
+        drop_gradients(client)  # also what it knows of failed calls
         gradient = model.has_gradient or bool(model.batch_error or model.gradient_error)
         model.has_gradient, model.batch_error, model.gradient_error = False, None, None
         self.commit_change(model, "load_weights", gradient)
@@ -475,28 +481,26 @@ class ModelManager:
     def sampling_client(self, sampler: SamplerRecord) -> SamplingClient:
         """Return the client of a sampling session, and create it from its weights if needed.
 
-        Runs on the thread of `ServingEngine`. Raises HttpError (404) if the session's snapshot was
-        freed.
+        Several threads may call it. Raises HttpError (404) if the session's snapshot was freed.
         """
-        if sampler.client is None:
+        client = sampler.client  # another thread may evict it meanwhile
+        if client is None:
             if sampler.is_in_memory:
                 raise HttpError(
                     404,
-                    f"the weights of {sampler.sampler_id} were freed because memory was full: "
-                    "create a new sampling client",
+                    f"the weights of {sampler.sampler_id} are gone, because memory was full or "
+                    "another checkpoint has its name: create a new sampling client",
                 )
-            saved_client = self._snapshots.get(sampler.path) if sampler.path is not None else None
-            if saved_client is not None:
-                sampler.client = saved_client
-            elif sampler.path is not None:
+            client = self._snapshots.get(sampler.path) if sampler.path is not None else None
+            if client is None and sampler.path is not None:
                 checkpoint_folder.verify_checkpoint(sampler.path)
-                sampler.client = self.engine.service.create_sampling_client(
-                    model_path=str(sampler.path)
-                )
-            else:
-                sampler.client = self.engine.get_base_client(sampler.base)
+                client = self.engine.service.create_sampling_client(model_path=str(sampler.path))
+            elif client is None:
+                client = self.engine.get_base_client(sampler.base)
+            # requests that were accepted later may run earlier: loading is the last use
+            sampler.client, sampler.last_used = client, time.monotonic()
             self._evict_samplers()
-        return sampler.client
+        return client
 
     def _evict_samplers(self) -> None:
         """Free samplers beyond `samplers_in_memory`, by tenant and least recent use."""
@@ -520,6 +524,7 @@ class ModelManager:
         source, folder = self.session_store.find_folder(model, owner)
         for candidate in self.session_store.list_samplers():
             if candidate.path == folder and candidate.owner == owner:
+                candidate.last_used = time.monotonic()
                 return functools.partial(self.sampling_client, candidate)
         sampler_id = f"{source.model_id}:{folder.parent.name}:{folder.name}"
         sampler = SamplerRecord(sampler_id, owner, source.session, source.base, folder)

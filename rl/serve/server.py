@@ -12,17 +12,22 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
 
 from rl.client import ServiceClient
+from rl.config import RawValue, SettingsError, build_settings
+from rl.distributed import get_launch_sharding
 from rl.errors import UserError
+from rl.learner import choose_base_dtype
 from rl.memory_plan import ModelSkeleton
-from rl.runtime import SamplerSettings, WorkerSettings
+from rl.runtime import WorkerSettings, make_worker_settings
+from rl.sampler import check_features
 from rl.serve.app import JsonLineFormatter, make_app, make_chat_page_route
 from rl.serve.http_connection import (
     allow_port_reuse,
@@ -32,7 +37,7 @@ from rl.serve.http_connection import (
 )
 from rl.serve.openai_routes import make_openai_routes as openai_routes
 from rl.serve.request_store import PendingRequest, RequestStore
-from rl.serve.serve_settings import ServedBaseModel, ServeLimits, ServeSettings
+from rl.serve.serve_settings import WORKER_FLAGS, ServedBaseModel, ServeLimits, ServeSettings
 from rl.serve.served_models import ModelManager, ServerParts
 from rl.serve.serving_engine import ServingEngine
 from rl.serve.session_store import SessionStore
@@ -60,15 +65,60 @@ def read_serve_settings(args: argparse.Namespace) -> ServeSettings:
             ) from error
     options = {name: value for name, value in vars(args).items() if value is not None}
     limits = {name: options[name] for name in vars(ServeLimits()) if name in options}
-    names = {field.name for field in fields(ServeSettings)} - {"limits", "worker", "keys"}
+    names = {field.name for field in fields(ServeSettings)} - {
+        "limits",
+        "worker",
+        "keys",
+        "base_dtype",
+    }
+    if args.resume and not args.output_dir:
+        raise UserError("--resume continues the server of a folder: give its --output-dir")
     folder = f"runs/served-{time.strftime('%Y%m%d-%H%M%S')}"
     values = {name: options[name] for name in names if name in options} | {
         "bases": tuple(map(ServedBaseModel.parse, args.base_model)),
         "output_dir": Path(args.output_dir or folder),
         "keys": tuple(dict.fromkeys(stripped for key in keys if (stripped := key.strip()))),
     }
-    worker = WorkerSettings(sampler=SamplerSettings(tp=args.sampler_tp))
-    return ServeSettings(**values, limits=ServeLimits(**limits), worker=worker)
+    worker, base_dtype = _read_worker_settings(options)
+    if args.sampler == "vllm":
+        worker = _use_vllm_servers(worker, args)
+    elif args.sampler_url or args.sampler_folder:
+        raise UserError("--sampler-url and --sampler-folder are of --sampler vllm: add it")
+    return ServeSettings(
+        **values, limits=ServeLimits(**limits), worker=worker, base_dtype=base_dtype
+    )
+
+
+def _read_worker_settings(options: Mapping[str, Any]) -> tuple[WorkerSettings, str]:
+    """Return (`worker`, `base_dtype`) of `ServeSettings` from the texts of the `WORKER_FLAGS`.
+
+    Raises SettingsError for values that train.py refuses too.
+    """
+    problems: list[str] = []
+    sections = []
+    for section, flags in WORKER_FLAGS.items():
+        texts = {
+            name: RawValue((str(options[name]),), f"--{name.replace('_', '-')}")
+            for name in flags
+            if name in options
+        }
+        sections.append(build_settings(section, texts, problems, flags=flags))
+    if problems:
+        raise SettingsError(problems)
+    model, sampling, optim = sections
+    return make_worker_settings(model, sampling, optim), model.base_dtype
+
+
+def _use_vllm_servers(worker: WorkerSettings, args: argparse.Namespace) -> WorkerSettings:
+    """Return worker settings whose sampler is vLLM servers. Raises UserError if that cannot be."""
+    if not args.sampler_url:
+        raise UserError("--sampler vllm needs --sampler-url, the addresses of vLLM servers")
+    if len(args.base_model) > 1:
+        check_features(("vllm", "several models"))
+    sampler = replace(
+        worker.sampler, kind="vllm", urls=tuple(args.sampler_url), folder=args.sampler_folder
+    )
+    return replace(worker, sampler=sampler)
 
 
 @dataclass
@@ -93,6 +143,11 @@ class ModelServer(ServerParts):
         tp_size = settings.worker.sampler.tp
         for base in settings.bases if tp_size > 1 else ():  # before weights are loaded
             ModelSkeleton(base.source, base.tokenizer, None).shape.check_tensor_parallel(tp_size)
+        is_bf16 = settings.worker.dtype == "bf16" or (
+            settings.worker.dtype == "auto" and torch.cuda.is_available()
+        )
+        sharding = get_launch_sharding()
+        choose_base_dtype(settings.base_dtype, lora=True, bf16=is_bf16, sharding=sharding)
         worker = replace(settings.worker, share_bases=True)
         engine = ServingEngine(
             ServiceClient(output_dir=settings.output_dir, seed=settings.seed, settings=worker),
@@ -103,7 +158,7 @@ class ModelServer(ServerParts):
         model_manager = ModelManager(engine, session_store)
         request_store = RequestStore(
             limits.result_seconds,
-            limits.told_seconds,
+            limits.resend_seconds,
             limits.held_bytes,
             session_store.has_other_tenants,
         )
@@ -113,7 +168,9 @@ class ModelServer(ServerParts):
             for model in session_store.models.values():
                 if model.last_update is not None:
                     request_id = f"{model.model_id}:{model.last_update['seq']}"
-                    last_request = PendingRequest(request_id, model.owner, "optim_step")
+                    last_request = PendingRequest(
+                        request_id, model.owner, "optim_step", tenant=model.tenant
+                    )
                     request_store.add(last_request, model.last_update["result"])
         parts, links = (engine, session_store, model_manager, request_store), UrlSigner()
         routes = [

@@ -21,11 +21,17 @@ import torch
 
 from rl.client import SampleStream, SamplingClient, ServiceClient
 from rl.errors import UserError
+from rl.layers import find_max_context
 from rl.models import is_adapter, load_skeleton, load_tokenizer
 from rl.renderers import Renderer, get_renderer
-from rl.runtime import find_max_context
 from rl.sampler import SamplingRequest
-from rl.serve.http_errors import HttpError, ShutdownError, clear_tracebacks, to_http_error
+from rl.serve.http_errors import (
+    HttpError,
+    MissingTokenizerError,
+    ShutdownError,
+    clear_tracebacks,
+    to_http_error,
+)
 from rl.serve.scheduler import EngineJob, FairQueue, SamplingJob
 from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel, ServeSettings
 from rl.serve.serving_metrics import ServingMetrics
@@ -65,7 +71,9 @@ class ServingEngine:
         self.settings = settings
         self.metrics = ServingMetrics()
         self.queue = FairQueue(settings.limits.queued, has_others)
-        self.max_contexts = {base.name: check_base_model(base) for base in settings.bases}
+        self.max_contexts = {
+            base.name: check_base_model(base, settings.renderer) for base in settings.bases
+        }
         self.is_shutting_down = False
         self._deadline = 0.0
         # (model, owner) -> a function that returns the client, or None for an unknown name
@@ -76,9 +84,9 @@ class ServingEngine:
         self._loading_lock = threading.Lock()
         self._renderers: dict[str, Renderer] = {}
         self._created = int(time.time())
-        # the active batches
+        # the batches; one without requests keeps its KV cache until other work is done
         self._streams: dict[BatchKey, tuple[SampleStream, dict[int, SamplingJob]]] = {}
-        self._thread = threading.Thread(target=self._loop, name="whetstone-desk", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="whetstone-engine", daemon=True)
         self.metrics.set_gauge("queued", lambda: len(self.queue))
 
     def start(self) -> None:
@@ -95,9 +103,11 @@ class ServingEngine:
             self.queue.add(job)
         return job.done
 
-    async def run_function(self, tenant: str, label: str, work: Callable[[], Any]) -> Any:
-        """Run a function on the engine's thread, in the lane `label`. Raises HttpError (429) if the
-        queue is full.
+    async def run_function(
+        self, tenant: str, label: str, work: Callable[[], Any], lane: str | None = None
+    ) -> Any:
+        """Run a function on the engine's thread, in `lane` (default: `label`). Raises HttpError
+        (429) if the queue is full.
         """
 
         def once() -> Any:
@@ -105,7 +115,7 @@ class ServingEngine:
             return work()
 
         self.queue.check_capacity(tenant)
-        return await asyncio.wrap_future(self.submit(EngineJob(tenant, label, label, once)))
+        return await asyncio.wrap_future(self.submit(EngineJob(tenant, lane or label, label, once)))
 
     def submit_sample(
         self,
@@ -175,26 +185,24 @@ class ServingEngine:
         ]
 
     def tokenizer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Any:
-        """Return the tokenizer of a model by its name. May wait until the model is loaded.
+        """Return the tokenizer of a model by its name; None if the model has none. May wait until
+        the model is loaded.
 
-        Raises HttpError: 404 for an unknown name, 400 if the model has no tokenizer.
+        Raises HttpError (404) for an unknown name.
         """
-        tokenizer = self.find_client(model, owner)().get_tokenizer()
-        if tokenizer is None:
-            raise HttpError(
-                400,
-                f"the model {model or self.settings.bases[0].name!r} has no tokenizer on this "
-                "server: send token ids",
-            )
-        return tokenizer
+        return self.find_client(model, owner)().get_tokenizer()
 
     def renderer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Renderer:
         """Return the renderer of a model: the configured renderer, else the chat template of its
         tokenizer, else role_colon.
+
+        Raises HttpError: 404 for an unknown name, 400 if the model has no tokenizer.
         """
         name = model or self.settings.bases[0].name
         if name not in self._renderers:
             tokenizer = self.tokenizer(model, owner)
+            if tokenizer is None:
+                raise MissingTokenizerError(model)
             default = "chat_template" if getattr(tokenizer, "chat_template", None) else "role_colon"
             self._renderers[name] = get_renderer(self.settings.renderer or default, tokenizer)
         return self._renderers[name]
@@ -232,22 +240,38 @@ class ServingEngine:
         """Run slices of jobs and of batches until the server ends."""
         while True:
             with self.queue.changed:
-                while not len(self.queue) and not self._streams and not self.is_shutting_down:
+                while not len(self.queue) and not self._has_samples and not self.is_shutting_down:
                     self.queue.changed.wait()
-            if self.is_shutting_down and not len(self.queue) and not self._streams:
+            if self.is_shutting_down and not len(self.queue) and not self._has_samples:
+                self._close_idle_streams()
                 return
             job = self.queue.next_job()
+            if job is not None:  # it may need the memory, or free the weights
+                self._close_idle_streams()
             if job is not None and self.is_shutting_down and time.monotonic() > self._deadline:
                 self._interrupt_job(job)
             elif job is not None:
                 self._run_job_slice(job)
-            if not self._streams and self.queue.has_only_samples():
+            if not self._has_samples and self.queue.has_only_samples():
                 self._wait_for_samples()
             self._admit_samples(self.queue.take_samples())
             if self.is_shutting_down and time.monotonic() > self._deadline:
                 self._interrupt_samples()
-            for drawing in list(self._streams):
-                self._run_batch_slice(drawing)
+            for batch_key, (_, tickets) in list(self._streams.items()):
+                if tickets:
+                    self._run_batch_slice(batch_key)
+
+    @property
+    def _has_samples(self) -> bool:
+        """Return whether any batch has requests."""
+        return any(tickets for _, tickets in self._streams.values())
+
+    def _close_idle_streams(self) -> None:
+        """Close the batches without requests."""
+        for key, (stream, tickets) in list(self._streams.items()):
+            if not tickets:
+                stream.close()
+                del self._streams[key]
 
     def _interrupt_job(self, job: EngineJob) -> None:
         """Interrupt a job that did not finish before the deadline, between two of its slices."""
@@ -266,8 +290,8 @@ class ServingEngine:
     def _run_job_slice(self, job: EngineJob) -> None:
         """Run a job up to its next yield; if it ends, set its result or error."""
         begin = time.perf_counter()
+        assert job.generator is not None  # set by `next_job`
         try:
-            job.generator = job.generator or job.work()
             next(job.generator)
             return
         except StopIteration as done:
@@ -294,6 +318,8 @@ class ServingEngine:
                 self._check_tokens(request, client.info["max_context"])
                 is_mixed = client.mix_group is not None
                 key: BatchKey = client.mix_group if is_mixed else client
+                if key not in self._streams:
+                    self._close_idle_streams()
                 stream, tickets = self._streams.get(key) or (SampleStream(client, is_mixed), {})
                 ticket = stream.add(request, client)
                 self._streams[key] = (stream, tickets)
@@ -335,11 +361,10 @@ class ServingEngine:
                     callbacks[ticket](samples)
         except BaseException as error:
             finished = dict.fromkeys(tickets, error)
-        for ticket, response in finished.items():
-            self._finish_sample(tickets.pop(ticket), response)
-        if not tickets:
             stream.close()
             del self._streams[key]
+        for ticket, response in finished.items():
+            self._finish_sample(tickets.pop(ticket), response)
         self.metrics.increment("work_seconds_total", time.perf_counter() - begin, verb="sample")
 
     def _interrupt_samples(self) -> None:
@@ -391,7 +416,7 @@ def _resolve(done: Future, result: Any, label: str = "sample") -> None:
         done.set_result(result)
         return
     if not isinstance(result, HttpError) and to_http_error(result, label).category == "server":
-        fields = {"what": label, "error": type(result).__name__}
+        fields = {"verb": label, "error": type(result).__name__}
         log.error("work failed", extra=fields, exc_info=result)
     clear_tracebacks(result)
     done.set_exception(result)
@@ -406,18 +431,20 @@ def log_write_failure(model_id: str, error: Exception) -> None:
     )
 
 
-def check_base_model(base: ServedBaseModel) -> int | None:
+def check_base_model(base: ServedBaseModel, renderer: str | None = None) -> int | None:
     """Return the context length of a base model in tokens, from its config alone; None if the
     config states no limit.
 
-    Raises UserError, which names the cause, if the model cannot be served.
+    Raises UserError, which names the cause, if the model cannot be served, or cannot be served with
+    the `renderer`.
     """
     folder = Path(base.source).expanduser()
     try:
         with torch.device("meta"):
             skeleton = load_skeleton(base.source, tokenizer=base.tokenizer)
-        if base.tokenizer is not None:
-            load_tokenizer(base.tokenizer)
+        tokenizer = skeleton.tokenizer if base.tokenizer is None else load_tokenizer(base.tokenizer)
+        if renderer is not None and tokenizer is not None:
+            get_renderer(renderer, tokenizer)
         if (
             folder.is_dir()
             and not is_adapter(base.source)
@@ -427,7 +454,7 @@ def check_base_model(base: ServedBaseModel) -> int | None:
     # boundary: any error that a user's config raises is a reason not to start
     except Exception as error:
         raise UserError(f"--base-model {base.name} cannot be served: {error}") from error
-    return find_max_context(skeleton)
+    return find_max_context(skeleton.model)
 
 
 def locate_tokenizer(base: ServedBaseModel, tokenizer: Any, root: Path) -> str | None:

@@ -101,6 +101,8 @@ class ModelRecord(TenantRecord):
     has_gradient: bool = False  # whether a gradient is accumulated
     is_running: bool = False  # whether a request of the model is running
     is_written_out: bool = False  # whether `live/` holds the current state
+    # `last_started_seq` when `live/` was written: requests that change no weights have numbers too
+    written_seq: int = 0
     # monotonic time since which a number is missing that an earlier server may have run
     gap_since: float | None = None
     resumed: bool = False
@@ -388,14 +390,15 @@ class SessionStore:
         model.lora_rank, model.resumed = record["lora_rank"], True
         model.request_digest = record.get("digest", "")
         default_result = {"model_id": model.model_id, "type": "create_model"}
-        model.create_result = record.get("answer", default_result)
+        # an earlier release called it "answer"
+        model.create_result = record.get("create_result", record.get("answer", default_result))
         checkpoint_folder.restore_replaced(model.live_folder)
         checkpoint_folder.remove_leftovers(folder)
         if _is_checkpoint(model.live_folder):
             state = checkpoint_folder.read_verified_state(model.live_folder)["metadata"]
             model.is_written_out, model.next_seq = True, state["next_seq"]
             model.batch_error, model.last_update = state["failed"], state["last"]
-            model.last_started_seq = model.next_seq - 1
+            model.last_started_seq = model.written_seq = model.next_seq - 1
         self.models[model.model_id] = model
 
     @staticmethod
@@ -406,7 +409,7 @@ class SessionStore:
             "user_metadata": model.user_metadata,
             "lora_rank": model.lora_rank,
             "digest": model.request_digest,
-            "answer": model.create_result,
+            "create_result": model.create_result,
         }
         _write_json(model.folder / "model.json", record)
 

@@ -104,8 +104,7 @@ class TinkerRestRoutes(ServerParts):
 
     async def get_capabilities(self, request: Request) -> Any:
         """Return the base models and their context lengths."""
-        owner, list_bases = request.state.owner, self.engine.list_bases
-        bases = await self.engine.run_function(owner, "capabilities", list_bases)
+        bases = self.engine.list_bases()
         models = [SupportedModel(base.name, base.max_context) for base in bases]
         return asdict(GetServerCapabilitiesResponse(models))
 
@@ -130,11 +129,14 @@ class TinkerRestRoutes(ServerParts):
         }
 
     def _describe_checkpoints(self, models: Iterable[ModelRecord]) -> list[dict[str, Any]]:
-        """Return the checkpoints of models as Tinker's JSON describes them."""
+        """Return the checkpoints of models as Tinker's JSON describes them, except damaged ones."""
         entries = []
         for model in models:
             for kind, folder in self.session_store.iter_checkpoints(model):
-                run = RestClient().get_training_run_by_tinker_path(str(folder)).result()
+                try:
+                    run = RestClient().get_training_run_by_tinker_path(str(folder)).result()
+                except (checkpoint_folder.DamagedCheckpoint, OSError):
+                    continue  # or it was removed in the meantime
                 assert run.last_checkpoint is not None  # the folder is a checkpoint
                 entry = asdict(run.last_checkpoint)
                 entry |= {
@@ -267,13 +269,14 @@ class TinkerRestRoutes(ServerParts):
 
     async def list_sessions(self, request: Request) -> Any:
         """Return a page of the owner's session ids, the newest first."""
-        session_ids = [
-            session.session_id
+        sessions = [
+            session
             for session in list(self.session_store.sessions.values())
             if session.owner == request.state.owner
         ]
-        page, _ = _paginate(request, session_ids[::-1])
-        return {"sessions": page}
+        sessions.sort(key=lambda session: session.created)
+        page, _ = _paginate(request, sessions[::-1])
+        return {"sessions": [session.session_id for session in page]}
 
     async def get_session(self, request: Request) -> Any:
         """Return the training runs and sampling sessions of a session."""

@@ -45,55 +45,56 @@ class TinkerRoutes(ServerParts):
 
     def routes(self) -> list[TypedRoute]:
         """Return the routes for training and sampling, including the unsupported ones."""
-        handlers: dict[str, RouteHandler] = {
-            "client/config": self.get_client_config,
-            "client/dynamic_config": self.get_dynamic_config,
-            "telemetry": self.accept_telemetry,
-            "session_heartbeat": self.record_heartbeat,
-            "sessions/{session_id}/finish": self.finish_session,
-        }
-        handlers |= {
-            handler.__name__: handler
-            for handler in (
-                self.create_session,
-                self.create_model,
-                self.unload_model,
-                self.get_info,
-                self.forward_backward,
-                self.load_weights,
-                self.retrieve_future,
-                self.cancel_future,
-                self.create_sampling_session,
-                self.join_sampling_session,
-                self.asample,
+        numbered = self._make_numbered_handler
+        # (path, handler, type of the body where the handler reads it itself)
+        table: list[tuple[str, RouteHandler, Any]] = [
+            ("client/config", self.get_client_config, None),
+            ("client/dynamic_config", self.get_dynamic_config, None),
+            ("telemetry", self.accept_telemetry, None),
+            ("session_heartbeat", self.record_heartbeat, None),
+            ("sessions/{session_id}/finish", self.finish_session, None),
+            ("create_session", self.create_session, None),
+            ("create_model", self.create_model, None),
+            ("unload_model", self.unload_model, None),
+            ("get_info", self.get_info, None),
+            ("forward_backward", self.forward_backward, PROTOBUF_TYPE),
+            ("load_weights", self.load_weights, None),
+            ("retrieve_future", self.retrieve_future, None),
+            ("cancel_future", self.cancel_future, None),
+            ("create_sampling_session", self.create_sampling_session, None),
+            ("join_sampling_session", self.join_sampling_session, None),
+            ("asample", self.asample, schemas.SampleBody),
+        ]
+        table += [
+            (verb, numbered(verb, body_type), body_type)
+            for verb, body_type in (
+                ("optim_step", schemas.OptimStepBody),
+                ("save_weights", schemas.SaveWeightsBody),
+                ("save_weights_for_sampler", schemas.SaveWeightsForSamplerBody),
+                ("save_weights_external", schemas.SaveWeightsExternalBody),
             )
-        }
-        numbered_verbs: dict[str, type[schemas.JsonBody]] = {
-            "optim_step": schemas.OptimStepBody,
-            "save_weights": schemas.SaveWeightsBody,
-            "save_weights_for_sampler": schemas.SaveWeightsForSamplerBody,
-            "save_weights_external": schemas.SaveWeightsExternalBody,
-        }
-        handlers |= {
-            verb: self._make_numbered_handler(verb, kind) for verb, kind in numbered_verbs.items()
-        }
-        unsupported = {
-            "create_custom_loss": "custom losses on the server: forward_backward_custom runs them "
-            "in your script",
-            "copy_weights": "copying weights: every session of the same key can load the saved "
-            "weights",
-            "retrieve_futures": "retrieving many results at once: use retrieve_future",
-            "auth/token": "exchanging a key for a token: send the key itself",
-        }
-        handlers |= {path: make_unsupported(text) for path, text in unsupported.items()}
-        body_types: dict[str, Any] = {
-            "forward_backward": PROTOBUF_TYPE,
-            "asample": schemas.SampleBody,
-            **numbered_verbs,
-        }
+        ]
+        table += [
+            (path, make_unsupported(feature), None)
+            for path, feature in (
+                (
+                    "create_custom_loss",
+                    "custom losses on the server: forward_backward_custom runs them in your script",
+                ),
+                (
+                    "copy_weights",
+                    "copying weights: every session of the same key can load the saved weights",
+                ),
+                (
+                    "retrieve_futures",
+                    "retrieving many results at once: use retrieve_future",
+                ),
+                ("auth/token", "exchanging a key for a token: send the key itself"),
+            )
+        ]
         return [
-            TypedRoute(f"/api/v1/{path}", handler, body_type=body_types.get(path))
-            for path, handler in handlers.items()
+            TypedRoute(f"/api/v1/{path}", handler, body_type=body_type)
+            for path, handler, body_type in table
         ]
 
     # ------------------------------------------------------------------------------------- sessions
@@ -159,6 +160,7 @@ class TinkerRoutes(ServerParts):
             base.source,
             **body.lora_config.model_dump(),
             tokenizer=base.tokenizer,
+            base_dtype=self.engine.settings.base_dtype,
         )
         result = {"type": "create_model"}
         return self._create_once(session, body, base, make, await request.body(), result)
@@ -220,10 +222,11 @@ class TinkerRoutes(ServerParts):
             self.model_manager.write_model(model)
             self.model_manager.free_model(model)
 
-        await self.engine.run_function(model.tenant, "unload_model", unload)
+        await self.engine.run_function(model.tenant, "unload_model", unload, lane=model.model_id)
         request_id = f"{model.model_id}:unload:{time.monotonic_ns()}"
         result = {"model_id": model.model_id, "type": "unload_model"}
-        self.request_store.add(PendingRequest(request_id, model.owner, "unload_model"), result)
+        pending = PendingRequest(request_id, model.owner, "unload_model", tenant=model.tenant)
+        self.request_store.add(pending, result)
         return {"request_id": request_id, "model_id": model.model_id}
 
     async def get_info(self, request: Request, body: schemas.ModelBody) -> Any:
@@ -362,7 +365,8 @@ class TinkerRoutes(ServerParts):
             if source.optimizer
             else service.create_training_client_from_state
         )
-        make = functools.partial(load, str(folder), base.source)
+        base_dtype = self.engine.settings.saved_base_dtype
+        make = functools.partial(load, str(folder), base.source, base_dtype=base_dtype)
         result = {"path": source.path, "type": "load_weights"}
         return self._create_once(session, body, base, make, await request.body(), result)
 
@@ -403,7 +407,7 @@ class TinkerRoutes(ServerParts):
         path = body.model_path
         if path is None:
             if body.base_model is None:
-                raise HttpError(400, "the body lacks 'base_model'")
+                raise HttpError(400, "the body lacks a model: pass model_path or base_model")
             base, folder = self.engine.settings.find_base(body.base_model), None
         else:
             kinds = ("weights", "sampler_weights")

@@ -1,4 +1,4 @@
-"""Execute runs: the two training loops, stages, resuming, and the memory plan of a whole run."""
+"""Execute runs: the training loop, stages, resuming, and the memory plan of a whole run."""
 
 from rl.trainer.entry_point import (
     SampledModel,
@@ -13,7 +13,7 @@ from rl.trainer.entry_point import (
     train,
 )
 from rl.trainer.evaluator import compute_evaluation_metrics, make_response_rows
-from rl.trainer.export import describe_export, export_weights, push_to_hub
+from rl.trainer.export import check_hub_login, describe_export, export_weights, push_to_hub
 from rl.trainer.reward_probe import (
     PROBED_ROWS,
     RewardProbeResult,
@@ -56,6 +56,7 @@ __all__ = [
     "make_response_rows",
     "iterate_prompts",
     "check_trusted",
+    "check_hub_login",
     "describe_export",
     "list_environment_addresses",
     "resolve_environment",

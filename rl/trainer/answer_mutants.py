@@ -248,9 +248,10 @@ def split_response(response: str, expected: str | None, programs: bool) -> Refer
     last place of the expected answer; else the whole response is the final answer.
     """
     program = code.extract_program(response, "fenced") if _FENCE.search(response) else None
-    if program is not None and program.strip():
-        return replace(_split_at(response, program.rstrip("\n"), _FENCED), is_program=True)
-    if programs or _is_program(response):
+    program = "" if program is None else program.rstrip("\n")
+    if program.strip() and program in response:
+        return replace(_split_at(response, program, _FENCED), is_program=True)
+    if programs or program.strip() or _is_program(response):  # also of an indented block
         return ReferenceAnswer(response, "", "", _FENCED if programs else _BARE, is_program=True)
     marked = math_reward.extract_marked_answer(response)
     if marked is not None:

@@ -43,7 +43,7 @@ class BatchSource(abc.ABC):
     @abc.abstractmethod
     def take_batch(self, number: int) -> TrainingBatch:
         """Return batch `number` of the stage, complete. Raises RunStopped if a stop was requested
-        and the rest of the step would exceed the grace time.
+        while it was sampled on policy, and the rest of the step would exceed the grace time.
         """
 
     def update(self, batch: TrainingBatch) -> dict[str, float]:
@@ -66,7 +66,7 @@ class RowSource(BatchSource):
         trainer = self.trainer
         rows = trainer.problems.batch(number, trainer.loop.batch_size, trainer.seed)
         seed = derive_seed(trainer.seed, "datums", number)
-        datums = trainer.method.datums(rows, trainer.renderer, trainer.models, seed)
+        datums = trainer.method.build_datums(rows, trainer.renderer, trainer.models, seed)
         return TrainingBatch(number, datums=datums)
 
     def sync_weights(self, number: int) -> SamplingClient | None:
@@ -152,7 +152,7 @@ class AsyncSource(BatchSource):
             self._update_executor = stack.enter_context(ThreadPoolExecutor(1, "learner"))
             self.in_flight = InFlightGroups(trainer, self.engine, state)
             # The state that a replay leaves if it saved a checkpoint and the original run did not.
-            if self.in_flight.admission.version < trainer.done:
+            if self.in_flight.staleness.version < trainer.done:
                 self._start_transfer(None)
             trainer.get_engine_state = self.state
             self.stack = stack.pop_all()
@@ -203,7 +203,8 @@ class AsyncSource(BatchSource):
         metrics, policy = super().update(batch), trainer.models.policy
         result = PolicyUpdate(metrics, policy.version)
         if trainer.settings.flow.sampler_ranks:
-            _ = pending is None or pending.version  # waits for them
+            if pending is not None:
+                _ = pending.version  # waits for them
             result.new_weights = policy.save_weights_and_get_sampling_client()
             if trainer.is_save_due(batch.number + 1):
                 # a checkpoint waits for them; sampling continues meanwhile
@@ -265,7 +266,7 @@ class AsyncSource(BatchSource):
         self.engine.player_streams[None].stream.switch_weights(
             self.sampler, recompute=self.trainer.settings.flow.recompute_cache
         )
-        self.in_flight.admission.advance_version()
+        self.in_flight.staleness.advance_version()
 
 
 @dataclass
@@ -289,25 +290,23 @@ class InFlightGroups:
         # AsyncRolloutSettings: only methods that have these settings train asynchronously.
         loop, flow_settings = trainer.loop, trainer.settings.flow
         size = loop.batch_size
-        self.admission = StalenessController(
+        self.staleness = StalenessController(
             size,
             flow_settings.max_steps_off_policy,
             size * loop.steps,
             flow_settings.on_stale == "resample",
             trainer.done,
         )
-        self.admission.next_group, self.admission.batches_taken = size * trainer.done, trainer.done
+        self.staleness.next_group, self.staleness.batches_taken = size * trainer.done, trainer.done
         self.attempts: dict[int, int] = {}
         self.discarded_tokens = 0
-        self._ended_groups: set[int] = set()
         if state is not None:
-            self.admission.load_state(state["admission"])
+            self.staleness.load_state(state["admission"])
             self.attempts = {int(number): count for number, count in state["attempts"].items()}
             for number in restore_engine_state(
                 engine, state["flow"], lambda number: self._builder_and_stream(number)[0]
             ):
                 self._restart_group(number)
-            self._ended_groups = set(engine.completed_groups()) & self.admission.ended_groups
 
     def _builder_and_stream(self, number: int) -> tuple[EnvGroupBuilder, int]:
         """Return the builder of a group and the random stream of its problem.
@@ -323,7 +322,7 @@ class InFlightGroups:
 
     def start_groups(self) -> None:
         """Begin as many groups as the staleness bound allows."""
-        for number in self.admission.start_groups():
+        for number in self.staleness.start_groups():
             self._start_group(number)
 
     def _start_group(self, number: int) -> None:
@@ -337,14 +336,14 @@ class InFlightGroups:
             builder,
             seed=seed,
             problem=stream,
-            start_version=self.admission.start_versions[number],
+            start_version=self.staleness.start_versions[number],
         )
 
     def _restart_group(self, number: int) -> None:
         """Restart a rescheduled group with a new random seed."""
         self.attempts[number] = self.attempts.get(number, 0) + 1
-        self.admission.start_versions[number] = self.admission.version
-        self.admission.ended_groups.discard(number)
+        self.staleness.start_versions[number] = self.staleness.version
+        self.staleness.ended_groups.discard(number)
         self._start_group(number)
 
     def take_batch(self, learner_version: int) -> RolloutBatch | None:
@@ -352,19 +351,16 @@ class InFlightGroups:
         incomplete.
         """
         for number in self.engine.completed_groups():
-            if number not in self._ended_groups:
-                self._ended_groups.add(number)
-                self.admission.mark_ended(number)
-        batch, rescheduled = self.admission.take_batch()
+            self.staleness.mark_ended(number)
+        batch, rescheduled = self.staleness.take_batch()
         for number in rescheduled:
             self.discarded_tokens += self.engine.discard_group(number)
             self._restart_group(number)
         if not batch:
             return None
-        self._ended_groups -= set(batch)
         rollouts = self.trainer.stage_sampler.add_judgements(self.engine.take_rollouts(batch))
         self.trainer.stage_sampler.check_rollouts(
-            rollouts, learner_version, self.admission.max_staleness
+            rollouts, learner_version, self.staleness.max_staleness
         )
         return rollouts
 
@@ -374,27 +370,27 @@ class InFlightGroups:
         They are the share of trained tokens per age in updates, and the counts of groups that were
         waited for or resampled because of their age.
         """
-        ages, admission = Counter(version - v for v in token_versions(rollouts)), self.admission
+        ages, staleness = Counter(version - v for v in token_versions(rollouts)), self.staleness
         total = max(1, ages.total())
-        shares = {age: ages[age] / total for age in range(admission.max_staleness + 1)}
+        shares = {age: ages[age] / total for age in range(staleness.max_staleness + 1)}
         metrics = {
             **{f"async/age/{age}": share for age, share in shares.items()},
             "async/age/mean": sum(age * count for age, count in ages.items()) / total,
             "async/age/max": max(ages, default=0),
-            "async/awaited_groups": admission.num_awaited,
-            "async/redrawn_groups": admission.num_rescheduled,
+            "async/awaited_groups": staleness.num_awaited,
+            "async/redrawn_groups": staleness.num_rescheduled,
             "async/redrawn_tokens": self.discarded_tokens,
             "async/groups_under_way": len(self.engine.groups),
         }
-        admission.num_awaited = admission.num_rescheduled = self.discarded_tokens = 0
+        staleness.num_awaited = staleness.num_rescheduled = self.discarded_tokens = 0
         return metrics
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; a resumed run continues as if never interrupted."""
-        started = self.admission.start_versions
+        started = self.staleness.start_versions
         return {
             "tick": self.engine.event_log.tick,
-            "admission": self.admission.state(),
+            "admission": self.staleness.state(),
             "attempts": {str(n): count for n, count in self.attempts.items() if n in started},
             "flow": save_engine_state(self.engine),
         }

@@ -252,8 +252,8 @@ class CheckpointManager:
         """Save these weights, without optimizer, if `metric` is the stage's best value so far.
 
         Higher is better, in mode "min" lower. With `value_head` the head is saved too; otherwise
-        the weights are only for sampling. The previous best weights stay until the next resumable
-        checkpoint, so that a run resumed from before this step still has them.
+        the weights are only for sampling. The best weights at the last resumable checkpoint stay
+        until the next one, so that a run resumed from it still has them.
         """
         rows = self._list_rows("best", stage)
         sign = -1 if mode == "min" else 1
@@ -269,10 +269,13 @@ class CheckpointManager:
         path = policy.save_weights_for_sampler(name, value_head=value_head).result().path
         row = _make_best_row(Path(path), stage, step, metric, value, value_head)
         self.logbook.add_checkpoint(row)
+        resumable = [row["batch"] for row in self.logbook.checkpoints() if row["state_path"]]
+        self._prune("best", 1, stage, after=max(resumable, default=-1))
 
-    def _prune(self, kind: str, keep: int, stage: str | None = None) -> None:
-        """Remove all but the last `keep` checkpoints of a kind (and stage)."""
-        for row in self._list_rows(kind, stage)[:-keep]:
+    def _prune(self, kind: str, keep: int, stage: str | None = None, *, after: int = -1) -> None:
+        """Remove all but the last `keep` checkpoints of a kind (and stage) after a step."""
+        rows = [row for row in self._list_rows(kind, stage) if row["batch"] > after]
+        for row in rows[:-keep]:
             self.logbook.remove_checkpoint(row["name"])
             checkpoint_folder.remove_checkpoint(locate_checkpoint(self.logbook.folder, row))
 

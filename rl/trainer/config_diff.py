@@ -7,18 +7,21 @@ A resumed run may differ in settings that change no result, in more steps, and i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rl.algorithms import METHODS
 from rl.config import (
+    CHANGEABLE_OPTIONS,
+    CHANGEABLE_SETTINGS,
     ModelSettings,
     PreferenceDataSettings,
     RunConfig,
     RunSettings,
     StageConfig,
+    current_settings,
     diff_configs,
     flatten_settings,
     list_changed_settings,
@@ -30,54 +33,20 @@ from rl.lr_schedule import compute_lr_factor
 from rl.reporting import load_saved_config
 from rl.sampler import check_features
 
-# Options of a single launch, or of output and reporting.
-CHANGEABLE_OPTIONS = ("resume", "auto_resume", "overwrite", "output_dir", "quiet", "tracker",
-                "tracker_project", "wandb_project", "timeout", "stop_grace", "reward_env",
-                "self_test", "reward_check", "profile", "replay", "plan", "plan_gpus",
-                "plan_gpu_memory", "plan_zero", "plan_prompt_tokens", "change",
-                "trust_run")  # fmt: skip
-# Settings of a stage for micro-batching, memory, evaluation, checkpoints and timeouts. No gradient
-# and no sample depends on them (except for rounding).
-CHANGEABLE_SETTINGS = (
-    "token_budget",
-    "layout",
-    "context_parallel_size",
-    "gradient_checkpointing",
-    "offload_activations",
-    "fused_logprobs",
-    "kept_logits_gib",
-    "kv_cache_tokens",
-    "max_rows",
-    "sampler_cache",
-    "sampler_tp",
-    "sampler_url",
-    "sampler_folder",
-    "sampler_timeout",
-    "sampler_command",
-    "sampler_memory",
-    "sampler_ranks",
-    "eval_every",
-    "save_every",
-    "rollouts_every",
-    "keep_last",
-    "keep_best",
-    "keep_best_mode",
-    "reward_timeout",
-    "reward_workers",
-    "reward_env",
-)
 # The members of CHANGEABLE_SETTINGS that affect rounding: they determine the order of sums, and
 # after a checkpoint caches are computed again.
 ROUNDING_SETTINGS = (
     "token_budget",
     "layout",
     "context_parallel_size",
+    "expert_parallel_size",
     "gradient_checkpointing",
     "fused_logprobs",
     "kept_logits_gib",
     "kv_cache_tokens",
     "max_rows",
     "sampler_tp",
+    "num_speculative_tokens",
     "save_every",
 )
 CHANGES_KEY = "changes"  # in config.json
@@ -105,14 +74,14 @@ def check_changes(
     # sources of the defaults of settings that an older config.json lacks
     default_sources: dict[str, Any] = {"methods": METHODS, "options": RunSettings}
     requested, started = resolve_config(run), slice(stage_index + 1)
-    recorded_stages, requested_stages = config["stages"], requested["stages"]
+    recorded_stages, requested_stages = _use_current_names(config, run), requested["stages"]
     recorded = {**config, "stages": recorded_stages[started]}
     current = {**requested, "stages": requested_stages[started]}
     names = [[(s["name"], s["method"]) for s in c["stages"]] for c in (recorded, current)]
     if names[0] != names[1]:
         changes = diff_configs(recorded, current, ignore=CHANGEABLE_OPTIONS, **default_sources)
         raise RunFolderError(_format_refusal(changes))
-    changeable = list_changed_settings(run.options.change)
+    changeable = _list_changed_settings(run)
     ended = [
         _restore_ended_stage(stage, saved["settings"])
         for stage, saved in zip(run.stages[:stage_index], recorded_stages, strict=False)
@@ -146,6 +115,12 @@ def check_changes(
     return ConfigChanges(replace(run, stages=stages), notes, messages)
 
 
+def _list_changed_settings(run: RunConfig) -> set[str]:
+    """Return the settings that --change of the run names."""
+    known = {key for stage in run.stages for key in flatten_settings(stage.settings)}
+    return list_changed_settings(run.options.change, known)
+
+
 def check_replay_sampler(run: RunConfig) -> None:
     """Raise UserError for a replay with a sampler whose samples cannot be repeated."""
     kinds = {stage.settings.sampling.sampler for stage in run.stages}
@@ -177,9 +152,22 @@ def list_replay_differences(run: RunConfig) -> list[str]:
     ignored = {*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS} - {*ROUNDING_SETTINGS}
     if not any(getattr(flow, "max_steps_off_policy", 0) for flow in flows):
         ignored.add("save_every")
+    config = {**config, "stages": _use_current_names(config, run)}
     return diff_configs(
         config, resolve_config(run), ignore=tuple(ignored), methods=METHODS, options=RunSettings
     )
+
+
+def _use_current_names(config: Mapping[str, Any], run: RunConfig) -> list[dict[str, Any]]:
+    """Return the stages of a config.json with the settings of users' methods under their current
+    names, except settings that the stage of `run` at the same place has.
+    """
+    known: list[Collection[str]] = [flatten_settings(stage.settings) for stage in run.stages]
+    known += [()] * (len(config["stages"]) - len(known))
+    return [
+        {**stage, "settings": current_settings(stage["settings"], names)}
+        for stage, names in zip(config["stages"], known, strict=False)
+    ]
 
 
 def find_event_log(replay: str | Path) -> Path:

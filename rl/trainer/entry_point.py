@@ -34,7 +34,7 @@ from rl.images import content_to_text
 from rl.jsonl import METRICS_FILE, get_rollout_step, read_jsonl, read_metrics
 from rl.renderers import Renderer
 from rl.reporting import CURVES, ROLLOUTS, contains_run
-from rl.rewards import register_reward
+from rl.rewards import is_builtin_reward, register_reward
 from rl.trainer.execute import execute, resolve_run_folder
 from rl.trainer.memory_report import report_memory
 from rl.trainer.run_summary import SCRIPTS_FOLDER
@@ -60,7 +60,7 @@ def main(run: RunConfig) -> int:
         if run.options.plan:
             report_memory(run)
             return
-        execute(run, lambda: outcome.append("the run stopped"))
+        execute(run, lambda: outcome.append("the run stopped"), ends_process=True)
 
     # Without a recipe, settings were typed as flags, so messages name them as flags.
     sections = (
@@ -224,6 +224,11 @@ def train(
     """
     if callable(reward):
         name = getattr(reward, "__name__", type(reward).__name__)
+        if is_builtin_reward(name):
+            raise UserError(
+                f"reward is a function with the name of the built-in reward {name!r}: rename the "
+                f"function, or pass reward={name!r} for the built-in reward"
+            )
         register_reward(name, replace=True)(reward)
         reward = name
     if reward is not None:

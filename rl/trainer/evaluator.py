@@ -316,7 +316,7 @@ class Evaluator:
                 for i in range(context.loop.steps)
             )
             held_out = context.test_problems if context.test_problems is not None else ()
-            context.method.begin(
+            context.method.prepare_rows(
                 chain(chain.from_iterable(batches), held_out), context.renderer, context.models
             )
 

@@ -27,7 +27,7 @@ from rl.reporting import (
     check_writable,
     claim_folder,
     contains_run,
-    has_no_steps,
+    has_steps,
     load_saved_config,
     write_config,
 )
@@ -52,7 +52,7 @@ from rl.trainer.initial_weights import (
 )
 from rl.trainer.memory_report import check_memory
 from rl.trainer.memory_requirements import StageNeeds, choose_cache_size
-from rl.trainer.pipeline import (
+from rl.trainer.preflight import (
     check_api_models,
     check_rewards_at_start,
     convert_epochs_to_steps,
@@ -90,11 +90,14 @@ from rl.trainer.trainer import Trainer
 from rl.trainer.training_loop import train
 
 
-def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None:
+def execute(
+    run: RunConfig, on_begin: Callable[[], None] = lambda: None, *, ends_process: bool = False
+) -> None:
     """Execute a run on rank 0; other ranks serve inside ServiceClient.
 
     Settings, data, reward, model and folder are checked before the folder is changed; `on_begin` is
-    called between the two. Raises RunStopped when a stop was requested.
+    called between the two. `ends_process`: the process may be ended by Ctrl-C (see StopRequest).
+    Raises RunStopped when a stop was requested.
     """
     options = run.options
     folder = resolve_run_folder(run)
@@ -106,7 +109,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         stop_grace_seconds=options.stop_grace,
     )
     with (
-        StopRequest(options.stop_grace) as stop_request,
+        StopRequest(options.stop_grace, ends_process=ends_process) as stop_request,
         ServiceClient(output_dir=folder, seed=options.seed, settings=settings) as service,
         Console(quiet=options.quiet) as console,
         RunLock(folder, patient=options.auto_resume) as lock,
@@ -123,9 +126,7 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
             run, load_saved_config(folder) if options.resume else None
         )
         check_outside_run_folder(origins, folder)
-        position = ResumePoint()
-        if options.resume:
-            position = find_resume_point(run, folder, console)
+        position = find_resume_point(run, folder, console) if options.resume else ResumePoint()
         run = position.run or run
         check_replay(run, console.warn)
         check_sandboxes(run.stages)
@@ -144,14 +145,15 @@ def execute(run: RunConfig, on_begin: Callable[[], None] = lambda: None) -> None
         _print_origins(run, origins, console)
         launch = describe_launch(max(0, position.step), policy.info, plans)
         del policy  # a stage frees its models
-        report = ReportWriter(
-            folder,
-            console,
-            launch,
-            guard=lock.check_held,
-            exceeds_grace=stop_request.exceeds_grace,
+        report = stack.enter_context(
+            ReportWriter(
+                folder,
+                console,
+                launch,
+                guard=lock.check_held,
+                exceeds_grace=stop_request.exceeds_grace,
+            )
         )
-        stack.callback(report.close)
         logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
         if options.reward_check and not options.resume:
             check_rewards_at_start(
@@ -176,11 +178,9 @@ def _print_origins(run: RunConfig, origins: Sequence[Mapping[str, Any]], console
 
 
 def _prepare_stages(run: RunConfig, console: Console, stack: ExitStack) -> list[PreparedStage]:
-    """Return the prepared stages, print their remarks, and let `stack` close their scorers."""
-    stages = prepare_stages(run.stages)
+    """Return the prepared stages, whose scorers `stack` closes, and print their remarks."""
+    stages = prepare_stages(run.stages, stack)
     for prepared in stages:
-        if prepared.scorer is not None:
-            stack.callback(prepared.scorer.close)
         for text in prepared.remarks:
             console.warn(text)
     return stages
@@ -202,7 +202,10 @@ def _claim_run_folder(
         LAUNCH_FOLDER_KEY: str(Path.cwd()),
     }
     config = {**resolve_config(run), **record, **describe_prepared(stages)}
-    claim_folder(folder, config, resume=options.resume, overwrite=options.overwrite)
+    if options.resume:
+        check_claim_folder(folder, resume=True, overwrite=options.overwrite)
+    else:
+        claim_folder(folder, config, overwrite=options.overwrite)
     remove_damaged_checkpoints(folder, position)
     if options.resume:
         recorded = load_saved_config(folder)
@@ -228,7 +231,7 @@ def resolve_run_folder(run: RunConfig) -> Path:
 
 def _resume_if_started(run: RunConfig, folder: Path) -> RunConfig:
     """Return `run` with `resume` set if `auto_resume` is on and the folder's run took a step."""
-    if not run.options.auto_resume or not contains_run(folder) or has_no_steps(folder):
+    if not run.options.auto_resume or not contains_run(folder) or not has_steps(folder):
         return run
     return replace(run, options=replace(run.options, resume=True))
 
@@ -317,7 +320,7 @@ class RunState:
         plan, previous = prepared.plan, self.initial_checkpoint(index)
         method, model = METHODS.create(plan), plan.settings.model
         if not self.finished:
-            self._load_awaited_rows(prepared)
+            self._load_rows_of_stage(prepared)
         resume_from = self.position.state_path if self.resumes_here or self.finished else None
         policy = make_policy(
             self.service, model, previous, resume_from, seed, value_head=method.value_head
@@ -346,17 +349,17 @@ class RunState:
             others = {**others, "opponents": opponents}
         return Models(policy, others)
 
-    def _load_awaited_rows(self, prepared: PreparedStage) -> None:
+    def _load_rows_of_stage(self, prepared: PreparedStage) -> None:
         """Load the rows of a stage that an earlier stage has written."""
-        if prepared.awaited_stage is None or prepared.rows is not None:
+        if prepared.source_stage is None or prepared.rows is not None:
             return
-        first = self.first_step(prepared.awaited_stage)
-        loop = self.stages[prepared.awaited_stage].plan.settings.loop
+        first = self.first_step(prepared.source_stage)
+        loop = self.stages[prepared.source_stage].plan.settings.loop
         steps = range(first + 1, first + loop.steps + 1, loop.rollouts_every)
         prepared.rows = load_stored_answers(prepared.plan, self.folder, steps)
 
     def create_trainer(
-        self, logbook: Logbook, keeper: CheckpointManager, report: ReportWriter
+        self, logbook: Logbook, checkpoints: CheckpointManager, report: ReportWriter
     ) -> Trainer:
         """Return the trainer of the current stage, with the state of the checkpoint if it
         resumes.
@@ -386,7 +389,7 @@ class RunState:
             first_step=self.first_step(self.index),
             logbook=logbook,
             console=self.console,
-            checkpoints=keeper,
+            checkpoints=checkpoints,
             identity=make_identity(self.run, self.run_id, self.index, prepared.problems),
             environment=prepared.environment,
             replay_log=replay_log,
@@ -401,24 +404,26 @@ class RunState:
         )
         if loop_state is not None:
             trainer.load_state(loop_state)
-        for remark in (method.remark_on_data(prepared.problems), trainer.remark_on_rows()):
-            if remark is not None:
-                self.console.note(remark)
+        description = method.describe_data(prepared.problems, context.renderer)
+        if description is not None:
+            self.console.note(description)
         return trainer
 
     def train_stages(self, logbook: Logbook, report: ReportWriter) -> None:
         """Train the remaining stages in order and print the results. Raises RunStopped on a
         stop.
         """
-        keeper = CheckpointManager(logbook)
+        checkpoints = CheckpointManager(logbook)
         held_out: dict[str, HeldOutMetrics] = {}
         while not self.finished:
-            trainer = self.create_trainer(logbook, keeper, report)
+            trainer = self.create_trainer(logbook, checkpoints, report)
             try:
                 train(trainer)
             except RunStopped:
+                saved = [row["name"] for row in logbook.checkpoints() if row["state_path"]]
+                start = saved[-1] if saved else "the beginning"
                 self.console.end(
-                    "stopped on request, everything is saved",
+                    f"stopped on request; --resume continues from {start}",
                     facts={"folder": self.folder},
                     commands=[format_resume_command(self.folder, self.run.options.trust_run)],
                 )

@@ -19,7 +19,7 @@ from rl.jsonl import METRICS_FILE, read_metrics
 from rl.learner import ModelSpec, learner_checkpoint
 from rl.models import (
     LoadedModel,
-    check_model_weights,
+    check_weight_names_and_shapes,
     find_adapter_base,
     is_adapter,
     is_lora,
@@ -232,6 +232,19 @@ def export_weights(
     return exported
 
 
+def check_hub_login() -> None:
+    """Raise UserError if the hub accepts no token of this user, before work is done for a push."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    try:
+        HfApi().whoami()
+    except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise UserError(
+            f"--push needs a login at the hub (hf auth login, or HF_TOKEN): {error}"
+        ) from error
+
+
 def push_to_hub(folder: Path, repository: str) -> str:
     """Upload an export to the hub and return the address of the repository.
 
@@ -287,7 +300,7 @@ def _write_model_folder(loaded: LoadedModel, spec: ModelSpec, weights: Path, fol
     learner_checkpoint.write_model(loaded.model, loaded.tokenizer, folder)
     if not is_adapter(folder):
         # an untied head may leave a tensor that the architecture ties under another name
-        check_model_weights(folder)
+        check_weight_names_and_shapes(folder)
     # Remove PEFT's empty card; this project's card is written later, since it may be edited.
     (folder / "README.md").unlink(missing_ok=True)
     head = weights / learner_checkpoint.VALUE_FILE

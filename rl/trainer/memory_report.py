@@ -37,6 +37,7 @@ from rl.trainer.memory_requirements import (
 ANSWER_BYTES = 2048
 # settings, and kinds of change, of which only the smallest sufficient change is listed
 CACHE, TENSOR_PARALLEL, CONTEXT_PARALLEL = "kv_cache_tokens", "sampler_tp", "context_parallel_size"
+EXPERT_PARALLEL = "expert_parallel_size"
 MIN_EFFECT = 0.98  # fraction of a peak: a change that leaves more than that fraction does not count
 
 
@@ -209,7 +210,9 @@ def _list_candidates(run: RunConfig, launch: LaunchShape) -> list[MemorySaving]:
         return changes
     gpus = max(launch.world, 8)
     # a tensor-parallel group consists of processes of a single machine
-    if min(gpus, 8) % max(stage.settings.sampling.sampler_tp for stage in run.stages) == 0:
+    fits = min(gpus, 8) % max(stage.settings.sampling.sampler_tp for stage in run.stages) == 0
+    # only FSDP2 divides experts
+    if fits and all(stage.settings.optim.expert_parallel_size == 1 for stage in run.stages):
         for stage, offload in ((1, False), (2, False), (3, False), (3, True)):
             sharding = ZeroSharding(stage=stage, offload=offload)
             is_larger = gpus > launch.world and not offload
@@ -217,7 +220,8 @@ def _list_candidates(run: RunConfig, launch: LaunchShape) -> list[MemorySaving]:
                 command = f"{sharding.config_file} on {gpus} GPUs"
                 fields = {**_launch_on(gpus), "sharding": sharding}
                 changes.append(MemorySaving(command, launch=fields))
-    for section, name in (("sampling", TENSOR_PARALLEL), ("optim", CONTEXT_PARALLEL)):
+    for name in (TENSOR_PARALLEL, CONTEXT_PARALLEL, EXPERT_PARALLEL):
+        section = "sampling" if name == TENSOR_PARALLEL else "optim"
         changes += _parallel_changes(run, launch, gpus, section, name)
     return changes
 
@@ -225,8 +229,8 @@ def _list_candidates(run: RunConfig, launch: LaunchShape) -> list[MemorySaving]:
 def _parallel_changes(
     run: RunConfig, launch: LaunchShape, gpus: int, section: str, name: str
 ) -> list[MemorySaving]:
-    """Return samplers (sequences of the learner) shared by 2, 4 or 8 processes of a machine, where
-    the policy can be divided among them. `section`, `name`: of the setting.
+    """Return samplers (sequences or experts of the learner) shared by 2, 4 or 8 processes of a
+    machine, where the policy can be divided among them. `section`, `name`: of the setting.
     """
     current = max(getattr(getattr(stage.settings, section), name) for stage in run.stages)
     changes = []
@@ -274,7 +278,7 @@ def select_listed(changes: Sequence[MemorySaving], limit: float) -> list[MemoryS
     """Return the changes to list. Of several cache sizes or parallel sizes, list only the smallest
     change that fits, or the most effective if none fits.
     """
-    several = (CACHE, TENSOR_PARALLEL, CONTEXT_PARALLEL)
+    several = (CACHE, TENSOR_PARALLEL, CONTEXT_PARALLEL, EXPERT_PARALLEL)
     selected = []
     for kind in several:
         least_first = sorted((c for c in changes if c.kind == kind), key=lambda c: -c.peak)

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from rl.algorithms import METHODS, Method, ModelRequests
-from rl.config import ModelSettings, RunConfig, StageConfig
+from rl.config import ModelSettings, OptimSettings, RunConfig, StageConfig
 from rl.distributed import (
+    FSDPSharding,
     Sharding,
     ZeroSharding,
     check_context_parallel_size,
+    check_expert_parallel_size,
     check_tensor_parallel_size,
     check_tensor_parallel_without_roles,
     get_launch_sharding,
@@ -94,6 +96,8 @@ def resolve_launch(run: RunConfig) -> tuple[LaunchShape, DeviceMemory]:
     world = options.plan_gpus or launched
     if world != launched:
         sharding = sharding.rescale()
+        if any(stage.settings.optim.expert_parallel_size > 1 for stage in run.stages):
+            sharding = FSDPSharding()  # the only one that divides experts
     if options.plan_zero is not None:
         stage = options.plan_zero
         sharding = Sharding() if stage == "none" else ZeroSharding(stage=int(stage))
@@ -125,9 +129,9 @@ def _resolve_device(gib: float | None, *, hypothetical: bool, per_node: int) -> 
     return DeviceMemory("CPU process", get_machine_memory() / per_node)
 
 
-def get_machine_memory() -> float:
+def get_machine_memory() -> int:
     """Return the bytes of this machine's memory."""
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def compute_stage_needs(
@@ -173,9 +177,7 @@ def _compute_needs(
     tp_size = _tensor_parallel_size(
         sampling.sampler_tp, 0 if samplers is None else samplers.world, shape, launch
     )
-    if optim.context_parallel_size > 1:
-        check_context_parallel_size(optim.context_parallel_size, launch.world)
-        skeleton.check_divisible(optim.context_parallel_size)
+    _check_learner_groups(optim, launch, skeleton)
     sampler_world = (samplers or launch).world // tp_size
     in_pages = _uses_paged_cache(sampling, model, shape, launch, tp_size)
     work = _compute_step_work(method, shape, prompt, launch.world, sampler_world, in_pages)
@@ -186,6 +188,7 @@ def _compute_needs(
         optimizer=optim.optimizer,
         loads_in_shards=supports_lazy_loading(model.base_model),
         sampler_tp=tp_size,
+        expert_parallel_size=optim.expert_parallel_size,
     )
     others, critics = _list_other_shapes(method, model, shape, fresh_adapter)
     held = _trace(skeleton, model, batch, launch) if traced else MicroBatchMemory()
@@ -213,6 +216,18 @@ def _compute_needs(
     ]
 
 
+def _check_learner_groups(
+    optim: OptimSettings, launch: LaunchShape, skeleton: ModelSkeleton
+) -> None:
+    """Raise UserError if the ranks cannot divide the model's sequences or experts as requested."""
+    if (size := optim.context_parallel_size) > 1:
+        check_context_parallel_size(size, launch.world)
+        skeleton.check_divisible(size)
+    if (size := optim.expert_parallel_size) > 1:
+        check_expert_parallel_size(size, launch.world, launch.sharding)
+        skeleton.check_experts(size, launch.world)
+
+
 def _saved_logits(
     model: ModelSettings, shape: ModelShape, launch: LaunchShape, batch: MicroBatch
 ) -> float:
@@ -225,13 +240,17 @@ def _saved_logits(
 def _list_extra_memory(
     settings: Any, shape: ModelShape, batch: MicroBatch, launch: LaunchShape
 ) -> tuple[list[MemoryItem], list[tuple[str, float]]]:
-    """Return the memory of a vLLM server that the run starts, and the CPU memory of a machine for
-    offloaded activations.
+    """Return the memory of a vLLM server that the run starts and of rows on their way between
+    experts, and the CPU memory of a machine for offloaded activations.
     """
     items, host, sampling = [], [], settings.sampling
     if sampling.sampler == "vllm" and not sampling.sampler_url:
         size = sampling.sampler_memory * launch.memory
         items.append(constant_item("vLLM server (sampler_memory)", size))
+    if launch.expert_parallel_size > 1:  # what a rank sends, and what it receives
+        rows = 2 * batch.rows * batch.length * shape.experts_per_token
+        size = float(launch.compute_bytes * rows * shape.hidden)
+        items.append(MemoryItem("rows for experts of other ranks", train=size))
     if launch.cuda and settings.model.offload_activations:
         size = offloaded_activation_bytes(shape, batch) * launch.per_node
         host.append(("inputs of layers, offloaded, at most", size))
@@ -254,11 +273,13 @@ def _compute_step_work(
     settings = method.settings
     sampling, optim, loop = settings.sampling, settings.optim, settings.loop
     group = method.group_size if method.online else 1
+    # a row of a preference method has two answers, which are trained on together
+    answers = 2 if "rejected" in method.reads else group
     if shape.max_context is not None:
         prompt = max(1, min(prompt, shape.max_context - sampling.max_tokens))
     batch = largest_micro_batch(
         groups=max(1, loop.batch_size // optim.num_substeps),
-        group=group,
+        group=answers,
         prompt=prompt,
         answer=sampling.max_tokens,
         budget=optim.token_budget,
@@ -346,7 +367,8 @@ def _uses_paged_cache(
     On a GPU the engine tries it; the plan assumes that it succeeds.
     """
     may = shape.fast and sampling.sampler != "hf" and not model.router_replay
-    chosen = sampling.sampler_cache == "auto" and launch.cuda and tp_size == 1
+    steps_on_device = launch.cuda and tp_size == 1 and not sampling.num_speculative_tokens
+    chosen = sampling.sampler_cache == "auto" and steps_on_device
     return may and (sampling.sampler_cache == "paged" or chosen)
 
 
@@ -423,6 +445,7 @@ def _trace(
         cuda=launch.cuda,
         saved_bytes=None if launch.cuda else kept_bytes_from_gib(model.kept_logits_gib),
         bf16_base=launch.base_dtype != "fp32" and not divides,
+        expert_parallel_size=launch.expert_parallel_size,
     )
     return trace_micro_batch(skeleton, batch, config)
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from rl.errors import install_command
+from rl.errors import RankLost, install_command
 from rl.jsonl import write_jsonl
 from rl.reporting import LAUNCHES, REPORT, Console, has_plotly, read_rollouts
-from rl.trainer.memory_requirements import StageNeeds
+from rl.trainer.memory_requirements import StageNeeds, get_machine_memory
 from rl.trainer.run_report import write_report
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "triton", "numpy")
@@ -41,8 +41,8 @@ def list_devices() -> list[dict[str, Any]]:
     if torch.cuda.is_available():
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         return [{"name": device.name, "memory": device.total_memory} for device in devices]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return [{"name": f"{os.cpu_count()} CPU cores, {platform.machine()}", "memory": memory}]
+    name = f"{os.cpu_count()} CPU cores, {platform.machine()}"
+    return [{"name": name, "memory": get_machine_memory()}]
 
 
 def measure_peak_memory() -> dict[str, Any]:
@@ -88,7 +88,8 @@ class ReportWriter:
 
     Evaluations write the page in a thread, unless pages would then take more than 1% of the time:
     a page that took C seconds of CPU time is followed by the next one after 100 C seconds at the
-    earliest. `close` always writes it, except if the grace time of a stop request is too short.
+    earliest. The end of a `with` block always writes it, except after the loss of a rank or if the
+    grace time of a stop request is too short.
 
     `guard` raises if the folder no longer belongs to this process. `exceeds_grace` returns whether
     a stop was requested whose grace time is shorter than a number of seconds.
@@ -126,14 +127,22 @@ class ReportWriter:
             self._thread = threading.Thread(target=self._write_page, name="report", daemon=True)
             self._thread.start()
 
-    def close(self) -> None:
-        """Write the page of the whole run."""
+    def close(self, *, draw: bool = True) -> None:
+        """Write the launches, and the page of the whole run if `draw`."""
         self._write_launches()
-        if self._is_available and not self._exceeds_grace(1 + 4 * self._cost):
+        if draw and self._is_available and not self._exceeds_grace(1 + 4 * self._cost):
             if self._thread is not None:
                 self._thread.join()
             self._write_page()
         self._warn_of_failure()
+
+    def __enter__(self) -> ReportWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        # After the loss of a rank, the launcher soon ends this process, which has to print the
+        # error before that.
+        self.close(draw=kind is None or not issubclass(kind, RankLost))
 
     def _write_launches(self) -> None:
         try:

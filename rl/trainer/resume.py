@@ -23,7 +23,8 @@ from rl.distributed import checkpoint_folder
 from rl.errors import RunFolderError, UserError
 from rl.jsonl import METRICS_FILE, read_metrics
 from rl.learner import read_learner_state
-from rl.reporting import Console, has_no_steps, load_saved_config
+from rl.reporting import Console, has_steps, load_saved_config
+from rl.sanitize import list_some
 from rl.seed import derive_seed
 from rl.trainer.checkpoint_manager import (
     CHECKPOINTS_FOLDER,
@@ -155,7 +156,7 @@ def _start_from_beginning(
     console: Console,
 ) -> ResumePoint:
     notes: list[dict[str, Any]] = []
-    if not has_no_steps(folder):
+    if has_steps(folder):
         changes = check_changes(config, run, len(run.stages) - 1, 0, 0)
         run, notes = changes.run, changes.notes
     _check_no_conflicts(folder, read_stage_steps(resolve_config(run)["stages"]), (), rows, 0)
@@ -412,7 +413,4 @@ def check_logged_steps(folder: Path, steps: Sequence[range]) -> None:
 
 def _format_steps(steps: Sequence[int]) -> str:
     """Return the steps as words, at most 6 of them."""
-    listing = ", ".join(map(str, steps[:6]))
-    return f"step{'s' * (len(steps) > 1)} {listing}" + (
-        f" and {len(steps) - 6} more" if len(steps) > 6 else ""
-    )
+    return f"step{'s' * (len(steps) > 1)} {list_some(steps, 6)}"

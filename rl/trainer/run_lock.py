@@ -154,7 +154,10 @@ class RunLock:
                 raise RunFolderError(self._refusal_message(owner, 0.0))
         if not self._acquired:
             self._acquired = True
-            threading.Thread(target=self._run_heartbeat, name="whetstone-lock", daemon=True).start()
+            last_beat = self.heartbeat_time() or self._disk_time()
+            threading.Thread(
+                target=self._run_heartbeat, args=(last_beat,), name="whetstone-lock", daemon=True
+            ).start()
 
     def check_held(self) -> None:
         """Raise RunFolderError if another process has taken the folder over.
@@ -306,10 +309,13 @@ class RunLock:
             f"heartbeat; if nothing runs on that machine, remove {self.path})"
         )
 
-    def _run_heartbeat(self) -> None:
+    def _run_heartbeat(self, last_beat: float) -> None:
         while not self._ended.wait(self._heartbeat_seconds):
             owner = self._read_owner()
             if self._ended.is_set():
+                return
+            if owner is None and self._disk_time() - last_beat > self._stale:
+                self._lost_to = {}  # another process could take the lock over and release it
                 return
             if owner is not None and owner.get("nonce") not in (None, self._record["nonce"]):
                 self._lost_to = owner
@@ -317,6 +323,7 @@ class RunLock:
             # While the disk is unreachable, no other process sees the lock either.
             with contextlib.suppress(OSError, RunFolderError):
                 os.utime(self.path) if owner is not None else self._create(self.path)
+                last_beat = self.heartbeat_time() or last_beat
 
 
 def _describe_owner(owner: Mapping[str, Any]) -> str:

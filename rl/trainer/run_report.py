@@ -415,8 +415,8 @@ def write_report(
     """Write the report of the runs in `folders`, and return its path.
 
     `out`: the file, by default report.html in the run's folder, or for several runs in the current
-    folder. The page has at most 10 MB. Raises UserError if a folder holds no run, if labels do not
-    match, or if plotly is missing.
+    folder; if it is a folder, the page is report.html in it. The page has at most 10 MB. Raises
+    UserError if a folder holds no run, if labels do not match, or if plotly is missing.
     """
     if labels is not None and len(labels) != len(folders):
         raise UserError(
@@ -426,6 +426,7 @@ def write_report(
         read_saved_run(folder, labels[i] if labels else None) for i, folder in enumerate(folders)
     ]
     out = out or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
+    out = out / REPORT if out.is_dir() else out
     plotly = load_plotly()
     limit = MAX_REPORT_BYTES - len(plotly.encode()) - 300_000  # the rest: the template
     while True:

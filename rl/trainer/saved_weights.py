@@ -22,10 +22,9 @@ from rl.config import (
     locate_recorded_files,
 )
 from rl.errors import UserError
-from rl.learner import LearnerSettings, kept_bytes_from_gib
 from rl.reporting import CHECKPOINTS, CONFIG, contains_run, load_saved_config
-from rl.runtime import SamplerSettings, WorkerSettings
-from rl.sampler import DEFAULT_CACHE_TOKENS, check_features
+from rl.runtime import WorkerSettings, make_sampler_settings, make_worker_settings
+from rl.sampler import check_features
 from rl.seed import derive_seed
 from rl.trainer.checkpoint_manager import (
     complete_checkpoint_list,
@@ -35,42 +34,12 @@ from rl.trainer.checkpoint_manager import (
 )
 
 
-def make_sampler_settings(sampling: SamplingSettings, router_replay: bool) -> SamplerSettings:
-    """Return the settings of a rank's sampler."""
-    return SamplerSettings(
-        sampling.kv_cache_tokens or DEFAULT_CACHE_TOKENS,
-        sampling.max_rows,
-        sampling.sampler,
-        router_replay,
-        sampling.sampler_cache,
-        sampling.sampler_tp,
-        sampling.sampler_url,
-        sampling.sampler_folder,
-        sampling.sampler_timeout,
-        sampling.sampler_command,
-        sampling.sampler_memory,
-    )
-
-
 def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
     """Return the worker settings of the whole run. Raises UserError if those of stages differ."""
     per_stage = []
     for plan in stages:
-        model, optim = plan.settings.model, plan.settings.optim
-        learner = LearnerSettings(
-            token_budget=optim.token_budget,
-            layout=optim.layout,
-            fused=model.fused_logprobs,
-            kept_bytes=kept_bytes_from_gib(model.kept_logits_gib),
-            gradient_checkpointing=model.gradient_checkpointing,
-            offload_activations=model.offload_activations,
-            optimizer=optim.optimizer,
-            router_replay=model.router_replay,
-            router_aux_loss_coef=model.router_aux_loss_coef,
-            context_parallel_size=optim.context_parallel_size,
-        )
-        sampler = make_sampler_settings(plan.settings.sampling, model.router_replay)
-        per_stage.append(WorkerSettings(dtype=model.precision, learner=learner, sampler=sampler))
+        settings = plan.settings
+        per_stage.append(make_worker_settings(settings.model, settings.sampling, settings.optim))
     flows = [
         flow
         for plan in stages
@@ -86,14 +55,16 @@ def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
         )
     if any(settings != per_stage[0] for settings in per_stage):
         raise UserError(
-            "precision, token_budget, layout, context_parallel_size, fused_logprobs, "
-            "kept_logits_gib, gradient_checkpointing, offload_activations, optimizer, "
-            "router_replay, router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, "
+            "precision, token_budget, layout, context_parallel_size, expert_parallel_size, "
+            "fused_logprobs, kept_logits_gib, gradient_checkpointing, offload_activations, "
+            "optimizer, router_replay, router_aux_loss_coef, kv_cache_tokens, max_rows, sampler, "
             "sampler_url, sampler_folder, sampler_timeout, sampler_command, sampler_memory, "
-            "sampler_cache and sampler_tp apply to the whole run: set them at the recipe's top "
-            "level or on the command line"
+            "num_speculative_tokens, sampler_cache and sampler_tp apply to the whole run: set them "
+            "at the recipe's top level or on the command line"
         )
-    return replace(per_stage[0], sampler_ranks=max(ranks, default=0))
+    lora_rank = max(plan.settings.model.lora_rank for plan in stages)
+    sampler = replace(per_stage[0].sampler, lora_rank=lora_rank)
+    return replace(per_stage[0], sampler=sampler, sampler_ranks=max(ranks, default=0))
 
 
 _SERVER_SETTINGS = (
@@ -273,7 +244,7 @@ def open_weights(
         )
     if folder.is_dir():
         return _open_folder(folder)
-    if target.startswith("tiny:") or not _looks_like_path(target, folder):
+    if target.startswith("tiny:") or not _looks_like_path(target):
         return SavedWeights(target)
     expected = "a run's folder, a folder of weights, a hub name or tiny:<preset>"
     if target.startswith("tinker://"):
@@ -364,15 +335,13 @@ def _open_folder(folder: Path) -> SavedWeights:
     return SavedWeights(str(folder), folder)
 
 
-def _looks_like_path(target: str, folder: Path) -> bool:
+def _looks_like_path(target: str) -> bool:
     """Return whether a word means a path, since hub names look like paths: it begins like a path,
-    has several levels, or its parent folder exists.
+    has several levels, or names a run.
     """
-    parent_exists = folder.parent != Path(".") and folder.parent.is_dir()
     return (
         target.startswith((".", "/", "~", "runs/"))
         or target.count("/") > 1
-        or parent_exists
         or Path("runs", target).is_dir()
     )
 

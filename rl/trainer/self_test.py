@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from rl.renderers import Renderer
 from rl.rollout import Trajectory, Transition, trajectory_to_datums
 from rl.runtime import ConsistencyReport, check_sync
 from rl.sampler import SamplingRequest
+from rl.sanitize import list_some
 from rl.seed import derive_seed
 from rl.types import Datum, Message, ModelInput, SampledSequence, SamplingParams
 
@@ -28,10 +28,10 @@ from rl.types import Datum, Message, ModelInput, SampledSequence, SamplingParams
 PROBLEMS, ANSWERS, TOKENS = 2, 2, 16
 _PLACEHOLDER_TOKENS = range(3, 9)  # tokens that replace the prompt of an environment
 TOLERANCE = 2e-3  # nats: fp32 rounding over a deep model stays below 1e-4
-# limits with moved weights in fp32: nats, and a multiple of the difference before
-MOVED_TOLERANCE, MOVED_GROWTH = 3e-5, 30
+# limits with perturbed weights in fp32: nats, and a multiple of the difference before
+PERTURBED_TOLERANCE, PERTURBED_GROWTH = 3e-5, 30
 TOLERANCE_BF16 = 0.1  # nats on average; single tokens differ by more
-MOVED_FRACTION_BF16 = 0.25  # fraction of the mean change that moved weights make
+PERTURBED_FRACTION_BF16 = 0.25  # fraction of the mean change that perturbed weights make
 # of an external sampler: a difference in nats that is counted, and the share of such tokens from
 # which a correction is advised
 LARGE_DIFFERENCE, LARGE_SHARE = 1e-2, 0.1
@@ -100,7 +100,7 @@ def self_test(
     _check_weight_sync(
         datums,
         seen,
-        min(TOLERANCE, max(MOVED_TOLERANCE, MOVED_GROWTH * difference)) if exact else None,
+        min(TOLERANCE, max(PERTURBED_TOLERANCE, PERTURBED_GROWTH * difference)) if exact else None,
     )
     reached = _check_gradients(seen)
     return (
@@ -167,8 +167,8 @@ def _sample_answers(
     sampling_seed = derive_seed(seed, "self-test")
     requests = [
         SamplingRequest(
-            prompt=prompt.flat(),
-            images=prompt.placed(),
+            prompt=prompt.token_ids(),
+            images=prompt.images_with_positions(),
             num_samples=ANSWERS,
             params=short,
             seed=sampling_seed,
@@ -216,8 +216,8 @@ def _check_tokens(prompt: ModelInput, sequence: SampledSequence, datums: Sequenc
             "tokens at their positions"
         )
     last = int(targets[-1][-1])
-    whole = [*datums[0].model_input.flat(), last]
-    if len(datums) == 1 and whole != [*prompt.flat(), *sequence.tokens]:
+    whole = [*datums[0].model_input.token_ids(), last]
+    if len(datums) == 1 and whole != [*prompt.token_ids(), *sequence.tokens]:
         raise SelfTestFailed("the sequence that would be trained is not the prompt and its answer")
 
 
@@ -260,12 +260,12 @@ def _check_agreement(
 def _check_weight_sync(
     datums: Sequence[Datum], report: ConsistencyReport, tolerance: float | None
 ) -> None:
-    """Check that moved weights change the sampler's logprobs in the same way as the learner's.
+    """Check that perturbed weights change the sampler's logprobs in the same way as the learner's.
 
     `tolerance`: largest difference in nats, in fp32; None: in bf16.
     """
-    learner = _select_actions(datums, report.learner_moved)
-    sampler = _select_actions(datums, report.sampler_moved)
+    learner = _select_actions(datums, report.learner_perturbed)
+    sampler = _select_actions(datums, report.sampler_perturbed)
     change = np.abs(learner - _select_actions(datums, report.learner))
     if not report.num_perturbed or not change.max() > 0:
         raise SelfTestFailed(
@@ -279,11 +279,11 @@ def _check_weight_sync(
     if tolerance is not None:
         differs = difference.max() > tolerance
     else:
-        most = max(TOLERANCE_BF16, MOVED_FRACTION_BF16 * float(change.mean()))
+        most = max(TOLERANCE_BF16, PERTURBED_FRACTION_BF16 * float(change.mean()))
         differs = difference.mean() > most
     if differs:
         raise SelfTestFailed(
-            "the weight sync delivers only a part of the weights: with moved weights sampler "
+            "the weight sync delivers only a part of the weights: with perturbed weights sampler "
             f"and learner disagree by {difference.mean():.3g} nats on average and "
             f"{difference.max():.3g} at worst, where moving them changes the learner by "
             f"{change.mean():.3g}"
@@ -293,7 +293,7 @@ def _check_weight_sync(
 def _check_gradients(report: ConsistencyReport) -> str:
     if report.frozen_with_gradient:
         raise SelfTestFailed(
-            f"frozen tensors have a gradient: {_format_names(report.frozen_with_gradient)}"
+            f"frozen tensors have a gradient: {list_some(report.frozen_with_gradient, 3)}"
         )
     # a few tokens reach few experts, and text reaches no image encoder
     missed = [
@@ -304,11 +304,6 @@ def _check_gradients(report: ConsistencyReport) -> str:
     total = len(report.gradient_sizes)
     if missed:
         raise SelfTestFailed(
-            f"no gradient reaches {len(missed)} of {total} trained tensors: {_format_names(missed)}"
+            f"no gradient reaches {len(missed)} of {total} trained tensors: {list_some(missed, 3)}"
         )
     return f"{sum(size > 0 for size in report.gradient_sizes.values())} of {total}"
-
-
-def _format_names(names: Sequence[Any]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(str, names[:3])) + more

@@ -44,7 +44,7 @@ from rl.envs import (
 )
 from rl.errors import UserError, warn_on_rank_zero
 from rl.renderers import Renderer
-from rl.rewards import Reward, Scorer, code, resolve_reward
+from rl.rewards import Reward, Scorer, code, get_reward_machines, resolve_reward
 from rl.rollout import EnvGroupBuilder, EpisodeFailed
 from rl.seed import derive_seed
 from rl.trainer.reward_probe import check_reward
@@ -384,9 +384,9 @@ def build_episode_groups(
     limits = EpisodeLimits(
         turns=env.max_turns, tokens=env.episode_tokens, seconds=env.episode_seconds
     )
-    if (groups := spec.token_level) is not None:
+    if (make_group := spec.make_token_level_group) is not None:
         return [
-            groups(problem, group_size, renderer, limits=limits, system_prompt=prompt)
+            make_group(problem, group_size, renderer, limits=limits, system_prompt=prompt)
             for problem in problems
         ]
     shared: dict[str, Any] = {"limits": limits, "system_prompt": prompt, "renderers": renderers}
@@ -414,7 +414,7 @@ def check_environment(
 class PreparedStage:
     """Hold a stage's loaded data and reward.
 
-    rows: to train on; None until the earlier stage with number `awaited_stage` has written them
+    rows: to train on; None until the earlier stage with number `source_stage` has written them
 
     scorer: None if answers are not scored
 
@@ -434,7 +434,7 @@ class PreparedStage:
     test_problems: ProblemSet | None
     scorer: Scorer | None
     curriculum: Curriculum | None = None
-    awaited_stage: int | None = None
+    source_stage: int | None = None
     environment: EnvironmentSpec | None = None
     sandbox: str | None = None
     overlap: ContaminationResult | None = None
@@ -447,7 +447,7 @@ class PreparedStage:
     def problems(self) -> ProblemSet:
         if self.rows is None:
             raise RuntimeError(
-                f"stage {self.plan.name} has no data before stage number {self.awaited_stage} is "
+                f"stage {self.plan.name} has no data before stage number {self.source_stage} is "
                 "done"
             )
         return self.rows
@@ -477,12 +477,12 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
     else:
         reward = resolve_stage_reward(data)
     sandbox = None if reward is None else find_sandbox_kind(reward, data)
-    awaits = find_writing_stage(plan, earlier)
+    source_stage = find_writing_stage(plan, earlier)
     rows: ProblemSet | None = None
     if environment is not None and not environment.needs_rows:
         rows, test_problems = make_environment_rows(environment, data, plan.settings.env, held_out)
     elif isinstance(data, RolloutDataSettings):
-        rows = load_stored_answers(plan) if awaits is None else None
+        rows = load_stored_answers(plan) if source_stage is None else None
         test_problems = load_held_out_problems(data) if held_out else None
     else:
         rows, test_problems = load_training_problems(data, held_out)
@@ -498,7 +498,7 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
         overlap = find_contamination(rows, test_problems)
     curriculum = None if data.curriculum == "off" or rows is None else Curriculum(rows, data)
     prepared = PreparedStage(
-        plan, rows, test_problems, None, curriculum, awaits, environment, sandbox, overlap
+        plan, rows, test_problems, None, curriculum, source_stage, environment, sandbox, overlap
     )
     if reward is None:
         return prepared
@@ -508,7 +508,7 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
     if trial_rows is not None and environment is None:
         try:
             prepared.remarks = check_reward(prepared.scorer, trial_rows)
-        except ValueError:
+        except BaseException:
             prepared.scorer.close()
             raise
     prepared.trial_seconds = time.monotonic() - begin
@@ -516,12 +516,16 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
 
 
 def make_scorer(reward: str | Reward, data: DataSettings) -> Scorer:
-    """Return the workers that run a stage's reward."""
+    """Return the workers that run a stage's reward, on the machines of `data.reward_machines`."""
+    reward = resolve_reward(reward)
+    needs_nothing = reward.builtin and not reward.runs_programs
+    everywhere = data.reward_machines == "all" or (data.reward_machines == "auto" and needs_nothing)
     return Scorer(
         reward,
         timeout=data.reward_timeout,
         workers=data.reward_workers,
         environment=data.reward_env,
+        machines=get_reward_machines() if everywhere else None,
     )
 
 
@@ -619,6 +623,7 @@ def check_rows(prepared: PreparedStage, policy: TrainingClient, renderer: Render
         renderer,
         longest=method.longest if isinstance(method, RowEvaluator) else None,
         limits=LengthLimits.from_settings(settings.data),
+        train_on=method.train_on,
     )
     faults: list[FaultyRows] = []
 

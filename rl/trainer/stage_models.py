@@ -358,9 +358,8 @@ def load_evaluation_opponents(
     service: ServiceClient,
 ) -> Players:
     """Return the other players for an evaluation of saved weights. For the pool it is the run's
-    newest older version.
+    newest version that is older than the weights.
     """
-
     samplers, renderers = load_opponents(
         environment.models,
         lambda name: open_weights(name).create_sampler(service),
@@ -371,7 +370,11 @@ def load_evaluation_opponents(
         paths = []
         if weights.path is not None and weights.stage is not None:
             versions = weights.path.parent.parent / WEIGHTS_FOLDER
-            paths = sorted(versions.glob(f"{weights.stage.name}-opponent-step-*"))
+            paths = [
+                path
+                for path in sorted(versions.glob(f"{weights.stage.name}-opponent-step-*"))
+                if weights.step is None or int(path.name.rpartition("-")[2]) < weights.step
+            ]
         if not paths:
             raise UserError(
                 f"{weights.name} has no older versions to play against: name other opponents "
@@ -428,20 +431,21 @@ class OpponentModels:
             return self.models
         return {**self.models, OPPONENT_POOL: self._load(self.version_pool.opponents[-1].name)}
 
-    def update_after_batch(
-        self, policy: TrainingClient, rollouts: RolloutBatch, done: int, step: int
-    ) -> dict[str, float]:
-        """Rate the older version that the batch was played against, and add the policy to the pool
-        when it is due. Return metrics.
-
-        `done`: batches of the stage; `step`: of the run.
-        """
-        if self.version_pool is None:
-            return {}
-        if self._loaded_version is not None:
+    def record_results(self, rollouts: RolloutBatch) -> None:
+        """Rate the older version that the batch was played against."""
+        if self.version_pool is not None and self._loaded_version is not None:
             self.version_pool.record_results(
                 [(self._loaded_version[0], score) for score in _policy_scores(rollouts)]
             )
+
+    def update_pool(self, policy: TrainingClient, done: int, step: int) -> dict[str, float]:
+        """Add the policy to the pool when it is due. Return metrics.
+
+        `done`: batches of the stage; `step`: of the run. Called after the evaluation, in which the
+        policy plays against the newest version.
+        """
+        if self.version_pool is None:
+            return {}
         if done % self.every == 0:
             self._add_version(policy, step)
         return self.version_pool.metrics()

@@ -67,11 +67,11 @@ class ReplayLog:
     ):
         self.path, self.stage = folder / DECISIONS_FILE, stage
         self.batch = done
-        self.path.touch()
-        rows = read_jsonl(self.path)
-        kept_rows = [row for row in rows if row["stage"] != stage or row["batch"] < done]
-        if len(kept_rows) != len(rows):
-            write_jsonl(self.path, kept_rows)
+        # written even if all rows stay: the last line may be unfinished
+        write_jsonl(
+            self.path,
+            [row for row in read_jsonl(self.path) if row["stage"] != stage or row["batch"] < done],
+        )
         self._recorded_events: list[dict[str, Any]] | None = None
         if replay is not None:
             self._recorded_events = [
@@ -392,6 +392,8 @@ class StageSampler:
             source = "the reward" if self.context.environment is None else "the environment"
             raise AllRewardsFailed(
                 f"{source} failed on every sample of the batch: {rollouts.errors[0]}"
+                if rollouts.errors
+                else "the policy had no turn in any episode of the batch"
             )
         pg = getattr(self.context.settings, "policy_gradient", None)
         single = all(len(t.transitions) == 1 for g in rollouts.groups for t in g.trajectories_G)

@@ -16,7 +16,7 @@ from typing import Any
 
 from rl.algorithms import Progress, RowEvaluator
 from rl.client import SamplingClient
-from rl.data import Curriculum, ProblemSet
+from rl.data import Curriculum
 from rl.distributed import RunStopped, StopRequest
 from rl.errors import UserError
 from rl.jsonl import replace_nonfinite
@@ -80,6 +80,7 @@ class Trainer:
         self._sampling_end: float | None = None
         # seconds from the samples to the end of a batch, including its save
         self._rest_seconds = 0.0
+        self._evaluation_seconds = 0.0  # of the last evaluation of this process
 
     def start(self) -> SamplingClient | None:
         """Return a sampler of the current policy; None if the stage never samples.
@@ -111,22 +112,13 @@ class Trainer:
                 )
             )
         if self.done == 0 and self.loop.eval_every:
-            metrics = self.evaluator.evaluate(0, sampler)
+            metrics = self._evaluate(0, sampler)
             if metrics or self.evaluator.samples_held_out:
                 self.log.write_row(0, metrics)
                 if self.report is not None:
                     self.report.update()
         self._batch_start = time.perf_counter()
         return sampler
-
-    def remark_on_rows(self) -> str | None:
-        """Return the method's remark on the rows that it learns from, if any."""
-        if not isinstance(self.method, RowEvaluator) or self.done > 0:
-            return None
-        count = min(256, self.loop.batch_size * max(1, self.loop.steps))
-        if isinstance(self.problems, ProblemSet):
-            count = min(count, len(self.problems))  # a larger batch would repeat rows
-        return self.method.remark(self.problems.batch(0, count, self.seed), self.renderer)
 
     def batches(self) -> Iterator[int]:
         batches = range(self.done, self.loop.steps)
@@ -162,34 +154,50 @@ class Trainer:
                 self.save(self.done)
             raise RunStopped(code)
 
+    def _evaluate(self, done: int, sampler: SamplingClient | None) -> dict[str, float]:
+        """Return the held-out metrics after `done` batches, and note the time that they take."""
+        start = time.perf_counter()
+        metrics = self.evaluator.evaluate(done, sampler)
+        self._evaluation_seconds = time.perf_counter() - start
+        return metrics
+
     def end_batch(
         self,
         batch: TrainingBatch,
         metrics: Mapping[str, float],
         sampler: SamplingClient | None,
     ) -> None:
-        """Log the batch, evaluate and save when due, and stop the run if a stop was requested."""
+        """Log the batch, evaluate and save when due, and stop the run if a stop was requested.
+
+        An evaluation is skipped if a stop was requested and it would take longer than the grace
+        time, as far as is known from the last one. That of the last step is never skipped.
+        """
         number, rollouts, done = batch.number, batch.rollouts, batch.number + 1
-        is_evaluated = self.evaluator.is_due(number)
+        is_due = self.evaluator.is_due(number)
+        is_late = self.stop_request.exceeds_grace(self._evaluation_seconds)
+        is_evaluated = is_due and (done == self.loop.steps or not is_late)
         metrics = {**self.method.shaping_metrics, **metrics}
         row = self.log.build_row(
             number, self._batch_start, metrics, sampler, rollouts, batch.datums
         )
-        if rollouts is not None and self.context.opponents is not None:
-            row |= self.context.opponents.update_after_batch(
-                self.models.policy, rollouts, done, self.first_step + done
-            )
+        opponents = self.context.opponents
+        if rollouts is not None and opponents is not None:
+            opponents.record_results(rollouts)
         if self.profile is not None:
             self.profile.end_step(row, is_last=is_evaluated)
         if is_evaluated:
-            row |= self.evaluator.evaluate(done, sampler)
+            row |= self._evaluate(done, sampler)
+        elif is_due:
+            self.console.note(f"no evaluation after step {done}: it may exceed stop_grace")
+        if rollouts is not None and opponents is not None:
+            row |= opponents.update_pool(self.models.policy, done, self.first_step + done)
         warnings = self.log.check_alarms(row)
         self.done = done
         self.log.write_row(done, row)
         for text in warnings:
             self.console.warn(text)
         self.log.write_rollouts(number, rollouts)
-        self._save_if_due(done, row)
+        self._save_if_due(done, row, is_evaluated)
         if self.report is not None and is_evaluated:
             self.report.update()
         if self.stop_request.exit_code is not None:
@@ -213,12 +221,12 @@ class Trainer:
         loop = self.context.loop
         return done == loop.steps or bool(loop.save_every and done % loop.save_every == 0)
 
-    def _save_if_due(self, done: int, row: Mapping[str, float]) -> None:
+    def _save_if_due(self, done: int, row: Mapping[str, float], is_evaluated: bool) -> None:
         """Save after `done` batches: the best weights if these are the best, and a checkpoint if it
         is due.
         """
         context, loop, method = self.context, self.context.loop, self.method
-        best, is_evaluated = loop.keep_best, self.evaluator.is_due(done - 1)
+        best = loop.keep_best
         if best == HELD_OUT_ACCURACY and best not in row:
             rows = isinstance(method, RowEvaluator) and not self.evaluator.samples_held_out
             # a reward without a "correct" metric
@@ -324,9 +332,8 @@ def _describe_nonfinite(trainer: Trainer, problem: str) -> str:
     if complete:
         advice = (
             f"The checkpoints are unchanged, the newest is {complete[-1]['name']}: --resume "
-            "continues from it with the same settings, and meets the same batch again; to "
-            "change settings start a new run from its weights, --base-model "
-            f"{complete[-1]['sampler_path']}"
+            "continues from it and meets the same batch again; add --change learning_rate=X to "
+            "continue with another learning rate"
         )
     return (
         f"{where}: {problem}. {advice}. Lower learning_rate (here "

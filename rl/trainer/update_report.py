@@ -29,6 +29,7 @@ from rl.reporting import (
     list_update_files,
     read_update_file,
 )
+from rl.sanitize import list_some
 
 _LISTED = 60  # names that an error lists
 
@@ -148,7 +149,9 @@ def _find_record(folder: Path, step: int) -> Path:
         return files[step]
     metrics = read_metrics(folder / METRICS_FILE) if (folder / METRICS_FILE).exists() else []
     rows = [row for row in metrics if row["step"] == step]
-    known = f"the recorded steps are {_list_names(files)}" if files else "no step is recorded"
+    known = (
+        f"the recorded steps are {list_some(files, _LISTED)}" if files else "no step is recorded"
+    )
     trained = [row for row in rows if "progress/batch" in row]
     if trained and "sampler/temperature" not in trained[-1]:
         raise UserError(
@@ -196,14 +199,9 @@ def _read_group_rows(record: Path, step: int, problem: str) -> dict[int, list[Ma
     tags = {name.rpartition(":")[0] for name in names}
     listed = names if len(tags) > 1 else {name.rpartition(":")[2]: None for name in names}
     raise UserError(
-        f"step {step} has no samples of problem {problem!r}; its problems are {_list_names(listed)}"
+        f"step {step} has no samples of problem {problem!r}; its problems are "
+        f"{list_some(listed, _LISTED)}"
     )
-
-
-def _list_names(names: Mapping[Any, Any]) -> str:
-    """Return the names as a list, the first of them if there are many."""
-    shown = ", ".join(map(str, list(names)[:_LISTED]))
-    return shown + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
 # Of each datum: its optimizer steps, and the numbers of its tokens in each, [5, n]: learner

@@ -37,6 +37,7 @@ from rl.types.responses import (
     SupportedModel,
     TrainingRun,
     WeightsInfoResponse,
+    merge_counters,
 )
 from rl.types.sampling_params import DISTRIBUTION_PARAMETERS, PARAMETER_BOUNDS, SamplingParams
 from rl.types.training_data import (
@@ -107,6 +108,7 @@ __all__ = [
     "TensorDtype",
     "TrainingRun",
     "WeightsInfoResponse",
+    "merge_counters",
     "experts_as_text",
     "experts_from_text",
 ]

@@ -143,7 +143,7 @@ class ModelInput:
             at = end
         return cls((*chunks, *([EncodedTextChunk(tokens[at:])] if len(tokens) > at else [])))
 
-    def flat(self) -> list[int]:
+    def token_ids(self) -> list[int]:
         """Return the ids of all chunks; for images the ids that the model reads.
 
         An extension. Callers that drop the images must use `to_ints`. Raises ValueError if an image
@@ -160,7 +160,7 @@ class ModelInput:
             tokens.extend(chunk_tokens)
         return tokens
 
-    def placed(self) -> tuple[PlacedImage, ...]:
+    def images_with_positions(self) -> tuple[PlacedImage, ...]:
         """Return the images, each with the position of its first token. An extension."""
         if all(isinstance(chunk, EncodedTextChunk) for chunk in self.chunks):
             return ()
@@ -173,12 +173,13 @@ class ModelInput:
         return tuple(images)
 
     def truncate(self, length: int) -> ModelInput:
-        """Return the first `length` tokens (an extension).
-
-        Raises ValueError if that would cut an image in two.
+        """Return the first `length` tokens, less if these would end within an image (an
+        extension).
         """
+        images = self.images_with_positions()
+        cut = min([length, *(at for at, image in images if at + image.length > length)])
         return ModelInput.of(
-            self.flat()[:length], [(at, image) for at, image in self.placed() if at < length]
+            self.token_ids()[:cut], [(at, image) for at, image in images if at < cut]
         )
 
     @property

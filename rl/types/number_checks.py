@@ -57,7 +57,8 @@ def validate_integer(
 ) -> int:
     """Return `value` as an int.
 
-    Raises ValueError, with the text `expected`, unless `value` is a whole number in [least, most].
+    Raises ValueError, with the text `expected`, unless `value` is a whole number in [minimum,
+    maximum].
     """
     if isinstance(value, bool):
         raise BadRequestError(f"{name} is {expected}, got {value}")

@@ -4,7 +4,7 @@ project are marked "extension".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -69,7 +69,7 @@ class SampleResponse:
     prompt_logprobs: list[float | None] | None = None
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
     target_prompt_logprobs: TensorData | None = None
-    # prompt tokens that another request of the same batch had already prefilled
+    # prompt tokens whose keys and values were in the cache
     prompt_cache_hit_tokens: int = 0
 
     @property
@@ -186,3 +186,13 @@ class WeightsInfoResponse:
     train_unembed: bool | None = None
     train_mlp: bool | None = None
     train_attn: bool | None = None
+
+
+def merge_counters(tables: Iterable[Mapping[str, float]]) -> dict[str, Any]:
+    """Return the sum of each counter over the tables; of a counter named `peak_...` the maximum."""
+    total: dict[str, float] = {}
+    for table in tables:
+        for name, count in table.items():
+            before = total.get(name, 0)
+            total[name] = max(before, count) if name.startswith("peak_") else before + count
+    return total

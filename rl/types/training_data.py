@@ -164,7 +164,7 @@ LOSS_INPUT_DTYPES: Mapping[str, str] = {
     "logprobs": "float32",
     "mask": "float32",
     "ref_logprobs": "float32",
-    "drawn_logprobs": "float32",
+    "behavior_logprobs": "float32",
     "proximal_share": "float32",
     "returns": "float32",
     "values_old": "float32",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from rl.layers import ExpertLayout
 from rl.types import SampledSequence
-from rl.vllm.vllm_server import VllmServerError
+from rl.vllm.server_error import VllmServerError
 
 
 @dataclass(frozen=True)
@@ -16,18 +22,35 @@ class ReplyRules:
     """Hold what the replies to a request must satisfy.
 
     `matches_string`: whether these tokens end with a stop string; None without stop strings.
+    `experts`: of the model, if the replies hold the experts of each token. `prompt_length`: in
+    tokens.
     """
 
     max_tokens: int
     vocab_size: int
     stop_ids: Collection[int]
     matches_string: Callable[[Sequence[int]], bool] | None = None
+    experts: ExpertLayout | None = None
+    prompt_length: int = 0
+
+
+def check_adapter_name(url: str, reply: Mapping[str, Any], adapter: str | None) -> None:
+    """Raise VllmServerError if a reply is not of the adapter that the request named."""
+    if adapter is not None and reply.get("model") != adapter:
+        raise VllmServerError(
+            url, f"answered with the adapter {reply.get('model')!r}, expected {adapter!r}"
+        )
 
 
 def read_sample(
-    url: str, reply: Mapping[str, Any], rules: ReplyRules, known_versions: Mapping[str, int]
+    url: str,
+    reply: Mapping[str, Any],
+    rules: ReplyRules,
+    known_versions: Mapping[str, int],
+    adapter: str | None = None,
 ) -> SampledSequence:
     """Return the sample of a reply. `known_versions`: version of the weights by their id.
+    `adapter`: id of the adapter that sampled all tokens, also if others were loaded meanwhile.
 
     Raises VllmServerError if the reply is not complete and consistent.
     """
@@ -54,13 +77,43 @@ def read_sample(
     _check_tokens(url, tokens, scored, logprobs, rules)
     stop_reason = _check_end(url, tokens, finish_reason, rules)
     versions = _read_versions(url, spans, len(tokens), known_versions)
+    if adapter is not None:
+        versions = [known_versions[adapter]] * len(tokens)
+    experts = None
+    if rules.experts is not None:
+        fed = rules.prompt_length + len(tokens) - 1
+        experts = _read_experts(url, choice.get("routed_experts"), rules.experts, fed)
     return SampledSequence(
         tokens,
         logprobs,
         stop_reason,  # type: ignore[arg-type]
         version=min(versions),
         versions=versions if len(set(versions)) > 1 else None,
+        experts=experts,
     )
+
+
+def _read_experts(url: str, text: Any, layout: ExpertLayout, num_tokens: int) -> np.ndarray:
+    """Return the experts of the tokens that were fed, int16 [tokens, layers with experts * experts
+    per token]. vLLM returns those of all layers, [tokens, layers, experts per token].
+    """
+    layers = [int(re.findall(r"\d+", block)[0]) for block in layout.blocks]
+    try:
+        data = base64.b64decode(text, validate=True)
+        experts = np.load(io.BytesIO(data), allow_pickle=False)[:, layers].astype(np.int16)
+    except (TypeError, ValueError, IndexError, EOFError) as error:
+        raise VllmServerError(
+            url, f"returned no experts of the tokens ({type(error).__name__}: {error})"
+        ) from error
+    shape = (num_tokens, len(layers), layout.per_token)
+    if experts.shape != shape or not ((experts >= 0) & (experts < layout.count)).all():
+        bounds = [int(experts.min()), int(experts.max())] if experts.size else []
+        raise VllmServerError(
+            url,
+            f"returned experts of shape {experts.shape} in {bounds}, expected {shape} in "
+            f"[0, {layout.count - 1}]",
+        )
+    return experts.reshape(num_tokens, -1)
 
 
 def read_prompt_logprobs(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,17 +15,20 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rl.errors import UserError, warn_on_rank_zero
-from rl.vllm.sample_reply import read_prompt_logprobs
+from rl.types import LoraConfig
+from rl.vllm.server_error import VllmServerError
+from rl.vllm.server_weights import MAX_DIFFERENCE, ServerWeights
 from rl.vllm.started_server import StartedServer
-from rl.vllm.transfer_validation import FolderManifest
-from rl.vllm.vllm_server import SUPPORTED_VERSIONS, VllmServer, VllmServerError
+from rl.vllm.vllm_server import SUPPORTED_VERSIONS, VllmServer
+from rl.vllm.weight_folder import WeightFolder
 
 ATTEMPTS = 3  # of a sample, on different servers where there are several
 _RETRY_SECONDS = 0.5  # wait before another attempt if no server is left, times its number
 _MAX_THREADS = 512  # requests that a process waits for at once
 _CHECK_TOKENS = 32  # of the text that `check_scores` compares
-_MAX_DIFFERENCE = 0.1  # nats on average, as of the self-test (rl.trainer.self_test)
 _SCORE_THREADS = 16  # threads for scores, which do not wait for samples
+_COPIES = 2  # of the weights in their folder: those of the servers, and the next
+_PARAMETER_BYTES = 4  # at most
 T = TypeVar("T")
 
 
@@ -35,8 +37,9 @@ class ServerPool:
 
     `nonce`: equal on all ranks and different in other runs: weights of other runs on the same
     server are detected. `root`: folder of the weights that servers load. `started_server`: one that
-    this run starts, in place of `urls`. Raises UserError if a server of `urls` does not answer, or
-    was started with settings that cannot work.
+    this run starts, in place of `urls`. `needs_experts`: samples hold the experts of their tokens.
+    `needs_adapters`: the servers hold the adapters of many clients. Raises UserError if a server of
+    `urls` does not answer, or was started with settings that cannot work.
     """
 
     def __init__(
@@ -48,27 +51,72 @@ class ServerPool:
         request_seconds: float = 600.0,
         max_rows: int = _MAX_THREADS,
         started_server: StartedServer | None = None,
+        needs_experts: bool = False,
+        needs_adapters: bool = False,
     ):
         self.servers = [VllmServer(url, request_seconds) for url in dict.fromkeys(urls)]
         for server in self.servers:
             server.check()
+            if needs_experts and not server.returns_experts:
+                raise UserError(
+                    f"router_replay needs the experts of each token, which {server.url} does not "
+                    "return: start it with --enable-return-routed-experts, or turn router_replay "
+                    "off"
+                )
         if started_server is not None:
             self.servers = [started_server]
         self.unties_head = any(not server.tied_head for server in self.servers)
+        self.uses_adapters = all(server.max_lora_rank for server in self.servers)
+        if not self.uses_adapters and any(server.max_lora_rank for server in self.servers):
+            raise UserError(
+                "some vLLM servers of sampler_url were started with --enable-lora and others "
+                "without: start all of them with it (LoRA adapters are sent as adapters), or none "
+                "(they are merged)"
+            )
+        if needs_adapters and not self.uses_adapters:
+            raise UserError(
+                "serve.py samples LoRA adapters of many clients from vLLM servers, and these hold "
+                "one model: start them with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (docs/vllm.md)"
+            )
+        self.adapters: weakref.WeakSet[Any] = weakref.WeakSet()  # decoders (VllmDecoder)
         self.nonce, self._folder = nonce, folder
-        self.loaded_weights_id = ""  # of the weights that the servers hold
+        self.last_loaded_id = ""  # of the weights that the servers loaded last
+        self._resident_ids: set[str] = set()  # of the model that they hold, or of its adapters
+        self._resident_learner: Hashable = None
         self.executor = ThreadPoolExecutor(min(max_rows, _MAX_THREADS), "vllm")
         self._score_executor = ThreadPoolExecutor(_SCORE_THREADS, "vllm-score")
         self._is_closed = False
         # atexit's functions run after the threads have executed all that is queued
         threading._register_atexit(_close_pool, weakref.ref(self))  # type: ignore[attr-defined]
         self._lock = threading.Lock()
-        self._labels: dict[str, tuple[int, int]] = {}  # learner and version by weights id
-        self._loads: list[str] = []  # ids of the weights in order of their loads
-        self._root: Path | None = None
+        self._labels: dict[str, tuple[Hashable, int]] = {}  # learner and version by weights id
+        self._load_history: list[str] = []  # ids of the weights in order of their loads
+        self.num_parameters = 0  # of the largest model whose weights are sent
+        self._root: WeightFolder | None = None
         # of rank 0: folders that a server may load again, and folders that no decoder needs
         self._loaded_folders: set[Path] = set()
         self._released_folders: set[Path] = set()
+
+    def check_adapters(self, lora: LoraConfig, has_tied_head: bool) -> None:
+        """Raise UserError if the servers cannot load such adapters. `has_tied_head`: the head of
+        the model is the matrix of its embedding.
+        """
+        parts = {
+            "train_experts": lora.train_experts,
+            "train_unembed, of a head that is tied to the embedding,": (
+                lora.train_unembed
+                and has_tied_head
+                and any(server.tied_head for server in self.servers)
+            ),
+        }
+        for part in [name for name, is_trained in parts.items() if is_trained]:
+            raise UserError(
+                f"{part} makes LoRA adapters that vLLM does not load as adapters: turn it off, or "
+                "start the servers without --enable-lora, so that adapters are merged"
+            )
+        for server in self.servers:
+            server.check_lora_rank(lora.rank)
 
     @property
     def max_context(self) -> int:
@@ -79,14 +127,12 @@ class ServerPool:
     def root(self) -> Path:
         """Return the folder of the weights, which is removed at the end."""
         if self._root is None:
-            if self._folder is not None:
-                Path(self._folder).expanduser().mkdir(parents=True, exist_ok=True)
-            parent = None if self._folder is None else Path(self._folder).expanduser().resolve()
-            self._root = Path(tempfile.mkdtemp(prefix="whetstone-vllm-", dir=parent))
-            weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
-        return self._root
+            parent = None if self._folder is None else Path(self._folder).expanduser()
+            num_bytes = _COPIES * _PARAMETER_BYTES * self.num_parameters
+            self._root = WeightFolder(parent, num_bytes)
+        return self._root.path
 
-    def add_weights(self, learner_id: int, version: int) -> str:
+    def add_weights(self, learner_id: Hashable, version: int) -> str:
         """Return the id of further weights, the same on all ranks."""
         weights_id = f"{self.nonce}-{len(self._labels) + 1}"
         self._labels[weights_id] = (learner_id, version)
@@ -105,41 +151,59 @@ class ServerPool:
     def find_versions(self, weights_id: str, first_id: str) -> dict[str, int]:
         """Return by weights id the versions that a sample may have tokens of: of the learner of
         `weights_id`, those that were loaded since the sample was requested, when its server held
-        `first_id`, or may be loading.
+        `first_id`, or may be loading. An adapter may have any: its name shows that it sampled.
         """
         learner_id, _ = self._labels[weights_id]
         with self._lock:
-            loads, labels = list(self._loads), list(self._labels.items())
+            loads, labels = list(self._load_history), list(self._labels.items())
         since = loads[::-1].index(first_id) + 1 if first_id in loads else 0
         ids = [key for key, _ in labels]
         newer = ids[ids.index(first_id) :] if first_id in ids else []
         allowed = {weights_id, *loads[len(loads) - since :], *newer}
+        if self._is_adapter(weights_id):
+            allowed = set(ids)
         return {
             key: version
             for key, (learner, version) in labels
             if learner == learner_id and key in allowed
         }
 
-    def load_weights(self, folder: Path, weights_id: str) -> list[bool]:
+    def _is_adapter(self, weights_id: str) -> bool:
+        return any(decoder.weights_id == weights_id for decoder in list(self.adapters))
+
+    def is_resident(self, weights_id: str) -> bool:
+        """Return whether the servers hold weights: the last, or an adapter on the same model."""
+        return weights_id in self._resident_ids
+
+    def find_used_adapters(self) -> list[str]:
+        """Return the ids of the adapters that this rank samples from, or may sample from."""
+        return [decoder.weights_id for decoder in list(self.adapters)]
+
+    def load_weights(
+        self, weights: ServerWeights, used_adapters: Collection[str] = ()
+    ) -> list[bool]:
         """Load weights into all servers, also into those that failed before. Return which servers
         have them, for `set_weights` on all ranks.
 
-        Raises UserError if no server has the weights, or a server kept other weights.
+        `used_adapters`: of all ranks, which servers may load again. Raises UserError if no server
+        has the weights, or a server kept other weights.
         """
-        self._loaded_folders.add(folder)
-        dtypes = {server.dtype for server in self.servers}
-        manifests = {dtype: FolderManifest(folder, dtype) for dtype in dtypes}
+        folders = {weights.folder, weights.model.folder}
+        folders |= {weights.folder.parent / name for name in used_adapters}
+        self._loaded_folders |= folders
+        for server in self.servers:
+            weights.model.read_manifest(server.dtype)
 
         def load(server: VllmServer) -> VllmServerError | None:
             try:
-                server.load_weights(folder, weights_id, manifests[server.dtype])
+                server.load_weights(weights)
             except VllmServerError as error:
                 return error
             return None
 
         with ThreadPoolExecutor(len(self.servers)) as executor:
             errors = list(executor.map(load, self.servers))
-        self._loaded_folders = {folder}
+        self._loaded_folders = folders
         self._remove_folders()
         failures = [error for error in errors if error is not None]
         messages = [str(error) for error in failures]
@@ -149,7 +213,7 @@ class ServerPool:
         if len(messages) == len(self.servers):
             raise UserError(
                 f"no vLLM server has the new weights: {messages[0]}. Every server must see "
-                f"{folder} under this path (sampler_folder); {self.servers[0].remedy}"
+                f"{weights.folder} under this path (sampler_folder); {self.servers[0].remedy}"
             )
         for message in messages:
             warn_on_rank_zero(f"{message}: no samples are sent to it until the next weights")
@@ -164,11 +228,16 @@ class ServerPool:
         for server, max_context in zip(self.servers, max_contexts, strict=False):
             server.max_context = max_context
         with self._lock:
-            self.loaded_weights_id = weights_id
-            self._loads.append(weights_id)
+            self.last_loaded_id = weights_id
+            learner_id, _ = self._labels[weights_id]
+            if not self._is_adapter(weights_id) or learner_id != self._resident_learner:
+                self._resident_ids.clear()
+            self._resident_ids.add(weights_id)
+            self._resident_learner = learner_id
+            self._load_history.append(weights_id)
             for server, has in zip(self.servers, has_weights, strict=True):
-                server.is_lost = not has
-                server.loaded_weights_id = weights_id if has else ""
+                server.needs_reload = not has
+                server.last_loaded_id = weights_id if has else ""
 
     def close(self) -> None:
         """Drop the requests that have not been sent, send no request again, and end the server that
@@ -194,11 +263,11 @@ class ServerPool:
         attempt = 0
         while True:
             with self._lock:
-                usable = [server for server in self.servers if not server.is_lost]
-                current = [s for s in self.servers if s.loaded_weights_id == self.loaded_weights_id]
+                usable = [server for server in self.servers if not server.needs_reload]
+                current = [s for s in self.servers if s.last_loaded_id == self.last_loaded_id]
                 server = min(usable or current, key=lambda server: server.num_running)
                 server.num_running += 1
-                weights_id, num_failures = server.loaded_weights_id, server.num_failures
+                weights_id, num_failures = server.last_loaded_id, server.num_failures
             try:
                 return work(server)
             except VllmServerError as error:
@@ -209,8 +278,8 @@ class ServerPool:
                     continue
                 attempt += 1
                 with self._lock:  # unless it failed before, or has loaded weights since
-                    is_new = not server.is_lost and server.loaded_weights_id == weights_id
-                    server.is_lost |= is_new and not error.rejected
+                    is_new = not server.needs_reload and server.last_loaded_id == weights_id
+                    server.needs_reload |= is_new and not error.rejected
                 if is_new and not error.rejected:
                     warnings.warn(
                         f"{error}: its samples are requested again, and it gets no others until "
@@ -224,19 +293,38 @@ class ServerPool:
             finally:
                 with self._lock:
                     server.num_running -= 1
-            if all(server.is_lost for server in self.servers):
+            if all(server.needs_reload for server in self.servers):
+                if self.uses_adapters:
+                    self._resident_ids.clear()  # the next verb loads them again
                 time.sleep(_RETRY_SECONDS * attempt)
 
     def score(
-        self, sequences: Sequence[Sequence[int]], weights_id: str
+        self, sequences: Sequence[Sequence[int]], weights_id: str, adapter: str | None = None
     ) -> list[list[float | None]]:
         """Return the logprob of each token of each sequence at temperature 1; entry 0 is None."""
-        return list(
-            self._score_executor.map(
-                lambda tokens: self.send(lambda server: _score(server, tokens, weights_id)),
-                sequences,
+
+        def score(tokens: Sequence[int]) -> list[float | None]:
+            return self.send(lambda server: self._score(server, tokens, weights_id, adapter))
+
+        return list(self._score_executor.map(score, sequences))
+
+    def _score(
+        self,
+        server: VllmServer,
+        tokens: Sequence[int],
+        weights_id: str,
+        adapter: str | None = None,
+    ) -> list[float | None]:
+        """Return the logprobs of a sequence from one server. Raises VllmServerError."""
+        first_id = server.last_loaded_id
+        logprobs, versions = server.score(tokens, adapter)
+        # another adapter may have been loaded since this one
+        known = {weights_id} if adapter is None else self.find_versions(weights_id, first_id).keys()
+        if not known >= set(versions) or (not versions and len(tokens) > 1):
+            raise VllmServerError(
+                server.url, f"scored with the weights {versions}, {weights_id} were expected"
             )
-        )
+        return logprobs
 
     @property
     def max_logprobs(self) -> int:
@@ -257,10 +345,10 @@ class ServerPool:
             "ignore_eos": True,
         }
         params |= {"temperature": 1.0, "seed": 0, "logprobs": 0, "detokenize": False}
-        for server in [server for server in self.servers if not server.is_lost]:
+        for server in [server for server in self.servers if not server.needs_reload]:
             tokens, logprobs = self._sample_and_score(server, params, weights_id)
             gap = float(np.abs(np.subtract(logprobs, compute_logprobs(tokens))).mean())
-            if not gap <= _MAX_DIFFERENCE:
+            if not gap <= MAX_DIFFERENCE:
                 raise UserError(
                     f"the vLLM server {server.url} computes other logprobs than the model whose "
                     f"weights it has loaded: they differ by {gap:.2g} nats on average. Start it "
@@ -274,7 +362,7 @@ class ServerPool:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 tokens = [0, *server.sample([0], params)["choices"][0]["token_ids"]]
-                return tokens, np.array(_score(server, tokens, weights_id)[1:], np.float64)
+                return tokens, np.array(self._score(server, tokens, weights_id)[1:], np.float64)
             except VllmServerError as error:
                 if attempt == ATTEMPTS or error.rejected:
                     raise UserError(f"{error}; {server.remedy}") from error
@@ -291,28 +379,3 @@ class ServerPool:
 def _close_pool(reference: weakref.ref[ServerPool]) -> None:
     if (pool := reference()) is not None:
         pool.close()
-
-
-def _score(server: VllmServer, tokens: Sequence[int], weights_id: str) -> list[float | None]:
-    """Return the logprobs of a sequence from one server. Raises VllmServerError."""
-    prompt = [int(token) for token in tokens]
-    params: dict[str, Any] = {
-        "max_tokens": 1,
-        "prompt_logprobs": 0,
-        "logprobs": 0,
-        "temperature": 1.0,
-        "detokenize": False,
-    }
-    # a whole prompt may fill the context, and one token is sampled after it
-    reply = server.sample(prompt, params)
-    try:
-        versions = [span["version"] for span in reply["choices"][0]["weight_versions"]]
-    except (KeyError, IndexError, TypeError) as error:
-        raise VllmServerError(
-            server.url, f"scored without weight versions ({type(error).__name__}: {error})"
-        ) from error
-    if versions != [weights_id]:
-        raise VllmServerError(
-            server.url, f"scored with the weights {versions}, {weights_id} were expected"
-        )
-    return read_prompt_logprobs(server.url, reply, prompt)[0]

@@ -12,14 +12,15 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rl.errors import UserError
 from rl.processes import SupervisedProcess
-from rl.vllm.transfer_validation import FolderManifest
-from rl.vllm.vllm_server import VllmServer, VllmServerError
+from rl.vllm.server_error import VllmServerError
+from rl.vllm.server_weights import ServerWeights
+from rl.vllm.vllm_server import VllmServer
 
 MAX_RESTARTS = 3  # for the same weights
 _POLL_SECONDS = 0.5  # between two looks at the process or the server
@@ -28,6 +29,10 @@ _HEALTH_LIMIT = 20.0  # time limit of such a request
 # Variables of a launch: the server belongs to none of its process groups.
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 _LAUNCH_PREFIXES = ("ACCELERATE_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+# rl.startup sets it. vLLM's sums over GPUs end the server with "invalid argument" under it
+# (vllm#42609).
+_ALLOCATOR_SETTING = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 _APPEND_OUTPUT = 'exec "$@" >>"$0" 2>&1'
 
 
@@ -37,7 +42,7 @@ class ServerLaunch:
 
     `command`: the program and options of the user. `dtype`: such as "float32". `max_rows`: number
     of sequences decoded in a batch. `memory`: share of the device's memory. `cuda`: whether the
-    device is a GPU.
+    device is a GPU. `returns_experts`: samples hold the experts of their tokens.
     """
 
     command: tuple[str, ...]
@@ -45,10 +50,11 @@ class ServerLaunch:
     max_rows: int
     memory: float
     cuda: bool
+    returns_experts: bool = False
 
-    def build_command(self, model: Path, port: int) -> list[str]:
+    def build_command(self, model: Path, port: int, lora_rank: int = 0) -> list[str]:
         """Return the command line of a server of the model in a folder. An option of the user takes
-        the place of the same option here.
+        the place of the same option here. `lora_rank`: of the adapters that it gets.
         """
         options = {
             "--enable-scale-out": [],
@@ -58,13 +64,19 @@ class ServerLaunch:
             "--max-num-seqs": [str(self.max_rows)],
             "--gpu-memory-utilization": [f"{self.memory:g}"],
         }
-        if (
-            not self.cuda
-        ):  # a tied head is not updated, and compilation takes longer than a short run
+        # On a CPU vLLM does not update a tied head, fails at a seeded sample whose prompt is split
+        # (a generator of a CPU has no offset), and compiles for longer than a short run takes.
+        if not self.cuda:
             options["--enforce-eager"] = []
+            options["--no-enable-chunked-prefill"] = []
             options["--hf-overrides"] = ['{"tie_word_embeddings": false}']
+        if self.returns_experts:
+            options["--enable-return-routed-experts"] = []
+        if lora_rank:
+            options["--max-lora-rank"] = [str(min(r for r in _LORA_RANKS if r >= lora_rank))]
+            options["--max-loras"], options["--max-cpu-loras"] = ["2"], ["4"]
         line = [*self.command, str(model), "--host", "127.0.0.1", "--port", str(port)]
-        flags = {word.partition("=")[0] for word in self.command}
+        flags = _read_flags(self.command)
         for flag, values in options.items():
             line += [] if flag in flags else [flag, *values]
         return line
@@ -74,7 +86,13 @@ def find_command(command: str | None) -> tuple[str, ...]:
     """Return the command that starts a server, by default vLLM's. Raises UserError if there is no
     such program.
     """
-    if words := shlex.split(command or ""):
+    words = _split_command(command)
+    if "--config" in _read_flags(words):
+        raise UserError(
+            "sampler_command has --config, and the options of the run would replace those of its"
+            " file: pass the file's options in sampler_command"
+        )
+    if words:
         if shutil.which(words[0]) is None:
             raise UserError(f"sampler_command: there is no program {words[0]}")
         return tuple(words)
@@ -88,6 +106,24 @@ def find_command(command: str | None) -> tuple[str, ...]:
     )
 
 
+def enables_adapters(command: str | None) -> bool:
+    """Return whether a command starts a server that loads LoRA adapters."""
+    return "--enable-lora" in _read_flags(_split_command(command))
+
+
+def _split_command(command: str | None) -> list[str]:
+    """Return the words of a command, as a shell splits it. Raises UserError if it is malformed."""
+    try:
+        return shlex.split(command or "")
+    except ValueError as error:
+        raise UserError(f"sampler_command {command!r} is no command line: {error}") from error
+
+
+def _read_flags(words: Sequence[str]) -> set[str]:
+    """Return the options of a command, which vLLM takes with dashes or underscores."""
+    return {word.partition("=")[0].replace("_", "-") for word in words}
+
+
 def find_free_port() -> int:
     """Return a port of this machine that no process listens on."""
     with socket.socket() as listener:
@@ -97,22 +133,32 @@ def find_free_port() -> int:
 
 class StartedServer(VllmServer):
     """Hold a server that this run starts. `launch`: None on ranks other than 0, which only send
-    samples.
+    samples. `loads_adapters`: it is started with --enable-lora. `lora_rank`: the largest of the
+    adapters that it will get, as far as it is known.
 
     The server starts with the first weights, from their folder. A thread restarts it if it ends or
     hangs, and loads the current weights. Its folder holds its output and its sockets.
     """
 
-    def __init__(self, port: int, request_seconds: float, launch: ServerLaunch | None):
+    def __init__(
+        self,
+        port: int,
+        request_seconds: float,
+        launch: ServerLaunch | None,
+        loads_adapters: bool = False,
+        lora_rank: int = 0,
+    ):
         super().__init__(f"http://127.0.0.1:{port}", request_seconds)
         self.max_context = sys.maxsize  # until it has started
+        self.max_lora_rank = _LORA_RANKS[-1] if loads_adapters else 0  # until it has started
+        self._lora_rank = lora_rank
         self._port, self._launch = port, launch
         self._lock = threading.Lock()  # held by starts and loads
         self._wait_lock = threading.Lock()
         self._closed = threading.Event()
         self._process: SupervisedProcess | None = None
         self._watcher: threading.Thread | None = None
-        self._weights: tuple[Path, str, FolderManifest] | None = None
+        self._weights: ServerWeights | None = None
         self._num_restarts, self._has_failed = 0, False
         self._hangs = False  # a sample exceeded the time limit
         self._error: Exception | None = None  # after which it is not restarted
@@ -122,14 +168,21 @@ class StartedServer(VllmServer):
             self._log = self._folder / "server.log"
             self.remedy = f"its output is in {self._log}; continue a run with --resume"
 
-    def load_weights(self, folder: Path, weights_id: str, manifest: FolderManifest) -> None:
+    def check_lora_rank(self, rank: int) -> None:
+        """Raise UserError if the server does not load adapters of this rank. It is started for the
+        largest known rank, which may be that of a later stage.
+        """
+        super().check_lora_rank(rank)
+        self._lora_rank = max(self._lora_rank, rank)
+
+    def load_weights(self, weights: ServerWeights) -> None:
         """Load weights as `VllmServer` does, after a start if the server does not run.
 
         Raises VllmServerError if the first start fails, or a load after `MAX_RESTARTS` restarts.
         Raises UserError if the server has settings that cannot work.
         """
         with self._lock:
-            self._weights, self._num_restarts = (folder, weights_id, manifest), 0
+            self._weights, self._num_restarts = weights, 0
             self._error = None
             self._load_current()
 
@@ -142,7 +195,7 @@ class StartedServer(VllmServer):
             try:
                 if self._process is None:
                     self._start()
-                super().load_weights(*self._weights)
+                super().load_weights(self._weights)
                 return
             except VllmServerError as error:
                 if self._watcher is None or error.has_wrong_weights or self._closed.is_set():
@@ -169,15 +222,19 @@ class StartedServer(VllmServer):
     def _start(self) -> None:
         """Start the server and wait until it answers, at most `request_seconds`."""
         assert self._launch is not None and self._weights is not None
-        command = self._launch.build_command(self._weights[0], self._port)
+        folder, rank = self._weights.model.folder, self._lora_rank if self.max_lora_rank else 0
+        command = self._launch.build_command(folder, self._port, rank)
         line = ["/bin/sh", "-c", _APPEND_OUTPUT, str(self._log), *command]
         environment = {
             name: value
             for name, value in os.environ.items()
-            if name not in _LAUNCH_VARIABLES and not name.startswith(_LAUNCH_PREFIXES)
+            if name not in _LAUNCH_VARIABLES
+            and not name.startswith(_LAUNCH_PREFIXES)
+            and (name, value) != _ALLOCATOR_SETTING
         }
         # Python must not import packages from the current folder in place of the server's.
         environment |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         environment.setdefault("VLLM_NO_USAGE_STATS", "1")
         environment.setdefault("VLLM_RPC_BASE_PATH", str(self._folder))
         text = f"vLLM starts on {self.url}; its output is in {self._log}"
@@ -187,6 +244,8 @@ class StartedServer(VllmServer):
             self._wait_until_healthy(self._process)
             if self._watcher is None:
                 self.check()
+                if self._lora_rank:
+                    super().check_lora_rank(self._lora_rank)
         except BaseException:
             self._has_failed |= not self._closed.is_set()
             self._stop_process()

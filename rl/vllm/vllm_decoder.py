@@ -1,10 +1,10 @@
-"""Hold a version of the weights for vLLM servers: a folder in the format of Hugging Face."""
+"""Hold a version of the weights for vLLM servers: a folder with a model or a LoRA adapter."""
 
 from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -16,6 +16,7 @@ from rl.images import make_no_images_error
 from rl.sampler import Decoder
 from rl.types import PlacedImage
 from rl.vllm.server_pool import ServerPool
+from rl.vllm.server_weights import AdapterCheck, ServerWeights
 
 _HEAD_FILE, _INDEX = "model-untied-head.safetensors", "model.safetensors.index.json"
 
@@ -23,8 +24,9 @@ _HEAD_FILE, _INDEX = "model-untied-head.safetensors", "model.safetensors.index.j
 class VllmDecoder(Decoder):
     """Hold a version of the weights that the servers of `pool` can load.
 
-    `weights_id` names the weights, and changes with them. `folder`: of the weights, on rank 0. It
-    is removed with the decoder. `learner_id`: of the model whose version it is.
+    `weights_id` names the weights, and changes with them. `weights`: on rank 0. Their folder is
+    removed with the decoder. `learner_id`: of the model whose version it is. `base`: of the model
+    below a LoRA adapter, if the servers get adapters as adapters.
     """
 
     def __init__(
@@ -32,30 +34,47 @@ class VllmDecoder(Decoder):
         pool: ServerPool,
         vocab_size: int,
         max_positions: int | None,
-        learner_id: int,
+        learner_id: Hashable,
+        base: VllmDecoder | None = None,
     ):
         self.pool, self.vocab_size, self.max_positions = pool, vocab_size, max_positions
         self.device, self.dtype = torch.device("cpu"), torch.float32
-        self.weights_id, self.folder, self.learner_id = "", None, learner_id
+        self.weights_id, self.weights, self.base_decoder = "", None, base
+        # samples of adapters on the same base may be labelled with each other's versions
+        self.learner_id: Hashable = learner_id if base is None else base.learner_id
         self._finalizer: weakref.finalize | None = None
 
     weights_id: str
-    folder: Path | None
+    weights: ServerWeights | None
 
-    def replace_weights(self, write: Callable[[Path], None] | None, version: int) -> None:
+    @property
+    def adapter(self) -> str | None:
+        """Return the name of the adapter on the servers, None for a whole model."""
+        return None if self.base_decoder is None else self.weights_id
+
+    def replace_weights(
+        self,
+        write: Callable[[Path], None] | None,
+        version: int,
+        check: AdapterCheck | None = None,
+    ) -> None:
         """Replace the weights by those of `version` that `write(folder)` writes; None on ranks that
-        write none. All ranks call it together.
+        write none. `check`: of an adapter. All ranks call it together.
         """
         if self._finalizer is not None:
             self._finalizer()
         self.weights_id = self.pool.add_weights(self.learner_id, version)
+        if self.base_decoder is not None:
+            self.pool.adapters.add(self)
         if write is None:
             return
-        self.folder = self.pool.root / self.weights_id
-        self._finalizer = weakref.finalize(self, self.pool.release_folder, self.folder)
-        write(self.folder)
-        if self.pool.unties_head:
-            add_head(self.folder)
+        folder = self.pool.root / self.weights_id
+        base = None if self.base_decoder is None else self.base_decoder.weights
+        self._finalizer = weakref.finalize(self, self.pool.release_folder, folder)
+        write(folder)
+        if self.pool.unties_head and base is None:
+            add_head(folder)
+        self.weights = ServerWeights(self.weights_id, folder, base, check)
 
     def load_(self, named_tensors: object) -> None:
         """Refuse: a server loads whole folders (`replace_weights`)."""
@@ -63,7 +82,8 @@ class VllmDecoder(Decoder):
 
     def fork(self) -> Self:
         """Return a decoder for another version of the weights, which has none yet."""
-        return type(self)(self.pool, self.vocab_size, self.max_positions, self.learner_id)
+        sizes = self.vocab_size, self.max_positions
+        return type(self)(self.pool, *sizes, self.learner_id, self.base_decoder)
 
     def new_state(self, kv_cache_tokens: int) -> object:  # type: ignore[override]
         """Refuse: the server decodes."""

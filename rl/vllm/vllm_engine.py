@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from rl.errors import ContextLengthError
+from rl.layers import ExpertLayout
 from rl.sampler import (
     Decoder,
     EngineCounters,
@@ -51,7 +53,8 @@ class VllmEngine:
     The interface is that of `rl.sampler.Engine`: requests may be added, and the weights changed,
     between any two steps. A step waits for samples to arrive, at most 50 ms. The random stream of a
     sample is a function of its request, but the tokens also depend on rounding in the server's
-    batch. Raises UserError from `step` if no server returns a right sample within three attempts.
+    batch. `experts`: of the model, if samples record the experts of their tokens. Raises UserError
+    from `step` if no server returns a right sample within three attempts.
     """
 
     def __init__(
@@ -61,8 +64,9 @@ class VllmEngine:
         tokenizer: Any = None,
         max_context: int | None = None,
         version: int = 0,
+        experts: ExpertLayout | None = None,
     ):
-        self.decoder, self.version = decoder, version
+        self.decoder, self.version, self._experts = decoder, version, experts
         self.eos_token_ids = tuple(sorted({int(token) for token in eos_token_ids}))
         self._model_context = max_context
         self.counters = EngineCounters()
@@ -95,7 +99,7 @@ class VllmEngine:
         Raises ValueError, before anything is sent, if the request is invalid or asks for what the
         servers do not return.
         """
-        prompt = [int(token) for token in request.prompt]
+        prompt = [int(token) for token in request.scored_tokens()]
         vocab = self.decoder.vocab_size
         if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
             raise ValueError(f"a prompt has at least 1 token, in [0, {vocab}); got {prompt[:8]}")
@@ -103,6 +107,11 @@ class VllmEngine:
         if request.num_samples < 1:
             raise ValueError(f"num_samples is at least 1, got {request.num_samples}")
         _check_supported(request)
+        if request.topk_prompt_logprobs and self.pool.uses_adapters:
+            raise ValueError(
+                "vLLM 0.32 with --enable-lora fails at logprobs of prompts: leave "
+                "topk_prompt_logprobs out, or start the servers without --enable-lora"
+            )
         topk, most = request.topk_prompt_logprobs, self.pool.max_logprobs
         if topk > most >= 0:
             raise ValueError(
@@ -112,7 +121,7 @@ class VllmEngine:
         params = request.params
         max_tokens = params.max_tokens or max(self.max_context - len(prompt), 0)
         if max_tokens < 1 or len(prompt) + max_tokens > self.max_context:
-            raise ValueError(
+            raise ContextLengthError(
                 f"a prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed the "
                 f"context of {self.max_context} tokens: lower max_tokens, or raise the server's "
                 "--max-model-len"
@@ -129,7 +138,9 @@ class VllmEngine:
             if strings and matcher is not None
             else None
         )
-        rules = ReplyRules(max_tokens, vocab, condition.token_ids, matches)
+        rules = ReplyRules(
+            max_tokens, vocab, condition.token_ids, matches, self._experts, len(prompt)
+        )
         request_id, self._next_id = self._next_id, self._next_id + 1
         self._states[request_id] = state = _RequestState(request, rules, strings)
         for sample in range(request.num_samples):
@@ -142,14 +153,20 @@ class VllmEngine:
     ) -> None:
         """Request a sample from a server, in a thread, and queue it or its error."""
         params = _make_params(state, sample)
+        if self.pool.uses_adapters:
+            params.pop("prompt_logprobs", None)
         scores_prompt, topk = "prompt_logprobs" in params, state.request.topk_prompt_logprobs
 
         def work(server: VllmServer) -> SampledSequence:
-            first_id = server.loaded_weights_id
-            reply = server.sample(prompt, params)
-            versions = self.pool.find_versions(self.decoder.weights_id, first_id)
-            sequence = read_sample(server.url, reply, state.rules, versions)
-            if scores_prompt:
+            # a sample of an adapter keeps it: the reference keeps its folder
+            first_id, decoder = server.last_loaded_id, self.decoder
+            reply = server.sample(prompt, params, decoder.adapter)
+            newest = self.decoder if decoder.adapter is None else decoder
+            versions = self.pool.find_versions(newest.weights_id, first_id)
+            sequence = read_sample(server.url, reply, state.rules, versions, decoder.adapter)
+            if sample == 0 and state.request.scores_prompt and self.pool.uses_adapters:
+                state.prompt_logprobs, _ = server.score(prompt, decoder.adapter)
+            elif scores_prompt:
                 logprobs, best = read_prompt_logprobs(server.url, reply, prompt, topk)
                 state.prompt_logprobs, state.topk_logprobs = logprobs, best
             return sequence
@@ -208,7 +225,7 @@ class VllmEngine:
 
     def change_weights(self, decoder: Decoder, version: int) -> None:
         """Sample from `decoder`, which the servers have loaded or will load before the next step.
-        Samples that are being made have tokens of both.
+        Samples that are being made have tokens of both, or of the adapter that they began with.
         """
         assert isinstance(decoder, VllmDecoder)
         self.decoder, self.version = decoder, version
@@ -230,9 +247,6 @@ class VllmEngine:
         from its start.
         """
         return [(number, self._states[number].request) for number in sorted(self._states)]
-
-    def evict_conversation(self, conversation: str) -> None:
-        """Do nothing: a server drops the prefixes that were not used for the longest time."""
 
     def close(self) -> None:
         """Discard all requests, and send none of them again."""
@@ -261,7 +275,7 @@ def score_on_servers(
                 f"a sequence of {len(tokens)} tokens: 1 to {decoder.pool.max_context - 1} can be "
                 "scored (--max-model-len of the server)"
             )
-    return decoder.pool.score(sequences, decoder.weights_id)
+    return decoder.pool.score(sequences, decoder.weights_id, decoder.adapter)
 
 
 def _check_supported(request: SamplingRequest) -> None:

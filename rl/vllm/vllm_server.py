@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rl.errors import UserError
+from rl.vllm.sample_reply import check_adapter_name, read_prompt_logprobs
+from rl.vllm.server_error import VllmServerError
+from rl.vllm.server_weights import ServerWeights
 from rl.vllm.transfer_validation import FolderManifest, find_transfer_error
 
 SUPPORTED_VERSIONS = ("0.32",)  # major.minor of vLLM releases whose API this package calls
@@ -24,48 +27,30 @@ START_COMMAND = (
 )
 
 
-class VllmServerError(Exception):
-    """Raised if a server does not answer, or answers with an error or with wrong data.
-
-    `rejected`: the server refuses this request, so that another attempt is useless.
-    `has_wrong_weights`: it holds other weights than it was told to load. `timed_out`: it did not
-    answer within the time limit.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        text: str,
-        *,
-        rejected: bool = False,
-        has_wrong_weights: bool = False,
-        timed_out: bool = False,
-    ):
-        super().__init__(f"the vLLM server {url} {text}")
-        self.rejected, self.has_wrong_weights = rejected, has_wrong_weights
-        self.timed_out = timed_out
-
-
 class VllmServer:
     """Hold the address of a server and what is known of it.
 
     `request_seconds`: time limit of a sample. `num_running`: samples that the server is working on.
-    `loaded_weights_id`: of the weights that it loaded last, "" if the last load failed. `is_lost`:
-    the server failed, and gets no samples until it has loaded weights again. `max_logprobs`: most
-    logprobs of a position that it returns, -1 for all. `num_failures`: times that it was seen to be
-    down, or with other weights. `remedy`: what to do after an error.
+    `last_loaded_id`: of the weights that it loaded last, "" if the last load failed.
+    `needs_reload`: the server failed, and gets no samples until it has loaded weights again.
+    `max_logprobs`: most logprobs of a position that it returns, -1 for all. `max_lora_rank`:
+    largest rank of an adapter that it loads, 0 without --enable-lora. `returns_experts`: samples
+    hold the experts of their tokens. `num_failures`: times that it was seen to be down, or with
+    other weights. `remedy`: what to do after an error.
     """
 
     remedy = "look at the server's log, start it again, and continue a run with --resume"
 
     def __init__(self, url: str, request_seconds: float):
         self.url, self.request_seconds = url.rstrip("/").removesuffix("/v1"), request_seconds
-        self.num_running, self.loaded_weights_id, self.is_lost = 0, "", False
+        self.num_running, self.last_loaded_id, self.needs_reload = 0, "", False
         self.max_context, self.num_failures = 0, 0
         self.max_logprobs = 20  # vLLM's default
+        self.max_lora_rank, self.returns_experts = 0, False
         self.dtype, self.tied_head, self.tensor_parallel = "torch.float32", True, 1
-        # of the weights loaded last: the manifest of the folder, and the digests in the server
+        # of the model loaded last: the manifest of the folder, and the digests in the server
         self._last_transfer: tuple[FolderManifest, dict[str, str]] | None = None
+        self._model_id = self._version_id = ""  # of the model, and of the weights loaded last
 
     def check(self) -> None:
         """Check version and settings of the server. Raises UserError with the remedy."""
@@ -84,6 +69,10 @@ class VllmServer:
             self.max_logprobs = int(model.get("max_logprobs", self.max_logprobs))
             self.tied_head = (model.get("hf_overrides") or {}).get("tie_word_embeddings", True)
             self.tensor_parallel = int(parallel["tensor_parallel_size"])
+            lora = config.get("lora_config") or {"max_lora_rank": 0}
+            self.max_lora_rank = int(lora["max_lora_rank"])
+            outputs = config.get("aux_output_config") or {}
+            self.returns_experts = bool(outputs.get("enable_return_routed_experts"))
         except VllmServerError as error:
             raise UserError(
                 f"{error}. Start a server that answers before the run starts: "
@@ -121,6 +110,40 @@ class VllmServer:
                 f"{self.url} uses pipeline parallelism, which is not supported yet: use "
                 "--tensor-parallel-size alone"
             )
+        device = (config.get("device_config") or {}).get("device")
+        if device == "cpu" and config["scheduler_config"].get("enable_chunked_prefill"):
+            raise UserError(
+                f"{self.url} splits prompts, and vLLM 0.32 on a CPU fails when it does so for a "
+                "seeded sample: start it with --no-enable-chunked-prefill"
+            )
+        if self.max_lora_rank:
+            self._check_adapter_settings(config["lora_config"])
+
+    def _check_adapter_settings(self, lora: dict[str, Any]) -> None:
+        """Raise UserError if the server does not load adapters at run time, or only parts."""
+        if lora.get("target_modules"):
+            raise UserError(
+                f"{self.url} restricts LoRA to {lora['target_modules']}, so it would leave parts "
+                "of an adapter out: start it without --lora-target-modules"
+            )
+        try:
+            self.call("/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""})
+        except VllmServerError as error:
+            if not error.rejected:  # the route, if it exists, rejects the empty name
+                raise UserError(
+                    f"{error}. A server with --enable-lora gets LoRA adapters at run time: set "
+                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for it, or start it without --enable-lora, "
+                    "so that adapters are merged"
+                ) from error
+
+    def check_lora_rank(self, rank: int) -> None:
+        """Raise UserError if the server does not load adapters of this rank."""
+        if rank > self.max_lora_rank:
+            raise UserError(
+                f"{self.url} loads LoRA adapters of rank {self.max_lora_rank} at most, and this "
+                f"adapter has rank {rank}: start it with a larger --max-lora-rank (vLLM allows 512 "
+                "at most), or without --enable-lora, so that adapters are merged"
+            )
 
     def _check_sample(self) -> None:
         """Raise UserError if the server does not sample by token ids."""
@@ -141,37 +164,77 @@ class VllmServer:
                 f"supported version of vLLM ({', '.join(SUPPORTED_VERSIONS)})"
             )
 
-    def sample(self, prompt: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request of one sample. Raises VllmServerError."""
+    def sample(
+        self, prompt: list[int], sampling_params: dict[str, Any], adapter: str | None = None
+    ) -> dict[str, Any]:
+        """Return the reply to a request of one sample, of the model or of an adapter on it. Raises
+        VllmServerError.
+        """
+        name = {} if adapter is None else {"model": adapter}
         reply = self.call(
             "/inference/v1/generate",
-            {"token_ids": prompt, "sampling_params": sampling_params},
+            {"token_ids": prompt, "sampling_params": sampling_params, **name},
             self.request_seconds,
         )
         if not isinstance(reply, dict):
             raise VllmServerError(self.url, f"returned {type(reply).__name__}, not an object")
+        check_adapter_name(self.url, reply, adapter)
         return reply
 
-    def load_weights(self, folder: Path, weights_id: str, manifest: FolderManifest) -> None:
-        """Load the weights of a folder that the server sees under the same path, and compare them
-        with `manifest`.
+    def score(
+        self, tokens: Sequence[int], adapter: str | None = None
+    ) -> tuple[list[float | None], list[str]]:
+        """Return the logprob of each token of a sequence at temperature 1 (entry 0 is None), and
+        the ids of the weights. Raises VllmServerError.
 
-        Running samples are paused, and continue with the new weights. Raises VllmServerError if
-        the server fails, or did not take over some tensor. The version of its weights is then one
-        that `read_sample` refuses.
+        With --enable-lora each token is scored by a request of its own: to the logits of a prompt's
+        tokens vLLM 0.32 applies the adapters of the requests in the batch, row by row, and fails on
+        a CPU if their numbers differ.
         """
-        seconds = self.request_seconds
+        prompt = [int(token) for token in tokens]
+        params: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "detokenize": False}
+        versions: list[str] = []
+        logprobs: list[float | None] = [None]
         try:
-            self.call("/pause?mode=keep&clear_cache=false", {}, seconds)
-            self.call("/update_weight_version", {"new_version": f"{weights_id}-incomplete"})
-            arguments = {"weights_path": str(folder)}
-            self.call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds)
-            self._reset_prefix_cache()
-            self._compare_weights(manifest)
-            self.call("/update_weight_version", {"new_version": weights_id})
-            shown = self.call("/weight_info").get("weight_version")
-            if shown != weights_id:
-                raise VllmServerError(self.url, f"has weights {shown!r} after loading {weights_id}")
+            if not self.max_lora_rank:
+                # a whole prompt may fill the context, and one token is sampled after it
+                params |= {"prompt_logprobs": 0, "logprobs": 0}
+                reply = self.sample(prompt, params, adapter)
+                logprobs = read_prompt_logprobs(self.url, reply, prompt)[0]
+                versions = [span["version"] for span in reply["choices"][0]["weight_versions"]]
+            for i, token in enumerate(prompt[1:] if self.max_lora_rank else (), 1):
+                # the reply shows the sampled token and the first of these
+                tokens = [token, int(token == 0)]
+                params |= {"logprobs": 2, "logprob_token_ids": tokens}
+                choice = self.sample(prompt[:i], params, adapter)["choices"][0]
+                entries = choice["logprobs"]["content"][0]["top_logprobs"]
+                row = {entry["token_id"]: entry["logprob"] for entry in entries}
+                logprobs.append(float(row[token]))
+                versions += [span["version"] for span in choice["weight_versions"]]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise VllmServerError(
+                self.url,
+                f"scored without logprobs or weight versions ({type(error).__name__}: {error})",
+            ) from error
+        return logprobs, sorted(set(versions))
+
+    def load_weights(self, weights: ServerWeights) -> None:
+        """Load weights from a folder that the server sees under the same path, and check them.
+
+        Samples that are being made of a model are paused, and continue with the new weights. Those
+        of an adapter continue with the adapter that they began with. Raises VllmServerError if the
+        server fails, or did not take over some tensor. The version of its weights is then one that
+        `read_sample` refuses.
+        """
+        try:
+            is_adapter = weights.base is not None
+            has_model = is_adapter and self._model_id == weights.model.weights_id
+            if not has_model or self._read_version() != self._version_id:
+                # no version of a sample is that of a model without its adapter
+                shown = f"{weights.model.weights_id}-base" if is_adapter else weights.weights_id
+                self._load_model(weights.model, shown)
+            if is_adapter:
+                self._load_adapter(weights)
         except (KeyError, TypeError, AttributeError) as error:
             raise VllmServerError(
                 self.url,
@@ -179,8 +242,55 @@ class VllmServer:
                 f"{', '.join(f'{known}.x' for known in SUPPORTED_VERSIONS)} "
                 f"({type(error).__name__}: {error})",
             ) from error
-        finally:
-            self.call("/resume", {}, seconds)
+
+    def _load_model(self, model: ServerWeights, version_id: str) -> None:
+        """Load all weights, compare them with those of the folder, and set the version."""
+        seconds, self._model_id = self.request_seconds, ""
+        try:
+            self.call("/pause?mode=keep&clear_cache=false", {}, seconds)
+            self.call("/update_weight_version", {"new_version": f"{model.weights_id}-incomplete"})
+            arguments = {"weights_path": str(model.folder)}
+            self.call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds)
+            self._reset_prefix_cache()
+            self._compare_weights(model.read_manifest(self.dtype))
+            self._set_version(version_id)
+            self._model_id = model.weights_id
+        except BaseException:
+            with contextlib.suppress(VllmServerError):  # the first error is raised
+                self.call("/resume", {}, seconds)
+            raise
+        self.call("/resume", {}, seconds)
+
+    def _load_adapter(self, adapter: ServerWeights) -> None:
+        """Load an adapter under its id, and compare its logprobs with the learner's. Other adapters
+        of the run are loaded too after a restart, and unloaded if their folders have been removed.
+        """
+        assert adapter.check is not None
+        name, seconds = adapter.weights_id, self.request_seconds
+        prefix = f"{name.partition('-')[0]}-"
+        loaded = {str(item["id"]) for item in self.call("/v1/models")["data"]}
+        loaded = {other for other in loaded if other.startswith(prefix)}
+        configs = adapter.folder.parent.glob(f"{prefix}*/adapter_config.json")
+        needed = {config.parent.name for config in configs}
+        for other in sorted(needed - loaded):
+            body = {"lora_name": other, "lora_path": str(adapter.folder.parent / other)}
+            self.call("/v1/load_lora_adapter", body, seconds, reads_json=False)
+        for other in sorted(loaded - needed):
+            self.call("/v1/unload_lora_adapter", {"lora_name": other}, seconds, reads_json=False)
+        logprobs, _ = self.score(adapter.check.tokens, name)
+        if (error := adapter.check.find_error(logprobs, self.dtype)) is not None:
+            raise VllmServerError(self.url, error, has_wrong_weights=True)
+        self._set_version(name)
+
+    def _read_version(self) -> Any:
+        return self.call("/weight_info").get("weight_version")
+
+    def _set_version(self, weights_id: str) -> None:
+        """Set the version with which the server labels tokens from now on."""
+        self.call("/update_weight_version", {"new_version": weights_id})
+        if (shown := self._read_version()) != weights_id:
+            raise VllmServerError(self.url, f"has weights {shown!r} after loading {weights_id}")
+        self._version_id = weights_id
 
     def _reset_prefix_cache(self) -> None:
         """Drop the cached prompts of the old weights."""
@@ -208,7 +318,11 @@ class VllmServer:
         """End the server. Does nothing for a server that the user started."""
 
     def call(
-        self, path: str, body: dict[str, Any] | None = None, seconds: float = _CHECK_SECONDS
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        seconds: float = _CHECK_SECONDS,
+        reads_json: bool = True,
     ) -> Any:
         """Return the JSON reply of a GET, or of a POST of `body`. Raises VllmServerError."""
         headers = {"Content-Type": "application/json"}
@@ -219,7 +333,7 @@ class VllmServer:
             request = urllib.request.Request(self.url + path, data, headers)
             with _OPENER.open(request, timeout=seconds) as reply:
                 content = reply.read()
-            return json.loads(content) if content else {}
+            return json.loads(content) if content and reads_json else {}
         except urllib.error.HTTPError as error:
             raise VllmServerError(
                 self.url,

@@ -158,7 +158,7 @@ def test_a_kl_beside_an_interpolated_proximal_policy_is_weighted_by_what_drew(lo
     exact = {"logprobs": q, "advantages": advantages * mask, "mask": mask}
     plain = {name: torch.from_numpy(values) for name, values in exact.items()}
     shared = plain | {"proximal_share": torch.from_numpy(share)}
-    drew = {"ref_logprobs": torch.from_numpy(q - 0.3), "drawn_logprobs": torch.from_numpy(q)}
+    drew = {"ref_logprobs": torch.from_numpy(q - 0.3), "behavior_logprobs": torch.from_numpy(q)}
 
     def compute(inputs, **config):
         live, whole = torch.from_numpy(lp), torch.tensor([0, 7])

@@ -286,8 +286,8 @@ def test_the_teacher_answers_each_prompt_so_many_times(clients):
     renderer = get_renderer("plain", student.get_tokenizer())
     rows = list(addition("train"))[:2]
     models = Models(student, {"teachers": {"": teacher}})
-    datums = method.datums(rows, renderer, models, 7)
-    again = method.datums(rows, renderer, models, 7)
+    datums = method.build_datums(rows, renderer, models, 7)
+    again = method.build_datums(rows, renderer, models, 7)
     assert len(datums) == 6
     assert [d.model_input.to_ints() for d in datums] == [d.model_input.to_ints() for d in again]
     prompt = renderer.build_generation_prompt(rows[0].messages).to_ints()

@@ -13,7 +13,7 @@ from whole_runs import train
 
 from rl import ServiceClient
 from rl.algorithms.dpo import DpoSettings, make_pair_datums
-from rl.config import ModelSettings
+from rl.config import ModelSettings, PreferenceDataSettings
 from rl.data import addition
 from rl.distributed import collectives
 from rl.learner.packing import LAYOUTS, block_cost, make_blocks, plan_micro_batches
@@ -162,10 +162,8 @@ def test_blocks_hold_every_pair_whole_in_order(layout, budget):
 def test_ranks_share_whole_pairs_in_as_many_micro_batches(layout, monkeypatch):
     datums, learner = pairs(4), make_worker(layout=layout, token_budget=1).learners[0]
     monkeypatch.setattr(collectives, "world", lambda: 3)
-    shares = []
-    for rank in range(3):
-        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
-        shares.append(list(learner._local_micro_batches(datums, 2)))
+    parts = learner.split_batch(datums, 2)
+    shares = [list(learner.planner.make_micro_batches(part)) for part in parts]
     assert [len(share) for share in shares] == [2, 2, 2]
     batches = [batch for share in shares for batch in share]
     assert all(
@@ -281,7 +279,7 @@ def test_updates_do_not_move_the_reference(lora, tmp_path):
         datums = [
             datum
             for row in list(addition("train"))[:4]
-            for datum in make_pair_datums(row, renderer)
+            for datum in make_pair_datums(row, renderer, PreferenceDataSettings())
         ]
         before = reference.logprobs(datums)
         policies = [_logprobs(policy, datums)]

@@ -34,6 +34,7 @@ from rl.config import (
     read_run,
     resolve_config,
 )
+from rl.distributed.stop_signals import StopRequest
 from rl.errors import UnusedSettingError, UserError
 from rl.losses import LOSSES, LossSpec
 from rl.losses.losses import importance_sampling, ppo
@@ -440,7 +441,7 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
         checkpoints=None,
     )
     rollouts = RolloutBatch([group([1.0], [0.0])], [], {"emitted_tokens": 4}, 1.0, 0.5)
-    trainer = Trainer(context, stop_request=SimpleNamespace(exit_code=None))
+    trainer = Trainer(context, stop_request=StopRequest())
     trainer.end_batch(TrainingBatch(0, rollouts), {}, None)
     has = rows[0].get("reward/total") == 0.5, "env/all/by_group/frac_mixed" in rows[0]
     assert has == (judge is not None,) * 2

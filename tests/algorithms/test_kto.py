@@ -67,5 +67,26 @@ def test_z_is_of_other_prompts_answers_and_never_below_zero(sign, pairs, tmp_pat
         reference = SimpleNamespace(logprobs=lambda datums: target_logprobs(frozen, datums))
         models = Models(policy, {"reference": reference})
         method = make_method("kto", batch_size=len(rows), steps=1, learning_rate=1e-3)
-        metrics = method.update(models, method.datums(rows, renderer, models, 0), Progress(0, 1))
+        metrics = method.update(
+            models, method.build_datums(rows, renderer, models, 0), Progress(0, 1)
+        )
         assert metrics["optim/kl_ref_k1"] == pytest.approx(max(0.0, expected), abs=1e-5)
+
+
+def test_a_mismatched_answer_ends_at_the_models_context(tmp_path):
+    """Each row fits, but the long prompt with the long answer of the other row does not."""
+    with ServiceClient(output_dir=tmp_path, seed=1) as service:
+        policy = service.create_full_training_client("tiny:addition", seed=1)
+        renderer, limit = get_renderer("plain", policy.get_tokenizer()), policy.info["max_context"]
+        lengths = ((limit - 3, 2), (1, limit - 3))
+        rows = [
+            Problem([{"role": "user", "content": "1" * prompt}], response="2" * answer, index=i)
+            for i, (prompt, answer) in enumerate(lengths)
+        ]
+        reference = SimpleNamespace(logprobs=lambda datums: target_logprobs(policy, datums))
+        models = Models(policy, {"reference": reference})
+        method = make_method("kto", batch_size=2, steps=1, learning_rate=1e-3)
+        metrics = method.update(
+            models, method.build_datums(rows, renderer, models, 0), Progress(0, 1)
+        )
+        assert metrics["optim/kl_ref_k1"] == 0

@@ -78,10 +78,12 @@ def test_published_shapes(tmp_path):
         {"prompt": "a?", "response": "z", "reward": "false"},
         {"question": "c?", "code": ["p", "q"], "score": [True, False]},
         {"question": "d?", "ground_truth": "G", **solved},
+        {"prompt": "e?", "response": "w", "reward": 1, "source": {"solution": "u"}},
     ]
     problems = load_rollouts(write(tmp_path / "rows.jsonl", *rows), system_prompt="Think.")
     assert [[(a.text, a.reward) for a in p.answers] for p in problems] == [
         [("x", 0.5), ("z", 0.0)], [("y", 1.0)], [("p", 1.0), ("q", 0.0)], [("s", 1.0), ("t", 0.0)],
+        [("w", 1.0)],
     ]  # fmt: skip
     assert [m["content"] for m in problems[2].messages] == ["Think.", "c?"]
     assert problems[1].meta == {"level": 3} and problems[3].meta == {"ground_truth": "G"}
@@ -225,7 +227,7 @@ def datums_of(rows, **options):
     beginning = FakeReferencePolicy()
     renderer = get_renderer("plain", DigitTokenizer())
     method = Offline(OfflineSettings(offline=OfflineOptions(**options)))
-    return method.datums(
+    return method.build_datums(
         rows, renderer, Models(Policy(), {"beginning": lambda: beginning}), 0
     ), beginning
 
@@ -265,12 +267,12 @@ def test_group_baseline_and_stored_or_scored_behaviour():
     assert mask == [0, 1, 1, 1]
     assert advantages == [0, -0.375, -0.375, -0.375]
     assert logprobs == pytest.approx([0, -0.03, -0.04, -0.12]) and beginning.requests_seen == 1
-    text = Offline(OfflineSettings()).remark_on_data([row])
+    text = Offline(OfflineSettings()).describe_data([row], None)
     assert text is not None and text.startswith(
         "1 of 2 stored answers have no logprobs: the initial policy scores them"
     )
     best = OfflineSettings(offline=OfflineOptions(loss="bc", top_fraction=0.5))
-    assert Offline(best).remark_on_data([row]) is None
+    assert Offline(best).describe_data([row], None) is None
 
 
 def test_learned_baseline_by_hand():

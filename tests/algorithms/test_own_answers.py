@@ -168,6 +168,15 @@ def test_an_episode_of_several_sequences_is_refused_by_online_dpo():
         method.compute_advantages([group], Models(LocalPolicy()))
 
 
+def test_online_dpo_samples_answers_to_held_out_problems(tmp_path):
+    path = tmp_path / "sums.jsonl"  # answers, but no pairs of answers
+    path.write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(8)))
+    data = f"--dataset {path} --eval-dataset {path} --reward exact_match"
+    options = "--steps 1 --batch-size 2 --max-tokens 3 --eval-every 1 --eval-limit 2 --save-every 0"
+    rows = train(f"online_dpo {data} {options}", tmp_path / "run")
+    assert "test/env/all/reward/total" in rows[-1]
+
+
 @pytest.fixture(scope="module")
 def careless_policy(tmp_path_factory):
     """Train a policy on sums with noisy answers."""

@@ -136,6 +136,31 @@ def test_a_setting_that_a_users_class_does_not_use_is_rejected(run_folder, setti
     assert not (run_folder / "run" / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("name", ["Whole", "Clipped", "Scaled"])
+def test_parts_are_refused_for_a_class_whose_hooks_they_would_not_call(run_folder, name):
+    (run_folder / "mine.py").write_text(
+        FILE
+        + """
+class Clipped(GRPO):
+    def update(self, models, datums, progress):
+        return super().update(models, datums[:1], progress)
+
+class Scaled(GRPO):
+    def compute_advantages(self, groups, models):
+        return super().compute_advantages(groups, models)
+"""
+    )
+    with pytest.raises(UserError, match=f"{name} has a compute_advantages or an update of its own"):
+        rl.train(f"mine.py:{name}", output_dir=run_folder / "run", stream_minibatches=2, **SMALL)
+
+
+def test_a_module_that_fails_to_import_is_named_with_its_error(run_folder, monkeypatch):
+    (run_folder / "broken_module.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(run_folder)
+    with pytest.raises(UserError, match="importing broken_module failed .ZeroDivisionError"):
+        rl.train("broken_module:X", output_dir=run_folder / "run", **SMALL)
+
+
 def count_symbols(prompt, response, meta):
     return len(set(response)) / 4
 

@@ -62,7 +62,7 @@ def learn(service, method, rows):
     hosts = StageModelFactory(service, client, settings, None, {}, 2)
     policy = RecordingPolicy(client)
     models = Models(policy, method.required_models(hosts))
-    datums = method.datums(rows, make_renderer(client, None), models, 0)
+    datums = method.build_datums(rows, make_renderer(client, None), models, 0)
     method.update(models, datums, Progress(0, 4))
     return datums, policy.steps
 

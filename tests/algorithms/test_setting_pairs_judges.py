@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from scripted import ScriptedSampler
-from test_reward_model import Letters
+from test_rubric import GenerationRenderer
 
 from rl.envs import Environment, EnvironmentGroup, TurnResult, resolve_environment
 from rl.judges import (
@@ -96,17 +96,8 @@ class FakeJudgeClient:
         return SimpleNamespace(result=lambda: (results, {}))
 
 
-class JudgeRenderer(Letters):
-    """Letters with the generation prompt that a judge needs."""
-
-    def build_generation_prompt(self, messages):
-        return self.build_supervised_example([*messages, {"role": "assistant", "content": ""}])[0]
-
-    def get_stop_sequences(self):
-        return []
-
-    def parse_response(self, tokens):
-        return {"role": "assistant", "content": "".join(map(chr, tokens))}, True
+class JudgeRenderer(GenerationRenderer):
+    """Also builds the input of a reward model, whose policy has another tokenizer."""
 
     def reward_model_input(self, prompt, answer):
         tokenizer = load_tokenizer("tiny:ascii")

@@ -181,14 +181,16 @@ def two_ways(place, model, name: str, substeps: int, lengths: str) -> None:
         reference = {"reference": Reference(model)}
         models = Models(first, reference)
         metrics = whole.update(
-            models, whole.datums(rows, LetterRenderer(), models, 0), Progress(0, 1)
+            models, whole.build_datums(rows, LetterRenderer(), models, 0), Progress(0, 1)
         )
         parts = [rows[i::substeps] for i in range(substeps)]
         plain = []
         for local in parts:
             models = Models(other, reference)
             plain.append(
-                part.update(models, part.datums(local, LetterRenderer(), models, 0), Progress(0, 1))
+                part.update(
+                    models, part.build_datums(local, LetterRenderer(), models, 0), Progress(0, 1)
+                )
             )
         assert metrics["optim/grad_norm"] == pytest.approx(
             max(each["optim/grad_norm"] for each in plain), rel=1e-4

@@ -1,6 +1,7 @@
 """Test Tinker's verbs in process: futures, sampler and learner, saving, errors."""
 
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -13,9 +14,12 @@ import torch
 from helpers import compute_relative_difference, random_datums
 
 from rl import ServiceClient, TensorData, renderers, types
+from rl.client import SampleStream
 from rl.distributed.checkpoint_folder import DamagedCheckpoint
+from rl.errors import BadRequestError
 from rl.losses import get_loss
 from rl.models import info as model_info
+from rl.sampler import SamplingRequest
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams
 
 ADAM = AdamParams(learning_rate=3e-3, eps=1e-8)
@@ -31,6 +35,28 @@ def service(tmp_path):
 @pytest.fixture(params=["full", "lora"])
 def client(request, service):
     return make(service, request.param)
+
+
+def test_loading_a_sampler_frees_the_caches_of_streams_without_requests(service):
+    """The next request of such a stream has nothing to reuse; a running one goes on."""
+    stream = SampleStream(service.create_sampling_client(base_model="tiny:addition"))
+    requests = itertools.count()
+
+    def sample(loads: str) -> int:
+        params = SamplingParams(max_tokens=4, temperature=0.5)
+        prompt = [3, 4, 12, 5, 6, 13] * 8
+        ticket = stream.add(SamplingRequest(prompt=prompt, problem=next(requests), params=params))
+        parts = [stream.run_steps(1)]
+        if loads == "while it runs":
+            service.create_sampling_client(base_model="tiny:ascii-small")
+        while ticket not in parts[-1].finished:
+            parts.append(stream.run_steps(1))
+        if loads == "after it":
+            service.create_sampling_client(base_model="tiny:ascii-small")
+        return sum(part.counters["prefix_cached_tokens"] for part in parts)
+
+    cached = [sample(loads) for loads in ("", "", "while it runs", "after it", "", "")]
+    assert cached[0] == cached[4] == 0 < cached[1] == cached[2] == cached[3] == cached[5]
 
 
 def make(service, kind="full"):
@@ -236,6 +262,15 @@ def test_malformed_calls_are_refused_where_they_are_made(client):
         client.forward([too_long], "cross_entropy")
     with pytest.raises(TypeError, match="AdamParams"):
         client.optim_step(1e-4)
+
+
+def test_arguments_at_the_edge_of_a_range_are_refused(service):
+    client = make(service)
+    with pytest.raises(BadRequestError, match="below 0.5, got 0.5"):
+        client.forward([], "dpo", {"label_smoothing": 0.5})
+    sampler = client.save_weights_and_get_sampling_client()
+    with pytest.raises(BadRequestError, match="is a types.TensorData of token ids.*got a list"):
+        sampler.sample(PROMPT, 1, SamplingParams(max_tokens=1), target_prompt_logprobs=[])
 
 
 def test_a_wait_that_is_given_up_does_not_stop_the_verbs(client):

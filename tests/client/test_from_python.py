@@ -12,6 +12,7 @@ import rl
 from rl.algorithms import METHODS
 from rl.config import SettingsError
 from rl.errors import UserError
+from rl.rewards import resolve_reward
 from rl.trainer import open_weights
 from rl.trainer.entry_point import resolve_run
 
@@ -66,6 +67,15 @@ def test_a_run_from_python_with_a_function_as_reward(run_folder):
     assert done.weights.path == run_folder / "run" / "checkpoints" / "grpo-final"
     again = rl.train(resume=True, output_dir=run_folder / "run", steps=2)
     assert [row["step"] for row in again.metrics] == [1, 2]
+
+
+def test_a_function_does_not_replace_a_built_in_reward(run_folder):
+    def gsm8k(prompt, response, meta):
+        return 0.0
+
+    with pytest.raises(UserError, match="built-in reward 'gsm8k': rename the"):
+        rl.train("grpo", reward=gsm8k, output_dir=run_folder / "run", **SMALL)
+    assert resolve_reward("gsm8k").builtin and not (run_folder / "run").exists()
 
 
 def test_the_results_of_a_run_are_read_in_python(run_folder):

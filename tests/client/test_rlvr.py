@@ -489,6 +489,44 @@ def test_checkpoints_are_named_in_turn_and_belong_to_their_config(service):
         service.create_training_client("tiny:addition")
 
 
+def test_checkpoints_without_a_name_are_numbered_in_the_folder_they_are_written_to(
+    service, tmp_path
+):
+    first, second = (service.create_training_client(ADAPTER) for _ in range(2))
+    for client in (first, second):
+        client.save_state("a").result()  # the second is written below model-1 from now on
+    saved = [second.save_state().artifact_id for _ in range(2)]
+    saved += [first.save_state(folder=tmp_path / "other").artifact_id for _ in range(2)]
+    parents = 2 * ["model-1/checkpoints"] + 2 * ["other"]
+    numbers = 2 * ["state-000001", "state-000002"]
+    assert all(
+        path.endswith(f"{parent}/{number}")
+        for path, parent, number in zip(saved, parents, numbers, strict=True)
+    )
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with ServiceClient(output_dir="~/out") as service:
+        client = service.create_training_client(ADAPTER)
+        paths = [client.save_state("a").result().path]
+        service.output_dir = "~/next"
+        paths.append(client.save_state("a").result().path)
+        paths.append(client.save_state("a", folder="~/folder").result().path)
+        expected = ("out/checkpoints/a", "next/checkpoints/a", "folder/a")
+        assert paths == [str(tmp_path / place) for place in expected]
+        client.load_state("~/folder/a").result()
+        resumed = service.create_training_client_from_state_with_optimizer("~/folder/a")
+        assert resumed.info["lora_rank"] == 4
+        sampled = client.save_weights_for_sampler("s", folder="~/folder").result().path
+        assert sampled == str(tmp_path / "folder" / "s")
+        assert service.create_sampling_client("~/folder/s").info["lora_rank"] == 4
+        rest = service.create_rest_client()
+        assert rest.get_weights_info_by_tinker_path("~/folder/a").result().lora_rank == 4
+        rest.delete_checkpoint_from_tinker_path("~/folder/a").result()
+    assert not (tmp_path / "folder" / "a").exists()
+
+
 @pytest.mark.slow
 def test_the_cookbooks_script_runs_with_other_imports_and_a_real_sampler(shared_data, tmp_path):
     """The guide's complete script runs with its imports, the mock sampler and the model's name

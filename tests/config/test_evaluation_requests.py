@@ -13,13 +13,16 @@ import pytest
 import evaluate
 from rl.config import (
     DataSettings,
+    PreferenceDataSettings,
     SamplingSettings,
+    SettingsError,
     locate_recorded_files,
     match_recorded_files,
+    override_settings,
     record_resumed_files,
 )
 from rl.errors import UserError
-from rl.trainer import iterate_prompts
+from rl.trainer import iterate_prompts, load_held_out_problems
 
 
 def make_arguments(**changes: Any) -> SimpleNamespace:
@@ -69,6 +72,58 @@ def test_the_columns_of_a_file_override_no_setting_of_the_run(tmp_path: Path):
     # a short name selects its reward
     named = resolve(f"gpqa:{file}", DataSettings(reward="gsm8k", **columns))
     assert (named.reward, named.answer_column) == ("multiple_choice", "answer")
+
+
+@pytest.mark.parametrize("data_format", ["preferences", "unpaired"])
+def test_prompts_without_the_answers_that_a_run_learns_from_are_evaluated(tmp_path, data_format):
+    run = PreferenceDataSettings(data_format=data_format, reward="exact_match")
+    label = {"input": "1+1=", "output_1": "2", "output_2": "3", "label": 1}
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    for row in ({"prompt": "1+1=", "answer": "2"}, pair, label):
+        file = tmp_path / "rows.jsonl"
+        file.write_text(json.dumps(row) + "\n")
+        (problem,) = load_held_out_problems(resolve(str(file), run))
+        assert [message["content"] for message in problem.messages] == ["1+1="]
+    words = ["--data-format", "preferences"]
+    assert resolve(str(file), run, others=words).data_format == "preferences"
+    assert resolve(None, run).data_format == data_format  # the held-out rows of the run
+
+
+def test_settings_of_the_run_that_another_reward_does_not_use_are_left_out():
+    """The rewards of recipes/oneliners.yaml run programs, and a requested reward runs none."""
+    run = DataSettings(
+        reward="code_tests", code_block="any", code_score="fraction", sandbox_packages=("sympy",)
+    )
+    for data in (resolve("openai/gsm8k", run), resolve(None, run, reward="gsm8k")):
+        assert data.reward == "gsm8k"
+        assert (data.code_block, data.code_score) == ("fenced", "all")
+        assert data.sandbox_packages == DataSettings().sandbox_packages
+    assert resolve(None, run, limit=3).code_score == "fraction"
+    assert override_settings((run,), ["--reward", "gsm8k"])[0].code_block == "fenced"
+    with pytest.raises(SettingsError, match="no reward runs programs"):  # a requested value
+        override_settings((run,), ["--reward", "gsm8k", "--code-block", "any"])
+    words = ["--sampler", "vllm", "--sampler-url", "http://localhost:8000"]
+    (sampling,) = override_settings((SamplingSettings(sampler_cache="plain"),), words)
+    assert (sampling.sampler, sampling.sampler_cache) == ("vllm", "auto")
+
+
+def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch, capsys):
+    def read(output: Path) -> None:
+        monkeypatch.setattr("sys.argv", ["evaluate.py", "runs/x", "--output", str(output)])
+        evaluate.read_arguments()
+
+    (tmp_path / "file").write_text("")
+    (tmp_path / "b.md").mkdir()
+    for output, problem in {
+        tmp_path: "is a folder",
+        tmp_path / "b.json": "b.md is a folder",
+        tmp_path / "file" / "a.json": "cannot be created",
+    }.items():
+        with pytest.raises(SystemExit):
+            read(output)
+        assert problem in capsys.readouterr().err
+    read(tmp_path / "new" / "a.json")
+    assert (tmp_path / "new").is_dir()
 
 
 def test_finished_data_sets_are_kept_if_a_later_one_fails(tmp_path: Path, monkeypatch):

@@ -180,7 +180,7 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
     write(repo / "hard" / "a.jsonl", make_sum_rows(1))
     (repo / "README.md").write_text(
         "---\nconfigs:\n- config_name: easy\n  data_files:\n  - split: train\n    path: "
-        "data/train-*\n"
+        "[data/train-*, data/*-of-00002.parquet]\n"  # both match the two files
         "- config_name: hard\n  data_files: hard/*.jsonl\n---\n# words\n"
     )
     assert (
@@ -270,6 +270,32 @@ def test_bad_rows_of_a_stream_are_named_when_met_and_the_next_stands_in(tmp_path
         )
     with pytest.raises(UserError, match="leave out stream"):
         load_problems(write(tmp_path / "x.json", []), stream=True)
+
+
+def test_a_stream_refuses_rows_that_name_their_split_unless_files_do(tmp_path, shared_data):
+    lines = (shared_data / "mbpp" / "mbpp.jsonl").read_text().splitlines()
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "mbpp.jsonl", tmp_path / "folder" / "train.jsonl"):
+        path.write_text("\n".join(lines[600:603]))
+    with pytest.raises(UserError, match="mbpp.jsonl: its rows name their split.*leave out stream"):
+        load_problems(tmp_path / "mbpp.jsonl", stream=True)
+    assert len(load_problems(tmp_path / "folder", stream=True)) == 3
+
+
+def test_a_stream_reads_an_only_instance_and_refuses_several(tmp_path):
+    instances = [{"input": "1+1", "output": "2"}, {"input": "2+2", "output": "4"}]
+    rows = [{"instruction": "Add.", "instances": instances[:n]} for n in (1, 2)]
+    stream = load_problems(write(tmp_path / "seed.jsonl", rows), stream=True)
+    assert (get_contents(stream[:1]), stream[0].response) == (["Add.\n\n1+1"], "2")
+    with pytest.raises(UserError, match="line 2: it holds 2 instances.*leave out stream"):
+        stream[1]
+
+
+def test_a_stream_says_which_prompts_are_conversations(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    for stream in (False, True):
+        assert [p.chat for p in load_problems(path, stream=stream)] == [True, False]
 
 
 # ------------------------------------------------------------------------------------------ prompts

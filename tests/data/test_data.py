@@ -279,7 +279,8 @@ def test_hub_names_reach_the_hub_with_their_config(monkeypatch):
     assert requests == [("openai/gsm8k", "main", "test"), ("someone/things", "small", "train")]
 
 
-def test_files_in_the_hubs_cache_are_read_offline_by_name(tmp_path):
+@pytest.mark.parametrize("held_out", ["test", "validation"])
+def test_files_in_the_hubs_cache_are_read_offline_by_name(tmp_path, held_out):
     """Files as `hf download --repo-type dataset` writes them. Runs in a separate process."""
     repo, commit = tmp_path / "hub" / "datasets--acme--sums", "a" * 40
     data = repo / "snapshots" / commit / "small"
@@ -289,9 +290,9 @@ def test_files_in_the_hubs_cache_are_read_offline_by_name(tmp_path):
     (data.parent / "README.md").write_text(
         "---\nconfigs:\n- config_name: small\n  data_files:\n  - {split: train, path: "
         "small/train*}\n"
-        "  - {split: test, path: small/test*}\n---\n"
+        f"  - {{split: {held_out}, path: small/{held_out}*}}\n---\n"
     )
-    for split, rows in (("train", range(3)), ("test", range(3, 5))):
+    for split, rows in (("train", range(3)), (held_out, range(3, 5))):
         lines = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in rows]
         (data / f"{split}-00000-of-00001.jsonl").write_text("".join(lines))
     code = (

@@ -109,8 +109,8 @@ def test_what_is_read_of_each_shape(tmp_path: Path):
     assert call.meta["tests"] == {
         "style": "calls",
         "function": "best",
-        "cases": [[[[1, 2], 3], 12]],
-        "compare": "floats",
+        "cases": [[[[1, 2], 3], [12]]],
+        "compare": "wrapped",
     }
     assert "def best(a, b):" in call.messages[-1]["content"]
     assert load_row(tmp_path, LCB_STDIN).meta["tests"] == {

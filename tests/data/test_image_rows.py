@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -55,6 +56,7 @@ def make_messages(*parts):
 def test_every_form_of_an_image_is_the_same_pixels(tmp_path):
     data = make_png(1)
     (tmp_path / "a.png").write_bytes(data)
+    (tmp_path / "a b.png").write_bytes(data)
     text = base64.b64encode(data).decode()
     forms = [
         data,
@@ -68,6 +70,7 @@ def test_every_form_of_an_image_is_the_same_pixels(tmp_path):
     forms += [
         {"bytes": data, "path": None},
         {"bytes": None, "path": str(tmp_path / "a.png")},
+        (tmp_path / "a b.png").as_uri(),
         ImageChunk(data, "png"),
     ]
     forms += [
@@ -82,6 +85,35 @@ def test_every_form_of_an_image_is_the_same_pixels(tmp_path):
         make_image_chunk(make_png(1, form="JPEG")).format == "jpeg"
         and make_image_chunk("a.png", tmp_path).format == "png"
     )
+
+
+def test_a_file_address_may_be_relative_and_hold_any_character(tmp_path):
+    (tmp_path / "images").mkdir()
+    for name in ("images/a.png", "images/b c#1?.png", "images/d%20e.png", "images/[x.png"):
+        data = make_png(len(name))
+        (tmp_path / name).write_bytes(data)
+        quoted = (tmp_path / name).as_uri()
+        for address in (f"file://{name}", f"file://{tmp_path / name}", quoted):
+            assert make_image_chunk(address, tmp_path).data == data, address
+    for address in ("file://gone.png", "file://[x/gone.png", f"file://{tmp_path / 'gone.png'}"):
+        with pytest.raises(UserError, match=f"no image file at {re.escape(str(tmp_path))}/[^:]*$"):
+            make_image_chunk(address, tmp_path)
+
+
+@pytest.mark.parametrize(("side", "seed"), [(10, 3), (24, 24)])
+def test_small_images_as_bare_base64_are_no_file_names(tmp_path, side, seed):
+    """The text up to its first slash is longer than a file's name may be."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "noise.png")
+    data = (tmp_path / "noise.png").read_bytes()
+    text = base64.b64encode(data).decode()
+    assert text.find("/") > 255 and len(text) < 4096
+    assert make_image_chunk(text).data == data
+    row = {"question": "what?", "image": text, "answer": "x"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (problem,) = load_problems(tmp_path / "rows.jsonl", prompt_column="question")
+    (image,) = [p["image"] for p in problem.messages[-1]["content"] if p["type"] == "image"]
+    assert image.data == data
 
 
 def test_what_is_no_image_is_an_error_that_says_so(tmp_path):
@@ -106,6 +138,16 @@ def test_an_image_lies_upright_and_on_white():
     assert np.asarray(open_image(make_image_chunk(clear))).min() == 255
 
 
+def test_gray_of_16_bits_keeps_its_shades():
+    """Such as X-rays and depth."""
+    shades = np.arange(0, 65536, 256).astype(np.uint16).reshape(16, 16)
+    buffer = io.BytesIO()
+    Image.fromarray(shades).save(buffer, "PNG")
+    for source in (buffer.getvalue(), Image.fromarray(shades)):
+        pixels = np.asarray(open_image(make_image_chunk(source)))
+        assert (pixels == (shades >> 8)[:, :, None]).all()
+
+
 # ----------------------------------------------------------------------- inputs, as Tinker has them
 
 
@@ -116,8 +158,8 @@ def test_an_image_chunk_takes_the_tokens_that_the_model_makes_of_it(tokenizer):
     with pytest.raises(ValueError, match="depends on the model"):
         _ = inputs.length
     result = resolve_images(inputs, {"tokenizer": tokenizer, "base_model": "tiny:vision"})
-    assert result.length == 4 + 24 + 1 and result.placed()[0][0] == 4
-    assert result.flat() == [
+    assert result.length == 4 + 24 + 1 and result.images_with_positions()[0][0] == 4
+    assert result.token_ids() == [
         *tokenizer.encode("see "),
         *[reader.image_token_id] * 24,
         *tokenizer.encode("."),
@@ -179,18 +221,14 @@ def test_an_input_is_cut_and_joined_without_losing_an_image(tokenizer):
     result = get_image_reader(tokenizer).resolve_tokens(
         encode_parts(tokenizer, "ab", chunk(1), "cd", chunk(2, 16, 40), "e")
     )
-    tokens, placed = result.flat(), result.placed()
+    tokens, placed = result.token_ids(), result.images_with_positions()
     assert ModelInput.of(tokens, placed) == result
     for length in range(1, result.length + 1):
-        inside = any(at < length < at + image.length for at, image in placed)
-        if inside:
-            with pytest.raises(ValueError, match="are not at position"):
-                result.truncate(length)
-        else:
-            part = result.truncate(length)
-            assert part.flat() == tokens[:length] and part.placed() == tuple(
-                p for p in placed if p[0] < length
-            )
+        # within an image the cut moves to the image's start
+        (cut,) = [at for at, image in placed if at < length < at + image.length] or [length]
+        part = result.truncate(length)
+        assert part.token_ids() == tokens[:cut]
+        assert part.images_with_positions() == tuple(p for p in placed if p[0] < cut)
 
 
 # ------------------------------------------------------------------------------------ conversations
@@ -208,8 +246,8 @@ def test_images_stand_where_the_template_has_them(tokenizer, renderer):
     seen = [f"<|vision_start|>{pads[n]}<|vision_end|>" for n in (16, 10)]
     before = f"<|system|>look<|end|><|user|>one{seen[0]}two{seen[1]}<|end|><|assistant|>yes<|end|><|user|>{seen[0]}again<|end|>"
     prompt = renderer.build_generation_prompt(messages)
-    assert tokenizer.decode(prompt.flat()) == f"{before}<|assistant|>"
-    assert [image.data for _, image in prompt.placed()] == [
+    assert tokenizer.decode(prompt.token_ids()) == f"{before}<|assistant|>"
+    assert [image.data for _, image in prompt.images_with_positions()] == [
         make_image_chunk(make_image(1)).data,
         make_png(2, 16, 40),
         make_image_chunk(make_image(1)).data,
@@ -218,18 +256,20 @@ def test_images_stand_where_the_template_has_them(tokenizer, renderer):
         [*messages, {"role": "assistant", "content": "no"}], "all_assistant"
     )
     assert (
-        tokenizer.decode([t for t, w in zip(example.flat(), weights, strict=True) if w])
+        tokenizer.decode([t for t, w in zip(example.token_ids(), weights, strict=True) if w])
         == "yes<|end|>no<|end|>"
     )
-    assert example.truncate(prompt.length) == prompt and len(example.placed()) == 3
+    assert example.truncate(prompt.length) == prompt and len(example.images_with_positions()) == 3
 
 
 def test_a_turn_is_bridged_to_the_next_with_the_images_of_both(tokenizer, renderer):
     first = make_messages({"type": "image", "image": make_image(1)}, "what?")
     new = make_messages("and", {"type": "image", "image": make_image(2)})
     prompt, answer = renderer.build_generation_prompt(first), tokenizer.encode("cat<|end|>")
-    bridged = renderer.extend_prompt(first, prompt.flat(), answer, new)
-    whole = ModelInput.of(bridged.flat(), [*prompt.placed(), *bridged.placed()])
+    bridged = renderer.extend_prompt(first, prompt.token_ids(), answer, new)
+    whole = ModelInput.of(
+        bridged.token_ids(), [*prompt.images_with_positions(), *bridged.images_with_positions()]
+    )
     assert whole == renderer.build_generation_prompt(
         [*first, {"role": "assistant", "content": "cat"}, *new]
     )
@@ -240,8 +280,8 @@ def test_text_that_spells_an_image_token_is_text(tokenizer, renderer):
     prompt = renderer.build_generation_prompt(
         make_messages({"type": "image", "image": make_image(1)}, spelt_out)
     )
-    assert prompt.flat().count(get_image_reader(tokenizer).image_token_id) == 16
-    assert spelt_out in tokenizer.decode(prompt.flat())[-60:]
+    assert prompt.token_ids().count(get_image_reader(tokenizer).image_token_id) == 16
+    assert spelt_out in tokenizer.decode(prompt.token_ids())[-60:]
 
 
 def test_an_image_of_the_assistant_and_a_place_without_one_are_refused(renderer):
@@ -263,7 +303,7 @@ def test_an_episode_of_two_turns_is_one_datum_and_another_image_begins_another(r
     def datums(second):
         tail = [*tokenizer.encode("<|user|>"), *tokenizer.encode("<|end|><|assistant|>")]
         observation = ModelInput.of(
-            [*first.flat(), *answer, *tail], [(first.placed()[0][0], second)]
+            [*first.token_ids(), *answer, *tail], [(first.images_with_positions()[0][0], second)]
         )
         turns = [
             Transition(ob, SampledSequence(answer, [-0.5] * len(answer)), 1.0, False)
@@ -271,15 +311,16 @@ def test_an_episode_of_two_turns_is_one_datum_and_another_image_begins_another(r
         ]
         return trajectory_to_datums(Trajectory(turns, advantage=1.0))
 
-    (item,) = datums(first.placed()[0][1])
-    assert item.model_input.placed() == first.placed() and item.loss_fn_inputs[
-        "mask"
-    ].array.sum() == 2 * len(answer)
-    other = permute_pixels(first.placed()[0][1])
-    swapped = ImageChunk(other.data, "png", tokens=first.placed()[0][1].tokens)
+    (item,) = datums(first.images_with_positions()[0][1])
+    assert (
+        item.model_input.images_with_positions() == first.images_with_positions()
+        and item.loss_fn_inputs["mask"].array.sum() == 2 * len(answer)
+    )
+    other = permute_pixels(first.images_with_positions()[0][1])
+    swapped = ImageChunk(other.data, "png", tokens=first.images_with_positions()[0][1].tokens)
     parts = datums(swapped)
-    assert [part.model_input.placed()[0][1].data for part in parts] == [
-        first.placed()[0][1].data,
+    assert [part.model_input.images_with_positions()[0][1].data for part in parts] == [
+        first.images_with_positions()[0][1].data,
         swapped.data,
     ]
 

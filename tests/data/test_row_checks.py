@@ -216,7 +216,7 @@ def test_pairs_that_fit_alone_and_not_side_by_side(tmp_path, renderer):
     assert len(select_good_rows(problems, checks["scalar"], "error")) == 2
     with pytest.raises(
         UserError,
-        match=r"^rows.jsonl line 2 does not fit: its prompt with both answers takes",
+        match=r"^rows.jsonl line 2 does not fit: its longest sequence takes",
     ):
         select_good_rows(problems, checks["comparison"], "error")
     assert len(select_good_rows(problems, checks["comparison"], "skip")) == 1
@@ -309,6 +309,8 @@ def test_all_faults_of_all_rows_are_told_at_once(tmp_path):
 def test_rows_of_another_shape_are_answered_with_one_that_would_do(tmp_path):
     answers = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(20)]
     pairs = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "0"} for i in range(20)]
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    chat = {"prompt": "1+1=", "messages": turns}
     pair, labelled = (
         '{"prompt": "2+2=", "chosen": "4", "rejected": "5"}',
         '{"prompt": "2+2=", "completion": "4", "label": true}',
@@ -317,6 +319,7 @@ def test_rows_of_another_shape_are_answered_with_one_that_would_do(tmp_path):
         "answers": write(tmp_path / "answers.jsonl", *answers),
         "pairs": write(tmp_path / "pairs.jsonl", *pairs),
         "sums": write(tmp_path / "sums.jsonl", *({"prompt": "1+1=", "answer": "2"},) * 20),
+        "chats": write(tmp_path / "chats.jsonl", *({**chat, "prompt_id": "a1"},) * 20),
     }
     cases = [
         (
@@ -343,6 +346,7 @@ def test_rows_of_another_shape_are_answered_with_one_that_would_do(tmp_path):
         ("kto", "answers", ["no column 'label' in any of 20 rows", f"Such a row is {labelled}"]),
         ("kto", "pairs", ["these are pairs, of which --data-format preferences makes"]),
         ("sft", "sums", ["sums.jsonl line 1 has no", "); here: --response-column answer"]),
+        ("sft", "chats", ["no response to learn", "); here: --data-format messages"]),
         (
             "sft",
             "pairs",

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from rl.config import (
     override_settings,
     read_run,
 )
-from rl.data import LengthLimits, RowCheck, load_problems, select_good_rows
+from rl.data import LengthLimits, ProblemSet, RowCheck, load_problems, select_good_rows
 from rl.errors import UserError
 from rl.models import load_skeleton
 from rl.renderers import get_renderer
@@ -88,7 +89,7 @@ def test_too_long_rows_are_named_counted_skipped_or_cut(tmp_path, caplog, tokeni
         2,
     ]
     settings = SftSettings(data=AnswerDataSettings(max_row_tokens=20, on_too_long="cut"))
-    datum = SFT(settings).datums([cut[2]], plain, None, 0)[0]
+    datum = SFT(settings).build_datums([cut[2]], plain, None, 0)[0]
     whole = make_response_datum(cut[2], plain)
     assert (
         datum.model_input.to_ints() == whole.model_input.to_ints()[:19]
@@ -97,6 +98,43 @@ def test_too_long_rows_are_named_counted_skipped_or_cut(tmp_path, caplog, tokeni
     # sampled: leaves space for max_tokens
     asks = select_good_rows(problems, check(plain, sampled=8, reads=(), max_row_tokens=20), "error")
     assert get_contents(asks) == ["111=", "111="]
+
+
+def test_a_row_that_would_be_cut_before_its_answer_is_named(tmp_path, caplog, tokenizer):
+    plain = get_renderer("plain", tokenizer)
+    rows = [{"prompt": "1" * n + "=", "completion": "22"} for n in (3, 19)]
+    problems = load_problems(write(tmp_path / "rows.jsonl", rows))
+    cut = check(plain, max_row_tokens=20, on_too_long="cut")
+    with pytest.raises(UserError, match=r"line 2: its prompt fills max_row_tokens 20"):
+        select_good_rows(problems, cut, "error")
+    with caplog.at_level(logging.WARNING):
+        assert get_contents(select_good_rows(problems, cut, "skip")) == ["111="]
+    assert "line 2" in caplog.text
+
+
+def test_a_conversation_may_be_cut_after_any_trained_message(tokenizer):
+    plain = get_renderer("plain", tokenizer)
+    talk = [("user", "1="), ("assistant", "2"), ("user", "3" * 30)]
+    messages = tuple({"role": role, "content": content} for role, content in talk)
+    row = Problem(messages, response="4", place="rows.jsonl line 1")
+    last = check(plain, max_row_tokens=20, on_too_long="cut")
+    with pytest.raises(UserError, match="line 1: its prompt fills max_row_tokens 20"):
+        last(row)
+    settings = SftSettings(data=AnswerDataSettings(max_row_tokens=20, on_too_long="cut"))
+    assert replace(last, train_on=SFT(settings).train_on)(row) == row
+    (datum,) = SFT(settings).build_datums([row], plain, None, 0)
+    assert datum.model_input.length == 19 and datum.loss_fn_inputs["weights"].array.sum() == 2
+
+
+def test_the_bad_answer_of_a_pair_must_fit_for_kto(tokenizer):
+    row = Problem(({"role": "user", "content": "1="},), response="2", rejected="3" * 300)
+    fits = replace(
+        check(get_renderer("plain", tokenizer)),
+        longest=METHODS["kto"](METHODS["kto"].Settings()).longest,
+    )
+    for place in ("", "rows.jsonl line 1"):  # generated, and read from a file
+        with pytest.raises(UserError, match="does not fit: its longest sequence takes 303 tokens"):
+            fits(replace(row, place=place))
 
 
 def test_the_models_context_is_as_on_bad_row_says(tmp_path, tokenizer):
@@ -121,7 +159,8 @@ def test_flags_with_dots_reach_the_template_and_evaluate_takes_data_flags(tmp_pa
         (settings.data, settings.sampling),
         ["--prompt-column", "q", "--stop", "a", "b", "--template.y", "2"],
     )
-    assert (data.prompt_column, sampling.stop, data.template) == ("q", ("a", "b"), (("y", "2"),))
+    assert (data.prompt_column, sampling.stop) == ("q", ("a", "b"))
+    assert data.template == (("enable_thinking", "false"), ("x", "1"), ("y", "2"))
     with pytest.raises(SettingsError, match="did you mean --prompt-column"):
         override_settings((data, sampling), ["--prompt-colum", "q"])
 
@@ -147,15 +186,17 @@ def test_all_turns_are_learnt_by_default_and_a_text_whole(tokenizer):
     row = Problem(talk, {}, "4")
     weights = {}
     for options in ("all_assistant", "last_assistant"):
-        (datum,) = SFT(SftSettings(sft=SftOptions(train_on=options))).datums([row], plain, None, 0)
+        (datum,) = SFT(SftSettings(sft=SftOptions(train_on=options))).build_datums(
+            [row], plain, None, 0
+        )
         weights[options] = datum.loss_fn_inputs["weights"].array
     assert SftSettings().sft.train_on == "all_assistant"
     # "2", "4" and the end mark of each
     assert (weights["all_assistant"].sum(), weights["last_assistant"].sum()) == (4, 2)
-    text = SFT(SftSettings()).datums([Problem((), {}, "1+1=2")], plain, None, 0)[0]
+    text = SFT(SftSettings()).build_datums([Problem((), {}, "1+1=2")], plain, None, 0)[0]
     # four of five characters have a predecessor, plus EOS
     assert text.loss_fn_inputs["weights"].array.sum() == 5
-    output = SFT(SftSettings()).remark([row], plain)
+    output = SFT(SftSettings()).describe_data(ProblemSet([row]), plain)
     assert "every message of the assistant" in output and f"{4 / 11:.1%}" in output
 
 

@@ -81,10 +81,10 @@ NEW_RUN = (
 )
 
 
-def train(folder, words):
-    """Run `train.py WORDS` on two processes under ZeRO-3; return its metrics."""
+def train(folder, words, config="zero3"):
+    """Run `train.py WORDS` on two processes of a launch config; return its metrics."""
     options = [*words.split(), "--quiet", "--output-dir", folder]
-    run_launch("zero3", folder.parent, *options, script="train.py", seconds=200)
+    run_launch(config, folder.parent, *options, script="train.py", seconds=200)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -619,6 +619,18 @@ def test_fsdp_settings_that_would_be_overruled_are_refused(monkeypatch, name, va
         make_accelerator(bf16=False)
 
 
+def test_a_mac_computes_on_its_cpu(monkeypatch):
+    """The learner's sums and the sampler's tokens are float64, which a Mac's GPU does not have."""
+    from accelerate import state
+
+    monkeypatch.setattr(state, "is_mps_available", lambda *_: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for kind in (state.PartialState, state.AcceleratorState):
+        monkeypatch.setattr(kind, "_shared_state", {})
+    assert make_accelerator(bf16=False).device.type == "cpu"
+
+
 @pytest.mark.parametrize(("stage", "size", "fits"), [(3, 2, True), (2, 2, False)])
 def test_a_second_copy_of_the_weights_needs_stage_3(monkeypatch, tmp_path, stage, size, fits):
     (tmp_path / "zero.json").write_text(

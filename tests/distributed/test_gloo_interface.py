@@ -16,11 +16,19 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 # Sums the ranks over the process group that the product creates.
 PROGRAM = """
 import torch
-from rl.distributed import make_accelerator
+from rl.distributed import end_process_at_exit, make_accelerator
+end_process_at_exit()
 make_accelerator(bf16=False, timeout_seconds=60)
 total = torch.tensor([torch.distributed.get_rank() + 1.0])
 torch.distributed.all_reduce(total)
 print("total", total.item())
+"""
+# Makes the second rank a sampler, so that each side of the launch is on one machine.
+ROLES = """
+import os
+from rl.distributed import assign_role
+assign_role(1, 60)
+print("interface", os.environ.get("GLOO_SOCKET_IFNAME"))
 """
 
 
@@ -52,8 +60,18 @@ def two_machines(prefix: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("master", ["address", "name"])
-def test_machines_find_each_other_though_their_names_are_loopback(master, tmp_path):
+@pytest.mark.parametrize(
+    ("master", "program", "expected"),
+    [
+        ("address", PROGRAM, "total 3.0"),
+        ("name", PROGRAM, "total 3.0"),
+        ("address", ROLES, "interface eth7"),
+    ],
+    ids=["address", "name", "sampler ranks"],
+)
+def test_machines_find_each_other_though_their_names_are_loopback(
+    master, program, expected, tmp_path
+):
     """For `name`, MASTER_ADDR is the first machine's host name, which it resolves to loopback."""
     with two_machines(f"w{os.getpid() % 100_000}-") as names:
         machines = []
@@ -69,7 +87,7 @@ def test_machines_find_each_other_though_their_names_are_loopback(master, tmp_pa
             )
             environment = {
                 **{key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"},
-                "PROGRAM": PROGRAM,
+                "PROGRAM": program,
                 "PYTHONPATH": str(REPO),
                 "RANK": str(rank),
                 "LOCAL_RANK": "0",
@@ -91,4 +109,4 @@ def test_machines_find_each_other_though_their_names_are_loopback(master, tmp_pa
             )
         outputs = [machine.communicate(timeout=240)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], "\n".join(outputs)
-    assert all("total 3.0" in output for output in outputs)
+    assert all(expected in output for output in outputs)

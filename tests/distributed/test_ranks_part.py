@@ -18,12 +18,12 @@ import pytest
 from rank_server import TAG, Ranks
 from test_run import write
 
-from rl.config import diff_configs
+from rl.config import CHANGEABLE_OPTIONS, diff_configs
 from rl.distributed import ZeroSharding, get_launch_sharding, heartbeat, launch_agreement
 from rl.distributed.heartbeat import HeartbeatMonitor, HeartbeatSender
 from rl.distributed.launch_agreement import collect_launch_info, find_differences
+from rl.errors import UserError
 from rl.runtime import SamplerSettings, WorkerSettings
-from rl.trainer.config_diff import CHANGEABLE_OPTIONS as FREE
 
 REPO = Path(__file__).resolve().parents[2]
 TIMEOUT = 4  # a heartbeat per second
@@ -148,6 +148,29 @@ def test_strangers_get_no_beats_and_keep_nobody_from_them():
         each.settimeout(5.0)
         assert each.recv(10) == b""
     assert right.recv(1000).endswith(b"!")
+
+
+def test_many_ranks_may_connect_at_once():
+    drum = HeartbeatSender(0.1)
+    ranks = []
+    for _ in range(150):
+        ranks.append(socket.create_connection(("127.0.0.1", drum.port)))
+    for each in ranks:  # no rank has sent its token while others connect
+        each.sendall(drum.token.encode())
+        each.settimeout(5.0)
+    assert {each.recv(1) for each in ranks} == {b"."}
+    drum.close()
+    for each in ranks:
+        each.close()
+
+
+def test_a_stranger_is_disconnected_after_a_time(monkeypatch):
+    monkeypatch.setattr("rl.distributed.heartbeat._CONNECT_SECONDS", 0.2)
+    drum = HeartbeatSender(0.1)
+    with socket.create_connection(("127.0.0.1", drum.port)) as silent:
+        silent.settimeout(5.0)
+        assert silent.recv(10) == b""
+    drum.close()
 
 
 def test_no_connection_is_said_and_not_waited_for(monkeypatch, capsys):
@@ -286,6 +309,11 @@ def test_a_deepspeed_config_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds_configs/zero3.json")
     assert get_launch_sharding() == ZeroSharding(stage=3)
+    for text in ("{'zero_optimization': {}}", "[]"):
+        (tmp_path / "mine.json").write_text(text)
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "mine.json")
+        with pytest.raises(UserError, match="the DeepSpeed config mine.json is "):
+            get_launch_sharding()
 
 
 # ------------------------------------------------------------------------------------ two processes
@@ -478,7 +506,9 @@ def test_what_rewards_get_of_the_environment_may_change_when_a_run_is_resumed():
     later = {**stage, "settings": {"learning_rate": 1.0, "reward_env": ["MY_SETTING"]}}
     assert (
         diff_configs(
-            {"options": {}, "stages": [stage]}, {"options": {}, "stages": [later]}, ignore=FREE
+            {"options": {}, "stages": [stage]},
+            {"options": {}, "stages": [later]},
+            ignore=CHANGEABLE_OPTIONS,
         )
         == []
     )

@@ -107,7 +107,7 @@ def specs(tmp_path_factory):
     processes = {name: isolate_environment(spec) for name, spec in threads.items()}
     yield {"threads": threads, "processes": processes}
     for spec in processes.values():
-        spec.root.close()
+        spec.fork_server.close()
 
 
 def play_groups(spec, rows, members):

@@ -382,8 +382,8 @@ def test_trl_objects_work_as_they_are(tmp_path):
         (group_,) = result.groups
         assert group_.get_total_rewards() == [1.0, 0.0]
         first = group_.trajectories_G[0].transitions
-        assert first[0].logs["told"] == [{"role": "user", "content": "Hello. Count to 5."}]
-        assert [turn.logs["told"][0]["content"] for turn in first[1:]] == ["now 3", "now 5"]
+        assert first[0].logs["new_messages"] == [{"role": "user", "content": "Hello. Count to 5."}]
+        assert [turn.logs["new_messages"][0]["content"] for turn in first[1:]] == ["now 3", "now 5"]
 
 
 # ----------------------------------------------------------------------------- docs/environments.md

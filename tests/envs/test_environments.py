@@ -4,18 +4,23 @@ import asyncio
 import importlib
 import json
 import os
+import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from scripted import ScriptedSampler
 
+from rl.config import SettingsError
 from rl.envs import (
     Environment,
     EnvironmentGroup,
     EpisodeLimits,
+    KeyValueStore,
     TurnResult,
     isolate_environment,
     list_environments,
@@ -24,12 +29,14 @@ from rl.envs import (
     resolve_environment,
     tool,
 )
+from rl.envs.tools import run_calls
 from rl.errors import UserError
 from rl.integrations.trl_env import MultiTrlEnvironment
+from rl.judges import add_episode_rewards
 from rl.models import load_tokenizer
 from rl.processes import find_descendants, kill_process
 from rl.renderers import get_renderer
-from rl.rewards import Scorer, resolve_reward
+from rl.rewards import Scorer, register_reward, resolve_reward
 from rl.rollout import build_rollout_rows, compute_group_metrics, rollout, trajectory_to_datums
 from rl.seed import derive_seed
 from rl.types import Problem, SamplingParams
@@ -110,6 +117,19 @@ def test_a_files_place_does_not_change_its_episodes(tmp_path):
         seeds.append((spec.seed_stream, group.seed))
     assert seeds[0] == seeds[1] == ("mine.py:Mine", derive_seed("environment", "mine.py:Mine", 3))
     assert resolve_environment("calculator").seed_stream == "calculator"
+
+
+def test_a_reward_of_whole_episodes_gets_the_columns_of_the_row(play):
+    def length(episode, meta):
+        return float(len(episode.turns) == meta["turns"])
+
+    rows = [{"turns": 1, "seed": 3}, {"turns": 99, "seed": 4}]
+    (first, _) = play(GuessEnvironment, guess_middle, rows=rows).groups
+    rows[0]["turns"] = len(first.trajectories_G[0].transitions)
+    result = play(GuessEnvironment, guess_middle, rows=rows)
+    with Scorer(register_reward("length_of_this_test", episode=True)(length)) as scorer:
+        scored = add_episode_rewards(result, scorer)
+    assert [group.metrics_G[0]["reward/episode"] for group in scored.groups] == [1.0, 0.0]
 
 
 def test_a_conversation_is_played_to_its_end(play):
@@ -354,10 +374,10 @@ def test_calls_are_answered_each_within_its_limits(play, name):
     assert not result.errors and time.monotonic() - begin < 15
     (group,) = result.groups
     first, last = group.trajectories_G[0].transitions
-    messages = [message["content"] for message in last.logs["told"]]
-    assert all(message["role"] == "tool" for message in last.logs["told"]) and len(messages) == len(
-        expected
-    )
+    messages = [message["content"] for message in last.logs["new_messages"]]
+    assert all(message["role"] == "tool" for message in last.logs["new_messages"]) and len(
+        messages
+    ) == len(expected)
     for text, beginning in zip(messages, expected, strict=True):
         assert text.startswith(beginning) or beginning in text
     assert len(first.logs["tool_calls"]) == len(expected) == last.reward
@@ -415,7 +435,16 @@ def test_the_tools_descriptions_are_those_of_transformers():
             rest: the others
         """
 
-    for function in (plain, nested, chosen, boom, nap):
+    def several(pair: tuple[int, str], drink: str, number: int | None = None) -> None:
+        """Takes several.
+
+        Args:
+            pair: a number and its name
+            drink: what to drink (choices: ["tea", " coffee"])
+            number: one of them (Choices: [1, 2])
+        """
+
+    for function in (plain, nested, chosen, several, boom, nap):
         expected = get_json_schema(function)
         expected["function"].pop("return", None)
         # transformers takes an enum's values from "(choices: ...)" in the text, and the type from
@@ -447,7 +476,75 @@ def test_the_tools_descriptions_are_those_of_transformers():
             make_tool_schema(function)
 
 
+def test_a_long_result_of_a_forked_call_arrives():
+    calls = [{"function": {"name": "shout", "arguments": {"times": 2 << 20}}}]
+    tools = {"shout": tool(shout, characters=3 << 20)}
+    (made,) = run_calls({"tool_calls": calls}, tools, forks=True)
+    assert made.error is None and made.answer == "A" * (2 << 20)
+
+
+def test_notes_are_kept_by_their_keys():
+    put, get, remove, keys = (item.function for item in KeyValueStore().tools)
+    put("b", "1"), put("a", "2"), put("b", "3")
+    assert keys() == "a, b" and get("b") == "3"
+    remove("a")
+    with pytest.raises(ValueError, match="nothing is kept under 'a': the keys are b"):
+        get("a")
+    with pytest.raises(ValueError, match="at most 100000 characters"):
+        put("c", "x" * 100_000)
+    assert keys() == "b"
+
+
+# ------------------------------------------------------------------------------------------- search
+
+
+@pytest.fixture
+def indexes(monkeypatch):
+    """Replace bm25s by a library that takes a while, and finds every document. Return the indexed
+    lists.
+    """
+    indexed = []
+
+    class BM25:
+        def index(self, documents, **_):
+            time.sleep(0.2)
+            indexed.append(documents)
+
+        def retrieve(self, words, k, **_):
+            return [range(k)], [[1.0] * k]
+
+    library = SimpleNamespace(BM25=BM25, tokenize=lambda documents, **_: documents)
+    monkeypatch.setitem(sys.modules, "bm25s", library)
+    return indexed
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_corpus_has_a_document_a_line(indexes, tmp_path, suffix):
+    """Separators that only str.splitlines knows are parts of a document."""
+    documents = ["one\u2028two\x85three\x0cfour", "five"]
+    corpus, is_json = tmp_path / f"corpus{suffix}", suffix == ".jsonl"
+    lines = [json.dumps(text, ensure_ascii=False) if is_json else text for text in documents]
+    corpus.write_text("\r\n".join(lines) + "\n", encoding="utf-8", newline="")
+    made = resolve_environment("search", corpus=str(corpus), grader="exact_match").make()
+    made.search("one")
+    assert indexes == [documents]
+
+
+def test_concurrent_groups_build_an_index_once(indexes, tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("one\ntwo\n")
+    spec = resolve_environment("search", corpus=str(corpus), grader="exact_match")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: spec.make().share(), range(4)))
+    assert indexes == [["one", "two"]]
+
+
 # ---------------------------------------------------------------------------------- names, settings
+
+
+def test_a_setting_that_no_shell_can_split_is_a_problem():
+    with pytest.raises(SettingsError, match="--environment.digits '1: No closing quotation"):
+        parse_environment("calculator", [("digits", "'1")])
 
 
 def test_environments_are_found_by_name_and_address(tmp_path):
@@ -506,6 +603,26 @@ def test_addresses_from_before_the_adapters_moved_are_resolved():
 
 
 # ----------------------------------------------------------------------------------------- failures
+
+
+def test_a_module_that_runs_a_program_at_its_import_sees_its_exit_code(play, tmp_path):
+    file = tmp_path / "programs.py"
+    file.write_text(
+        "import subprocess, sys\n"
+        "from rl.envs import Environment, TurnResult\n"
+        "code = subprocess.run([sys.executable, '-c', 'raise SystemExit(3)']).returncode\n"
+        "class Code(Environment):\n"
+        "    def start(self):\n"
+        "        return 'go'\n"
+        "    def step(self, answer):\n"
+        "        return TurnResult(reward=float(code), done=True)\n"
+    )
+    spec = isolate_environment(parse_environment(f"{file}:Code", []))
+    try:
+        assert play(spec, lambda *_: "a").groups[0].get_total_rewards() == [3.0]
+    finally:
+        spec.fork_server.close()
+
 
 BAD = textwrap.dedent('''
     import os, time, sys
@@ -602,7 +719,7 @@ def bad_file(tmp_path_factory):
 def bad_process(bad_file):
     spec = isolate_environment(parse_environment(f"{bad_file}:Bad", []))
     yield spec
-    spec.root.close()
+    spec.fork_server.close()
 
 
 def check_damage(result, options):
@@ -673,7 +790,7 @@ def test_a_tool_that_dies_costs_its_call(play, bad_process):
     (group,) = result.groups
     assert not result.errors and group.get_total_rewards() == [0.0, 1.0]
     for episode in group.trajectories_G:
-        messages = [message["content"] for message in episode.transitions[-1].logs["told"]]
+        messages = [message["content"] for message in episode.transitions[-1].logs["new_messages"]]
         assert messages == ["Error: dies died", "printed", "Error: dies died"]
 
 
@@ -717,8 +834,8 @@ def resolve():
 
     yield run
     for spec in made:
-        if spec.root is not None:
-            spec.root.close()
+        if spec.fork_server is not None:
+            spec.fork_server.close()
 
 
 @pytest.mark.parametrize("options", ["die", "kill", "spin"])
@@ -755,7 +872,9 @@ def test_a_modules_state_is_that_of_one_episode_unless_threads_are_asked_for(
     rewards = sorted(reward for group in result.groups for reward in group.get_total_rewards())
     apart = form in ("file", "module")
     assert (
-        not result.errors and (rewards == [1.0] * 4) == apart and (spec.root is not None) == apart
+        not result.errors
+        and (rewards == [1.0] * 4) == apart
+        and (spec.fork_server is not None) == apart
     )
     elsewhere = {
         t.metrics["elsewhere"]
@@ -786,7 +905,7 @@ def test_a_setting_that_no_other_process_can_read_is_an_error_with_a_remedy(reso
         resolve(f"{tmp_path}/judged.py:Counting", environment_isolation="fork")
     once = resolve(f"{tmp_path}/judged.py:Counting")
     assert resolve_environment(once) is once
-    assert resolve_environment(once, environment_isolation="thread").root is None
+    assert resolve_environment(once, environment_isolation="thread").fork_server is None
     with pytest.raises(ValueError, match="class of this script"):
         resolve(GuessEnvironment, environment_isolation="process")
 
@@ -819,7 +938,7 @@ def test_an_environment_whose_process_does_not_start_is_described(
     )
     spec = isolate_environment(parse_environment(f"{tmp_path}/unready.py:Unready", []))
     with pytest.raises(UserError) as caught:
-        spec.root.begin()
+        spec.fork_server.begin()
     assert f"process of environment {spec.name} {reason}" in str(caught.value)
 
 
@@ -841,7 +960,7 @@ def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
     )
     spec = isolate_environment(parse_environment(f"{file}:Sharing", []))
     result = play(spec, lambda *_: "a", members=3, rows=[{}, {}])
-    spec.root.close()
+    spec.fork_server.close()
     assert not result.errors
     for group in result.groups:
         metrics = [episode.transitions[0].metrics for episode in group.trajectories_G]
@@ -886,8 +1005,8 @@ def test_answers_of_a_built_in_environment_are_graded_wherever_it_runs(play, opt
     )
     answers = iter([r"\boxed{14/2}", r"\boxed{9^{9^{9^9}}}", r"\boxed{"])
     result = play(spec, lambda *_: next(answers), rows=[asked_row("7")] * 3)
-    if spec.root is not None:
-        spec.root.close()
+    if spec.fork_server is not None:
+        spec.fork_server.close()
     assert not result.errors
     assert [group.get_total_rewards() for group in result.groups] == [[1.0], [0.0], [0.0]]
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from games import MadeUp, example_address, load_example, play, tokenizer
 
-from rl.envs import generate_demonstrations, resolve_environment
+from rl.envs import demo_generator, generate_demonstrations, resolve_environment
 from rl.errors import UserError
 from rl.renderers import get_renderer
 from rl.rollout import trajectory_to_datums
@@ -352,6 +352,8 @@ def test_what_is_asked_for_wrongly_is_named():
             {"levels": ("hard",)},
             "levels is one of operator, bounds, start, compare; got 'hard'",
         ),
+        ("debugging", {"tests": 65}, "tests from 1 to 64 .the different calls of these levels"),
+        ("debugging", {"levels": ("operator", "bounds"), "tests": 9}, "tests from 1 to 8 "),
     ]:
         with pytest.raises(UserError, match=text):
             resolve_environment(example_address(name), **settings).make()
@@ -365,6 +367,25 @@ def test_what_is_asked_for_wrongly_is_named():
                 resolve_environment("tic_tac_toe", opponent="tiny:ascii"), "random", 1
             )
         )
+
+
+def test_the_generator_takes_settings_with_spaces_and_names_mistakes(tmp_path, capsys):
+    file = tmp_path / "named.py"
+    file.write_text(
+        "from rl.envs.guess_number_env import GuessNumber\n"
+        "class Named(GuessNumber):\n"
+        "    def __init__(self, words: str):\n"
+        "        super().__init__(high=1)\n"
+        '        assert words == "it\'s a game"\n'
+    )
+    setting = ["--environment.words", "it's a game"]
+    demo_generator.main([f"{file}:Named", "any_number", "--episodes", "2", *setting])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    for player, words in (("clever", setting), ("any_number", ["--high", "3"])):
+        with pytest.raises(SystemExit, match="2"):
+            demo_generator.main([f"{file}:Named", player, *words])
+    error = capsys.readouterr().err
+    assert "has no rule 'clever'" in error and "--high is unknown" in error
 
 
 def test_random_numbers_are_the_rows_and_not_the_members():

@@ -10,6 +10,7 @@ from games import MadeUp, tokenizer
 
 from rl import ServiceClient
 from rl.client import SampleStream
+from rl.envs import EpisodeLimits
 from rl.integrations import TinkerGroup
 from rl.integrations.tinker_cookbook_env import Tinker
 from rl.renderers import get_renderer
@@ -172,7 +173,13 @@ def test_a_builder_that_cannot_be_made_costs_its_group(tmp_path):
     (tmp_path / "mine.py").write_text(BUILDERS)
     cookbook = Tinker(f"{tmp_path / 'mine.py'}:builders", call_seconds=1.0)
     groups = [
-        cookbook.group(Problem((), {"index": i, "split": "train"}, index=i), 2, RENDERER)
+        cookbook.make_token_level_group(
+            Problem((), {"index": i, "split": "train"}, index=i),
+            2,
+            RENDERER,
+            limits=EpisodeLimits(seconds=1.0),
+            system_prompt=None,
+        )
         for i in range(7)
     ]
     result = rollout(
@@ -256,8 +263,8 @@ def test_a_group_that_is_given_back_is_cleaned_up_once(ended):
     for number, env in enumerate(envs):
         if number not in ended:
             env.close()
-    made.given_back()
-    made.given_back()
+    made.on_discard()
+    made.on_discard()
     name = "the cookbook's group 7"
     for thread in [item for item in threading.enumerate() if item.name == name]:
         thread.join(5)

@@ -2,17 +2,27 @@
 
 import asyncio
 import textwrap
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from scripted import ScriptedSampler
 from whole_runs import train
 
-from rl.envs import EnvironmentGroup, isolate_environment, parse_environment, resolve_environment
+from rl.config import DataSettings, EnvironmentSettings
+from rl.envs import (
+    Environment,
+    EnvironmentGroup,
+    isolate_environment,
+    parse_environment,
+    resolve_environment,
+)
 from rl.errors import UserError
 from rl.integrations.trl_env import wrap_factory
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
 from rl.rollout import rollout
+from rl.trainer.stage_data import build_episode_groups
 from rl.types import Problem, SamplingParams
 
 FILE = textwrap.dedent('''
@@ -133,7 +143,7 @@ def play_episode():
     def run(spec, answers, *, process):
         if process:
             spec = isolate_environment(spec)
-            roots.append(spec.root)
+            roots.append(spec.fork_server)
         problem = Problem(({"role": "user", "content": "Hello."},), {"target": 5}, index=0)
         group = EnvironmentGroup(spec, problem, 1, get_renderer("plain", tokenizer))
         sampler = ScriptedSampler(tokenizer, lambda prompt, turn, *_: answers[turn])
@@ -156,7 +166,7 @@ def test_an_attribute_is_the_reward_where_there_is_no_method(file, play_episode,
     result = play_episode(resolve_environment(f"{file}:Counter"), answers, process=process)
     assert not result.errors
     (episode,) = result.groups[0].trajectories_G
-    assert [m["content"] for turn in episode.transitions[1:] for m in turn.logs["told"]] == [
+    assert [m["content"] for turn in episode.transitions[1:] for m in turn.logs["new_messages"]] == [
         "2", "8", "3",
     ]  # fmt: skip
     assert result.groups[0].get_total_rewards() == [3.0]
@@ -172,6 +182,32 @@ def test_reset_may_give_parts_which_go_on_the_rows_message(file, play_episode, p
     assert tokenizer.decode(
         result.groups[0].trajectories_G[0].transitions[0].ob.to_ints()
     ).endswith("Hello. In parts.")
+
+
+@dataclass
+class GroupSetting(Environment):
+    group: int = 3
+
+
+class GroupTool:
+    def reset(self):
+        return "Hello."
+
+    def group(self, word: str) -> str:
+        """Groups words.
+
+        Args:
+            word: a word
+        """
+        return word
+
+
+@pytest.mark.parametrize("cls", [GroupSetting, GroupTool])
+def test_a_setting_or_a_tool_may_be_called_group(cls):
+    settings = SimpleNamespace(env=EnvironmentSettings(), data=DataSettings())
+    spec, renderer = resolve_environment(cls), get_renderer("plain", load_tokenizer("tiny:ascii"))
+    (group,) = build_episode_groups(spec, settings, [Problem((), {})], 2, renderer)
+    assert isinstance(group, EnvironmentGroup) and len(group.make_envs()) == 2
 
 
 def test_no_reward_costs_the_episode(file, play_episode):
@@ -217,7 +253,7 @@ def test_a_factory_may_be_a_function(file, name, settings, reward, process):
     sampler = ScriptedSampler(load_tokenizer("tiny:ascii"), lambda *_: "done")
     result = rollout([group], sampler, SamplingParams(max_tokens=300, temperature=1.0), seed=0)
     if process:
-        spec.root.close()
+        spec.fork_server.close()
     assert not result.errors and result.groups[0].get_total_rewards() == [reward, reward]
     with pytest.raises(UserError, match="did you mean --environment.size"):
         parse_environment(f"{file}:made", [("sise", "1")])
@@ -242,10 +278,11 @@ def test_a_dictionary_of_factories_is_chosen_from_by_the_row(file, process):
     groups = [EnvironmentGroup(spec, p, 1, renderer) for p in problems]
     result = rollout(groups, sampler, SamplingParams(max_tokens=300), seed=0)
     if process:
-        spec.root.close()
+        spec.fork_server.close()
     turns = [group.trajectories_G[0].transitions[1:] for group in result.groups]
     messages = [
-        [m["content"] for turn in reference for m in turn.logs["told"]] for reference in turns
+        [m["content"] for turn in reference for m in turn.logs["new_messages"]]
+        for reference in turns
     ]
     assert messages[0][0] == "2" and messages[1][1] == "HI"
     assert "no tool" in messages[0][1] and "no tool" in messages[1][0]

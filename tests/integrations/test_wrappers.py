@@ -18,7 +18,7 @@ from wrapper_scripted import ScriptedSampler, play_environment
 from wrapper_scripted import renderer as make_renderer
 
 from rl.config import SettingsError
-from rl.envs import parse_environment, resolve_environment
+from rl.envs import EpisodeLimits, parse_environment, resolve_environment
 from rl.errors import UserError
 from rl.integrations import TinkerGroup
 from rl.integrations.client_session import ClientSession
@@ -127,6 +127,20 @@ def test_a_generated_task_pays_right_answers_and_its_levels_grow(fake_gym, rende
     assert not {request(row) for row in rows[2::3]} & {
         request(row) for row in spec.make().rows("test", 9)[2::3]
     }
+
+
+def test_each_task_gets_each_level(fake_gym):
+    fake_gym.factory.DATASETS["more"] = fake_gym.factory.DATASETS["sums"]
+    fake_gym.factory.CURRICULA["more"] = Curriculum
+    made = resolve_environment("reasoning_gym", task="sums,more", levels=2).make()
+    pairs = [(row["task"], row["level"]) for row in made.rows("train", 8)]
+    assert sorted(pairs) == sorted(2 * [("sums", 0), ("sums", 1), ("more", 0), ("more", 1)])
+
+
+@pytest.mark.parametrize("settings", [{"level": 3}, {"levels": 4}])
+def test_a_level_beyond_the_curriculum_is_refused_before_training(fake_gym, settings):
+    with pytest.raises(UserError, match="curriculum of sums has levels 0 to 2, got level 3"):
+        resolve_environment("reasoning_gym", task="sums", **settings)
 
 
 def test_an_answer_in_tags_is_taken_out_of_them(fake_gym):
@@ -293,7 +307,7 @@ def test_wins_alone_are_paid_where_that_is_asked_for(
     made = resolve_environment("textarena", game="Nim-v0", wins_only=wins_only).make()
     made.seed = 1
     made.start()
-    made.made.sticks = 1
+    made.wrapped_env.sticks = 1
     turn = made.step({"role": "assistant", "content": last})
     assert (turn.reward, turn.metrics["won"], list(turn.rewards.values())) == (
         reference, float(won), [other],
@@ -324,12 +338,14 @@ def test_a_task_without_levels_is_named(fake_gym):
 
 
 class RetryEnv:
-    """Ask again until the answer is right, three times at most."""
+    """Ask again until the answer is right, as often as the config says."""
 
     closed = 0
 
     def __init__(self, env_config, extras):
-        self.truth, self.turns, self.config = extras["reward_spec"]["ground_truth"], 0, env_config
+        self.truth, self.turns = extras["reward_spec"]["ground_truth"], 0
+        self.most = env_config.limits.most  # as search and text2sql read OmegaConf's DictConfig
+        assert env_config["limits"]["most"] == self.most and not hasattr(env_config, "least")
 
     def init(self, prompt):
         return prompt, {}
@@ -337,7 +353,7 @@ class RetryEnv:
     def step(self, action):
         self.turns += 1
         right = action == self.truth
-        done = right or self.turns == 3
+        done = right or self.turns == self.most
         messages = [] if done else [{"role": "user", "content": f"No. {self.turns}"}]
         return {
             "observations": messages,
@@ -355,7 +371,7 @@ class RetryEnv:
 
 def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer):
     package("skyrl_gym", registry={"thrice": 1}, make=lambda name, **inputs: RetryEnv(**inputs))
-    spec = resolve_environment("skyrl_gym", env="thrice")
+    spec = resolve_environment("skyrl_gym", env="thrice", config='{"limits": {"most": 3}}')
     assert spec.needs_rows
     row = {"messages": [{"role": "user", "content": "2*3?"}], "answer": "2"}
     result = play_environment(
@@ -383,8 +399,9 @@ class Client:
 
     remaining = 0
 
-    def __init__(self, base_url):
+    def __init__(self, base_url, connect_timeout_s=10.0, message_timeout_s=60.0):
         self.count = 0
+        Client.limits = connect_timeout_s, message_timeout_s
 
     async def __aenter__(self):
         self.task = asyncio.current_task()
@@ -418,7 +435,7 @@ def fake_openenv(package):
 
 
 def test_episodes_on_a_server(fake_openenv, renderer):
-    spec = resolve_environment("openenv", url="http://x")
+    spec = resolve_environment("openenv", url="http://x", wait_seconds=300.0)
     result = play_environment(
         spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2
     )
@@ -428,6 +445,7 @@ def test_episodes_on_a_server(fake_openenv, renderer):
             break
         time.sleep(0.02)
     assert Client.remaining == 4
+    assert min(Client.limits) > 300.0
     with pytest.raises(UserError, match="has a URL"):
         resolve_environment("openenv", url="localhost").make()
 
@@ -468,6 +486,25 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
 
     with pytest.raises(ConnectionRefusedError, match="nobody"):
         ClientSession(lambda: RefusingClient("x"), 5.0)
+
+
+def test_a_session_that_is_not_opened_in_time_leaves_nothing():
+    closed = threading.Event()
+
+    class SilentClient(Client):
+        async def __aenter__(self):
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                closed.set()
+
+    before = set(threading.enumerate())
+    with pytest.raises(TimeoutError, match=r"did not answer within 0\.05 s"):
+        ClientSession(lambda: SilentClient("x"), 0.05)
+    assert closed.wait(5)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 def test_a_client_is_called_inside_its_event_loop():
@@ -599,6 +636,8 @@ class Builder:
 
     async def compute_group_rewards(self, trajectory_group, env_group):
         self.compared.append((len(trajectory_group), [type(env).__name__ for env in env_group]))
+        turns = [turn for trajectory in trajectory_group for turn in trajectory.transitions]
+        self.stop_reasons = {turn.ac.stop_reason for turn in turns}
         return [(10.0 * i, {"place": i}) for i, _ in enumerate(trajectory_group)]
 
     async def cleanup(self):
@@ -632,6 +671,7 @@ def test_the_cookbooks_groups_are_played_token_by_token(renderer):
         [(2, ["Count", "LegacyEnv"])], [(2, ["Count", "Count"])], [(1, ["Count"])], [(1, ["Count"])], []
     ]  # fmt: skip
     assert [item.cleaned for item in builders] == [1] * 5
+    assert builders[0].stop_reasons == {"stop"}
     assert len(result.errors) == 4
     assert "no luck" in result.errors[0]
     assert "within its 1.5 s" in result.errors[1]
@@ -652,16 +692,39 @@ def test_the_cookbooks_groups_by_name(tmp_path, renderer):
     )
     spec = resolve_environment("tinker", builders=f"{path}:builders")
     rows = spec.make().rows("test", 2)
-    group = spec.token_level(Problem((), rows[1], index=7), 4, renderer)
+    limits = {"limits": EpisodeLimits(), "system_prompt": None}
+    make_group = spec.make_token_level_group
+    group = make_group(Problem((), rows[1], index=7), 4, renderer, **limits)
     assert isinstance(group, TinkerGroup) and group.problem_index == 7
-    none = resolve_environment("tinker", builders=f"{path}:nothing").token_level(
-        Problem((), rows[0]), 4, renderer
-    )
+    with pytest.raises(UserError, match="takes no system_prompt"):
+        make_group(Problem((), rows[1]), 4, renderer, **limits | {"system_prompt": "Be brief."})
+    make_group = resolve_environment("tinker", builders=f"{path}:nothing").make_token_level_group
+    none = make_group(Problem((), rows[0]), 4, renderer, **limits)
     (env,) = none.make_envs()  # its only episode reports why it has no environment
     with pytest.raises(EpisodeFailed, match="returned 3; an EnvGroupBuilder is expected"):
         env.initial_observation().result()
     with pytest.raises(UserError, match="did you mean builders"):
         resolve_environment("tinker", builders=f"{path}:builder").make()
+
+
+def test_the_cookbooks_groups_keep_the_limits_of_the_run(renderer, package):
+    """Episodes of 2, 3 and 9 turns are truncated after 3 actions, and a call that hangs ends after
+    0.5 s.
+    """
+    count, _, _, hangs, _ = make_env_classes(renderer, [])
+    builder = Builder(*(lambda _, turns=turns: count(turns) for turns in (2, 3, 9)), hangs)
+    package("limited_builders", builders=lambda row, group_size, renderer: builder)
+    spec = resolve_environment("tinker", builders="limited_builders:builders")
+    limits = EpisodeLimits(turns=3, tokens=1000, seconds=0.5)
+    group = spec.make_token_level_group(
+        Problem((), {}), 4, renderer, limits=limits, system_prompt=None
+    )
+    sampler = ScriptedSampler(renderer, lambda p: p.rsplit("Say ", 1)[1][0])
+    result = rollout([group], sampler, SamplingParams(max_tokens=8), seed=0)
+    turns = [episode.transitions for episode in result.groups[0].trajectories_G]
+    assert [len(item) for item in turns] == [2, 3, 3] and turns[2][-1].truncated
+    assert len(result.errors) == 1 and "within its 0.5 s" in result.errors[0]
+    assert group.max_tokens == 1000
 
 
 # ------------------------------------------------------------------------ requirements of a wrapper

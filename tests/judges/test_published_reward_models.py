@@ -154,7 +154,7 @@ def test_an_episode_of_several_turns_is_read_whole(tmp_path, service):
     transitions = []
     for question, answer in (("What is 2+2?", "4."), ("And 3+3?\n", "6.")):
         logs = {
-            "prompt": question, "told": [{"role": "user", "content": question}], "response": answer,
+            "prompt": question, "new_messages": [{"role": "user", "content": question}], "response": answer,
         }  # fmt: skip
         action = SampledSequence([5, 6], [-1.0, -1.0], "stop")
         transitions.append(Transition(ModelInput.from_ints([1, 2]), action, 0.0, False, {}, logs))

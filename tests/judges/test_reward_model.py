@@ -267,7 +267,9 @@ def make_logged_episode(*exchange, messages=True):
     turns = []
     for request, answer in exchange:
         message = {"role": "user", "content": request}
-        logs = {"prompt": request, "response": answer} | ({"told": [message]} if messages else {})
+        logs = {"prompt": request, "response": answer} | (
+            {"new_messages": [message]} if messages else {}
+        )
         turns.append(
             Transition(ModelInput.empty(), SampledSequence([5], [-1.0]), 0.0, False, {}, logs)
         )

@@ -123,6 +123,19 @@ def test_the_mask_tells_where_the_prompt_ends(renderers, name, model):  # noqa: 
         assert datum.loss_fn_inputs["target_tokens"].array.tolist() == [*tokens[1:], 0]
 
 
+@pytest.mark.parametrize("name", ["plain", "chat_template", "role_colon"])
+def test_an_answer_that_a_stop_text_ended_is_read_as_in_training(renderers, name):  # noqa: F811
+    renderer = renderers(name, "llama-like")
+    problem = Problem([{"role": "user", "content": "2+2?"}], response="ab 4", rejected="5")
+    expected = make_scored_pair(problem, renderer)[0].model_input.to_ints()
+    policy, end = renderer.with_stops(["st a"]), renderer._encode("st a", continuing=True)
+    reader = Reader()
+    RewardModel(reader, "rm", renderer).scores(
+        [sampled(policy, problem, as_drawn(policy, name, "ab 4"), end)]
+    )
+    assert reader.read == [expected]
+
+
 @pytest.mark.parametrize("model", ROLE_COLON)
 def test_role_colons_mark_is_read_as_in_training_however_it_was_tokenised(renderers, model):  # noqa: F811
     """A policy may sample a text as other tokens than the tokenizer would produce."""
@@ -186,7 +199,7 @@ def test_a_model_of_another_vocabulary_reads_all_turns_of_an_episode(renderers, 
     ].model_input.to_ints()
     turns = []
     for i, answer in ((1, "4"), (3, "st")):
-        logs = {"prompt": talk[i - 1]["content"], "told": [talk[i - 1]], "response": answer}
+        logs = {"prompt": talk[i - 1]["content"], "new_messages": [talk[i - 1]], "response": answer}
         tokens = renderer._encode(f" {answer}\n\nUser:", continuing=True)
         action = SampledSequence(tokens, [-1.0] * len(tokens), "stop")
         turns.append(
@@ -376,7 +389,9 @@ def test_an_episode_in_the_models_own_format_is_read_with_its_tools(renderers): 
     assert "Look at a place" in renderer.decode(last.ob.to_ints())
     reader = Reader()
     RewardModel(reader, "rm", renderer, policy_renderer=renderer).scores([group])
-    assert reader.read == [renderer.reward_model_input(last.ob.flat(), last.ac.tokens).to_ints()]
+    assert reader.read == [
+        renderer.reward_model_input(last.ob.token_ids(), last.ac.tokens).to_ints()
+    ]
 
 
 def test_a_run_tells_its_reward_model_the_policys_renderer(monkeypatch):

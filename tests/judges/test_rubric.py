@@ -18,6 +18,7 @@ from rl.judges.rubric_judge import make_rubric_prompt, parse_score
 from rl.rewards import Score
 from rl.rollout import RolloutBatch
 from rl.trainer import make_renderer
+from rl.types import ModelInput
 
 POLITE_RIGHT = (("Is the answer polite?", 1.0), ("Is it right?", 3.0))
 
@@ -86,8 +87,19 @@ def test_names_come_from_the_questions_and_differ():
     ("score 3, no: **Score: 8/10**", 0.8),
     ("Score: **5**", 0.5),
     ("Score is 2.5.", 0.25),
+    ("**Score**: 8", 0.8),
+    ("**Final Score**: 7", 0.7),
+    ("*Score*: **8**", 0.8),
+    ("TotalScore: 6", 0.6),
+    ("FINALSCORE: 6, totalscore: 7", None),
+    (r"Score: $\boxed{8}$", 0.8),
+    ('{"score": 8}', 0.8),
+    ("Score: 1e1", 1.0),
+    ("Score: 4. Underscore 3", 0.4),
     ("<think>Score: 9</think> I cannot say", None),
     ("<think>Score: 9</think> Score: 1", 0.1),
+    ("<think>Hm, maybe Score: 7", None),
+    ("Score: 2 <think>or maybe Score: 7", 0.2),
     ("Score: 11", None),
     ("Score: -1", None),
     ("seven", None),
@@ -122,8 +134,48 @@ class GenerationRenderer(Letters):
     def get_stop_sequences(self):
         return ["$"]
 
-    def parse_response(self, tokens):
-        return {"role": "assistant", "content": "".join(map(chr, tokens)).rstrip("$")}, True
+    def decode(self, tokens):
+        return "".join(map(chr, tokens))
+
+    def get_answer_text(self, tokens):
+        return self.decode(tokens).rstrip("$")
+
+    def marks(self):
+        return ()
+
+    def thought_marks(self):
+        return None
+
+    def call_format(self):
+        return None
+
+    def available_tools(self):
+        return ()
+
+    def cut_at_stop(self, text):
+        return text
+
+
+class ThoughtRenderer(GenerationRenderer):
+    """A renderer whose prompts open the thoughts of the answer."""
+
+    def build_generation_prompt(self, messages):
+        prompt = super().build_generation_prompt(messages).to_ints()
+        return ModelInput.from_ints([*prompt, *map(ord, "<think>")])
+
+    def thought_marks(self):
+        return "<think>", "</think>"
+
+
+def test_a_score_in_thoughts_that_never_end_is_no_score():
+    def says(prompt):
+        return "maybe Score: 7" if "[Answer]\nbb" in prompt else "Score: 7</think>Score: 4$"
+
+    rubric = Rubric.from_weights((("Is it right?", 1.0),), "score", scale=10.0, max_tokens=30)
+    judge = RubricJudge(FakeGenerationClient(says), ThoughtRenderer(), rubric)
+    ((first, second),) = judge.scores([group("a", "bb")])
+    assert first.reward == pytest.approx(0.4)
+    assert second.reward is None and "wrote no score" in second.error
 
 
 def test_an_answer_for_which_the_judge_writes_no_score_costs_itself_alone():

@@ -4,9 +4,7 @@ figures are not flattering.
 
 from __future__ import annotations
 
-import csv
 import gc
-import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -75,40 +73,6 @@ def test_what_one_provider_raises_costs_no_other_a_row(monkeypatch, capsys, erro
             "both",
         ]
     assert "p1: left out" in capsys.readouterr().out
-
-
-def test_a_row_is_on_disk_before_the_next_is_measured(monkeypatch, tmp_path):
-    """If a time limit kills the process, the rows measured so far are in the file."""
-    path, seen = tmp_path / "table.csv", []
-
-    def looks(p: LogprobBatch) -> torch.Tensor:
-        seen.append(len(list(csv.DictReader(path.open()))))
-        if len(seen) > 4:
-            raise KeyboardInterrupt
-        return compute_plain_logprobs(p)
-
-    monkeypatch.setattr(kernels, "PROVIDERS", make_providers(compute_plain_logprobs, looks))
-    words = [
-        "kernels.py",
-        "--device",
-        "cpu",
-        "--models",
-        SMALL.model,
-        "--tokens",
-        str(TOKENS),
-        "--repeats",
-        "2",
-        "--csv",
-        str(path),
-    ]
-    monkeypatch.setattr(sys, "argv", [*words, "--providers", "p0", "p1"])
-    inputs = (SMALL, TOKENS, "cpu", torch.float32, ["p0", "p1"], 2)
-    monkeypatch.setattr(kernels, "every_row", lambda *request: kernels.bench_head(*inputs))
-    with pytest.raises(KeyboardInterrupt):
-        kernels.main()
-    assert (
-        seen[0] == 3 and [row["provider"] for row in csv.DictReader(path.open())][:3] == ["p0"] * 3
-    )
 
 
 def test_one_problem_is_alive_at_a_time(monkeypatch):

@@ -23,11 +23,21 @@ ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTS = (
     "N V T col_base col_end tiles tile_base split_base parts stride stride_x stride_w stride_kept "
-    "stride_exp stride_out columns ignore_index"
+    "stride_exp stride_out columns"
 )
 INTS += " exps R splits first stride_row stride_head stride_page stride_place stride_table"
-FLOATS = "in_scale out_scale headroom beta low high kl_coef scale"
+FLOATS = "in_scale out_scale headroom beta low high scale"
 LONGS = ("y_ptr", "at_ptr", "cu_ptr")
+# Bytes of shared memory that a block may request, by compute capability (CUDA C++ Programming
+# Guide, "Technical specifications").
+SHARED_MEMORY_BYTES = {
+    80: 166_912,
+    86: 101_376,
+    89: 101_376,
+    90: 232_448,
+    100: 232_448,
+    120: 101_376,
+}
 
 
 def build(*inputs, **more):
@@ -44,8 +54,6 @@ def compile_kernel(
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-
-    from kernels.tile_config import GpuInfo
 
     kinds = (
         dict.fromkeys(INTS.split(), "i32")
@@ -84,7 +92,7 @@ def compile_kernel(
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": warps, "num_stages": stages},
     )
-    assert compiled.metadata.shared <= GpuInfo(capability).shared_memory_bytes
+    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES[capability]
     ptx = tmp_path / "kernel.ptx"
     ptx.write_text(compiled.asm["ptx"])
     name = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])[1]
@@ -285,8 +293,8 @@ SETTLED = set(
     "stride_place".split()
 )
 SETTLED |= set(
-    "plane stride_table positions in_scale out_scale headroom scale beta low high kl_coef "
-    "ignore_index stride stride_a stride_y".split()
+    "plane stride_table positions in_scale out_scale headroom scale beta low high stride stride_a "
+    "stride_y".split()
 )
 # for an adapter of a layer
 SETTLED |= {
@@ -344,7 +352,7 @@ def test_defect_9_offsets_are_64_bit(tmp_path):
     )
     products = re.findall(r"arith.muli .* : (tensor<\d+x1xi\d+>)", compiled.asm["ttir"])
     assert products and all(kind.endswith("i64>") for kind in products)
-    constants = {"SOFTCAP": False, "BLOCK": 8192, "TYPE": "bf16"}
+    constants = {"BLOCK": 8192, "TYPE": "bf16"}
     compiled, _ = build(logits._forward_kernel, constants, ("logits_ptr",), 8, 3, None, tmp_path)
     assert re.search(r"arith.muli %\w+, %\w+ : i64", compiled.asm["ttir"])
 
@@ -411,20 +419,20 @@ def test_kernels_without_products(capability, tmp_path):
         cases += [
             (
                 token_logprob_triton._forward_kernel,
-                {"SOFTCAP": True, "BLOCK": 8192, "TYPE": kind},
+                {"BLOCK": 8192, "TYPE": kind},
                 ("logits_ptr",),
                 8,
             ),
             (
                 token_logprob_triton._backward_kernel,
-                {"SOFTCAP": False, "HAS_C": True, "BLOCK": 8192, "TYPE": kind},
+                {"HAS_C": True, "BLOCK": 8192, "TYPE": kind},
                 ("logits_ptr", "out_ptr"),
                 8,
             ),
         ]
-    options = {"HAS_MASK": True, "HAS_REF": True, "HAS_LOW": True, "HAS_HIGH": True, "BLOCK": 1024}
+    options = {"HAS_MASK": True, "HAS_LOW": True, "HAS_HIGH": True, "BLOCK": 1024}
     cases += [
-        (policy_loss_triton._policy_loss_kernel, options | {"KIND": kind, "KL_KIND": 2}, (), 4)
+        (policy_loss_triton._policy_loss_kernel, options | {"KIND": kind}, (), 4)
         for kind in range(5)
     ]
     for kernel, constants, data, warps in cases:
@@ -584,15 +592,7 @@ def test_the_policy_loss_has_no_minimum_that_drops_a_nan(kind, tmp_path):
     """
     from kernels import policy_loss_triton
 
-    options = {
-        "HAS_MASK": True,
-        "HAS_REF": True,
-        "HAS_LOW": True,
-        "HAS_HIGH": True,
-        "BLOCK": 1024,
-        "KIND": kind,
-        "KL_KIND": 2,
-    }
+    options = {"HAS_MASK": True, "HAS_LOW": True, "HAS_HIGH": True, "BLOCK": 1024, "KIND": kind}
     compiled, _ = build(policy_loss_triton._policy_loss_kernel, options, (), 4, 3, None, tmp_path)
     result = set(re.findall(r"\b(?:min|max)\.(?:\w+\.)*f32", compiled.asm["ptx"]))
     assert result <= {"min.NaN.f32", "max.NaN.f32"}, result

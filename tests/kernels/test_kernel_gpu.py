@@ -4,8 +4,9 @@ test the same kernels without a GPU.
 
 import pytest
 import torch
+from kernel_references import linear_logprob_reference
 
-from kernels import linear_logprob, linear_logprob_reference, policy_loss, token_logprob
+from kernels import linear_logprob, policy_loss, token_logprob
 
 pytestmark = pytest.mark.gpu
 
@@ -205,14 +206,12 @@ def test_more_than_two_to_the_31_scores():
 
 def test_token_logprob_of_many_rows():
     x, w, y, upstream = make_problem(1500, 64, 50_257, torch.bfloat16)
-    y[::7] = -100
+    upstream[0, ::7] = 0.0
     logits = (x @ w.t()).requires_grad_()
-    logp, entropy, lse = token_logprob(logits, y, temperature=0.8, softcap=20.0)
+    logp, entropy, lse = token_logprob(logits, y, temperature=0.8)
     logp.backward(upstream[0])
     exact = logits.detach().double().requires_grad_()
-    scaled = 20.0 * torch.tanh(exact / 20.0) / 0.8
-    used = y != -100
-    truth = scaled.log_softmax(-1).gather(-1, y.where(used, 0)[:, None])[:, 0].where(used, 0.0)
+    truth = (exact / 0.8).log_softmax(-1).gather(-1, y[:, None])[:, 0]
     truth.backward(upstream[0].double())
     assert (logp.double() - truth).abs().max() < 1e-4
     assert (logits.grad.double() - exact.grad).abs().max() < 2e-2
@@ -225,34 +224,24 @@ def test_a_second_device_that_is_not_the_current_one():
     check_error(inputs, torch.bfloat16, {"saved_bytes": 0}, True)
 
 
-def test_unaligned_targets_and_inplace_logits():
+def test_unaligned_targets():
     x, w, y, upstream = make_problem(33, 64, 1001, torch.bfloat16)
     shifted = torch.cat((y[:1], y))[1:]
     assert torch.equal(linear_logprob(x, w, shifted)[0], linear_logprob(x, w, y)[0])
-    logits = (x @ w.t()).requires_grad_()
-    activations = logits * 1.0
-    version = activations._version
-    token_logprob(activations, y, inplace_backward=True)[0].backward(upstream[0])
-    assert activations._version > version
-    exact = logits.detach().double().requires_grad_()
-    exact.log_softmax(-1).gather(-1, y[:, None]).squeeze(-1).backward(upstream[0].double())
-    assert (logits.grad.double() - exact.grad).abs().max() < 2e-2
 
 
 def test_losses_equal_the_cpu():
     g = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(5000, generator=g) * 0.3 for _ in range(4)]
+    tensors = [torch.randn(5000, generator=g) * 0.3 for _ in range(3)]
     cu, mask = torch.tensor([0, 7, 7, 3000, 5000]), torch.rand(5000, generator=g) < 0.6
     for kind in ("importance_sampling", "ppo", "cispo", "dro", "gspo"):
         losses = []
         for device in ("cpu", "cuda"):
-            lp, old, adv, ref = (t.to(device) for t in tensors)
+            lp, old, adv = (t.to(device) for t in tensors)
             leaf = lp.clone().requires_grad_()
             settings = {
                 "kind": kind,
                 "mask_T": mask.to(device),
-                "ref_T": ref,
-                "kl_coef": 0.1,
                 "cu_seqlens": cu.to(device),
             }
             loss, _ = policy_loss(leaf, old, adv, **settings)

@@ -320,7 +320,7 @@ def test_a_target_far_below_its_tiles_maximum_keeps_its_gradient_under_softcap(
     """2^(z-k) of the target is 0 in `dtype`; its gradient is still its upstream times the tanh's
     slope.
     """
-    from kernels import linear_logprob_reference
+    from kernel_references import linear_logprob_reference
 
     x, w, y = torch.ones(3, 1), torch.zeros(7, 1), torch.tensor([1, 2, 1])
     w[0], w[1], w[2] = 28.0, 1.0, -20.0
@@ -346,7 +346,7 @@ def test_confident_tokens_have_no_noise_in_their_gradient(forced_launches, dtype
     Kept values are rounded to 2^-9 (bfloat16), so a gradient made of them only would be 1e-3 to
     1e-2 here.
     """
-    from kernels import linear_logprob_reference
+    from kernel_references import linear_logprob_reference
 
     g = torch.Generator().manual_seed(0)
     x, w = (
@@ -441,80 +441,50 @@ def test_defect_16_logprobs_do_not_depend_on_the_batch_or_the_run(small):
 
 
 @mark_interpreted
-@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_token_logprob(softcap, dtype):
+def test_token_logprob(monkeypatch, dtype):
     from kernels import token_logprob_triton
     from kernels.token_logprob import _torch_backward, _torch_forward
 
+    monkeypatch.setattr(token_logprob_triton, "BLOCK", 64)  # several blocks in a row
     g = torch.Generator().manual_seed(0)
     wide = (3 * torch.randn(9, 160, generator=g)).to(dtype)
     # These rows are not contiguous.
-    logits, y, head = (
-        wide[:, :150],
-        torch.randint(0, 150, (9,), generator=g),
-        HeadConfig(0.7, softcap),
-    )
-    y[3] = -100
-    truth = _torch_forward(logits, y, head, -100)
-    for mine, exact in zip(
-        token_logprob_triton.forward(logits, y, head, -100, block=64), truth, strict=True
-    ):
+    logits, y = wide[:, :150], torch.randint(0, 150, (9,), generator=g)
+    logits[1, :70], y[1] = -torch.inf, 100  # banned tokens
+    truth = _torch_forward(logits, y, 0.7)
+    for mine, exact in zip(token_logprob_triton.forward(logits, y, 0.7), truth, strict=True):
         check_close(mine, exact, 1e-5)
-    for g_entropy in (None, torch.randn(9) * (y >= 0)):
-        co = path.compute_coefficients(torch.randn(9) * (y >= 0), g_entropy, None, truth[1])
-        expected, inplace = torch.empty(9, 150, dtype=dtype), logits.clone()
-        _torch_backward(logits, y, head, co, truth[2], expected)
-        token_logprob_triton.backward(inplace, y, head, co, truth[2], inplace, block=64)
-        check_close(inplace, expected, ROUNDING[dtype])
-        assert (inplace[3] == 0).all()
+    used = torch.arange(9) != 3
+    for g_entropy in (None, torch.randn(9) * used):
+        co = path.compute_coefficients(torch.randn(9) * used, g_entropy, None, truth[1])
+        expected, mine = torch.empty(2, 9, 150, dtype=dtype)
+        _torch_backward(logits, y, 0.7, co, truth[2], expected)
+        token_logprob_triton.backward(logits, y, 0.7, co, truth[2], mine)
+        check_close(mine, expected, ROUNDING[dtype])
+        assert (mine[3] == 0).all()
 
 
 @mark_interpreted
-def test_policy_loss():
-    from kernels.policy_loss import KINDS, KL_KINDS, _policy_loss_torch
-    from kernels.policy_loss_triton import launch_policy_loss
+def test_policy_loss(monkeypatch):
+    from kernels import policy_loss_triton
+    from kernels.policy_loss import KINDS, _policy_loss_torch
 
+    monkeypatch.setattr(policy_loss_triton, "BLOCK", 16)  # several programs
     g = torch.Generator().manual_seed(0)
-    lp, old, adv, ref, low = (torch.randn(37, generator=g) for _ in range(5))
+    lp, old, adv, low = (torch.randn(37, generator=g) for _ in range(4))
     low, cu, mask = (
         0.7 + 0.1 * low,
         torch.tensor([0, 5, 5, 20, 37]),
         torch.rand(37, generator=g) < 0.6,
     )
     old = torch.where(mask, lp + 0.3 * old, float("nan"))  # defect 13
-    for kind, kl_kind in [(kind, "k3") for kind in KINDS] + [("ppo", kl) for kl in KL_KINDS]:
-        for lower, reference in ((None, None), (low, ref)):
-            expected = _policy_loss_torch(
-                lp,
-                old,
-                adv,
-                mask,
-                reference,
-                0.8 if lower is None else lower,
-                1.2 if lower is None else torch.tensor(1.2),
-                cu,
-                kind,
-                0.05,
-                0.1,
-                kl_kind,
-            )
-            mine = launch_policy_loss(
-                lp,
-                old,
-                adv,
-                mask,
-                reference,
-                lower,
-                None,
-                cu,
-                kind,
-                0.8,
-                1.2,
-                0.05,
-                0.1,
-                kl_kind,
-                block=16,
+    for kind in KINDS:
+        for lower in (None, low):
+            bounds = (0.8, 1.2) if lower is None else (lower, torch.tensor(1.2))
+            expected = _policy_loss_torch(lp, old, adv, mask, *bounds, cu, kind, 0.05)
+            mine = policy_loss_triton.launch_policy_loss(
+                lp, old, adv, mask, lower, None, cu, kind, 0.8, 1.2, 0.05
             )
             check_close(mine[0], expected[0], 1e-5)
             check_close(mine[1], expected[1], 1e-5)
@@ -554,13 +524,14 @@ def test_a_datums_mask_decides_in_every_fused_loss(monkeypatch, mask_name):
 
 
 @mark_interpreted
-def test_a_nan_in_the_policy_loss_is_not_dropped():
+def test_a_nan_in_the_policy_loss_is_not_dropped(monkeypatch):
     """A NaN in any field of an active token makes the loss and that token's gradient NaN. (The
     compile test covers the device's min.)
     """
+    from kernels import policy_loss_triton
     from kernels.policy_loss import KINDS, _policy_loss_torch
-    from kernels.policy_loss_triton import launch_policy_loss
 
+    monkeypatch.setattr(policy_loss_triton, "BLOCK", 16)
     cu, mask = torch.tensor([0, 3, 5]), torch.ones(5)
     for kind in KINDS:
         for field in range(3):
@@ -570,10 +541,10 @@ def test_a_nan_in_the_policy_loss_is_not_dropped():
                 torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]),
             ]
             fields[field][1] = float("nan")
-            rest = (mask, None, None, None, cu, kind, 0.8, 1.2, 0.05, 0.0, "k2")
-            plain = (mask, None, 0.8, 1.2, cu, kind, 0.05, 0.0, "k2")
+            rest = (mask, None, None, cu, kind, 0.8, 1.2, 0.05)
+            plain = (mask, 0.8, 1.2, cu, kind, 0.05)
             for sums, grad in (
-                launch_policy_loss(*fields, *rest, block=16),
+                policy_loss_triton.launch_policy_loss(*fields, *rest),
                 _policy_loss_torch(*fields, *plain),
             ):
                 assert sums[0].isnan() and grad[1].isnan() and not grad[3:].isnan().any(), (

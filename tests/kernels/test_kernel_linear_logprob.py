@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_references import linear_logprob_reference
 
-from kernels import linear_logprob, linear_logprob_reference
+from kernels import linear_logprob
 from kernels.common import check_same_device
 from kernels.linear_logprob import backward_op, forward_op
 
@@ -537,18 +538,9 @@ def test_memory_on_a_cpu_with_a_real_head():
     """Qwen2.5-0.5B's head with 512 tokens, in a separate process. Plain torch holds 0.4 to 1 GB in
     addition to weights and gradients.
     """
-    script = KERNELS.parent / "bench" / "kernel_cpu.py"
-    for variant in ("fused", "fused_frozen", "fused_entropy"):
-        command = [
-            sys.executable,
-            str(script),
-            "--one",
-            variant,
-            "--tokens",
-            "512",
-            "--threads",
-            "1",
-        ]
+    script = KERNELS.parent / "bench" / "kernels.py"
+    for variant in ("ours", "ours_frozen", "ours_entropy"):
+        command = [sys.executable, str(script), "--one", variant, "--tokens", "512", "--threads=1"]
         figures = json.loads(
             subprocess.run(command, check=True, capture_output=True, text=True).stdout
         )

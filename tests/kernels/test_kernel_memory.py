@@ -38,7 +38,9 @@ if INTERPRETED:
         decode_ops_triton,
         lora_ops_triton,
         paged_attention_triton,
+        policy_loss_triton,
         score_launcher,
+        token_logprob_triton,
         vocab_chunks,
     )
     from kernels import linear_logprob_launch as launch
@@ -47,11 +49,8 @@ if INTERPRETED:
     from kernels.device_checks import outputs_agree
     from kernels.paged_attention import make_trial_inputs
     from kernels.policy_loss_kinds import KINDS
-    from kernels.policy_loss_triton import launch_policy_loss
     from kernels.sample_tokens_triton import sample_tokens
     from kernels.tile_config import TileConfig
-    from kernels.token_logprob_triton import backward as token_backward
-    from kernels.token_logprob_triton import forward as token_forward
 
     patch_once()
     # Slabs are cut at multiples of 16 columns; the warp-specialized kernels write 32 at a time.
@@ -204,6 +203,10 @@ def small(monkeypatch):
     monkeypatch.setattr(score_launcher, "count_multiprocessors", lambda tensor: 5)
     monkeypatch.setattr(score_launcher, "select_tile_sizes", lambda *_: TILES)
     monkeypatch.setattr(paged_attention_triton, "MIN_PROGRAMS", 12)
+    # several programs or blocks in a row
+    monkeypatch.setattr(token_logprob_triton, "BLOCK", 64)
+    monkeypatch.setattr(policy_loss_triton, "BLOCK", 16)
+    monkeypatch.setattr(decode_ops_triton, "SILU_BLOCK", 16)
 
 
 # Values of V: slabs of one unit of 16 columns, of three units with and without a remainder, and of
@@ -251,17 +254,15 @@ def test_the_head_and_all_other_kernels(small, monkeypatch):
 
 def token_results(g) -> list[torch.Tensor]:
     results = []
-    for dtype, V, softcap in ((torch.float32, 150, None), (torch.bfloat16, 129, 3.0)):
+    for dtype, V in ((torch.float32, 150), (torch.bfloat16, 129)):
         logits = torch.randn(9, V + 10, generator=g).to(dtype)[:, :V]
-        y, head = torch.randint(0, V, (9,), generator=g), HeadConfig(0.7, softcap)
-        y[3] = -100
-        out = token_forward(logits, y, head, -100, block=64)
-        a = torch.randn(9, generator=g) * (y >= 0)
-        for c in (None, a.flip(0) * (y >= 0)):
-            grad = logits.clone()
-            token_backward(
-                grad, y, head, path.GradientCoefficients(a, -a, c), out[2], grad, block=64
-            )
+        y, used = torch.randint(0, V, (9,), generator=g), torch.arange(9) != 3
+        out = token_logprob_triton.forward(logits, y, 0.7)
+        a = torch.randn(9, generator=g) * used
+        for c in (None, a.flip(0) * used):
+            grad = torch.empty(9, V, dtype=dtype)
+            co = path.GradientCoefficients(a, -a, c)
+            token_logprob_triton.backward(logits, y, 0.7, co, out[2], grad)
             results.append(grad)
         results += out
     return results
@@ -270,14 +271,13 @@ def token_results(g) -> list[torch.Tensor]:
 def loss_results(g) -> list[torch.Tensor]:
     results = []
     for T in (37, 16):
-        lp, old, adv, ref, low = (torch.randn(T, generator=g) for _ in range(5))
+        lp, old, adv, low = (torch.randn(T, generator=g) for _ in range(4))
         cu, mask = torch.tensor([0, 5, 5, T]), torch.rand(T, generator=g) < 0.6
         for kind in KINDS:
-            for fields in ((None, None, None), (mask, ref, low)):
-                results += launch_policy_loss(
-                    lp, old, adv, fields[0], fields[1], fields[2], fields[2], cu, kind, 0.8, 1.2,
-                    0.05, 0.1, "k3", block=16,
-                )  # fmt: skip
+            for fields in ((None, None, None), (mask, low, low)):
+                results += policy_loss_triton.launch_policy_loss(
+                    lp, old, adv, *fields, cu, kind, 0.8, 1.2, 0.05
+                )
     return results
 
 
@@ -288,7 +288,7 @@ def decoding_results(g) -> list[torch.Tensor]:
         weight = torch.rand(5 * width, generator=g)
         for term in (x, None):
             results.append(decode_ops_triton.fused_add_rms_norm(term, residual, weight, 1e-5))
-        results += [residual, decode_ops_triton.silu_mul(x[:, : 4 * width], block=16)]
+        results += [residual, decode_ops_triton.silu_mul(x[:, : 4 * width])]
         qkv = torch.randn(rows, heads + 2 * key_heads, width, generator=g).bfloat16()
         rope = torch.randn(2, 12, width, generator=g).bfloat16()
         kv = torch.zeros(2, 5, 4, key_heads, width).bfloat16()

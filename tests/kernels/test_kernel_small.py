@@ -4,8 +4,9 @@ attention torch may pick.
 
 import pytest
 import torch
+from kernel_references import linear_logprob_reference
 
-from kernels import linear_logprob, linear_logprob_reference
+from kernels import linear_logprob
 
 
 def test_the_reference_has_an_entropy_where_tokens_are_banned():
@@ -101,7 +102,7 @@ def test_a_target_outside_the_vocabulary_is_named_in_every_column(column, wrong)
 
 def test_the_setting_reaches_the_head(monkeypatch):
     """A LoRA head is padded to rows of 16 bytes, and its base gets no gradient."""
-    from helpers import make_worker, random_datums
+    from helpers import call, make_worker, random_datums
 
     import kernels
     from rl.types import LoraConfig
@@ -114,7 +115,7 @@ def test_the_setting_reaches_the_head(monkeypatch):
         lambda *args, **options: seen.append((args, options)) or original(*args, **options),
     )
     worker = make_worker(lora=LoraConfig(3, train_unembed=True), kept_bytes=12_345)
-    worker.forward_backward(0, random_datums(3), "importance_sampling", {}, 1.0, True)
+    call(worker, "forward_backward", 0, random_datums(3), "importance_sampling", {}, 1.0, True)
     args, options = seen[-1]
     assert options["saved_bytes"] == 12_345
     assert args[1].shape[1] % 16 == 0 and options["frozen_columns"] == args[1].shape[1] - 16

@@ -252,11 +252,10 @@ def test_ranks_deal_micro_batches_out_among_themselves(monkeypatch):
     padding micro-batches have weight 0.
     """
     worker, datums = make_worker(token_budget=12), random_datums(9)
+    learner = worker.learners[0]
     monkeypatch.setattr(collectives, "world", lambda: 3)
-    shares = []
-    for rank in range(3):
-        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
-        shares.append(list(worker.learners[0]._local_micro_batches(datums)))
+    parts = learner.split_batch(datums)
+    shares = [list(learner.planner.make_micro_batches(part)) for part in parts]
     assert len({len(share) for share in shares}) == 1
     assert sorted(
         i for share in shares for batch in share if batch.scale for i in batch.datum_index
@@ -264,12 +263,9 @@ def test_ranks_deal_micro_batches_out_among_themselves(monkeypatch):
     assert sum(batch.scale for share in shares for batch in share) >= 3
 
 
-def test_ranks_deal_samples_out_among_themselves(monkeypatch):
-    costs, taken = [5, 1, 9, 3, 3, 8, 2], []
-    monkeypatch.setattr(collectives, "world", lambda: 3)
-    for rank in range(3):
-        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
-        taken.append(assign_indices(costs))
+def test_ranks_deal_samples_out_among_themselves():
+    costs = [5, 1, 9, 3, 3, 8, 2]
+    taken = assign_indices(costs, 3)
     assert sorted(i for mine in taken for i in mine) == list(range(7))
     loads = [sum(costs[i] for i in mine) for mine in taken]
     assert max(loads) - min(loads) <= 3

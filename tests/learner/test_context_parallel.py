@@ -37,7 +37,7 @@ def test_the_columns_of_all_ranks_are_the_micro_batch(layout, size):
     datums = random_datums(5)
     units = make_units(datums, layout, 1000)
     whole = collate(datums, units, layout)
-    tokens = torch.cat([torch.tensor(d.model_input.flat()) for d in datums])
+    tokens = torch.cat([torch.tensor(d.model_input.token_ids()) for d in datums])
     shards = [collate(datums, units, layout, group=Ranks(r, size)).shard for r in range(size)]
     columns = torch.cat([s.input_ids for s in shards], 1)
     assert columns.shape[1] % size == 0 and columns.shape[1] - whole.input_ids.shape[1] < size

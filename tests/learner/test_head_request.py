@@ -5,7 +5,7 @@ receives no target outside the vocabulary.
 import numpy as np
 import pytest
 import torch
-from helpers import VOCABULARY, gradient, make_worker, random_datums
+from helpers import VOCABULARY, call, gradient, make_worker, random_datums
 from test_kernel_tripwire import LargestTensorMode
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -115,7 +115,7 @@ def test_a_target_that_is_no_id_is_refused_before_anything_runs(worker, monkeypa
     Accumulated gradients stay.
     """
     datums = random_datums(8)
-    worker.forward_backward(0, datums, "importance_sampling", {}, 1.0, True)
+    call(worker, "forward_backward", 0, datums, "importance_sampling", {}, 1.0, True)
     before = gradient(worker).clone()
     datums[-1] = with_target(datums[-1], wrong, loss == "soft")
     monkeypatch.setattr(LogprobHead, "__call__", lambda *_, **__: pytest.fail("a forward ran"))
@@ -126,7 +126,14 @@ def test_a_target_that_is_no_id_is_refused_before_anything_runs(worker, monkeypa
             f"{VOCABULARY - 1}"
         ),
     ):
-        worker.forward_backward(
-            0, datums, "cross_entropy" if loss == "soft" else loss, {}, 1.0, True
+        call(
+            worker,
+            "forward_backward",
+            0,
+            datums,
+            "cross_entropy" if loss == "soft" else loss,
+            {},
+            1.0,
+            True,
         )
     assert torch.equal(gradient(worker), before) and worker.learners[0].has_gradient

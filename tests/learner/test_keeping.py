@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ADAM, make_worker, random_datums
+from helpers import ADAM, call, make_worker, random_datums
 from test_memory_plan import REPO, SHAPE
 
 from kernels import estimate_saved_bytes
@@ -54,7 +54,7 @@ def test_the_optimizers_state_is_left_room_before_it_exists(monkeypatch, lora):
         not learner.backend.adam.state
         and learner.head.kept_bytes == default_kept_bytes(80.0 * GIB, remaining[0]) == 16 * GIB
     )
-    worker.forward_backward(0, random_datums(4), "importance_sampling", {}, 1.0, True)
+    call(worker, "forward_backward", 0, random_datums(4), "importance_sampling", {}, 1.0, True)
     held = sum(p.nbytes for p in learner.model.parameters()) + sum(
         p.grad.nbytes for p in learner.trainable.values()
     )

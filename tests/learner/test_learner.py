@@ -331,7 +331,9 @@ def test_a_sliding_window_is_not_given_a_mask_of_its_own(tmp_path):
     tiny_model("mistral", sliding_window=4).save_pretrained(tmp_path / "m")
     learner = make_worker(str(tmp_path / "m")).learners[0]
     assert learner.layouts == {"padded"} and all(
-        batch.attention_mask is None for batch in learner._local_micro_batches(random_datums(8))
+        batch.attention_mask is None
+        for share in learner.split_batch(random_datums(8))
+        for batch in learner.planner.make_micro_batches(share)
     )
     with pytest.raises(ValueError, match="layout shared is not exact.*MistralForCausalLM"):
         make_worker(str(tmp_path / "m"), layout="shared")

@@ -12,14 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import make_worker
 from sampler_population import build
 from test_distributed import run_launch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from rl.distributed import FSDPSharding
 from rl.errors import UserError
-from rl.learner import LogprobHead
+from rl.learner import LogprobHead, ModelSpec, learner_checkpoint
 from rl.learner.backend import load_first_layers
 from rl.learner.layout_probe import find_layout_faults
+from rl.learner.learner_checkpoint import SaveMetadata
 from rl.models import (
     LazyTensors,
     add_lora,
@@ -144,6 +147,24 @@ def test_lazy_tensors(tmp_path):
     ) == tuple(model.get_parameter(names[0]).shape)
     assert all(torch.equal(find_results[name], p) for name, p in model.named_parameters())
     assert isinstance(find_results, LazyTensors)
+
+
+def test_a_saved_mixture_of_experts_is_read_tensor_by_tensor(tmp_path, monkeypatch):
+    build("qwen3_moe").save_pretrained(str(tmp_path / "base"))
+    worker = make_worker(str(tmp_path / "base"))
+    learner, spec = worker.learners[0], ModelSpec(str(tmp_path / "base"))
+    before = {name: p.detach().clone() for name, p in learner.trainable.items()}
+    learner_checkpoint.save_learner_state(
+        learner, spec, tmp_path / "saved", [torch.get_rng_state()], SaveMetadata({}), None
+    )
+    with torch.no_grad():
+        for parameter in learner.trainable.values():
+            parameter.zero_()
+    # as under FSDP2, where no rank may hold the whole model
+    monkeypatch.setattr(learner_checkpoint, "get_launch_sharding", FSDPSharding)
+    monkeypatch.delattr(learner_checkpoint, "load_model")
+    learner_checkpoint.load_learner_state(learner, tmp_path / "saved", True, 0)
+    assert all(torch.equal(p, before[name]) for name, p in learner.trainable.items())
 
 
 # ---------------------------------------------------------------------------------------- two ranks

@@ -208,7 +208,7 @@ def forge(folder: Path, file: str, change) -> None:
 
 def save_training_state(folder: Path, options: str):
     worker = make_worker(**HOW[options])
-    worker.forward_backward(0, random_datums(3), "ppo", {"temperature": 1.0}, 1.0, True)
+    call(worker, "forward_backward", 0, random_datums(3), "ppo", {"temperature": 1.0}, 1.0, True)
     worker.optim_step(0, ADAM)
     call(worker, "save_state", 0, str(folder / "state"), {}, None)
     call(worker, "save_for_sampler", 0, str(folder / "weights"), False, None, "head" in options)

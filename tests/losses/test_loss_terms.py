@@ -67,7 +67,7 @@ def test_dro_and_gspo_by_hand():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("wide", [False, True])
 def test_the_fused_and_plain_forms_are_the_formula_sequence_by_sequence(name, seed, wide):
-    from kernels import policy_loss_reference
+    from kernel_references import policy_loss_reference
 
     inputs, config = {k: v.detach().float() for k, v in inputs_of(seed).items()}, {}
     if wide:
@@ -224,7 +224,7 @@ def test_value_loss_against_brute_force():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_terms_heed_the_masks_weights_and_what_drew_the_tokens(kind):
-    """Mask values other than 0 and 1 are weights. `drawn_logprobs` take precedence over `logprobs`,
+    """Mask values other than 0 and 1 are weights. `behavior_logprobs` take precedence over `logprobs`,
     which another version may have set.
     """
     inputs, logp, config = (
@@ -235,7 +235,7 @@ def test_terms_heed_the_masks_weights_and_what_drew_the_tokens(kind):
     weights = MASK * torch.tensor([9.0, 0.5, 2.0, 1.0, 9.0, 9.0, 0.25, 3.0], dtype=torch.float64)
     drawn = logp.detach() - torch.linspace(-1, 1, 8, dtype=torch.float64)
     entropy = torch.rand(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    inputs |= {"mask": weights, "drawn_logprobs": drawn}
+    inputs |= {"mask": weights, "behavior_logprobs": drawn}
     bare = compute("importance_sampling", logp, inputs)[0].item()
     total = compute("importance_sampling", logp, inputs, config, entropy)[0].item()
     expected = 0.0

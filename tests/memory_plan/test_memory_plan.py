@@ -430,6 +430,16 @@ def test_a_critic_and_a_frozen_policy_are_counted():
     ] == [0, 0]
 
 
+@pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "reward_model"])
+def test_both_answers_of_a_pair_are_planned(method):
+    words = [method, "--dataset", "addition", "--batch-size", "8", "--max-tokens", "100"]
+    launch = LaunchShape(cuda=True, bf16=True, world=2)
+    (needs,) = compute_stage_needs(
+        read_config(*words, "--layout", "padded"), launch, 28, traced=False
+    )
+    assert needs.work.batch == MicroBatch(8, 128, 8 * 128)  # 8 pairs over 2 ranks
+
+
 def test_micro_batches_and_samples_by_hand():
     step = {"groups": 4, "group": 8, "prompt": 100, "answer": 28, "hidden": 64}
     assert largest_micro_batch(**step, budget=1000, layout="padded", world=1) == MicroBatch(

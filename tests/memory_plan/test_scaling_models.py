@@ -224,3 +224,25 @@ def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(tmp_path):
     assert result.step_s == pytest.approx(whole.step_s + result.sampler_traffic_s)
     never = step(64, 20.0)
     assert not never.fits and never.sampler_tp == 1
+
+
+def test_a_batch_is_sent_in_shares():
+    """Four GPUs of 100 tokens: rank 0 packs and sends three shares, and each rank unpacks its own."""
+    load = scaling.Load(answers=10, prompt=4, answer=6)
+    rates = scaling.DriverRates(
+        bytes_per_token=20.0, pack_seconds=3e-3, unpack_seconds=5e-3, network=1e4
+    )
+    expected = 300 * 3e-3 + 300 * 20 / 1e4 + 100 * 5e-3
+    assert scaling.compute_batch_seconds(rates, load, 4) == pytest.approx(expected)
+    assert scaling.compute_batch_seconds(rates, load, 1) == 0
+
+
+def test_rewards_are_limited_by_all_workers_or_by_rank_0():
+    """256 GPUs of 32 machines sample 16,384 answers; a machine has 8 workers of 5 ms an answer."""
+    rates = scaling.DriverRates(reward_seconds=5e-3, reward_workers=8, score_seconds=1e-5)
+    seconds = scaling.compute_reward_seconds
+    assert seconds(rates, 16_384, 32) == pytest.approx(16_384 * 5e-3 / 256)
+    first = replace(rates, reward_machines=1)
+    assert seconds(first, 16_384, 32) == pytest.approx(16_384 * 5e-3 / 8)
+    slow = replace(rates, score_seconds=1e-3)
+    assert seconds(slow, 16_384, 32) == pytest.approx(16.384)

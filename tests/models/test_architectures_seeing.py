@@ -92,9 +92,9 @@ def test_in_bf16_rows_with_images_are_no_further_off_than_the_model_alone(name):
     assert spread > 1e-3
     read = score_sequences(
         make_decoder(loaded.model, dtype=torch.bfloat16),
-        [item.flat() for item in prompts],
+        [item.token_ids() for item in prompts],
         1.0,
-        [item.placed() for item in prompts],
+        [item.images_with_positions() for item in prompts],
     )
     sampler = np.concatenate([np.array(item[1:]) for item in read])
     learner = np.concatenate(

@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from chains import CHAINED, chain
+from huggingface_hub.errors import LocalTokenNotFoundError
 from rank_server import run_script
+from safetensors.torch import load_file
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_runs import train
 
+import export
 from rl.errors import UserError
 from rl.learner import learner_checkpoint
-from rl.models import add_lora, merge_adapter, model_loading
+from rl.models import add_lora, check_weight_names_and_shapes, merge_adapter, model_loading
 from rl.models.lora_targets import find_lora_targets, find_unadaptable
 from rl.trainer import describe_export, export_weights, push_to_hub
 from rl.types import LoraConfig
@@ -113,6 +116,49 @@ def test_an_adapter_that_nobody_could_use_alone_is_merged_and_says_why(runs, tmp
         f"{tmp_path / 'out'}",
         tmp_path / "next",
     )
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def test_the_config_names_the_class_of_the_weights(tmp_path):
+    """A folder of an embedding model has the weights of a causal model with a tied head, too."""
+    model = model_loading.load_model("tiny:addition").model
+    learner_checkpoint.write_model(model, None, tmp_path / "start")
+    file = tmp_path / "start" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": ["Qwen3Model"]}))
+    loaded = model_loading.load_model(str(file.parent))
+    learner_checkpoint.write_model(loaded.model, None, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]  # vLLM chooses its class by it
+
+
+@pytest.mark.filterwarnings("ignore:LoRA:UserWarning", "ignore:.*pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_experts_are_written_as_they_are_published(kind, tmp_path):
+    """vLLM reads a matrix of each expert. transformers joins them at load, and so did the folders
+    that older versions wrote.
+    """
+    model = tiny_model(kind)
+    model.save_pretrained(tmp_path / "published")
+    model.save_pretrained(tmp_path / "joined", save_original_format=False)
+    published = read_tensors(tmp_path / "published")
+    assert any(".experts.3." in name for name in published)
+    assert not any(".experts.3." in name for name in read_tensors(tmp_path / "joined"))
+    for start in ("published", "joined"):
+        loaded = model_loading.load_model(str(tmp_path / start))
+        adapted = add_lora(copy.deepcopy(loaded), LoraConfig(rank=2, train_unembed=False))
+        for name, merged in ((f"{start}-full", loaded), (f"{start}-merged", adapted)):
+            folder = tmp_path / name
+            learner_checkpoint.write_model(merged.model, None, folder, merged=True)
+            check_weight_names_and_shapes(folder)
+            written = read_tensors(folder)
+            assert written.keys() == published.keys(), name
+            assert all(torch.equal(written[key], published[key]) for key in published), name
 
 
 def test_the_card_has_recipe_data_and_figures(runs, tmp_path):
@@ -212,6 +258,18 @@ def test_pushing_makes_a_private_repository_and_says_what_went_wrong(runs, tmp_p
     )
     with pytest.raises(UserError, match="is written, but could not be pushed to mine: no way"):
         push_to_hub(tmp_path / "out", "mine")
+
+
+def test_a_push_without_a_login_ends_before_the_export(tmp_path, monkeypatch):
+    def whoami(self):
+        raise LocalTokenNotFoundError("no token")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.whoami", whoami)
+    exported: list[Path] = []
+    args = export.parser.parse_args(["runs/none", str(tmp_path / "out"), "--push", "mine"])
+    with pytest.raises(UserError, match="needs a login at the hub.*no token"):
+        export.main(args, exported)
+    assert not exported
 
 
 @pytest.mark.slow

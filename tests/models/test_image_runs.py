@@ -34,7 +34,10 @@ def example(tokenizer):
     )
     return Datum(
         result.truncate(result.length - 1),
-        {"target_tokens": result.flat()[1:], "weights": np.ones(result.length - 1, np.float32)},
+        {
+            "target_tokens": result.token_ids()[1:],
+            "weights": np.ones(result.length - 1, np.float32),
+        },
     )
 
 
@@ -77,7 +80,7 @@ def test_what_is_saved_sees_again_here_and_in_plain_transformers(tmp_path):
     processor = AutoImageProcessor.from_pretrained(str(tmp_path / "m"))
     from seeing import make_image
 
-    ids = torch.tensor([first.model_input.flat()])
+    ids = torch.tensor([first.model_input.token_ids()])
     inputs = dict(processor(images=[make_image(1)], return_tensors="pt"))
     logits = (
         plain(

@@ -48,7 +48,10 @@ def datum(inputs):
     """Return a datum with all tokens of the input as targets."""
     return Datum(
         inputs.truncate(inputs.length - 1),
-        {"target_tokens": inputs.flat()[1:], "weights": np.ones(inputs.length - 1, np.float32)},
+        {
+            "target_tokens": inputs.token_ids()[1:],
+            "weights": np.ones(inputs.length - 1, np.float32),
+        },
     )
 
 
@@ -62,7 +65,7 @@ def compute_logprobs(learner, datums, temperature=1.0):
 def of_logits(logits, inputs, temperature=1.0):
     """Return float64 logprobs of the tokens of an input, from the plain model's logits."""
     table = (logits.double() / temperature).log_softmax(-1)
-    return table[:-1].gather(1, torch.tensor(inputs.flat()[1:])[:, None])[:, 0].numpy()
+    return table[:-1].gather(1, torch.tensor(inputs.token_ids()[1:])[:, None])[:, 0].numpy()
 
 
 @pytest.fixture(
@@ -92,8 +95,8 @@ def test_learner_sampler_and_the_model_alone_agree(image_model):
             params = SamplingParams(max_tokens=9, temperature=temperature)
             engine.add(
                 SamplingRequest(
-                    prompt=prompt.flat(),
-                    images=prompt.placed(),
+                    prompt=prompt.token_ids(),
+                    images=prompt.images_with_positions(),
                     num_samples=3,
                     params=params,
                     problem=i,
@@ -105,12 +108,19 @@ def test_learner_sampler_and_the_model_alone_agree(image_model):
         for prompt, response in zip(prompts, responses, strict=True):
             for sequence in response.sequences:
                 if reader.image_token_id not in sequence.tokens:
-                    whole.append(ModelInput.of([*prompt.flat(), *sequence.tokens], prompt.placed()))
+                    whole.append(
+                        ModelInput.of(
+                            [*prompt.token_ids(), *sequence.tokens], prompt.images_with_positions()
+                        )
+                    )
                     drawn.append(np.array(sequence.logprobs))
         assert len(whole) >= 8
         result = compute_logprobs(learner, [datum(item) for item in whole], temperature)
         read = score_sequences(
-            decoder, [item.flat() for item in whole], temperature, [item.placed() for item in whole]
+            decoder,
+            [item.token_ids() for item in whole],
+            temperature,
+            [item.images_with_positions() for item in whole],
         )
         for item, logprobs, mine, sampler in zip(whole, drawn, result, read, strict=True):
             expected = of_logits(
@@ -132,13 +142,16 @@ def test_permuted_pixels_and_swapped_images_change_the_logprobs(image_model):
         )
 
     inputs = [request(a, b), request(b, a), request(permute_pixels(a), b)]
-    assert inputs[0].flat() == inputs[1].flat() == inputs[2].flat()
+    assert inputs[0].token_ids() == inputs[1].token_ids() == inputs[2].token_ids()
     right, swapped, blind = compute_logprobs(learner, [datum(item) for item in inputs])
     for other in (swapped, blind):
         assert np.abs(right[-6:] - other[-6:]).max() > 1e-4  # text after both images
     decoder = make_decoder(loaded.model)
     seen = score_sequences(
-        decoder, [item.flat() for item in inputs], 1.0, [item.placed() for item in inputs]
+        decoder,
+        [item.token_ids() for item in inputs],
+        1.0,
+        [item.images_with_positions() for item in inputs],
     )
     for mine, sampler in zip((right, swapped, blind), seen, strict=True):
         assert np.abs(mine - np.array(sampler[1:])).max() < 2e-5
@@ -146,15 +159,15 @@ def test_permuted_pixels_and_swapped_images_change_the_logprobs(image_model):
     for item in inputs:  # the same tokens, in the same batch
         engine.add(
             SamplingRequest(
-                prompt=item.flat(),
-                images=item.placed(),
+                prompt=item.token_ids(),
+                images=item.images_with_positions(),
                 params=SamplingParams(max_tokens=4),
                 seed=7,
             )
         )
     for item, response in zip(inputs, engine.run(), strict=True):
         (sequence,) = response.sequences
-        whole = ModelInput.of([*item.flat(), *sequence.tokens], item.placed())
+        whole = ModelInput.of([*item.token_ids(), *sequence.tokens], item.images_with_positions())
         expected = of_logits(compute_plain_logits(loaded.model, reader, whole), whole)[
             -len(sequence.tokens) :
         ]
@@ -203,8 +216,8 @@ def test_an_image_token_that_was_drawn_is_read_alike_by_both_sides():
     engine = Engine(make_decoder(loaded.model), max_context=1024)
     engine.add(
         SamplingRequest(
-            prompt=prompt.flat(),
-            images=prompt.placed(),
+            prompt=prompt.token_ids(),
+            images=prompt.images_with_positions(),
             num_samples=8,
             params=SamplingParams(max_tokens=12),
         )
@@ -213,7 +226,8 @@ def test_an_image_token_that_was_drawn_is_read_alike_by_both_sides():
     assert any(reader.image_token_id in sequence.tokens[:-1] for sequence in sequences)
     learner = Learner(loaded, Accelerator(cpu=True), LearnerSettings())
     whole = [
-        ModelInput.of([*prompt.flat(), *sequence.tokens], prompt.placed()) for sequence in sequences
+        ModelInput.of([*prompt.token_ids(), *sequence.tokens], prompt.images_with_positions())
+        for sequence in sequences
     ]
     for sequence, result in zip(
         sequences, compute_logprobs(learner, [datum(item) for item in whole]), strict=True
@@ -257,7 +271,8 @@ def test_the_renderers_tokens_are_those_of_the_families_own_processor(image_mode
         images=[[make_image(1)]], text=[text], add_special_tokens=False, return_tensors="pt"
     )
     mine = renderer.build_generation_prompt(output)
-    assert mine.flat() == theirs["input_ids"][0].tolist()
+    assert mine.token_ids() == theirs["input_ids"][0].tolist()
     assert torch.equal(
-        reader.process(mine.placed()[0][1]).tensors["pixel_values"], theirs["pixel_values"]
+        reader.process(mine.images_with_positions()[0][1]).tensors["pixel_values"],
+        theirs["pixel_values"],
     )

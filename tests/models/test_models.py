@@ -11,15 +11,66 @@ import numpy as np
 import pytest
 import torch
 from helpers import call, make_worker, random_datums
+from safetensors.torch import load_file, save_file
 from sampler_models import VOCAB, tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.errors import UserError
+from rl.learner.learner_checkpoint import write_model
 from rl.models import MODEL_PRESETS, load_model, load_skeleton
+from rl.models.check_weights import convert_read_errors
 from rl.trainer.initial_weights import describe_random_weights
 from rl.types import LoraConfig
+
+
+def test_a_lack_of_memory_is_not_reported_as_unfitting_weights():
+    with pytest.raises(RuntimeError, match="can't allocate memory"), convert_read_errors("a model"):
+        torch.empty(2**60)
+    with pytest.raises(torch.OutOfMemoryError), convert_read_errors("a model"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(UserError, match="do not fit its config"), convert_read_errors("a model"):
+        torch.zeros(2).copy_(torch.zeros(3))
+
+
+def quantize_to_fp8(folder: Path) -> dict[str, torch.Tensor]:
+    """Save tiny:addition with q_proj in FP8 and the scales of one block, as the hub has it. Return
+    the weights before.
+    """
+    loaded = load_model("tiny:addition")
+    write_model(loaded.model, loaded.tokenizer, folder)
+    plain, stored = load_file(folder / "model.safetensors"), {}
+    for name, weight in plain.items():
+        stored[name] = weight
+        if "q_proj" in name:
+            scale = weight.abs().max() / 448
+            stored[name] = (weight / scale).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale.view(1, 1)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return plain
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_fp8_weights_are_dequantized_and_other_quantized_weights_refused(
+    on_gpu, monkeypatch, tmp_path
+):
+    plain = quantize_to_fp8(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    others = ["k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    quantization |= {"activation_scheme": "dynamic", "modules_to_not_convert": others}
+    file.write_text(json.dumps({**config, "quantization_config": quantization}))
+    if on_gpu:  # where transformers would compute in FP8
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    model = load_model(str(file.parent)).model
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, plain[name], rtol=0.07, atol=1e-4)
+    file.write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(UserError, match=r"are quantized \(gptq\).*pass the model that"):
+        load_model(str(file.parent))
 
 
 @pytest.mark.parametrize(("alpha", "scale"), [(None, 1.0), (8, 2.0), (2, 0.5)])

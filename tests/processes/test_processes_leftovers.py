@@ -57,8 +57,8 @@ from rl.envs.env_runner import EpisodeTask
 from rl.envs.fork_server import SubprocessRunner
 
 spec = isolate_environment(parse_environment("{here}/starts.py:Starts", []))
-spec.root.begin()
-runner = SubprocessRunner("episode", EpisodeTask({{}}, 0), spec.root.fork)
+spec.fork_server.begin()
+runner = SubprocessRunner("episode", EpisodeTask({{}}, 0), spec.fork_server.fork)
 runner.start()
 call = {{"function": {{"name": "sleeps", "arguments": {{}}}}}}
 threading.Thread(target=lambda: runner.process_answer({{"tool_calls": [call]}}), daemon=True).start()
@@ -67,7 +67,7 @@ sys.stdin.readline()
 if sys.argv[1] == "episode":
     runner.kill()
 if sys.argv[1] == "close":
-    spec.root.close()
+    spec.fork_server.close()
 if sys.argv[1] != "finish":
     time.sleep(1000)
 """

@@ -126,8 +126,8 @@ MUTANTS = [
     ),
     M(
         "rl/losses/loss_terms.py",
-        '        behavior_key = next(\n            (name for name in ("drawn_logprobs", "logprobs") if name in inputs), None\n        )\n',
-        "        behavior_key = next((name for name in ('logprobs', 'drawn_logprobs') if name in inputs), None)\n",
+        '        behavior_key = next(\n            (name for name in ("behavior_logprobs", "logprobs") if name in inputs), None\n        )\n',
+        "        behavior_key = next((name for name in ('logprobs', 'behavior_logprobs') if name in inputs), None)\n",
         "the KL term weighted by the batch's logprobs, not by those drawn",
         "loss_terms",
     ),
@@ -189,8 +189,8 @@ MUTANTS = [
     ),
     M(
         "rl/sampler/block_manager.py",
-        "        if index < len(blocks) and self.pool.ref_counts[blocks[index]] > 1:\n",
-        "        if index < len(blocks) and self.pool.ref_counts[blocks[index]] > 2:\n",
+        "            if self.pool.ref_counts[block] > 1:\n",
+        "            if self.pool.ref_counts[block] > 2:\n",
         "a row writes to a page that others hold",
         "sampler_paged",
     ),

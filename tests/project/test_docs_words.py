@@ -59,12 +59,20 @@ OTHERS = {
     "logdir",  # flag of tensorboard
     "backend-store-uri",  # flag of mlflow
     "enable-scale-out",  # flags of vllm serve from here on
+    "enable-lora",
+    "enable-return-routed-experts",
     "hf-overrides",
     "logprobs-mode",
+    "lora-target-modules",
+    "max-cpu-loras",
+    "max-lora-rank",
+    "max-loras",
     "max-model-len",
+    "no-enable-chunked-prefill",
     "tensor-parallel-size",
 }
-BENCH = {"gpu", "campaign", "roles", "sampler_vllm"}  # scripts of bench/ with flags that pages name
+# scripts of bench/ with flags that pages name
+BENCH = {"gpu", "campaign", "harness", "roles", "sampler", "vllm_learns"}
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w.-]*)")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")

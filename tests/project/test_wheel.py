@@ -11,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import whetstone
+
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -81,7 +83,8 @@ def test_the_wheel_holds_what_the_package_reads_and_nothing_else(installed):
         if path.is_file() and path.suffix in (".py", ".cpp", ".html", ".css", ".js")
     }
     recipes = {f"whetstone_scripts/recipes/{p.name}" for p in (REPO / "recipes").glob("*.yaml")}
-    assert packages | recipes | {"whetstone.py", "whetstone_scripts/train.py"} <= names
+    scripts = {f"whetstone_scripts/{name.replace('-', '_')}.py" for name in whetstone.SCRIPTS}
+    assert packages | recipes | scripts | {"whetstone.py"} <= names
     assert {name.split("/")[0] for name in names} - {"rl", "kernels", "whetstone_scripts"} == {
         "whetstone.py",
         f"whetstone-{wheel.name.split('-')[1]}.dist-info",

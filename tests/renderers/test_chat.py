@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -19,6 +20,7 @@ from rl import ServiceClient
 from rl.chat import ChatConsole, ChatSession
 from rl.chat.answer_display import make_display
 from rl.chat.chat_session import ChatTurn
+from rl.config import DataSettings
 from rl.data import PromptTemplate
 from rl.renderers import get_renderer
 from rl.trainer import open_weights
@@ -186,6 +188,25 @@ class InterruptingFile(io.StringIO):
             self.interrupts += 1
             os.kill(os.getpid(), signal.SIGINT)
         return super().write(text)
+
+
+def test_escape_sequences_of_a_model_do_not_reach_the_terminal_of_sample():
+    sequence = SampledSequence([1], [0.0])
+    sampler = SimpleNamespace(
+        sample=lambda *_: SimpleNamespace(result=lambda: SimpleNamespace(sequences=[sequence]))
+    )
+    renderer = SimpleNamespace(
+        build_generation_prompt=lambda messages: messages,
+        parse_response=lambda _: ({"content": "a\x1b]0;title\x07b\x1b[2J\nc \u2713"}, True),
+    )
+    data = DataSettings()
+    model = SimpleNamespace(data=data, renderer=renderer, sampler=sampler, params=None)
+    args = SimpleNamespace(prompt=["p\x1b[1m?"], dataset=None, limit=1, image=[], n=1)
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    sample.sample_prompts(model, args, Console(file=file, width=200))
+    file.flush()
+    assert raw.getvalue().decode().split("  [")[0] == "\np?\nab\nc \\u2713"
 
 
 def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(client, monkeypatch):

@@ -293,6 +293,28 @@ def test_calls_by_parts_are_read_by_their_types():
         assert make_text == broken and not calls and why in unparsed[0]["error"]
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12345", "12345"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "null"]}, "true", "true"),
+        ({"type": ["string", "integer"]}, "7", 7),
+        ({"oneOf": [{"type": "string"}, {"type": "array"}]}, '["a"]', ["a"]),
+        ({"anyOf": [{"type": "number"}, {"type": "null"}]}, "7", 7),
+        ({"anyOf": [True, {"type": "number"}]}, "7", 7),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+        (None, "7", "7"),
+    ],
+)
+def test_a_parameter_that_may_be_a_text_stays_a_text(schema, text, value):
+    properties = None if schema is None else {"p": schema}
+    tool = {"function": {"name": "f", "parameters": {"properties": properties}}}
+    written = f"<function=f>\n<parameter=p>\n{text}\n</parameter>\n</function>"
+    _, (call,), _ = split_calls(f"<tool_call>\n{written}\n</tool_call>", [tool])
+    assert call["function"]["arguments"] == {"p": value}
+
+
 def test_messages_with_channels_are_read_by_hand():
     text = (
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I "

@@ -127,7 +127,7 @@ def test_seats_stand_side_by_side_and_others_are_grey():
 
 
 PLACES = (
-    "text", "tokens", "told", "name", "call", "answer", "logs", "metrics", "tag", "stop",
+    "text", "tokens", "new_messages", "name", "call", "answer", "logs", "metrics", "tag", "stop",
     "expected", "seat",
 )  # fmt: skip
 
@@ -137,9 +137,11 @@ def test_hostile_texts_are_text_wherever_they_stand(place):
     call, first, more, messages = dict(CALL), turn("x"), {}, make_message("user", "?")
     if place in ("text", "tokens"):
         first = turn(EVIL) if place == "text" else turn("x", tokens=[EVIL], logprobs=[-1.0])
-    elif place in ("told", "name"):
+    elif place in ("new_messages", "name"):
         messages = (
-            make_message("user", EVIL) if place == "told" else make_message(EVIL, "?", name=EVIL)
+            make_message("user", EVIL)
+            if place == "new_messages"
+            else make_message(EVIL, "?", name=EVIL)
         )
     elif place in ("call", "answer"):
         evil = {"name": EVIL, "arguments": {EVIL: EVIL}} if place == "call" else {"answer": EVIL}

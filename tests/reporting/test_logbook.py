@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
+import os
 import re
+import stat
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,15 @@ import pytest
 
 from rl.errors import RunFolderError, UserError
 from rl.jsonl import read_jsonl, write_atomically
-from rl.reporting import Logbook, claim_folder, console, has_no_steps, rollout_html
+from rl.reporting import (
+    Logbook,
+    check_claim_folder,
+    check_writable,
+    claim_folder,
+    console,
+    has_steps,
+    rollout_html,
+)
 
 
 def read_contents(folder: Path) -> dict[str, bytes]:
@@ -64,6 +76,22 @@ def test_a_killed_and_resumed_run_leaves_the_files_of_an_undisturbed_one(
     assert len(read_contents(whole)) == 2 + 2 * 5
 
 
+def test_files_that_a_killed_launch_was_writing_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    ours = [
+        tmp_path / "report.html.0a1b2c3d.tmp",
+        tmp_path / "rollouts/grpo-eval-000000.jsonl.ab12cd34.tmp",
+    ]
+    theirs = [tmp_path / "notes.tmp", tmp_path / "rollouts" / "x.jsonl"]
+    for path in ours:
+        path.touch()
+    assert not has_steps(tmp_path)
+    for path in theirs:
+        path.touch()
+    with Logbook(tmp_path):
+        assert not any(path.exists() for path in ours) and all(path.exists() for path in theirs)
+
+
 def test_lines_are_strict_json_and_complete_at_once(tmp_path: Path) -> None:
     book = Logbook(tmp_path)
     book.log(
@@ -98,6 +126,44 @@ def test_a_checkpoint_noted_twice_is_there_once(tmp_path: Path) -> None:
     assert [row["name"] for row in book.checkpoints()] == ["other"]
 
 
+def test_files_that_no_run_wrote_stay_among_the_rollouts(tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
+    (folder / ".ipynb_checkpoints").mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "grpo-eval-000000.jsonl").write_text("{}\n")
+    with Logbook(tmp_path, resume_step=-1):
+        assert sorted(path.name for path in folder.iterdir()) == [".ipynb_checkpoints", "notes.txt"]
+
+
+def test_writers_of_one_file_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, flush, others = tmp_path / "config.json", os.fsync, []
+
+    def fsync(handle: int) -> None:
+        if not others:
+            others.append("another writer")
+            check_claim_folder(tmp_path)  # a config.json in the making is no content
+            write_atomically(path, "second")
+        flush(handle)
+
+    monkeypatch.setattr("rl.jsonl.os.fsync", fsync)
+    write_atomically(path, "first")
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_cannot_be_flushed_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "as on FUSE")
+
+    monkeypatch.setattr("rl.jsonl.os.fsync", fsync)
+    write_atomically(tmp_path / "f.json", "new")
+    assert (tmp_path / "f.json").read_text() == "new"
+
+
 def test_an_interrupted_write_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +176,24 @@ def test_an_interrupted_write_leaves_the_old_file(
     monkeypatch.setattr("rl.jsonl.os.fsync", power_cut)
     with pytest.raises(OSError, match="power cut"):
         write_atomically(path, "new, but")
-    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == "old"
+
+
+def test_starts_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "runs" / "a"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(check_writable, [folder] * 2000))
+    assert not (tmp_path / "new").exists()  # nothing is left
+    folder.mkdir(parents=True)
+    check_writable(folder)
+    assert not any(folder.iterdir())
+    before = sorted(tmp_path.rglob("*"))
+    check_writable(tmp_path / "gone" / ".." / ".." / tmp_path.name / "other")
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "file").touch()
+    for bad in (tmp_path / "file", tmp_path / "file" / "a", tmp_path / ("x" * 300), Path("a\0b")):
+        with pytest.raises(RunFolderError, match="folder"):
+            check_writable(bad)
 
 
 # --------------------------------------------------------------------------------------- run folder
@@ -124,17 +207,16 @@ CONFIG: dict[str, Any] = {
 
 def test_a_folder_is_claimed_once(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "x"
-    assert claim_folder(folder, CONFIG) is None
+    claim_folder(folder, CONFIG)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(RunFolderError, match="--resume continues it, --overwrite deletes it"):
         claim_folder(folder, CONFIG)
-    # returns the saved config, unchanged
-    assert claim_folder(folder, CONFIG | {"name": "other"}, resume=True) == CONFIG
+    check_claim_folder(folder, resume=True)
     assert json.loads((folder / "config.json").read_text()) == CONFIG
-    assert claim_folder(folder, CONFIG | {"name": "new"}, overwrite=True) is None
+    claim_folder(folder, CONFIG | {"name": "new"}, overwrite=True)
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     with pytest.raises(RunFolderError, match="nothing to resume"):
-        claim_folder(tmp_path / "nothing", CONFIG, resume=True)
+        check_claim_folder(tmp_path / "nothing", resume=True)
 
 
 def test_held_out_answers_before_the_first_step_are_no_steps(tmp_path: Path) -> None:
@@ -143,9 +225,9 @@ def test_held_out_answers_before_the_first_step_are_no_steps(tmp_path: Path) -> 
     with Logbook(tmp_path) as book:
         book.log(0, {"stage": "grpo"})
         book.write_held_out_answers(0, [{"response": "1"}], "grpo")
-        assert has_no_steps(tmp_path)
+        assert not has_steps(tmp_path)
         book.write_held_out_answers(3, [{"response": "1"}], "grpo", greedy=True)
-        assert not has_no_steps(tmp_path)
+        assert has_steps(tmp_path)
     with Logbook(tmp_path, resume_step=2):
         names = [path.name for path in (tmp_path / "rollouts").iterdir()]
         assert names == ["grpo-eval-000000.jsonl"]

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from listener import MessageRecorder
 
-from rl.reporting import Logbook, metric_plots
+from rl.errors import UserError
+from rl.reporting import Logbook, group_by_settings, metric_plots
 
 pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
 REPO = Path(__file__).resolve().parents[2]
@@ -129,7 +130,7 @@ def test_odd_folders_draw(tmp_path: Path) -> None:
         )
     )
     none = write(tmp_path / "none", [{"step": 1, "something": 1.0}])
-    with pytest.raises(metric_plots.NoCurvesError, match="none"):
+    with pytest.raises(UserError, match="none"):
         metric_plots.draw_curves(none, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
     with pytest.raises(FileNotFoundError, match="expected a run's folder"):
@@ -228,7 +229,7 @@ def test_curves_over_tokens_and_hours_and_named_metrics(tmp_path, monkeypatch):
         (panel,) = [item for item in figures[-1].axes if item.get_title(loc="left")]
         assert panel.get_title(loc="left") == "other/metric" and panel.get_xlabel() == axis
         assert get_line_data(panel) == [(places, [2.0, 4.0, 6.0, 8.0])]
-    with pytest.raises(metric_plots.NoCurvesError):
+    with pytest.raises(UserError):
         metric_plots.draw_curves(folder, tmp_path / "a.png", metrics=["no/metric"])
 
 
@@ -288,6 +289,39 @@ def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path, monkeypatch):
     for path in folders:  # without them it is unknown that only the seed differs
         (path / "config.json").unlink()
     assert len(get_line_data(draw(folders)[0])) == 4
+
+
+def test_runs_that_have_just_started_hide_no_curve(tmp_path):
+    folders = write_seeds(tmp_path)
+    for empty in (folders[0], folders[3]):  # of a group of seeds, and of a group of its own
+        (empty / "metrics.jsonl").write_text("")
+    assert is_png(metric_plots.draw_curves(folders, tmp_path / "a.png"))
+    curves = [metric_plots.read_curve(folder) for folder in folders]
+    mean, other = metric_plots.group_curves(curves, [0, 0, 0, 1], "steps")
+    assert mean.label == "mean of 2: run1 ..." and len(mean.rows) == 21 and not other.rows
+
+
+def test_settings_that_change_no_result_do_not_separate_seeds():
+    def config(options: dict[str, Any], **settings: Any) -> dict[str, Any]:
+        stage = {"name": "a", "method": "grpo", "settings": settings}
+        return {"options": options, "stages": [stage, stage]}
+
+    configs = [
+        config({"seed": 0, "trust_run": True}, learning_rate=0.1, keep_last=1, token_budget=1),
+        config({"seed": 1, "trust_run": False}, learning_rate=0.1, keep_last=2, token_budget=2),
+        config({"seed": 0}, learning_rate=0.2),
+    ]
+    assert group_by_settings(configs) == [0, 0, 1]
+
+
+def test_runs_of_a_seed_that_differ_in_speed_are_compared():
+    def config(seed: int, budget: int) -> dict[str, Any]:
+        stage = {"name": "a", "method": "grpo", "settings": {"token_budget": budget}}
+        return {"options": {"seed": seed}, "stages": [stage]}
+
+    configs = [config(seed, budget) for budget in (1, 2) for seed in (0, 1, 1)]
+    assert group_by_settings([*configs, None, None]) == [0, 0, 0, 1, 1, 1, 2, 3]
+    assert group_by_settings(configs[:1] + configs[4:]) == [0, 0, 0]
 
 
 def test_a_band_of_a_long_run_is_smoothed_within_its_stage(tmp_path):

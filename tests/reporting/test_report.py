@@ -19,7 +19,8 @@ from listener import MessageRecorder
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run, resolve_config
-from rl.errors import UserError
+from rl.errors import RankLost, UserError
+from rl.reporting import Logbook
 from rl.reporting.update_files import write_update_file
 from rl.trainer import write_report
 from rl.trainer.report_writer import ReportWriter, describe_launch
@@ -450,6 +451,19 @@ def test_a_stop_without_time_writes_no_page(tmp_path, small_plotly):
     writer, _ = make_writer(folder, exceeds_grace=lambda seconds: seconds > 1)
     writer.close()
     assert not (folder / "report.html").exists() and (folder / "launches.jsonl").exists()
+
+
+def test_a_run_that_loses_a_rank_prints_the_error_before_it_draws(tmp_path, small_plotly):
+    """A launcher kills the other ranks within seconds: nothing is drawn between error and print."""
+    folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo", "reward/total": 0.5}])
+    writer, _ = make_writer(folder)
+    with pytest.raises(RankLost), writer, Logbook(folder, resume_step=1):
+        raise RankLost("rank 1")
+    assert not (folder / "report.html").exists() and not (folder / "curves.png").exists()
+    assert (folder / "launches.jsonl").exists()
+    with pytest.raises(KeyError), make_writer(folder)[0]:
+        raise KeyError
+    assert (folder / "report.html").exists()
 
 
 def test_without_plotly_a_note_says_how_to_get_it(tmp_path, monkeypatch):

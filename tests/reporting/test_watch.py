@@ -89,6 +89,24 @@ def test_a_running_run_and_one_that_was_killed(tmp_path: Path) -> None:
     assert "stopped" in render_text(folder)
 
 
+def test_a_run_on_a_host_with_another_clock(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "run"
+    write_run(folder, 5, 20, running=True)
+    run, now = RunFollower(folder), time.time()
+    lock, states = folder / "run.lock", []
+    for beat in (now - 300, now - 295):  # a clock that is late
+        os.utime(lock, (beat, beat))
+        run.refresh()
+        states.append(run.get_state())
+    os.utime(lock, (now + 1000, now + 1000))  # one that is early
+    run.refresh()
+    states.append(run.get_state())
+    clock = time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: clock + 90)  # without another heartbeat
+    run.refresh()
+    assert [*states, run.get_state()] == ["killed", "running", "running", "killed"]
+
+
 def test_new_rows_and_a_resumed_file_are_followed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_run(folder, 5, 20, running=True)

@@ -351,5 +351,3 @@ def test_the_installed_command_has_a_dash(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         whetstone.main()
     assert ended.value.code == 0 and "--answer-format" in capsys.readouterr().out
-    for name in whetstone.SCRIPTS:
-        assert f'"{name.replace("-", "_")}"' in (REPO / "setup.py").read_text()

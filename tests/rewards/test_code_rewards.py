@@ -64,6 +64,14 @@ def scorers(kind: str) -> Any:
         ("```python\nx = 1\n```\nBetter:\n```python\nx = ", "x = 1\n", "x = 1\n"),
         ("```bash\nls\n```", None, "```bash\nls\n```"),
         ("```python\n```", "", ""),
+        ("```python\nx = 1\n```\nOutput:\n```\n1\n```", "x = 1\n", "x = 1\n"),
+        ("```\nx = 1\n```\n```\nx = 2\n```", "x = 2\n", "x = 2\n"),
+        (
+            "1. So:\n   ```python\n   if x:\n\n       y\n   ```",
+            "if x:\n\n    y\n",
+            "if x:\n\n    y\n",
+        ),
+        ("    ```\nif x:\n    y\n    ```", "if x:\n    y\n", "if x:\n    y\n"),
         ("", None, ""),
     ],
 )
@@ -211,6 +219,9 @@ def test_what_is_printed_is_compared_but_for_space_at_the_ends(scorers: Any):
         .reward
         == 1.0
     )
+    triangle = {"answer": "  *\n ***\n*****\n"}  # its first spaces are not part of `answer`
+    drawn = fence_program("print('  *\\n ***\\n*****')")
+    assert scorers("code_output").score_many([("", drawn, triangle)])[0].reward == 1.0
     shell = {"language": "sh", "answer": "42"}
     assert (
         scorers("code_output").score_many([("", "```bash\necho $((6*7))\n```", shell)])[0].reward

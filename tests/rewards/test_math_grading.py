@@ -22,6 +22,14 @@ def test_math_correctness_agrees_with_every_judged_pair():
     assert differ == []
 
 
+def test_a_matrix_in_an_array_is_compared_by_value():
+    reward = resolve_reward("math_correctness")
+    array = r"\left[\begin{array}{cc}1&2\\3&%s\end{array}\right]"
+    for value, expected in (("4", 1.0), ("5", 0.0)):
+        answer = f"\\boxed{{{array % value}}}"
+        assert reward("", answer, {"answer": array % "2+2"}) == expected
+
+
 def test_gsm8k_agrees_with_every_judged_pair():
     reward = resolve_reward("gsm8k")
     differ = [
@@ -42,6 +50,11 @@ def test_gsm8k_agrees_with_every_judged_pair():
         ("The final answer is: x+1", "1+x"),
         ("We get 3 and then $1{,}200$ of them", "1200"),
         ("it is 12.", "12"),
+        ("The answer is **12**.", "12"),
+        ("**Answer:** 12", "12"),
+        ("**Answer: 12**", "12"),
+        ("**Final answer:** $x_1 = 12$", "12"),
+        ("Answer: `12`", "12"),
         (r"we get 25\%", r"25\%"),
     ],
 )
@@ -124,6 +137,14 @@ def test_all_answers_of_gsm8k_are_right_for_themselves(shared_data: Path):
 )
 def test_gsm8k_reads_a_number_among_words(text):
     assert resolve_reward("gsm8k")("", f"#### {text}", {"answer": "72"}) == 1.0
+
+
+@pytest.mark.parametrize("reward", ["gsm8k", "math_correctness"])
+@pytest.mark.parametrize(
+    "response", [r"\boxed{**72**}", "#### **72**", "**#### 72**", "#### `72`", "#### *72*"]
+)
+def test_a_marked_answer_may_be_emphasized(reward, response):
+    assert resolve_reward(reward)("", response, {"answer": "72"}) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,14 @@ async def waits(prompt, response, meta, factor=1.0):
     if "nonsense" in response: return [1]
     return factor * len(response)
 
+def slow(prompt, response, meta):
+    time.sleep(1000 if "hang" in response else 0.3)
+    return 1.0
+
+@register_reward("size_of_call", batched=True)
+def size_of_call(prompts, responses, metas):
+    return [len(responses)] * len(responses)
+
 @register_reward("turns", episode=True)
 def turns(episode, meta, factor=1.0):
     return RewardResult(factor * len(episode.turns), {"tools": float(sum(m["role"] == "tool" for m in episode.messages))})
@@ -118,6 +126,34 @@ def test_an_answer_on_which_a_batch_hangs_costs_itself_alone(reward_file):
 
 
 @pytest.mark.slow
+def test_each_answer_of_a_sum_has_its_limit_and_a_batched_part_sees_all(reward_file):
+    weights = {f"{reward_file}:slow": 1.0, f"{reward_file}:size_of_call": 1.0}
+    both = resolve_reward("composite", weights=weights)
+    # 12 answers take 3.6 s; a reply may take 0.5 s and the grace of 2 s
+    items = [("p", "x", None)] * 12
+    result, scorer = score_items(both, items, timeout=0.5)
+    assert [score.reward for score in result] == [13.0] * 12
+    assert scorer.counts["timeouts"] == scorer.counts["deaths"] == 0
+    result, scorer = score_items(both, [*items[:2], ("p", "hang", None), *items[:1]], timeout=0.5)
+    assert [score.failure for score in result] == [None, None, "timeout", None]
+    assert [score.reward for score in result] == [5.0, 5.0, None, 2.0]
+
+
+def test_coroutines_beyond_those_that_run_at_a_time_have_their_limits(monkeypatch):
+    monkeypatch.setattr("rl.rewards.reward_calls._MAX_CONCURRENT", 2)
+
+    calls = []
+
+    async def waits(prompt, response, meta):
+        calls.append(response)
+        await asyncio.sleep(0.9)
+        return 1.0
+
+    # 3.6 s; a reply may take 1.2 s and the grace of 2 s
+    result, _ = score_items(waits, [("p", "x", None)] * 8, timeout=1.2)
+    assert [score.reward for score in result] == [1.0] * 8 == [1.0] * len(calls)
+
+
 def test_coroutines_wait_side_by_side_each_within_its_limit(reward_file):
     items = [(f"p{n}", "x" * n, None) for n in range(60)]
     for place, text in [(3, "raise"), (7, "hang"), (11, "nonsense"), (12, "exit")]:
@@ -332,7 +368,7 @@ def trajectory(*turns):
     made = []
     for messages, answer, reward in turns:
         logs = {
-            "told": [{"role": role, "content": text} for role, text in messages],
+            "new_messages": [{"role": role, "content": text} for role, text in messages],
             "response": answer,
         }
         made.append(

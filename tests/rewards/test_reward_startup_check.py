@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import rl
+from rl.errors import UserError
 from rl.jsonl import read_jsonl
 from rl.reporting import Console
-from rl.trainer import pipeline
-from rl.trainer.pipeline import check_rewards_at_start, prepare_stages
+from rl.rewards import Scorer
+from rl.trainer import preflight
+from rl.trainer.preflight import check_rewards_at_start, prepare_stages
 from rl.trainer.run_summary import format_check_command
 
 SMALL = {
@@ -54,13 +56,10 @@ def check(tmp_path, **settings) -> tuple[str, dict]:
         Path("unused.yaml"),
         rl.config.RunSettings,
     )
-    stages = prepare_stages(run.stages)
     stream = io.StringIO()
-    try:
+    with contextlib.ExitStack() as stack:
+        stages = prepare_stages(run.stages, stack)
         check_rewards_at_start(stages, tmp_path, Console(stream=stream), "CHECK")
-    finally:
-        for prepared in stages:
-            prepared.scorer.close()
     (entry,) = json.loads((tmp_path / "reward_check.json").read_text())["rewards"]
     return stream.getvalue(), entry
 
@@ -75,15 +74,15 @@ def rewards(tmp_path):
 def test_a_good_reward_takes_one_line(tmp_path):
     shown, entry = check(tmp_path, **{"--reward": "exact_match"})
     (line,) = shown.splitlines()
-    assert line.startswith("note: reward exact_match pays for no trick on 50 rows")
+    assert line.startswith("note: reward exact_match passed the mutant check on 50 rows")
     assert entry["rows"] == 50 and entry["warnings"] == [] and entry["skipped"] is None
     assert entry["results"][0]["name"] == "the right answer" and entry["results"][0]["mean"] == 1.0
 
 
 def test_a_bad_reward_is_shown_as_a_table_with_warnings(tmp_path, monkeypatch):
     # on a loaded machine the worker may need more than two seconds to start
-    monkeypatch.setattr(pipeline, "STARTUP_SECONDS", 120.0)
-    monkeypatch.setattr(pipeline, "_SLOW_TRIAL_SECONDS", 120.0)
+    monkeypatch.setattr(preflight, "STARTUP_SECONDS", 120.0)
+    monkeypatch.setattr(preflight, "_SLOW_TRIAL_SECONDS", 120.0)
     path = tmp_path / "bad.py"
     path.write_text(
         "def contains(prompt, response, meta):\n    return float(str(meta['answer']) in response)\n"
@@ -101,7 +100,7 @@ def test_a_check_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     def fail(*arguments, **options):
         raise OSError("no process is available")
 
-    monkeypatch.setattr(pipeline, "probe_reward", fail)
+    monkeypatch.setattr(preflight, "probe_reward", fail)
     shown, entry = check(tmp_path, **{"--reward": "exact_match"})
     assert shown.startswith("note: ") and "no process is available" in entry["skipped"]
 
@@ -123,12 +122,28 @@ def test_the_command_trusts_a_reward_outside_the_folder_and_is_not_of_a_function
     assert format_check_command(tmp_path / "run", run.stages).endswith(" --trust-run")
     monkeypatch.chdir(tmp_path)
     assert "--trust-run" not in format_check_command(tmp_path / "run", run.stages)
-    stages = prepare_stages(run.stages)
     stream = io.StringIO()
-    with contextlib.closing(stages[0].scorer):
+    with contextlib.ExitStack() as stack:
+        stages = prepare_stages(run.stages, stack)
         monkeypatch.setattr(stages[0].scorer, "place", "thread")
         check_rewards_at_start(stages, tmp_path, Console(stream=stream), "CHECK")
     assert "function of this process" in stream.getvalue() and "CHECK" not in stream.getvalue()
+
+
+def test_a_stage_that_cannot_be_prepared_leaves_no_workers_of_earlier_ones(tmp_path, monkeypatch):
+    stages = "stages: [{method: grpo, dataset: addition}, {method: sft, dataset: nowhere.jsonl}]"
+    (tmp_path / "two.yaml").write_text(f"base_model: tiny:addition\n{stages}\n")
+    run = rl.config.read_run(
+        [str(tmp_path / "two.yaml")],
+        rl.algorithms.METHODS,
+        Path("unused.yaml"),
+        rl.config.RunSettings,
+    )
+    closed, close = [], Scorer.close
+    monkeypatch.setattr(Scorer, "close", lambda self: closed.append(self) or close(self))
+    with pytest.raises(UserError, match="nowhere.jsonl"), contextlib.ExitStack() as stack:
+        prepare_stages(run.stages, stack)
+    assert len(closed) == 1
 
 
 @pytest.mark.slow

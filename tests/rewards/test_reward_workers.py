@@ -425,7 +425,7 @@ def test_one_worker_that_cannot_come_back_leaves_its_items_to_the_others(bomb_fi
     monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
     scorer = Scorer("hostile:closes", timeout=20, workers=2)
 
-    def fails(self):
+    def fails(self, machine):
         raise WorkerStartError("no room")
 
     monkeypatch.setattr(Scorer, "_make_worker", fails)

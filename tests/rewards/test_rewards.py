@@ -3,11 +3,13 @@ grades.
 """
 
 import json
+import pickle
 import warnings
 from pathlib import Path
 
 import pytest
 
+from rl.errors import UserError
 from rl.rewards import RewardResult, Scorer, register_reward, registered_rewards, resolve_reward
 from rl.rewards.math_reward import extract_marked_answer, parse_number
 from rl.rewards.reward_registry import _REGISTRY
@@ -46,6 +48,48 @@ def test_the_three_kinds_of_spec_give_the_same_reward(registry, tmp_path):
     for spec in ("shout", f"{__name__}:shout", f"{path}:shout", shout):
         assert resolve_reward(spec)("p", "hey!!") == 2.0
         assert resolve_reward(spec, factor=0.5)("p", "hey!!", {}) == 1.0
+
+
+FILE_OF_REWARDS = """
+from rl.rewards import register_reward, resolve_reward
+@register_reward("file_size", batched=True)
+def size(prompts, responses, metas): return [len(responses)] * len(responses)
+@register_reward("file_turns", episode=True)
+def turns(episode, meta): return len(episode.turns)
+@register_reward("file_needs", needs=("json",))
+def needs(prompt, response, meta): return 1.0
+tuned = resolve_reward("gsm8k")
+fraction = resolve_reward("code_tests", score="fraction")
+batched, episode = resolve_reward("file_size"), resolve_reward("file_turns")
+both = resolve_reward("composite", weights={"file_needs": 1.0, "file_size": 1.0})
+"""
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_resolved_reward_of_a_file_or_module_keeps_all_that_it_is(
+    registry, tmp_path, monkeypatch, as_file
+):
+    path = tmp_path / f"rewards_{as_file}.py".lower()
+    path.write_text(FILE_OF_REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    where = str(path) if as_file else path.stem
+    rewards = {
+        name: pickle.loads(pickle.dumps(resolve_reward(f"{where}:{name}")))
+        for name in ("tuned", "fraction", "batched", "episode", "both")
+    }
+    result = rewards["tuned"].evaluate("p", "\\boxed{4}", {"answer": "4"})
+    assert result.metrics == resolve_reward("gsm8k").evaluate(
+        "p", "\\boxed{4}", {"answer": "4"}
+    ).metrics != {}  # fmt: skip
+    assert rewards["tuned"].builtin and rewards["tuned"].short_name == "tuned"
+    assert [name for name, reward in rewards.items() if reward.runs_programs] == ["fraction"]
+    assert [name for name, reward in rewards.items() if reward.batched] == ["batched", "both"]
+    assert [name for name, reward in rewards.items() if reward.episode] == ["episode"]
+    assert rewards["both"].needs == ("json",) and len(list(rewards["both"].parts())) == 2
+    with Scorer(f"{where}:batched", workers=1) as scorer:
+        assert [s.reward for s in scorer.score_many([("", "x", None)] * 3)] == [3.0] * 3
+    with pytest.raises(UserError, match="already resolved and takes no settings"):
+        resolve_reward(f"{where}:tuned", x=1)
 
 
 @pytest.mark.parametrize(

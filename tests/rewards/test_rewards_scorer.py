@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rl.rewards import Scorer, register_reward, resolve_reward
+from rl.rewards.reward_workers import ProcessRewardWorker
 
 LENGTH = {"length_penalty": {"target_length": 2, "penalty_scale": 0.5}}
 
@@ -110,6 +111,59 @@ def test_the_limit_runs_from_an_items_start_not_from_its_submission(module):
     assert [score.reward for score in scores] == [1.0] * 8
 
 
+@pytest.fixture
+def message_sizes(monkeypatch):
+    """Return the list to which the number of answers of each message is appended."""
+    sizes, send = [], ProcessRewardWorker.send
+    monkeypatch.setattr(
+        ProcessRewardWorker,
+        "send",
+        lambda self, items: sizes.append(len(items)) or send(self, items),
+    )
+    return sizes
+
+
+class EndsItsProcess:
+    """A value that ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return os._exit, (9,)
+
+
+def test_of_quick_answers_in_a_message_a_bad_one_costs_only_itself(module, message_sizes):
+    bad = {20: "die", 50: "hang", 51: "die", 90: "raise", 199: "hang"}
+    items = [("ask", bad.get(i, str(i)), None) for i in range(200)]
+    items[120] = ("ask", "120", {"value": EndsItsProcess()})
+    with Scorer("misbehaving:misbehave", timeout=0.5, workers=1) as scorer:
+        scorer.score_many([("ask", "1", None)] * 100)
+        message_sizes.clear()
+        scores = scorer.score_many(items)
+    assert max(message_sizes) > 1 and sum(message_sizes) >= 200
+    failures = {i: score.failure for i, score in enumerate(scores) if score.failure}
+    names = {"die": "death", "hang": "timeout", "raise": "error"}
+    assert failures == {i: names[word] for i, word in bad.items()} | {120: "death"}
+    assert all(s.reward == i for i, s in enumerate(scores) if i not in failures)
+    assert scorer.counts["calls"] == 300
+
+
+def test_a_message_holds_one_answer_of_a_slow_reward(message_sizes, module):
+    with Scorer(resolve_reward("misbehaving:Deaf", seconds=0.06), timeout=5.0, workers=4) as scorer:
+        scorer.score_many([("", "", None)] * 100)
+    assert message_sizes == [1] * 100
+
+
+def test_waiting_answers_are_shared_among_idle_workers(message_sizes, module):
+    """As many answers as workers: each scores one, however quick they are."""
+    with Scorer(
+        resolve_reward("misbehaving:Deaf", seconds=0.001), timeout=5.0, workers=4
+    ) as scorer:
+        scorer.score_many([("", "", None)] * 400)
+        assert max(message_sizes) > 1
+        message_sizes.clear()
+        scorer.score_many([("", "", None)] * 4)
+    assert message_sizes == [1] * 4
+
+
 def test_workers_run_at_the_same_time(module):
     with Scorer(resolve_reward("misbehaving:Deaf", seconds=1.0), workers=4) as scorer:
         scorer.score_many([("", "", None)] * 8)  # starts the workers
@@ -128,6 +182,15 @@ def test_signals_that_stop_a_run_do_not_cost_it_its_rewards(module):
             os.kill(pid, number)
             assert scorer.submit("", "pid", None).result().reward == pid
     assert scorer.counts["deaths"] == 0 and wait_until_dead(pid)
+
+
+def test_a_worker_that_ends_while_it_is_idle_costs_no_item(module):
+    with Scorer("misbehaving:misbehave", workers=1) as scorer:
+        (first,) = scorer.score_many([("", "pid", None)])
+        os.kill(int(first.reward), signal.SIGKILL)
+        assert wait_until_dead(int(first.reward))
+        (second,) = scorer.score_many([("", "pid", None)])
+        assert second.reward not in (None, first.reward) and scorer.counts["deaths"] == 0
 
 
 def test_a_killed_reward_takes_its_own_children_along(module, tmp_path):

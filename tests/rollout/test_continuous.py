@@ -38,6 +38,7 @@ from rl.renderers import get_renderer
 from rl.rewards import PendingScore, Score, Scorer
 from rl.rollout import (
     EnvExecutor,
+    EnvThread,
     EpisodeFailed,
     EventLog,
     EventLoopThread,
@@ -509,3 +510,18 @@ def test_a_call_that_is_cancelled_fails_and_calls_in_a_queue_have_their_whole_ti
             call.result()
     assert time.monotonic() - start < 1.5
     loop.close()
+
+
+def test_an_environment_whose_call_ends_late_is_closed_and_leaves_no_thread():
+    released, closed = threading.Event(), threading.Event()
+    thread = EnvThread(0.05, "the late environment")
+    call = thread.submit(released.wait)
+    with pytest.raises(EpisodeFailed, match="not done within its 0.05 s"):
+        call.result()
+    thread.finish(closed.set)
+    assert not closed.is_set()  # a call is still running
+    (late,) = [t for t in threading.enumerate() if t.name == "the late environment"]
+    released.set()
+    assert closed.wait(10)
+    late.join(10)
+    assert not late.is_alive()

@@ -10,6 +10,7 @@ from rl.rollout import (
     Env,
     EnvGroupBuilder,
     EpisodeFailed,
+    RolloutBatch,
     StepResult,
     compute_group_metrics,
     rollout,
@@ -171,15 +172,13 @@ def test_a_group_reads_its_prompt_once_and_later_turns_one_by_one(sampler):
     assert counters["prefill_tokens"] == 3 + 3 * 7 and counters["emitted_tokens"] == 6 * 3
 
 
-def test_an_episode_without_end_is_an_error(sampler):
-    with pytest.raises(RuntimeError, match=r"an episode has not ended after 4 turns \(problem 7\)"):
-        rollout(
-            [CountdownGroupBuilder(1, [1]), CountdownGroupBuilder(7, [99, 99])],
-            sampler,
-            PARAMS,
-            seed=0,
-            max_turns=4,
-        )
+def test_an_episode_without_end_is_truncated(sampler):
+    builders = [CountdownGroupBuilder(1, [1]), CountdownGroupBuilder(7, [99, 4])]
+    groups = rollout(builders, sampler, PARAMS, seed=0, max_turns=4).groups
+    episodes = [episode.transitions for group in groups for episode in group.trajectories_G]
+    assert [len(turns) for turns in episodes] == [1, 4, 4]
+    assert [turns[-1].truncated for turns in episodes] == [False, True, False]
+    assert all(turns[-1].episode_done for turns in episodes)
 
 
 def test_a_group_without_members_is_named(sampler):
@@ -232,6 +231,27 @@ def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
     assert len(rollout([long], sampler, PARAMS, seed=0).groups) == 1
 
 
+def test_the_context_error_names_the_limit_that_the_action_has(sampler):
+    limit = sampler.info["max_context"]
+    long = CountdownGroupBuilder(5, [1])
+    long.first = ModelInput.from_ints([3] * limit)
+    envs = long.make_envs()
+    envs[0].max_action_tokens = 2
+    long.make_envs = lambda: envs
+    result = rollout([long], sampler, PARAMS, seed=0)
+    assert f"has {limit} tokens, which with max_tokens=2 exceed" in result.errors[0]
+
+
+def test_merged_rollouts_add_counts_and_keep_the_larger_peak():
+    first = RolloutBatch([], [], {"emitted_tokens": 5, "peak_rows": 8}, 1.0, 2.0)
+    other = RolloutBatch(
+        [], [], {"emitted_tokens": 2, "peak_rows": 3, "prefix_cached_tokens": 1}, 0.5, 0.5
+    )
+    merged = first.merge(other)
+    assert merged.counters == {"emitted_tokens": 7, "peak_rows": 8, "prefix_cached_tokens": 1}
+    assert (merged.sample_seconds, merged.score_seconds) == (1.5, 2.5)
+
+
 class DeferredResultEnv(CountdownEnv):
     """Returns what is due when the context is full: a result, a promise of a result, nothing, or a
     failure.
@@ -240,7 +260,7 @@ class DeferredResultEnv(CountdownEnv):
     owes: object = None
     closed = 0
 
-    def no_room(self):
+    def on_context_overflow(self):
         return self.owes
 
     def close(self):

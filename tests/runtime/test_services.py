@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from test_distributed import run_launch
 from rl import ServiceClient
 from rl.errors import UserError
 from rl.runtime import Driver, WorkerSettings
+from rl.runtime.training_worker import TrainingWorker
 from rl.runtime.worker_group import WorkerGroup
 
 REPO = Path(__file__).resolve().parents[2]
@@ -112,7 +114,7 @@ def test_a_service_made_while_the_last_one_closes_works(monkeypatch):
     newcomer = threading.Thread(target=lambda: made.append(Driver(WorkerSettings())))
     end = WorkerGroup.shut_down
 
-    def interrupted(self, timeout=60.0):
+    def interrupted(self, timeout=None):
         if newcomer.ident is None:
             newcomer.start()
             newcomer.join(1.0)  # runs until it blocks
@@ -126,6 +128,19 @@ def test_a_service_made_while_the_last_one_closes_works(monkeypatch):
     monkeypatch.setattr(WorkerGroup, "shut_down", end)
     assert made and not made[0].closed
     made[0].close()
+
+
+def test_closing_waits_for_verbs_without_a_limit(monkeypatch):
+    """A wait with a limit is replaced by one whose limit has passed."""
+    join = threading.Thread.join
+    monkeypatch.setattr(
+        threading.Thread, "join", lambda self, timeout=None: None if timeout else join(self)
+    )
+    monkeypatch.setattr(TrainingWorker, "set_cache_size", lambda *_: time.sleep(0.3))
+    driver = Driver(WorkerSettings())
+    future = driver.submit("set_cache_size", 1)
+    driver.close()
+    assert future.done()
 
 
 UNDER_WAY = """

@@ -1,5 +1,6 @@
 """Test vLLM servers that a run starts: restarts, and what remains after the run."""
 
+import dataclasses
 import json
 import os
 import random
@@ -29,19 +30,19 @@ from rl.runtime import sampling_worker
 from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
 from rl.trainer.memory_requirements import compute_stage_needs
 from rl.vllm import ServerPool, started_server
+from rl.vllm.server_weights import ServerWeights
 
 REPO = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("vllm_stub_program.py")
 VLLM = "WHETSTONE_VLLM"  # variable with the command of a real vLLM
-KILLS = 20  # of a real vLLM
 WORDS = (
     f"grpo --base-model {BASE} --dataset addition --reward exact_match --batch-size 4 --group-size "
     "2 --max-tokens 5 --eval-every 0 --sampler vllm"
 )
 
 
-def make_command(state, url, fault="none", first=1, last=99):
-    words = [sys.executable, str(PROGRAM), state, fault, first, last, url]
+def make_command(state, url, fault="none", first=1, last=99, options=()):
+    words = [sys.executable, str(PROGRAM), state, fault, first, last, url, *options]
     return shlex.join(map(str, words))
 
 
@@ -107,7 +108,10 @@ def check_samples(policy, num_prompts=6, num_samples=4):
         np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
 
 
-def test_a_server_starts_with_the_weights_and_ends_with_the_service(connect, state, tmp_path):
+def test_a_server_starts_with_the_weights_and_ends_with_the_service(
+    connect, state, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as train.py sets it
     service = connect()
     policy = make_policy(service, "lora")
     assert not state.is_file()  # nothing to sample yet
@@ -117,9 +121,45 @@ def test_a_server_starts_with_the_weights_and_ends_with_the_service(connect, sta
     (server,) = tmp_path.glob("whetstone-server-*")
     processes = list_processes(str(state))
     assert processes and (server / "server.log").is_file()
+    # vLLM on several GPUs fails under it
+    environments = [Path(f"/proc/{pid}/environ").read_text() for pid in processes]
+    assert not any("PYTORCH_ALLOC_CONF" in text for text in environments)
     service.close()
     assert state.read_text() == "1" and not server.exists()
     assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+
+
+def make_adapter_policy(state, url, stack, rank=4):
+    """Return a policy whose adapters a started server gets, and which dies at its eighth sample."""
+    command = make_command(state, url, "dies", 1, 1, ("--enable-lora",))
+    sampler = SamplerSettings(kind="vllm", command=command, request_seconds=60.0)
+    settings = WorkerSettings(dtype="fp32", sampler=sampler)
+    folder = state.parent / "out"
+    service = stack.enter_context(ServiceClient(output_dir=folder, seed=3, settings=settings))
+    return service.create_lora_training_client(BASE, rank, seed=2, train_unembed=False)
+
+
+def test_a_restarted_server_gets_model_and_adapters(state):
+    stub = StubServer()
+    stub.lora_rank = 8
+    with vllm_server(stub, lambda fault, reply: (200, reply)) as url, ExitStack() as stack:
+        policy = make_adapter_policy(state, url, stack)
+        with pytest.warns(UserWarning, match="killed by SIGKILL.*is restarted"):
+            check_samples(policy)
+        update(policy)
+        check_samples(policy)
+        assert len(stub.adapters) == 2 and len(set(stub.folders)) == 1
+        assert state.read_text() == "2"
+
+
+def test_a_rank_above_that_of_the_command_is_refused_at_the_start_of_the_server(state):
+    stub = StubServer()
+    stub.lora_rank = 8
+    with vllm_server(stub, lambda fault, reply: (200, reply)) as url, ExitStack() as stack:
+        policy = make_adapter_policy(state, url, stack, rank=16)
+        with pytest.raises(UserError, match="rank 8 at most, and this adapter has rank 16"):
+            check_samples(policy)
+        assert state.read_text() == "1" and not stub.adapters
 
 
 def test_a_server_that_dies_costs_its_own_samples(connect, state):
@@ -127,7 +167,7 @@ def test_a_server_that_dies_costs_its_own_samples(connect, state):
     policy = make_policy(connect("dies", 1, 2))
     with pytest.warns(UserWarning, match="killed by SIGKILL.*is restarted") as warned:
         check_samples(policy)
-    texts = [str(item.message) for item in warned]
+    texts = [text for item in warned if "is restarted" in (text := str(item.message))]
     assert [re.findall(r"\((\d) of at most 3", text) for text in texts] == [["1"], ["2"]]
     update(policy)
     check_samples(policy)
@@ -197,6 +237,36 @@ def test_options_of_the_user_replace_those_of_the_run(tmp_path):
     assert line[:6] == [*command, str(tmp_path)]
     assert line.count("--max-model-len") == 1 and "--dtype" not in line
     assert line[line.index("--max-num-seqs") + 1] == "8" and "--enforce-eager" not in line
+    assert "--no-enable-chunked-prefill" not in line
+    line = dataclasses.replace(launch, cuda=False).build_command(tmp_path, 81)
+    assert {"--enforce-eager", "--no-enable-chunked-prefill"} <= set(line)
+
+
+@pytest.mark.parametrize("option", ["--max_model_len", "--max-model-len"])
+def test_options_with_underscores_are_those_with_dashes(option, tmp_path):
+    command = ("vllm", "serve", option, "512", "--enable_lora")
+    launch = started_server.ServerLaunch(command, "float32", 8, 0.3, cuda=True)
+    line = launch.build_command(tmp_path, 81)
+    assert [word for word in line if word.replace("_", "-") == "--max-model-len"] == [option]
+    assert started_server.enables_adapters(" ".join(command))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("sh --config=f.yaml", "has --config"), ("sh 'a", "is no command line: No closing quotation")],
+)
+def test_a_command_that_cannot_be_read_is_refused(command, message):
+    with pytest.raises(UserError, match=message):
+        started_server.find_command(command)
+
+
+def test_a_command_for_adapters_has_room_for_their_rank(tmp_path):
+    launch = started_server.ServerLaunch(
+        ("vllm", "serve", "--enable-lora"), "float32", 8, 0.3, cuda=True
+    )
+    line = launch.build_command(tmp_path, 81, lora_rank=9)
+    assert line[line.index("--max-lora-rank") + 1] == "16" and "--max-loras" in line
+    assert "--max-lora-rank" not in launch.build_command(tmp_path, 81)
 
 
 def test_weights_that_a_restart_needs_are_removed_with_the_next(tmp_path):
@@ -204,10 +274,10 @@ def test_weights_that_a_restart_needs_are_removed_with_the_next(tmp_path):
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
-    pool.load_weights(folders[0], "nonce-1")
+    pool.load_weights(ServerWeights("nonce-1", folders[0]))
     pool.release_folder(folders[0])
     assert folders[0].is_dir()
-    pool.load_weights(folders[1], "nonce-2")
+    pool.load_weights(ServerWeights("nonce-2", folders[1]))
     assert not folders[0].is_dir() and folders[1].is_dir()
 
 
@@ -215,8 +285,8 @@ class FakeServer(started_server.StartedServer):
     def __init__(self):
         super().__init__(9, 1.0, None)
 
-    def load_weights(self, folder, weights_id, manifest):
-        assert folder.is_dir()
+    def load_weights(self, weights):
+        assert weights.folder.is_dir()
 
 
 # ----------------------------------------------------------------------------------- whole runs
@@ -255,6 +325,33 @@ def test_a_killed_run_leaves_no_server_and_resumes_with_another(tmp_path, state,
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert len(rows) == steps
     assert all(abs(row["optim/kl_sample_train_v2"]) < 1e-8 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_server_has_room_for_the_adapters_of_later_stages(tmp_path, state):
+    stages = [{"method": "grpo", "lora_rank": rank, "steps": 1} for rank in (4, 16)]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"stages": stages}))
+    stub = StubServer()
+    stub.lora_rank = 16
+    with vllm_server(stub, lambda fault, reply: (200, reply)) as url:
+        command = make_command(state, url, options=("--enable-lora",))
+        words = [str(recipe), *WORDS.split()[1:], "--sampler-command", command]
+        run = start_run(words, tmp_path / "run")
+        try:
+            wait_until(state.is_file, 240)  # by the server's start
+            commands = [
+                read_command(pid).decode().split("\0") for pid in list_processes(str(state))
+            ]
+            ranks = {
+                words[words.index("--max-lora-rank") + 1]
+                for words in commands  # of the server and of its supervisor
+                if "--max-lora-rank" in words
+            }
+            assert run.wait(240) == 0
+        finally:
+            run.terminate()
+    assert ranks == {"16"} and state.read_text() == "1"
 
 
 @pytest.mark.slow
@@ -332,27 +429,44 @@ def list_server_processes(pid, weights):
     ]
 
 
-@pytest.mark.campaign
 @pytest.mark.timeout(7200)
 @pytest.mark.skipif(VLLM not in os.environ, reason=f"{VLLM} names no command of a real vLLM")
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_kills_of_a_real_engine_cost_its_own_samples(kind, tmp_path):
+@pytest.mark.parametrize(
+    "kills, steps",
+    [
+        pytest.param(1, 12, marks=[pytest.mark.slow, pytest.mark.extras]),
+        pytest.param(20, 100, marks=pytest.mark.campaign),
+    ],
+)
+def test_kills_of_a_real_engine_cost_its_own_samples(kind, kills, steps, tmp_path):
     """Train with SFT, then GRPO, and kill the server at a random time after each step."""
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    words = ["recipes/addition.yaml", "--sft.steps", "60", "--grpo.steps", "100", "--eval-limit"]
-    words += ["64", "--grpo.eval-every", "10", "--grpo.save-every", "10", "--sampler", "vllm"]
+    words = ["recipes/addition.yaml", "--sft.steps", "60", "--grpo.steps", str(steps)]
+    words += [
+        "--eval-limit",
+        "64",
+        "--grpo.eval-every",
+        "10",
+        "--grpo.save-every",
+        "10",
+        "--sampler",
+        "vllm",
+    ]
     words += ["--sampler-command", os.environ[VLLM], "--sampler-folder", str(tmp_path)]
     words += ["--grpo.lora-rank", "8"] if kind == "lora" else []
     run, generator = start_run(words, tmp_path / "run", environment), random.Random(kind)
     weights, rows = str(tmp_path / "whetstone-vllm-"), 61  # of SFT and the evaluation before step 1
     seen: set[int] = set()
     try:
-        for _ in range(KILLS):
+        for _ in range(kills):
             wait_until(
                 lambda n=rows: count_rows(tmp_path / "run") > n or run.poll() is not None, 600
             )
             rows = count_rows(tmp_path / "run")
             time.sleep(generator.uniform(0, 8))
+            wait_until(lambda: list_server_processes(run.pid, weights) or run.poll() is not None)
+            assert run.poll() is None
             pids = list_server_processes(run.pid, weights)
             seen |= set(pids)
             os.kill(generator.choice(pids), signal.SIGKILL)
@@ -360,9 +474,9 @@ def test_kills_of_a_real_engine_cost_its_own_samples(kind, tmp_path):
     finally:
         run.kill()
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    steps = [row for row in metrics if "optim/kl_sample_train_v2" in row]
-    assert len(steps) == 100
-    assert all(abs(row["optim/kl_sample_train_v2"]) < 1e-10 for row in steps)
-    assert {row["sampler/finished_samples"] for row in steps} == {512}
+    trained = [row for row in metrics if "optim/kl_sample_train_v2" in row]
+    assert len(trained) == steps
+    assert all(abs(row["optim/kl_sample_train_v2"]) < 1e-10 for row in trained)
+    assert {row["sampler/finished_samples"] for row in trained} == {512}
     assert not list_processes(weights)
     assert not [pid for pid in seen if read_command(pid).startswith(b"VLLM::")]

@@ -2,17 +2,20 @@
 weights the verb waits for.
 """
 
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from rl import ServiceClient
+from rl import ModelInput, SamplingParams, ServiceClient
 from rl.runtime import WorkerSettings, worker_group
 from rl.runtime.router import VerbRouter
 from rl.runtime.training_worker import TrainingWorker
 from rl.runtime.verb_table import LEARNER, SAMPLER, SERVICE, VERBS, VerbCall, verb
 from rl.runtime.weight_sync import SamplerWorker
+from rl.sampler import SamplingRequest
 
 
 @pytest.fixture
@@ -55,6 +58,27 @@ def test_a_verb_is_a_row_and_a_method(rows, monkeypatch, tmp_path):
             driver.submit("no_such_verb")
 
 
+def test_samples_of_weights_that_could_not_be_copied_fail_with_that_error(monkeypatch, tmp_path):
+    """A full GPU is named, and not the version that is missing because of it."""
+
+    def snapshot(worker, model_id, version_id):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(TrainingWorker, "snapshot", snapshot)
+    with ServiceClient(output_dir=tmp_path) as service:
+        client = service.create_full_training_client("tiny:addition", seed=2)
+        sampler = client.save_weights_and_get_sampling_client()
+        prompt, params = ModelInput.from_ints([3, 4]), SamplingParams(max_tokens=1)
+        request = SamplingRequest(prompt=[3, 4], params=params)
+        for run in (
+            lambda: sampler.sample_many([request]),
+            lambda: sampler.sample(prompt, 1, params),
+            lambda: sampler.compute_logprobs_many([prompt]),
+        ):
+            with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+                run().result()
+
+
 def test_its_row_says_which_ranks_run_it_and_what_it_waits_for(rows, monkeypatch):
     """With ranks that only sample, a verb of the learners goes to the learners, and a verb of the
     samplers waits until its weights have arrived.
@@ -63,7 +87,7 @@ def test_its_row_says_which_ranks_run_it_and_what_it_waits_for(rows, monkeypatch
     @verb(SAMPLER, version_arg=1)
     def weigh_version(worker, name, version_id): ...
 
-    @verb(SAMPLER, version_arg=1, frees=True)
+    @verb(SAMPLER, version_arg=1, is_cleanup=True)
     def drop_version(worker, name, version_id): ...
 
     @verb(LEARNER)
@@ -72,7 +96,8 @@ def test_its_row_says_which_ranks_run_it_and_what_it_waits_for(rows, monkeypatch
     near, far = [], []
     group = SimpleNamespace(submit=far.append, alive=True)
     monkeypatch.setattr("rl.runtime.router.GroupService", lambda settings, role: group)
-    router = VerbRouter(WorkerSettings(sampler_ranks=1), SimpleNamespace(submit=near.append))
+    learners = SimpleNamespace(submit=near.append)
+    router = VerbRouter(WorkerSettings(sampler_ranks=1), learners, threading.RLock())
 
     def submit(name, *arguments) -> Future:
         call = VerbCall(name, arguments)
@@ -94,7 +119,7 @@ def test_a_verb_of_each_groups_service_is_not_routed(monkeypatch):
     submitted = []
     group = SimpleNamespace(submit=submitted.append, alive=True)
     monkeypatch.setattr("rl.runtime.router.GroupService", lambda settings, role: group)
-    router = VerbRouter(WorkerSettings(sampler_ranks=1), group)
+    router = VerbRouter(WorkerSettings(sampler_ranks=1), group, threading.RLock())
     with pytest.raises(ValueError, match="close_service"):
         router.submit(VerbCall("close_service", (0,)))
     assert not submitted
@@ -119,6 +144,10 @@ def test_rows_name_what_exists():
         assert row.group in (LEARNER, SAMPLER, SERVICE), name
         assert row.on_refusal is None or row.on_refusal in VERBS, name
         assert row.router_method is None or hasattr(VerbRouter, row.router_method), name
+    splits = {row.split for row in VERBS.values() if row.split is not None}
+    assert splits <= set(dir(TrainingWorker))
     for worker in (TrainingWorker, SamplerWorker):
         public = {name for name in dir(worker) if not name.startswith("_")}
-        assert public <= {*VERBS, "free_all"}, f"a method of {worker} that nothing can call"
+        assert public <= {*VERBS, *splits, "free_all"}, (
+            f"a method of {worker} that nothing can call"
+        )

@@ -1,7 +1,9 @@
 """Test vLLM servers as the sampler, on a stub that answers exactly and has each known fault."""
 
+import base64
 import copy
 import hashlib
+import io
 import math
 import re
 import subprocess
@@ -37,6 +39,12 @@ BASE = "tiny:addition-small"
 PARAMS = SamplingParams(max_tokens=6, temperature=0.7)
 
 
+def encode_array(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def corrupt_reply(fault, reply):
     reply = copy.deepcopy(reply)
     choice = reply["choices"][0]
@@ -63,13 +71,22 @@ def corrupt_reply(fault, reply):
         choice["weight_versions"][0]["end"] = 1
         choice["finish_reason"] = "abort"
     elif fault == "too long":
-        choice["token_ids"] += [3] * 20
+        choice["token_ids"] = [3] * 26
     elif fault == "old version":
         choice["weight_versions"][0]["version"] = "default"
     elif fault == "no versions":
         choice["weight_versions"] = None
     elif fault == "several":
         reply["choices"] *= 2
+    elif fault == "no experts":
+        choice["routed_experts"] = None
+    elif fault == "experts of another sample":
+        choice["routed_experts"] = encode_array(np.zeros((3, 4, 2), np.uint8))
+    elif fault == "unknown experts":
+        shape = (len(choice["token_ids"]) + 2, 4, 2)
+        choice["routed_experts"] = encode_array(np.full(shape, 99, np.uint8))
+    elif fault == "other adapter":
+        reply["model"] = "base"
     elif fault == "no json":
         return 200, "text"
     return 200, reply
@@ -98,8 +115,10 @@ def start_stubs():
     """Yield a function that starts stubs and returns (the stubs, their addresses)."""
     with ExitStack() as stack:
 
-        def start(count=1):
+        def start(count=1, lora_rank=0):
             stubs = [StubServer() for _ in range(count)]
+            for stub in stubs:
+                stub.lora_rank = lora_rank
             urls = tuple(stack.enter_context(vllm_server(stub, corrupt_reply)) for stub in stubs)
             return stubs, urls
 
@@ -446,13 +465,13 @@ def test_samples_go_to_the_server_with_the_fewest(servers, connect):
     assert min(len(stub.bodies) for stub in stubs) > 4
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_server_that_kept_old_weights_ends_the_run(count, servers, connect):
+@pytest.mark.parametrize(("count", "failing"), [(1, None), (2, None), (1, "/resume")])
+def test_a_server_that_kept_old_weights_ends_the_run(count, failing, servers, connect):
     (stub, *_), urls = servers(count)
     policy = make_policy(connect(urls))
     sample(policy.save_weights_and_get_sampling_client())
     update(policy)
-    stub.fault = "old weights"
+    stub.fault, stub.failing_path = "old weights", failing
     sampler = policy.save_weights_and_get_sampling_client()
     with pytest.raises(UserError, match=f"{urls[0]} does not hold the weights.*kept old weights"):
         sample(sampler)
@@ -546,14 +565,14 @@ def test_which_servers_have_the_weights_is_known_on_every_rank(servers):
     assert {pool.send(lambda server: server.url) for _ in range(4)} == {urls[1]}
     assert pool.find_versions(second, second) == {second: 1}
     assert pool.find_versions(second, first) == {first: 0, second: 1}
-    pool.servers[1].is_lost = True
+    pool.servers[1].needs_reload = True
 
     def fail(server):
         raise VllmServerError(server.url, "rejects it", rejected=True)
 
     with pytest.raises(UserError, match="rejects it"):
         pool.send(fail)
-    assert pool.servers[1].is_lost
+    assert pool.servers[1].needs_reload
     seen = []
 
     def fail_late(server):
@@ -563,7 +582,7 @@ def test_which_servers_have_the_weights_is_known_on_every_rank(servers):
             raise VllmServerError(server.url, "fails")
         return server.url
 
-    assert pool.send(fail_late) == urls[1] and not pool.servers[1].is_lost
+    assert pool.send(fail_late) == urls[1] and not pool.servers[1].needs_reload
 
 
 @pytest.mark.parametrize("ending", ["cancel", "close", "pool"])
@@ -628,6 +647,7 @@ def test_a_server_that_was_restarted_has_other_weights(servers, connect):
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"quantization": "fp8"}, "quantizes its weights"),
         ({"scale_out": False}, "--enable-scale-out"),
+        ({"chunked_prefill": True}, "--no-enable-chunked-prefill"),
     ],
 )
 def test_a_server_that_cannot_work_is_refused_at_the_start(changes, message, servers, connect):
@@ -705,7 +725,6 @@ def test_runs_learn_from_servers(servers, tmp_path):
         ("--sampler vllm --sampler-url host:8000", "expected such as http://localhost:8000"),
         ("{vllm} --sampler-tp 2", "--tensor-parallel-size"),
         ("{vllm} --sampler-cache paged", "--sampler-cache are settings of the sampler in this"),
-        ("{vllm} --router-replay", "which the sampler vllm does not return yet"),
         ("{vllm} --sampler-ranks 1", "leave sampler_ranks at 0"),
         ("{vllm} --max-steps-off-policy 2 --recompute-cache", "leave recompute_cache out"),
         ("{vllm} --replay {tmp}", "a replay repeats a run bit for bit"),

@@ -189,9 +189,10 @@ def test_a_saved_adapter_is_merged(tmp_path, server):
 
 
 @pytest.mark.extras
-def test_a_server_of_several_weights_refuses_vllm(tmp_path):
+def test_a_server_of_several_base_models_refuses_vllm(tmp_path):
     pytest.importorskip("fastapi", reason="needs the extra serve")
     words = ["serve.py", "--base-model", "tiny:addition", "--port", "0", "--sampler", "vllm"]
+    words += ["--base-model", "tiny:ascii", "--sampler-url", "http://127.0.0.1:9"]
     done = subprocess.run(
         [sys.executable, *words, "--output-dir", tmp_path / "served"],
         cwd=REPO,
@@ -199,4 +200,6 @@ def test_a_server_of_several_weights_refuses_vllm(tmp_path):
         text=True,
         timeout=120,
     )
-    assert done.returncode == 2 and "vLLM servers hold the weights of one model" in done.stderr
+    assert done.returncode == 2 and "sample from one model at a time" in " ".join(
+        done.stderr.replace("│", "").split()
+    )

@@ -2,7 +2,10 @@
 simulate faults.
 """
 
+import base64
+import copy
 import hashlib
+import io
 import json
 import math
 import threading
@@ -11,8 +14,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
+
+from rl.layers import describe_layers, record_experts
 
 LOADING = threading.Lock()  # transformers loads one model at a time
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -26,18 +33,23 @@ class StubServer:
     """Holds the model and the fault of the server.
 
     `fault`: a name of FAULTS in test_vllm.py, or None. `max_faults`: number of samples with the
-    fault. `token_seconds`: seconds per token.
+    fault. `token_seconds`: seconds per token. `lora_rank`: largest rank of adapters, 0 without
+    --enable-lora; `adapters`: by name, the folder and the model with the adapter.
     """
 
     def __init__(self):
         self.model, self.version, self.fault, self.max_faults = None, "default", None, math.inf
         self.release, self.logprobs_mode, self.quantization = "0.32.1", "processed_logprobs", None
         self.token_seconds, self.scale_out = 0.0, True
+        self.chunked_prefill = False
         self.logprob_error = 0.0  # of each sampled token
+        self.lora_rank, self.adapters, self.loads_at_run_time = 0, {}, True
+        self.unloaded = []  # names of adapters
+        self.returns_experts = False
         self.checksum_reply = None  # a reply that differs from vLLM's
         self.failing_path = None  # of a call that is executed, then answered with an error
         self.bodies, self.folders, self.calls = [], [], []
-        self.running, self.lock = threading.Event(), threading.Lock()
+        self.running, self.lock = threading.Event(), threading.RLock()
         self.running.set()
 
     def get(self, path):
@@ -47,6 +59,9 @@ class StubServer:
             return {}
         if path == "/weight_info":
             return {"weight_version": self.version}
+        if path == "/v1/models":
+            adapters = [{"id": name, "root": folder} for name, (folder, _) in self.adapters.items()]
+            return {"data": [{"id": "base", "root": "base"}, *adapters]}
         assert path == "/server_info"
         model = {
             "max_model_len": 256,
@@ -56,8 +71,18 @@ class StubServer:
             "hf_overrides": {},
         }
         parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-        scheduler = {"runner_type": "generate"}
-        parts = {"parallel_config": parallel, "scheduler_config": scheduler}
+        scheduler = {
+            "runner_type": "generate",
+            "enable_chunked_prefill": self.chunked_prefill,
+        }
+        lora = {"max_lora_rank": self.lora_rank, "target_modules": None} if self.lora_rank else None
+        parts = {
+            "parallel_config": parallel,
+            "scheduler_config": scheduler,
+            "lora_config": lora,
+            "device_config": {"device": "cpu"},
+            "aux_output_config": {"enable_return_routed_experts": self.returns_experts},
+        }
         return {"vllm_config": {"model_config": model, **parts}}
 
     def post(self, path, body):
@@ -70,7 +95,7 @@ class StubServer:
             self.running.set()
         elif path == "/start":  # called by vllm_stub_program.py
             self.load(body["model"])
-            self.version = "default"
+            self.version, self.adapters = "default", {}
             self.running.set()
         elif path == "/collective_rpc":
             assert body["method"] == "reload_weights" and not self.running.is_set()
@@ -87,7 +112,12 @@ class StubServer:
             self.version = body["new_version"]
         elif path == "/inference/v1/generate":
             self.bodies.append(body)
-            return self.generate(body["token_ids"], body["sampling_params"])
+            return self.generate(body["token_ids"], body["sampling_params"], body.get("model"))
+        elif path == "/v1/load_lora_adapter":
+            self.load_adapter(body["lora_name"], body["lora_path"])
+        elif path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+            self.unloaded.append(body["lora_name"])
         else:
             raise AssertionError(path)
         return {}
@@ -96,9 +126,21 @@ class StubServer:
         with LOADING:
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
+    def load_adapter(self, name, folder):
+        """Hold an adapter; with the fault "old adapter", the weights of the adapter before under
+        the new name.
+        """
+        assert name not in self.adapters
+        with LOADING:
+            model = PeftModel.from_pretrained(copy.deepcopy(self.model), folder).eval()
+        assert all(c.r <= self.lora_rank for c in model.peft_config.values())
+        if self.fault == "old adapter":
+            model = list(self.adapters.values())[-1][1]
+        self.adapters[name] = (folder, model)
+
     def checksums(self):
         """Return checksums in vLLM's form: fused matrices, and a vocabulary padded to a multiple of
-        64.
+        64. With --enable-lora, adapted layers hold theirs in `base_layer`.
         """
         weights = {name: tensor.detach() for name, tensor in self.model.named_parameters()}
         held = {}
@@ -113,15 +155,32 @@ class StubServer:
             if "embed" in name:
                 rows = -len(tensor) % 64
                 tensor = torch.cat([tensor, torch.zeros(rows, tensor.shape[1])])
+            if self.lora_rank and ("_proj." in name or "embed" in name):
+                name = name.replace(".weight", ".base_layer.weight")
             held[f"dp0:pp0:pcp0:tp0:{name}"] = compute_digest(tensor)
         return held
 
-    def logits(self, tokens):
-        with torch.no_grad():
-            return self.model(torch.tensor([tokens])).logits[0].float()
+    def logits(self, tokens, adapter=None):
+        model = self.model if adapter is None else adapter
+        with self.lock, torch.no_grad():  # `record_experts` sees the forwards of all threads
+            return model(torch.tensor([tokens])).logits[0].float()
 
-    def generate(self, prompt, params):
-        """Sample token by token; each token is labelled with the weights that sampled it."""
+    def encode_experts(self, tokens):
+        """Return the experts of tokens in vLLM's form: base64 of .npy, [tokens, all layers, K]."""
+        layout = describe_layers(self.model).experts
+        with self.lock, torch.no_grad(), record_experts(self.model, layout) as chosen:
+            self.model(torch.tensor([tokens]), use_cache=False)
+        experts = np.zeros((len(tokens), self.model.config.num_hidden_layers, 2), np.uint8)
+        experts[:, [int(block.split(".")[2]) for block in layout.blocks]] = chosen().numpy()
+        file = io.BytesIO()
+        np.save(file, experts)
+        return base64.b64encode(file.getvalue()).decode()
+
+    def generate(self, prompt, params, name=None):
+        """Sample token by token; each token is labelled with the version of its time. A sample of
+        an adapter keeps it.
+        """
+        adapter = None if name is None else self.adapters[name][1]
         if self.model is None:  # the check at the start
             time.sleep(self.token_seconds)
             entry = {"token_id": 0, "logprob": 0.0}
@@ -136,7 +195,7 @@ class StubServer:
             time.sleep(self.token_seconds)
             self.running.wait()
             with self.lock:
-                logits, version = self.logits([*prompt, *tokens])[-1], self.version
+                logits, version = self.logits([*prompt, *tokens], adapter)[-1], self.version
             logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
             token = (
                 int(logprobs.argmax())
@@ -147,16 +206,28 @@ class StubServer:
                 spans.append({"version": version, "start": len(tokens), "end": len(tokens)})
             tokens.append(token)
             spans[-1]["end"] = len(tokens)
+            # vLLM shows the sampled token and the first of those requested
+            others = params.get("logprob_token_ids", [])
+            shown = list(dict.fromkeys([token, *others]))[: max(params["logprobs"], 1)]
+            assert params["logprobs"] == len(others)
+            top = [{"token_id": other, "logprob": float(logprobs[other])} for other in shown]
             entries.append(
-                {"token_id": token, "logprob": float(logprobs[token]) - self.logprob_error}
+                {
+                    "token_id": token,
+                    "logprob": float(logprobs[token]) - self.logprob_error,
+                    "top_logprobs": top,
+                }
             )
             if token in params.get("stop_token_ids", ()):
                 reason = "stop"
         choice = {"index": 0, "finish_reason": reason, "token_ids": tokens}
         choice |= {"weight_versions": spans, "logprobs": {"content": entries}}
-        reply = {"choices": [choice], "prompt_logprobs": None}
+        if self.returns_experts:
+            choice["routed_experts"] = self.encode_experts([*prompt, *tokens][:-1])
+        reply = {"choices": [choice], "prompt_logprobs": None, "model": name or "base"}
         if "prompt_logprobs" in params:
-            whole = torch.log_softmax(self.logits(prompt), -1)
+            assert not self.lora_rank  # vLLM fails
+            whole = torch.log_softmax(self.logits(prompt, adapter), -1)
             reply["prompt_logprobs"] = [None] + [
                 {
                     str(other): {"logprob": float(whole[i, other])}
@@ -195,8 +266,19 @@ def vllm_server(stub, spoil):
             samples = path == "/inference/v1/generate"
             if samples and not stub.scale_out:
                 return self.send(403, {"error": {"message": "Scale-out endpoints are disabled"}})
+            if path.endswith("lora_adapter"):
+                if not (stub.lora_rank and stub.loads_at_run_time):
+                    return self.send(404, {"detail": "Not Found"})
+                if not body["lora_name"]:
+                    return self.send(400, {"error": {"message": "must be provided"}})
+            if samples and body.get("model", "base") not in ("base", *stub.adapters):
+                return self.send(404, {"error": {"message": "The model does not exist"}})
             reply = (200, stub.post(path, body))
-            if samples and stub.fault not in (None, "old weights") and stub.max_faults > 0:
+            if (
+                samples
+                and stub.fault not in (None, "old weights", "old adapter")
+                and stub.max_faults > 0
+            ):
                 stub.max_faults -= 1
                 reply = spoil(stub.fault, reply[1])
             if path == stub.failing_path:

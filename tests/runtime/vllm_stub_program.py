@@ -16,7 +16,8 @@ import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-state, fault, first, last, url, model, *options = sys.argv[1:]
+arguments = [word for word in sys.argv[1:] if word != "--enable-lora"]
+state, fault, first, last, url, model, *options = arguments
 count = Path(state)
 starts = int(count.read_text()) + 1 if count.is_file() else 1
 count.write_text(str(starts))

@@ -28,7 +28,7 @@ from rl.sampler.running_rows import as_uint64, philox_uniforms
 from rl.types import SampledSequence, SamplingParams
 
 EOS = (3,)
-PAGES = (2, 4, 8)
+PAGES = (2, 4, 8, 32)
 
 
 class Letters:
@@ -82,15 +82,23 @@ class RequestGenerator:
         # most: maximum number of positions of a request
         self.rng, self.single, self.most = rng, single, most
         self.vocab = single.decoder.vocab_size
-        self.prompts = [
-            rng.integers(0, self.vocab, int(rng.integers(1, most // 3))).tolist() for _ in range(3)
-        ]
+        self.beginning = rng.integers(0, self.vocab, most // 2).tolist()  # of many prompts
+        self.prompts = [self._prompt() for _ in range(3)]
         self.talks: dict[str, list[int]] = {}  # the text so far
         self.made: list[SamplingRequest] = []
 
+    def _prompt(self) -> list[int]:
+        """Return a prompt that may share its beginning with others."""
+        rng = self.rng
+        shared = self.beginning[: int(rng.integers(0, len(self.beginning) + 1))]
+        own = rng.integers(0, self.vocab, int(rng.integers(1, self.most // 4)))
+        return [*(shared if rng.random() < 0.7 else self.beginning), *own.tolist()]
+
     def first(self) -> SamplingRequest:
         rng, mode = self.rng, self.rng.random()
-        prompt, more = list(self.prompts[int(rng.integers(3))]), dict[str, Any]()
+        known = rng.random() < 0.6
+        prompt = list(self.prompts[int(rng.integers(3))]) if known else self._prompt()
+        more = dict[str, Any]()
         if mode < 0.25:
             name = f"talk {int(rng.integers(2))}"
             prompt, more["conversation"] = self.talks.get(name, prompt), name
@@ -164,7 +172,20 @@ class RequestGenerator:
             self.talks.pop(name, None)
 
 
-KINDS = ("plain", "paged", "stepped")
+def check_readers(engine: Engine) -> None:
+    """Check that sequences in the same block agree in all tokens up to its end."""
+    manager, texts = engine._state.block_manager, dict[int, list[int]]()
+    for i, row in enumerate(manager.rows):
+        group = engine._running[int(engine._rows["request_id"][i])]
+        text = [*group.request.prompt, *engine._rows.response(i)[0].tolist()]
+        for j, block in enumerate(row.block_table):
+            part = text[: min((j + 1) * manager.block_size, row.length)]
+            other = texts.setdefault(block, part)
+            count = min(len(part), len(other))
+            assert part[:count] == other[:count] and count > j * manager.block_size
+
+
+KINDS = ("plain", "paged", "stepped", "plain, drafts", "paged, drafts")
 
 
 def engine_of(
@@ -182,28 +203,25 @@ def engine_of(
         int(rng.integers(1, 12)),
         int(rng.integers(1, 10)),
     )
-    if kind == "plain":
-        return Engine(
-            decoder,
-            EOS,
-            Letters(),
-            kv_cache_tokens=2 * most + page * pages,
-            max_rows=max_rows,
-            version=version,
+    settings: dict[str, Any] = dict(max_rows=max_rows, version=version)
+    if kind.endswith("drafts"):
+        settings["num_speculative_tokens"] = look
+    if kind.startswith("plain"):
+        settings["kv_cache_tokens"] = 2 * most + page * pages
+        engine = Engine(decoder, EOS, Letters(), **settings)
+    else:
+        settings |= dict(
+            kv_cache_tokens=page * (-(-most // page) + pages), page=page, idle_pool=kept
         )
-    settings: dict[str, Any] = dict(
-        kv_cache_tokens=page * (-(-most // page) + pages),
-        max_rows=max_rows,
-        page=page,
-        version=version,
-    )
-    settings["idle_pool"] = kept
-    engine = (
-        multistep_engine(decoder, EOS, Letters(), steps_per_sync=look, **settings)
-        if kind == "stepped"
-        else paged_engine(decoder, EOS, Letters(), **settings)
-    )
-    engine.expects_lengths = look % 2 == 0  # half of them admit while pages are free, and preempt
+        engine = (
+            multistep_engine(decoder, EOS, Letters(), steps_per_sync=look, **settings)
+            if kind == "stepped"
+            else paged_engine(decoder, EOS, Letters(), **settings)
+        )
+        # half of them admit while pages are free, and preempt
+        engine.expects_lengths = look % 2 == 0
+    if engine.speculation is not None:  # draft also where it does not pay
+        engine.speculation.controller.may_draft = lambda rows: True
     return engine
 
 
@@ -221,7 +239,7 @@ class EngineWorkload:
         self.kind, self.change, self.decoders = kind, change, decoders
         # Requests must not depend on the engine's speed, so they have a separate random stream.
         self.rng, asking = np.random.default_rng(seed), np.random.default_rng(seed + 1_000_000)
-        self.page, self.most = int(self.rng.choice(PAGES)), int(self.rng.integers(20, 60))
+        self.page, self.most = int(self.rng.choice(PAGES)), int(self.rng.integers(20, 90))
         self.requests_seen = RequestGenerator(asking, single, self.most)
         self.version, self.decoder = 0, decoders[0]
         self.between = IdleKVCachePool()  # the KV cache pool that the next engine takes over
@@ -233,7 +251,18 @@ class EngineWorkload:
         self.first_seen: dict[int, int] = {}  # the weight version at the first submission
         self.dropped: set[int] = set()
         self.happened: dict[str, int] = dict.fromkeys(
-            ("waited", "looks", "dropped", "changed", "moved", "kept", "begun"), 0
+            (
+                "waited",
+                "looks",
+                "dropped",
+                "changed",
+                "moved",
+                "cached",
+                "begun",
+                "drafted",
+                "accepted",
+            ),
+            0,
         )
 
     def all(self) -> None:
@@ -243,9 +272,6 @@ class EngineWorkload:
             self._step()
         self._count()
         tables = self.engine._blocks
-        for name in self.requests_seen.talks:
-            self.engine.evict_conversation(name)
-        self.engine._evict_conversations()
         if tables is not None:
             assert (
                 tables.pool.num_free == len(tables.pool.ref_counts)
@@ -296,6 +322,7 @@ class EngineWorkload:
             self.finished[place] = done.result().sequences
         if self.engine.is_paged:
             check(self.engine._state.block_manager)
+            check_readers(self.engine)
 
     def _move(self) -> None:
         """Move to another engine with the current progress. Requests with several samples start
@@ -333,7 +360,9 @@ class EngineWorkload:
     def _count(self) -> None:
         self.happened["waited"] += getattr(self.engine, "preemptions", 0)
         self.happened["looks"] += getattr(self.engine._device_steps, "num_syncs", 0)
-        self.happened["kept"] += self.engine.counters.kept_tokens
+        self.happened["cached"] += self.engine.counters.prefix_cached_tokens
+        self.happened["drafted"] += self.engine.counters.drafted_tokens
+        self.happened["accepted"] += self.engine.counters.accepted_tokens
 
 
 def on_a_border(decoder: Any, request: SamplingRequest, index: int, drawn: list[int]) -> bool:

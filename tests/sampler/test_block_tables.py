@@ -14,18 +14,21 @@ import numpy as np
 import pytest
 
 from rl.sampler.block_manager import BlockManager, OutOfBlocks, PromptBlockTable, RowBlockTable
+from rl.sampler.prefix_cache import hash_chunks
 
 
 class Memory:
     """Pages with contents, and the expected contents of every row and prompt."""
 
     def __init__(self, rng: np.random.Generator):
-        self.rng, self.size = rng, int(rng.choice([1, 2, 3, 5, 8]))
+        self.rng, self.size = rng, int(rng.choice([1, 2, 3, 5, 8, 32]))
         self.tables = BlockManager(int(rng.integers(6, 40)), self.size)
         self.pages = np.full((len(self.tables.pool.ref_counts), self.size), -1, np.int64)
         self.rows: list[list[int]] = []
         self.prompts: list[list[int]] = []
         self.copies = 0
+        self.texts: list[list[int]] = []  # sequences that later ones may begin with
+        self.reused = 0
         self.fresh = itertools.count()
 
     def numbers(self, count: int) -> list[int]:
@@ -73,6 +76,7 @@ class Memory:
         if self.tables.num_blocks_for(len(values)) > self.tables.pool.num_free:
             return False
         row = self.tables.add_resumed_row(slot, len(values))
+        row.block_table = self.tables.allocate_table(len(values)).block_table
         self.write(row.block_table, 0, values)
         self.rows.append(values)
         return True
@@ -117,33 +121,47 @@ class Memory:
         self.prompts.pop(slot)
         return True
 
+    def hashes(self, values: list[int]) -> list[bytes]:
+        return hash_chunks(values, "", self.tables.chunk_size)
+
     def keep(self) -> bool:
-        """Keep a conversation: a prefix of a row's tokens, or all of them, becomes a prompt."""
+        """Let later sequences begin with the tokens of a row, or with some of them."""
         index = self.pick([i for i, row in enumerate(self.tables.rows) if row.length])
         if index is None:
             return False
-        length = int(self.rng.integers(1, len(self.rows[index]) + 1))
-        self.tables.cache_row(self.tables.rows[index], length)
-        self.prompts.append(self.rows[index][:length])
+        text = self.rows[index][: int(self.rng.integers(1, len(self.rows[index]) + 1))]
+        self.tables.register(self.tables.rows[index].block_table, self.hashes(text))
+        self.texts.append(text)
         return True
 
-    def extend(self) -> bool:
-        """Prefill the next turn of a conversation after the cached prompt."""
-        tables, count = self.tables, int(self.rng.integers(1, 2 * self.size + 2))
-        slot = self.pick([i for i, p in enumerate(tables.prompts) if p.rows == 0 and p.block_table])
-        if (
-            slot is None
-            or tables.num_blocks_for(tables.prompts[slot].length + count)
-            - len(tables.prompts[slot].block_table)
-            + 1
-            > tables.pool.num_free
-        ):
+    def begin(self) -> bool:
+        """Add a prompt that begins as an earlier sequence. Only the other tokens are written."""
+        text = self.texts[int(self.rng.integers(len(self.texts)))] if self.texts else []
+        shared = text[: int(self.rng.integers(0, len(text) + 1))]
+        values = [*shared, *self.numbers(int(self.rng.integers(1, 2 * self.size + 2)))]
+        tables, hashes = self.tables, self.hashes(values)
+        offered = hashes[: (len(values) - 1) // tables.chunk_size]
+        before = tables.pool.num_free, list(tables.pool.ref_counts)
+        try:
+            allocation = tables.allocate_table(len(values), offered)
+        except OutOfBlocks:
+            assert before == (tables.pool.num_free, tables.pool.ref_counts)
             return False
-        prompt, new = tables.prompts[slot], self.numbers(count)
-        first = prompt.length
-        self.copy(tables.append_positions(prompt, count))
-        self.write(prompt.block_table, first, new)
-        self.prompts[slot] += new
+        self.copy(allocation.copy)
+        assert allocation.positions <= len(shared)
+        self.write(allocation.block_table, allocation.positions, values[allocation.positions :])
+        tables.prompts.append(PromptBlockTable(len(values), allocation.block_table))
+        tables.register(allocation.block_table, hashes)
+        self.prompts.append(values)
+        self.texts.append(values)
+        self.reused += allocation.positions
+        return True
+
+    def forget(self) -> bool:
+        """Change the weights: no sequence begins with an earlier one."""
+        self.tables.pool.forget_all()
+        assert not any(self.tables.count_cached(self.hashes(text)) for text in self.texts)
+        self.texts = []
         return True
 
     def reads(self, holder: RowBlockTable | PromptBlockTable) -> list[int]:
@@ -185,7 +203,8 @@ OPERATIONS = {
     "end_row": 3,
     "end_prompt": 1,
     "keep": 2,
-    "extend": 2,
+    "begin": 4,
+    "forget": 0.3,
 }
 
 
@@ -198,6 +217,7 @@ def check_population(seeds: range, steps: int = 60) -> Counter:
             done[name] += getattr(memory, name)()
             memory.check()
         done["copies"] += memory.copies
+        done["reused"] += memory.reused
         while memory.tables.rows:
             memory.end_row()
         while memory.tables.prompts:
@@ -208,7 +228,7 @@ def check_population(seeds: range, steps: int = 60) -> Counter:
 
 def test_random_operations_leave_every_reader_its_contents():
     done = check_population(range(150))
-    assert min(done[name] for name in (*OPERATIONS, "copies")) > 100, done
+    assert min(done[name] for name in (*OPERATIONS, "copies", "reused")) > 100, done
 
 
 @pytest.mark.campaign

@@ -152,7 +152,7 @@ def test_a_conversation_keeps_the_experts_of_its_earlier_turns(kind):
     model = model_of()
     settings = {} if kind is Engine else {"page": 4}
     engine = kind(make_decoder(model), (), kv_cache_tokens=512, record_experts=True, **settings)
-    prompt = [5, 9, 4]
+    prompt = [5, 9, 4] * 6
     for _ in range(3):
         engine.add(
             SamplingRequest(prompt=prompt, params=SamplingParams(max_tokens=5), conversation="a")
@@ -160,7 +160,7 @@ def test_a_conversation_keeps_the_experts_of_its_earlier_turns(kind):
         (sequence,) = engine.run()[0].sequences
         check_record(model, prompt, sequence)
         prompt = [*prompt, *sequence.tokens, 7, 11]
-    assert engine.counters.kept_tokens
+    assert engine.counters.prefix_cached_tokens
 
 
 @pytest.mark.parametrize("kind", [Engine, paged_engine])
@@ -332,7 +332,7 @@ def test_a_model_whose_experts_cannot_be_told_is_refused_by_name():
         enable_expert_recording(make_decoder(model_of("phimoe")))
     learner, data = make_learner(model_of(), router_replay=True), make_datums(((9, (7,)),))
     data[0].experts = np.zeros((data[0].model_input.length, 6), np.int16)
-    with pytest.raises(ValueError, match="datums with 6 experts a token do not fit this model"):
+    with pytest.raises(ValueError, match="datum 0: its 6 experts a token do not fit this model"):
         run_learner(learner, data)
 
 

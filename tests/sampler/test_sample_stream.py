@@ -224,7 +224,7 @@ class ConversationDriver:
 
     def __init__(self, engine, count, named=True):
         self.engine, self.named = engine, named
-        self.texts = {i: [3 + i, 4, 12, *[5] * i] for i in range(count)}
+        self.texts = {i: [3 + i, 4, 12, *[5] * (12 + i)] for i in range(count)}
         self.drawn = {i: [] for i in range(count)}
 
     def turn(self, turn, only=None):
@@ -256,24 +256,21 @@ def test_a_conversation_is_read_once_whatever_its_turns(path):
     decoder = make_decoder(model, kind="fast")
     if path == "torch":
         decoder.cpu_kernels = None
-    talk, plain = (
-        ConversationDriver(Engine(decoder), 4),
-        ConversationDriver(Engine(decoder), 4, named=False),
-    )
+    talk = ConversationDriver(Engine(decoder), 4)
+    plain = ConversationDriver(Engine(decoder, enable_prefix_caching=False), 4, named=False)
     for turn in range(3):
         talk.turn(turn)
         plain.turn(turn)
-    # the last turn's answers and the tokens after them are not prefilled
-    lengths = [len(text) for text in talk.texts.values()]
-    unread = sum(len(drawn[-1][1].tokens) + 2 for drawn in talk.drawn.values())
-    assert talk.engine.counters.prefill_tokens + talk.engine.counters.fed_tokens == sum(
-        lengths
-    ) - unread + sum(3 + i for i in range(4))
-    assert (
-        talk.engine.counters.prefill_tokens + talk.engine.counters.kept_tokens
-        == plain.engine.counters.prefill_tokens
+    # all but the last answer token has been fed, in full chunks
+    chunk = talk.engine._state.chunk_size
+    cached = sum(
+        (len(prompt) + len(sequence.tokens) - 1) // chunk * chunk
+        for turns in talk.drawn.values()
+        for prompt, sequence in turns[:-1]
     )
-    assert plain.engine.counters.kept_tokens == 0
+    assert talk.engine.counters.prefix_cached_tokens == cached > 100
+    assert talk.engine.counters.prefill_tokens + cached == plain.engine.counters.prefill_tokens
+    assert plain.engine.counters.prefix_cached_tokens == 0
     for i, turns in talk.drawn.items():
         for (prompt, sequence), (_, expected) in zip(turns, plain.drawn[i], strict=True):
             assert sequence.tokens == expected.tokens
@@ -284,9 +281,9 @@ def test_a_conversation_is_read_once_whatever_its_turns(path):
             )
 
 
-def test_conversations_make_room_end_and_are_not_taken_for_others():
+def test_conversations_make_room_and_are_not_taken_for_others():
     model = tiny_model("qwen3")
-    tight = ConversationDriver(Engine(make_decoder(model, kind="fast"), kv_cache_tokens=60), 4)
+    tight = ConversationDriver(Engine(make_decoder(model, kind="fast"), kv_cache_tokens=100), 4)
     roomy = ConversationDriver(Engine(make_decoder(model, kind="fast")), 4, named=False)
     for turn in range(3):
         tight.turn(turn)
@@ -294,17 +291,16 @@ def test_conversations_make_room_end_and_are_not_taken_for_others():
     assert [[s.tokens for _, s in drawn] for drawn in tight.drawn.values()] == [
         [s.tokens for _, s in d] for d in roomy.drawn.values()
     ]
-    assert 0 < tight.engine.counters.peak_cache_tokens <= 60
+    assert 0 < tight.engine.counters.peak_cache_tokens <= 100
     talk = ConversationDriver(Engine(make_decoder(model, kind="fast")), 3)
     talk.turn(0)
-    talk.engine.evict_conversation("talk 0")
     talk.texts[1] = [9, *talk.texts[1][1:]]  # changed: none of it is in the cache
-    before = talk.engine.counters.kept_tokens
+    before = talk.engine.counters.prefix_cached_tokens
     talk.turn(1)
-    kept = talk.engine.counters.kept_tokens - before
-    # the last sampled token was never fed, and two tokens follow it
-    assert kept == len(talk.drawn[2][1][0]) - 3
-    talk.turn(2)  # the later of the two conversations called "talk 1" continues
+    chunk, others = talk.engine._state.chunk_size, (talk.drawn[0][0], talk.drawn[2][0])
+    cached = sum((len(prompt) + len(s.tokens) - 1) // chunk * chunk for prompt, s in others)
+    assert talk.engine.counters.prefix_cached_tokens - before == cached > 0
+    talk.turn(2)
     for prompt, sequence in (turn for turns in talk.drawn.values() for turn in turns[1:]):
         np.testing.assert_allclose(
             sequence.logprobs, reference_logprobs(model, prompt, sequence.tokens).numpy(), atol=1e-4

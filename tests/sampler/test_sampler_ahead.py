@@ -30,7 +30,7 @@ def events(monkeypatch):
         CUDAGraphRunner.run,
         DeviceSteps.copy_results,
         PagedState.copy_ahead,
-        PagedState._prefill_into,
+        PagedState._prefill_whole,
     )
 
     def launch(*inputs):
@@ -62,7 +62,7 @@ def events(monkeypatch):
     monkeypatch.setattr(CUDAGraphRunner, "run", launch)
     monkeypatch.setattr(DeviceSteps, "copy_results", waited)
     monkeypatch.setattr(PagedState, "copy_ahead", brought)
-    monkeypatch.setattr(PagedState, "_prefill_into", reads)
+    monkeypatch.setattr(PagedState, "_prefill_whole", reads)
     return results
 
 
@@ -142,10 +142,10 @@ def test_as_much_is_prepared_as_there_may_be_room_for(decoder, events):
 
 
 def test_what_is_prepared_has_a_bound_and_is_sent_once(decoder, monkeypatch):
-    from rl.sampler import paged_state, sampling_engine
+    from rl.sampler import device_steps, paged_state
 
     sent, send = [], paged_state.copy_to_device
-    monkeypatch.setattr(sampling_engine, "_PREFETCH_TOKENS", 10)
+    monkeypatch.setattr(device_steps, "_PREFETCH_TOKENS", 10)
     monkeypatch.setattr(
         paged_state,
         "copy_to_device",

@@ -139,6 +139,10 @@ def test_what_cannot_go_together_is_said_before_a_model_is_loaded():
     assert SamplingSettings(sampler_cache="paged").sampler_cache == "paged"
     with pytest.raises(ValueError, match="leave sampler_cache at auto, or sampler at auto or fast"):
         SamplingSettings(sampler_cache="paged", sampler="hf")
+    with pytest.raises(ValueError, match="num_speculative_tokens 4 requires the fast decoder"):
+        SamplingSettings(num_speculative_tokens=4, sampler="hf")
+    with pytest.raises(ValueError, match="start the server with --speculative-config"):
+        SamplingSettings(num_speculative_tokens=4, sampler="vllm")
 
 
 CHOICES = {
@@ -147,6 +151,7 @@ CHOICES = {
     "cache": (None, "paged cache"),
     "engine": (None, "adapters per row"),
     "record": (None, "router replay"),
+    "drafts": (None, "speculative decoding"),
 }
 
 
@@ -168,6 +173,7 @@ def build(features: set[str], team):
         "paged" if "paged cache" in features else "plain",
         features=features & {"adapters per row", "router replay"},
         kv_cache_tokens=1024,
+        num_speculative_tokens=3 if "speculative decoding" in features else 0,
     )
     if engine.decoder.multi_adapter:
         engine.decoder.add_adapter(0, decoder, 0)
@@ -187,16 +193,25 @@ def test_features_combine_unless_the_table_says_why_not(features):
             on_ranks(1, lambda team: build(features, team))
         assert str(caught.value) == reason
         return
-    params = SamplingParams(max_tokens=9, presence_penalty=0.5, top_p=0.9, min_tokens=3, stop=[5])
+    params = SamplingParams(
+        max_tokens=12, presence_penalty=0.5, top_p=0.9, min_tokens=3, stop=[5], temperature=0.6,
+        logit_bias={3: 4.0, 7: 4.0, 4: 4.0},
+    )  # fmt: skip
     request = SamplingRequest(
-        prompt=[3, 7, 4, 9], num_samples=3, params=params, include_prompt_logprobs=True
+        prompt=[3, 7, 4, 3, 7, 3, 4, 4, 7, 7],
+        num_samples=3,
+        params=params,
+        include_prompt_logprobs=True,
     )
     number = 0 if "adapters per row" in features else None
 
     def run(team):
         engine = build(features, team)
         engine.add(replace(request, adapter_id=number))
-        return (engine.decoder.multi_adapter, kind_of(engine)), engine.run()[0]
+        result = engine.run()[0]
+        counters = engine.counters
+        drafts = 0 < counters.accepted_tokens < counters.drafted_tokens
+        return (engine.decoder.multi_adapter, kind_of(engine), drafts), result
 
     ((kind, result),) = on_ranks(1, run)
     plain = Engine(make_decoder(model_of("qwen3_moe"), kind="hf"))
@@ -209,7 +224,8 @@ def test_features_combine_unless_the_table_says_why_not(features):
     np.testing.assert_allclose(result.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=2e-5)
     several = find_conflict({*features, "device steps"}) is None
     expected_kind = "plain" if "paged cache" not in features else "stepped" if several else "paged"
-    assert kind == ("adapters per row" in features, expected_kind)
+    drafts = "speculative decoding" in features
+    assert kind == ("adapters per row" in features, expected_kind, drafts)
 
 
 def test_a_decoder_without_experts_records_none_and_pages_hold_none():

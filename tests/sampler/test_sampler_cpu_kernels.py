@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,7 @@ def attention_inputs(rows=7, heads=6, key_heads=3, width=32):
         "prompt_of_row_N": torch.tensor([0, 2, 1, 1, 0, 2, 2])[:rows],
         "prompt_length_P": torch.tensor([20, 1, 13]),
         "row_kv": blocks[1],
+        "slot_N": torch.arange(rows),
         "written_N": torch.tensor([0, 10, 3, 0, 7, 1, 5])[:rows],
         "heads": heads,
     }
@@ -179,6 +181,7 @@ def test_threads_change_no_bit(kernels):
                     owner,
                     lengths,
                     row_kv,
+                    torch.arange(rows),
                     written,
                     4,
                 ),
@@ -187,6 +190,39 @@ def test_threads_change_no_bit(kernels):
         )
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_several_tokens_of_a_slot_attend_as_if_they_came_one_by_one(kernels):
+    """A token attends to the tokens before it in the same call, also if the threads' shares of the
+    rows would begin within a slot.
+    """
+    torch.manual_seed(3)
+    counts, width = torch.tensor([1, 5, 40, 1, 1, 300, 2, 50]), 64
+    rows, first = int(counts.sum()), torch.tensor([3, 0, 7, 300, 0, 2, 12, 9])
+    slot = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    index = torch.arange(rows) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    written, owner = first[slot] + index, torch.arange(len(counts)) % 2
+    prompt_kv, row_kv = torch.randn(2, 2, 2, 300, width), torch.randn(2, len(counts), 2, 310, width)
+    qkv, lengths = torch.randn(rows, 8 * width), torch.tensor([300, 117])
+    rope, position = torch.randn(2, 700, width), written + lengths[owner[slot]]
+
+    def attend(chosen, cache):
+        return kernels.attend(
+            qkv[chosen].contiguous(), None, 1e-6, rope, position[chosen], prompt_kv,
+            owner[slot[chosen]], lengths, cache, slot[chosen], written[chosen], 4,
+        )  # fmt: skip
+
+    singly, cache = torch.empty(rows, 4 * width), row_kv.clone()
+    for step in range(int(counts.max())):
+        chosen = torch.nonzero(index == step).flatten()
+        singly[chosen] = attend(chosen, cache)
+    before = torch.get_num_threads()
+    for threads in (1, 3, 7):
+        torch.set_num_threads(threads)
+        other = row_kv.clone()
+        assert torch.equal(attend(torch.arange(rows), other), singly)
+        assert torch.equal(other, cache)
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("where", ["query", "prompt", "response"])
@@ -266,6 +302,48 @@ def test_a_folder_that_cannot_be_written_is_gone_round(fresh, monkeypatch):
     monkeypatch.setattr(cpu_kernels.os, "replace", refuse)
     result = cpu_kernels.load_cpu_kernels()
     assert result is not None and result.silu_mul(torch.zeros(1, 4)).shape == (1, 2)
+
+
+@pytest.fixture
+def use_cache(fresh, monkeypatch, tmp_path):
+    """Return a function that makes a folder the cache of libraries, next to a copy of the source."""
+
+    def use(name: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(Path(cpu_kernels.__file__).with_suffix(".cpp"), folder)
+        monkeypatch.setattr(cpu_kernels, "_SOURCE", folder / "cpu_kernels.cpp")
+        cpu_kernels.load_cpu_kernels.cache_clear()
+        return folder / "__pycache__"
+
+    return use
+
+
+def test_a_compiler_with_arguments_builds_the_library(use_cache, monkeypatch):
+    cache = use_cache("one")
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    monkeypatch.setenv("CXX", f"env {compiler} -pipe")
+    assert cpu_kernels.load_cpu_kernels() is not None
+    (library,) = cache.iterdir()  # no temporary file is left
+    umask = os.umask(0)
+    os.umask(umask)
+    assert library.stat().st_mode & 0o044 == 0o044 & ~umask  # readable for other users
+
+
+def test_a_cached_library_that_cannot_be_loaded_is_built_again(use_cache):
+    """Another process, of the same id in another container, is about to store its library."""
+    first = use_cache("first")
+    assert cpu_kernels.load_cpu_kernels() is not None
+    (built,) = first.iterdir()
+    second = use_cache("second")
+    second.mkdir()
+    library, other = second / built.name, second / f"{built.name}.{os.getpid()}"
+    library.write_bytes(b"a library of another system")
+    other.write_bytes(b"half of a library")
+    result = cpu_kernels.load_cpu_kernels()
+    assert result is not None and result.silu_mul(torch.zeros(1, 4)).shape == (1, 2)
+    assert library.stat().st_size == built.stat().st_size  # the next process loads it
+    assert other.read_bytes() == b"half of a library"
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -370,6 +370,58 @@ def test_what_can_never_fit_is_an_error_with_numbers():
         engine.add(SamplingRequest(prompt=[1, 99]))
 
 
+def run_bounded(engine: Engine, steps: int) -> list:
+    """Step at most `steps` times. Return the finished requests of an engine that became idle."""
+    finished = []
+    for _ in range(steps):
+        finished += engine.step()
+        if not engine.busy:
+            return finished
+    raise AssertionError(f"the engine is still busy after {steps} steps")
+
+
+def test_a_request_that_fits_is_admitted_again_with_its_partial_sample():
+    """The generic decoder's cost of a resumed row counts its 20 sampled tokens twice."""
+    decoder = make_decoder(tiny_model("qwen3", max_position_embeddings=160), kind="hf")
+    params = SamplingParams(max_tokens=50)
+    prompts = random_prompts([100])
+    ((whole,),) = sample(decoder, prompts, params=params)
+    first, second = (Engine(decoder, kv_cache_tokens=255) for _ in range(2))
+    first.add(SamplingRequest(prompt=prompts[0], params=params))
+    for _ in range(20):
+        first.step()
+    ((_, request),) = first.unfinished_requests()
+    assert request.resume_from is not None and len(request.resume_from.tokens) == 20
+    second.add(request)
+    (done,) = run_bounded(second, 30)
+    assert done.result().sequences[0].tokens == whole.tokens
+
+
+def test_weights_change_between_two_samples_of_a_group_that_do_not_fit_together():
+    """The prompt in the cache has no row when the weights change. It must not take the room that
+    the waiting samples need.
+    """
+    decoder = make_decoder(tiny_model("llama", max_position_embeddings=160), kind="fast")
+    engine = Engine(decoder, kv_cache_tokens=160)
+    prompt, params = random_prompts([100])[0], SamplingParams(max_tokens=50)
+    engine.add(SamplingRequest(prompt=prompt, num_samples=3, params=params))
+    while not engine.counters.finished_samples:
+        assert engine.step() == []
+    assert not len(engine._rows)
+    engine.change_weights(decoder, 1)
+    (done,) = run_bounded(engine, 100)
+    assert [sequence.version for sequence in done.result().sequences] == [0, 1, 1]
+    assert engine.counters.prefill_prompts == 2
+
+
+def test_an_engine_that_can_admit_nothing_raises_an_error(monkeypatch):
+    engine = Engine(make_decoder(tiny_model("qwen3")))
+    engine.add(SamplingRequest(prompt=[1, 2], params=SamplingParams(max_tokens=2)))
+    monkeypatch.setattr(engine, "_count_admissible", lambda group, size: 0)
+    with pytest.raises(RuntimeError, match="no request runs and none of the 1 waiting"):
+        engine.step()
+
+
 def test_max_tokens_none_goes_up_to_the_context():
     decoder = make_decoder(tiny_model("qwen3"))
     for limit, settings in ((96, {}), (50, {"max_context": 50})):
@@ -475,5 +527,29 @@ def test_long_prompts_are_shown_to_the_reader_in_slices(monkeypatch):
     decoder = make_decoder(tiny_model("qwen3"))
     prompts = random_prompts([40])
     whole = score_sequences(decoder, prompts)
-    monkeypatch.setattr(forward_fast, "_MAX_LOGITS_PER_SLICE", 7 * VOCAB)
+    monkeypatch.setattr(forward_fast, "MAX_LOGITS_PER_SLICE", 7 * VOCAB)
     assert np.allclose(score_sequences(decoder, prompts)[0][1:], whole[0][1:], atol=1e-5)
+
+
+def test_the_generic_decoder_bounds_the_logits_of_prompts_read_together():
+    """Each of 10 prompts has 20 x 2^18 logits. A forward may return 2^25: those of 6 prompts."""
+    model = tiny_model("qwen3", vocab_size=1 << 18)
+    decoder = make_decoder(model, kind="hf")
+    sizes = []
+    decoder.model.register_forward_hook(
+        lambda module, args, output: sizes.append(output.logits.numel())
+    )
+    prompts = random_prompts([20] * 10, vocab=1 << 18)
+    scored = score_sequences(decoder, prompts)
+    engine = Engine(decoder)
+    for prompt in prompts:
+        engine.add(
+            SamplingRequest(
+                prompt=prompt, params=SamplingParams(max_tokens=1), include_prompt_logprobs=True
+            )
+        )
+    in_engine = [response.prompt_logprobs for response in engine.run()]
+    assert max(sizes) <= 1 << 25
+    expected = reference_logprobs(model, prompts[3][:1], prompts[3][1:]).numpy()
+    for logprobs in (scored[3], in_engine[3]):
+        np.testing.assert_allclose(logprobs[1:], expected, atol=1e-4)

@@ -3,6 +3,8 @@
 Equivalent tests on a CPU: test_kernel_draw.py, test_kernel_step.py, test_kernel_paged.py.
 """
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -211,9 +213,10 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
 
     def eager(self, rows, width, shared, count):
         self.buffers.at.zero_()
+        shared = shared and rows > 1
         for _ in range(count):
             decode_step(
-                self.model, self.kv, self.ropes, self.buffers, rows, self.pages, shared and rows > 1
+                self.model, self.kv, self.ropes, self.buffers, rows, self.max_blocks, shared
             )
 
     decoder, results = small_decoder(), []
@@ -221,11 +224,13 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
         multistep_engine(decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24)
         for _ in range(2)
     ]
+    ways = (CUDAGraphRunner.run, CUDAGraphRunner.prepare), (eager, lambda *inputs: None)
     for change in (1.0, 1.05):
         name = "model.layers.1.mlp.down_proj.weight"
         decoder.load_([(name, decoder.weights.view(name) * change)])
-        for engine, run in zip(engines, (CUDAGraphRunner.run, eager), strict=True):
+        for engine, (run, prepare) in zip(engines, ways, strict=True):
             monkeypatch.setattr(CUDAGraphRunner, "run", run)
+            monkeypatch.setattr(CUDAGraphRunner, "prepare", prepare)
             for i in range(6):
                 engine.add(
                     SamplingRequest(
@@ -259,12 +264,14 @@ def test_steps_between_two_looks_wait_for_nothing():
     steps, before = engine._device_steps.runner, torch.cuda.memory_allocated()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        steps.run(8, 2, False, 4)
-        engine._state.copy_ahead([(1, 2, 3)])
+        with torch.inference_mode():  # as the engine's steps, which made the buffers
+            steps.run(8, 2, False, 4)
+        after = torch.cuda.memory_allocated()
+        engine._state.copy_ahead([(1, 2, 3)])  # its tensor stays
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    assert after == before
 
 
 @pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
@@ -346,3 +353,28 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
         assert mine == drawn(None)
         del captured[counts[0] :]
     assert counts[0] > 3 and counts[1] == counts[2] == counts[0]
+
+
+def test_graphs_outlive_those_of_another_decoder():
+    """The graphs of the first decoder must not hold memory of cuBLAS that those of the second use
+    (pytorch#193402). The freed memory is overwritten before the second decoder samples again.
+    """
+    from rl.sampler import IdleKVCachePool, SamplingRequest
+
+    def sample(decoder):
+        engine = multistep_engine(decoder, kv_cache_tokens=256 * 20, max_rows=8, idle_pool=between)
+        params = SamplingParams(max_tokens=40)
+        engine.add(SamplingRequest(prompt=[1, 2, 3], num_samples=8, params=params))
+        sequences = engine.run()[0].sequences
+        engine.close()
+        return [(s.tokens, s.logprobs) for s in sequences]
+
+    first, between = small_decoder(), IdleKVCachePool()
+    second = first.fork()
+    expected = [sample(first), sample(second)]
+    assert expected[0] == expected[1]
+    del first
+    gc.collect()
+    torch.cuda.empty_cache()
+    full = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(16)]
+    assert sample(second) == expected[1] and all(bool(t.isnan().all()) for t in full)

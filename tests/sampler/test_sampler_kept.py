@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import ADAM, random_datums
+from helpers import ADAM, call, random_datums
 from sampler_models import add_lora, multistep_engine, one_thread, random_prompts, tiny_model  # noqa: F401
 
 from rl.learner import ModelSpec
@@ -106,14 +106,14 @@ def test_three_calls_with_new_weights_between_capture_once(captured, kind):
     name, _, more = kind.partition(" with ")
     model = add_lora(tiny_model(name), LORA) if more else tiny_model(name)
     decoder, between, pages, seen = make_decoder(model, kind="fast"), IdleKVCachePool(), set(), []
-    for call in range(3):
+    for seed in range(3):
         engine = multistep_engine(
             decoder, page=4, kv_cache_tokens=400, max_rows=16, idle_pool=between
         )
-        result = run_requests(engine, requests(call))
+        result = run_requests(engine, requests(seed))
         pages.add(engine._state.kv[0].data_ptr())
         engine.close()
-        same(result, run_requests(Engine(make_decoder(model, kind="fast")), requests(call)))
+        same(result, run_requests(Engine(make_decoder(model, kind="fast")), requests(seed)))
         seen.append([tokens for tokens, _ in result])
         with torch.no_grad():
             for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -152,30 +152,58 @@ def test_all_graphs_of_the_present_requests_are_captured_before_the_first_step(c
     assert engine.counters.peak_rows > rows and captured == before
 
 
-def test_a_capture_lets_other_threads_use_the_device(monkeypatch):
-    """torch's functions are replaced; the test on a device is in test_sampler_gpu.py."""
-    modes, stream = [], SimpleNamespace(wait_stream=lambda other: None)
+@pytest.fixture
+def captures(monkeypatch):
+    """Replace torch's functions for captures. Return their calls in order: "clear" of cuBLAS's
+    workspaces, and the stream and error mode of each capture.
+    """
+    calls, streams = [], []
 
-    def capture(graph, pool, capture_error_mode="global"):
-        modes.append(capture_error_mode)
+    def make_stream():
+        streams.append(SimpleNamespace(wait_stream=lambda other: None, number=len(streams)))
+        return streams[-1]
+
+    def capture(graph, pool, stream=None, capture_error_mode="global"):
+        calls.append((stream and stream.number, capture_error_mode))
         return nullcontext()
 
     stand_ins = {
         "device": lambda device: nullcontext(),
-        "Stream": lambda: stream,
-        "current_stream": lambda: stream,
+        "Stream": make_stream,
+        "current_stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
         "stream": lambda stream: nullcontext(),
         "graph": capture,
         "CUDAGraph": lambda: SimpleNamespace(pool=lambda: None, replay=lambda: None),
     }
     for name, value in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    clear = "_cuda_clearCublasWorkspaces"
+    monkeypatch.setattr(torch._C, clear, lambda: calls.append("clear"), raising=False)
     monkeypatch.setattr(CUDAGraphRunner, "uses_graphs", True)
+    return calls
+
+
+def test_a_capture_lets_other_threads_use_the_device(captures):
+    """The test on a device is in test_sampler_gpu.py."""
     decoder = make_decoder(tiny_model("qwen3"), kind="fast")
     engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, max_rows=4)
     engine.add(requests()[0])
     engine.step(), engine.step()
-    assert modes == ["thread_local"] * 3
+    assert [call[1] for call in captures if call != "clear"] == ["thread_local"] * 3
+
+
+def test_graphs_of_two_decoders_share_no_workspace_of_cublas(captures):
+    """torch frees the workspace of a stream with any graph that was captured on it: the graphs of
+    the other decoder would write to freed memory. The test on a device is in test_sampler_gpu.py.
+    """
+    first = make_decoder(tiny_model("qwen3"), kind="fast")
+    for decoder in (first, first.fork()):
+        engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, max_rows=4)
+        engine.add(requests()[0])
+        engine.step(), engine.step()
+    # all captures of a decoder are on one stream, with cleared workspaces before and after each
+    expected = [["clear", (stream, "thread_local"), "clear"] * 3 for stream in (0, 1)]
+    assert captures == expected[0] + expected[1]
 
 
 @pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -285,17 +313,19 @@ def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeyp
         run_requests(with_one, requests())  # its pages may belong to another engine by now
 
 
-def test_a_learner_gets_the_memory_until_it_has_left_room():
+def test_a_learner_gets_the_memory_until_it_has_left_room(monkeypatch):
     """`room` is called with the idle bytes that the measured peak does not include: 0 once the pool
     was kept through an update.
     """
     decoder, queries, answer = make_decoder(tiny_model("qwen3"), kind="fast"), [], True
+    assert not kv_cache_pool.has_free_memory(torch.device("cpu"), 0)
 
     def room(device, size):
         queries.append(size)
         return answer
 
-    between = IdleKVCachePool(room)
+    monkeypatch.setattr(kv_cache_pool, "has_free_memory", room)
+    between = IdleKVCachePool()
 
     def sample():
         engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, idle_pool=between)
@@ -314,7 +344,6 @@ def test_a_learner_gets_the_memory_until_it_has_left_room():
     answer = False
     between.free_for_learner()
     assert between._idle is None and queries[2:] == [0]
-    assert not kv_cache_pool.has_free_memory(torch.device("cpu"), 0)
 
 
 def test_room_is_what_this_process_may_have_less_the_most_it_took(monkeypatch):
@@ -354,15 +383,15 @@ def worker():
 
 
 def learn(worker):
-    worker.forward_backward(0, random_datums(4), "cross_entropy", {}, 4.0, True)
+    call(worker, "forward_backward", 0, random_datums(4), "cross_entropy", {}, 4.0, True)
     worker.optim_step(0, ADAM)
 
 
-def test_a_rank_keeps_them_over_its_verbs(captured, worker):
+def test_a_rank_keeps_them_over_its_verbs(captured, worker, monkeypatch):
     """Sample, update and hand over the weights repeatedly: if memory suffices for both, the third
     and fourth call capture nothing.
     """
-    worker.kv_cache_pool._has_room = lambda device, size: True
+    monkeypatch.setattr(kv_cache_pool, "has_free_memory", lambda device, size: True)
     counts, tokens = [], []
     for version in range(4):
         worker.snapshot(0, version)
@@ -452,11 +481,11 @@ def test_what_lies_behind_a_rows_last_position_is_not_seen_whatever_it_is():
     same(run_requests(engine, request), run_requests(Engine(decoder), request))
 
 
-def test_what_another_learner_takes_is_seen_anew(worker):
+def test_what_another_learner_takes_is_seen_anew(worker, monkeypatch):
     """The measurement also restarts after a learner runs out of memory: the failed allocation is
     not part of the measured peak.
     """
-    worker.kv_cache_pool._has_room = lambda device, size: True
+    monkeypatch.setattr(kv_cache_pool, "has_free_memory", lambda device, size: True)
     learn(worker)
     worker.snapshot(0, 0)
     worker.sample(0, make_sum_requests())
@@ -464,11 +493,11 @@ def test_what_another_learner_takes_is_seen_anew(worker):
     assert worker.kv_cache_pool._idle is not None and worker.kv_cache_pool._has_learned
     worker.create_model(1, ModelSpec("tiny:addition", seed=2), None, False)
     worker.sample(0, make_sum_requests())
-    worker.forward_backward(1, random_datums(4), "cross_entropy", {}, 4.0, True)
+    call(worker, "forward_backward", 1, random_datums(4), "cross_entropy", {}, 4.0, True)
     assert worker.kv_cache_pool._idle is None
     worker.optim_step(1, ADAM)
     worker.sample(0, make_sum_requests())
-    for verb in ("run", "step"):
+    for verb in ("run_share", "step"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(worker.learners[1]), verb, out_of_memory)
             worker.sample(0, make_sum_requests())

@@ -286,7 +286,7 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
         )
     engine.step()
     rows, run = (
-        {name: engine._rows[name].copy() for name in ("max_tokens", "drawn")},
+        {name: engine._rows[name].copy() for name in ("max_tokens", "num_sampled")},
         engine._device_steps.copy_results,
     )
     written = (
@@ -296,7 +296,7 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
     def seen(count):
         nonlocal ended
         tokens, logprobs, experts = run(count)
-        b, rest = engine._device_steps.runner.buffers, rows["max_tokens"] - rows["drawn"]
+        b, rest = engine._device_steps.runner.buffers, rows["max_tokens"] - rows["num_sampled"]
         for row in range(len(rest)):
             stops = [i + 1 for i, token in enumerate(tokens[:, row].tolist()) if 3 <= token < 12]
             fed = min([count, int(rest[row]), *stops[:1]])

@@ -5,9 +5,17 @@ text at every token.
 import numpy as np
 import pytest
 import torch
+from sampler_models import VOCAB, tiny_model
 
-from rl.sampler import StopStringMatcher, build_stop_condition
+from rl.sampler import (
+    Engine,
+    SamplingRequest,
+    StopStringMatcher,
+    build_stop_condition,
+    make_decoder,
+)
 from rl.sampler.stop_conditions import StopTable
+from rl.types import SamplingParams
 
 TOKENIZERS = ["qwen2.5", "gpt2", "minimind_6400"]
 
@@ -33,13 +41,11 @@ def test_meaning_of_stop():
         build_stop_condition(["a", ""], eos)
 
 
-def test_table_looks_up_rows_of_tokens_and_shares_equal_conditions():
+def test_table_looks_up_rows_of_tokens_and_shares_equal_sets():
     table = StopTable(10)
-    first, none = (
-        table.row_of(build_stop_condition([4], (2,))),
-        table.row_of(build_stop_condition([], (2,))),
-    )
-    assert table.row_of(build_stop_condition([4], (2,))) == first != none
+    first = table.row_of(frozenset({2, 4}), set)
+    none = table.row_of(frozenset(), lambda: {first})
+    assert table.row_of(frozenset({4, 2}), lambda: {first, none}) == first != none
     tokens = np.array([2, 4, 5, 2])
     assert table.table[np.array([first, first, first, none]), tokens].tolist() == [
         True,
@@ -56,10 +62,32 @@ def test_every_id_of_the_vocabulary_can_stop():
     table = StopTable(6)
     for token in range(6):
         for row in (
-            table.row_of(build_stop_condition([token], ())),
-            table.row_of(build_stop_condition(None, (token, 6, 99))),
+            table.row_of(build_stop_condition([token], ()).token_ids, set),
+            table.row_of(build_stop_condition(None, (token, 6, 99)).token_ids, set),
         ):
             assert np.flatnonzero(table.table[row]).tolist() == [token]
+
+
+def test_the_table_does_not_grow_with_the_stops_of_finished_requests(shared_data):
+    """Each request has a stop string and a stop id of its own, and overlaps with the next."""
+    tokenizer = load_tokenizer(shared_data / "tokenizers" / "minimind_6400")
+    engine, finished = Engine(make_decoder(tiny_model("llama")), (1,), tokenizer), []
+    for i in range(40):
+        params = SamplingParams(
+            max_tokens=4 + i % 3, temperature=1.0, stop=[f"stop {i}", i % VOCAB]
+        )
+        engine.add(SamplingRequest(prompt=[5, 6], params=params, seed=i))
+        finished += engine.step()
+    while engine.busy:
+        finished += engine.step()
+    assert len(finished) == 40
+    for done in finished:
+        (sequence,) = done.result().sequences
+        ends = {1, done.request_id % VOCAB}
+        assert (sequence.tokens[-1] in ends) == (sequence.stop_reason == "stop")
+        assert not ends & set(sequence.tokens[:-1])
+    assert len(engine._stops.table) <= 8, "a row for each request that has ever been served"
+    assert len(engine._stop_strings._completing) <= 256
 
 
 def first_hit_by_full_decoding(tokenizer, strings, tokens) -> int | None:

@@ -91,7 +91,10 @@ def test_rows_know_their_next_uniform_however_far_they_went_without_asking():
             assert np.array_equal(
                 result,
                 philox_uniforms(
-                    rows["seed"], rows["problem"], rows["index"], rows["drawn"].astype(np.uint64)
+                    rows["seed"],
+                    rows["problem"],
+                    rows["index"],
+                    rows["num_sampled"].astype(np.uint64),
                 ),
             )
             for _ in range(int(rng.integers(1, 30))):

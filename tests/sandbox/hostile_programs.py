@@ -91,7 +91,7 @@ BOTH = {
     "open('/tmp/pytest.ini', 'w').write('[pytest]\\naddopts = --collect-only')",
     (6, "a module named like a standard one"): "for n in ('json', 'math', 'ast', 'struct'):\n    open(f'/tmp/{n}.py', 'w').write('raise SystemExit(0)')",
     (6, "PYTHONSTARTUP"): "import os\nos.environ['PYTHONSTARTUP'] = '/tmp/x.py'\nos.environ['PYTHONPATH'] = '/tmp'\nopen('/tmp/x.py', 'w').write('1')",
-    (6, "a .pth where packages are"): "import sys, os\nfor p in sys.path + ['/packages', '/inside']:\n"
+    (6, "a .pth where packages are"): "import sys, os\nfor p in sys.path + ['/inside/packages', '/inside']:\n"
     "    try: open(os.path.join(p, 'x.pth'), 'w').write('import os; os._exit(0)')\n    except OSError: pass",
     (6, "the interpreter's own files"): "import os, sys\nfor p in (os.__file__, sys.executable, '/inside/rl/sandbox/inside/tester.py'):\n"
     "    try: open(p, 'a').write('#')\n    except OSError: pass",
@@ -171,7 +171,7 @@ BOTH = {
     "    except OSError: pass",
     (10, "the shadow file and the home"): "for p in ('/etc/shadow', '/etc/passwd', '/root/.bashrc', '/root/.ssh/id_rsa', '/home'):\n"
     "    try: print('SECRET-reached', open(p).read())\n    except OSError: pass",
-    (10, "writes to the system"): "import os\nfor p in ('/', '/usr', '/etc', '/inside', '/packages', '/dev', '/bin', '/usr/lib'):\n"
+    (10, "writes to the system"): "import os\nfor p in ('/', '/usr', '/etc', '/inside', '/inside/packages', '/dev', '/bin', '/usr/lib'):\n"
     "    try: open(p + '/wsx', 'w')\n    except OSError: pass\n    else:\n        print('SECRET-reached')",
     (10, "chroot out"): "import os\ntry:\n    os.mkdir('/tmp/c'); os.chroot('/tmp/c')\nexcept OSError: pass\nelse: print('SECRET-reached')",
     (11, "a child that outlives it"): "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\n    os._exit(0)",

@@ -183,6 +183,36 @@ def test_tests_reach_the_programs_objects_and_functions_go_both_ways(sandbox):
     assert sandbox.grade(program, Asserts("", ["assert sum(1, 2) == 103"])).all
 
 
+def test_tests_combine_the_programs_objects_by_its_operators(sandbox):
+    program = """
+from dataclasses import dataclass
+@dataclass(frozen=True, order=True)
+class V:
+    x: int
+    def __add__(self, other): return V(self.x + other.x)
+    def __sub__(self, other): return 0 if isinstance(other, int) else V(self.x - other.x)
+    __rsub__ = __sub__
+    def __mul__(self, other): return self.x * other.x
+    def __neg__(self): return V(-self.x)
+    def __abs__(self): return abs(self.x)
+"""
+    right = [
+        "assert V(1) + V(2) == V(3) and (V(3) - V(1)).x == 2 and V(2) * V(4) == 8",
+        "assert V(1) <= V(1) < V(2) > V(0) and V(2) >= V(2) and not V(1) > V(1)",
+        "assert -V(1) == V(-1) and abs(V(-3)) == 3",
+        "v = V(1)\nv += V(2)\nassert v.x == 3",
+        "assert len({V(1), V(1), V(2)}) == 2 and {V(1): 5}[V(1)] == 5",
+    ]
+    wrong = [
+        "assert abs(V(1) - 5) < 1",  # 5 is an expected value
+        "assert abs(5 - V(1)) < 1",
+        "assert V(7) > 5",
+        "assert V(1) + V(2) == V(4)",
+    ]
+    grade = sandbox.grade(program, Asserts("", [*right, *wrong], "V"))
+    assert grade.passed == [True] * len(right) + [False] * len(wrong), grade.reasons
+
+
 def test_humaneval_texts_are_called_with_the_entry_point(sandbox):
     text = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 3\n    assert candidate(0) == 1\n"
     assert sandbox.grade("def inc(x): return x + 1", Asserts("", [text], "inc")).all
@@ -223,6 +253,51 @@ def test_calls_compare_plain_values(sandbox):
     )
 
 
+SPEND = (
+    "import time\ndef spend(seconds):\n    until = time.process_time() + seconds\n"
+    "    while time.process_time() < until: pass\n    return 1"
+)
+
+
+@pytest.mark.parametrize("style", ["asserts", "calls", "session", "pytest"])
+def test_cpu_time_is_counted_for_each_call_assert_and_turn(sandbox, style):
+    """Spend 0.5 s in each of four calls, then more than the limit of 1 s in the last one."""
+    limits = SandboxLimits(wall_s=20, cpu_s=1, total_s=60)
+    seconds = (0.5, 0.5, 0.5, 0.5, 30)
+    if style == "session":
+        with sandbox.session(limits=limits) as python:
+            python.run(SPEND)
+            ends = [python.run(f"spend({spent})").ended_by for spent in seconds]
+        assert ends == ["", "", "", "", "cpu"]
+        return
+    asserts = [f"assert spend({spent}) == 1" for spent in seconds]
+    functions = "".join(f"\ndef test_{i}(): {text}" for i, text in enumerate(asserts))
+    tests = {
+        "asserts": Asserts("", asserts),
+        "calls": Calls("spend", [([spent], 1) for spent in seconds]),
+        "pytest": Pytest({"test_a.py": f"from solution import spend{functions}"}),
+    }[style]
+    grade = sandbox.grade(SPEND, tests, limits=limits)
+    assert grade.passed == [True] * 4 + [False] and grade.reasons[4].startswith("cpu"), grade
+
+
+@pytest.mark.parametrize("style", ["dialogues", "calls"])
+def test_the_last_test_ends_with_the_time_of_all_tests(sandbox, style):
+    body = "import time\n    if x == '2': time.sleep(30)"
+    program, tests = (
+        (f"def f(x):\n    {body}\n    return x", Calls("f", [(["1"], "1"), (["2"], "2")]))
+        if style == "calls"
+        else (
+            f"x = input()\nif True:\n    {body}\nprint(x)",
+            StdinStdoutTests([("1", "1"), ("2", "2")]),
+        )
+    )
+    start = time.monotonic()
+    grade = sandbox.grade(program, tests, limits=SandboxLimits(wall_s=12, total_s=3))
+    assert grade.passed == [True, False] and "all tests together" in grade.reasons[1]
+    assert time.monotonic() - start < 8
+
+
 def test_a_slot_is_free_again_after_a_callers_mistake():
     with Sandbox(workers=1) as first:
         for _ in range(3):
@@ -247,6 +322,29 @@ def test_pytest_files(sandbox):
         ).passed[0]
         is False
     )
+
+
+def test_pytest_files_without_namespaces(monkeypatch, tmp_path):
+    monkeypatch.setattr("os.getuid", lambda: 1000)  # rlimits are refused to root
+    record = tmp_path / "folders"
+    files = {"test_a.py": "import os, pathlib\nfrom solution import f\n\ndef test_f(tmp_path):\n"
+             f"    with open({str(record)!r}, 'a') as file:\n        print(os.getcwd(), tmp_path, file=file)\n"
+             "    assert f(1) == 2\n"}  # fmt: skip
+    programs = ["def f(x): return x + 1", "def f(x):\n    import os; os._exit(0)"]
+    with Sandbox("rlimits", SandboxLimits(wall_s=1, total_s=40), workers=2) as weak:
+        grades = weak.grade_many([(text, Pytest(files)) for text in programs])
+        again = weak.grade(programs[0], Pytest(files), cache=False)
+    assert [grade.passed for grade in (*grades, again)] == [[True], [False], [True]]
+    lines = record.read_text().splitlines()
+    folders = {folder for line in lines for folder in line.split()}
+    assert len(lines) == 3 and len(folders) == 6
+    assert not [folder for folder in folders if os.path.exists(os.path.dirname(folder))]
+
+
+def test_pytest_files_need_pytest(sandbox, monkeypatch):
+    monkeypatch.setattr("rl.sandbox.grade_tests.find_pytest_folder", lambda: None)
+    with pytest.raises(UserError, match="pip install pytest"):
+        sandbox.grade("", Pytest({"test_a.py": "def test_a(): pass"}))
 
 
 @pytest.mark.parametrize(
@@ -280,6 +378,9 @@ def test_languages(sandbox, language, program):
             "int main() { return x; }", StdinStdoutTests([("", "")], language="c++"), limits=limits
         )
         assert not broken.all and "does not compile" in broken.reasons[0]
+        short = SandboxLimits(wall_s=20, cpu_s=20, total_s=0.1)  # less than the time to compile
+        late = sandbox.grade(program, StdinStdoutTests([("1", "2")], language="c++"), limits=short)
+        assert not late.all and "all tests together" in late.reasons[0]
 
 
 def test_grades_are_kept_by_program_tests_and_limits(sandbox):
@@ -365,6 +466,7 @@ def test_a_session_keeps_its_state(sandbox):
         assert python.run("import sys; sys.exit()").ended_by == "exit"
         assert python.run("import os; os._exit(0)").ended_by == "exit"
         assert python.run("2 + 2").value == "4"
+        python.close()  # the end of the `with` closes it again
 
 
 # -------------------------------------------------------------------------------- host restrictions
@@ -460,21 +562,32 @@ def _state(pid: int) -> str:
 
 
 def test_a_service_by_its_url(tmp_path):
+    timeouts = []
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             for name, coded in request["files"].items():  # the format of SandboxFusion
                 (tmp_path / name).write_bytes(base64.b64decode(coded, validate=True))
+            timeouts.append(request["run_timeout"])
             command = [sys.executable, "-c", request["code"]]
-            ran = subprocess.run(
-                command, input=request["stdin"], capture_output=True, text=True, cwd=tmp_path
-            )
-            result = {
-                "status": "Finished",
-                "stdout": ran.stdout,
-                "stderr": ran.stderr,
-                "return_code": ran.returncode,
-            }
+            try:
+                ran = subprocess.run(
+                    command,
+                    input=request["stdin"],
+                    capture_output=True,
+                    text=True,
+                    cwd=tmp_path,
+                    timeout=request["run_timeout"],
+                )
+                result = {
+                    "status": "Finished",
+                    "stdout": ran.stdout,
+                    "stderr": ran.stderr,
+                    "return_code": ran.returncode,
+                }
+            except subprocess.TimeoutExpired:
+                result = {"status": "TimeLimitExceeded"}
             body = json.dumps({"status": "Success", "run_result": result}).encode()
             self.send_response(200)
             self.end_headers()
@@ -500,6 +613,22 @@ def test_a_service_by_its_url(tmp_path):
         ).passed == [True, False]
         asserts = Asserts("", ["assert f(1) == (1, 1)", "assert f('a') == 'a'"])
         assert sandbox.grade("def f(x): return (x, 1)", asserts).passed == [True, False]
+        solution = "class Solution:\n    def f(self, x): return x + 1"
+        for function in ("f", "Solution.f"):
+            assert sandbox.grade(solution, Calls(function, [([1], 2), ([2], 2)])).passed == [
+                True,
+                False,
+            ]
+        assert "NameError" in sandbox.grade("", Calls("f", [([1], 2)])).reasons[0]
+        sleeper = "import time\ndef f(x):\n    time.sleep(30)\nif __name__ == '__main__':\n    f(1)"
+        for tests, runs in (
+            (StdinStdoutTests([("", "")] * 3), 3),
+            (Asserts("", ["assert f(1) == 1"] * 3), 3),
+        ):
+            del timeouts[:]
+            late = sandbox.grade(sleeper, tests, limits=SandboxLimits(wall_s=0.8, total_s=1))
+            assert late.passed == [False] * runs and "all tests together" in late.reasons[2]
+            assert len(timeouts) == 2 and timeouts[0] <= 0.8 and timeouts[1] < 0.3
         with pytest.raises(UserError, match="local sandbox"):
             sandbox.grade("", Asserts("", ["assert g(f(1))"]))
     server.shutdown()

@@ -10,6 +10,7 @@ from hostile_grading import DEATHS, FAMILIES, HEADS, STYLES, list_cheating_progr
 
 from rl.data import load_problems
 from rl.rewards import resolve_reward
+from rl.rewards.code import parse_tests
 from rl.sandbox import COMPARERS, Asserts, Calls, Pytest, Sandbox, SandboxLimits, extract_helpers
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
@@ -291,20 +292,24 @@ def test_an_integer_is_expected_exactly_whatever_its_size(sandbox):
 
 
 @pytest.mark.parametrize(
-    ("outputs", "expected"),
+    ("outputs", "returned", "passed"),
     [
-        ([[12], [3]], [12, 3]),  # each result is wrapped in a list
-        ([12, 3], [12, 3]),
-        ([[[1, 2]], [["a"]]], [[1, 2], ["a"]]),
-        ([["a", "b"], ["c"]], [["a", "b"], ["c"]]),  # kept as lists: the first has two items
-        ([["c"], []], [["c"], []]),
-        ([["c"], "d"], [["c"], "d"]),
+        ([[12], [3]], [12, 3], [True, True]),  # each result is wrapped in a list
+        ([[12], [3]], [[12], [3]], [True, True]),  # or is a list
+        ([[12], [3]], [[[12]], [4]], [False, False]),
+        ([12, 3], [12, [3]], [True, False]),
+        ([[[1, 2]], [["a"]]], [[1, 2], [["a"]]], [True, True]),
+        ([["a", "b"], ["c"]], [["a", "b"], "c"], [True, False]),  # the first has two items
+        ([["a", "b"], ["c"]], ["a", ["c"]], [False, True]),
+        ([["c"], []], ["c", []], [False, True]),
+        ([["c"], "d"], [["c"], "d"], [True, True]),
     ],
 )
-def test_results_of_apps_that_are_lists(tmp_path, outputs, expected):
-    cases = {"fn_name": "f", "inputs": [[1], [2]], "outputs": outputs}
+def test_results_of_apps_that_are_lists(sandbox, tmp_path, outputs, returned, passed):
+    cases = {"fn_name": "f", "inputs": [[0], [1]], "outputs": outputs}
     (tmp_path / "apps.jsonl").write_text(
         json.dumps({"question": "Do.", "input_output": json.dumps(cases)}) + "\n"
     )
     (problem,) = load_problems(tmp_path / "apps.jsonl", split="test")
-    assert [case[1] for case in problem.meta["tests"]["cases"]] == expected
+    tests, _ = parse_tests(problem.meta)
+    assert sandbox.grade(f"def f(i): return {returned!r}[i]", tests).passed == passed

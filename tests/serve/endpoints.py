@@ -39,7 +39,7 @@ class TinyBackend:
         show = what.pop("show", None)
         self.requests_seen.append((list(prompt_ids), num_samples, sampling_params, what))
         arguments = ModelInput.from_ints(list(prompt_ids)), num_samples, sampling_params
-        if show is not None:
+        if show is not None or "next_token" in what:
             request = self.client.make_request(*arguments, **what)
             return await asyncio.to_thread(self._shown, request, show)
         return await asyncio.to_thread(self.client.sample(*arguments, **what).result)
@@ -49,7 +49,8 @@ class TinyBackend:
         with SampleStream(self.client) as stream:
             ticket = stream.add(request)
             while ticket not in (part := stream.run_steps(1, partial_tickets=True)).finished:
-                show(part.partial_output.get(ticket, {}))
+                if show is not None:
+                    show(part.partial_output.get(ticket, {}))
         if isinstance(part.finished[ticket], ValueError):
             raise part.finished[ticket]
         return part.finished[ticket]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,11 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 from endpoints import Endpoint, ScriptedBackend, TinyBackend  # noqa: E402
 
 from rl.envs import resolve_environment  # noqa: E402
+from rl.errors import BadRequestError, ContextLengthError  # noqa: E402
 from rl.programs import program_env  # noqa: E402
 from rl.rollout import trajectory_to_datums  # noqa: E402
+from rl.serve import HttpError  # noqa: E402
+from rl.serve.http_errors import to_http_error  # noqa: E402
 from rl.types import ModelInput, SamplingParams  # noqa: E402
 
 ASK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
@@ -87,8 +91,8 @@ def test_answers_are_the_clients_own_to_the_bit(tiny_endpoint):
         assert choice["message"]["content"] == parsed["content"]
     drawn = sum(len(sequence.tokens) for sequence in reference.sequences)
     assert text["usage"] == {
-        "prompt_tokens": prompt.length, "completion_tokens": drawn,
-        "total_tokens": prompt.length + drawn,
+        "prompt_tokens": prompt.length, "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens": drawn, "total_tokens": prompt.length + drawn,
     }  # fmt: skip
     body = {"token_ids": prompt.to_ints(),
             "sampling_params": {**options, "logprobs": 1, "stop_token_ids": [1]}}  # fmt: skip
@@ -267,6 +271,43 @@ def test_models_say_how_long_prompt_and_answer_may_be(tiny_endpoint):
     assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_only_a_prompt_beyond_the_context_has_the_code_of_it():
+    advice = "max_tokens=None samples up to the context's end, and this model has no limit"
+    assert to_http_error(BadRequestError(advice)).code is None
+    assert to_http_error(ContextLengthError(advice)).code == "context_length_exceeded"
+    assert HttpError(400, advice).code is None
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_likely_tokens_of_an_answer_that_ends_with_the_context(tiny_endpoint, path):
+    """The likeliest token at the last position is the greedy sample after the tokens before it."""
+    (model,) = tiny_endpoint.http.get("/v1/models").json()["data"]
+    longest, k = model["max_model_len"], 3
+    asks = {
+        "/v1/completions": {"prompt": [5] * (longest - 4), "max_tokens": 4, "logprobs": k},
+        "/v1/chat/completions": {"messages": ASK, "logprobs": True, "top_logprobs": k},
+    }
+    body = {"seed": 2, "logit_bias": {"1": -100}, "return_token_ids": True, **asks[path]}
+    reply = tiny_endpoint.http.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    (choice,) = reply.json()["choices"]
+    prompt = choice.get("prompt_token_ids") or reply.json()["prompt_token_ids"]
+    tokens = [*prompt, *choice["token_ids"]]
+    assert len(tokens) == longest
+    before = ModelInput.from_ints(tokens[:-1])
+    params = SamplingParams(max_tokens=1, temperature=0.0, stop=[])
+    (greedy,) = tiny_endpoint.engine.client.sample(before, 1, params).result().sequences
+    if path == "/v1/completions":
+        top = choice["logprobs"]["top_logprobs"][-1]
+        best = max(top, key=top.__getitem__)
+        result = (best, top[best])
+    else:
+        first = choice["logprobs"]["content"][-1]["top_logprobs"][0]
+        result = (first["token"], first["logprob"])
+    assert result[0] == f"token_id:{greedy.tokens[0]}"
+    assert result[1] == pytest.approx(greedy.logprobs[0], abs=2e-5)
+
+
 # ----------------------------------------------------------------------------------------- refusals
 
 CHAT, TEXT, IDS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
@@ -319,6 +360,7 @@ REFUSED = [
     (CHAT, {"stop": [""]}, "stop"),
     (CHAT, {"stream": "yes"}, "stream"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (TEXT, {"stream_options": {"include_usage": True}}, "stream_options"),
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
     (CHAT, {"parallel_tool_calls": False}, "parallel_tool_calls"),
     (TEXT, {"max_tokens": 0}, "max_tokens"),
@@ -716,6 +758,55 @@ def test_a_request_that_comes_again_after_a_lost_answer_is_drawn_once(tiny_endpo
     restarted = tiny_endpoint.http.post("/session/r/v1/chat/completions", json=body).json()
     assert again == first and restarted["id"] != first["id"]
     assert len(tiny_endpoint.sessions.find("", "r").turns) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_retry_of_a_request_that_failed_is_sampled(make_scripted_endpoint, monkeypatch, stream):
+    """The OpenAI client repeats a request after 429 and 503, with the number of the retry."""
+    endpoint = make_scripted_endpoint(lambda *_: "It is so.")
+    sample = endpoint.engine.sample
+
+    async def fail(*_, **__):
+        raise HttpError(503, "too many requests are open: try again")
+
+    path, body = "/session/f/v1/chat/completions", {"messages": ASK, "stream": stream}
+    monkeypatch.setattr(endpoint.engine, "sample", fail)
+    assert endpoint.http.post(path, json=body).status_code == 503
+    monkeypatch.setattr(endpoint.engine, "sample", sample)
+    headers = {"x-stainless-retry-count": "1"}
+    replies = [endpoint.http.post(path, json=body, headers=headers) for _ in range(2)]
+    assert [reply.status_code for reply in replies] == [200, 200], replies[0].text
+    assert len(endpoint.sessions.find("", "f").turns) == 1
+
+
+def test_a_stream_that_comes_again_after_its_connection_broke_is_sampled_once(
+    make_scripted_endpoint,
+):
+    endpoint, may_continue = make_scripted_endpoint(lambda prompt, turn: f"answer {turn}"), False
+    endpoint.engine.by_character = True
+
+    async def pace(count):
+        while count > 2 and not may_continue:
+            await asyncio.sleep(0.01)
+
+    endpoint.engine.pace = pace
+    path, body = "/session/r/v1/chat/completions", {"messages": ASK, "stream": True}
+    with endpoint.http.stream("POST", path, json=body) as reply:
+        next(reply.iter_lines())
+    session = endpoint.sessions.find("", "r")
+    end = time.monotonic() + 30
+    while not session._disconnected and time.monotonic() < end:
+        time.sleep(0.01)
+    may_continue = True
+    reply = endpoint.http.post(path, json=body)
+    events = [
+        json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")
+    ]
+    pieces = [event["choices"][0]["delta"].get("content") or "" for event in events]
+    assert "".join(pieces) == "answer 0"
+    assert len(session.turns) == 1
+    endpoint.http.post(path, json=body)
+    assert len(session.turns) == 2, "the same request after a complete answer is another turn"
 
 
 def test_nobody_sees_anothers_session():

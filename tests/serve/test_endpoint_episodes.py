@@ -1,5 +1,6 @@
 """Test `--environment endpoint`: the run and end of programs, and the tokens that are trained."""
 
+import datetime
 import json
 import os
 import subprocess
@@ -20,9 +21,13 @@ from rl.envs import EpisodeLimits, parse_environment, resolve_environment  # noq
 from rl.errors import UserError  # noqa: E402
 from rl.models import load_tokenizer  # noqa: E402
 from rl.processes import SupervisedProcess  # noqa: E402
-from rl.programs.program_rollout import LiveEndpoint, ProgramEpisode  # noqa: E402
+from rl.programs.program_rollout import (  # noqa: E402
+    LiveEndpoint,
+    ProgramEpisode,
+    get_live_endpoint,
+)
 from rl.renderers import get_renderer  # noqa: E402
-from rl.rollout import rollout, trajectory_to_datums  # noqa: E402
+from rl.rollout import EpisodeFailed, rollout, trajectory_to_datums  # noqa: E402
 from rl.types import Problem, SamplingParams  # noqa: E402
 
 REPO = Path(__file__).resolve().parents[2]
@@ -85,7 +90,9 @@ def play(tmp_path, tokenizer):
             )
             reference = {"limits": limits or EpisodeLimits(seconds=20.0), "system_prompt": prompt}
             groups.append(
-                spec.token_level(problem, members, get_renderer("plain", tokenizer), **reference)
+                spec.make_token_level_group(
+                    problem, members, get_renderer("plain", tokenizer), **reference
+                )
             )
         sampler = sampler or ScriptedSampler(tokenizer, say)
         result = rollout(groups, sampler, SamplingParams(max_tokens=max_tokens), seed=1)
@@ -155,7 +162,7 @@ def test_a_program_is_an_episode(play, tokenizer):
         assert last.metrics["depth"] == 7.0
         assert last.metrics["truncated"] == 0.0
         assert last.metrics["program/requests"] == 3
-        assert [t.logs["told"][-1]["content"] for t in trajectory.transitions] == [
+        assert [t.logs["new_messages"][-1]["content"] for t in trajectory.transitions] == [
             "begin", "go 0", "go 1",
         ]  # fmt: skip
         assert last.logs["response"] == tokenizer.decode(last.ac.tokens[:-1])
@@ -290,6 +297,36 @@ def test_where_there_is_no_room_the_program_is_told_and_scored(play, tokenizer, 
     assert group.get_total_rewards() == [float(len(trajectory.transitions))]
 
 
+def test_an_overflow_refuses_the_concurrent_requests_too(play):
+    asking = """
+        import threading
+        codes = []
+        def enquire(text):
+            codes.append(ask([user(text)])[1].get("error", {}).get("code"))
+        threads = [threading.Thread(target=enquire, args=("0" * n,)) for n in (10, 60, 60)]
+        threads[0].start()
+        time.sleep(0.5)
+        for thread in threads[1:]:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert codes == [None] + 2 * ["context_length_exceeded"], codes
+        score(2.0)
+    """
+
+    def say(*_):
+        (episode,) = get_live_endpoint().episodes.running.values()
+        while episode.request_count < 3:  # until all three requests wait
+            time.sleep(0.01)
+        return "ok"
+
+    result = play([asking], say, limits=EpisodeLimits(tokens=60, seconds=20.0))
+    assert not result.errors
+    ((trajectory,),) = [group.trajectories_G for group in result.groups]
+    assert len(trajectory.transitions) == 1 and trajectory.transitions[-1].truncated
+    assert result.groups[0].get_total_rewards() == [2.0]
+
+
 def test_the_run_says_how_tokens_are_drawn(play):
     asking = "answer([user('a')], temperature=0.2, seed=4, max_tokens=3, stop=['z']); score(1.0)"
     seen = []
@@ -314,6 +351,40 @@ def test_the_run_says_how_tokens_are_drawn(play):
         "answer([user('a')]); score(1.0)"
     )
     assert not play([strict], strict=True).errors
+
+
+def test_an_episode_that_is_discarded_while_it_starts_leaves_nothing(
+    tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    group = resolve_environment("endpoint", program="sleep 600").make_token_level_group(
+        Problem((), {}),
+        1,
+        get_renderer("plain", tokenizer),
+        limits=EpisodeLimits(seconds=10.0),
+        system_prompt=None,
+    )
+    (env,) = group.make_envs()
+    env.close()  # by the rollout's thread, before the episode's thread starts the program
+    with pytest.raises(EpisodeFailed, match="never called the model"):
+        env.initial_observation().result()
+    assert not list(tmp_path.glob("whetstone-row-*"))
+
+
+def test_a_row_of_a_table_may_have_values_that_json_lacks(tokenizer):
+    meta = {"on": datetime.date(2026, 11, 28), "raw": b"ab", "score": float("nan"), "n": 2}
+    meta["parts"] = [{"on": datetime.date(2026, 11, 29), "n": 1}]
+    group = resolve_environment("endpoint", program="sh {on}").make_token_level_group(
+        Problem((), meta),
+        1,
+        get_renderer("plain", tokenizer),
+        limits=EpisodeLimits(),
+        system_prompt=None,
+    )
+    parts = [{"on": "2026-11-29", "n": 1}]
+    expected = {"on": "2026-11-28", "raw": "b'ab'", "score": None, "n": 2, "parts": parts}
+    assert group.row == expected
+    assert group.make_command("row.json") == ["sh", "2026-11-28"]
 
 
 def test_a_program_has_its_row_seed_and_arguments_and_no_keys(play, monkeypatch):

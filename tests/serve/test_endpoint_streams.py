@@ -42,6 +42,8 @@ ANSWERS = [
     'Broken inside <tool_call>\n{"name": "add", "arguments": {"a": 1, b}}\n</tool_call> and on',
     f"<think>I would {CALL} but no</think>\n\nNo.",
     f"<think>It calls and does not end its thoughts {CALL}",
+    f"I call.\n{CALL}\n<think>hm", f"I call.\n{CALL}\n<think>hm</think>\nYes.",
+    'Cut off <tool_call>\n{"name": "add", "arguments": {"text": "a <think> of i',
     "By parts\n\n"
     + BY_PARTS.format(
         "<parameter=a>\n12\n</parameter>\n<parameter=text>\nfirst\n<second> 🙂\n\n</parameter>\n"
@@ -82,6 +84,15 @@ def test_what_is_certain_of_an_answer_is_a_beginning_of_it(
                 assert read_message(last) == read_message(whole), text
             begun += bool(parse_partial_text(renderer, tokens[:-1], within)["content"])
     assert begun >= len(ANSWERS), "next to nothing is ever certain"
+
+
+def test_a_call_before_thoughts_that_never_end_is_a_call(shared_data):
+    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen3"))
+    renderer = get_renderer("chat_template", tokenizer).with_tools(TOOLS)
+    tokens = tokenizer.encode(f"I call.\n{CALL}\n<think>hm", add_special_tokens=False)
+    expected = {"content": "I call.", "reasoning_content": "hm", "calls": [("add", '{"a": 1}')]}
+    for ended in (False, True):
+        assert parse_partial_text(renderer, tokens, False, ended) == expected
 
 
 def by_character(tokenizer, text):

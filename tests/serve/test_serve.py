@@ -345,7 +345,8 @@ def test_a_model_that_is_written_out_and_read_back_goes_on_to_the_bit(tmp_path):
         assert first.engine.metrics.get_value("written_out_total", which="read_back") == 0
 
 
-def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path):
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path, durable):
     def begin(first):
         wires = Wire(first)
         wires.open()
@@ -364,13 +365,13 @@ def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path)
         assert again["path"] == path
         return seen + [wires.output(wires.ask(again["model_id"], 1, make_text_datums(4, 1)))[1]]
 
-    with server(tmp_path / "through") as first:
+    with server(tmp_path / "through", durable=durable) as first:
         through = go_on(*begin(first))
-    with server(tmp_path / "broken") as first:
+    with server(tmp_path / "broken", durable=durable) as first:
         wires, model, path = begin(first)
     with pytest.raises(ValueError, match="--resume"), server(tmp_path / "broken"):
         pass
-    with server(tmp_path / "broken", resume=True) as first:
+    with server(tmp_path / "broken", durable=durable, resume=True) as first:
         again = Wire(first)
         again.session = wires.session
         assert go_on(again, model, path) == through
@@ -593,6 +594,18 @@ def test_what_was_saved_can_be_listed_taken_along_and_removed(wire_client, tmp_p
     )
 
 
+def test_a_damaged_checkpoint_hides_no_other(wire_client, model_server):
+    model = wire_client.model()
+    paths = [wire_client.save(model, 1 + i, name) for i, name in enumerate("ab")]
+    file = model_server.session_store.models[model].folder / "weights" / "a" / "state.json"
+    file.write_text(file.read_text() + " ")
+    listed = wire_client.http.get(f"/api/v1/training_runs/{model}/checkpoints")
+    assert listed.status_code == 200, listed.text
+    assert [item["tinker_path"] for item in listed.json()["checkpoints"]] == paths[1:]
+    run = wire_client.http.get(f"/api/v1/training_runs/{model}").json()
+    assert run["last_checkpoint"]["tinker_path"] == paths[1]
+
+
 def test_one_tenants_failure_touches_no_other(wire_client, model_server):
     other = Wire(model_server)
     other.open()
@@ -612,6 +625,20 @@ def test_one_tenants_failure_touches_no_other(wire_client, model_server):
     assert len(other.wait(request, "SampleResponse").sequences) == 1
     rows, _ = other.output(other.ask(models[1], 2, make_rewarded_datums(), "importance_sampling"))
     assert len(rows) == 4 and other.wait(other.step(models[1], 3))["metrics"]["grad_norm"] > 0
+
+
+def test_weights_that_are_loaded_after_a_loss_that_is_not_finite_can_be_trained(wire_client):
+    model = wire_client.model()
+    path = wire_client.save(model, 1, "before")
+    fields = {"target_tokens": [5, 6], "logprobs": [-1e4, -1.0], "advantages": [1.0, 1.0]}
+    infinite = Datum(ModelInput.from_ints([4, 5]), fields)
+    failed = wire_client.wait(wire_client.ask(model, 2, [infinite], "importance_sampling"))
+    assert "not finite" in failed["error"]
+    load = {"model_id": model, "seq_id": 3, "path": path, "optimizer": True}
+    assert wire_client.wait(wire_client.post("load_weights", **load))["path"] == path
+    wire_client.output(wire_client.ask(model, 4, make_text_datums()))
+    stepped = wire_client.wait(wire_client.step(model, 5))
+    assert stepped.get("metrics", stepped)["grad_norm"] > 0, stepped
 
 
 def test_a_client_that_dies_between_two_chunks_leaves_nothing_behind(tmp_path):
@@ -666,7 +693,7 @@ def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
         head = encode_parts(words, *ask)
         answered = ModelInput([*head.chunks, *encode_parts(words, "3").chunks])
         whole = get_image_reader(words).resolve_tokens(answered)
-        fields = {"target_tokens": whole.flat()[1:], "weights": np.ones(whole.length - 1)}
+        fields = {"target_tokens": whole.token_ids()[1:], "weights": np.ones(whole.length - 1)}
         datum = Datum(whole.truncate(whole.length - 1), fields)
         output = client.forward_backward([datum], "cross_entropy").result()
         mine = output.loss_fn_outputs[0]["logprobs"].array

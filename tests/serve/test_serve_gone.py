@@ -86,7 +86,7 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
                 np.testing.assert_allclose(
                     np.frombuffer(got, "<f4"), np.frombuffer(target, "<f4"), atol=1e-5
                 )
-        assert until(lambda: not first.engine._streams), "something is drawn still"
+        assert until(lambda: not first.engine._has_samples), "something is drawn still"
         assert set(slices[1:]) <= {3, 2, 1, 0}, (
             f"requests in each slice after they had gone: {slices}"
         )
@@ -174,7 +174,7 @@ def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(t
             # to its end.
             async def request(http):
                 answer = await http.post("/v1/completions", json=many)
-                assert await asyncio.to_thread(until, lambda: not first.engine._streams)
+                assert await asyncio.to_thread(until, lambda: not first.engine._has_samples)
                 return answer
 
             return _over_http(first, request), len(slices)
@@ -235,7 +235,7 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
 
         asyncio.run(hang_up())
         assert hung_up and sent[0]["status"] == 499
-        assert until(lambda: not first.engine._streams), "it is drawn still"
+        assert until(lambda: not first.engine._has_samples), "it is drawn still"
         assert first.engine.metrics.get_value("sampled_tokens_total") == 0
         assert not first.engine.queue._tenant_counts
 
@@ -269,7 +269,7 @@ def test_a_client_that_never_asks_after_its_answers_holds_nothing_up(tmp_path):
             careless.ask(
                 model, 2 + i, make_rewarded_datums(), "importance_sampling", forward_only=True
             )
-        assert until(lambda: len(first.engine.queue) == 0 and not first.engine._streams)
+        assert until(lambda: len(first.engine.queue) == 0 and not first.engine._has_samples)
         other.output(other.ask(theirs, 1, make_text_datums(), forward_only=True))
         time.sleep(0.4)
         other.output(other.ask(theirs, 2, make_text_datums(), forward_only=True))

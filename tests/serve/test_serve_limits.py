@@ -1,14 +1,23 @@
 """Test the limits of a server and the errors that report them."""
 
 import asyncio
+import runpy
 import threading
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
-from serving import Wire, hold_requests, open_server, server
+from accelerate.state import AcceleratorState
+from serving import BASE, Wire, hold_requests, open_server, server, until
 from test_serve import KEYS, make_text_datums
 
-from rl.serve import serving_engine
+from rl.errors import UserError
+from rl.learner import LearnerSettings
+from rl.models import load_model
+from rl.runtime import SamplerSettings, WorkerSettings
+from rl.serve import ModelServer, serving_engine
+from rl.serve.server import read_serve_settings
 
 httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
@@ -49,6 +58,188 @@ def test_a_sampler_that_was_given_back_is_read_again(tmp_path):
         assert first[0] != first[1]
         assert sum(item.session_store.samplers[s].client is not None for s in samplers) == 1
         assert draw(1) == first
+
+
+def test_a_later_request_reuses_the_beginning_of_an_earlier_one(tmp_path):
+    """The prompts share 40 tokens, two full chunks of 16. Another model shares nothing."""
+    with open_server(tmp_path) as (_, wires):
+        paths = [wires.save(wires.model(i, seed=i), 1, "kept", "_for_sampler") for i in range(2)]
+        cached = []
+        for path, ends in ((paths[0], (3, 4, 5)), (paths[1], (3, 4))):
+            for end in ends:
+                body = {"model": path, "prompt": [*range(4, 24), *range(4, 24), end]}
+                reply = wires.http.post("/v1/completions", json={**body, "max_tokens": 4})
+                assert reply.status_code == 200, reply.text
+                usage = reply.json()["usage"]
+                assert usage["prompt_tokens"] == 41
+                cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        assert cached == [0, 32, 32, 0, 32]
+
+
+def test_the_sampler_that_a_request_loads_is_not_the_one_that_is_evicted(tmp_path):
+    with open_server(tmp_path, samplers_in_memory=1) as (item, wires):
+        model = wires.model()
+        paths = [wires.save(model, 1 + i, name, "_for_sampler") for i, name in enumerate("ab")]
+        for path in paths * 2:
+            body = {"model": path, "prompt": [4, 5], "max_tokens": 2}
+            reply = wires.http.post("/v1/completions", json=body)
+            assert reply.status_code == 200, reply.text
+        samplers = []
+        for number, path in enumerate(paths):
+            fields = {"session_id": wires.session, "sampling_session_seq_id": number}
+            made = wires.post("create_sampling_session", **fields, model_path=path)
+            samplers.append(made["sampling_session_id"])
+        with hold_requests(item):  # the first sampler is used by the last request too
+            requests = [
+                wires.ask_sample(samplers[i], seq, [4, 5]) for seq, i in enumerate((0, 1, 0))
+            ]
+        for request in requests:
+            assert wires.wait(request, "SampleResponse").sequences
+
+
+def test_a_name_that_is_saved_again_has_the_new_weights(tmp_path):
+    """On the OpenAI-style routes. A sampling session keeps the weights that it was created with."""
+    with open_server(tmp_path) as (item, wires):
+        model = wires.model()
+
+        def save_and_complete(seq, name):
+            path = wires.save(model, seq, name, "_for_sampler")
+            body = {"model": path, "prompt": [4, 5], "max_tokens": 12, "seed": 3, "n": 4}
+            reply = wires.http.post("/v1/completions", json={**body, "return_token_ids": True})
+            assert reply.status_code == 200, reply.text
+            return path, [choice["token_ids"] for choice in reply.json()["choices"]]
+
+        path, old_tokens = save_and_complete(1, "kept")
+        numbers = {"session_id": wires.session, "sampling_session_seq_id": 1}
+        made = wires.post("create_sampling_session", **numbers, model_path=path)
+        sampler = made["sampling_session_id"]
+        old_samples = wires.sample(sampler, 1, [4, 5], 4, seed=3)
+        run, _, place = path.removeprefix("tinker://").partition("/")
+        deleted = wires.http.delete(f"/api/v1/training_runs/{run}/checkpoints/{place}")
+        assert deleted.status_code == 204
+        wires.output(wires.ask(model, 2, make_text_datums(4)))
+        wires.wait(wires.step(model, 3, learning_rate=0.3))
+        new_path, new_tokens = save_and_complete(4, "kept")
+        assert new_path == path and new_tokens == save_and_complete(5, "other")[1] != old_tokens
+        samples = wires.sample(sampler, 2, [4, 5], 4, seed=3)
+        assert [row.tokens for row in samples.sequences] == [
+            row.tokens for row in old_samples.sequences
+        ]
+
+
+def read_command_line(*words):
+    """Return the settings of `python serve.py --base-model tiny:ascii-small WORDS`."""
+    parser = runpy.run_path(str(Path(__file__).parents[2] / "serve.py"))["parser"]
+    return read_serve_settings(parser.parse_args(["--base-model", BASE, *words]))
+
+
+def test_a_resumed_server_needs_its_folder():
+    with pytest.raises(UserError, match="give its --output-dir"):
+        read_command_line("--resume")
+
+
+def test_a_part_of_a_shared_package_is_missing_by_itself():
+    is_installed = runpy.run_path(str(Path(__file__).parents[2] / "serve.py"))["is_installed"]
+    assert is_installed("google.protobuf") and is_installed("fastapi")
+    assert not is_installed("google.no_such_part") and not is_installed("no_such_package.part")
+
+
+def test_every_model_of_a_server_has_the_dtype_of_the_base(tmp_path):
+    words = ("--precision", "bf16", "--base-dtype", "fp32", "--output-dir", str(tmp_path))
+    AcceleratorState._reset_state()  # of another precision
+    served = ModelServer.create(read_command_line(*words))
+    served.engine.start()
+    try:
+        wires = Wire(served)
+        wires.open()
+        path = wires.save(wires.model(), 1, "saved")
+        wires.load(1, path)
+        models = served.session_store.list_models()
+        assert [model.client.info["base_dtype"] for model in models] == ["fp32", "fp32"]
+    finally:
+        served.shut_down()
+        AcceleratorState._reset_state()
+
+
+def test_settings_of_memory_reach_the_workers(tmp_path):
+    words = (
+        "--precision fp32 --base-dtype fp32 --gradient-checkpointing --offload-activations "
+        "--kept-logits-gib 0.5 --fused-logprobs false --kv-cache-tokens 256 --max-rows 8 "
+        "--sampler-cache plain --token-budget 32 --layout padded"
+    )
+    settings = read_command_line(*words.split(), "--output-dir", str(tmp_path))
+    learner = LearnerSettings(
+        token_budget=32, layout="padded", fused=False, gradient_checkpointing=True,
+        offload_activations=True, kept_bytes=2**29,
+    )  # fmt: skip
+    sampler = SamplerSettings(kv_cache_tokens=256, max_rows=8, cache="plain")
+    assert settings.worker == WorkerSettings("fp32", learner=learner, sampler=sampler)
+    assert settings.base_dtype == "fp32"
+    assert read_command_line().worker == WorkerSettings()
+    served = ModelServer.create(settings)
+    served.engine.start()
+    try:
+        wires = Wire(served)
+        wires.open()
+        slices, run_slice = [], served.engine._run_job_slice
+        served.engine._run_job_slice = lambda job: (slices.append(job.verb), run_slice(job))[1]
+        wires.output(wires.ask(wires.model(), 1, make_text_datums(40)))
+        assert slices.count("forward_backward") > 5, "a micro-batch has 32 tokens"
+        body = {"prompt": [4, 5], "max_tokens": 300}
+        error = wires.http.post("/v1/completions", json=body).json()["error"]
+        assert "kv_cache_tokens is 256" in error["message"] and error["code"] is None
+    finally:
+        served.shut_down()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--token-budget 0", "--token-budget is at least 1"),
+        ("--kv-cache-tokens many", "--kv-cache-tokens: many is not"),
+        ("--base-dtype 8bit", "--base-dtype: 8bit is not one of"),
+        ("--precision fp32 --base-dtype 4bit", "requires bf16 arithmetic"),
+        ("--offload-activations", "set --gradient-checkpointing too"),
+        ("--sampler-tp 0", "--sampler-tp is at least 1"),
+    ],
+)
+def test_settings_of_memory_that_train_py_refuses_are_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        read_command_line(*words.split())
+
+
+@pytest.mark.parametrize("verb", ["unload_model", "finish"])
+def test_a_model_is_not_freed_between_two_micro_batches(tmp_path, verb):
+    data = make_text_datums(200)
+    with open_server(tmp_path, token_budget=32) as (item, wires):
+        model = wires.model()
+        expected, _ = wires.output(wires.ask(model, 1, data, forward_only=True))
+        running = wires.ask(model, 2, data, forward_only=True)
+        if verb == "unload_model":
+            wires.post(verb, model_id=model)
+        else:
+            wires.post(f"sessions/{wires.session}/finish", 204)
+        rows, _ = wires.output(running)
+        assert all(np.array_equal(a, b) for a, b in zip(rows, expected, strict=True))
+        assert until(lambda: item.session_store.models[model].client is None)
+
+
+def test_capabilities_do_not_wait_for_the_engine(tmp_path):
+    with open_server(tmp_path) as (item, wires), hold_requests(item):
+        begin = time.monotonic()
+        reply = wires.http.get("/api/v1/get_server_capabilities").json()
+        assert [model["model_name"] for model in reply["supported_models"]] == [BASE]
+        assert time.monotonic() - begin < 30, "the engine is held for 60 s"
+
+
+def test_every_stored_result_counts_for_its_tenant(tmp_path):
+    with open_server(tmp_path, durable=True) as (item, wires):
+        model = wires.model()
+        wires.wait(wires.step(model, 1))
+        wires.wait(wires.post("unload_model", model_id=model))
+        assert set(item.request_store._tenant_bytes) == {wires.session}
+    with server(tmp_path, durable=True, resume=True) as item:
+        assert set(item.request_store._tenant_bytes) == {wires.session}
 
 
 def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
@@ -139,6 +330,62 @@ def test_sessions_that_fall_silent_are_ended_though_a_look_failed(tmp_path, monk
 
         asyncio.run(looked_after())
         assert first.session_store.sessions[second].finished == "silent"
+
+
+def test_the_memory_of_a_session_that_ends_is_freed_though_its_file_cannot_be_written(
+    tmp_path, monkeypatch
+):
+    with open_server(tmp_path) as (item, wires):
+        record = item.session_store.models[wires.model()]
+
+        def fail(session):
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr(item.session_store, "save_session", fail)
+        with pytest.raises(OSError):
+            item.model_manager.end_session(item.session_store.sessions[wires.session], "silent")
+        assert until(lambda: record.client is None)
+
+
+def test_a_model_without_a_tokenizer_samples_from_token_ids(tmp_path):
+    bare = str(tmp_path / "bare")
+    load_model(BASE).model.save_pretrained(bare)
+    with server(tmp_path / "out", base=bare) as item:
+        http, params = Wire(item).http, {"max_tokens": 3, "logprobs": 1, "ignore_eos": True}
+        body = {"token_ids": [4, 5], "sampling_params": params}
+        reply = http.post("/inference/v1/generate", json=body)
+        assert reply.status_code == 200, reply.text
+        (choice,) = reply.json()["choices"]
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 3
+        messages = [{"role": "user", "content": "hi"}]
+        for path, fields in (
+            ("completions", {"prompt": [4, 5]}),
+            ("chat/completions", {"messages": messages}),
+        ):
+            reply = http.post(f"/v1/{path}", json={**fields, "max_tokens": 3})
+            assert reply.status_code == 400 and "/inference/v1/generate" in reply.text
+
+
+def test_requests_that_were_queued_when_their_session_ended_leave_no_model_in_memory(tmp_path):
+    with open_server(tmp_path) as (item, wires):
+        record = item.session_store.models[wires.model()]
+        with hold_requests(item):
+            requests = [wires.ask(record.model_id, 1 + i, make_text_datums(4, i)) for i in range(6)]
+            ended = wires.http.post(f"/api/v1/sessions/{wires.session}/finish", json={})
+            assert ended.status_code == 204
+        for request in requests:
+            wires.output(request)
+        assert until(lambda: not len(item.engine.queue))
+        assert until(lambda: record.client is None) and not record.has_gradient
+
+
+def test_sessions_are_listed_newest_first_after_a_restart(tmp_path):
+    with server(tmp_path) as item:
+        wires = Wire(item)
+        sessions = [wires.open() for _ in range(6)]
+    with server(tmp_path, resume=True) as item:
+        listed = Wire(item).http.get("/api/v1/sessions").json()["sessions"]
+        assert listed == sessions[::-1]
 
 
 def test_models_of_one_key_are_none_to_another_on_the_openai_routes(tmp_path):

@@ -348,10 +348,11 @@ def test_a_taken_port_is_said_in_a_box_and_nothing_is_written(tmp_path):
 
 def test_an_architecture_that_sampler_tp_cannot_split_is_refused_before_loading(tmp_path):
     tiny_model("gpt2").config.save_pretrained(tmp_path)  # a configuration without weights
-    unset = dict.fromkeys(("keys_file", "tls_cert", "tls_key", "renderer", "body_bytes"))
+    names = ("keys_file", "tls_cert", "tls_key", "renderer", "body_bytes", "sampler_url")
+    unset = dict.fromkeys((*names, "sampler_folder"))
     args = argparse.Namespace(
         **unset, base_model=[f"m={tmp_path}"], output_dir=str(tmp_path / "out"), host="127.0.0.1",
-        port=0, seed=0, resume=False, durable=False, sampler_tp=2, stop_grace=60.0,
+        port=0, seed=0, resume=False, durable=False, sampler="auto", sampler_tp=2, stop_grace=60.0,
     )  # fmt: skip
     settings = read_serve_settings(args)
     assert settings.worker.sampler.tp == 2

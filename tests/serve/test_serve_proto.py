@@ -91,3 +91,22 @@ def test_the_generated_module_is_what_the_compiler_writes(tmp_path):
         return re.sub(r"Domain\.PUBLIC,\n.*?'rl/serve", "'rl/serve", text, flags=re.S)
 
     assert without_version(tmp_path) == without_version(REPO)
+
+
+def test_a_tensor_that_cannot_be_read_is_described():
+    from rl.errors import BadRequestError
+    from rl.serve import conversion, tinker_pb2
+
+    tensor = tinker_pb2.Datum().loss_fn_inputs["weights"]
+    tensor.dtype = tinker_pb2.DTYPE_BFLOAT16
+    with pytest.raises(BadRequestError, match=r"has dtype bfloat16, expected float32 or int64"):
+        conversion.parse_tensor("weights", tensor)
+    tensor.dtype = tinker_pb2.DTYPE_FLOAT32
+    tensor.shape.extend([2, -1])
+    with pytest.raises(
+        BadRequestError, match=r"shape \[2, -1\], expected dimensions of at least 0"
+    ):
+        conversion.parse_tensor("weights", tensor)
+    fields = {"data": [1], "shape": "x", "sparse_crow_indices": [0], "sparse_col_indices": [0]}
+    with pytest.raises(BadRequestError, match="shape must be a list of integers .* got 'x'"):
+        conversion.parse_targets(fields)

@@ -141,7 +141,8 @@ def test_no_tenant_fills_the_queue_while_there_are_others():
         turns.finish_job(taken)
     assert fill("a", job) == 5  # of 16 places, others hold 3 and 2
     drained = Counter(type(item) for item in turns.drain())
-    assert drained == {EngineJob: 7, SamplingJob: 3} and len(turns) == 0 and fill("d", job) == 8
+    # a job of c was taken and has not finished
+    assert drained == {EngineJob: 6, SamplingJob: 3} and len(turns) == 1 and fill("d", job) == 7
     turns = FairQueue(16)
     assert fill("a", job) == 16, "nobody else is there"
     turns = FairQueue(16)
@@ -162,6 +163,16 @@ def test_tenants_take_turns_and_not_models():
         turns.finish_job(job)
     assert order[:6] == ["a:0", "b:0", "a:1", "b:0", "a:2", "b:0"]
     assert order[6:] == ["a:0", "a:1", "a:2"] * 2 and turns.next_job() is None
+
+
+def test_a_job_that_was_taken_is_not_answered_by_a_server_that_ends():
+    queue = FairQueue(64)
+    for lane in "ab":
+        queue.add(EngineJob("a", lane, "work", make_empty_job))
+    taken = queue.next_job()
+    assert [job.lane for job in queue.drain()] == ["b"]
+    queue.finish_job(taken)
+    assert not len(queue)
 
 
 def test_one_key_that_floods_refuses_itself_alone(tmp_path):
@@ -286,7 +297,7 @@ def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
 
         with pytest.raises(OSError, match="no such folder"):
             list(tenants.create_model(model, make))
-        with pytest.raises(UserError, match="m could not be made: no such folder"):
+        with pytest.raises(UserError, match="m could not be created: no such folder"):
             done.result(0)
         assert not first.engine.queue._early_counts and "m" not in first.session_store.models
 

@@ -241,6 +241,9 @@ def test_a_base_that_cannot_be_served_is_named_before_anything_is(folder, tmp_pa
         )
         with pytest.raises(UserError, match="--base-model bad cannot be served"):
             ModelServer.create(settings)
+    settings = ServeSettings((ServedBaseModel("good", BASE),), tmp_path / "out", renderer="plian")
+    with pytest.raises(UserError, match="unknown renderer 'plian': did you mean 'plain'"):
+        ModelServer.create(settings)
     assert not (tmp_path / "out").exists()
 
 

@@ -25,7 +25,7 @@ from rl.errors import UserError
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.trainer.batch_source import AsyncSource
 from rl.trainer.execute import execute
-from rl.trainer.stage_sampling import StageSampler
+from rl.trainer.stage_sampling import AllRewardsFailed, StageSampler
 from rl.trainer.trainer import Trainer
 from rl.types import ModelInput, SampledSequence
 
@@ -287,6 +287,8 @@ def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run()
     for wrong, oldest in (((3, 4), 1), ((2, 5), 2), ((5, 6), 2), ((4, 4), 0)):
         with pytest.raises(RuntimeError, match="samples come from weight versions"):
             samples.check_rollouts(rollouts((5, 5), wrong), 5, oldest)
+    with pytest.raises(AllRewardsFailed, match="the policy had no turn in any episode"):
+        samples.check_rollouts(RolloutBatch([], [], {}, 0.0, 0.0), 5, 2)
 
 
 @pytest.mark.parametrize(("inputs", "says"), [

@@ -3,7 +3,6 @@
 import math
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,9 +20,10 @@ from rl.config import (
 )
 from rl.data import Curriculum, ProblemSet, addition
 from rl.errors import UserError
+from rl.reporting import Logbook
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.trainer import resolve_stage_reward
-from rl.trainer.checkpoint_manager import CheckpointManager
+from rl.trainer.checkpoint_manager import CheckpointManager, make_checkpoint_row
 from rl.types import ModelInput, Problem, SampledSequence
 
 REPO = Path(__file__).resolve().parents[2]
@@ -190,6 +190,35 @@ def test_by_step():
     assert [get_levels(only, step) for step in (9, 10, 30)] == [{1}, {2}, {3}]
 
 
+def test_texts_that_are_numbers_are_ordered_as_numbers():
+    """The cells of a .csv file are texts."""
+
+    def get_names(*levels) -> list:
+        problems = [Problem([], {"level": level}, index=i) for i, level in enumerate(levels)]
+        return Curriculum(ProblemSet(problems), DataSettings(curriculum="success")).names
+
+    assert get_names("10", "9", "1.5", "2") == ["1.5", "2", "9", "10"]
+    assert get_names("level 2", "level 1", "10") == ["10", "level 1", "level 2"]
+    assert get_names(10, 9.5, 2) == [2, 9.5, 10]
+    assert get_names("nan", "10", "9") == ["10", "9", "nan"]
+
+
+def test_the_order_of_levels_is_that_of_the_checkpoint():
+    """An older checkpoint has no names: its order was that of texts."""
+    problems = [Problem([], {"level": str(level)}, index=level) for level in (1, 2, 10)]
+
+    def restore(state) -> list:
+        curriculum = Curriculum(ProblemSet(problems), DataSettings(curriculum="success"))
+        curriculum.load_state(state)
+        batch = curriculum.batch(0, 9, seed=0)
+        assert {p.meta["level"] for p in batch} == set(curriculum.names[: state["level"] + 1])
+        return curriculum.names
+
+    assert restore({"level": 1, "recent": []}) == ["1", "10", "2"]
+    current = Curriculum(ProblemSet(problems), DataSettings(curriculum="success")).state()
+    assert restore({**current, "level": 1}) == ["1", "2", "10"]
+
+
 def test_by_success_up_and_back():
     curriculum = make_curriculum(
         curriculum="success", curriculum_up=0.8, curriculum_down=0.2, curriculum_window=2,
@@ -275,25 +304,25 @@ def test_several_rewards_are_weighted_and_logged(tmp_path):
     assert stage.settings.data.rewards == (("exact_match", 1.0), ("gsm8k", 0.5))
 
 
-def test_best_weights_by_the_highest_or_the_lowest(tmp_path):
+def test_best_weights_by_the_highest_or_the_lowest_stay_with_those_at_the_last_checkpoint(tmp_path):
     class Policy:
-        path = "somewhere"
-
         def save_weights_for_sampler(self, name, *, value_head):
             assert not value_head
+            self.path = tmp_path / name
             return self
 
         def result(self):
             return self
 
-    for mode, kept in (("max", [1, 2, 5]), ("min", [1, 3])):
-        rows = []
-        book = SimpleNamespace(
-            folder=tmp_path, checkpoints=lambda rows=rows: rows, add_checkpoint=rows.append
-        )
-        keeper = CheckpointManager(book)
-        for step, value in enumerate([0.5, 0.7, 0.1, math.nan, 0.9, 0.9], start=1):
-            keeper.save_best(Policy(), step, "grpo", "optim/loss", value, mode=mode)
+    resumable = make_checkpoint_row(tmp_path / "grpo-000002", "last", "grpo", 2)
+    for mode, kept in (("max", [2, 6]), ("min", [1, 3])):
+        with Logbook(tmp_path / mode) as book:
+            checkpoints = CheckpointManager(book)
+            for step, value in enumerate([0.5, 0.7, 0.1, math.nan, 0.9, 0.95, 0.95], start=1):
+                checkpoints.save_best(Policy(), step, "grpo", "optim/loss", value, mode=mode)
+                if step == 2:
+                    book.add_checkpoint(resumable)
+            rows = [row for row in book.checkpoints() if row["kind"] == "best"]
         assert [row["batch"] for row in rows] == kept
 
 

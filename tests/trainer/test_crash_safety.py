@@ -16,7 +16,7 @@ from rank_server import REPO, TAG, Launch, Ranks
 from safetensors.torch import load_file, save_file
 from test_run import assert_same, command, environment, rows, write
 
-from rl.distributed import checkpoint_folder
+from rl.distributed import StopRequest, checkpoint_folder
 from rl.trainer.checkpoint_manager import CheckpointManager
 
 pytestmark = pytest.mark.skipif(
@@ -173,6 +173,8 @@ def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
     assert checkpoint_folder.read_verified_state(folder) == {"is": "new" if new else "old"}
     save('{"is": "newer"}')
     assert checkpoint_folder.read_verified_state(folder) == {"is": "newer"}
+    checkpoint_folder.remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_an_unchanged_checkpoint_is_read_once(tmp_path, monkeypatch):
@@ -212,7 +214,7 @@ LISTEN = """
 import os, sys, time
 sys.path.insert(0, {repo!r})
 from rl.distributed.stop_signals import StopRequest
-with StopRequest(float(sys.argv[1])) as request:
+with StopRequest(float(sys.argv[1]), ends_process=True) as request:
     request.has_started = len(sys.argv) < 4
     print("listening", flush=True)
     deadline = time.monotonic() + 20
@@ -266,6 +268,40 @@ def test_an_exceeded_grace_time_ends_at_once():
     process.send_signal(signal.SIGTERM)
     assert process.wait(15) == 75 and "stop_grace" in process.stderr.read()
     assert time.monotonic() - begin < 10
+
+
+def test_after_the_loss_of_a_rank_the_error_is_printed_before_sigterm_ends_the_process():
+    """The launcher sends SIGTERM to the other ranks as soon as one is lost."""
+    code = f"""
+import signal, sys
+sys.path.insert(0, {str(REPO)!r})
+from rl.distributed.stop_signals import StopRequest
+from rl.errors import RankLost
+try:
+    with StopRequest(30.0, ends_process=True):
+        raise {{}}
+except Exception as error:
+    signal.raise_signal(signal.SIGTERM)
+    print("printed", error)
+"""
+    for raised, expected in (("RankLost('rank 1')", "printed rank 1"), ("ValueError", "")):
+        words = [sys.executable, "-c", code.format(raised)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert done.stdout.strip() == expected, done.stderr
+
+
+def test_without_a_process_of_its_own_ctrl_c_raises_instead_of_ending_it():
+    """A notebook's kernel survives, before the first step and at a second press."""
+    with StopRequest(0.05) as request:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert request.exit_code is None
+        request.has_started = True
+        signal.raise_signal(signal.SIGINT)
+        assert request.exit_code == 130
+        time.sleep(1.2)  # longer than the grace time, and than presses that count as one
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 # -------------------------------------------------------------------- two processes, loss of a rank

@@ -5,7 +5,7 @@ from test_reward_model import largest_digit_rows
 from whole_runs import train
 
 from rl.client import ServiceClient
-from rl.trainer import pipeline
+from rl.trainer import preflight
 
 SMALL = "steps: 1\nbatch_size: 4\nmax_tokens: 3\neval_every: 0\nsave_every: 0\nrollouts_every: 0\n"
 RLHF = "method: rlhf, base_model: sft, reward_model: reward_model, data_format: columns"
@@ -22,7 +22,7 @@ def record(monkeypatch, service_class) -> list[tuple]:
 
         monkeypatch.setattr(service_class, name, create)
 
-    for name in [name for name in vars(pipeline.OutlineService) if name.startswith("create_")]:
+    for name in [name for name in vars(preflight.OutlineService) if name.startswith("create_")]:
         record_calls(name, getattr(service_class, name))
     return calls
 
@@ -35,7 +35,7 @@ def record(monkeypatch, service_class) -> list[tuple]:
 def test_a_stage_checked_before_it_begins_creates_the_models_of_the_stage(
     settings, models, tmp_path, monkeypatch
 ):
-    checked = record(monkeypatch, pipeline.OutlineService)
+    checked = record(monkeypatch, preflight.OutlineService)
     created = record(monkeypatch, ServiceClient)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(

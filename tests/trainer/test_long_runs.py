@@ -16,6 +16,7 @@ import pytest
 from rl.algorithms import METHODS, Models
 from rl.config import DataSettings, LoopSettings
 from rl.data import Curriculum, ProblemSet
+from rl.distributed.stop_signals import StopRequest
 from rl.reporting import Console, Logbook
 from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.stage_sampling import StageContext
@@ -57,7 +58,7 @@ def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> Tr
         run_seed=0, first_step=0, logbook=logbook, console=console,
         checkpoints=CheckpointManager(logbook),
     )  # fmt: skip
-    return Trainer(context, stop_request=SimpleNamespace(exit_code=None))  # type: ignore[arg-type]
+    return Trainer(context, stop_request=StopRequest())
 
 
 def batch_metrics(step: int) -> dict[str, float]:

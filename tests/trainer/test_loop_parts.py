@@ -1,6 +1,8 @@
 """Test the parts of a stage between the five steps, each in isolation."""
 
 import json
+import signal
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -10,11 +12,16 @@ from test_controls import make_curriculum
 from rl.algorithms import GrpoSettings
 from rl.algorithms.update import make_adam_params
 from rl.config import LoopSettings, OptimSettings, SamplingSettings
+from rl.distributed import RunStopped, StopRequest
+from rl.errors import UserError
+from rl.jsonl import read_jsonl
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
-from rl.trainer import evaluator, stage_sampling
+from rl.rollout.event_log import TickEvents
+from rl.trainer import evaluator, load_evaluation_opponents, stage_sampling
 from rl.trainer.evaluator import HeldOutMetrics
-from rl.trainer.stage_sampling import StageContext
-from rl.trainer.trainer import Trainer
+from rl.trainer.saved_weights import SavedWeights
+from rl.trainer.stage_sampling import ReplayLog, StageContext
+from rl.trainer.trainer import Trainer, TrainingBatch
 from rl.trainer.training_loop import train
 from rl.types import ModelInput, SampledSequence
 
@@ -135,6 +142,57 @@ def test_the_old_sampler_is_let_go_before_the_new_weights_are_taken():
     assert stage.next_sampler(None) == "new"
 
 
+def stage_with_parts(**models) -> Trainer:
+    """Return a stage whose method, evaluation, log and checkpoints only record their calls."""
+    parts = {"policy": None, "rewards": None, "trainable": {}, "opponents": None, **models}
+    stage = bare_stage(models=SimpleNamespace(**parts), _warn_once=Mock())
+    stage.log, stage.console, stage.save, stage.method = Mock(), Mock(), Mock(), Mock()
+    stage.log.build_row.return_value, stage.log.check_alarms.return_value = {}, []
+    stage.method.shaping_metrics = {}
+    stage.evaluator.evaluate = Mock(return_value={})
+    stage.stop_request = StopRequest(60.0)
+    return stage
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "evaluations"), [(0.0, 9, 1), (120.0, 9, 0), (120.0, 4, 1)]
+)
+def test_a_stop_request_leaves_out_an_evaluation_that_does_not_fit(seconds, steps, evaluations):
+    """The step is saved. The last step is evaluated in any case. `seconds`: of the last one."""
+    stage = stage_with_parts()
+    stage.loop = replace(stage.loop, steps=steps)
+    stage._evaluation_seconds = seconds
+    with stage.stop_request:
+        stage.stop_request.has_started = True
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(RunStopped):
+            stage.end_batch(TrainingBatch(3), {}, None)
+    stage.save.assert_called_once_with(4)
+    assert stage.evaluator.evaluate.call_count == evaluations
+    assert stage.log.write_row.call_args.args == (4, {})
+
+
+def test_the_policy_is_evaluated_against_versions_before_it_joins_them():
+    calls = Mock()
+    calls.update_pool.return_value = calls.evaluate.return_value = {}
+    stage = stage_with_parts(opponents=calls)
+    stage.evaluator.evaluate = calls.evaluate
+    stage.end_batch(TrainingBatch(1, RolloutBatch([], [], {}, 0.0, 0.0)), {}, None)
+    assert [call[0] for call in calls.method_calls] == ["record_results", "evaluate", "update_pool"]
+
+
+def test_saved_weights_are_evaluated_against_the_newest_older_version(tmp_path):
+    for step in (2, 3, 4, 6):
+        (tmp_path / "sampler_weights" / f"grpo-opponent-step-{step:06d}").mkdir(parents=True)
+    path, stage, service = tmp_path / "checkpoints" / "x", SimpleNamespace(name="grpo"), Mock()
+    environment, settings = SimpleNamespace(models=["pool"]), Mock()
+    weights = SavedWeights("x", path, stage=stage, step=4)
+    load_evaluation_opponents(environment, settings, weights, service)
+    assert service.create_sampling_client.call_args.kwargs["model_path"].endswith("step-000003")
+    with pytest.raises(UserError, match="no older versions"):
+        load_evaluation_opponents(environment, settings, replace(weights, step=2), service)
+
+
 class StateRecorder:
     """A method and a checkpoint manager that record their state."""
 
@@ -188,6 +246,14 @@ def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
         assert (
             second.problems.level == first.problems.level == (2 if curriculum == "success" else 0)
         )
+
+
+def test_events_after_a_line_that_was_cut_off_are_read(tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    path.write_text('{"stage": "grpo", "batch": 0, "tick": 1, "learned": true}\n{"stage": "gr')
+    log = ReplayLog(tmp_path, "grpo", 1).create_event_log()
+    log.log_events(TickEvents(update_ended=True))
+    assert [row["batch"] for row in read_jsonl(path)] == [0, 1]
 
 
 def test_every_setting_of_adam_reaches_the_update():

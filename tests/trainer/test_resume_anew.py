@@ -10,7 +10,13 @@ import torch
 from whole_runs import RECIPE, final_weights, train
 
 from rl.algorithms import METHODS
-from rl.config import RunSettings, SettingsError, list_changed_settings, read_run
+from rl.config import (
+    RunSettings,
+    SettingsError,
+    current_settings,
+    list_changed_settings,
+    read_run,
+)
 from rl.errors import RunFolderError
 from rl.lr_schedule import compute_lr_factor
 from rl.reporting import Console
@@ -132,6 +138,29 @@ def test_a_change_takes_effect_from_its_step_on_and_is_noted(
     ) == 1
 
 
+def test_a_flag_that_replaces_a_setting_of_the_recipe_resumes_older_runs(tmp_path):
+    """Older versions kept the replaced pair in config.json, and read the last one."""
+    environment = "environment: {name: calculator, digits: 3, operations: +}"
+    (tmp_path / "one.yaml").write_text(f"""
+stages: [{{method: grpo, group_size: 2}}]
+{environment}
+steps: 1
+batch_size: 2
+eval_every: 0
+max_tokens: 2
+""")
+    words = f"{tmp_path / 'one.yaml'} --environment.digits 1"
+    folder = tmp_path / "run"
+    train(words, folder)
+    saved = config(folder)
+    settings = saved["stages"][0]["settings"]
+    assert settings["environment_settings"] == [["operations", "+"], ["digits", "1"]]
+    settings["environment_settings"] = [["digits", "3"], ["operations", "+"], ["digits", "1"]]
+    (folder / "config.json").write_text(json.dumps(saved))
+    train(f"{words} --resume --steps 2", folder)
+    assert config(folder)["stages"][0]["settings"]["steps"] == 2
+
+
 def test_a_change_may_use_a_former_name(truncated_run):
     train("--resume --change kl_coef=0.5 kl_in=loss", truncated_run)
     assert config(truncated_run)["stages"][0]["settings"]["kl_placement"] == "loss"
@@ -219,8 +248,11 @@ def test_a_flag_of_one_stage_may_be_of_its_environment_or_template(tmp_path):
     )
     sft, grpo = (stage.settings for stage in run.stages)
     assert grpo.env.environment_settings == (("digits", "3"),)
-    assert grpo.data.template == (("enable-thinking", "true"),)  # overrides that of all stages
-    assert sft.data.template == (("x-y", "no"),)
+    assert grpo.data.template == (("a_b", "1"), ("enable-thinking", "true"))
+    assert sft.data.template == (("a_b", "1"), ("x-y", "no"))
+    older = {"template": [["a", "1"], ["b", "2"], ["a", "3"]]}
+    assert current_settings(older) == {"template": [["b", "2"], ["a", "3"]]}
+    assert current_settings({"template": [["b", "2"], ["a", "3"]]}) == current_settings(older)
 
 
 def test_the_settings_that_a_change_names():

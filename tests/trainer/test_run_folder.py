@@ -98,7 +98,7 @@ def load_run_config(folder: Path):
 
 @pytest.mark.parametrize("change", ["", "another context"])
 def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, change):
-    from rl.trainer import pipeline, stage_data
+    from rl.trainer import preflight, stage_data
 
     seen, good_rows = [], stage_data.select_good_rows
     monkeypatch.setattr(
@@ -107,9 +107,9 @@ def test_rows_are_looked_through_once_for_each_model(tmp_path, monkeypatch, chan
         lambda rows, *options: (seen.append(rows.name), good_rows(rows, *options))[1],
     )
     if change:
-        sound = pipeline._load_outline
+        sound = preflight._load_outline
         monkeypatch.setattr(
-            pipeline, "_load_outline", lambda *model: (sound(*model)[0], 99, sound(*model)[2])
+            preflight, "_load_outline", lambda *model: (sound(*model)[0], 99, sound(*model)[2])
         )
     train(
         str(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,13 +23,17 @@ lock = RunLock(Path(sys.argv[1]), heartbeat_seconds=0.1, stale_seconds=1.0)
 lock.acquire(lambda text: print(text, flush=True))
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))
+lock.check_held()
 lock.release()
 """
 
 
 def start_lock_holder(folder: Path, seconds: float = 60) -> subprocess.Popen:
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(folder), str(seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout.readline() == "held\n"
     return process
@@ -166,6 +171,16 @@ def test_who_lost_the_folder_writes_nothing_more_there(tmp_path):
         lock.check_held()
     lock.release()
     assert json.loads((tmp_path / "run.lock").read_text())["nonce"] == "theirs"  # now the owner
+
+
+def test_who_was_suspended_does_not_take_back_what_its_successor_released(tmp_path):
+    process = start_lock_holder(tmp_path, 2.0)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.2)  # the lock is stale
+    (tmp_path / "run.lock").unlink()  # as the release of a process that had taken it over
+    process.send_signal(signal.SIGCONT)
+    assert "taken over by an unknown process" in process.communicate(timeout=20)[1]
+    assert process.returncode == 1 and list_files(tmp_path) == []
 
 
 @pytest.mark.parametrize(

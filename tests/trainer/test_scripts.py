@@ -151,6 +151,14 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.Monk
         open_weights("runs/mine", "best")
 
 
+def test_a_folder_with_the_name_of_an_organisation_hides_no_hub_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "other").mkdir(parents=True)
+    assert open_weights("owner/model").name == "owner/model"
+
+
 def test_the_newest_checkpoint_is_taken_and_the_best_on_demand(tmp_path: Path):
     run = unsaved_run(tmp_path / "run")
     rows = [

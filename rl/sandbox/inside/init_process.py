@@ -23,15 +23,15 @@ HOME = "/tmp"
 _NICE = 5  # lets the monitor run next to many busy processes
 
 
-def serve(monitor: socket.socket, up: set[str], user: int, group: int) -> None:
+def serve(monitor: socket.socket, layers: set[str], user: int, group: int) -> None:
     """Serve the monitor's requests until the monitor closes the socket. Never returns."""
     code, init = 1, None
     try:
         isolation.die_with_parent()
-        isolation.map_user(up, user, group)
-        if "pid" not in up:
+        isolation.map_user(layers, user, group)
+        if "pid" not in layers:
             isolation.adopt_orphans()
-        init = Init(monitor, up)
+        init = Init(monitor, layers)
         init.serve()
     except message_framing.ConnectionClosedError:
         code = 0
@@ -39,7 +39,7 @@ def serve(monitor: socket.socket, up: set[str], user: int, group: int) -> None:
         with contextlib.suppress(BaseException):
             message_framing.send(monitor, {"failed": f"{type(error).__name__}: {error}"})
     finally:
-        kill_descendants(up, os.getpid())
+        kill_descendants(layers, os.getpid())
         if init is not None and init.folder != HOME:
             shutil.rmtree(init.folder, ignore_errors=True)
         os._exit(code)
@@ -48,8 +48,8 @@ def serve(monitor: socket.socket, up: set[str], user: int, group: int) -> None:
 class Init:
     """Start and end candidates for a monitor."""
 
-    def __init__(self, monitor: socket.socket, up: set[str]):
-        self.monitor, self.up = monitor, up
+    def __init__(self, monitor: socket.socket, layers: set[str]):
+        self.monitor, self.layers = monitor, layers
         self.job: JsonObject = {}
         self.folder = HOME
 
@@ -67,11 +67,11 @@ class Init:
         """Set up the job's mounts and files before any program of the job runs."""
         self.job = job
         limits = job["limits"]
-        isolation.mount_private(self.up, int(limits["file_mb"]), int(limits["files"]))
-        if "mounts" not in self.up:
+        isolation.mount_private(self.layers, int(limits["file_mb"]), int(limits["files"]))
+        if "mounts" not in self.layers:
             self.folder = tempfile.mkdtemp(prefix="run-")
         os.chdir(self.folder)
-        if "cores" in self.up and job["cores"]:
+        if "cores" in self.layers and job["cores"]:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, job["cores"])
         self._write_files()
@@ -87,7 +87,7 @@ class Init:
     def _clean(self) -> None:
         """Restore the initial content of the folder, and keep build results."""
         keep = set(self.job.get("keep", ()))
-        for place in [HOME, "/dev/shm"] if "mounts" in self.up else [self.folder]:
+        for place in [HOME, "/dev/shm"] if "mounts" in self.layers else [self.folder]:
             for entry in list(os.scandir(place)):
                 if entry.name in keep and place == self.folder:
                     continue
@@ -104,7 +104,7 @@ class Init:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         pid = os.fork()
         if pid == 0:
-            _become_candidate(self.job, message, fds, self.up, self.monitor.fileno())
+            _become_candidate(self.job, message, fds, self.layers, self.monitor.fileno())
         for descriptor in fds:
             os.close(descriptor)
         message_framing.send(self.monitor, {"started": pid})
@@ -113,7 +113,7 @@ class Init:
         os.close(process)
         # Either the candidate ended, or the monitor requests its end (by a single message, which is
         # received below).
-        status = kill_descendants(self.up, os.getpid(), pid)
+        status = kill_descendants(self.layers, os.getpid(), pid)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         message_framing.send(
@@ -124,7 +124,7 @@ class Init:
             message_framing.send(self.monitor, {"settled": True})
 
 
-def kill_descendants(up: set[str], me: int, first: int | None = None) -> int:
+def kill_descendants(layers: set[str], me: int, first: int | None = None) -> int:
     """End all descendants of this process and wait for them. Return the wait status of `first`, 0
     if it has none.
     """
@@ -136,7 +136,7 @@ def kill_descendants(up: set[str], me: int, first: int | None = None) -> int:
             status, first = ended, None
     while True:
         try:
-            if "pid" in up:
+            if "pid" in layers:
                 if me != 1:
                     # outside a PID namespace, -1 would signal every process
                     raise RuntimeError("init is not the first process of a PID namespace")
@@ -170,13 +170,13 @@ def list_descendants(root: int) -> list[int]:
 
 
 def _become_candidate(
-    job: JsonObject, message: JsonObject, fds: list[int], up: set[str], control: int
+    job: JsonObject, message: JsonObject, fds: list[int], layers: set[str], control: int
 ) -> None:
     """Drop every right in the new process, then run the program. Never returns."""
     code = 1
     try:
         os.setsid()
-        if "cores" in up:
+        if "cores" in layers:
             os.nice(_NICE)
         for number, descriptor in enumerate(fds):
             # first to unused numbers: a descriptor may be 0, 1 or 2
@@ -184,14 +184,18 @@ def _become_candidate(
         for number in range(len(fds)):
             os.dup2(100 + number, number)
         os.closerange(len(fds), 65536)
-        if "limits" in up:
-            isolation.set_limits(job["limits"], address_space=message.get("address_space", True))
-        if "capabilities" in up:
+        if "limits" in layers:
+            isolation.set_limits(
+                job["limits"],
+                address_space=message.get("address_space", True),
+                extensible_cpu=message["mode"] == "serve",
+            )
+        if "capabilities" in layers:
             isolation.drop_capabilities()
-        if "landlock" in up:
+        if "landlock" in layers:
             isolation.confine_files(os.getcwd())
-        if "seccomp" in up:
-            seccomp.install(isolation.libc, network="network" in up)
+        if "seccomp" in layers:
+            seccomp.install(isolation.libc, network="network" in layers)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         candidate.fresh_streams()

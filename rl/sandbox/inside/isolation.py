@@ -67,11 +67,11 @@ def switch_user(user: int) -> None:
     prctl(_PR_SET_DUMPABLE, 1)
 
 
-def fork_into(walls: set[str]) -> int:
-    """Fork a child into new namespaces: the namespaces among `walls`. The child has to call
+def fork_into(layers: set[str]) -> int:
+    """Fork a child into new namespaces: the namespaces among `layers`. The child has to call
     `map_user` next.
     """
-    flags = sum(flag for wall, flag in _CLONE.items() if wall in walls)
+    flags = sum(flag for layer, flag in _CLONE.items() if layer in layers)
     if not flags:
         return os.fork()
     api = ctypes.pythonapi
@@ -89,14 +89,14 @@ def fork_into(walls: set[str]) -> int:
         code = ctypes.get_errno()
         raise OSError(
             code,
-            f"no new namespaces ({' '.join(sorted(walls & set(_CLONE)))}): {os.strerror(code)}",
+            f"no new namespaces ({' '.join(sorted(layers & set(_CLONE)))}): {os.strerror(code)}",
         )
     return pid
 
 
-def map_user(walls: set[str], user: int, group: int) -> None:
+def map_user(layers: set[str], user: int, group: int) -> None:
     """Write the map of the new user namespace: only the same user."""
-    if "user" in walls:
+    if "user" in layers:
         with contextlib.suppress(FileNotFoundError):
             _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{user} {user} 1")
@@ -104,14 +104,14 @@ def map_user(walls: set[str], user: int, group: int) -> None:
     prctl(_PR_SET_DUMPABLE, 0)
 
 
-def mount_private(walls: set[str], megabytes: int, files: int) -> None:
+def mount_private(layers: set[str], megabytes: int, files: int) -> None:
     """Mount a private /proc, /tmp and /dev/shm. The latter two are in memory, for this run."""
-    if "mounts" not in walls:
+    if "mounts" not in layers:
         return
     options = f"size={megabytes}m,nr_inodes={files + 1},mode=0700"
     for place in ("/tmp", "/dev/shm"):
         mount(place, options)
-    if "proc" in walls:
+    if "proc" in layers:
         mount_private_proc()
 
 
@@ -160,9 +160,11 @@ def drop_capabilities() -> None:
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
-def set_limits(limits: dict[str, Any], address_space: bool = True) -> None:
+def set_limits(
+    limits: dict[str, Any], address_space: bool = True, extensible_cpu: bool = False
+) -> None:
     """Set the limits of each process. `limits`: fields of rl.sandbox.SandboxLimits. The monitor counts the
-    total use of a run's processes.
+    total use of a run's processes. `extensible_cpu`: `extend_cpu_limit` may raise the CPU time.
     """
     memory = int(limits["memory_mb"]) << 20
     table = {
@@ -172,7 +174,7 @@ def set_limits(limits: dict[str, Any], address_space: bool = True) -> None:
         resource.RLIMIT_MEMLOCK: 64 << 10,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_NPROC: int(limits["processes"]) + 1,  # plus init
-        resource.RLIMIT_CPU: max(1, int(limits["cpu_s"] + 0.999)),
+        resource.RLIMIT_CPU: _round_cpu(limits["cpu_s"]),
     }
     if address_space:
         # 64 MB: addresses that an interpreter maps before it runs a program
@@ -180,9 +182,24 @@ def set_limits(limits: dict[str, Any], address_space: bool = True) -> None:
     for kind, limit in table.items():
         hard = resource.getrlimit(kind)[1]
         top = limit + (kind == resource.RLIMIT_CPU)  # a second between SIGXCPU and SIGKILL
+        if kind == resource.RLIMIT_CPU and extensible_cpu:
+            top = hard
         if hard != resource.RLIM_INFINITY:
             limit, top = min(limit, hard), min(top, hard)
         resource.setrlimit(kind, (limit, top))
+
+
+def extend_cpu_limit(pid: int, seconds: float) -> None:
+    """Let a process have `seconds` of CPU time in all, within its hard limit. Raises OSError."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_CPU)
+    if soft != resource.RLIM_INFINITY:
+        limit = _round_cpu(seconds)
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.prlimit(pid, resource.RLIMIT_CPU, (limit, hard))
+
+
+def _round_cpu(seconds: float) -> int:
+    return max(1, int(seconds + 0.999))
 
 
 def _write(place: str, text: str) -> None:

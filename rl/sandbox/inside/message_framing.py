@@ -63,33 +63,35 @@ def pack(message: JsonObject) -> bytes:
     return _HEAD.pack(len(body)) + body
 
 
-def receive(of: socket.socket | int, longest: int = MAX_MESSAGE_BYTES) -> JsonObject:
+def receive(channel: socket.socket | int, max_bytes: int = MAX_MESSAGE_BYTES) -> JsonObject:
     """Return the next message. Raises ConnectionClosedError, BadMessage, and TimeoutError if the socket has a
     timeout.
     """
-    return _read(receive_bytes(of, longest))
+    return _read(receive_bytes(channel, max_bytes))
 
 
-def receive_bytes(of: socket.socket | int, longest: int = MAX_MESSAGE_BYTES) -> bytes:
+def receive_bytes(channel: socket.socket | int, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
     """Return the bytes of the next message, unparsed. Raises ConnectionClosedError, TooLong, and TimeoutError if
     the socket has a timeout.
     """
-    (size,) = _HEAD.unpack(_read_exactly(of, _HEAD.size))
-    if size > longest:
-        raise TooLong(f"a message of {size} bytes, at most {longest} are allowed")
-    return _read_exactly(of, size)
+    (size,) = _HEAD.unpack(_read_exactly(channel, _HEAD.size))
+    if size > max_bytes:
+        raise TooLong(f"a message of {size} bytes, at most {max_bytes} are allowed")
+    return _read_exactly(channel, size)
 
 
-def receive_with_fds(of: socket.socket, most: int = 8) -> tuple[JsonObject, list[int]]:
+def receive_with_fds(channel: socket.socket, most: int = 8) -> tuple[JsonObject, list[int]]:
     """Return a message and the file descriptors sent with it."""
-    first, fds, _, _ = socket.recv_fds(of, _HEAD.size, most)
+    first, fds, _, _ = socket.recv_fds(channel, _HEAD.size, most)
     if not first:
         raise ConnectionClosedError("closed")
-    head = first + (_read_exactly(of, _HEAD.size - len(first)) if len(first) < _HEAD.size else b"")
+    head = first + (
+        _read_exactly(channel, _HEAD.size - len(first)) if len(first) < _HEAD.size else b""
+    )
     (size,) = _HEAD.unpack(head)
     if size > MAX_MESSAGE_BYTES:
         raise BadMessage(f"a message of {size} bytes")
-    return _read(_read_exactly(of, size)), list(fds)
+    return _read(_read_exactly(channel, size)), list(fds)
 
 
 def _read(body: bytes) -> JsonObject:
@@ -102,14 +104,14 @@ def _read(body: bytes) -> JsonObject:
     return message
 
 
-def _read_exactly(of: socket.socket | int, size: int) -> bytes:
+def _read_exactly(channel: socket.socket | int, size: int) -> bytes:
     parts = []
     while size:
         try:
             part = (
-                os.read(of, min(size, 1 << 20))
-                if isinstance(of, int)
-                else of.recv(min(size, 1 << 20))
+                os.read(channel, min(size, 1 << 20))
+                if isinstance(channel, int)
+                else channel.recv(min(size, 1 << 20))
             )
         except ConnectionResetError as error:
             raise ConnectionClosedError(str(error)) from error

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import time
 from typing import Any
 
@@ -29,12 +31,12 @@ from rl.sandbox.inside.run_watcher import CallerClosedError, LimitReached, RunWa
 _ENDING_SECONDS = 5.0
 
 
-def serve(caller: socket.socket, up: set[str], user: int, group: int) -> None:
+def serve(caller: socket.socket, layers: set[str], user: int, group: int) -> None:
     """Serve a job, from its first message until the caller closes the socket. Never returns."""
     monitor = None
     try:
         isolation.die_with_parent()
-        monitor = Monitor(caller, up, user, group)
+        monitor = Monitor(caller, layers, user, group)
         monitor.serve()
     except (message_framing.ConnectionClosedError, CallerClosedError):
         pass
@@ -50,17 +52,17 @@ def serve(caller: socket.socket, up: set[str], user: int, group: int) -> None:
 class Monitor:
     """Serve the requests of the caller for a single job."""
 
-    def __init__(self, caller: socket.socket, up: set[str], user: int, group: int):
-        self.caller, self.up = caller, up
+    def __init__(self, caller: socket.socket, layers: set[str], user: int, group: int):
+        self.caller, self.layers = caller, layers
         self.nonce = ""
         # Fork before this process reads any part of the job: a candidate is a fork of init and can
         # read all of the memory that init had.
         init_socket, init_end = socket.socketpair()
-        self.init_pid = isolation.fork_into(up)
+        self.init_pid = isolation.fork_into(layers)
         if self.init_pid == 0:
             init_socket.close()
             caller.close()
-            init_process.serve(init_end, up, user, group)
+            init_process.serve(init_end, layers, user, group)
         init_end.close()
         self.init = init_socket
         self.job: JsonObject = {}
@@ -89,7 +91,7 @@ class Monitor:
         self.nonce = job.pop("nonce")
         self.job = job
         # Counting costs time: spend it on the core of this run, not on the core of another run.
-        if "cores" in self.up and job["cores"]:
+        if "cores" in self.layers and job["cores"]:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, job["cores"])
         message_framing.send(self.init, job)
@@ -114,7 +116,11 @@ class Monitor:
             watch.wait_for_end(start + message["wall_s"])
         except LimitReached as stopped:
             by = stopped.reason
-        return {**self._stop(by), "wall_s": time.monotonic() - start}
+        ended = self._stop(by)
+        # The last count was up to a tick before the end.
+        if not ended["by"] and ended["cpu_s"] >= self.job["limits"]["cpu_s"]:
+            ended["by"] = "cpu"
+        return {**ended, "wall_s": time.monotonic() - start}
 
     def _call(self, message: JsonObject) -> JsonObject:
         """Send a request to the candidate's server, which is started on the first call."""
@@ -125,9 +131,11 @@ class Monitor:
                 failed = reply_parser.read_loaded(watch.read_message(self.replies, until))
                 if failed is not None:
                     return {**self._stop("load"), "text": failed[1]}
+            else:  # the first request includes the load
+                watch.begin_request()
             self.request_count += 1
             watch.send(self.requests, {**message["request"], "id": self.request_count}, until)
-            # Forwarded unparsed: the caller parses the message by the grammar of `replies`, only
+            # Forwarded unparsed: the caller parses the message by the grammar of `reply_parser`, only
             # there, and requests the end of a candidate that forges messages.
             body = watch.read_frame(self.replies, until).decode("utf-8")
             watch.drain()
@@ -145,9 +153,12 @@ class Monitor:
         start = time.monotonic()
         self._end({})
         watch = self._serve_candidate()
-        says, verdicts = os.pipe()
-        pid = self._fork_tester(message, says, verdicts)
-        os.close(verdicts)
+        verdict_reader, verdict_writer = os.pipe()
+        # Without private mounts this folder is the host's. The tester may be killed, so that only
+        # the monitor can remove it.
+        folder = tempfile.mkdtemp(prefix="tests-") if "files" in message else ""
+        pid = self._fork_tester({**message, "folder": folder}, verdict_reader, verdict_writer)
+        os.close(verdict_writer)
         os.close(self.requests)
         os.close(self.replies)
         self.requests = self.replies = -1
@@ -155,7 +166,7 @@ class Monitor:
         by, until, collected = "", start + message["wall_s"], 0
         try:
             while True:
-                verdict = watch.read_message(says, min(until, start + message["total_s"]))
+                verdict = watch.read_message(verdict_reader, min(until, start + message["total_s"]))
                 if "done" in verdict:
                     break
                 if "by" in verdict:  # the candidate broke the protocol, and the tester exited
@@ -166,38 +177,48 @@ class Monitor:
                 else:
                     results.append([verdict["ok"], verdict["why"]])
                 until = time.monotonic() + message["wall_s"]
+                watch.begin_request()
         except LimitReached as stopped:
             by = stopped.reason
         except (message_framing.ConnectionClosedError, message_framing.BadMessage):
             by = "tester"
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(says)
+        finally:  # also if the caller has closed the socket
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
+        os.close(verdict_reader)
         return {**self._stop(by), "verdicts": results, "collected": collected}
 
-    def _fork_tester(self, message: JsonObject, says: int, verdicts: int) -> int:
+    def _fork_tester(self, message: JsonObject, verdict_reader: int, verdict_writer: int) -> int:
         """Fork the tester. A tester of asserts cannot write files; a tester of pytest gets a
         private /tmp.
         """
         files = "files" in message
-        up = self.up & {"user", "mounts"} if files else set()
+        layers = self.layers & {"user", "mounts"} if files else set()
         user, group = os.getuid(), os.getgid()
-        pid = isolation.fork_into(up)
+        pid = isolation.fork_into(layers)
         if pid == 0:
             try:
-                os.close(says)
+                os.close(verdict_reader)
                 self.init.close()
                 self.caller.close()
                 assert self.watch is not None
                 self.watch.close()
-                isolation.map_user(up, user, group)
+                isolation.map_user(layers, user, group)
                 isolation.mount_private(
-                    up, int(self.job["limits"]["file_mb"]), int(self.job["limits"]["files"])
+                    layers, int(self.job["limits"]["file_mb"]), int(self.job["limits"]["files"])
                 )
                 run = pytest_tester.run_pytest if files else tester.run_asserts
                 tester.serve(
-                    message, self.requests, self.replies, verdicts, self.up, self.job["limits"], run
+                    message,
+                    self.requests,
+                    self.replies,
+                    verdict_writer,
+                    self.layers,
+                    self.job["limits"],
+                    run,
                 )
             finally:
                 os._exit(1)
@@ -211,7 +232,7 @@ class Monitor:
         with contextlib.suppress(OSError):
             self.init.close()
             # without a PID namespace, init itself ends the remaining processes
-            if "pid" in self.up:
+            if "pid" in self.layers:
                 os.kill(self.init_pid, signal.SIGKILL)
             os.waitpid(self.init_pid, 0)
 
@@ -233,7 +254,7 @@ class Monitor:
             err,
             self.job["limits"],
             self.init_pid,
-            counting="watch" in self.up,
+            counting="watch" in self.layers,
         )
         reply = message_framing.receive(self.init)
         if "started" not in reply:
@@ -272,9 +293,7 @@ class Monitor:
         status = int(ended["ended"])
         signalled = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
-        if signalled == signal.SIGXCPU:
-            by = by or "cpu"
-        elif not by and watch.exceeds_cpu(float(ended["cpu_s"])):
+        if signalled == signal.SIGXCPU and by in ("", "tester"):
             by = "cpu"
         return {
             "ended": True,

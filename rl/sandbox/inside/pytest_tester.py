@@ -13,12 +13,13 @@ import os
 import symtable
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 from rl.sandbox.inside import message_framing
 from rl.sandbox.inside.tester import TEST_MODULES, CandidateClient, send_verdict
 
-FOLDER = "/tmp/tests"
+PACKAGES_NAME = "packages"  # in the folder of the inner code: the packages of pytest
 
 
 class RemoteModule(types.ModuleType):
@@ -131,19 +132,20 @@ class VerdictPlugin:
 
 def run_pytest(message: dict[str, Any], link: CandidateClient, verdicts: int) -> None:
     """Send a verdict for each test; a single failed verdict if no test exists or the program does
-    not load.
+    not load. The test files and their temporary files are in `message["folder"]`.
     """
     failed = link.read_loaded()
     if failed:
         return send_verdict(verdicts, False, f"{failed[0]}: {failed[1]}")
-    sys.path.insert(0, message["packages"])
+    sys.path.insert(0, str(Path(__file__).parents[3] / PACKAGES_NAME))
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.dont_write_bytecode = True
-    os.makedirs(FOLDER)
-    os.chdir(FOLDER)
+    folder = os.path.join(message["folder"], "tests")
+    os.makedirs(folder)
+    os.chdir(folder)
     texts = {}
     for name, text in message["files"].items():
-        path = os.path.join(FOLDER, os.path.normpath(name))
+        path = os.path.join(folder, os.path.normpath(name))
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
@@ -153,8 +155,9 @@ def run_pytest(message: dict[str, Any], link: CandidateClient, verdicts: int) ->
     import pytest
 
     plugin = VerdictPlugin(verdicts)
-    options = ["-q", "-p", "no:cacheprovider", "--rootdir", FOLDER, "-c", "/dev/null"]
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", folder, "-c", "/dev/null"]
+    options += ["--basetemp", os.path.join(message["folder"], "temporary")]
     stop = ["-x"] if message["early_stop"] else []
-    pytest.main([*options, *stop, FOLDER], plugins=[plugin])
+    pytest.main([*options, *stop, folder], plugins=[plugin])
     if plugin.count == 0:
         send_verdict(verdicts, False, "error: pytest found no tests")

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from rl.sandbox.inside import message_framing, reply_parser
+from rl.sandbox.inside import isolation, message_framing, reply_parser
 from rl.sandbox.inside.init_process import list_descendants
 from rl.sandbox.inside.message_framing import JsonObject
 
@@ -56,11 +56,22 @@ class RunWatcher:
         self.printed: dict[int, list[bytes]] = {self.out: [], self.err: []}
         self._open = [self.out, self.err]
         self._next_count = time.monotonic() + _TICK_SECONDS
+        self._cpu_start = 0.0  # CPU seconds of all processes when the request began
         self._interpreter_mb = 0.0
         with contextlib.suppress(OSError, ValueError, IndexError):
             self._interpreter_mb = _read_stat(os.getpid())[21] * _PAGE_MB
         for descriptor in self._open:
             os.set_blocking(descriptor, False)
+
+    def begin_request(self) -> None:
+        """Count CPU time from now on: `cpu_s` limits a single call, assert or turn."""
+        self._cpu_start = 0.0
+        for pid in list_descendants(self.root):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = _read_stat(pid)
+                self._cpu_start += sum(fields[11:15]) / _CLOCK
+                used = sum(fields[11:13]) / _CLOCK
+                isolation.extend_cpu_limit(pid, used + self.limits["cpu_s"])
 
     def wait_for_end(self, deadline: float) -> None:
         """Wait until the candidate has ended."""
@@ -69,7 +80,7 @@ class RunWatcher:
 
     def read_message(self, source: int, deadline: float) -> JsonObject:
         """Return the next message from the pipe `source`, with the errors of `read_frame`. Raises
-        Stopped("forged") if the content is not a message.
+        LimitReached("forged") if the content is not a message.
         """
         try:
             return reply_parser.parse(self.read_frame(source, deadline))
@@ -78,7 +89,7 @@ class RunWatcher:
 
     def read_frame(self, source: int, deadline: float) -> bytes:
         """Return the next message from the pipe `source`, unparsed. Raises LimitReached; raises
-        frames.Ended if the candidate or the pipe ended before.
+        ConnectionClosedError if the candidate or the pipe ended before.
         """
         longest = int(self.limits["output_kb"]) << 10
         while True:
@@ -99,8 +110,8 @@ class RunWatcher:
                 raise message_framing.ConnectionClosedError("the candidate ended")
 
     def send(self, to: int, message: JsonObject, deadline: float) -> None:
-        """Write a message to the pipe `to`, which the candidate may leave unread. Raises Stopped,
-        frames.Ended.
+        """Write a message to the pipe `to`, which the candidate may leave unread. Raises LimitReached,
+        ConnectionClosedError.
         """
         data = memoryview(message_framing.pack(message))
         os.set_blocking(to, False)
@@ -181,9 +192,6 @@ class RunWatcher:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
-    def exceeds_cpu(self, seconds: float) -> bool:
-        return seconds >= self.limits["cpu_s"]
-
     def _count(self) -> None:
         processes, memory, cpu = 0, 0.0, 0.0
         for pid in list_descendants(self.root):
@@ -197,7 +205,9 @@ class RunWatcher:
             raise LimitReached("memory")
         if processes > self.limits["processes"]:
             raise LimitReached("processes")
-        if self.exceeds_cpu(cpu):
+        # The total drops if init reaps a process of the program.
+        self._cpu_start = min(self._cpu_start, cpu)
+        if cpu - self._cpu_start >= self.limits["cpu_s"]:
             raise LimitReached("cpu")
 
 

@@ -31,7 +31,7 @@ class CandidateError(Exception):
 @dataclass(eq=False)
 class CandidateClient:
     """Hold the tester's end of the connection to the candidate's server. Messages are parsed by
-    `replies`; no other content of a message has an effect here.
+    `reply_parser`; no other content of a message has an effect here.
 
     `end(by, why)`: called if the candidate breaks the protocol ("forged", "output") or ends ("");
     does not return. It bypasses exceptions, since a test may catch the exceptions that the program
@@ -184,8 +184,19 @@ def _forward(verb: str, convert: Callable[[Any], Any] = lambda result: result) -
 # Not methods: a test may use attributes of the program's objects by any name.
 _iterate = _forward("iterate")
 _is_same = _forward("same", bool)
-_is_less = _forward("less", bool)
 _is_instance = _forward("is a", bool)
+
+
+def _combine(verb: str, convert: Callable[[Any], Any] = lambda result: result) -> Any:
+    """Return a method that requests an operation on two objects of the candidate. A candidate that
+    received the other operand (an expected value) could make their difference 0.
+    """
+
+    def request(self: RemoteObject, other: object) -> Any:
+        is_remote = type(other) is RemoteObject
+        return _forward(verb, convert)(self, other) if is_remote else NotImplemented
+
+    return request
 
 
 class RemoteObject:
@@ -227,11 +238,18 @@ class RemoteObject:
     def __ne__(self, other: object) -> bool:
         return not RemoteObject.__eq__(self, other)
 
-    def __lt__(self, other: object) -> bool:
-        return _is_less(self, other) if type(other) is RemoteObject else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(object.__getattribute__(self, "_number"))
+    __lt__, __le__ = _combine("less", bool), _combine("at most", bool)
+    __gt__, __ge__ = _combine("more", bool), _combine("at least", bool)
+    __add__, __sub__, __mul__ = _combine("add"), _combine("subtract"), _combine("multiply")
+    __truediv__, __floordiv__ = _combine("divide"), _combine("divide whole")
+    __mod__, __pow__, __matmul__ = (
+        _combine("modulo"),
+        _combine("power"),
+        _combine("matrix multiply"),
+    )
+    __and__, __or__, __xor__ = _combine("and"), _combine("or"), _combine("xor")
+    __neg__, __abs__, __invert__ = _forward("negative"), _forward("absolute"), _forward("invert")
+    __hash__ = _forward("hash", int)
 
     def __instancecheck__(self, instance: Any) -> bool:
         return type(instance) is RemoteObject and _is_instance(instance, self)
@@ -273,7 +291,7 @@ def send_verdict(verdicts: int, ok: bool, reason: str) -> None:
 
 
 def serve(
-    message: JsonObject, requests: int, answers: int, verdicts: int, up: set[str], limits: JsonObject,
+    message: JsonObject, requests: int, answers: int, verdicts: int, layers: set[str], limits: JsonObject,
     run: Callable[[JsonObject, CandidateClient, int], None],
 ) -> None:  # fmt: skip
     """Call `run`, which sends a verdict for each test; tests of files may write files. Never
@@ -292,13 +310,14 @@ def serve(
         for target in (0, 1, 2):
             os.dup2(os.open("/dev/null", os.O_RDWR), target)
         isolation.die_with_parent()
-        if "limits" in up:
+        if "limits" in layers:
             file_mb = limits["file_mb"] if "files" in message else 0
             memory_mb = limits["memory_mb"] + 256
-            isolation.set_limits({**limits, "file_mb": file_mb, "memory_mb": memory_mb})
-        if "capabilities" in up:
+            tester_limits = {"file_mb": file_mb, "memory_mb": memory_mb, "cpu_s": limits["total_s"]}
+            isolation.set_limits({**limits, **tester_limits})
+        if "capabilities" in layers:
             isolation.drop_capabilities()
-        if "seccomp" in up:
+        if "seccomp" in layers:
             seccomp.install(isolation.libc)
         longest = int(limits["output_kb"]) << 10
         run(message, CandidateClient(requests, answers, longest, end), verdicts)
@@ -314,7 +333,7 @@ def run_asserts(message: JsonObject, link: CandidateClient, verdicts: int) -> No
     if not failed:
         try:
             exec(compile(message["setup"], "<setup>", "exec"), space)
-            for name in message["owned"]:
+            for name in message["program_names"]:
                 space.pop(name, None)
         except Exception as error:
             text = f"{type(error).__name__}: {_format_exception(error)}"

@@ -84,7 +84,7 @@ class ForgedMessageError(ValueError):
     """
 
 
-def encode(value: Any, reference: Callable[[Any], list[Any]] | None = None, deep: int = 0) -> Any:
+def encode(value: Any, reference: Callable[[Any], list[Any]] | None = None, depth: int = 0) -> Any:
     """Return JSON for `value`. `reference` encodes objects that are not plain data; without it they
     raise NotPlain.
     """
@@ -93,13 +93,13 @@ def encode(value: Any, reference: Callable[[Any], list[Any]] | None = None, deep
         return value
     if of is int:
         return value if -_SMALL < value < _SMALL else ["i", hex(_check_bounds(value))]
-    if deep > MAX_DEPTH:
+    if depth > MAX_DEPTH:
         raise NotPlain(f"nested deeper than {MAX_DEPTH}")
     tag = _TAGS.get(of)
     if tag is not None:
-        return [tag, *[encode(item, reference, deep + 1) for item in value]]
+        return [tag, *[encode(item, reference, depth + 1) for item in value]]
     if of in _MAP_TAGS:
-        return _encode_map(_MAP_TAGS[of], value, reference, deep)
+        return _encode_map(_MAP_TAGS[of], value, reference, depth)
     if of is complex:
         return ["c", value.real, value.imag]
     if of is range:
@@ -109,37 +109,37 @@ def encode(value: Any, reference: Callable[[Any], list[Any]] | None = None, deep
     for key, (base, text, _, _) in _TEXTS.items():
         if of is base:
             return [key, text(_check_bounds(value))]
-    return _encode_other(value, of, reference, deep)
+    return _encode_other(value, of, reference, depth)
 
 
-def _encode_map(tag: str, value: dict[Any, Any], reference: Any, deep: int) -> list[Any]:
+def _encode_map(tag: str, value: dict[Any, Any], reference: Any, depth: int) -> list[Any]:
     items: list[Any] = [tag]
     for key, item in dict.items(value):
-        items += [encode(key, reference, deep + 1), encode(item, reference, deep + 1)]
+        items += [encode(key, reference, depth + 1), encode(item, reference, depth + 1)]
     return items
 
 
-def _encode_other(value: Any, of: type, reference: Any, deep: int) -> Any:
+def _encode_other(value: Any, of: type, reference: Any, depth: int) -> Any:
     """Encode a subclass by the methods of its base, any other object by reference."""
     mro = type.__dict__["__mro__"].__get__(of)
     for base in mro[1:]:
         if base is int:
-            return encode(int.__add__(value, 0), reference, deep)
+            return encode(int.__add__(value, 0), reference, depth)
         if base is float:
             return float.__add__(value, 0.0)
         if base is str:
             return "".join(str.__iter__(value))
         if base is dict and of.__module__ != "__main__":
-            return _encode_map("d", value, reference, deep)
+            return _encode_map("d", value, reference, depth)
         if base in _TAGS:
             items = base.__iter__(value)
-            return [_TAGS[base], *[encode(item, reference, deep + 1) for item in items]]
+            return [_TAGS[base], *[encode(item, reference, depth + 1) for item in items]]
         if base is bytes:
             return ["B", bytes.hex(value)]
     if of.__module__ == "builtins" and of.__name__ in ("dict_keys", "dict_values", "dict_items"):
-        return ["l", *[encode(item, reference, deep + 1) for item in value]]
+        return ["l", *[encode(item, reference, depth + 1) for item in value]]
     if of.__module__ == "numpy" and hasattr(of, "tolist"):
-        return encode(value.tolist(), reference, deep + 1)
+        return encode(value.tolist(), reference, depth + 1)
     if of is type and value in _TYPES.values():
         return ["type", value.__name__]
     if reference is None:
@@ -195,7 +195,7 @@ def decode(
 
 def read_reference(rest: Any) -> tuple[int, str, str, list[str], bool]:
     """Return (number, kind, name, family, can be called) of an object of the candidate. Raises
-    Forged on any other content.
+    ForgedMessageError on any other content.
     """
     if len(rest) != 5:
         raise ForgedMessageError(f"a reference of {len(rest)} items, expected 5")
@@ -230,26 +230,26 @@ class _Decoder:
         self.referent, self.remaining_range_length = referent, longest_range
         self.keys, self.seconds = 0, 0.0
 
-    def read(self, value: Any, deep: int) -> Any:
+    def read(self, value: Any, depth: int) -> Any:
         of = type(value)
         if value is None or of is str or of is float or of is bool:
             return value
         if of is int and -_SMALL < value < _SMALL:
             return value
-        if of is not list or not value or type(value[0]) is not str or deep > MAX_DEPTH:
+        if of is not list or not value or type(value[0]) is not str or depth > MAX_DEPTH:
             raise ForgedMessageError(f"no encoded value: {show(value, 80)}")
         tag = value[0]
         if tag in _SEQUENCES or tag in _MAPS:
             items = []  # no comprehension, which would be a further frame for each level
             for item in value[1:]:
-                items.append(self.read(item, deep + 1))
+                items.append(self.read(item, depth + 1))
             return self._sequence(tag, items) if tag in _SEQUENCES else self._map(tag, items)
         if tag in _TEXTS:
             return self._text(tag, value)
         if tag == "r":
-            return self._range(self._numbers(value, 3, deep))
+            return self._range(self._numbers(value, 3, depth))
         if tag == "R":
-            return self._fraction(*self._numbers(value, 2, deep))
+            return self._fraction(*self._numbers(value, 2, depth))
         if tag == "c" and len(value) == 3 and type(value[1]) is float and type(value[2]) is float:
             return complex(value[1], value[2])
         if tag == "type" and len(value) == 2 and type(value[1]) is str and value[1] in _TYPES:
@@ -306,9 +306,9 @@ class _Decoder:
         except (ValueError, OverflowError, NotPlain) as error:
             raise ForgedMessageError(f"no encoded value: {show(value, 80)} ({error})") from error
 
-    def _numbers(self, value: list[Any], count: int, deep: int) -> list[int]:
+    def _numbers(self, value: list[Any], count: int, depth: int) -> list[int]:
         numbers = (
-            [self.read(item, deep + 1) for item in value[1:]] if len(value) == count + 1 else []
+            [self.read(item, depth + 1) for item in value[1:]] if len(value) == count + 1 else []
         )
         if len(numbers) != count or not all(type(number) is int for number in numbers):
             raise ForgedMessageError(f"no encoded value: {show(value, 80)}")

@@ -33,18 +33,18 @@ def main(control_fd: int, names: str, user: int, importable: str, sandlock: str 
     package sandlock.
     """
     control = socket.socket(fileno=control_fd)
-    up = set(names.split(","))
+    layers = set(names.split(","))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
     sys.setrecursionlimit(1000)
-    if "landlock" in up:
+    if "landlock" in layers:
         isolation.load_landlock(sandlock)
     for name in _MODULES.split():
         importlib.import_module(name)
     sys.path.append(importable)
     os.environ["PYTHONPATH"] = importable  # for an interpreter that a program starts
     if os.getuid() == 0 and user:
-        if "proc" in up:
+        if "proc" in layers:
             isolation.unmount_proc_covers()
         isolation.switch_user(user)
     gc.collect()
@@ -55,14 +55,14 @@ def main(control_fd: int, names: str, user: int, importable: str, sandlock: str 
             _, fds = message_framing.receive_with_fds(control)
         except message_framing.ConnectionClosedError:
             os._exit(0)
-        _job(control, fds[0], up)
+        _job(control, fds[0], layers)
 
 
-def _job(control: socket.socket, descriptor: int, up: set[str]) -> None:
+def _job(control: socket.socket, descriptor: int, layers: set[str]) -> None:
     pid = os.fork()
     if pid == 0:
         control.close()
-        monitor.serve(socket.socket(fileno=descriptor), up, os.getuid(), os.getgid())
+        monitor.serve(socket.socket(fileno=descriptor), layers, os.getuid(), os.getgid())
     os.close(descriptor)
     process = os.pidfd_open(pid)
     waiting = select.poll()  # select takes no descriptors above 1023

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,11 +21,12 @@ from rl.data import FaultyRows, ProblemSet
 from rl.errors import UserError
 from rl.jsonl import replace_nonfinite, write_atomically
 from rl.judges import OpenAIClient
+from rl.layers import find_max_context
 from rl.learner import learner_checkpoint
 from rl.models import (
     add_lora,
     check_model_folder,
-    check_model_weights,
+    check_weight_names_and_shapes,
     find_adapter_base,
     is_adapter,
     load_classifier_tokenizer,
@@ -180,7 +182,7 @@ def _load_outline(base_model: str, tokenizer: str | None) -> tuple[int, int | No
         )
     if folder.is_dir():
         check_model_folder(folder)
-        check_model_weights(folder)
+        check_weight_names_and_shapes(folder)
     with torch.device("meta"):
         loaded = load_skeleton(base_model, tokenizer=tokenizer)
     model_tokenizer = loaded.tokenizer
@@ -191,12 +193,7 @@ def _load_outline(base_model: str, tokenizer: str | None) -> tuple[int, int | No
             f"the tokenizer has {len(model_tokenizer)} tokens, the model {base_model!r} only "
             f"{loaded.vocab_size} rows: they do not belong together"
         )
-    config = loaded.model.config.get_text_config().to_dict()
-    return (
-        loaded.vocab_size,
-        config.get("max_position_embeddings") or config.get("n_positions"),
-        model_tokenizer,
-    )
+    return loaded.vocab_size, find_max_context(loaded.model), model_tokenizer
 
 
 def _check_rows_of_outline(
@@ -213,9 +210,9 @@ def _check_rows_of_outline(
     return prepared
 
 
-def prepare_stages(stages: Sequence[StageConfig]) -> list[PreparedStage]:
-    """Prepare each stage. If some rows of a stage cannot be read, check its readable rows too, and
-    report all faults together.
+def prepare_stages(stages: Sequence[StageConfig], stack: ExitStack) -> list[PreparedStage]:
+    """Prepare each stage, and let `stack` close its scorer. If some rows of a stage cannot be read,
+    check its readable rows too, and report all faults together.
     """
     prepared = []
     for i, plan in enumerate(stages):
@@ -224,6 +221,8 @@ def prepare_stages(stages: Sequence[StageConfig]) -> list[PreparedStage]:
         except FaultyRows as error:
             more = _find_faulty_rows(stages, i, error.rows)
             raise error if more is None else error.merge(more) from error
+        if (scorer := prepared[-1].scorer) is not None:
+            stack.callback(scorer.close)
     return prepared
 
 
@@ -399,7 +398,6 @@ def print_startup_result(result: RewardProbeResult, console: Console, command: s
         for warning in result.warnings:
             console.warn(f"reward {result.reward}: {warning}")
         return
-    line = (
-        f"reward {result.reward} pays for no trick on {result.rows} rows ({result.seconds:.1f} s)"
-    )
+    rows = f"{result.rows} rows ({result.seconds:.1f} s)"
+    line = f"reward {result.reward} passed the mutant check on {rows}"
     console.note("; ".join([line, *result.notes]))

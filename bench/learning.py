@@ -1,0 +1,353 @@
+"""Check that methods, games, images and an agent's program learn: each case, with seeds 0, 1 and 2,
+passes a bar, which most models miss before.
+
+    python bench/learning.py                        # all, about three hours on two idle cores
+    python bench/learning.py --only dpo --seeds 0   # a single run (both accept several values)
+    python bench/learning.py --work runs/learning   # keep the runs and reuse their taught models
+
+reinforce, ppo and dpo start from the same taught model per seed, trained by the first stage of
+recipes/addition.yaml (the recipe of dpo teaches for 450 steps instead of 750); from their recipes
+only the later stages are run. A game has a warm-up on games that an imperfect rule plays, then
+GRPO. `blind` is recipes/shapes.yaml with the pixels of every image permuted: it must stay below the
+bar that `images` passes. `endpoint` trains a two-turn agent, written as a plain program.
+
+learning.csv has a row for each seed and figure, written after every run: `before` at the first
+evaluation of the stage (distill: of the student), `after` at its last, held out; `passed` if the
+bar lies between them (images: if `after` is above it, blind: below it). `seconds` is the wall clock of the run, start-up included, without the
+training of a shared model. Rows of other cases and seeds stay. The exit code is 1 if a run fails or
+misses its bar.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from bench.harness import (  # noqa: E402
+    HELD_OUT,
+    REPO,
+    RESULTS,
+    Run,
+    describe_machine,
+    make_parser,
+    replace_rows,
+    show,
+    timed_run,
+    train,
+)
+
+PAIRS = "test/rewards/accuracies"
+REWARD = "test/env/all/reward/total"
+LEARNED = "test/env/all/reward/learned"
+
+
+@dataclass(frozen=True)
+class Check:
+    """Hold a figure of a stage and its bar, a number or a function of the run, which the figure
+    must reach at the stage's end (stay below, if `at_most`).
+
+    `since`: the stage at the start of which the figure must miss the bar; by default the same
+    stage; None: the figure may be past the bar before.
+    """
+
+    stage: str
+    metric: str
+    bar: float | Callable[[Run], float]
+    since: str | None = ""
+    at_most: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """Hold the checks of a run, and the function of (seed, folder) that returns the run's words."""
+
+    words: Callable[[int, Path], list[str]]
+    checks: tuple[Check, ...]
+
+
+# ------------------------------------------------------------------------------------------- recipes
+
+
+def whole(recipe: str) -> Callable[[int, Path], list[str]]:
+    return lambda seed, work: [str(REPO / "recipes" / f"{recipe}.yaml")]
+
+
+def after_teaching(recipe: str) -> Callable[[int, Path], list[str]]:
+    """Start from the shared model instead of the recipe's first stage."""
+    return lambda seed, work: [
+        str(select_stages(recipe, 1, None, work)), "--base-model", str(taught_model(seed, work))
+    ]  # fmt: skip
+
+
+def select_stages(recipe: str, first: int, last: int | None, folder: Path) -> Path:
+    """Write a recipe with only stages[first:last] of a recipe and its shared settings; return its
+    path.
+    """
+    content = yaml.safe_load((REPO / "recipes" / f"{recipe}.yaml").read_text())
+    return write_recipe(folder, {**content, "stages": content["stages"][first:last]})
+
+
+def write_recipe(folder: Path, content: dict[str, Any]) -> Path:
+    path = folder / f"recipe-{len(list(folder.glob('recipe-*')))}.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def taught_model(seed: int, work: Path) -> Path:
+    """Return the weights of the first stage of recipes/addition.yaml, which answers sums, but
+    badly. The model is trained once per seed.
+    """
+    folder = work / f"taught-{seed}"
+    model = folder / "checkpoints" / "sft-final" / "model"
+    if not model.is_dir():
+        train([str(select_stages("addition", 0, 1, work)), "--seed", str(seed)], folder)
+    return model
+
+
+def evaluate_sums(model: Path, samples: int = 1) -> float:
+    """Return the sampled accuracy of weights on 512 held-out sums."""
+    # Evaluate a copy outside the run's folder; otherwise evaluate.py uses the run's environment.
+    with tempfile.TemporaryDirectory() as folder:
+        weights, result = Path(folder, "model"), Path(folder, "result.json")
+        shutil.copytree(model, weights)
+        words = (
+            f"evaluate.py {weights} --dataset addition --reward exact_match --limit 512 --samples "
+            f"{samples} --renderer plain --temperature 1 --max-tokens 4 --output {result}"
+        )
+        timed_run([sys.executable, *words.split()])
+        return float(json.loads(result.read_text())["correct"])
+
+
+def blind(seed: int, work: Path) -> list[str]:
+    """Permute the pixels of every image of recipes/shapes.yaml, in training and held out."""
+    content = yaml.safe_load((REPO / "recipes" / "shapes.yaml").read_text())
+    for part in (content, *content["stages"]):
+        if "dataset" in part:
+            name, _, options = part["dataset"].partition(":")
+            part["dataset"] = f"{name}:{','.join(filter(None, [options, 'blind=1']))}"
+    return [str(write_recipe(work, content))]
+
+
+# --------------------------------------------------------------------------------------------- games
+
+
+@dataclass(frozen=True)
+class Game:
+    """Hold the settings of a game. `player`: the rule that plays the games of the warm-up."""
+
+    name: str
+    settings: dict[str, Any]
+    player: str
+    max_tokens: int
+    steps: int = 60
+    batch_size: int = 8
+    held_out: int = 128
+    rows: int = 1000
+    episodes: int = 4000  # played by the rule
+    warm_up: int = 800
+    warm_up_batch: int = 64
+    model: str = "tiny:ascii-small"
+    learning_rate: float = 1e-3
+
+    def __call__(self, seed: int, work: Path) -> list[str]:
+        """Write the games of the warm-up and the recipe of both stages."""
+        words = ["-m", "rl.envs.demo_generator", self.name, self.player]
+        words += ["--episodes", str(self.episodes), "--seed", str(seed)]
+        for key, value in self.settings.items():
+            words += [f"--environment.{key}", str(value)]
+        data = work / f"{Path(self.name).stem}-{seed}.jsonl"
+        data.write_text(subprocess.check_output([sys.executable, *words], text=True, cwd=REPO))
+        warm_up = dict(
+            method="sft", base_model=self.model, dataset=str(data), learning_rate=3e-3,
+            schedule="cosine", warmup_steps=20, beta2=0.99, steps=self.warm_up,
+            batch_size=self.warm_up_batch, eval_every=0, save_every=0,
+        )  # fmt: skip
+        grpo = dict(
+            method="grpo", environment={"name": self.name, **self.settings},
+            environment_rows=self.rows, advantage="mean_std", rollout_mode="async",
+            learning_rate=self.learning_rate, schedule="linear", warmup_steps=5, steps=self.steps,
+            batch_size=self.batch_size, group_size=16, eval_every=self.steps,
+            eval_limit=self.held_out, save_every=0, rollouts_every=0,
+        )  # fmt: skip
+        shared = {"max_tokens": self.max_tokens, "temperature": 1.0}
+        return [str(write_recipe(work, {"stages": [warm_up, grpo], **shared}))]
+
+
+# The share of digits in two answers of a conversation, posted as the reward.
+AGENT = """
+import http.client, json, os
+
+host, _, path = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")
+
+
+def post(path, body):
+    client = http.client.HTTPConnection(host, timeout=600)
+    client.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    return json.loads(client.getresponse().read())
+
+
+messages, answers = [{"role": "user", "content": "digits:"}], ""
+for turn in range(2):
+    reply = post(f"/{path}/chat/completions", {"model": "policy", "messages": messages})
+    message = reply["choices"][0]["message"]
+    answers += message["content"]
+    messages += [message, {"role": "user", "content": "more:"}]
+post(f"/{path}/reward", {"reward": sum(c.isdigit() for c in answers) / max(1, len(answers))})
+"""
+
+
+def endpoint(seed: int, work: Path) -> list[str]:
+    (work / "agent.py").write_text(AGENT)
+    settings = (
+        "--base-model tiny:ascii-small --batch-size 4 --group-size 6 --max-tokens 6 --steps 30 "
+        "--learning-rate 3e-3 --eval-every 30 --eval-limit 16 --environment-rows 64"
+    )
+    program = f"endpoint:{sys.executable} -S {work / 'agent.py'}"
+    return ["grpo", "--environment", program, *settings.split()]
+
+
+# --------------------------------------------------------------------------------------------- cases
+
+
+def nearly_right_sums(run: Run) -> float:
+    """Return the score three quarters of the way from the reward model's mean score of held-out
+    wrong sums to that of right sums.
+    """
+    sides = (f"test/rewards/{side}" for side in ("chosen", "rejected"))
+    right, wrong = (run.values(side, "reward_model")[-1] for side in sides)
+    return wrong + 0.75 * (right - wrong)
+
+
+def as_the_teacher(run: Run) -> float:
+    """Return the teacher's accuracy minus 0.02: two standard errors of the difference of two shares
+    near 0.97 of 512 answers.
+    """
+    return run.values(HELD_OUT, "teacher")[-1] - 0.02
+
+
+def better_than_its_data(run: Run) -> float:
+    """Return the share of stored answers that are right, or the held-out accuracy of the policy
+    that sampled the last of them, whichever is larger.
+    """
+    stored = run.values("env/all/correct", "grpo")
+    return max(sum(stored) / len(stored), run.values(HELD_OUT, "grpo")[-1])
+
+
+CASES = {
+    "dpo": Case(after_teaching("addition_dpo"), (Check("dpo", PAIRS, 0.9),)),
+    "reinforce": Case(
+        after_teaching("addition_reinforce"), (Check("reinforce", HELD_OUT, 0.95),)
+    ),
+    "ppo": Case(after_teaching("addition_ppo"), (Check("ppo", HELD_OUT, 0.95),)),
+    # The reward model first, then the policy trained on it: the reward model's scores, and the true
+    # reward, which the policy never sees.
+    "rlhf": Case(
+        whole("addition_rlhf"),
+        (
+            Check("reward_model", PAIRS, 0.9),
+            Check("rlhf", LEARNED, nearly_right_sums),
+            Check("rlhf", HELD_OUT, 0.8),
+        ),
+    ),
+    "code": Case(whole("oneliners"), (Check("grpo", HELD_OUT, 0.9),)),
+    "offline": Case(
+        whole("addition_offline"), (Check("offline", HELD_OUT, better_than_its_data),)
+    ),
+    "distill": Case(
+        whole("addition_distill"),
+        (
+            Check("student", HELD_OUT, as_the_teacher),
+            Check("student-on-policy", HELD_OUT, as_the_teacher, since="student"),
+        ),
+    ),
+    # Supervised training alone passes the bar; the images are what the blind run lacks.
+    "images": Case(whole("shapes"), (Check("grpo", HELD_OUT, 0.7, since=None),)),
+    "blind": Case(blind, (Check("grpo", HELD_OUT, 0.7, since=None, at_most=True),)),
+    "endpoint": Case(endpoint, (Check("grpo", REWARD, 0.9),)),
+    # solvable within floor(log2 8) + 1 guesses, the environment's limit
+    "guess_number": Case(
+        Game("guess_number", {"high": 8}, "careless", 3, steps=250),
+        (Check("grpo", HELD_OUT, 0.95),),
+    ),
+    # Three operators and two tries: exclusion is enough for the rule's 0.93; reading the failing
+    # test is better.
+    "debugging": Case(
+        Game(
+            "examples/games/debugging.py:DebuggingEnv", {}, "careful", 18, held_out=256,
+            episodes=5000, warm_up=1200, warm_up_batch=32, model="tiny:ascii", learning_rate=5e-4,
+        ),
+        (Check("grpo", HELD_OUT, 0.95),),
+    ),
+    # The rule plays a move of ten imperfectly (it loses 0.03), so that GRPO can still improve on
+    # it.
+    "tic_tac_toe": Case(
+        Game(
+            "tic_tac_toe", {"opponent": "random", "instructions": "False"}, "careful", 3, steps=120,
+            batch_size=16, held_out=512, rows=2000, episodes=40_000, warm_up=1400,
+            model="tiny:ascii", learning_rate=2e-4,
+        ),
+        (Check("grpo", "test/env/all/lost", 0.05, at_most=True),),
+    ),
+}  # fmt: skip
+
+
+def judge(name: str, seed: int, check: Check, run: Run) -> dict[str, Any]:
+    """Return the row of a check."""
+    before = run.values(check.metric, check.since or check.stage)[0]
+    after = run.values(check.metric, check.stage)[-1]
+    bar = check.bar if isinstance(check.bar, float) else check.bar(run)
+    reached, early = (value <= bar if check.at_most else value >= bar for value in (after, before))
+    return {
+        "case": name,
+        "seed": seed,
+        "stage": check.stage,
+        "metric": check.metric,
+        "before": round(before, 4),
+        "after": round(after, 4),
+        "bar": f"{'at most ' if check.at_most else ''}{bar:.4g}",
+        "passed": reached and (check.since is None or not early),
+        "seconds": round(run.seconds, 1),
+        "machine": describe_machine(),
+        "command": f"python bench/learning.py --only {name} --seeds {seed}",
+    }
+
+
+def main() -> int:
+    parser = make_parser(__doc__, seeds=True, output=RESULTS / "learning.csv")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--work", type=Path, help="keep the runs in this folder")
+    args = parser.parse_args()
+    bad = 0
+    with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
+        work = (args.work or Path(temporary)).resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        for seed in args.seeds:
+            for name in args.only:
+                try:
+                    words = [*CASES[name].words(seed, work), "--seed", str(seed)]
+                    run = train(words, work / f"{name}-{seed}")
+                except (RuntimeError, subprocess.CalledProcessError) as error:
+                    print(f"{name}, seed {seed}: FAILED: {error}", flush=True)
+                    bad += 1
+                    continue
+                rows = [judge(name, seed, check, run) for check in CASES[name].checks]
+                order = lambda row: (list(CASES).index(row["case"]), int(row["seed"]))  # noqa: E731
+                replace_rows(args.output, rows, ("case", "seed"), order)
+                bad += sum(not row["passed"] for row in rows)
+                for row in rows:
+                    show(row)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Compare the engine with and without `num_speculative_tokens`, in pairs, on a CPU.
+
+A constructed model emits tokens of a cycle of 16 classes: the next token is any of the 1, 2 or 8
+tokens of the next class, with equal probability. Its weights cost as much as those of a trained
+model. With 1 token in a class the text is a copy of the prompt, and nearly each draft is accepted;
+with 8 tokens a draft rarely follows a match, and is accepted once in eight.
+
+`gain` is the median over the pairs of the plain engine's CPU seconds divided by those of
+speculative decoding (1 thread). `equal`: whether all tokens are equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# Import from the repository root: kernels.py of this folder would shadow the package.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+import torch  # noqa: E402
+from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+from bench.harness import RESULTS, make_parser, show, write_table  # noqa: E402
+from bench.sampler import BASE, MODEL_085M, MODEL_40M  # noqa: E402
+from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
+from rl.types import SamplingParams  # noqa: E402
+
+MODELS = {"0.85M": MODEL_085M, "34M": MODEL_40M | {"vocab_size": 16384}}
+CLASSES, PROMPT = 16, 64
+
+
+def make_model(size: dict[str, int], tokens: int) -> Any:
+    """Return a model that continues a token of class c (its id modulo `CLASSES`) with one of the
+    first `tokens` tokens of class c + 1.
+    """
+    torch.manual_seed(0)
+    config = Qwen3Config(**{**BASE, **size, "tie_word_embeddings": False, "pad_token_id": None})
+    model = Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:  # the layers cost time, and hardly change the stream
+            layer.self_attn.o_proj.weight.mul_(1e-3)
+            layer.mlp.down_proj.weight.mul_(1e-3)
+        vectors = torch.linalg.qr(torch.randn(size["hidden_size"], CLASSES))[0].T
+        ids = torch.arange(size["vocab_size"])
+        model.model.embed_tokens.weight.copy_(vectors[ids % CLASSES])
+        head = vectors[(ids - 1) % CLASSES] * 3.0
+        model.lm_head.weight.copy_(torch.where((ids < CLASSES * tokens)[:, None], head, 0.0))
+    return model
+
+
+def sample(
+    decoder: Any, rows: int, tokens: int, new: int, drafts: int
+) -> tuple[float, list[list[int]], Engine]:
+    """Return the CPU seconds of sampling, the tokens of each row, and the engine."""
+    room: dict[str, Any] = {"kv_cache_tokens": rows * (PROMPT + new), "max_rows": max(rows, 1024)}
+    engine = Engine(decoder, **room, num_speculative_tokens=drafts)
+    generator, params = torch.Generator().manual_seed(1), SamplingParams(max_tokens=new)
+    for problem in range(rows):
+        members = torch.randint(tokens, (PROMPT,), generator=generator) * CLASSES
+        prompt = ((torch.arange(PROMPT) + problem) % CLASSES + members).tolist()
+        engine.add(SamplingRequest(prompt=prompt, problem=problem, params=params))
+    start = time.process_time()
+    responses = engine.run()
+    seconds = time.process_time() - start
+    return seconds, [s.tokens for response in responses for s in response.sequences], engine
+
+
+def measure(name: str, rows: int, tokens: int, new: int, drafts: int, repeats: int) -> dict:
+    decoder = make_decoder(make_model(MODELS[name], tokens), kind="fast")
+    pairs, equal = [], True
+    for repeat in range(repeats + 1):
+        order = (0, drafts) if repeat % 2 else (drafts, 0)
+        results = {count: sample(decoder, rows, tokens, new, count) for count in order}
+        equal = equal and results[0][1] == results[drafts][1]
+        if repeat:  # the first pair is a warm-up
+            pairs.append((results[0][0], results[drafts][0]))
+    counters = results[drafts][2].counters
+    return {
+        "parameters": name,
+        "rows": rows,
+        "tokens_of_a_class": tokens,
+        "new_tokens": new,
+        "num_speculative_tokens": drafts,
+        "plain_ms": round(1e3 * statistics.median(plain for plain, _ in pairs), 1),
+        "speculative_ms": round(1e3 * statistics.median(other for _, other in pairs), 1),
+        "gain": round(statistics.median(plain / other for plain, other in pairs), 3),
+        "drafted": counters.drafted_tokens,
+        "accepted": counters.accepted_tokens,
+        "sampled": counters.emitted_tokens,
+        "equal": equal,
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+
+
+def main() -> None:
+    parser = make_parser(__doc__, output=RESULTS / "speculative_cpu.csv")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 8], help="of a class")
+    parser.add_argument("--new", type=int, default=64, help="new tokens of a row")
+    parser.add_argument("--drafts", type=int, default=4, help="num_speculative_tokens")
+    parser.add_argument("--repeats", type=int, default=5, help="pairs")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    table: list[dict] = []
+    for name, tokens, rows in itertools.product(args.models, args.tokens, args.rows):
+        table.append(measure(name, rows, tokens, args.new, args.drafts, args.repeats))
+        show(table[-1])
+        write_table(args.output, table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Test runs that are requested by their folder, former names of settings, and parts of settings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl.algorithms import METHODS
+from rl.config import (
+    DataSettings,
+    RunConfig,
+    RunSettings,
+    SettingsError,
+    list_changed_settings,
+    override_settings,
+    read_run,
+    resolve_config,
+)
+from rl.trainer import load_run
+from rl.trainer.config_diff import check_changes
+
+REPO = Path(__file__).resolve().parents[2]
+RECIPE = REPO / "recipes" / "addition.yaml"
+METHOD = """
+from dataclasses import dataclass
+
+from rl.algorithms import GRPO, GrpoSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class MySettings(GrpoSettings):
+    episodes: int = 3
+
+
+class Mine(GRPO):
+    Settings = MySettings
+"""
+
+
+def read(*words: object) -> RunConfig:
+    return read_run([str(word) for word in words], METHODS, RECIPE, RunSettings)
+
+
+def write_config(folder: Path, run: RunConfig, **record: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**resolve_config(run), **record}))
+    return folder
+
+
+@pytest.mark.parametrize("switch", ["resume", "auto-resume"])
+@pytest.mark.parametrize("word", ["", "true", "YES", "on", "True"])
+def test_every_way_to_turn_resume_on_reads_the_run_of_the_folder(tmp_path, switch, word):
+    folder = write_config(tmp_path / "run", read("sft", "--steps", 7))
+    run = read(f"--{switch}", *word.split(), "--output-dir", folder)
+    assert [(stage.method, stage.settings.loop.steps) for stage in run.stages] == [("sft", 7)]
+    # off: the default recipe
+    assert read(f"--{switch}", "off", "--output-dir", folder).stages[0].settings.loop.steps != 7
+
+
+def test_every_way_to_trust_a_run_is_read(tmp_path):
+    (tmp_path / "other").mkdir()
+    reward = tmp_path / "other" / "mine.py"
+    reward.write_text("def score(prompt, response, meta):\n    return 1.0\n")
+    run = read("grpo", "--reward", f"{reward}:score")
+    folder = write_config(tmp_path / "run", run, launched_from=str(reward.parent))
+    words = ("--resume", "--output-dir", folder)
+    for untrusted in ((), ("--trust-run", "no")):
+        with pytest.raises(SettingsError, match="not in the current folder"):
+            read(*words, *untrusted)
+    assert read(*words, "--trust-run", "yes").stages == run.stages
+
+
+def test_a_method_may_have_a_setting_with_a_former_name(tmp_path):
+    (tmp_path / "mine.py").write_text(METHOD)
+    method = f"{tmp_path / 'mine.py'}:Mine"
+    run = read(method, "--episodes", 4, "--Mine.kl-in", "loss")
+    settings = run.stages[0].settings
+    assert (settings.episodes, settings.kl.kl_placement) == (4, "loss")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"stages:\n- {{method: '{method}', episodes: 4, kl_in: loss}}\n")
+    assert read(recipe).stages == run.stages
+
+    folder = write_config(tmp_path / "run", run)
+    assert load_run(folder, trusted=True).stages == run.stages
+    saved = json.loads((folder / "config.json").read_text())
+    stage = saved["stages"][0]["settings"]
+    stage["kl_in"] = stage.pop("kl_placement")  # as an older run
+    changed = read(
+        *(method, "--episodes", 5, "--kl-placement", "loss", "--resume"), "--change", "episodes=5"
+    )
+    notes = check_changes(saved, changed, 0, 1, 1).notes
+    assert [(note["setting"], note["from"], note["to"]) for note in notes] == [("episodes", 4, 5)]
+    assert list_changed_settings(["episodes=5"]) == {"rollout_mode"}
+
+
+def test_a_part_of_the_template_keeps_the_others(tmp_path):
+    recipe = tmp_path / "thinking.yaml"
+    recipe.write_text("method: grpo\ntemplate: {enable_thinking: false, a: 1}\n")
+
+    def template(*words: object) -> tuple[tuple[str, str], ...]:
+        return read(recipe, *words).stages[0].settings.data.template
+
+    saved = (("enable_thinking", "false"), ("a", "1"))
+    assert template("--template.foo", "bar") == (*saved, ("foo", "bar"))
+    assert template("--template.enable_thinking") == (("a", "1"), ("enable_thinking", "true"))
+    assert template("--template", "b", "2") == (("b", "2"),)
+    changed = ("--resume", "--change", "template.foo=bar")
+    assert template(*changed) == (*saved, ("foo", "bar"))
+    (data,) = override_settings((DataSettings(template=saved),), ["--template.foo", "bar"])
+    assert data.template == (*saved, ("foo", "bar"))
+
+
+def test_numbers_of_stages_skip_the_names_of_others(tmp_path):
+    recipe = tmp_path / "three.yaml"
+    recipe.write_text(
+        "stages:\n- {method: sft, steps: 1}\n- {method: sft, steps: 2}\n"
+        "- {method: sft, name: sft-1, steps: 3}\n"
+    )
+    stages = {stage.name: stage.settings.loop.steps for stage in read(recipe).stages}
+    assert stages == {"sft-2": 1, "sft-3": 2, "sft-1": 3}
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    ("sample.py --prompt-suffix k tiny:ascii --prompt x", "put WEIGHTS before --prompt-suffix"),
+    ("evaluate.py --prompt-column question runs/x", "put WEIGHTS before --prompt-column"),
+    ("sample.py tiny:ascii --dataset rows.jsonl --prompt x", "leave out one of them"),
+])  # fmt: skip
+def test_arguments_that_would_be_misread_are_refused(words, expected):
+    done = subprocess.run(
+        [sys.executable, *words.split()], cwd=REPO, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and expected in done.stderr, done.stderr

@@ -1,0 +1,175 @@
+"""Test a server whose clients' adapters are sampled from vLLM servers, on a stub."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from helpers import random_datums
+from serving import BASE, Wire
+from test_vllm import learner_logprobs, sample, start_stubs
+
+from rl import ServiceClient
+from rl.client import SampleStream
+from rl.errors import UserError
+from rl.runtime import SamplerSettings, WorkerSettings
+from rl.sampler import SamplingRequest
+from rl.serve import ModelServer, ServedBaseModel, ServeSettings
+from rl.serve.server import read_serve_settings
+from rl.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams, TensorData
+
+
+@pytest.fixture
+def servers():
+    with start_stubs() as start:
+        yield lambda count=1, lora_rank=8: start(count, lora_rank)
+
+
+@pytest.fixture
+def connect(tmp_path):
+    """Yield a function that creates a service of many clients, as serve.py does."""
+    with ExitStack() as stack:
+
+        def make(urls):
+            sampler = SamplerSettings(kind="vllm", urls=urls, folder=str(tmp_path / "weights"))
+            settings = WorkerSettings(dtype="fp32", sampler=sampler, share_bases=True)
+            return stack.enter_context(
+                ServiceClient(output_dir=tmp_path / "out", seed=3, settings=settings)
+            )
+
+        yield make
+
+
+def make_trained(service, seed, **options):
+    options = {"train_unembed": False, **options}
+    client = service.create_lora_training_client("tiny:addition-small", 4, seed, **options)
+    client.forward_backward(random_datums(8, seed=seed), "importance_sampling", divisor=10.0)
+    client.optim_step(AdamParams(learning_rate=1e-2, eps=1e-8)).result()
+    return client
+
+
+def check_samples(policy, sampler):
+    for prompt, sequence in sample(sampler):
+        expected = learner_logprobs(policy, prompt, sequence, 0.7)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+
+
+def test_servers_hold_the_adapters_of_several_clients(servers, connect):
+    """Each adapter is loaded once, however often its client samples in between."""
+    (stub,), urls = servers()
+    service = connect(urls)
+    policies = [make_trained(service, seed) for seed in (2, 3, 4)]
+    samplers = [policy.save_weights_and_get_sampling_client() for policy in policies]
+    for _ in range(2):
+        for policy, sampler in zip(policies, samplers, strict=True):
+            check_samples(policy, sampler)
+    assert len(stub.folders) == 1 and len(stub.adapters) == 3
+    assert stub.calls.count("/v1/load_lora_adapter") == 3
+    scores = samplers[0].compute_logprobs(ModelInput.from_ints([3, 4, 5, 6])).result()
+    expected = learner_logprobs(policies[0], [3], SampledSequence([4, 5, 6]), 1.0)
+    np.testing.assert_allclose(scores[1:], expected, atol=1e-5)
+
+
+def test_samples_of_two_clients_are_made_at_the_same_time(servers, connect):
+    (stub,), urls = servers()
+    service = connect(urls)
+    policies = [make_trained(service, seed) for seed in (2, 3)]
+    stub.token_seconds = 0.02
+    streams = [SampleStream(p.save_weights_and_get_sampling_client()) for p in policies]
+    params = SamplingParams(max_tokens=20, temperature=0.7, stop=[])
+    for stream in streams:
+        stream.add(SamplingRequest(prompt=[3, 4], params=params))
+    finished = [{}, {}]
+    assert not any(stream.run_steps(1).finished for stream in streams)
+    while any(stream.busy for stream in streams):
+        for stream, responses in zip(streams, finished, strict=True):
+            responses |= stream.run_steps().finished if stream.busy else {}
+    for policy, responses in zip(policies, finished, strict=True):
+        ((sequence,),) = [response.sequences for response in responses.values()]
+        expected = learner_logprobs(policy, [3, 4], sequence, 0.7)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+
+
+def test_other_weights_are_sampled_from_in_this_process(servers, connect):
+    """Full weights, an adapter on a tied head, a rank above the servers', and the base."""
+    (stub,), urls = servers()
+    service = connect(urls)
+    full = service.create_full_training_client("tiny:addition-small", seed=2)
+    check_samples(full, full.save_weights_and_get_sampling_client())
+    with pytest.warns(UserWarning, match="train_unembed.* sampled from in this process"):
+        tied = make_trained(service, 2, train_unembed=True)
+    check_samples(tied, tied.save_weights_and_get_sampling_client())
+    sample(service.create_sampling_client(base_model="tiny:addition-small"))
+    assert not stub.folders and not stub.adapters
+
+
+def test_a_server_that_lost_its_adapters_gets_them_again(servers, connect):
+    (stub,), urls = servers()
+    policy = make_trained(connect(urls), 2)
+    sampler = policy.save_weights_and_get_sampling_client()
+    check_samples(policy, sampler)
+    stub.version, stub.adapters = "default", {}
+    with pytest.warns(UserWarning, match="does not exist"), pytest.raises(UserError):
+        sample(sampler)
+    check_samples(policy, sampler)
+
+
+def test_a_client_over_http_samples_from_its_adapter(servers, tmp_path):
+    (stub,), urls = servers()
+    sampler = SamplerSettings(kind="vllm", urls=urls, folder=str(tmp_path / "weights"))
+    settings = ServeSettings(
+        (ServedBaseModel(BASE, BASE),),
+        tmp_path / "out",
+        worker=WorkerSettings(dtype="fp32", sampler=sampler),
+    )
+    served = ModelServer.create(settings)
+    served.engine.start()
+    with ExitStack() as stack:
+        stack.callback(served.shut_down)
+        wires = Wire(served)
+        wires.open()
+        body = wires.model_body()
+        body["lora_config"] |= {"train_unembed": False}
+        model = wires.wait(wires.post("create_model", **body))["model_id"]
+        answer = wires.sample(wires.sampler(model, 1), 0, [3, 4, 5], max_tokens=6, temperature=1.0)
+        (sequence,) = answer.sequences
+        assert stub.bodies[-1]["model"] in stub.adapters
+        tokens = [3, 4, 5, *np.frombuffer(sequence.tokens, "<i4").tolist()]
+        logprobs = np.frombuffer(sequence.logprobs, "<f4")
+        targets = TensorData(np.array(tokens[1:], np.int64))
+        datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": targets})
+        rows, _ = wires.output(wires.ask(model, 2, [datum], forward_only=True))
+        np.testing.assert_allclose(logprobs, rows[0][2:], atol=1e-5)
+
+
+def make_arguments(folder, **options):
+    names = ("keys_file", "tls_cert", "tls_key", "renderer", "body_bytes", "sampler_folder")
+    values = {"base_model": ["m=tiny:addition"], "host": "127.0.0.1", "port": 0, "seed": 0}
+    values |= {"resume": False, "durable": False, "sampler_tp": 1, "stop_grace": 60.0}
+    values |= {"output_dir": str(folder / "out"), "sampler": "vllm", "sampler_url": None}
+    return argparse.Namespace(**dict.fromkeys(names), **{**values, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs --sampler-url"),
+        ({"sampler": "auto", "sampler_url": ["http://a:1"]}, "are of --sampler vllm"),
+        (
+            {"sampler_url": ["http://a:1"], "base_model": ["a=tiny:addition", "b=tiny:ascii"]},
+            "hold the weights of one model",
+        ),
+        ({"sampler_url": ["http://a:1"], "sampler_tp": 2}, "leave sampler_tp at 1"),
+    ],
+)
+def test_options_that_do_not_combine_are_refused(options, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        read_serve_settings(make_arguments(tmp_path, **options))
+
+
+def test_servers_without_adapters_are_refused(servers, connect):
+    _, urls = servers(lora_rank=0)
+    with pytest.raises(UserError, match="start them with --enable-lora"):
+        connect(urls)
