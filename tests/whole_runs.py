@@ -36,12 +36,12 @@ def train(words: str, folder: Path) -> list[dict]:
 
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
-    (file,) = [
-        f
-        for model in (folder / "checkpoints").glob("*-final/model")
-        for f in model.glob("*.safetensors")
-    ]
-    return load_file(str(file))
+    (model,) = (folder / "checkpoints").glob("*-final/model")
+    weights: dict[str, torch.Tensor] = {}
+    for file in model.glob("*.safetensors"):  # one for each layer of a model with experts
+        weights |= load_file(str(file))
+    assert weights
+    return weights
 
 
 @contextmanager

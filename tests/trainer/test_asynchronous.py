@@ -78,12 +78,16 @@ def trained(tmp_path_factory):
 
 
 def weights(folder: Path, name: str = "grpo-final") -> dict[str, np.ndarray]:
-    (file,) = (folder / "checkpoints" / name / "model").glob("*.safetensors")
-    return load_file(str(file))
+    weights: dict[str, np.ndarray] = {}
+    for file in (folder / "checkpoints" / name / "model").glob("*.safetensors"):
+        weights |= load_file(str(file))
+    assert weights
+    return weights
 
 
 def same(a: Path, b: Path) -> bool:
     first, other = weights(a), weights(b)
+    assert first.keys() == other.keys()
     return all((first[name] == other[name]).all() for name in first)
 
 
