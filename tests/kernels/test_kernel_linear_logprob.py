@@ -297,11 +297,9 @@ def test_defect_7_under_inductor():
 def test_opcheck(plan):
     x, w, y, bias, _ = make_problem(5, 4, 40, bias=True)
     grad = plan != "none"
-    x, w, bias = (
-        x.float().requires_grad_(grad),
-        w.float().requires_grad_(grad and plan != "expected"),
-        bias.float(),
-    )
+    x = x.float().requires_grad_(grad)
+    w = w.float().requires_grad_(grad and plan != "expected")
+    bias = bias.float()
     torch.library.opcheck(forward_op, (x, w, y, bias, 0.7, 3.0, -100, True, plan))
     with torch.no_grad():
         outputs = forward_op(x, w, y, bias, 0.7, 3.0, -100, True, plan)

@@ -324,9 +324,8 @@ def test_the_base_of_a_stage_is_what_its_settings_and_launch_make_it(tmp_path):
 
     low, high = weights("--lora-rank", "4"), weights("--lora-rank", "4", "--base-dtype", "fp32")
     # The embedding stays in bf16.
-    assert (
-        0.5 < low / high < 0.55 and weights("--lora-rank", "4", "--base-dtype", "4bit") < 0.8 * low
-    )
+    assert 0.5 < low / high < 0.55
+    assert weights("--lora-rank", "4", "--base-dtype", "4bit") < 0.8 * low
     assert weights("--lora-rank", "4", launch=LaunchShape(cuda=False, bf16=False)) == high
 
 
@@ -377,11 +376,9 @@ def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):
         for size, first in sizes.items()
     }
     largest = max(size for size, peak in peaks.items() if peak <= room)
-    assert (
-        peaks[1 << 21] > room
-        and named.command == f"--kv-cache-tokens {largest}"
-        and named.peak == peaks[largest] <= room
-    )
+    assert peaks[1 << 21] > room
+    assert named.command == f"--kv-cache-tokens {largest}"
+    assert named.peak == peaks[largest] <= room
 
 
 def read_config(*words: str) -> RunConfig:
@@ -568,10 +565,8 @@ def test_a_deep_model_is_worked_out_from_short_ones(kind, rank, run, tmp_path):
     """
     AutoConfig.for_model(kind, **DEEP[kind]).save_pretrained(tmp_path)
     lora = None if rank is None else LoraConfig(rank)
-    skeleton, whole = (
-        ModelSkeleton(str(tmp_path), None, lora),
-        ModelSkeleton(str(tmp_path), None, lora, all_layers=True),
-    )
+    skeleton = ModelSkeleton(str(tmp_path), None, lora)
+    whole = ModelSkeleton(str(tmp_path), None, lora, all_layers=True)
     assert skeleton.shape == whole.shape
     assert skeleton._omitted > 0 == whole._omitted
     # torch's first run of a fake operation differs: its tensor is 96 bytes smaller.

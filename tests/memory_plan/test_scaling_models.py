@@ -42,10 +42,8 @@ def test_a_mixture_computes_with_the_experts_that_a_token_is_sent_to(per_token, 
     model = mixture(per_token)
     shape = shape_of(model, tmp_path)
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
-    assert (
-        shape.parameters == sum(p.numel() for p in model.parameters())
-        and shape.idle_experts == experts * (4 - per_token) // 4
-    )
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.idle_experts == experts * (4 - per_token) // 4
     ids = torch.arange(TOKENS)[None]
     attention = 4 * TOKENS**2 * shape.heads * shape.head_width * shape.layers
     table = VOCAB * shape.hidden  # embedding rows are looked up, not multiplied
@@ -91,10 +89,8 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path)
     model.set_attn_implementation("eager")
     reference = shape_of(model, tmp_path / "all")
     tower = sum(p.numel() for p in model.model.visual.parameters())
-    assert (
-        reference.vision_parameters == reference.vision_trainable == tower
-        and reference.active_parameters == reference.parameters - tower
-    )
+    assert reference.vision_parameters == reference.vision_trainable == tower
+    assert reference.active_parameters == reference.parameters - tower
     frozen = shape_of(model, tmp_path / "lora", LoraConfig(2))
     assert frozen.vision_parameters == tower and frozen.vision_trainable == 0
     side = 4  # patches per side of a 16 x 16 image
@@ -214,12 +210,10 @@ def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(tmp_path):
     result = step(64)
     whole = step(64, 1000.0)
     assert whole.sampler_tp == 1 and whole.sampler_traffic_s == 0 and whole.memory_gib > 80 * 0.92
-    assert (
-        result.fits
-        and result.sampler_tp in (2, 4, 8)
-        and result.memory_gib <= 80 * 0.92
-        and result.sampler_traffic_s > 0
-    )
+    assert result.fits
+    assert result.sampler_tp in (2, 4, 8)
+    assert result.memory_gib <= 80 * 0.92
+    assert result.sampler_traffic_s > 0
     assert result.sample_s == whole.sample_s + result.sampler_traffic_s
     assert result.step_s == pytest.approx(whole.step_s + result.sampler_traffic_s)
     never = step(64, 20.0)

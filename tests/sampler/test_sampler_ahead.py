@@ -26,12 +26,10 @@ def events(monkeypatch):
     number of sequences, number of these copied ahead).
     """
     results, queue = [], []
-    run, wait, bring, read = (
-        CUDAGraphRunner.run,
-        DeviceSteps.copy_results,
-        PagedState.copy_ahead,
-        PagedState._prefill_whole,
-    )
+    run = CUDAGraphRunner.run
+    wait = DeviceSteps.copy_results
+    bring = PagedState.copy_ahead
+    read = PagedState._prefill_whole
 
     def launch(*inputs):
         results.append("launched")
@@ -92,11 +90,9 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
     for i in looks:
         assert events[i + 1][0] == "brought" and events[i + 2] == "waited"
     reads = [event[1:] for event in events if event[0] == "read"]
-    assert (
-        reads[0] == (2, 0)
-        and len(reads) > 2
-        and all(count == before for count, before in reads[1:])
-    )
+    assert reads[0] == (2, 0)
+    assert len(reads) > 2
+    assert all(count == before for count, before in reads[1:])
 
 
 def test_rows_that_wait_for_pages_are_prepared_first(decoder, events):

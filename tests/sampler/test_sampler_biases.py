@@ -100,10 +100,8 @@ def expected_logprobs(model, prompt, tokens, params):
 )
 def test_logprobs_are_of_what_was_drawn_from(kind, options, temperature):
     """With `untruncated_logprobs` the tokens are equal and the logprobs are the model's."""
-    model, params = (
-        tiny_model("qwen3"),
-        SamplingParams(max_tokens=10, temperature=temperature, **options),
-    )
+    model = tiny_model("qwen3")
+    params = SamplingParams(max_tokens=10, temperature=temperature, **options)
     whole = SamplingParams(
         max_tokens=10, temperature=temperature, untruncated_logprobs=True, **options
     )
@@ -144,18 +142,16 @@ def test_stops_before_min_tokens_and_eos_that_ends_nothing(kind):
         for group in sampled(kind, SamplingParams(max_tokens=12, min_tokens=8, stop=[7]))[1]
         for s in group
     ]
-    assert all(len(s.tokens) > 8 or s.stop_reason == "length" for s in late) and any(
-        s.stop_reason == "stop" for s in late
-    )
+    assert all(len(s.tokens) > 8 or s.stop_reason == "length" for s in late)
+    assert any(s.stop_reason == "stop" for s in late)
     assert not any(token in (*EOS, 7) for s in late for token in s.tokens[:8])
     on = [
         s
         for group in sampled(kind, SamplingParams(max_tokens=12, ignore_eos=True))[1]
         for s in group
     ]
-    assert all(len(s.tokens) == 12 and s.stop_reason == "length" for s in on) and any(
-        set(EOS) & set(s.tokens[:-1]) for s in on
-    )
+    assert all(len(s.tokens) == 12 and s.stop_reason == "length" for s in on)
+    assert any(set(EOS) & set(s.tokens[:-1]) for s in on)
     for whole, cut in zip(on, usual, strict=True):  # the same stream, continued past EOS
         assert whole.tokens[: len(cut.tokens)] == cut.tokens
     reference = [

@@ -590,12 +590,10 @@ def test_room_for_keys_and_values_is_zero_and_aligned():
         ((7, 3), torch.bfloat16),
     ):
         room = contiguous_state.lazy_zeros(shape, dtype)
-        assert (
-            room.shape == shape
-            and room.dtype == dtype
-            and not room.any()
-            and (not room.numel() or room.data_ptr() % 64 == 0)
-        )
+        assert room.shape == shape
+        assert room.dtype == dtype
+        assert not room.any()
+        assert not room.numel() or room.data_ptr() % 64 == 0
         room.fill_(1)
 
 

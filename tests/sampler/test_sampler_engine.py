@@ -136,10 +136,8 @@ def test_samples_follow_the_enumerated_distribution(kind):
         a, b = sequence.tokens
         counts[a, b] += 1
         assert sequence.logprobs is not None
-        assert (
-            abs(sequence.logprobs[0] - first[a]) < 1e-5
-            and abs(sequence.logprobs[1] - second[a, b]) < 1e-5
-        )
+        assert abs(sequence.logprobs[0] - first[a]) < 1e-5
+        assert abs(sequence.logprobs[1] - second[a, b]) < 1e-5
     expected = (first[:, None] + second).exp().numpy() * draws
     order = np.argsort(expected.ravel())
     # merge cells too rare for chi-square
@@ -495,11 +493,9 @@ def test_prompt_logprobs_and_score(kind):
         prompts, responses, score_sequences(decoder, prompts, temperature=0.7), strict=True
     ):
         assert response.prompt_logprobs is not None and response.topk_prompt_logprobs is not None
-        assert (
-            response.prompt_logprobs[0] is None
-            and response.topk_prompt_logprobs[0] is None
-            and scored[0] is None
-        )
+        assert response.prompt_logprobs[0] is None
+        assert response.topk_prompt_logprobs[0] is None
+        assert scored[0] is None
         assert (
             len(response.prompt_logprobs)
             == len(response.topk_prompt_logprobs)

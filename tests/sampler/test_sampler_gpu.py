@@ -24,10 +24,8 @@ def test_equal_tokens_to_the_path_from_logits(N, D, V):
     between the two.
     """
     g = torch.Generator("cuda").manual_seed(0)
-    x, w = (
-        torch.randn(N, D, generator=g, device="cuda"),
-        torch.randn(V, D, generator=g, device="cuda") * 2 / D**0.5,
-    )
+    x = torch.randn(N, D, generator=g, device="cuda")
+    w = torch.randn(V, D, generator=g, device="cuda") * 2 / D**0.5
     u = torch.rand(N, generator=g, device="cuda", dtype=torch.float64)
     temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.8)
     params = [SamplingParams(temperature=float(number)) for number in temperatures]
@@ -49,17 +47,13 @@ def test_equal_tokens_to_the_path_from_logits(N, D, V):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_step_kernels_are_torchs_path(dtype):
     g = torch.Generator().manual_seed(0)
-    x, residual, weight = (
-        torch.randn(5, 896, generator=g),
-        torch.randn(5, 896, generator=g),
-        torch.rand(896, generator=g),
-    )
+    x = torch.randn(5, 896, generator=g)
+    residual = torch.randn(5, 896, generator=g)
+    weight = torch.rand(896, generator=g)
     gate_up, qkv = torch.randn(5, 2 * 4864, generator=g), torch.randn(5, 18, 64, generator=g)
-    norm, rope, kv = (
-        torch.rand(2, 64, generator=g) + 0.5,
-        torch.rand(2, 20, 64, generator=g),
-        torch.zeros(2, 9, 16, 2, 64),
-    )
+    norm = torch.rand(2, 64, generator=g) + 0.5
+    rope = torch.rand(2, 20, 64, generator=g)
+    kv = torch.zeros(2, 9, 16, 2, 64)
     at = [
         torch.randint(0, 20, (5,), generator=g),
         torch.randperm(9, generator=g)[:5],
@@ -71,10 +65,8 @@ def test_step_kernels_are_torchs_path(dtype):
             t.to(dtype).to(device, copy=True)
             for t in (x, residual, weight, gate_up, qkv, norm, rope, kv)
         )
-        normed, gated = (
-            decode_ops.fused_add_rms_norm(x2, residual2, weight2, 1e-6),
-            decode_ops.silu_mul(gate2),
-        )
+        normed = decode_ops.fused_add_rms_norm(x2, residual2, weight2, 1e-6)
+        gated = decode_ops.silu_mul(gate2)
         q = decode_ops.rope_to_cache(
             qkv2, norm2, 1e-6, rope2, at[0].to(device), kv2, at[1].to(device), at[2].to(device), 14
         )
@@ -244,10 +236,8 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
                 [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
             )
     assert results[0] == results[1] and results[2] == results[3] and results[0] != results[2]
-    assert (
-        len(engines[0]._device_steps.runner._graphs) > 2
-        and not engines[1]._device_steps.runner._graphs
-    )
+    assert len(engines[0]._device_steps.runner._graphs) > 2
+    assert not engines[1]._device_steps.runner._graphs
 
 
 def test_steps_between_two_looks_wait_for_nothing():

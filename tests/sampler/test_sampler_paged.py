@@ -102,9 +102,8 @@ def test_a_thousand_random_workloads_leak_no_page(size):
             tables.drop_row(tables.rows.pop())
         for prompt in tables.prompts:
             tables.drop_prompt(prompt)
-        assert tables.pool.num_free == len(tables.pool.ref_counts) and not any(
-            tables.pool.ref_counts
-        )
+        assert tables.pool.num_free == len(tables.pool.ref_counts)
+        assert not any(tables.pool.ref_counts)
 
 
 def test_a_pool_says_when_it_is_empty():

@@ -288,10 +288,8 @@ def test_new_weights_come_whole_one_at_a_time_and_each_rank_takes_its_part():
         first = split(model, team)
         second = first.fork()
         second.load_(changed)
-        assert (
-            second.weights.shared
-            and second.weights.buffers["embed"] is first.weights.buffers["embed"]
-        )
+        assert second.weights.shared
+        assert second.weights.buffers["embed"] is first.weights.buffers["embed"]
         return [sample_groups(second), sample_groups(first)]
 
     before = sample_groups(make_decoder(model, kind="fast"))
@@ -370,6 +368,5 @@ def test_what_only_the_generic_decoder_samples(kind):
 def test_the_words_are_all_there():
     model = tiny_model("llama")
     decoders = on_ranks(2, lambda team: split(model, team))
-    assert [len(decoder.embed.weight_VE) for decoder in decoders] == [20, 21] and decoders[
-        0
-    ].vocab_size == VOCAB
+    assert [len(decoder.embed.weight_VE) for decoder in decoders] == [20, 21]
+    assert decoders[0].vocab_size == VOCAB

@@ -83,9 +83,8 @@ def test_a_ranks_part_by_hand():
         LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3), sampler_tp=team)
         for team in (1, 2)
     )
-    assert sampler_copy_bytes(SHAPE, first) == 2e6 and sampler_copy_bytes(SHAPE, second) == 2 * (
-        10_000 + 990_000 / 2
-    )
+    assert sampler_copy_bytes(SHAPE, first) == 2e6
+    assert sampler_copy_bytes(SHAPE, second) == 2 * (10_000 + 990_000 / 2)
     adapted = replace(SHAPE, parameters=1_100_000, adapters=100_000, unsplit_adapters=40_000)
     # adapters are in fp32
     assert sampler_copy_bytes(adapted, second) == 2 * (10_000 + 990_000 / 2) + 4 * (
@@ -183,10 +182,8 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large_model, ca
     assert "does not fit" in capsys.readouterr().out and "--sampler-tp 4" not in str(refused.value)
     report_memory(read_config(words + " --sampler-tp 2"))
     text = " ".join(capsys.readouterr().out.split())
-    assert (
-        "fits:" in text
-        and "by groups of 2 processes, each with its part of weights and cache of a sampler" in text
-    )
+    assert "fits:" in text
+    assert "by groups of 2 processes, each with its part of weights and cache of a sampler" in text
     launch = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, sharding=ZeroSharding(stage=3))
     plans = {
         k: compute_stage_needs(read_config(words + f" --sampler-tp {k}"), launch, 512)[0]
@@ -196,9 +193,8 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large_model, ca
         k: next(i.sample for i in p.plan.items if i.name.startswith("sampler's"))
         for k, p in plans.items()
     }
-    assert copies[1] > 60 * GIB and all(
-        copies[1] / k < copies[k] < 1.05 * copies[1] / k for k in (2, 4, 8)
-    )
+    assert copies[1] > 60 * GIB
+    assert all(copies[1] / k < copies[k] < 1.05 * copies[1] / k for k in (2, 4, 8))
     assert (
         plans[8].plan.peak
         < plans[4].plan.peak
@@ -238,19 +234,15 @@ def test_a_judge_is_split_and_a_reward_model_is_not():
         )
 
     whole = scores("comparison", 1)
-    assert (
-        0.5 * whole < scores("comparison", 2) < 0.51 * whole
-        and scores("reward", 2) == scores("reward", 1) == whole > 0
-    )
+    assert 0.5 * whole < scores("comparison", 2) < 0.51 * whole
+    assert scores("reward", 2) == scores("reward", 1) == whole > 0
 
 
 def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_cannot_be(
     large_model, tmp_path
 ):
-    run, first = (
-        read_config(LINE.format(large_model) + " --lora-rank 8 --gradient-checkpointing"),
-        LaunchShape(cuda=True, bf16=True),
-    )
+    run = read_config(LINE.format(large_model) + " --lora-rank 8 --gradient-checkpointing")
+    first = LaunchShape(cuda=True, bf16=True)
     messages = {
         change.command for change in find_savings(run, first, 512) if change.kind == "sampler_tp"
     }
@@ -277,10 +269,8 @@ def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
     AutoConfig.for_model(
         "llama", **sizes, vocab_size=4096, bos_token_id=1, eos_token_id=2
     ).save_pretrained(tmp_path)
-    run, launch = (
-        read_config(LINE.format(tmp_path) + " --sampler-tp 3"),
-        LaunchShape(cuda=True, bf16=True, world=3, per_node=3),
-    )
+    run = read_config(LINE.format(tmp_path) + " --sampler-tp 3")
+    launch = LaunchShape(cuda=True, bf16=True, world=3, per_node=3)
     assert find_savings(run, launch, 512)
     for line, present in ((" --sampler-tp 3", False), ("", True)):
         tried = memory_report._list_candidates(read_config(LINE.format(tmp_path) + line), launch)
