@@ -326,7 +326,14 @@ def make_tiny_model(family, seed=0):
     return LoadedModel(model, tokenizer, family, (tokenizer.eos_token_id,)), marks
 
 
-__all__ = (
-    "FAMILIES compute_plain_logits chunk permute_pixels make_image make_png "
-    "get_image_reader encode_parts make_tiny_model"
-).split()
+__all__ = [
+    "FAMILIES",
+    "compute_plain_logits",
+    "chunk",
+    "permute_pixels",
+    "make_image",
+    "make_png",
+    "get_image_reader",
+    "encode_parts",
+    "make_tiny_model",
+]

@@ -7,25 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sampler_models import multistep_engine, one_thread, paged_engine, random_prompts, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    make_request,
+    multistep_engine,
+    one_thread,
+    paged_engine,
+    random_prompts,
+    tiny_model,
+)
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run
-from rl.memory_plan import (
-    LaunchShape,
-    compute_concurrent_rows,
-    count_pool_pages,
-    shapes,
-)
+from rl.memory_plan import LaunchShape, compute_concurrent_rows, count_pool_pages, shapes
 from rl.memory_plan.shapes import count_admitted_rows
 from rl.models import load_model
-from rl.sampler import (
-    BLOCK_SIZE,
-    SamplingRequest,
-    choose_pool_size,
-    make_decoder,
-    max_blocks,
-)
+from rl.sampler import BLOCK_SIZE, SamplingRequest, choose_pool_size, make_decoder, max_blocks
 from rl.trainer.memory_requirements import _uses_paged_cache, compute_stage_needs
 from rl.types import SamplingParams
 
@@ -69,11 +65,7 @@ def test_the_rows_of_a_step_are_those_that_the_engine_lets_in(monkeypatch):
         )
         for i, tokens in enumerate(random_prompts([prompt] * groups)):
             params = SamplingParams(max_tokens=answer, stop=[])
-            engine.add(
-                SamplingRequest(
-                    prompt=[i, *tokens[1:]], num_samples=group, problem=i, params=params
-                )
-            )
+            engine.add(make_request([i, *tokens[1:]], group, problem=i, params=params))
         # This is the most that an engine admits: it expects no sample to be shorter than its limit.
         engine.expects_lengths = False
         engine.step()

@@ -10,7 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sampler_models import add_lora, multistep_engine, paged_engine, reference_logprobs
+from sampler_models import (
+    add_lora,
+    make_request,
+    multistep_engine,
+    paged_engine,
+    reference_logprobs,
+)
 from test_architectures import make_datums, make_learner, run_learner
 from test_asynchronous import ENVIRONMENT, same
 from tiny_models import VOCAB, tiny_model
@@ -74,14 +80,7 @@ def sampled(model, dtype=None, samples: int = 3, kind=Engine, decoder=None, **se
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, VOCAB, n).tolist() for n in (5, 11, 2)]
     for i, prompt in enumerate(prompts):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt,
-                num_samples=samples,
-                params=SamplingParams(max_tokens=8 + i),
-                problem=i,
-            )
-        )
+        engine.add(make_request(prompt, samples, max_tokens=8 + i, problem=i))
     return [
         (p, sequence)
         for p, response in zip(prompts, engine.run(), strict=True)

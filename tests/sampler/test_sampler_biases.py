@@ -12,6 +12,7 @@ import torch
 from helpers import ADAM
 from sampler_models import (  # noqa: F401
     VOCAB,
+    make_request,
     multistep_engine,
     one_thread,
     random_prompts,
@@ -38,11 +39,7 @@ def sampled(kind, params, samples=12, others=(), decoder=None):
     engine = KINDS[kind](decoder, eos_token_ids=EOS, max_rows=64)
     prompts = random_prompts([5, 9, 7])
     for problem, prompt in enumerate(prompts):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt, num_samples=samples, params=params, seed=3, problem=problem
-            )
-        )
+        engine.add(make_request(prompt, samples, params=params, seed=3, problem=problem))
     for number, other in enumerate(others):
         engine.add(
             SamplingRequest(prompt=prompts[0], num_samples=2, params=other, seed=4, problem=number)
@@ -276,8 +273,4 @@ def test_a_bias_for_a_token_that_the_model_has_not_is_an_error():
     with pytest.raises(
         ValueError, match=f"names the token {VOCAB}, and the model's ids are 0 to {VOCAB - 1}"
     ):
-        engine.add(
-            SamplingRequest(
-                prompt=[1], params=SamplingParams(max_tokens=2, logit_bias={VOCAB: 1.0})
-            )
-        )
+        engine.add(make_request([1], max_tokens=2, logit_bias={VOCAB: 1.0}))

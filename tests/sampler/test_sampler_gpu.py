@@ -8,7 +8,7 @@ import gc
 import numpy as np
 import pytest
 import torch
-from sampler_models import multistep_engine, paged_engine, row_settings
+from sampler_models import make_request, multistep_engine, paged_engine, row_settings
 
 from kernels import decode_ops, sample_tokens
 from kernels.lora_ops import add_lora_
@@ -132,8 +132,7 @@ def test_the_engine_over_pages_samples_what_the_plain_one_does():
     """bf16: the tokens agree until rounding makes them differ; the logprobs before that agree."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rl.sampler import Engine, SamplingRequest, make_decoder
-    from rl.types import SamplingParams
+    from rl.sampler import Engine, make_decoder
 
     sizes = dict(
         hidden_size=256,
@@ -151,14 +150,7 @@ def test_the_engine_over_pages_samples_what_the_plain_one_does():
         Engine(decoder, kv_cache_tokens=100_000),
     ):
         for i in range(3):
-            engine.add(
-                SamplingRequest(
-                    prompt=list(range(1, 300 + i)),
-                    num_samples=3,
-                    params=SamplingParams(max_tokens=40),
-                    problem=i,
-                )
-            )
+            engine.add(make_request(list(range(1, 300 + i)), 3, max_tokens=40, problem=i))
         answers.append([s for response in engine.run() for s in response.sequences])
     for mine, plain in zip(*answers, strict=True):
         same = next(
@@ -199,9 +191,7 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
     """Results are equal to the bit, including rows that move through the buckets and weights that
     were loaded in place.
     """
-    from rl.sampler import SamplingRequest
     from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
-    from rl.types import SamplingParams
 
     def eager(self, rows, width, shared, count):
         self.buffers.at.zero_()
@@ -224,14 +214,7 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
             monkeypatch.setattr(CUDAGraphRunner, "run", run)
             monkeypatch.setattr(CUDAGraphRunner, "prepare", prepare)
             for i in range(6):
-                engine.add(
-                    SamplingRequest(
-                        prompt=list(range(1, 250 + 20 * i)),
-                        num_samples=4,
-                        params=SamplingParams(max_tokens=60),
-                        problem=i,
-                    )
-                )
+                engine.add(make_request(list(range(1, 250 + 20 * i)), 4, max_tokens=60, problem=i))
             results.append(
                 [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
             )
@@ -306,9 +289,8 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
 
     Equivalent test on a CPU: test_sampler_kept.py.
     """
-    from rl.sampler import IdleKVCachePool, SamplingRequest
+    from rl.sampler import IdleKVCachePool
     from rl.sampler.cuda_graphs import CUDAGraphRunner
-    from rl.types import SamplingParams
 
     captured, capture = [], CUDAGraphRunner._capture
     monkeypatch.setattr(
@@ -322,14 +304,7 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
             decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24, idle_pool=kept
         )
         for i in range(6):
-            engine.add(
-                SamplingRequest(
-                    prompt=list(range(1, 250 + 20 * i)),
-                    num_samples=4,
-                    params=SamplingParams(max_tokens=60),
-                    problem=i,
-                )
-            )
+            engine.add(make_request(list(range(1, 250 + 20 * i)), 4, max_tokens=60, problem=i))
         results = [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
         engine.close()
         return results

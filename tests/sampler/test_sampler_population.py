@@ -10,7 +10,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from sampler_models import add_lora, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    add_lora,
+    make_request,
+    one_thread,
+    random_prompts,
+    reference_logprobs,
+    tiny_model,
+)
 from sampler_population import POPULATION, VOCAB, build
 
 from rl.errors import UserError
@@ -36,14 +43,7 @@ def check_sampled(decoder, model, bound: float = 1e-4) -> None:
     engine = Engine(decoder, eos_token_ids=(1,), max_rows=5)
     prompts = random_prompts([9, 3, 21, 9], VOCAB)
     for problem, (prompt, samples) in enumerate(zip(prompts, (2, 3, 2, 1), strict=True)):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt,
-                num_samples=samples,
-                params=SamplingParams(max_tokens=5 + 3 * problem),
-                problem=problem,
-            )
-        )
+        engine.add(make_request(prompt, samples, max_tokens=5 + 3 * problem, problem=problem))
     worst = 0.0
     for prompt, response in zip(prompts, engine.run(), strict=True):
         for sequence in response.sequences:
@@ -171,11 +171,7 @@ def test_longrope_on_both_sides_of_the_original_length():
     prompts = random_prompts([5, 40, 20, 33], VOCAB)
     engine = Engine(decoder)
     for problem, prompt in enumerate(prompts):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt, num_samples=2, params=SamplingParams(max_tokens=12), problem=problem
-            )
-        )
+        engine.add(make_request(prompt, 2, max_tokens=12, problem=problem))
     for prompt, response in zip(prompts, engine.run(), strict=True):
         for sequence in response.sequences:
             tokens = torch.tensor([[*prompt, *sequence.tokens]])
@@ -221,9 +217,7 @@ def test_what_may_be_sampled_is_what_the_model_reads_with_one_set_of_frequencies
     assert len(set(sets.values())) == 2
     for prompt in range(29, 36):
         for max_tokens in range(1, 6):
-            request = SamplingRequest(
-                prompt=[3] * prompt, params=SamplingParams(max_tokens=max_tokens)
-            )
+            request = make_request([3] * prompt, max_tokens=max_tokens)
             one_set = sets[prompt] == sets[prompt + max_tokens - 1]  # the last token is not fed
             with (
                 contextlib.nullcontext() if one_set else pytest.raises(ValueError, match="longrope")

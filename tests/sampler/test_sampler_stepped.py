@@ -13,6 +13,7 @@ import torch
 from sampler_models import (  # noqa: F401
     add_lora,
     crowded_engines,
+    make_request,
     multistep_engine,
     one_thread,
     random_prompts,
@@ -63,9 +64,7 @@ def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]
         params = SamplingParams(max_tokens=int(rng.integers(1, 25)), **options)
         prompt = prompts[int(rng.integers(3))]
         requests.append(
-            SamplingRequest(
-                prompt=prompt, num_samples=int(rng.integers(1, 5)), problem=i, seed=4, params=params
-            )
+            make_request(prompt, int(rng.integers(1, 5)), problem=i, seed=4, params=params)
         )
     return requests
 
@@ -150,12 +149,7 @@ def test_every_family_and_adapters_by_every_look(kind):
         model = add_lora(model, ["lm_head", "q_proj"] if "head" in more else LORA)
     decoder = make_decoder(model, kind="fast")
     requests = [
-        SamplingRequest(
-            prompt=prompt,
-            num_samples=n,
-            problem=i,
-            params=SamplingParams(max_tokens=14, temperature=0.9),
-        )
+        make_request(prompt, n, max_tokens=14, temperature=0.9, problem=i)
         for i, (prompt, n) in enumerate(
             zip(random_prompts([5, 17, 12, 9]), (4, 3, 1, 5), strict=True)
         )
@@ -226,17 +220,9 @@ def test_rows_that_ended_write_to_no_page_of_another(decoder):
             decoder, (3, 4, 5, 6, 7, 8), page=4, steps_per_sync=look, kv_cache_tokens=400
         )
         for i, prompt in enumerate(random_prompts([6, 11, 9])):
-            engine.add(
-                SamplingRequest(
-                    prompt=prompt, num_samples=4, problem=i, params=SamplingParams(max_tokens=30)
-                )
-            )
+            engine.add(make_request(prompt, 4, max_tokens=30, problem=i))
         engine.run()
-        engine.add(
-            SamplingRequest(
-                prompt=random_prompts([13])[0], params=SamplingParams(max_tokens=18, stop=[])
-            )
-        )
+        engine.add(make_request(random_prompts([13])[0], max_tokens=18, stop=[]))
         response = engine.run()[0].sequences[0]
         results.append((response.tokens, response.logprobs))
     assert results[0][0] == results[1][0]
@@ -269,11 +255,7 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
     """The buffers are read before the host syncs: an ended row stays at its last token."""
     engine, ended = multistep_engine(decoder, tuple(range(3, 12)), page=4, steps_per_sync=12), 0
     for i, prompt in enumerate(random_prompts([6, 11])):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt, num_samples=6, problem=i, params=SamplingParams(max_tokens=7 + 9 * i)
-            )
-        )
+        engine.add(make_request(prompt, 6, max_tokens=7 + 9 * i, problem=i))
     engine.step()
     rows = {name: engine._rows[name].copy() for name in ("max_tokens", "num_sampled")}
     run = engine._device_steps.copy_results
