@@ -129,19 +129,8 @@ def test_saved_backward_maps_rows(small):
     keep = (kept, exponents, out.logp[rows], rows)
     exact = path.backward(x[rows], w, y[rows], None, head, co, out.lse[rows], **need)
     for whole in (False, True):
-        mine = launch.saved_backward(
-            x[rows],
-            w,
-            y[rows],
-            None,
-            head,
-            co,
-            out.lse[rows],
-            *keep,
-            whole=whole,
-            tiles=TILES,
-            **need,
-        )
+        inputs = (x[rows], w, y[rows], None, head, co, out.lse[rows], *keep)
+        mine = launch.saved_backward(*inputs, whole=whole, tiles=TILES, **need)
         check_close(mine.x, exact.x, 1e-5)
         check_close(mine.w, exact.w, 1e-5)
 
@@ -196,13 +185,8 @@ def test_hoppers_branch_gives_the_others_numbers(small, V):
             torch.zeros(len(x), hi - lo) for lo, hi in ((0, min(32, V)), (32, V)) if hi > lo
         ]
         for dz, lo in zip(slabs_of, (0, 32), strict=False):
-            scores.dlogits(
-                dz,
-                lo,
-                lo + dz.shape[1],
-                out.lse * LOG2E,
-                GradientCoefficients(a, -a, a.flip(0)),
-            )
+            co = GradientCoefficients(a, -a, a.flip(0))
+            scores.dlogits(dz, lo, lo + dz.shape[1], out.lse * LOG2E, co)
         results.append((out.logp, out.entropy, out.lse, *slabs_of))
     for mine, other in zip(*results, strict=True):
         check_close(mine, other, 3e-6)
@@ -250,29 +234,19 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
         if keep is not None:  # the saved plan keeps each probability up to rounding
             k = keep[1].repeat_interleave(TILES.columns, 0)[:V].t()
             p = keep[0].float() * torch.exp2(k - out.lse[:, None] * LOG2E)
-            check_close(
-                p,
-                every.exp().detach(),
-                {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype],
-            )
+            rounding = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+            check_close(p, every.exp().detach(), rounding)
         if bent:
             check_close(out.entropy, entropy.detach(), 1e-5)
         lo = number(V + 1) // TILES.columns * TILES.columns
         dz = torch.zeros(N, max(V - lo, 0), dtype=dtype)
         if V > lo:
-            scores.dlogits(
-                dz,
-                lo,
-                V,
-                out.lse * LOG2E,
-                compute_coefficients(upstream[0], upstream[1] if bent else None, None, out.entropy),
-            )
+            g_entropy = upstream[1] if bent else None
+            co = compute_coefficients(upstream[0], g_entropy, None, out.entropy)
+            scores.dlogits(dz, lo, V, out.lse * LOG2E, co)
             # Rounding of the stored gradient: 2^-11, 2^-8.
-            check_close(
-                dz,
-                z.grad[:, lo:],
-                {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype],
-            )
+            rounding = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype]
+            check_close(dz, z.grad[:, lo:], rounding)
 
 
 @pytest.fixture(params=["saved", "whole"])
@@ -523,11 +497,8 @@ def test_a_nan_in_the_policy_loss_is_not_dropped(monkeypatch):
     cu, mask = torch.tensor([0, 3, 5]), torch.ones(5)
     for kind in KINDS:
         for field in range(3):
-            fields = [
-                torch.full((5,), -0.5),
-                torch.full((5,), -0.7),
-                torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]),
-            ]
+            signs = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+            fields = [torch.full((5,), -0.5), torch.full((5,), -0.7), signs]
             fields[field][1] = float("nan")
             rest = (mask, None, None, cu, kind, 0.8, 1.2, 0.05)
             plain = (mask, 0.8, 1.2, cu, kind, 0.05)

@@ -21,6 +21,7 @@ from kernels.linear_logprob_torch import GradientCoefficients
 from kernels.tile_config import HOPPER_TILES
 
 T, D, V = 1024, 32, 65536
+NEED = {"need_x": True, "need_w": True, "need_bias": False}
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -161,29 +162,12 @@ def fake_run(launch, log, tokens, vocab, frozen=False, saved=False, hidden=896):
             kept = torch.empty(tokens, vocab, device="cuda", dtype=torch.bfloat16)
             exponents = torch.empty(-(-vocab // 128), tokens, device="cuda")
             launch.saved_forward(x, w, y, None, head, kept, exponents, entropy=True)
-            launch.saved_backward(
-                x,
-                w,
-                y,
-                None,
-                head,
-                co,
-                row,
-                kept,
-                exponents,
-                row,
-                None,
-                need_x=True,
-                need_w=True,
-                need_bias=False,
-            )
+            launch.saved_backward(x, w, y, None, head, co, row, kept, exponents, row, None, **NEED)
         else:
             launch.forward(x, w, y, None, head, expected=frozen)
             if not frozen:
                 wire.largest_forward = wire.largest
-                launch.backward(
-                    x, w, y, None, head, co, row, need_x=True, need_w=True, need_bias=False
-                )
+                launch.backward(x, w, y, None, head, co, row, **NEED)
     return wire, wire.flops + sum(flops for _, flops in log)
 
 
@@ -234,9 +218,7 @@ def test_every_thread_that_launches_gives_descriptors_their_memory(launches, mon
                 launch.forward(x, w, y, None, HeadConfig(), expected=False)
             else:
                 co = GradientCoefficients(row, row, None)
-                launch.backward(
-                    x, w, y, None, HeadConfig(), co, row, need_x=True, need_w=True, need_bias=False
-                )
+                launch.backward(x, w, y, None, HeadConfig(), co, row, **NEED)
 
     run()  # first in this thread, then in a new thread
     here = len(requests)
@@ -302,16 +284,7 @@ def peak_bytes(launch, tokens, vocab, hidden, frozen):
             return forward.peak
         with Peak(x, w, y, row) as backward:
             launch.backward(
-                x,
-                w,
-                y,
-                None,
-                HeadConfig(),
-                GradientCoefficients(row, row, None),
-                row,
-                need_x=True,
-                need_w=True,
-                need_bias=False,
+                x, w, y, None, HeadConfig(), GradientCoefficients(row, row, None), row, **NEED
             )
         return max(forward.peak, backward.peak - vocab * hidden * 2)
 
@@ -398,15 +371,14 @@ def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
         x, w = (torch.empty(n, 896, device="cuda", dtype=torch.bfloat16) for n in (512, 50_257))
         y, row = torch.empty(512, device="cuda", dtype=torch.int64), torch.empty(512, device="cuda")
         co = GradientCoefficients(row, row, None)
-        need = {"need_x": True, "need_w": True, "need_bias": False}
         launch.forward(x, w, y, None, HeadConfig(), expected=True)
-        launch.backward(x, w, y, None, HeadConfig(), co, row, **need)
+        launch.backward(x, w, y, None, HeadConfig(), co, row, **NEED)
         kept = head._empty_saved_tensors(x, 50_257, "saved")
         assert kept[0].shape == (512, 50_257)
         launch.saved_forward(x, w, y, None, HeadConfig(), *kept, entropy=True)
         for whole in (False, True):
             launch.saved_backward(
-                x, w, y, None, HeadConfig(), co, row, *kept, row, None, whole=whole, **need
+                x, w, y, None, HeadConfig(), co, row, *kept, row, None, whole=whole, **NEED
             )
     assert len(strides) > 30 and not [stride for stride in strides if stride % 16]
 
@@ -445,9 +417,7 @@ def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V
                 *kept,
                 row,
                 None,
-                need_x=True,
-                need_w=True,
-                need_bias=False,
+                **NEED,
                 whole=whole,
             )
     neighbor = estimate_workspace_bytes(tokens, D, V, x.element_size())

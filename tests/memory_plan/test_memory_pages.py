@@ -15,6 +15,7 @@ from sampler_models import (  # noqa: F401
     random_prompts,
     tiny_model,
 )
+from test_memory_plan import SHAPE
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run
@@ -173,29 +174,11 @@ def test_a_larger_call_has_a_larger_pool_up_to_the_budget():
 def test_where_the_engine_keeps_no_pages_none_are_counted():
     """The choice is that of `make_engine` and `engine_of`."""
     stage = read_config("--base-model", "tiny:addition").stages[0].settings
-    shape = shapes.ModelShape(
-        name="x",
-        parameters=1,
-        trainable=1,
-        adapters=0,
-        small=0,
-        largest=1,
-        layers=1,
-        hidden=4,
-        heads=1,
-        key_heads=1,
-        head_width=4,
-        mlp=4,
-        vocab=8,
-        max_context=None,
-        fast=True,
-        windowed=False,
-    )
     sampling, model = stage.sampling, stage.model
-    assert _uses_paged_cache(sampling, model, shape, GPU, 1)
-    assert not _uses_paged_cache(sampling, model, shape, HERE, 1)
-    assert not _uses_paged_cache(replace(sampling, sampler_cache="plain"), model, shape, GPU, 1)
-    assert not _uses_paged_cache(replace(sampling, sampler="hf"), model, shape, GPU, 1)
-    assert not _uses_paged_cache(sampling, replace(model, router_replay=True), shape, GPU, 1)
-    assert not _uses_paged_cache(sampling, model, replace(shape, fast=False), GPU, 1)
-    assert not _uses_paged_cache(sampling, model, shape, GPU, 2)
+    assert _uses_paged_cache(sampling, model, SHAPE, GPU, 1)
+    assert not _uses_paged_cache(sampling, model, SHAPE, HERE, 1)
+    assert not _uses_paged_cache(replace(sampling, sampler_cache="plain"), model, SHAPE, GPU, 1)
+    assert not _uses_paged_cache(replace(sampling, sampler="hf"), model, SHAPE, GPU, 1)
+    assert not _uses_paged_cache(sampling, replace(model, router_replay=True), SHAPE, GPU, 1)
+    assert not _uses_paged_cache(sampling, model, replace(SHAPE, fast=False), GPU, 1)
+    assert not _uses_paged_cache(sampling, model, SHAPE, GPU, 2)
