@@ -33,8 +33,11 @@ def kernels() -> cpu_kernels.CpuKernels:
 
 
 @pytest.fixture
-def fresh():
-    """Clear the cache of loaded kernels before and after the test."""
+def fresh(monkeypatch):
+    """Clear the cache of loaded kernels before and after the test; what is built is not optimized,
+    which takes a quarter of the time.
+    """
+    monkeypatch.setattr(cpu_kernels, "_FLAGS", (*cpu_kernels._FLAGS, "-O0"))
     cpu_kernels.load_cpu_kernels.cache_clear()
     yield
     cpu_kernels.load_cpu_kernels.cache_clear()
