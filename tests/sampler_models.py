@@ -24,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rl.sampler import BLOCK_SIZE, Engine
+from rl.sampler import BLOCK_SIZE, Engine, SamplingRequest
 from rl.sampler.running_rows import make_param_columns
 from rl.sampler.token_sampling import RowSamplingSettings, make_row_settings
 from rl.types import SamplingParams
@@ -166,6 +166,14 @@ def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
 def random_prompts(lengths: list[int], vocab: int = VOCAB, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def make_request(prompt: Sequence[int], num_samples: int = 1, **settings: Any) -> SamplingRequest:
+    """Return a request. `settings`: its other fields, or those of its sampling parameters."""
+    fields = {n: settings.pop(n) for n in [*settings] if n in SamplingRequest.__dataclass_fields__}
+    if settings:
+        fields["params"] = SamplingParams(**settings)
+    return SamplingRequest(prompt=prompt, num_samples=num_samples, **fields)
 
 
 def row_settings(

@@ -23,34 +23,17 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "n_vocab"), VOCAB),
     **dict.fromkeys(
         (
-            "hidden_size",
-            "d_model",
-            "n_embd",
-            "word_embed_proj_dim",
-            "embedding_size",
-            "lru_width",
-            "dim_model",
-        ),
+            "hidden_size d_model n_embd word_embed_proj_dim embedding_size lru_width dim_model"
+        ).split(),
         32,
     ),
     **dict.fromkeys(
         (
-            "intermediate_size",
-            "ffn_dim",
-            "decoder_ffn_dim",
-            "encoder_ffn_dim",
-            "dim_ff",
-            "d_ff",
-            "shared_expert_intermediate_size",
-            "shared_intermediate_size",
-            "mlp_intermediate_size",
-            "feed_forward_size",
-            "block_ff_dim",
-            "expert_ffn_hidden_size",
-            "ffn_hidden_size",
-            "intermediate_size_mlp",
-            "moe_shared_expert_intermediate_size",
-        ),
+            "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dim_ff d_ff "
+            "shared_expert_intermediate_size shared_intermediate_size mlp_intermediate_size "
+            "feed_forward_size block_ff_dim expert_ffn_hidden_size ffn_hidden_size "
+            "intermediate_size_mlp moe_shared_expert_intermediate_size"
+        ).split(),
         48,
     ),
     **dict.fromkeys(("moe_intermediate_size", "n_inner", "expert_intermediate_size"), 24),
@@ -60,44 +43,25 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("encoder_layers",), 1),
     **dict.fromkeys(
         (
-            "num_attention_heads",
-            "n_head",
-            "n_heads",
-            "decoder_attention_heads",
-            "encoder_attention_heads",
-            "num_heads",
-        ),
+            "num_attention_heads n_head n_heads decoder_attention_heads "
+            "encoder_attention_heads num_heads"
+        ).split(),
         4,
     ),
     **dict.fromkeys(
         (
-            "num_key_value_heads",
-            "num_global_key_value_heads",
-            "n_head_kv",
-            "num_kv_heads",
-            "swa_num_key_value_heads",
-        ),
+            "num_key_value_heads num_global_key_value_heads n_head_kv num_kv_heads "
+            "swa_num_key_value_heads"
+        ).split(),
         2,
     ),
     **dict.fromkeys(
         (
-            "head_dim",
-            "attention_head_dim",
-            "d_kv",
-            "kv_channels",
-            "global_head_dim",
-            "swa_head_dim",
-            "swa_v_head_dim",
-            "v_head_dim",
-            "qk_nope_head_dim",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "mamba_d_head",
-            "mamba_head_dim",
-            "dim_head",
-            "index_head_dim",
-            "attention_hidden_size",
-        ),
+            "head_dim attention_head_dim d_kv kv_channels global_head_dim swa_head_dim "
+            "swa_v_head_dim v_head_dim qk_nope_head_dim linear_key_head_dim "
+            "linear_value_head_dim mamba_d_head mamba_head_dim dim_head index_head_dim "
+            "attention_hidden_size"
+        ).split(),
         8,
     ),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 4),
@@ -107,26 +71,15 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(
         (
-            "num_experts_per_tok",
-            "moe_k",
-            "moe_topk",
-            "moe_top_k",
-            "top_k_experts",
-            "num_experts_per_token",
-        ),
+            "num_experts_per_tok moe_k moe_topk moe_top_k top_k_experts num_experts_per_token"
+        ).split(),
         2,
     ),
     **dict.fromkeys(
         (
-            "n_group",
-            "topk_group",
-            "n_shared_experts",
-            "num_shared_experts",
-            "moe_num_shared_experts",
-            "first_k_dense_replace",
-            "num_dense_layers",
-            "moe_layer_start_index",
-        ),
+            "n_group topk_group n_shared_experts num_shared_experts moe_num_shared_experts "
+            "first_k_dense_replace num_dense_layers moe_layer_start_index"
+        ).split(),
         1,
     ),
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size", "d_state"), 8),
@@ -136,25 +89,17 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_chunk_size",), 16),
     **dict.fromkeys(
         (
-            "sliding_window",
-            "sliding_window_size",
-            "attention_chunk_size",
-            "window_size",
-            "attention_window_size",
-            "local_attention",
-        ),
+            "sliding_window sliding_window_size attention_chunk_size window_size "
+            "attention_window_size local_attention"
+        ).split(),
         WINDOW,
     ),
     **dict.fromkeys(("index_topk",), 16),
     **dict.fromkeys(
         (
-            "max_position_embeddings",
-            "n_positions",
-            "n_ctx",
-            "max_seq_len",
-            "max_sequence_length",
-            "max_target_positions",
-        ),
+            "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length "
+            "max_target_positions"
+        ).split(),
         LONGEST,
     ),
     **dict.fromkeys(("vocab_size_per_layer_input",), VOCAB),
@@ -181,17 +126,9 @@ _MLA = {"head_dim": 4, "num_key_value_heads": 4}
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
-            "axk1",
-            "axk2",
-            "deepseek_v2",
-            "deepseek_v3",
-            "deepseek_v32",
-            "glm4_moe_lite",
-            "glm_moe_dsa",
-            "longcat_flash",
-            "minicpm3",
-            "youtu",
-        ),
+            "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa "
+            "longcat_flash minicpm3 youtu"
+        ).split(),
         _MLA,
     ),
     "bailing_hybrid": {
@@ -299,22 +236,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     **dict.fromkeys(
         (
-            "bert",
-            "bert-generation",
-            "big_bird",
-            "camembert",
-            "data2vec-text",
-            "electra",
-            "ernie",
-            "megatron-bert",
-            "rembert",
-            "roberta",
-            "roberta-prelayernorm",
-            "roc_bert",
-            "roformer",
-            "xlm-roberta",
-            "xlm-roberta-xl",
-        ),
+            "bert bert-generation big_bird camembert data2vec-text electra ernie "
+            "megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta "
+            "xlm-roberta-xl"
+        ).split(),
         _DECODER,
     ),
     "xmod": {"is_decoder": True, "default_language": "en_XX"},

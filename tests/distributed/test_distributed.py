@@ -225,10 +225,8 @@ def backward(model, datums: list[Datum], loss: str, divisor: float = DIVISOR) ->
     """Add the gradient of the loss's sum, a datum at a time in float64 sums; return the loss."""
     total = 0.0
     for datum in for_loss(datums, loss):
-        tokens, targets = (
-            datum.model_input.to_ints(),
-            datum.loss_fn_inputs["target_tokens"].to_numpy().tolist(),
-        )
+        tokens = datum.model_input.to_ints()
+        targets = datum.loss_fn_inputs["target_tokens"].to_numpy().tolist()
         if loss == "value":
             hidden_TD = model(
                 input_ids=torch.tensor([tokens]), output_hidden_states=True

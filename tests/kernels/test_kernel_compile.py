@@ -27,17 +27,12 @@ INTS = (
 )
 INTS += " exps R splits first stride_row stride_head stride_page stride_place stride_table"
 FLOATS = "in_scale out_scale headroom beta low high scale"
+HEAD_DATA = ("bias_ptr", "kept_ptr", "out_ptr")
 LONGS = ("y_ptr", "at_ptr", "cu_ptr")
 # Bytes of shared memory that a block may request, by compute capability (CUDA C++ Programming
 # Guide, "Technical specifications").
-SHARED_MEMORY_BYTES = {
-    80: 166_912,
-    86: 101_376,
-    89: 101_376,
-    90: 232_448,
-    100: 232_448,
-    120: 101_376,
-}
+SHARED_MEMORY_BYTES = {80: 166_912, **dict.fromkeys((86, 89, 120), 101_376)}
+SHARED_MEMORY_BYTES |= dict.fromkeys((90, 100), 232_448)
 
 
 def build(*inputs, **more):
@@ -70,16 +65,9 @@ def compile_kernel(
         for name in kernel.arg_names
     }
     wide = (
-        "stride_x",
-        "stride_w",
-        "stride_out",
-        "stride_kept",
-        "stride_row",
-        "stride_head",
-        "stride_page",
-        "stride_place",
-        "plane",
+        "stride_x stride_w stride_out stride_kept stride_row stride_head stride_page stride_place"
     )
+    wide = [*wide.split(), "plane"]
     aligned = [
         i
         for i, name in enumerate(kernel.arg_names)
@@ -108,20 +96,9 @@ def head_options(D, dtype, descriptors, capability=90):
     from kernels.tile_config import GpuInfo, select_tile_sizes
 
     tiles = select_tile_sizes(D, NAMES[dtype], GpuInfo(capability))
-    constants = {
-        "D": D,
-        "BM": tiles.rows,
-        "BN": tiles.columns,
-        "BK": tiles.depth,
-        "SPLITS": SPLITS,
-        "GROUP": GROUP,
-        "UPCAST": False,
-    }
-    constants |= {
-        "DESCRIPTORS": descriptors,
-        "PRECISION": "tf32x3" if dtype == "fp32" else "ieee",
-        "TYPE": dtype,
-    }
+    constants = {"D": D, "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth}
+    constants |= {"SPLITS": SPLITS, "GROUP": GROUP, "UPCAST": False, "DESCRIPTORS": descriptors}
+    constants |= {"PRECISION": "tf32x3" if dtype == "fp32" else "ieee", "TYPE": dtype}
     blocks = {"x": (tiles.rows, tiles.depth), "w": (tiles.columns, tiles.depth)}
     kinds = {
         name: f"tensordesc<{dtype}[{a}, {b}]>" if descriptors else f"*{dtype}"
@@ -130,6 +107,8 @@ def head_options(D, dtype, descriptors, capability=90):
     return constants, kinds, tiles
 
 
+PLAIN, FULL = {"HAS_BIAS": False, "SOFTCAP": False}, {"HAS_BIAS": True, "SOFTCAP": True}
+NOTHING_KEPT = {"ENTROPY": True, "KEEP": False, "KEEP_SLOPE": False}
 QUICK = [(2048, "bf16", True)]
 MODELS = [(896, "bf16", True), (2304, "bf16", True), (4096, "bf16", True)]
 MODELS += [(1000, "fp16", False), (3584, "bf16", False), (1024, "fp32", True)]
@@ -145,32 +124,16 @@ def test_linear_logprob_kernels(D, dtype, descriptors, tmp_path):
     """
     from kernels import linear_logprob_triton as kernels
 
-    data = ("bias_ptr", "kept_ptr", "out_ptr")
     variants = [
-        (
-            kernels._forward_kernel,
-            {
-                "HAS_BIAS": False,
-                "SOFTCAP": False,
-                "ENTROPY": True,
-                "KEEP": False,
-                "KEEP_SLOPE": False,
-            },
-            0,
-        ),
-        (
-            kernels._forward_kernel,
-            {"HAS_BIAS": True, "SOFTCAP": True, "ENTROPY": True, "KEEP": True, "KEEP_SLOPE": True},
-            300,
-        ),
-        (kernels._dlogits_kernel, {"HAS_BIAS": False, "SOFTCAP": False, "HAS_C": False}, 0),
-        (kernels._dlogits_kernel, {"HAS_BIAS": True, "SOFTCAP": True, "HAS_C": True}, 800),
+        (kernels._forward_kernel, PLAIN | NOTHING_KEPT, 0),
+        (kernels._forward_kernel, FULL | NOTHING_KEPT | {"KEEP": True, "KEEP_SLOPE": True}, 300),
+        (kernels._dlogits_kernel, PLAIN | {"HAS_C": False}, 0),
+        (kernels._dlogits_kernel, FULL | {"HAS_C": True}, 800),
     ]
     for kernel, options, allowed in variants:
         constants, kinds, tiles = head_options(D, dtype, descriptors)
-        compiled, spilled = build(
-            kernel, constants | options, data, tiles.warps, tiles.stages, kinds, tmp_path
-        )
+        sizes = (tiles.warps, tiles.stages, kinds, tmp_path)
+        compiled, spilled = build(kernel, constants | options, HEAD_DATA, *sizes)
         assert "wgmma" in compiled.asm["ptx"]
         assert spilled <= (allowed if descriptors else allowed + 300), (
             kernel.__name__,
@@ -188,21 +151,16 @@ def test_loops_over_tiles_are_flattened_into_the_products(name, tmp_path):
     """
     from kernels import linear_logprob_triton as kernels
 
-    options = {
-        "_forward_kernel": {"ENTROPY": True, "KEEP": False, "KEEP_SLOPE": False},
-        "_dlogits_kernel": {"HAS_C": False},
-    }[name]
+    options = {"_forward_kernel": NOTHING_KEPT, "_dlogits_kernel": {"HAS_C": False}}[name]
     results = []
     for word in ("flatten=True", "flatten=False"):
         kernel = triton.JITFunction(getattr(kernels, name).fn)
         assert kernel.src.count("flatten=True") == 1
         kernel._unsafe_update_src(kernel.src.replace("flatten=True", word))
         constants, kinds, tiles = head_options(2048, "bf16", True)
-        constants |= options | {"HAS_BIAS": False, "SOFTCAP": False}
-        data = ("bias_ptr", "kept_ptr", "out_ptr")
-        compiled, spilled = build(
-            kernel, constants, data, tiles.warps, tiles.stages, kinds, tmp_path
-        )
+        constants |= options | PLAIN
+        sizes = (tiles.warps, tiles.stages, kinds, tmp_path)
+        compiled, spilled = build(kernel, constants, HEAD_DATA, *sizes)
         results.append(
             [
                 len(re.findall(rf"\b{what}\b", compiled.asm["ttgir"]))
@@ -219,14 +177,8 @@ SPILLS = {
     "bf16": {80: (150, 0), 86: (100, 0), 89: (100, 0), 90: (300, 300), 100: (60, 0), 120: (40, 0)},
     "fp32": {80: (200, 0), 86: (100, 0), 89: (100, 0), 90: (0, 0), 100: (0, 0), 120: (60, 0)},
 }
-SOME = [
-    ("bf16", 80, 4096),
-    ("bf16", 120, 2048),
-    ("bf16", 100, 4096),
-    ("fp16", 89, 2048),
-    ("bf16", 86, 896),
-    ("bf16", 100, 896),
-]
+SOME = [("bf16", 80, 4096), ("bf16", 120, 2048), ("bf16", 100, 4096), ("fp16", 89, 2048)]
+SOME += [("bf16", 86, 896), ("bf16", 100, 896)]
 SOME += [("fp32", 80, 1024), ("fp32", 120, 4096), ("fp16", 120, 4096)]
 EVERY = [
     (kind, target, D)
@@ -250,40 +202,21 @@ def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
 
     copies = "cp.async.bulk.tensor" if capability >= 90 else "cp.async.cg"
     products = {90: "wgmma", 100: "tcgen05.mma"}.get(capability, "mma.sync")
-    plain, full = {"HAS_BIAS": False, "SOFTCAP": False}, {"HAS_BIAS": True, "SOFTCAP": True}
     keeps, bent = SPILLS["fp32" if dtype == "fp32" else "bf16"][capability]
     variants = [
-        (kernels._forward_kernel, plain | {"ENTROPY": True, "KEEP": False, "KEEP_SLOPE": False}, 0),
-        (kernels._dlogits_kernel, plain | {"HAS_C": False}, 0),
-        (
-            kernels._forward_kernel,
-            plain | {"ENTROPY": True, "KEEP": True, "KEEP_SLOPE": False},
-            keeps,
-        ),
-        (
-            kernels._forward_kernel,
-            full | {"ENTROPY": True, "KEEP": True, "KEEP_SLOPE": True},
-            keeps,
-        ),
-        (kernels._dlogits_kernel, full | {"HAS_C": True}, bent),
+        (kernels._forward_kernel, PLAIN | NOTHING_KEPT, 0),
+        (kernels._dlogits_kernel, PLAIN | {"HAS_C": False}, 0),
+        (kernels._forward_kernel, PLAIN | NOTHING_KEPT | {"KEEP": True}, keeps),
+        (kernels._forward_kernel, FULL | NOTHING_KEPT | {"KEEP": True, "KEEP_SLOPE": True}, keeps),
+        (kernels._dlogits_kernel, FULL | {"HAS_C": True}, bent),
     ]
     for kernel, options, allowed in variants:
         constants, kinds, tiles = head_options(D, dtype, GpuInfo(capability).has_tma, capability)
-        data = ("bias_ptr", "kept_ptr", "out_ptr")
-        compiled, spilled = build(
-            kernel,
-            constants | options,
-            data,
-            tiles.warps,
-            tiles.stages,
-            kinds,
-            tmp_path,
-            capability,
-        )
+        sizes = (tiles.warps, tiles.stages, kinds, tmp_path, capability)
+        compiled, spilled = build(kernel, constants | options, HEAD_DATA, *sizes)
         assert spilled <= allowed, (kernel.__name__, options, spilled)
-        assert copies in compiled.asm["ptx"] and (
-            products in compiled.asm["ptx"] or dtype == "fp32"
-        )
+        assert copies in compiled.asm["ptx"]
+        assert products in compiled.asm["ptx"] or dtype == "fp32"
 
 
 # Arguments that a model, a memory layout or a run fixes; every other argument changes from batch to
@@ -340,16 +273,9 @@ def test_defect_9_offsets_are_64_bit(tmp_path):
     from kernels import token_logprob_triton as logits
 
     constants, kinds, tiles = head_options(2048, "bf16", False)
-    options = {"HAS_BIAS": False, "SOFTCAP": False, "HAS_C": False}
-    compiled, _ = build(
-        head._dlogits_kernel,
-        constants | options,
-        ("bias_ptr", "out_ptr"),
-        tiles.warps,
-        tiles.stages,
-        kinds,
-        tmp_path,
-    )
+    constants |= PLAIN | {"HAS_C": False}
+    sizes = (tiles.warps, tiles.stages, kinds, tmp_path)
+    compiled, _ = build(head._dlogits_kernel, constants, ("bias_ptr", "out_ptr"), *sizes)
     products = re.findall(r"arith.muli .* : (tensor<\d+x1xi\d+>)", compiled.asm["ttir"])
     assert products and all(kind.endswith("i64>") for kind in products)
     constants = {"BLOCK": 8192, "TYPE": "bf16"}
@@ -365,7 +291,7 @@ def test_defect_12_unaligned_targets_are_not_read_in_wide_words(tmp_path):
     from kernels import linear_logprob_triton as head
 
     constants, kinds, tiles = head_options(896, "bf16", False)
-    constants |= {"HAS_BIAS": False, "SOFTCAP": False, "HAS_C": False}
+    constants |= PLAIN | {"HAS_C": False}
     constants.pop("TYPE")
     signature = {}
     for name in head._dlogits_kernel.arg_names:
@@ -400,36 +326,17 @@ def test_kernels_without_products(capability, tmp_path):
         (linear_logprob_triton._combine_kernel, {"PARTS": 32, "BLOCK": 32}, (), 4),
         (policy_loss_triton._sequence_mean_kernel, {"HAS_MASK": True, "BLOCK": 1024}, (), 4),
     ]
+    aligned = linear_logprob_triton._align_kernel
+    saved, more = linear_logprob_triton._saved_dlogits_kernel, {"SOFTCAP": True, "HAS_AT": True}
+    forward, backward = token_logprob_triton._forward_kernel, token_logprob_triton._backward_kernel
     for kind, dtype in NAMES.items():
         for BN in {select_tile_sizes(D, dtype, GpuInfo(capability)).columns for D in (896, 4096)}:
-            cases += [
-                (
-                    linear_logprob_triton._align_kernel,
-                    {"BM": 32, "BN": BN, "TYPE": kind},
-                    ("kept_ptr",),
-                    8,
-                ),
-                (
-                    linear_logprob_triton._saved_dlogits_kernel,
-                    {"BM": 32, "BN": BN, "SOFTCAP": True, "HAS_AT": True, "TYPE": kind},
-                    ("kept_ptr", "out_ptr"),
-                    8,
-                ),
-            ]
-        cases += [
-            (
-                token_logprob_triton._forward_kernel,
-                {"BLOCK": 8192, "TYPE": kind},
-                ("logits_ptr",),
-                8,
-            ),
-            (
-                token_logprob_triton._backward_kernel,
-                {"HAS_C": True, "BLOCK": 8192, "TYPE": kind},
-                ("logits_ptr", "out_ptr"),
-                8,
-            ),
-        ]
+            tile = {"BM": 32, "BN": BN, "TYPE": kind}
+            cases.append((aligned, tile, ("kept_ptr",), 8))
+            cases.append((saved, tile | more, ("kept_ptr", "out_ptr"), 8))
+        row = {"BLOCK": 8192, "TYPE": kind}
+        cases.append((forward, dict(row), ("logits_ptr",), 8))
+        cases.append((backward, row | {"HAS_C": True}, ("logits_ptr", "out_ptr"), 8))
     options = {"HAS_MASK": True, "HAS_LOW": True, "HAS_HIGH": True, "BLOCK": 1024}
     cases += [
         (policy_loss_triton._policy_loss_kernel, options | {"KIND": kind}, (), 4)
@@ -451,6 +358,9 @@ SAMPLER_INTS = {
 }
 
 
+SLOTS = {"slot_ptr": "*i64", "T": "i32"}
+
+
 def sampler_kernels(capability):
     """Yield (kernel, constants, data, warps, stages, kinds, spills allowed) for the sampler and a
     decoding step, at the sizes of a real model.
@@ -464,56 +374,23 @@ def sampler_kernels(capability):
     constants, kinds, tiles = head_options(2048, "bf16", GpuInfo(capability).has_tma, capability)
     assert tiles == select_tile_sizes(2048, torch.bfloat16, GpuInfo(capability))
     cases = [
-        (sample_tokens_triton._slices_kernel, constants | {"SUB": 64}, (), tiles.warps, kinds, 300),
-        (
-            sample_tokens_triton._pick_kernel,
-            {"HAS_GREEDY": True, "BM": 1, "BS": 4096},
-            (),
-            16,
-            wide,
-            0,
-        ),
-        (
-            sample_tokens_triton._search_kernel,
-            {"D": 2048, "BM": 1, "SUB": 64, "BK": 64, "HAS_GREEDY": True, "TYPE": "bf16"},
-            ("x_ptr", "w_ptr"),
-            4,
-            wide,
-            0,
-        ),
-        (
-            decode_ops_triton._fused_add_rms_norm_kernel,
-            {"E": 4096, "HAS_X": True, "BLOCK": 4096, "TYPE": "bf16"},
-            ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"),
-            8,
-            {},
-            0,
-        ),
-        (
-            decode_ops_triton._silu_mul_kernel,
-            {"F": 4864, "BLOCK": 1024, "TYPE": "bf16"},
-            ("gate_up_ptr", "out_ptr"),
-            4,
-            {},
-            0,
-        ),
-        (
-            decode_ops_triton._rope_to_cache_kernel,
-            {"H": 16, "K": 8, "D": 128, "HAS_NORM": True, "BLOCK": 128, "TYPE": "bf16"},
-            ("qkv_ptr", "norm_ptr", "rope_ptr", "q_ptr", "kv_ptr"),
-            1,
-            {},
-            0,
-        ),
-        (
-            decode_ops_triton._append_to_cache_kernel,
-            {"S": 256, "K": 8, "D": 128, "BLOCK": 1024, "TYPE": "bf16"},
-            ("k_ptr", "v_ptr", "kv_ptr"),
-            4,
-            {"slot_ptr": "*i64", "T": "i32"},
-            0,
-        ),
+        (sample_tokens_triton._slices_kernel, constants | {"SUB": 64}, (), tiles.warps, kinds, 300)
     ]
+    pick = {"HAS_GREEDY": True, "BM": 1, "BS": 4096}
+    search = {"D": 2048, "BM": 1, "SUB": 64, "BK": 64, "HAS_GREEDY": True, "TYPE": "bf16"}
+    norm = {"E": 4096, "HAS_X": True, "BLOCK": 4096, "TYPE": "bf16"}
+    silu = {"F": 4864, "BLOCK": 1024, "TYPE": "bf16"}
+    rope = {"H": 16, "K": 8, "D": 128, "HAS_NORM": True, "BLOCK": 128, "TYPE": "bf16"}
+    append = {"S": 256, "K": 8, "D": 128, "BLOCK": 1024, "TYPE": "bf16"}
+    for kernel, constants, data, warps, kinds in (
+        (sample_tokens_triton._pick_kernel, pick, "", 16, wide),
+        (sample_tokens_triton._search_kernel, search, "x w", 4, wide),
+        (decode_ops_triton._fused_add_rms_norm_kernel, norm, "x residual weight out", 8, {}),
+        (decode_ops_triton._silu_mul_kernel, silu, "gate_up out", 4, {}),
+        (decode_ops_triton._rope_to_cache_kernel, rope, "qkv norm rope q kv", 1, {}),
+        (decode_ops_triton._append_to_cache_kernel, append, "k v kv", 4, SLOTS),
+    ):
+        cases.append((kernel, constants, [f"{n}_ptr" for n in data.split()], warps, kinds, 0))
     stages = dict.fromkeys([sample_tokens_triton._slices_kernel], tiles.stages)
     for kernel, constants, data, warps, kinds, allowed in cases:
         yield kernel, dict(constants), data, warps, stages.get(kernel, 3), other | kinds, allowed
@@ -534,38 +411,20 @@ def hoppers_kernels():
     from kernels import linear_logprob_hopper as kernels
     from kernels.tile_config import HOPPER_TILES
 
-    base = {
-        "BM": HOPPER_TILES.rows,
-        "BN": HOPPER_TILES.columns,
-        "BK": HOPPER_TILES.depth,
-        "GROUP": 16,
-        "UPCAST": False,
-    }
+    tiles, data = HOPPER_TILES, ("x_ptr", "w_ptr", "out_ptr", "kept_ptr")
+    base = {"BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "GROUP": 16, "UPCAST": False}
     base |= {"PRECISION": "ieee", "WS": True}
     for kind, D in (("bf16", 896), ("bf16", 2048), ("bf16", 4096), ("fp16", 2048)):
+        plain = {"ENTROPY": True, "KEEP": False, "HALVES": 1, "SPLITS": 132}
+        keeping = plain | {"KEEP": True, "HALVES": 1 if D >= 1536 else 2}
         for kernel, options, allowed in (
-            (
-                kernels._forward_ws_kernel,
-                {"ENTROPY": True, "KEEP": False, "HALVES": 1, "SPLITS": 132},
-                0,
-            ),
-            (
-                kernels._forward_ws_kernel,
-                {"ENTROPY": True, "KEEP": True, "HALVES": 1 if D >= 1536 else 2, "SPLITS": 132},
-                100,
-            ),
+            (kernels._forward_ws_kernel, plain, 0),
+            (kernels._forward_ws_kernel, keeping, 100),
             (kernels._dlogits_ws_kernel, {"HAS_C": False}, 100),
             (kernels._dlogits_ws_kernel, {"HAS_C": True}, 100),
         ):
-            data = ("x_ptr", "w_ptr", "out_ptr", "kept_ptr")
-            yield (
-                kernel,
-                {**base, **options, "TYPE": kind, "D": D},
-                data,
-                HOPPER_TILES.warps,
-                HOPPER_TILES.stages,
-                allowed,
-            )
+            constants = {**base, **options, "TYPE": kind, "D": D}
+            yield kernel, constants, data, tiles.warps, tiles.stages, allowed
 
 
 @pytest.mark.slow
@@ -577,12 +436,10 @@ def test_hoppers_branch_has_warps_with_tasks_of_their_own(tmp_path):
         case = (kernel.__name__, constants["D"], constants["TYPE"])
         compiled, spilled = build(kernel, constants, data, warps, stages, None, tmp_path)
         assert spilled <= allowed, (case, spilled)
-        assert "setmaxnreg" in compiled.asm["ptx"] and re.search(
-            r"\.reqntid 384", compiled.asm["ptx"]
-        ), case
-        assert "wgmma" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"], (
-            case
-        )
+        assert "setmaxnreg" in compiled.asm["ptx"], case
+        assert re.search(r"\.reqntid 384", compiled.asm["ptx"]), case
+        assert "wgmma" in compiled.asm["ptx"], case
+        assert "cp.async.bulk.tensor" in compiled.asm["ptx"], case
 
 
 @pytest.mark.parametrize("kind", range(5))

@@ -154,14 +154,10 @@ def test_a_hundred_random_cases_against_float64():
         N, D, V = int(rng.integers(1, 40)), int(rng.integers(1, 40)), int(rng.integers(1, 300))
         dtype = [torch.float32, torch.float16, torch.bfloat16][int(rng.integers(3))]
         g = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
-        x, w = (
-            torch.randn(N, D, generator=g).to(dtype),
-            (torch.randn(V, D, generator=g) * 0.7).to(dtype),
-        )
-        temperature, uniform = (
-            torch.rand(N, generator=g) + 0.2,
-            torch.rand(N, generator=g, dtype=torch.float64),
-        )
+        x = torch.randn(N, D, generator=g).to(dtype)
+        w = (torch.randn(V, D, generator=g) * 0.7).to(dtype)
+        temperature = torch.rand(N, generator=g) + 0.2
+        uniform = torch.rand(N, generator=g, dtype=torch.float64)
         greedy = torch.rand(N, generator=g) < 0.2
         token, logp = kernels(x, w, temperature, uniform, greedy)
         exact = (x.double() @ w.double().t() / temperature.double()[:, None]).log_softmax(-1)

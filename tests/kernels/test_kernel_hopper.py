@@ -39,10 +39,8 @@ def small(monkeypatch):
 
 def make_problem(dtype, N, D, V, scale=1.0):
     g = torch.Generator().manual_seed(N + D + V)
-    x, w = (
-        torch.randn(N, D, generator=g).to(dtype),
-        (scale * torch.randn(V, D, generator=g)).to(dtype),
-    )
+    x = torch.randn(N, D, generator=g).to(dtype)
+    w = (scale * torch.randn(V, D, generator=g)).to(dtype)
     return x, w, torch.randint(0, V, (N,), generator=g)
 
 
@@ -70,15 +68,11 @@ def test_what_is_kept(small, dtype, columns, N, D, V, scale):
         x, w, y, None, HeadConfig(0.8), TileConfig(16, columns, 16, 4, 1), SPECIAL
     )
     kept, exponents = make_buffers(dtype, N, V, columns)
-    out, plain = (
-        scores.combine(scores.statistics(True, (kept, exponents))),
-        scores.combine(scores.statistics(True)),
-    )
-    assert (
-        torch.equal(out.logp, plain.logp)
-        and torch.equal(out.entropy, plain.entropy)
-        and torch.equal(out.lse, plain.lse)
-    )
+    out = scores.combine(scores.statistics(True, (kept, exponents)))
+    plain = scores.combine(scores.statistics(True))
+    assert torch.equal(out.logp, plain.logp)
+    assert torch.equal(out.entropy, plain.entropy)
+    assert torch.equal(out.lse, plain.lse)
     z = x.double() @ w.double().t() / 0.8
     k = exponents.double().repeat_interleave(columns, 0)[:V].t()
     assert (kept <= 1).all() and (exponents == exponents.ceil()).all()

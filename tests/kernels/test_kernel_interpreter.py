@@ -41,10 +41,8 @@ if INTERPRETED:
 
 def make_problem(N=19, D=24, V=70, dtype=torch.float32, bias=False, scale=1.0):
     g = torch.Generator().manual_seed(0)
-    x, w = (
-        (torch.randn(N, D, generator=g)).to(dtype),
-        (scale * torch.randn(V, D, generator=g)).to(dtype),
-    )
+    x = (torch.randn(N, D, generator=g)).to(dtype)
+    w = (scale * torch.randn(V, D, generator=g)).to(dtype)
     y = torch.randint(0, V, (N,), generator=g)
     y[0] = V - 1
     return x, w, y, torch.randn(V, generator=g).to(dtype) if bias else None
@@ -90,10 +88,8 @@ def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias)
         ROUNDING[dtype],
         float32_bound(D, float((x.float().abs() @ w.float().abs().T).max()) / head.temperature),
     )
-    kept, exponents = (
-        torch.empty(N, len(w), dtype=dtype),
-        torch.empty(-(-len(w) // TILES.columns), N),
-    )
+    kept = torch.empty(N, len(w), dtype=dtype)
+    exponents = torch.empty(-(-len(w) // TILES.columns), N)
     frozen = launch.forward(x, w, y, b, head, expected=True, tiles=TILES)
     saved = launch.saved_forward(x, w, y, b, head, kept, exponents, entropy=True, tiles=TILES)
     for out in (launch.forward(x, w, y, b, head, tiles=TILES), frozen, saved):
@@ -133,19 +129,8 @@ def test_saved_backward_maps_rows(small):
     keep = (kept, exponents, out.logp[rows], rows)
     exact = path.backward(x[rows], w, y[rows], None, head, co, out.lse[rows], **need)
     for whole in (False, True):
-        mine = launch.saved_backward(
-            x[rows],
-            w,
-            y[rows],
-            None,
-            head,
-            co,
-            out.lse[rows],
-            *keep,
-            whole=whole,
-            tiles=TILES,
-            **need,
-        )
+        inputs = (x[rows], w, y[rows], None, head, co, out.lse[rows], *keep)
+        mine = launch.saved_backward(*inputs, whole=whole, tiles=TILES, **need)
         check_close(mine.x, exact.x, 1e-5)
         check_close(mine.w, exact.w, 1e-5)
 
@@ -163,9 +148,8 @@ def test_many_tokens_go_through_a_slab_in_chunks(small, monkeypatch):
     result = launch.forward(x, w, y, b, head, expected=True, tiles=TILES)
     check_close(result.logp, truth.logp, 3e-6)
     check_close(result.expected, truth.expected, 1e-5)
-    assert torch.equal(result.logp[17:18], single.logp) and torch.equal(
-        result.entropy[17:18], single.entropy
-    )
+    assert torch.equal(result.logp[17:18], single.logp)
+    assert torch.equal(result.entropy[17:18], single.entropy)
     kept, exponents = torch.empty(len(x), len(w)), torch.empty(-(-len(w) // TILES.columns), len(x))
     launch.saved_forward(x, w, y, b, head, kept, exponents, entropy=True, tiles=TILES)
     co = path.compute_coefficients(torch.randn(len(x)), None, None, truth.entropy)
@@ -201,13 +185,8 @@ def test_hoppers_branch_gives_the_others_numbers(small, V):
             torch.zeros(len(x), hi - lo) for lo, hi in ((0, min(32, V)), (32, V)) if hi > lo
         ]
         for dz, lo in zip(slabs_of, (0, 32), strict=False):
-            scores.dlogits(
-                dz,
-                lo,
-                lo + dz.shape[1],
-                out.lse * LOG2E,
-                GradientCoefficients(a, -a, a.flip(0)),
-            )
+            co = GradientCoefficients(a, -a, a.flip(0))
+            scores.dlogits(dz, lo, lo + dz.shape[1], out.lse * LOG2E, co)
         results.append((out.logp, out.entropy, out.lse, *slabs_of))
     for mine, other in zip(*results, strict=True):
         check_close(mine, other, 3e-6)
@@ -255,29 +234,19 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
         if keep is not None:  # the saved plan keeps each probability up to rounding
             k = keep[1].repeat_interleave(TILES.columns, 0)[:V].t()
             p = keep[0].float() * torch.exp2(k - out.lse[:, None] * LOG2E)
-            check_close(
-                p,
-                every.exp().detach(),
-                {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype],
-            )
+            rounding = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+            check_close(p, every.exp().detach(), rounding)
         if bent:
             check_close(out.entropy, entropy.detach(), 1e-5)
         lo = number(V + 1) // TILES.columns * TILES.columns
         dz = torch.zeros(N, max(V - lo, 0), dtype=dtype)
         if V > lo:
-            scores.dlogits(
-                dz,
-                lo,
-                V,
-                out.lse * LOG2E,
-                compute_coefficients(upstream[0], upstream[1] if bent else None, None, out.entropy),
-            )
+            g_entropy = upstream[1] if bent else None
+            co = compute_coefficients(upstream[0], g_entropy, None, out.entropy)
+            scores.dlogits(dz, lo, V, out.lse * LOG2E, co)
             # Rounding of the stored gradient: 2^-11, 2^-8.
-            check_close(
-                dz,
-                z.grad[:, lo:],
-                {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype],
-            )
+            rounding = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype]
+            check_close(dz, z.grad[:, lo:], rounding)
 
 
 @pytest.fixture(params=["saved", "whole"])
@@ -324,10 +293,8 @@ def test_a_target_far_below_its_tiles_maximum_keeps_its_gradient_under_softcap(
 
     x, w, y = torch.ones(3, 1), torch.zeros(7, 1), torch.tensor([1, 2, 1])
     w[0], w[1], w[2] = 28.0, 1.0, -20.0
-    settings, upstream = (
-        {"temperature": temperature, "softcap": 30.0},
-        (torch.tensor([1.0, 0.5, -2.0]), None),
-    )
+    settings = {"temperature": temperature, "softcap": 30.0}
+    upstream = (torch.tensor([1.0, 0.5, -2.0]), None)
     exact = gradients(linear_logprob_reference, torch.float64, x, w, y, upstream, **settings)
     assert exact[1][1].abs() > 0.5 and exact[1][2].abs() > 0.2
     for mine, truth in zip(
@@ -349,10 +316,8 @@ def test_confident_tokens_have_no_noise_in_their_gradient(forced_launches, dtype
     from kernel_references import linear_logprob_reference
 
     g = torch.Generator().manual_seed(0)
-    x, w = (
-        torch.randn(9, 8, generator=g).to(dtype).double(),
-        torch.randn(1, 8, generator=g).to(dtype).double(),
-    )
+    x = torch.randn(9, 8, generator=g).to(dtype).double()
+    w = torch.randn(1, 8, generator=g).to(dtype).double()
     upstream = (torch.randn(9, generator=g), torch.randn(9, generator=g))
     for inputs in (upstream, (upstream[0], None), (None, upstream[1])):
         dx, dw = gradients(
@@ -435,9 +400,8 @@ def test_defect_16_logprobs_do_not_depend_on_the_batch_or_the_run(small):
         part = launch.forward(
             x[rows].contiguous(), w, y[rows].contiguous(), None, head, tiles=TILES
         )
-        assert torch.equal(part.logp, whole.logp[rows]) and torch.equal(
-            part.entropy, whole.entropy[rows]
-        )
+        assert torch.equal(part.logp, whole.logp[rows])
+        assert torch.equal(part.entropy, whole.entropy[rows])
 
 
 @mark_interpreted
@@ -473,11 +437,9 @@ def test_policy_loss(monkeypatch):
     monkeypatch.setattr(policy_loss_triton, "BLOCK", 16)  # several programs
     g = torch.Generator().manual_seed(0)
     lp, old, adv, low = (torch.randn(37, generator=g) for _ in range(4))
-    low, cu, mask = (
-        0.7 + 0.1 * low,
-        torch.tensor([0, 5, 5, 20, 37]),
-        torch.rand(37, generator=g) < 0.6,
-    )
+    low = 0.7 + 0.1 * low
+    cu = torch.tensor([0, 5, 5, 20, 37])
+    mask = torch.rand(37, generator=g) < 0.6
     old = torch.where(mask, lp + 0.3 * old, float("nan"))  # defect 13
     for kind in KINDS:
         for lower in (None, low):
@@ -535,11 +497,8 @@ def test_a_nan_in_the_policy_loss_is_not_dropped(monkeypatch):
     cu, mask = torch.tensor([0, 3, 5]), torch.ones(5)
     for kind in KINDS:
         for field in range(3):
-            fields = [
-                torch.full((5,), -0.5),
-                torch.full((5,), -0.7),
-                torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]),
-            ]
+            signs = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+            fields = [torch.full((5,), -0.5), torch.full((5,), -0.7), signs]
             fields[field][1] = float("nan")
             rest = (mask, None, None, cu, kind, 0.8, 1.2, 0.05)
             plain = (mask, 0.8, 1.2, cu, kind, 0.05)

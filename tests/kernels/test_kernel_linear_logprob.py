@@ -45,6 +45,14 @@ def run(function, dtype, x, w, y, bias, upstream, used=(0, 1, 2), frozen=False, 
     return [t.detach().double() for t in (*outputs, *(leaf.grad for leaf in leaves))]
 
 
+def fused(*problem, **settings):
+    return run(linear_logprob, torch.float32, *problem, **settings)
+
+
+def reference(*problem, **settings):
+    return run(linear_logprob_reference, torch.float64, *problem, **settings)
+
+
 def assert_close_to_float64(ours, plain, exact):
     """Check the error rule: at most twice the error of plain torch in the same precision, plus 1e-4
     of the value's size.
@@ -64,7 +72,7 @@ def test_error_rule(dtype, T, D, V):
         for t in make_problem(T, D, V, bias=True)
     )
     settings = {"temperature": 0.7, "softcap": 5.0}
-    exact = run(linear_logprob_reference, torch.float64, x, w, y, bias, upstream, **settings)
+    exact = reference(x, w, y, bias, upstream, **settings)
     plain = run(linear_logprob_reference, dtype, x, w, y, bias, upstream, **settings)
     for saved in (RECOMPUTE, SAVED):
         assert_close_to_float64(
@@ -83,22 +91,8 @@ def test_every_setting_equals_the_definition(frozen):
         x, w, y, b, upstream = make_problem(13, 8, 300, bias=bias)
         y[::4] = -100
         settings = {"temperature": temperature, "softcap": softcap}
-        exact = run(
-            linear_logprob_reference, torch.float64, x, w, y, b, upstream, used, frozen, **settings
-        )
-        ours = run(
-            linear_logprob,
-            torch.float32,
-            x,
-            w,
-            y,
-            b,
-            upstream,
-            used,
-            frozen,
-            saved_bytes=saved,
-            **settings,
-        )
+        exact = reference(x, w, y, b, upstream, used, frozen, **settings)
+        ours = fused(x, w, y, b, upstream, used, frozen, saved_bytes=saved, **settings)
         for mine, truth in zip(ours, exact, strict=True):
             torch.testing.assert_close(mine, truth, atol=2e-5, rtol=1e-5)
 
@@ -108,69 +102,31 @@ def test_many_blocks_equal_one(monkeypatch):
     head's running expectation.
     """
     path = sys.modules["kernels.linear_logprob_torch"]
-    x, w, y, bias, upstream = make_problem(150, 8, 100, bias=True)
-    whole = [
-        run(
-            linear_logprob,
-            torch.float32,
-            x,
-            w,
-            y,
-            bias,
-            upstream,
-            frozen=f,
-            saved_bytes=0,
-            softcap=2.0,
-        )
-        for f in (False, True)
-    ]
+    x, w, y, bias, upstream = problem = make_problem(150, 8, 100, bias=True)
+
+    def both_heads():
+        return [
+            value
+            for frozen in (False, True)
+            for value in fused(*problem, frozen=frozen, saved_bytes=0, softcap=2.0)
+        ]
+
+    whole = both_heads()
     monkeypatch.setattr(path, "COLUMNS", 7)
     monkeypatch.setattr(path, "BLOCK", 64 * 7)
-    parts = [
-        run(
-            linear_logprob,
-            torch.float32,
-            x,
-            w,
-            y,
-            bias,
-            upstream,
-            frozen=f,
-            saved_bytes=0,
-            softcap=2.0,
-        )
-        for f in (False, True)
-    ]
-    for a, b in zip(whole[0] + whole[1], parts[0] + parts[1], strict=True):
+    for a, b in zip(whole, both_heads(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     # Without an entropy, E_p[W] is used.
-    frozen = run(
-        linear_logprob, torch.float32, x, 9 * w, y, bias, upstream, (0,), frozen=True, saved_bytes=0
-    )
-    exact = run(
-        linear_logprob_reference, torch.float64, x, 9 * w, y, bias, upstream, (0,), frozen=True
-    )
+    frozen = fused(x, 9 * w, y, bias, upstream, (0,), frozen=True, saved_bytes=0)
+    exact = reference(x, 9 * w, y, bias, upstream, (0,), frozen=True)
     torch.testing.assert_close(frozen[3], exact[3], atol=1e-3, rtol=1e-4)  # gradients are up to 20
 
 
 def test_frozen_head_with_and_without_an_entropy_gradient_agrees_with_a_training_head():
     x, w, y, _, upstream = make_problem(20, 8, 500)
     for used in ((0,), (0, 2), (0, 1)):
-        trained = run(
-            linear_logprob,
-            torch.float32,
-            x,
-            w,
-            y,
-            None,
-            upstream,
-            used,
-            frozen=False,
-            saved_bytes=0,
-        )[3]
-        frozen = run(
-            linear_logprob, torch.float32, x, w, y, None, upstream, used, frozen=True, saved_bytes=0
-        )[3]
+        trained = fused(x, w, y, None, upstream, used, frozen=False, saved_bytes=0)[3]
+        frozen = fused(x, w, y, None, upstream, used, frozen=True, saved_bytes=0)[3]
         torch.testing.assert_close(frozen, trained, atol=1e-6, rtol=1e-5)
 
 
@@ -195,11 +151,9 @@ def test_defect_1_no_phantom_columns(saved):
 @pytest.mark.parametrize("offset", [-200.0, 200.0, -5000.0])
 def test_defect_2_all_logits_far_from_zero(offset):
     x, w, y, bias, upstream = make_problem(6, 8, 300, bias=True)
-    exact = run(linear_logprob_reference, torch.float64, x, w, y, bias + offset, upstream)
+    exact = reference(x, w, y, bias + offset, upstream)
     for saved in (RECOMPUTE, SAVED):
-        ours = run(
-            linear_logprob, torch.float32, x, w, y, bias + offset, upstream, saved_bytes=saved
-        )
+        ours = fused(x, w, y, bias + offset, upstream, saved_bytes=saved)
         assert_close_to_float64(
             ours,
             run(linear_logprob_reference, torch.float32, x, w, y, bias + offset, upstream),
@@ -254,7 +208,7 @@ def test_defect_6_low_precision_dw_does_not_accumulate_in_low_precision(monkeypa
     x, w, y, _, _ = make_problem(4096, 8, 16)
     upstream = torch.ones(3, 4096, dtype=torch.float64)
     x, w = x.bfloat16().double(), w.bfloat16().double()
-    exact = run(linear_logprob_reference, torch.float64, x, w, y, None, upstream, (0,))[-1]
+    exact = reference(x, w, y, None, upstream, (0,))[-1]
     ours = run(linear_logprob, torch.bfloat16, x, w, y, None, upstream, (0,), saved_bytes=0)[-1]
     assert (ours - exact).abs().max() / exact.abs().max() < 2**-8
 
@@ -265,7 +219,7 @@ def test_defect_7_under_torch_compile(frozen, saved):
     x, w, y, bias, upstream = make_problem(9, 8, 300, bias=True)
     y[2] = -100
     settings = {"temperature": 0.7, "saved_bytes": saved}
-    eager = run(linear_logprob, torch.float32, x, w, y, bias, upstream, frozen=frozen, **settings)
+    eager = fused(x, w, y, bias, upstream, frozen=frozen, **settings)
     compiled = torch.compile(linear_logprob, fullgraph=True, backend="aot_eager")
     for a, b in zip(
         eager,
@@ -278,7 +232,7 @@ def test_defect_7_under_torch_compile(frozen, saved):
 @pytest.mark.slow
 def test_defect_7_under_inductor():
     x, w, y, bias, upstream = make_problem(9, 8, 300, bias=True)
-    eager = run(linear_logprob, torch.float32, x, w, y, bias, upstream, temperature=0.7)
+    eager = fused(x, w, y, bias, upstream, temperature=0.7)
     compiled = run(
         torch.compile(linear_logprob, fullgraph=True),
         torch.float32,
@@ -297,11 +251,9 @@ def test_defect_7_under_inductor():
 def test_opcheck(plan):
     x, w, y, bias, _ = make_problem(5, 4, 40, bias=True)
     grad = plan != "none"
-    x, w, bias = (
-        x.float().requires_grad_(grad),
-        w.float().requires_grad_(grad and plan != "expected"),
-        bias.float(),
-    )
+    x = x.float().requires_grad_(grad)
+    w = w.float().requires_grad_(grad and plan != "expected")
+    bias = bias.float()
     torch.library.opcheck(forward_op, (x, w, y, bias, 0.7, 3.0, -100, True, plan))
     with torch.no_grad():
         outputs = forward_op(x, w, y, bias, 0.7, 3.0, -100, True, plan)
@@ -365,13 +317,9 @@ def test_defect_13_nan_where_ignored_changes_nothing(saved):
     x, w, y, _, upstream = make_problem(12, 8, 100)
     y[::3] = -100
     upstream[:, ::3] = 5.0  # an arbitrary upstream gradient
-    clean = run(linear_logprob, torch.float32, x, w, y, None, upstream, saved_bytes=saved)
+    clean = fused(x, w, y, None, upstream, saved_bytes=saved)
     x[::3] = float("nan")
-    for a, b in zip(
-        clean,
-        run(linear_logprob, torch.float32, x, w, y, None, upstream, saved_bytes=saved),
-        strict=True,
-    ):
+    for a, b in zip(clean, fused(x, w, y, None, upstream, saved_bytes=saved), strict=True):
         assert torch.equal(a, b)
 
 
@@ -381,9 +329,7 @@ def test_rows_without_upstream_gradient_are_left_out_exactly():
     """
     x, w, y, _, upstream = make_problem(12, 8, 100)
     upstream[:, 1::2] = 0.0
-    half = run(
-        linear_logprob, torch.float32, x[::2], w, y[::2], None, upstream[:, ::2], saved_bytes=0
-    )
+    half = fused(x[::2], w, y[::2], None, upstream[:, ::2], saved_bytes=0)
     x[1::2] = float("nan")
     full = run(
         lambda *a, **k: [o.nan_to_num() for o in linear_logprob(*a, **k)],
@@ -404,8 +350,8 @@ def test_banned_tokens_have_probability_zero():
     y[:] = 3
     bias[10:] = float("-inf")
     for saved in (RECOMPUTE, SAVED):
-        ours = run(linear_logprob, torch.float32, x, w, y, bias, upstream, saved_bytes=saved)
-        kept = run(linear_logprob_reference, torch.float64, x, w[:10], y, bias[:10], upstream)
+        ours = fused(x, w, y, bias, upstream, saved_bytes=saved)
+        kept = reference(x, w[:10], y, bias[:10], upstream)
         assert (ours[4][10:] == 0).all()
         for mine, truth in zip((*ours[:4], ours[4][:10]), kept[:5], strict=True):
             torch.testing.assert_close(mine, truth, atol=1e-5, rtol=1e-5)
@@ -431,12 +377,10 @@ def test_peaked_softmax():
     x = torch.nn.functional.normalize(torch.randn(40, 16, generator=g, dtype=torch.float64), dim=1)
     upstream = torch.randn(3, 40, generator=g, dtype=torch.float64)
     args = (x * 30, x * 30, torch.arange(40), None, upstream)
-    exact = run(linear_logprob_reference, torch.float64, *args)
+    exact = reference(*args)
     for saved in (RECOMPUTE, SAVED):
         plain = run(linear_logprob_reference, torch.float32, *args)
-        assert_close_to_float64(
-            run(linear_logprob, torch.float32, *args, saved_bytes=saved), plain, exact
-        )
+        assert_close_to_float64(fused(*args, saved_bytes=saved), plain, exact)
 
 
 def test_leading_dimensions_and_strides():
@@ -458,9 +402,7 @@ def test_leading_dimensions_and_strides():
 
 def test_five_runs_have_the_same_bits():
     x, w, y, _, upstream = make_problem(50, 16, 3000)
-    runs = [
-        run(linear_logprob, torch.float32, x, w, y, None, upstream, saved_bytes=0) for _ in range(5)
-    ]
+    runs = [fused(x, w, y, None, upstream, saved_bytes=0) for _ in range(5)]
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
 
 

@@ -14,10 +14,8 @@ T, V = 9, 50
 
 def logits_case(seed=0):
     g = torch.Generator().manual_seed(seed)
-    logits, y = (
-        3 * torch.randn(T, V, generator=g, dtype=torch.float64),
-        torch.randint(0, V, (T,), generator=g),
-    )
+    logits = 3 * torch.randn(T, V, generator=g, dtype=torch.float64)
+    y = torch.randint(0, V, (T,), generator=g)
     upstream = torch.randn(3, T, generator=g, dtype=torch.float64)
     upstream[:, 2] = 0.0
     return logits, y, upstream

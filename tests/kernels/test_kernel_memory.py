@@ -110,10 +110,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def poison_launches(poison: int, launched: set[str], reverse: bool = False):
     """Run every launch on copies in poisoned memory; `reverse`: the last program first."""
-    execute, set_index = (
-        interpreter.GridExecutor.__call__,
-        interpreter.interpreter_builder.set_grid_idx,
-    )
+    execute = interpreter.GridExecutor.__call__
+    set_index = interpreter.interpreter_builder.set_grid_idx
 
     def guarded(self, *args, **kwargs):
         memory = PoisonedMemory(poison)

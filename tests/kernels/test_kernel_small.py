@@ -11,11 +11,9 @@ from kernels import linear_logprob
 
 def test_the_reference_has_an_entropy_where_tokens_are_banned():
     """p log p of a token with a bias of -inf is 0. It was NaN."""
-    x, w, y = (
-        torch.randn(3, 4, dtype=torch.float64),
-        torch.randn(6, 4, dtype=torch.float64),
-        torch.tensor([0, 1, 2]),
-    )
+    x = torch.randn(3, 4, dtype=torch.float64)
+    w = torch.randn(6, 4, dtype=torch.float64)
+    y = torch.tensor([0, 1, 2])
     bias = torch.zeros(6, dtype=torch.float64)
     bias[4:] = -torch.inf
     logp, entropy, lse = linear_logprob_reference(x, w, y, bias)
@@ -60,10 +58,8 @@ def test_logprobs_of_several_tokens_without_logits(softcap, frozen):
     x, w, bias = (
         torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((T, D), (V, D), (V,))
     )
-    y, upstream = (
-        torch.randint(0, 50, (T, K), generator=g),
-        torch.randn(T, K + 1, generator=g, dtype=torch.float64),
-    )
+    y = torch.randint(0, 50, (T, K), generator=g)
+    upstream = torch.randn(T, K + 1, generator=g, dtype=torch.float64)
     exact = [t.clone().requires_grad_(not frozen or t is x) for t in (x, w, bias)]
     logits = exact[0] @ exact[1].t() + exact[2]
     logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.7

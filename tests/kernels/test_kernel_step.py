@@ -81,10 +81,8 @@ def test_rotation_and_cache():
         cos, sin = angles.cos().to(dtype).double(), angles.sin().to(dtype).double()
         rope = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).to(dtype)
         position = torch.randint(0, 12, (rows,), generator=g)
-        page, place = (
-            torch.randperm(5, generator=g)[:rows],
-            torch.randint(0, 4, (rows,), generator=g),
-        )
+        page = torch.randperm(5, generator=g)[:rows]
+        place = torch.randint(0, 4, (rows,), generator=g)
         kv = torch.full((2, 5, 4, key_heads, width), 7.0).to(dtype)
         x = qkv.double()
         qk, v = x[:, : heads + key_heads], x[:, heads + key_heads :]

@@ -21,6 +21,7 @@ from kernels.linear_logprob_torch import GradientCoefficients
 from kernels.tile_config import HOPPER_TILES
 
 T, D, V = 1024, 32, 65536
+NEED = {"need_x": True, "need_w": True, "need_bias": False}
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
@@ -161,29 +162,12 @@ def fake_run(launch, log, tokens, vocab, frozen=False, saved=False, hidden=896):
             kept = torch.empty(tokens, vocab, device="cuda", dtype=torch.bfloat16)
             exponents = torch.empty(-(-vocab // 128), tokens, device="cuda")
             launch.saved_forward(x, w, y, None, head, kept, exponents, entropy=True)
-            launch.saved_backward(
-                x,
-                w,
-                y,
-                None,
-                head,
-                co,
-                row,
-                kept,
-                exponents,
-                row,
-                None,
-                need_x=True,
-                need_w=True,
-                need_bias=False,
-            )
+            launch.saved_backward(x, w, y, None, head, co, row, kept, exponents, row, None, **NEED)
         else:
             launch.forward(x, w, y, None, head, expected=frozen)
             if not frozen:
                 wire.largest_forward = wire.largest
-                launch.backward(
-                    x, w, y, None, head, co, row, need_x=True, need_w=True, need_bias=False
-                )
+                launch.backward(x, w, y, None, head, co, row, **NEED)
     return wire, wire.flops + sum(flops for _, flops in log)
 
 
@@ -228,27 +212,21 @@ def test_every_thread_that_launches_gives_descriptors_their_memory(launches, mon
     def run():
         with FakeTensorMode():
             x, w = (torch.empty(n, 896, device="cuda", dtype=torch.bfloat16) for n in (512, 40_000))
-            y, row = (
-                torch.empty(512, device="cuda", dtype=torch.int64),
-                torch.empty(512, device="cuda"),
-            )
+            y = torch.empty(512, device="cuda", dtype=torch.int64)
+            row = torch.empty(512, device="cuda")
             if where == "forward":
                 launch.forward(x, w, y, None, HeadConfig(), expected=False)
             else:
                 co = GradientCoefficients(row, row, None)
-                launch.backward(
-                    x, w, y, None, HeadConfig(), co, row, need_x=True, need_w=True, need_bias=False
-                )
+                launch.backward(x, w, y, None, HeadConfig(), co, row, **NEED)
 
     run()  # first in this thread, then in a new thread
     here = len(requests)
     with ThreadPoolExecutor(1) as other:
         other.submit(run).result()
-    assert (
-        here > 0
-        and len(requests) == 2 * here
-        and set(requests) == {score_launcher._allocate_scratch}
-    )
+    assert here > 0
+    assert len(requests) == 2 * here
+    assert set(requests) == {score_launcher._allocate_scratch}
 
 
 def test_fake_cuda_extra_memory_is_flat_in_v(launches):
@@ -306,16 +284,7 @@ def peak_bytes(launch, tokens, vocab, hidden, frozen):
             return forward.peak
         with Peak(x, w, y, row) as backward:
             launch.backward(
-                x,
-                w,
-                y,
-                None,
-                HeadConfig(),
-                GradientCoefficients(row, row, None),
-                row,
-                need_x=True,
-                need_w=True,
-                need_bias=False,
+                x, w, y, None, HeadConfig(), GradientCoefficients(row, row, None), row, **NEED
             )
         return max(forward.peak, backward.peak - vocab * hidden * 2)
 
@@ -366,11 +335,9 @@ def test_operands_rows_are_what_copies_and_loads_take_for_aligned(monkeypatch, c
     for width, whole in widths.items():
         x = torch.randn(5, width).bfloat16()
         result = matmul_operands.align_operand(x)
-        assert (
-            result.shape == (5, whole)
-            and torch.equal(result[:, :width], x)
-            and (result[:, width:] == 0).all()
-        )
+        assert result.shape == (5, whole)
+        assert torch.equal(result[:, :width], x)
+        assert (result[:, width:] == 0).all()
         assert whole != width or result is x
 
 
@@ -403,18 +370,15 @@ def test_every_row_of_scores_begins_at_16_elements(launches, monkeypatch):
     with FakeTensorMode():
         x, w = (torch.empty(n, 896, device="cuda", dtype=torch.bfloat16) for n in (512, 50_257))
         y, row = torch.empty(512, device="cuda", dtype=torch.int64), torch.empty(512, device="cuda")
-        co, need = (
-            GradientCoefficients(row, row, None),
-            {"need_x": True, "need_w": True, "need_bias": False},
-        )
+        co = GradientCoefficients(row, row, None)
         launch.forward(x, w, y, None, HeadConfig(), expected=True)
-        launch.backward(x, w, y, None, HeadConfig(), co, row, **need)
+        launch.backward(x, w, y, None, HeadConfig(), co, row, **NEED)
         kept = head._empty_saved_tensors(x, 50_257, "saved")
         assert kept[0].shape == (512, 50_257)
         launch.saved_forward(x, w, y, None, HeadConfig(), *kept, entropy=True)
         for whole in (False, True):
             launch.saved_backward(
-                x, w, y, None, HeadConfig(), co, row, *kept, row, None, whole=whole, **need
+                x, w, y, None, HeadConfig(), co, row, *kept, row, None, whole=whole, **NEED
             )
     assert len(strides) > 30 and not [stride for stride in strides if stride % 16]
 
@@ -432,19 +396,15 @@ def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V
     head = sys.modules["kernels.linear_logprob"]
     monkeypatch.setattr(head, "can_run_triton", lambda tensor: True)
     with FakeTensorMode():
-        x, w = (
-            torch.empty(tokens, D, device="cuda", dtype=dtype),
-            torch.empty(V, D, device="cuda", dtype=dtype),
-        )
+        x = torch.empty(tokens, D, device="cuda", dtype=dtype)
+        w = torch.empty(V, D, device="cuda", dtype=dtype)
         kept = head._empty_saved_tensors(x, V, "whole" if whole else "saved")
         scores, size = tokens * V * x.element_size(), sum(tensor.nbytes for tensor in kept)
         assert (
             size <= estimate_saved_bytes(tokens, V, x.element_size(), 2 * scores - 1) <= 1.02 * size
         )
-        y, row = (
-            torch.empty(tokens, device="cuda", dtype=torch.int64),
-            torch.empty(tokens, device="cuda"),
-        )
+        y = torch.empty(tokens, device="cuda", dtype=torch.int64)
+        row = torch.empty(tokens, device="cuda")
         with Peak(x, w, y, row, *kept) as wire:
             launch.saved_backward(
                 x,
@@ -457,18 +417,16 @@ def test_the_memory_plan_counts_what_is_kept(launches, monkeypatch, tokens, D, V
                 *kept,
                 row,
                 None,
-                need_x=True,
-                need_w=True,
-                need_bias=False,
+                **NEED,
                 whole=whole,
             )
     neighbor = estimate_workspace_bytes(tokens, D, V, x.element_size())
     held = wire.peak - w.nbytes
     assert held <= 1.15 * neighbor + scores * whole
     if whole:
+        assert scores <= held
         assert (
-            scores <= held
-            and size + held
+            size + held
             <= estimate_saved_bytes(tokens, V, x.element_size(), 2 * scores) + 1.15 * neighbor
         )
     assert estimate_saved_bytes(tokens, V, x.element_size(), scores - 1) == 0
@@ -516,11 +474,9 @@ def test_a_check_of_targets_sorts_nothing():
 @pytest.mark.parametrize("saved", [0, 1 << 30])
 def test_columns_without_a_gradient_cost_none(saved):
     """A LoRA head is [W, s B] with W frozen: the unused dW of W was a quarter of all products."""
-    x, y, upstream = (
-        torch.randn(T, D, requires_grad=True),
-        torch.randint(0, 8192, (T,)),
-        torch.randn(T),
-    )
+    x = torch.randn(T, D, requires_grad=True)
+    y = torch.randint(0, 8192, (T,))
+    upstream = torch.randn(T)
     w = torch.randn(8192, D, requires_grad=True)
     results = []
     for frozen in (0, D - 4):

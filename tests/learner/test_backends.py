@@ -41,10 +41,8 @@ def adamw(weight, gradients, params=PARAMS):
             if params.grad_clip_norm > 0
             else g
         )
-        m, v = (
-            params.beta1 * m + (1 - params.beta1) * g,
-            params.beta2 * v + (1 - params.beta2) * g * g,
-        )
+        m = params.beta1 * m + (1 - params.beta1) * g
+        v = params.beta2 * v + (1 - params.beta2) * g * g
         update = (m / (1 - params.beta1**t)) / ((v / (1 - params.beta2**t)).sqrt() + params.eps)
         w = w * (1 - params.learning_rate * params.weight_decay) - params.learning_rate * update
     return w
@@ -285,9 +283,8 @@ def test_each_rank_goes_on_with_its_own_generator(monkeypatch, tmp_path):
     monkeypatch.setattr(worker.objects, "gather", lambda reference: states)
     worker.save_state(0, str(tmp_path / "all"), {}, None)
     saved = load_file(str(tmp_path / "all" / "rng.safetensors"))
-    assert sorted(saved) == ["rank0", "rank1", "rank2"] and all(
-        torch.equal(saved[f"rank{r}"], states[r]) for r in range(3)
-    )
+    assert sorted(saved) == ["rank0", "rank1", "rank2"]
+    assert all(torch.equal(saved[f"rank{r}"], states[r]) for r in range(3))
     for rank in (2, 0, 1):
         monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
         torch.manual_seed(99)
@@ -324,11 +321,10 @@ def test_an_optimizers_state_goes_on_to_the_bit():
         reference,
         {name: tensor.clone() for name, tensor in get_adam_state(optimizer, trainable).items()},
     )
-    assert sorted(get_adam_state(other, reference)) == [
-        "weight/exp_avg",
-        "weight/exp_avg_sq",
-        "weight/step",
-    ]
+    assert (
+        sorted(get_adam_state(other, reference))
+        == "weight/exp_avg weight/exp_avg_sq weight/step".split()
+    )
     for gradient in gradients[2:]:
         step(whole, optimizer, gradient), step(resumed, other, gradient)
     assert torch.equal(whole.weight, resumed.weight)

@@ -50,10 +50,8 @@ def test_the_optimizers_state_is_left_room_before_it_exists(monkeypatch, lora):
     )
     worker = make_worker(lora=lora)
     learner = worker.learners[0]
-    assert (
-        not learner.backend.adam.state
-        and learner.head.kept_bytes == default_kept_bytes(80.0 * GIB, remaining[0]) == 16 * GIB
-    )
+    assert not learner.backend.adam.state
+    assert learner.head.kept_bytes == default_kept_bytes(80.0 * GIB, remaining[0]) == 16 * GIB
     call(worker, "forward_backward", 0, random_datums(4), "importance_sampling", {}, 1.0, True)
     held = sum(p.nbytes for p in learner.model.parameters()) + sum(
         p.grad.nbytes for p in learner.trainable.values()

@@ -39,10 +39,8 @@ def logprobs_by_hand(folder, scale):
     """Compute the logprobs of `random_datums` in float64: every matrix of the base plus scale B A
     of the adapter saved in `folder`.
     """
-    twin, saved = (
-        load_model(BASE).model.double(),
-        load_file(Path(folder) / "adapter_model.safetensors"),
-    )
+    twin = load_model(BASE).model.double()
+    saved = load_file(Path(folder) / "adapter_model.safetensors")
     # The head is tied, and the adapter applies to the head only.
     twin.lm_head.weight = torch.nn.Parameter(twin.lm_head.weight.detach().clone())
     rows = []

@@ -172,10 +172,8 @@ def test_a_loss_on_both_outputs(client):
     learner = learner_of(client)
     total = torch.zeros(())
     for datum in datums:  # each separately, through the module itself
-        ids, targets = (
-            torch.tensor([datum.model_input.to_ints()]),
-            datum.loss_fn_inputs["target_tokens"].to_torch(),
-        )
+        ids = torch.tensor([datum.model_input.to_ints()])
+        targets = datum.loss_fn_inputs["target_tokens"].to_torch()
         out = learner.model(input_ids=ids, output_hidden_states=True, use_cache=False)
         values = learner.head.value_head(out.hidden_states[-1][0])
         total = (
@@ -237,12 +235,8 @@ def test_saved_beside_the_model_and_restored(service, kind, tmp_path):
     client.load_state(path).result()
     np.testing.assert_array_equal(client.compute_values(prompts).result()[0], before[0])
     bare = service.create_training_client_from_state(path, value_head=False)
-    assert (
-        not bare.info["value_head"]
-        and json.loads((tmp_path / "out/checkpoints/a/state.json").read_text())["spec"][
-            "value_head"
-        ]
-    )
+    assert not bare.info["value_head"]
+    assert json.loads((tmp_path / "out/checkpoints/a/state.json").read_text())["spec"]["value_head"]
     with pytest.raises(ValueError, match="weights for sampling only"):
         service.create_training_client_from_state(sampler_path).compute_values(prompts)
     fresh = service.create_training_client_from_state(plain, value_head=True)
@@ -334,7 +328,5 @@ def test_without_the_fused_head_too(tmp_path):
             (np.concatenate([o["values"] for o in outputs]), metrics["entropy:sum"], grads)
         )
     np.testing.assert_allclose(results[0][0], results[1][0], atol=1e-5)
-    assert (
-        results[0][1] == pytest.approx(results[1][1], rel=1e-5)
-        and compute_relative_difference(results[0][2], results[1][2]) < 1e-5
-    )
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
+    assert compute_relative_difference(results[0][2], results[1][2]) < 1e-5

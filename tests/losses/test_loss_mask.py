@@ -40,10 +40,8 @@ def reference(
     """Compute the formulas of the table in design and docs in float64, token by token over the
     actions only.
     """
-    total, seen = (
-        torch.zeros((), dtype=torch.float64),
-        {"active_tokens:sum": 0, "clipped_low:sum": 0, "clipped_high:sum": 0},
-    )
+    total = torch.zeros((), dtype=torch.float64)
+    seen = {"active_tokens:sum": 0, "clipped_low:sum": 0, "clipped_high:sum": 0}
     for start, end in zip(CU[:-1], CU[1:], strict=True):
         here = [t for t in range(start, end) if inputs[mask_name][t] != 0]
         mean = sum((logp[t] - inputs["logprobs"][t]).detach() for t in here) / max(1, len(here))
@@ -110,11 +108,9 @@ def test_what_stands_outside_the_mask_changes_nothing(name, form):
             leaf, torch.zeros(11), fields, torch.tensor(CU), {}
         )
         results.append((value, torch.autograd.grad(value, leaf)[0], metrics))
-    assert (
-        results[0][0] == results[1][0]
-        and torch.equal(results[0][1], results[1][1])
-        and results[0][2] == results[1][2]
-    )
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+    assert results[0][2] == results[1][2]
     assert not results[1][1][out].any()
 
 

@@ -136,10 +136,8 @@ def test_expected_gradient_of_each_kl_estimator_by_enumeration(kind):
     k3_pathwise that of KL(reference || policy).
     """
     torch.manual_seed(1)
-    logits, ref = (
-        torch.randn(5, dtype=torch.float64, requires_grad=True),
-        torch.log_softmax(torch.randn(5, dtype=torch.float64), 0),
-    )
+    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    ref = torch.log_softmax(torch.randn(5, dtype=torch.float64), 0)
     logp = torch.log_softmax(logits, 0)
     forward_kl, reverse_kl = (ref.exp() * (ref - logp)).sum(), (logp.exp() * (logp - ref)).sum()
     truth = torch.autograd.grad(
@@ -227,11 +225,9 @@ def test_terms_heed_the_masks_weights_and_what_drew_the_tokens(kind):
     """Mask values other than 0 and 1 are weights. `behavior_logprobs` take precedence over `logprobs`,
     which another version may have set.
     """
-    inputs, logp, config = (
-        inputs_of(4),
-        logp_of(4),
-        {"entropy_coef": 0.3, "kl_coef": 0.2, "kl_kind": kind},
-    )
+    inputs = inputs_of(4)
+    logp = logp_of(4)
+    config = {"entropy_coef": 0.3, "kl_coef": 0.2, "kl_kind": kind}
     weights = MASK * torch.tensor([9.0, 0.5, 2.0, 1.0, 9.0, 9.0, 0.25, 3.0], dtype=torch.float64)
     drawn = logp.detach() - torch.linspace(-1, 1, 8, dtype=torch.float64)
     entropy = torch.rand(8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -165,9 +165,8 @@ def test_nan_at_masked_positions_changes_nothing(name):
     dirty = value(name, spoiled, inputs | {"logprobs": old})
     (dirty_gradient,) = torch.autograd.grad(dirty, spoiled)
     assert dirty.item() == clean.item()
-    assert (
-        torch.equal(dirty_gradient[~dead], clean_gradient[~dead]) and not dirty_gradient[dead].any()
-    )
+    assert torch.equal(dirty_gradient[~dead], clean_gradient[~dead])
+    assert not dirty_gradient[dead].any()
 
 
 @pytest.mark.parametrize("name", RL_LOSSES)
@@ -228,10 +227,8 @@ def test_a_loss_has_a_kernel_where_its_entry_names_one(name):
     spec = LOSSES[name]
     assert spec.fused_kind is None or spec.fused_kind in KINDS
     assert (spec.select_function(GPU, fused=True) is spec.fn) == (spec.fused_kind is None)
-    assert (
-        spec.select_function(GPU, fused=False) is spec.fn
-        and spec.select_function(torch.device("cpu"), fused=True) is spec.fn
-    )
+    assert spec.select_function(GPU, fused=False) is spec.fn
+    assert spec.select_function(torch.device("cpu"), fused=True) is spec.fn
 
 
 @pytest.mark.parametrize(

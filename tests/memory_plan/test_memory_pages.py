@@ -7,41 +7,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sampler_models import multistep_engine, one_thread, paged_engine, random_prompts, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    make_request,
+    multistep_engine,
+    one_thread,
+    paged_engine,
+    random_prompts,
+    tiny_model,
+)
+from test_memory_plan import SHAPE
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run
-from rl.memory_plan import (
-    LaunchShape,
-    compute_concurrent_rows,
-    count_pool_pages,
-    shapes,
-)
+from rl.memory_plan import LaunchShape, compute_concurrent_rows, count_pool_pages, shapes
 from rl.memory_plan.shapes import count_admitted_rows
 from rl.models import load_model
-from rl.sampler import (
-    BLOCK_SIZE,
-    SamplingRequest,
-    choose_pool_size,
-    make_decoder,
-    max_blocks,
-)
+from rl.sampler import BLOCK_SIZE, SamplingRequest, choose_pool_size, make_decoder, max_blocks
 from rl.trainer.memory_requirements import _uses_paged_cache, compute_stage_needs
 from rl.types import SamplingParams
 
 REPO = Path(__file__).resolve().parents[2]
 HERE, GPU = LaunchShape(cuda=False, bf16=False), LaunchShape(cuda=True, bf16=True)
-LINE = [
-    "grpo",
-    "--dataset",
-    "addition",
-    "--batch-size",
-    "8",
-    "--group-size",
-    "4",
-    "--max-tokens",
-    "24",
-]
+LINE = "grpo --dataset addition --batch-size 8 --group-size 4 --max-tokens 24".split()
 
 
 def read_config(*words):
@@ -60,22 +47,16 @@ def test_the_rows_of_a_step_are_those_that_the_engine_lets_in(monkeypatch):
     """For random groups, lengths, pools and bounds, the prompts and rows equal those after the
     engine's first step.
     """
-    decoder, rng, short = (
-        make_decoder(tiny_model("qwen3"), kind="fast"),
-        np.random.default_rng(0),
-        0,
-    )
+    decoder = make_decoder(tiny_model("qwen3"), kind="fast")
+    rng = np.random.default_rng(0)
+    short = 0
     for _ in range(60):
-        page, group, groups = (
-            int(rng.choice([2, 4, 8])),
-            int(rng.integers(1, 7)),
-            int(rng.integers(1, 6)),
-        )
-        prompt, answer, most = (
-            int(rng.integers(1, 20)),
-            int(rng.integers(2, 20)),
-            int(rng.integers(1, 30)),
-        )
+        page = int(rng.choice([2, 4, 8]))
+        group = int(rng.integers(1, 7))
+        groups = int(rng.integers(1, 6))
+        prompt = int(rng.integers(1, 20))
+        answer = int(rng.integers(2, 20))
+        most = int(rng.integers(1, 30))
         pages = -(-(prompt + answer) // page) + int(rng.integers(0, 20))
         engine = paged_engine(
             decoder,
@@ -85,11 +66,7 @@ def test_the_rows_of_a_step_are_those_that_the_engine_lets_in(monkeypatch):
         )
         for i, tokens in enumerate(random_prompts([prompt] * groups)):
             params = SamplingParams(max_tokens=answer, stop=[])
-            engine.add(
-                SamplingRequest(
-                    prompt=[i, *tokens[1:]], num_samples=group, problem=i, params=params
-                )
-            )
+            engine.add(make_request([i, *tokens[1:]], group, problem=i, params=params))
         # This is the most that an engine admits: it expects no sample to be shorter than its limit.
         engine.expects_lengths = False
         engine.step()
@@ -126,11 +103,9 @@ def test_requests_never_hold_more_pages_than_were_counted_for_them():
     """With random groups, lengths and bounds, a pool of exactly the computed size suffices: no
     request is preempted, and at most times a page is free.
     """
-    decoder, rng, tight = (
-        make_decoder(tiny_model("qwen3"), kind="fast"),
-        np.random.default_rng(1),
-        0,
-    )
+    decoder = make_decoder(tiny_model("qwen3"), kind="fast")
+    rng = np.random.default_rng(1)
+    tight = 0
     for _ in range(40):
         page, most = int(rng.choice([2, 4, 8])), int(rng.integers(1, 12))
         read_config = [
@@ -140,10 +115,8 @@ def test_requests_never_hold_more_pages_than_were_counted_for_them():
         need = max_blocks(read_config, page, most)
         engine = paged_engine(decoder, kv_cache_tokens=need * page, max_rows=most, page=page)
         for i, (prompt, count, answer) in enumerate(read_config):
-            tokens, params = (
-                random_prompts([prompt], seed=i)[0],
-                SamplingParams(max_tokens=answer, stop=[]),
-            )
+            tokens = random_prompts([prompt], seed=i)[0]
+            params = SamplingParams(max_tokens=answer, stop=[])
             engine.add(SamplingRequest(prompt=tokens, num_samples=count, problem=i, params=params))
         least = need
         while engine.busy:
@@ -194,39 +167,18 @@ def test_a_larger_call_has_a_larger_pool_up_to_the_budget():
         count_pool_pages(groups=n, group=8, kv_cache_tokens=262_144, **limits)
         for n in (1, 4, 16, 64, 256)
     ]
-    assert (
-        results == [28, 52, 208, 832, 1024]
-        and max_blocks([(300, 8, 500)], BLOCK_SIZE, 1024) == 1 + 8 * 3 + 2
-    )
+    assert results == [28, 52, 208, 832, 1024]
+    assert max_blocks([(300, 8, 500)], BLOCK_SIZE, 1024) == 1 + 8 * 3 + 2
 
 
 def test_where_the_engine_keeps_no_pages_none_are_counted():
     """The choice is that of `make_engine` and `engine_of`."""
     stage = read_config("--base-model", "tiny:addition").stages[0].settings
-    shape = shapes.ModelShape(
-        name="x",
-        parameters=1,
-        trainable=1,
-        adapters=0,
-        small=0,
-        largest=1,
-        layers=1,
-        hidden=4,
-        heads=1,
-        key_heads=1,
-        head_width=4,
-        mlp=4,
-        vocab=8,
-        max_context=None,
-        fast=True,
-        windowed=False,
-    )
     sampling, model = stage.sampling, stage.model
-    assert _uses_paged_cache(sampling, model, shape, GPU, 1) and not _uses_paged_cache(
-        sampling, model, shape, HERE, 1
-    )
-    assert not _uses_paged_cache(replace(sampling, sampler_cache="plain"), model, shape, GPU, 1)
-    assert not _uses_paged_cache(replace(sampling, sampler="hf"), model, shape, GPU, 1)
-    assert not _uses_paged_cache(sampling, replace(model, router_replay=True), shape, GPU, 1)
-    assert not _uses_paged_cache(sampling, model, replace(shape, fast=False), GPU, 1)
-    assert not _uses_paged_cache(sampling, model, shape, GPU, 2)
+    assert _uses_paged_cache(sampling, model, SHAPE, GPU, 1)
+    assert not _uses_paged_cache(sampling, model, SHAPE, HERE, 1)
+    assert not _uses_paged_cache(replace(sampling, sampler_cache="plain"), model, SHAPE, GPU, 1)
+    assert not _uses_paged_cache(replace(sampling, sampler="hf"), model, SHAPE, GPU, 1)
+    assert not _uses_paged_cache(sampling, replace(model, router_replay=True), SHAPE, GPU, 1)
+    assert not _uses_paged_cache(sampling, model, replace(SHAPE, fast=False), GPU, 1)
+    assert not _uses_paged_cache(sampling, model, SHAPE, GPU, 2)

@@ -129,10 +129,8 @@ def test_a_mixture_of_experts_is_planned_in_every_precision(name, options, tmp_p
 )
 def test_a_grouped_product_has_the_shape_of_the_real_one(a, b, dtype):
     offs = None if len(a) == len(b) == 3 else torch.tensor([8, 16, 24], dtype=torch.int32)
-    a_, b_ = (
-        torch.zeros(a, dtype=dtype),
-        torch.zeros(b, dtype=dtype).transpose(-2, -1).contiguous().transpose(-2, -1),
-    )
+    a_ = torch.zeros(a, dtype=dtype)
+    b_ = torch.zeros(b, dtype=dtype).transpose(-2, -1).contiguous().transpose(-2, -1)
     real = torch.nn.functional.grouped_mm(a_, b_, offs=offs)
     ours = activations._empty_grouped_mm(a_, b_, offs)
     assert (ours.shape, ours.dtype) == (real.shape, real.dtype)

@@ -42,10 +42,8 @@ def test_a_mixture_computes_with_the_experts_that_a_token_is_sent_to(per_token, 
     model = mixture(per_token)
     shape = shape_of(model, tmp_path)
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
-    assert (
-        shape.parameters == sum(p.numel() for p in model.parameters())
-        and shape.idle_experts == experts * (4 - per_token) // 4
-    )
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.idle_experts == experts * (4 - per_token) // 4
     ids = torch.arange(TOKENS)[None]
     attention = 4 * TOKENS**2 * shape.heads * shape.head_width * shape.layers
     table = VOCAB * shape.hidden  # embedding rows are looked up, not multiplied
@@ -91,10 +89,8 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path)
     model.set_attn_implementation("eager")
     reference = shape_of(model, tmp_path / "all")
     tower = sum(p.numel() for p in model.model.visual.parameters())
-    assert (
-        reference.vision_parameters == reference.vision_trainable == tower
-        and reference.active_parameters == reference.parameters - tower
-    )
+    assert reference.vision_parameters == reference.vision_trainable == tower
+    assert reference.active_parameters == reference.parameters - tower
     frozen = shape_of(model, tmp_path / "lora", LoraConfig(2))
     assert frozen.vision_parameters == tower and frozen.vision_trainable == 0
     side = 4  # patches per side of a 16 x 16 image
@@ -143,11 +139,11 @@ def test_a_teams_traffic_is_what_its_ranks_send(tmp_path):
     """Four groups of two answers, prompts of six tokens, five new tokens each, all in one batch. A
     vocabulary of 48 splits evenly.
     """
+    from sampler_models import make_request
     from sampler_models import tiny_model as seen_model
     from test_sampler_split import on_ranks, split
 
-    from rl.sampler import Engine, SamplingRequest
-    from rl.types import SamplingParams
+    from rl.sampler import Engine
 
     model = seen_model("qwen3", vocab_size=48, tie_word_embeddings=False)
     load = scaling.Load(answers=4, group=2, prompt=6, answer=5)
@@ -160,15 +156,7 @@ def test_a_teams_traffic_is_what_its_ranks_send(tmp_path):
         )
         assert team.calls == 0
         for i in range(4):
-            engine.add(
-                SamplingRequest(
-                    prompt=[i + 1] * 6,
-                    num_samples=2,
-                    params=SamplingParams(max_tokens=5, stop=[]),
-                    seed=1,
-                    problem=i,
-                )
-            )
+            engine.add(make_request([i + 1] * 6, 2, max_tokens=5, stop=[], seed=1, problem=i))
         assert [len(s.tokens) for result in engine.run() for s in result.sequences] == [5] * 8
         return team
 
@@ -214,12 +202,10 @@ def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(tmp_path):
     result = step(64)
     whole = step(64, 1000.0)
     assert whole.sampler_tp == 1 and whole.sampler_traffic_s == 0 and whole.memory_gib > 80 * 0.92
-    assert (
-        result.fits
-        and result.sampler_tp in (2, 4, 8)
-        and result.memory_gib <= 80 * 0.92
-        and result.sampler_traffic_s > 0
-    )
+    assert result.fits
+    assert result.sampler_tp in (2, 4, 8)
+    assert result.memory_gib <= 80 * 0.92
+    assert result.sampler_traffic_s > 0
     assert result.sample_s == whole.sample_s + result.sampler_traffic_s
     assert result.step_s == pytest.approx(whole.step_s + result.sampler_traffic_s)
     never = step(64, 20.0)

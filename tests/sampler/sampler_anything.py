@@ -198,11 +198,9 @@ def engine_of(
     kept: IdleKVCachePool | None = None,
 ) -> Engine:
     """Return an engine with room for little more than a single request."""
-    pages, max_rows, look = (
-        int(rng.integers(1, 24)),
-        int(rng.integers(1, 12)),
-        int(rng.integers(1, 10)),
-    )
+    pages = int(rng.integers(1, 24))
+    max_rows = int(rng.integers(1, 12))
+    look = int(rng.integers(1, 10))
     settings: dict[str, Any] = dict(max_rows=max_rows, version=version)
     if kind.endswith("drafts"):
         settings["num_speculative_tokens"] = look
@@ -251,17 +249,7 @@ class EngineWorkload:
         self.first_seen: dict[int, int] = {}  # the weight version at the first submission
         self.dropped: set[int] = set()
         self.happened: dict[str, int] = dict.fromkeys(
-            (
-                "waited",
-                "looks",
-                "dropped",
-                "changed",
-                "moved",
-                "cached",
-                "begun",
-                "drafted",
-                "accepted",
-            ),
+            "waited looks dropped changed moved cached begun drafted accepted".split(),
             0,
         )
 
@@ -273,11 +261,9 @@ class EngineWorkload:
         self._count()
         tables = self.engine._blocks
         if tables is not None:
-            assert (
-                tables.pool.num_free == len(tables.pool.ref_counts)
-                and not tables.rows
-                and not tables.prompts
-            )
+            assert tables.pool.num_free == len(tables.pool.ref_counts)
+            assert not tables.rows
+            assert not tables.prompts
         expected = set(range(len(self.requests_seen.made))) - self.dropped
         assert set(self.finished) == expected, (set(self.finished) ^ expected, self.dropped)
 
@@ -427,11 +413,9 @@ def play(
         request = item.requests_seen.made[place]
         for i, mine in enumerate(sequences):
             versions = mine.versions or [mine.version] * len(mine.tokens)
-            assert (
-                len(versions) == len(mine.tokens)
-                and versions == sorted(versions)
-                and min(versions) == mine.version
-            )
+            assert len(versions) == len(mine.tokens)
+            assert versions == sorted(versions)
+            assert min(versions) == mine.version
             if change != "other":
                 same(mine, single(request)[i], None, partial(on_a_border, decoders[0], request, i))
                 compared += len(mine.tokens)

@@ -180,9 +180,8 @@ class Memory:
         for row, values in zip(tables.rows, self.rows, strict=True):
             assert row.length == len(values) and self.reads(row) == values
         for prompt, values in zip(tables.prompts, self.prompts, strict=True):
-            assert prompt.length == len(values) and prompt.rows == sum(
-                row.prompt is prompt for row in tables.rows
-            )
+            assert prompt.length == len(values)
+            assert prompt.rows == sum(row.prompt is prompt for row in tables.rows)
             if prompt.rows == 0 and prompt.block_table:
                 assert self.reads(prompt) == values
         together: Counter[int] = Counter()

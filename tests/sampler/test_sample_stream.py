@@ -52,11 +52,9 @@ def test_requests_that_join_while_others_run_get_the_samples_they_would_have_got
         [make_request(i, num_samples=1 + i % 3) for i in range(6)]
     ).result()
     with SampleStream(client) as stream:
-        tickets, results, slices = (
-            [stream.add(make_request(0)), stream.add(make_request(1, num_samples=2))],
-            {},
-            0,
-        )
+        tickets = [stream.add(make_request(0)), stream.add(make_request(1, num_samples=2))]
+        results = {}
+        slices = 0
         while stream.busy:
             if slices and len(tickets) < 6:
                 tickets.append(
@@ -76,11 +74,9 @@ def test_what_was_dropped_or_refused_costs_no_other(policy):
     client = policy.save_weights_and_get_sampling_client()
     expected, _ = client.sample_many([make_request(1)]).result()
     with SampleStream(client) as stream:
-        gone, stays, wrong = (
-            stream.add(make_request(0, num_samples=3)),
-            stream.add(make_request(1)),
-            stream.add(make_request(2, prompt=[99])),
-        )
+        gone = stream.add(make_request(0, num_samples=3))
+        stays = stream.add(make_request(1))
+        wrong = stream.add(make_request(2, prompt=[99]))
         early = stream.add(make_request(3))
         stream.drop(early)  # before it was admitted
         assert isinstance(stream.run_steps(2).finished[wrong], ValueError)
@@ -138,7 +134,8 @@ def test_new_weights_reach_running_samples_at_a_token_and_each_token_says_which_
         assert (np.abs(np.array(sequence.logprobs[4:]) - after[4:]).max() < 1e-5) == restarted
     (fresh,) = actual[late].sequences
     expected, _ = new.sample_many([make_request(0, problem=50)]).result()
-    assert get_tokens([actual[late]]) == get_tokens(expected) and (
+    assert get_tokens([actual[late]]) == get_tokens(expected)
+    assert (
         fresh.version,
         fresh.versions,
     ) == (

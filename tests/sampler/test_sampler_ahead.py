@@ -9,7 +9,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sampler_models import crowded_engines, multistep_engine, one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    crowded_engines,
+    make_request,
+    multistep_engine,
+    one_thread,
+    random_prompts,
+    tiny_model,
+)
 from test_sampler_stepped import make_tight_engine, run_requests, same
 
 from rl.sampler import Engine, SamplingRequest, make_decoder
@@ -26,12 +33,10 @@ def events(monkeypatch):
     number of sequences, number of these copied ahead).
     """
     results, queue = [], []
-    run, wait, bring, read = (
-        CUDAGraphRunner.run,
-        DeviceSteps.copy_results,
-        PagedState.copy_ahead,
-        PagedState._prefill_whole,
-    )
+    run = CUDAGraphRunner.run
+    wait = DeviceSteps.copy_results
+    bring = PagedState.copy_ahead
+    read = PagedState._prefill_whole
 
     def launch(*inputs):
         results.append("launched")
@@ -77,12 +82,7 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
     """
     prompts = random_prompts([6, 9, 4, 12, 7, 5])
     requests = [
-        SamplingRequest(
-            prompt=prompt,
-            num_samples=2,
-            problem=i,
-            params=SamplingParams(max_tokens=6 + 3 * i, stop=[5]),
-        )
+        make_request(prompt, 2, max_tokens=6 + 3 * i, stop=[5], problem=i)
         for i, prompt in enumerate(prompts)
     ]
     result = run_requests(multistep_engine(decoder, page=4, max_rows=4, steps_per_sync=5), requests)
@@ -92,20 +92,16 @@ def test_the_next_requests_are_prepared_before_the_wait(decoder, events):
     for i in looks:
         assert events[i + 1][0] == "brought" and events[i + 2] == "waited"
     reads = [event[1:] for event in events if event[0] == "read"]
-    assert (
-        reads[0] == (2, 0)
-        and len(reads) > 2
-        and all(count == before for count, before in reads[1:])
-    )
+    assert reads[0] == (2, 0)
+    assert len(reads) > 2
+    assert all(count == before for count, before in reads[1:])
 
 
 def test_rows_that_wait_for_pages_are_prepared_first(decoder, events):
     """Preempted rows resume before new requests, by a prefill of prompt and response."""
     engine = multistep_engine(decoder, page=4, kv_cache_tokens=40, max_rows=6, steps_per_sync=2)
     requests = [
-        SamplingRequest(
-            prompt=prompt, num_samples=2, problem=i, params=SamplingParams(max_tokens=20, stop=[])
-        )
+        make_request(prompt, 2, max_tokens=20, stop=[], problem=i)
         for i, prompt in enumerate(random_prompts([9, 6, 5]))
     ]
     same(run_requests(engine, requests), run_requests(Engine(decoder), requests))
@@ -126,14 +122,7 @@ def test_as_much_is_prepared_as_there_may_be_room_for(decoder, events):
     engine = multistep_engine(decoder, page=4, max_rows=4, steps_per_sync=4)
     prompts = random_prompts([6] * 9)
     for i, (which, n) in enumerate([(0, 1), (1, 3), (1, 2), (2, 1), (2, 1), (3, 1)]):
-        engine.add(
-            SamplingRequest(
-                prompt=prompts[which],
-                num_samples=n,
-                problem=i,
-                params=SamplingParams(max_tokens=30, stop=[]),
-            )
-        )
+        engine.add(make_request(prompts[which], n, max_tokens=30, stop=[], problem=i))
     engine.step()
     engine.step()
     (brought,) = [event[1] for event in events if event[0] == "brought"]

@@ -12,6 +12,7 @@ import torch
 from helpers import ADAM
 from sampler_models import (  # noqa: F401
     VOCAB,
+    make_request,
     multistep_engine,
     one_thread,
     random_prompts,
@@ -38,11 +39,7 @@ def sampled(kind, params, samples=12, others=(), decoder=None):
     engine = KINDS[kind](decoder, eos_token_ids=EOS, max_rows=64)
     prompts = random_prompts([5, 9, 7])
     for problem, prompt in enumerate(prompts):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt, num_samples=samples, params=params, seed=3, problem=problem
-            )
-        )
+        engine.add(make_request(prompt, samples, params=params, seed=3, problem=problem))
     for number, other in enumerate(others):
         engine.add(
             SamplingRequest(prompt=prompts[0], num_samples=2, params=other, seed=4, problem=number)
@@ -100,10 +97,8 @@ def expected_logprobs(model, prompt, tokens, params):
 )
 def test_logprobs_are_of_what_was_drawn_from(kind, options, temperature):
     """With `untruncated_logprobs` the tokens are equal and the logprobs are the model's."""
-    model, params = (
-        tiny_model("qwen3"),
-        SamplingParams(max_tokens=10, temperature=temperature, **options),
-    )
+    model = tiny_model("qwen3")
+    params = SamplingParams(max_tokens=10, temperature=temperature, **options)
     whole = SamplingParams(
         max_tokens=10, temperature=temperature, untruncated_logprobs=True, **options
     )
@@ -144,18 +139,16 @@ def test_stops_before_min_tokens_and_eos_that_ends_nothing(kind):
         for group in sampled(kind, SamplingParams(max_tokens=12, min_tokens=8, stop=[7]))[1]
         for s in group
     ]
-    assert all(len(s.tokens) > 8 or s.stop_reason == "length" for s in late) and any(
-        s.stop_reason == "stop" for s in late
-    )
+    assert all(len(s.tokens) > 8 or s.stop_reason == "length" for s in late)
+    assert any(s.stop_reason == "stop" for s in late)
     assert not any(token in (*EOS, 7) for s in late for token in s.tokens[:8])
     on = [
         s
         for group in sampled(kind, SamplingParams(max_tokens=12, ignore_eos=True))[1]
         for s in group
     ]
-    assert all(len(s.tokens) == 12 and s.stop_reason == "length" for s in on) and any(
-        set(EOS) & set(s.tokens[:-1]) for s in on
-    )
+    assert all(len(s.tokens) == 12 and s.stop_reason == "length" for s in on)
+    assert any(set(EOS) & set(s.tokens[:-1]) for s in on)
     for whole, cut in zip(on, usual, strict=True):  # the same stream, continued past EOS
         assert whole.tokens[: len(cut.tokens)] == cut.tokens
     reference = [
@@ -280,8 +273,4 @@ def test_a_bias_for_a_token_that_the_model_has_not_is_an_error():
     with pytest.raises(
         ValueError, match=f"names the token {VOCAB}, and the model's ids are 0 to {VOCAB - 1}"
     ):
-        engine.add(
-            SamplingRequest(
-                prompt=[1], params=SamplingParams(max_tokens=2, logit_bias={VOCAB: 1.0})
-            )
-        )
+        engine.add(make_request([1], max_tokens=2, logit_bias={VOCAB: 1.0}))

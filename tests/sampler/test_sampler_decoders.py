@@ -13,6 +13,7 @@ import torch
 from sampler_models import (  # noqa: F401
     VOCAB,
     add_lora,
+    make_request,
     one_thread,
     paged_engine,
     random_prompts,
@@ -24,7 +25,6 @@ from rl.models import add_value_head, load_model
 from rl.sampler import (
     Decoder,
     Engine,
-    SamplingRequest,
     contiguous_state,
     cpu_kernels,
     expert_layers,
@@ -590,12 +590,10 @@ def test_room_for_keys_and_values_is_zero_and_aligned():
         ((7, 3), torch.bfloat16),
     ):
         room = contiguous_state.lazy_zeros(shape, dtype)
-        assert (
-            room.shape == shape
-            and room.dtype == dtype
-            and not room.any()
-            and (not room.numel() or room.data_ptr() % 64 == 0)
-        )
+        assert room.shape == shape
+        assert room.dtype == dtype
+        assert not room.any()
+        assert not room.numel() or room.data_ptr() % 64 == 0
         room.fill_(1)
 
 
@@ -607,9 +605,7 @@ def test_a_conversation_that_goes_on_equals_the_model(name, pages, monkeypatch):
     """
     attended, attend = [], prefix_attention.SuffixBatch.attend
     monkeypatch.setattr(
-        prefix_attention.SuffixBatch,
-        "attend",
-        lambda *args: attended.append(args) or attend(*args),
+        prefix_attention.SuffixBatch, "attend", lambda *args: attended.append(args) or attend(*args)
     )
     kind, changes = FAMILY[name]
     model = tiny_model(kind, **changes)
@@ -619,8 +615,8 @@ def test_a_conversation_that_goes_on_equals_the_model(name, pages, monkeypatch):
     texts = {f"{i}": prompt for i, prompt in enumerate(random_prompts([3, 20, 9]))}
     for turn in range(3):
         for i, (conversation, text) in enumerate(texts.items()):
-            request = SamplingRequest(
-                prompt=text, params=params, problem=i, seed=turn, conversation=conversation
+            request = make_request(
+                text, params=params, problem=i, seed=turn, conversation=conversation
             )
             engine.add(request)
         for (conversation, text), response in zip(texts.items(), engine.run(), strict=True):

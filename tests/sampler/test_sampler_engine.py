@@ -13,6 +13,7 @@ import torch
 from sampler_models import (  # noqa: F401
     VOCAB,
     add_lora,
+    make_request,
     one_thread,
     random_prompts,
     reference_logprobs,
@@ -30,11 +31,7 @@ def sample(
     engine = Engine(decoder, eos_token_ids=eos, **settings)
     params = params or SamplingParams(max_tokens=8)
     for problem, prompt in enumerate(prompts):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt, num_samples=samples, params=params, seed=seed, problem=problem
-            )
-        )
+        engine.add(make_request(prompt, samples, params=params, seed=seed, problem=problem))
     return [response.sequences for response in engine.run()]
 
 
@@ -49,11 +46,7 @@ def tokens_of(groups: list[list[SampledSequence]]) -> list[list[list[int]]]:
 def test_a_prompt_is_read_once_for_its_group_and_no_row_is_decoded_in_vain(kind):
     model = tiny_model("qwen3", max_position_embeddings=600)
     engine = Engine(make_decoder(model, kind=kind), eos_token_ids=(1, 2, 3), max_rows=16)
-    engine.add(
-        SamplingRequest(
-            prompt=random_prompts([512])[0], num_samples=16, params=SamplingParams(max_tokens=24)
-        )
-    )
+    engine.add(make_request(random_prompts([512])[0], 16, max_tokens=24))
     fed = []  # tokens that reach the model, counted at its inputs
     state = engine._state
     prefill, decode = state.prefill, state.decode
@@ -79,11 +72,7 @@ def test_a_prompt_stays_while_samples_of_its_group_wait(kind):
     """
     engine = Engine(make_decoder(tiny_model("qwen3"), kind=kind), max_rows=3)
     for problem, prompt in enumerate(random_prompts([9, 12, 5])):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt, num_samples=4, params=SamplingParams(max_tokens=3), problem=problem
-            )
-        )
+        engine.add(make_request(prompt, 4, max_tokens=3, problem=problem))
     engine.run()
     assert engine.counters.prefill_tokens == 9 + 12 + 5
     assert engine.counters.emitted_tokens == 3 * 4 * 3
@@ -93,14 +82,7 @@ def test_identical_prompts_waiting_together_are_read_once():
     engine = Engine(make_decoder(tiny_model("qwen3")))
     prompt = random_prompts([20])[0]
     for first_index in (0, 4):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt,
-                num_samples=4,
-                params=SamplingParams(max_tokens=3),
-                first_index=first_index,
-            )
-        )
+        engine.add(make_request(prompt, 4, max_tokens=3, first_index=first_index))
     two = [sequence.tokens for response in engine.run() for sequence in response.sequences]
     assert engine.counters.prefill_tokens == 20
     assert (
@@ -136,10 +118,8 @@ def test_samples_follow_the_enumerated_distribution(kind):
         a, b = sequence.tokens
         counts[a, b] += 1
         assert sequence.logprobs is not None
-        assert (
-            abs(sequence.logprobs[0] - first[a]) < 1e-5
-            and abs(sequence.logprobs[1] - second[a, b]) < 1e-5
-        )
+        assert abs(sequence.logprobs[0] - first[a]) < 1e-5
+        assert abs(sequence.logprobs[1] - second[a, b]) < 1e-5
     expected = (first[:, None] + second).exp().numpy() * draws
     order = np.argsort(expected.ravel())
     # merge cells too rare for chi-square
@@ -206,8 +186,8 @@ def test_a_sample_does_not_depend_on_the_batch_around_it(kind):
     for problem, index in itertools.product(range(len(prompts)), range(4)):
         engine = Engine(decoder, eos_token_ids=(3,))
         engine.add(
-            SamplingRequest(
-                prompt=prompts[problem], params=params, seed=9, problem=problem, first_index=index
+            make_request(
+                prompts[problem], params=params, seed=9, problem=problem, first_index=index
             )
         )
         single.append(engine.run()[0].sequences[0].tokens)
@@ -326,14 +306,7 @@ def test_the_budget_holds_and_rows_wait_for_it(kind):
     prompts = random_prompts([5, 30, 12, 7, 30])
     engine = Engine(decoder, kv_cache_tokens=120, max_rows=100)
     for problem, prompt in enumerate(prompts):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt,
-                num_samples=8,
-                params=SamplingParams(max_tokens=4 + problem),
-                problem=problem,
-            )
-        )
+        engine.add(make_request(prompt, 8, max_tokens=4 + problem, problem=problem))
     allocated, order = [], []
     while len(order) < len(prompts):
         order.extend(done.request_id for done in engine.step())
@@ -480,12 +453,8 @@ def test_prompt_logprobs_and_score(kind):
     engine = Engine(decoder)
     for prompt in prompts:
         engine.add(
-            SamplingRequest(
-                prompt=prompt,
-                num_samples=2,
-                params=SamplingParams(max_tokens=2),
-                include_prompt_logprobs=True,
-                topk_prompt_logprobs=3,
+            make_request(
+                prompt, 2, max_tokens=2, include_prompt_logprobs=True, topk_prompt_logprobs=3
             )
         )
     engine.add(SamplingRequest(prompt=prompts[0], params=SamplingParams(max_tokens=2)))
@@ -495,11 +464,9 @@ def test_prompt_logprobs_and_score(kind):
         prompts, responses, score_sequences(decoder, prompts, temperature=0.7), strict=True
     ):
         assert response.prompt_logprobs is not None and response.topk_prompt_logprobs is not None
-        assert (
-            response.prompt_logprobs[0] is None
-            and response.topk_prompt_logprobs[0] is None
-            and scored[0] is None
-        )
+        assert response.prompt_logprobs[0] is None
+        assert response.topk_prompt_logprobs[0] is None
+        assert scored[0] is None
         assert (
             len(response.prompt_logprobs)
             == len(response.topk_prompt_logprobs)
@@ -543,11 +510,7 @@ def test_the_generic_decoder_bounds_the_logits_of_prompts_read_together():
     scored = score_sequences(decoder, prompts)
     engine = Engine(decoder)
     for prompt in prompts:
-        engine.add(
-            SamplingRequest(
-                prompt=prompt, params=SamplingParams(max_tokens=1), include_prompt_logprobs=True
-            )
-        )
+        engine.add(make_request(prompt, max_tokens=1, include_prompt_logprobs=True))
     in_engine = [response.prompt_logprobs for response in engine.run()]
     assert max(sizes) <= 1 << 25
     expected = reference_logprobs(model, prompts[3][:1], prompts[3][1:]).numpy()

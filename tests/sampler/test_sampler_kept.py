@@ -16,21 +16,21 @@ import numpy as np
 import pytest
 import torch
 from helpers import ADAM, call, random_datums
-from sampler_models import add_lora, multistep_engine, one_thread, random_prompts, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    add_lora,
+    make_request,
+    multistep_engine,
+    one_thread,
+    random_prompts,
+    tiny_model,
+)
 
 from rl.learner import ModelSpec
 from rl.runtime import SamplerSettings, StepRequest, WorkerSettings
 from rl.runtime.training_worker import TrainingWorker
-from rl.sampler import (
-    Engine,
-    IdleKVCachePool,
-    SamplingRequest,
-    kv_cache_pool,
-    make_decoder,
-)
+from rl.sampler import Engine, IdleKVCachePool, SamplingRequest, kv_cache_pool, make_decoder
 from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
 from rl.startup import use_expandable_segments
-from rl.types import SamplingParams
 
 LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -75,13 +75,7 @@ def requests(seed: int = 0, groups: tuple[int, ...] = (4, 1, 3)) -> list[Samplin
     """
     prompts = random_prompts([9, 6, 13][: len(groups)])
     return [
-        SamplingRequest(
-            prompt=prompt,
-            num_samples=n,
-            problem=i,
-            seed=seed,
-            params=SamplingParams(max_tokens=8 + 9 * i, stop=[5]),
-        )
+        make_request(prompt, n, max_tokens=8 + 9 * i, stop=[5], problem=i, seed=seed)
         for i, (prompt, n) in enumerate(zip(prompts, groups, strict=True))
     ]
 
@@ -257,12 +251,7 @@ def test_stops_of_another_engine_are_not_the_next_ones():
     decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), IdleKVCachePool()
     for stops in ([[5]], [[7, 9], [11]], [[k] for k in range(3, 25)]):
         queries = [
-            SamplingRequest(
-                prompt=[4, 9, 2],
-                num_samples=2,
-                problem=i,
-                params=SamplingParams(max_tokens=20, stop=stop),
-            )
+            make_request([4, 9, 2], 2, max_tokens=20, stop=stop, problem=i)
             for i, stop in enumerate(stops)
         ]
         engine = multistep_engine(
@@ -361,13 +350,7 @@ def test_room_is_what_this_process_may_have_less_the_most_it_took(monkeypatch):
 def make_sum_requests(seed: int = 0) -> list[SamplingRequest]:
     """Return requests like `requests`, with tokens and lengths that the smallest model supports."""
     return [
-        SamplingRequest(
-            prompt=[3 + i, 4, 12],
-            num_samples=n,
-            problem=i,
-            seed=seed,
-            params=SamplingParams(max_tokens=4 + 2 * i, stop=[5]),
-        )
+        make_request([3 + i, 4, 12], n, max_tokens=4 + 2 * i, stop=[5], problem=i, seed=seed)
         for i, n in enumerate((4, 1, 3))
     ]
 

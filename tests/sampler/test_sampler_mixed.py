@@ -13,6 +13,7 @@ import torch
 from sampler_models import (  # noqa: F401
     add_lora,
     crowded_engines,
+    make_request,
     one_thread,
     paged_engine,
     random_prompts,
@@ -20,12 +21,7 @@ from sampler_models import (  # noqa: F401
 )
 
 from rl.errors import UserError
-from rl.sampler import (
-    Engine,
-    MultiAdapterDecoder,
-    SamplingRequest,
-    make_decoder,
-)
+from rl.sampler import Engine, MultiAdapterDecoder, SamplingRequest, make_decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.types import SamplingParams
 
@@ -113,9 +109,8 @@ def test_weights_that_are_not_the_bases_are_not_shared():
     with torch.no_grad():
         other.model.norm.weight.add_(1e-3)
     decoder = make_decoder(add_lora(other, ALL), kind="fast", base=base)
-    assert (
-        decoder.base is None and decoder.weights.buffers["norm"] is not base.weights.buffers["norm"]
-    )
+    assert decoder.base is None
+    assert decoder.weights.buffers["norm"] is not base.weights.buffers["norm"]
     with pytest.raises(UserError, match=r"another base"):
         MultiAdapterDecoder(base).add_adapter(1, decoder, 0)
 
@@ -138,10 +133,10 @@ def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, pa
             max_tokens=4 + i, temperature=0.9 if i % 3 else 0.0, top_p=0.8 if i % 4 == 1 else 1.0
         )
         requests.append(
-            SamplingRequest(
-                prompt=prompt,
+            make_request(
+                prompt,
+                1 + i % 3,
                 params=params,
-                num_samples=1 + i % 3,
                 seed=3,
                 problem=i,
                 adapter_id=i % 5,
@@ -188,12 +183,12 @@ def test_random_workloads(seed, pages):
                 temperature=float(rng.choice([0.0, 0.7, 1.0])),
                 **(MORE[int(rng.integers(len(MORE)))] if rng.random() < 0.5 else {}),
             )
-            request = SamplingRequest(
-                prompt=prompt[-60:] if name is None else prompt[:60],
+            request = make_request(
+                prompt[-60:] if name is None else prompt[:60],
+                1 if name else int(rng.integers(1, 4)),
                 params=params,
                 seed=seed,
                 problem=len(query),
-                num_samples=1 if name else int(rng.integers(1, 4)),
                 conversation=name,
                 adapter_id=newest[model],
             )
@@ -255,12 +250,8 @@ def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind
     params = SamplingParams(max_tokens=10)
     requests = {}
     for i, prompt in enumerate(prompts):  # they enter repeatedly, and others take their slots
-        request = SamplingRequest(
-            prompt=prompt,
-            params=params,
-            num_samples=samples,
-            problem=i,
-            adapter_id=(1, 0, 1, 2)[i % 4],
+        request = make_request(
+            prompt, samples, params=params, problem=i, adapter_id=(1, 0, 1, 2)[i % 4]
         )
         requests[engine.add(request)] = request
     results = {}

@@ -9,12 +9,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from sampler_models import crowded_engines, one_thread, paged_engine  # noqa: F401
+from sampler_models import crowded_engines, make_request, one_thread, paged_engine  # noqa: F401
 
 from rl.models import load_model
 from rl.sampler import Engine, SamplingRequest, make_decoder
 from rl.sampler.block_manager import BlockManager, BlockPool, OutOfBlocks
-from rl.types import SamplingParams
 
 
 def check(tables: BlockManager) -> None:
@@ -102,9 +101,8 @@ def test_a_thousand_random_workloads_leak_no_page(size):
             tables.drop_row(tables.rows.pop())
         for prompt in tables.prompts:
             tables.drop_prompt(prompt)
-        assert tables.pool.num_free == len(tables.pool.ref_counts) and not any(
-            tables.pool.ref_counts
-        )
+        assert tables.pool.num_free == len(tables.pool.ref_counts)
+        assert not any(tables.pool.ref_counts)
 
 
 def test_a_pool_says_when_it_is_empty():
@@ -135,16 +133,14 @@ def decoder():
 def make_workload(rng: np.random.Generator) -> list[SamplingRequest]:
     prompts = [rng.integers(0, 14, int(rng.integers(1, 14))).tolist() for _ in range(3)]
     return [
-        SamplingRequest(
-            prompt=prompts[int(rng.integers(3))],
-            num_samples=int(rng.integers(1, 5)),
+        make_request(
+            prompts[int(rng.integers(3))],
+            int(rng.integers(1, 5)),
+            max_tokens=int(rng.integers(1, 12)),
+            temperature=float(rng.choice([0.7, 1.0])),
+            stop=[5] if i % 3 == 0 else None,
             problem=i,
             seed=4,
-            params=SamplingParams(
-                max_tokens=int(rng.integers(1, 12)),
-                temperature=float(rng.choice([0.7, 1.0])),
-                stop=[5] if i % 3 == 0 else None,
-            ),
         )
         for i in range(int(rng.integers(1, 6)))
     ]

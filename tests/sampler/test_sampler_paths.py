@@ -5,7 +5,7 @@ depend on the identity of a sample.
 from __future__ import annotations
 
 import pytest
-from sampler_models import one_thread, random_prompts  # noqa: F401
+from sampler_models import make_request, one_thread, random_prompts  # noqa: F401
 
 from rl import ServiceClient
 from rl.algorithms import Distillation
@@ -16,7 +16,6 @@ from rl.rollout import Env, EnvGroupBuilder, StepResult, rollout
 from rl.runtime import WorkerSettings
 from rl.runtime.training_worker import TrainingWorker
 from rl.runtime.verb_table import VERBS
-from rl.sampler import SamplingRequest
 from rl.seed import derive_seed
 from rl.types import ModelInput, Problem, SamplingParams
 
@@ -114,8 +113,8 @@ def test_each_turn_of_an_episode_has_a_random_stream_of_its_own(tmp_path):
         for turn in range(3):  # the answers depend on the identity, not on earlier samples
             for member in range(4):
                 plain = SamplingParams(max_tokens=6, stop=[])
-                request = SamplingRequest(
-                    prompt=[3, 4, 12],
+                request = make_request(
+                    [3, 4, 12],
                     params=plain,
                     seed=derive_seed(9, turn),
                     problem=5,
@@ -172,13 +171,7 @@ def test_samples_do_not_depend_on_the_number_of_ranks(monkeypatch):
     worker = TrainingWorker(WorkerSettings())
     worker.load_sampler(1, None, "tiny:addition")
     requests = [
-        SamplingRequest(
-            prompt=prompt,
-            num_samples=1 + i % 3,
-            params=SamplingParams(max_tokens=5 + i),
-            seed=3,
-            problem=i,
-        )
+        make_request(prompt, 1 + i % 3, max_tokens=5 + i, seed=3, problem=i)
         for i, prompt in enumerate(random_prompts([3, 9, 4, 12, 5, 7, 3], 14))
     ]
     single, _ = VERBS["sample"].reduce([worker.sample(1, requests)])

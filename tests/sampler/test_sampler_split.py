@@ -20,6 +20,7 @@ from sampler_models import (  # noqa: F401
     VOCAB,
     add_lora,
     crowded_engines,
+    make_request,
     one_thread,
     paged_engine,
     random_prompts,
@@ -28,14 +29,7 @@ from sampler_models import (  # noqa: F401
 )
 
 from rl.errors import UserError
-from rl.sampler import (
-    Engine,
-    MultiAdapterDecoder,
-    SamplingRequest,
-    make_base_decoder,
-    make_decoder,
-    score_sequences,
-)
+from rl.sampler import Engine, MultiAdapterDecoder, make_base_decoder, make_decoder, score_sequences
 from rl.sampler.decode_state import BatchSize
 from rl.sampler.decoder_fast import FastDecoder
 from rl.types import SamplingParams
@@ -129,14 +123,7 @@ def sample_groups(decoder: FastDecoder, kind: type[Engine] = Engine, **settings:
     for i, prompt in enumerate(random_prompts([4, 11, 1, 7])):
         params = SamplingParams(max_tokens=9, temperature=0.9, top_k=7 if i == 3 else -1)
         engine.add(
-            SamplingRequest(
-                prompt=prompt,
-                num_samples=3,
-                params=params,
-                seed=5,
-                problem=i,
-                include_prompt_logprobs=i < 2,
-            )
+            make_request(prompt, 3, params=params, seed=5, problem=i, include_prompt_logprobs=i < 2)
         )
     return engine.run()
 
@@ -225,16 +212,7 @@ def test_several_adapters_on_one_base_in_one_batch(pages):
             else Engine(decoder, eos_token_ids=(3,))
         )
         for i, prompt in enumerate(random_prompts([4, 6, 3, 5])):
-            engine.add(
-                SamplingRequest(
-                    prompt=prompt,
-                    num_samples=2,
-                    params=SamplingParams(max_tokens=7),
-                    seed=1,
-                    problem=i,
-                    adapter_id=i % 3,
-                )
-            )
+            engine.add(make_request(prompt, 2, max_tokens=7, seed=1, problem=i, adapter_id=i % 3))
         responses = engine.run()
         assert not over_pages or engine.preemptions
         return responses
@@ -288,10 +266,8 @@ def test_new_weights_come_whole_one_at_a_time_and_each_rank_takes_its_part():
         first = split(model, team)
         second = first.fork()
         second.load_(changed)
-        assert (
-            second.weights.shared
-            and second.weights.buffers["embed"] is first.weights.buffers["embed"]
-        )
+        assert second.weights.shared
+        assert second.weights.buffers["embed"] is first.weights.buffers["embed"]
         return [sample_groups(second), sample_groups(first)]
 
     before = sample_groups(make_decoder(model, kind="fast"))
@@ -361,8 +337,7 @@ def test_heads_and_columns_that_cannot_be_dealt_out():
 def test_what_only_the_generic_decoder_samples(kind):
     model = tiny_model("gpt2")
     with pytest.raises(
-        UserError,
-        match="sampler_tp 2 requires the fast decoder .* leave sampler_tp at 1",
+        UserError, match="sampler_tp 2 requires the fast decoder .* leave sampler_tp at 1"
     ):
         on_ranks(2, lambda team: make_decoder(copy.deepcopy(model), kind=kind, tp_group=team))
 
@@ -370,6 +345,5 @@ def test_what_only_the_generic_decoder_samples(kind):
 def test_the_words_are_all_there():
     model = tiny_model("llama")
     decoders = on_ranks(2, lambda team: split(model, team))
-    assert [len(decoder.embed.weight_VE) for decoder in decoders] == [20, 21] and decoders[
-        0
-    ].vocab_size == VOCAB
+    assert [len(decoder.embed.weight_VE) for decoder in decoders] == [20, 21]
+    assert decoders[0].vocab_size == VOCAB

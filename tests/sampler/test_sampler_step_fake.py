@@ -74,14 +74,12 @@ class Recorder(TorchDispatchMode):
         self.grids = {}  # by kernel: grid and options of the latest launch
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, inside = (
-            str(func),
-            [
-                t
-                for t in torch.utils._pytree.tree_leaves((args, kwargs))
-                if isinstance(t, torch.Tensor)
-            ],
-        )
+        name = str(func)
+        inside = [
+            t
+            for t in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        ]
         if name in WAITS:
             self.waits.append(name)
         out = func(*args, **(kwargs or {}))
@@ -157,14 +155,9 @@ def record_launches(monkeypatch):
                     module, name, FakeKernel(wire, name.strip("_").removesuffix("_kernel"))
                 )
         for name in (
-            "fused_add_rms_norm",
-            "silu_mul",
-            "rope_to_cache",
-            "append_to_cache",
-            "add_lora_",
-            "sample_tokens",
-            "compute_paged_attention",
-        ):
+            "fused_add_rms_norm silu_mul rope_to_cache append_to_cache add_lora_ "
+            "sample_tokens compute_paged_attention"
+        ).split():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, marked(getattr(module, name)))
     for module in (

@@ -13,6 +13,7 @@ import torch
 from sampler_models import (  # noqa: F401
     add_lora,
     crowded_engines,
+    make_request,
     multistep_engine,
     one_thread,
     random_prompts,
@@ -63,9 +64,7 @@ def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]
         params = SamplingParams(max_tokens=int(rng.integers(1, 25)), **options)
         prompt = prompts[int(rng.integers(3))]
         requests.append(
-            SamplingRequest(
-                prompt=prompt, num_samples=int(rng.integers(1, 5)), problem=i, seed=4, params=params
-            )
+            make_request(prompt, int(rng.integers(1, 5)), problem=i, seed=4, params=params)
         )
     return requests
 
@@ -93,11 +92,9 @@ def random_workloads(decoder, seeds) -> tuple[int, int, int]:
         same(run_requests(engine, requests), run_requests(Engine(decoder, (3,)), requests))
         tables = engine._state.block_manager
         assert tables.pool.num_free == len(tables.pool.ref_counts) and not tables.rows
-        waited, looks, steps = (
-            waited + engine.preemptions,
-            looks + engine._device_steps.num_syncs,
-            steps + engine.counters.steps,
-        )
+        waited = waited + engine.preemptions
+        looks = looks + engine._device_steps.num_syncs
+        steps = steps + engine.counters.steps
     return waited, looks, steps
 
 
@@ -152,12 +149,7 @@ def test_every_family_and_adapters_by_every_look(kind):
         model = add_lora(model, ["lm_head", "q_proj"] if "head" in more else LORA)
     decoder = make_decoder(model, kind="fast")
     requests = [
-        SamplingRequest(
-            prompt=prompt,
-            num_samples=n,
-            problem=i,
-            params=SamplingParams(max_tokens=14, temperature=0.9),
-        )
+        make_request(prompt, n, max_tokens=14, temperature=0.9, problem=i)
         for i, (prompt, n) in enumerate(
             zip(random_prompts([5, 17, 12, 9]), (4, 3, 1, 5), strict=True)
         )
@@ -166,9 +158,8 @@ def test_every_family_and_adapters_by_every_look(kind):
     for look in (1, 5, 32):
         engine = multistep_engine(decoder, (3, 4), page=4, steps_per_sync=look, max_rows=9)
         same(run_requests(engine, requests), expected)
-        assert engine._device_steps.num_syncs <= engine.counters.steps and (
-            look == 1 or engine._device_steps.num_syncs < engine.counters.steps / 2
-        )
+        assert engine._device_steps.num_syncs <= engine.counters.steps
+        assert look == 1 or engine._device_steps.num_syncs < engine.counters.steps / 2
 
 
 def test_in_bfloat16_too():
@@ -205,10 +196,8 @@ def test_weights_that_are_loaded_in_place_are_the_next_steps(decoder):
     engine = multistep_engine(decoder, page=4)
     request = SamplingRequest(prompt=[4, 9, 2], num_samples=2, params=SamplingParams(max_tokens=10))
     run_requests(engine, [request])
-    steps, before = (
-        engine._device_steps.runner,
-        {key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()},
-    )
+    steps = engine._device_steps.runner
+    before = {key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
@@ -217,9 +206,8 @@ def test_weights_that_are_loaded_in_place_are_the_next_steps(decoder):
         run_requests(engine, [request]),
         run_requests(Engine(make_decoder(model, kind="fast")), [request]),
     )
-    assert engine._device_steps.runner is steps and before == {
-        key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()
-    }
+    assert engine._device_steps.runner is steps
+    assert before == {key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()}
 
 
 def test_rows_that_ended_write_to_no_page_of_another(decoder):
@@ -232,17 +220,9 @@ def test_rows_that_ended_write_to_no_page_of_another(decoder):
             decoder, (3, 4, 5, 6, 7, 8), page=4, steps_per_sync=look, kv_cache_tokens=400
         )
         for i, prompt in enumerate(random_prompts([6, 11, 9])):
-            engine.add(
-                SamplingRequest(
-                    prompt=prompt, num_samples=4, problem=i, params=SamplingParams(max_tokens=30)
-                )
-            )
+            engine.add(make_request(prompt, 4, max_tokens=30, problem=i))
         engine.run()
-        engine.add(
-            SamplingRequest(
-                prompt=random_prompts([13])[0], params=SamplingParams(max_tokens=18, stop=[])
-            )
-        )
+        engine.add(make_request(random_prompts([13])[0], max_tokens=18, stop=[]))
         response = engine.run()[0].sequences[0]
         results.append((response.tokens, response.logprobs))
     assert results[0][0] == results[1][0]
@@ -260,35 +240,25 @@ def test_what_is_not_a_number_is_an_error_within_a_look():
 
 
 def test_buckets_hold_every_number_of_rows():
-    assert (
-        row_buckets(1) == [1]
-        and row_buckets(3) == [1, 2, 4]
-        and row_buckets(24) == [1, 2, 4, 8, 16, 24]
-        and row_buckets(1024)[-3:] == [512, 768, 1024]
-    )
+    assert row_buckets(1) == [1]
+    assert row_buckets(3) == [1, 2, 4]
+    assert row_buckets(24) == [1, 2, 4, 8, 16, 24]
+    assert row_buckets(1024)[-3:] == [512, 768, 1024]
     for most in range(1, 70):
         sizes = row_buckets(most)
-        assert (
-            sizes == sorted(set(sizes))
-            and sizes[-1] >= most
-            and (len(sizes) == 1 or sizes[-2] < most)
-        )
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] >= most
+        assert len(sizes) == 1 or sizes[-2] < most
 
 
 def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
     """The buffers are read before the host syncs: an ended row stays at its last token."""
     engine, ended = multistep_engine(decoder, tuple(range(3, 12)), page=4, steps_per_sync=12), 0
     for i, prompt in enumerate(random_prompts([6, 11])):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt, num_samples=6, problem=i, params=SamplingParams(max_tokens=7 + 9 * i)
-            )
-        )
+        engine.add(make_request(prompt, 6, max_tokens=7 + 9 * i, problem=i))
     engine.step()
-    rows, run = (
-        {name: engine._rows[name].copy() for name in ("max_tokens", "num_sampled")},
-        engine._device_steps.copy_results,
-    )
+    rows = {name: engine._rows[name].copy() for name in ("max_tokens", "num_sampled")}
+    run = engine._device_steps.copy_results
     written = (
         engine._state.prompt_lengths[engine._state.prompt_of_row] + engine._state.response_lengths
     )

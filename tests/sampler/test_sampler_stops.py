@@ -29,13 +29,10 @@ def load_tokenizer(path):
 def test_meaning_of_stop():
     eos = (2, 5)
     assert build_stop_condition(None, eos).token_ids == {2, 5}
-    assert (
-        build_stop_condition([], eos).token_ids == frozenset()
-        and build_stop_condition([], eos).strings == ()
-    )
-    assert build_stop_condition("end", eos).token_ids == {2, 5} and build_stop_condition(
-        "end", eos
-    ).strings == ("end",)
+    assert build_stop_condition([], eos).token_ids == frozenset()
+    assert build_stop_condition([], eos).strings == ()
+    assert build_stop_condition("end", eos).token_ids == {2, 5}
+    assert build_stop_condition("end", eos).strings == ("end",)
     assert build_stop_condition([7, 9], eos).token_ids == {2, 5, 7, 9}
     with pytest.raises(ValueError, match="empty string"):
         build_stop_condition(["a", ""], eos)

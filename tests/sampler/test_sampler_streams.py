@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from sampler_models import make_request
 
 from rl.sampler.running_rows import RunningRows, as_uint64, philox4x32, philox_uniforms
-from rl.sampler.sampling_requests import SamplingRequest, SequenceGroup
+from rl.sampler.sampling_requests import SequenceGroup
 
 
 @pytest.mark.parametrize(
@@ -82,9 +83,7 @@ def test_rows_know_their_next_uniform_however_far_they_went_without_asking():
     for _ in range(50):
         rows = RunningRows()
         for job, (seed, problem) in enumerate([(4, 0), (4, 1), (9, 1)]):
-            request = SamplingRequest(
-                prompt=[1], num_samples=2, seed=seed, problem=problem, first_index=job
-            )
+            request = make_request([1], 2, seed=seed, problem=problem, first_index=job)
             rows.add([SequenceGroup(job, request, 99, 0, (), (), num_unfinished=2)], [2])
         for _ in range(12):
             result = rows.next_uniforms()

@@ -71,10 +71,8 @@ def test_logprobs_of_the_whole_distribution_beside_cuts(temperature):
     """
     torch.manual_seed(2)
     cuts = [(3, 1.0), (-1, 0.7), (5, 0.6), (1, 1.0), (-1, 1.0)]
-    logits, uniform = (
-        torch.randn(len(cuts) * 2, 12) * 2,
-        torch.rand(len(cuts) * 2, dtype=torch.float64),
-    )
+    logits = torch.randn(len(cuts) * 2, 12) * 2
+    uniform = torch.rand(len(cuts) * 2, dtype=torch.float64)
     rows = [(temperature, *cut, whole) for cut in cuts for whole in (True, False)]
     tokens, logprobs = sample_tokens(logits, uniform, settings_of(rows, 12))
     usual_tokens, usual = sample_tokens(logits, uniform, settings_of([row[:3] for row in rows], 12))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_memory_plan
 from sampler_models import VOCAB, add_lora, one_thread, tiny_model  # noqa: F401
 from test_distributed import REPO, run_launch
 from test_sampler_split import ALL, on_ranks, split
@@ -24,16 +25,7 @@ from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.distributed import ZeroSharding
 from rl.errors import UserError
-from rl.memory_plan import (
-    GIB,
-    LaunchShape,
-    MicroBatch,
-    MicroBatchMemory,
-    ModelShape,
-    ModelSkeleton,
-    StepWork,
-    plan_memory,
-)
+from rl.memory_plan import GIB, LaunchShape, MicroBatchMemory, ModelSkeleton, plan_memory
 from rl.memory_plan.byte_counts import kv_cache_bytes, sampler_copy_bytes, sampler_working_bytes
 from rl.runtime import SamplerSettings
 from rl.sampler.decode_state import BatchSize
@@ -56,26 +48,8 @@ def read_config(words: str):
 
 # -------------------------------------------------------------------- the counts of a plan, by hand
 
-SHAPE = ModelShape(
-    name="x",
-    parameters=1_000_000,
-    trainable=1_000_000,
-    adapters=0,
-    small=0,
-    largest=200_000,
-    layers=2,
-    hidden=64,
-    heads=4,
-    key_heads=2,
-    head_width=2,
-    mlp=128,
-    vocab=1000,
-    max_context=None,
-    fast=True,
-    windowed=False,
-    unsplit=10_000,
-)
-WORK = StepWork(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10, rows=6, answer=5)
+SHAPE = replace(test_memory_plan.SHAPE, unsplit=10_000)
+WORK = test_memory_plan.WORKING
 
 
 def test_a_ranks_part_by_hand():
@@ -83,9 +57,8 @@ def test_a_ranks_part_by_hand():
         LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3), sampler_tp=team)
         for team in (1, 2)
     )
-    assert sampler_copy_bytes(SHAPE, first) == 2e6 and sampler_copy_bytes(SHAPE, second) == 2 * (
-        10_000 + 990_000 / 2
-    )
+    assert sampler_copy_bytes(SHAPE, first) == 2e6
+    assert sampler_copy_bytes(SHAPE, second) == 2 * (10_000 + 990_000 / 2)
     adapted = replace(SHAPE, parameters=1_100_000, adapters=100_000, unsplit_adapters=40_000)
     # adapters are in fp32
     assert sampler_copy_bytes(adapted, second) == 2 * (10_000 + 990_000 / 2) + 4 * (
@@ -183,10 +156,8 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large_model, ca
     assert "does not fit" in capsys.readouterr().out and "--sampler-tp 4" not in str(refused.value)
     report_memory(read_config(words + " --sampler-tp 2"))
     text = " ".join(capsys.readouterr().out.split())
-    assert (
-        "fits:" in text
-        and "by groups of 2 processes, each with its part of weights and cache of a sampler" in text
-    )
+    assert "fits:" in text
+    assert "by groups of 2 processes, each with its part of weights and cache of a sampler" in text
     launch = LaunchShape(cuda=True, bf16=True, world=8, per_node=8, sharding=ZeroSharding(stage=3))
     plans = {
         k: compute_stage_needs(read_config(words + f" --sampler-tp {k}"), launch, 512)[0]
@@ -196,9 +167,8 @@ def test_a_32b_policy_fits_8_gpus_of_80_gib_with_a_split_sampler(large_model, ca
         k: next(i.sample for i in p.plan.items if i.name.startswith("sampler's"))
         for k, p in plans.items()
     }
-    assert copies[1] > 60 * GIB and all(
-        copies[1] / k < copies[k] < 1.05 * copies[1] / k for k in (2, 4, 8)
-    )
+    assert copies[1] > 60 * GIB
+    assert all(copies[1] / k < copies[k] < 1.05 * copies[1] / k for k in (2, 4, 8))
     assert (
         plans[8].plan.peak
         < plans[4].plan.peak
@@ -238,19 +208,15 @@ def test_a_judge_is_split_and_a_reward_model_is_not():
         )
 
     whole = scores("comparison", 1)
-    assert (
-        0.5 * whole < scores("comparison", 2) < 0.51 * whole
-        and scores("reward", 2) == scores("reward", 1) == whole > 0
-    )
+    assert 0.5 * whole < scores("comparison", 2) < 0.51 * whole
+    assert scores("reward", 2) == scores("reward", 1) == whole > 0
 
 
 def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_cannot_be(
     large_model, tmp_path
 ):
-    run, first = (
-        read_config(LINE.format(large_model) + " --lora-rank 8 --gradient-checkpointing"),
-        LaunchShape(cuda=True, bf16=True),
-    )
+    run = read_config(LINE.format(large_model) + " --lora-rank 8 --gradient-checkpointing")
+    first = LaunchShape(cuda=True, bf16=True)
     messages = {
         change.command for change in find_savings(run, first, 512) if change.kind == "sampler_tp"
     }
@@ -277,10 +243,8 @@ def test_launches_that_such_a_team_does_not_go_with_are_not_offered(tmp_path):
     AutoConfig.for_model(
         "llama", **sizes, vocab_size=4096, bos_token_id=1, eos_token_id=2
     ).save_pretrained(tmp_path)
-    run, launch = (
-        read_config(LINE.format(tmp_path) + " --sampler-tp 3"),
-        LaunchShape(cuda=True, bf16=True, world=3, per_node=3),
-    )
+    run = read_config(LINE.format(tmp_path) + " --sampler-tp 3")
+    launch = LaunchShape(cuda=True, bf16=True, world=3, per_node=3)
     assert find_savings(run, launch, 512)
     for line, present in ((" --sampler-tp 3", False), ("", True)):
         tried = memory_report._list_candidates(read_config(LINE.format(tmp_path) + line), launch)
@@ -350,12 +314,7 @@ def test_it_holds_for_the_whole_run():
             2,
             "fast decoder .*is not supported by it: leave sampler_tp at 1",
         ),
-        (
-            "qwen3",
-            "--sampler-tp 2",
-            3,
-            "does not divide the 3 processes of a machine: use 1, 3",
-        ),
+        ("qwen3", "--sampler-tp 2", 3, "does not divide the 3 processes of a machine: use 1, 3"),
         (
             "qwen3",
             "--sampler-tp 2",
@@ -399,12 +358,8 @@ TRAIN += "--learning-rate 1e-2 --rollouts-every 1 --save-every 0 --no-eval-greed
 
 
 def read_rollouts(folder: Path, step: int) -> list[dict]:
-    return [
-        json.loads(line)
-        for line in (folder / "run" / "rollouts" / f"step_{step:06d}.jsonl")
-        .read_text()
-        .splitlines()
-    ]
+    text = (folder / "run" / "rollouts" / f"step_{step:06d}.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -415,16 +370,8 @@ def one_process(tmp_path_factory) -> Path:
 
 def trained(config: str, folder: Path, tp: int) -> Path:
     (folder / "own.py").write_text(REWARD)
-    words = [
-        *TRAIN.split(),
-        "--reward",
-        f"{folder}/own.py:score",
-        "--sampler-tp",
-        str(tp),
-        "--output-dir",
-        str(folder / "run"),
-    ]
-    run_launch(config, folder, *words, script="train.py", seconds=120)
+    words = f"{TRAIN} --reward {folder}/own.py:score --sampler-tp {tp} --output-dir {folder}/run"
+    run_launch(config, folder, *words.split(), script="train.py", seconds=120)
     return folder
 
 

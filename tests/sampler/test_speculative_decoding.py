@@ -10,6 +10,7 @@ import torch
 from sampler_models import (  # noqa: F401
     VOCAB,
     crowded_engines,
+    make_request,
     one_thread,
     paged_engine,
     reference_logprobs,
@@ -44,11 +45,7 @@ def make_requests(rng: np.random.Generator, count: int = 12) -> list[SamplingReq
             min_tokens=1 if problem % 2 else 0,
         )
         prompt = (phrase * 4)[: int(rng.integers(2, 30))]
-        requests.append(
-            SamplingRequest(
-                prompt=prompt, num_samples=1 + problem % 3, problem=problem, params=params
-            )
-        )
+        requests.append(make_request(prompt, 1 + problem % 3, problem=problem, params=params))
     return requests
 
 

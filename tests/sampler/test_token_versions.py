@@ -20,6 +20,7 @@ from helpers import ADAM, call, make_worker, random_datums
 from sampler_models import (  # noqa: F401
     VOCAB,
     crowded_engines,
+    make_request,
     one_thread,
     paged_engine,
     random_prompts,
@@ -30,7 +31,7 @@ from sampler_models import (  # noqa: F401
 from rl.runtime import SamplerSettings, StepRequest, WorkerSettings
 from rl.runtime.weight_sync import SamplerWorker
 from rl.sampler import Engine, SamplingRequest, make_decoder, score_sequences
-from rl.types import SampledSequence, SamplingParams
+from rl.types import SampledSequence
 
 VERSIONS = 5
 
@@ -75,14 +76,13 @@ class Events:
 def requests_of(rng: np.random.Generator) -> list[SamplingRequest]:
     lengths = rng.integers(1, 9, 8).tolist()
     return [
-        SamplingRequest(
-            prompt=prompt,
-            num_samples=int(rng.choice([1, 1, 3])),
+        make_request(
+            prompt,
+            int(rng.choice([1, 1, 3])),
+            max_tokens=int(rng.integers(2, 14)),
+            temperature=float(rng.choice([0.8, 1.0])),
             seed=int(rng.integers(99)),
             problem=i,
-            params=SamplingParams(
-                max_tokens=int(rng.integers(2, 14)), temperature=float(rng.choice([0.8, 1.0]))
-            ),
         )
         for i, prompt in enumerate(random_prompts(lengths, seed=int(rng.integers(1 << 20))))
     ]
@@ -177,9 +177,8 @@ def test_versions_tell_themselves_apart(models):
     each = torch.stack([reference_logprobs(model, prompt, response) for model in models])
     for item in range(VERSIONS):
         for other in range(item):
-            assert (each[item] - each[other]).abs().min() > 2e-4 and (
-                each[item] - each[other]
-            ).abs().median() > 0.1
+            assert (each[item] - each[other]).abs().min() > 2e-4
+            assert (each[item] - each[other]).abs().median() > 0.1
 
 
 def test_every_logprob_is_that_of_the_version_it_names(models, decoders):
@@ -198,9 +197,7 @@ def test_weights_never_land_in_a_decoder_that_a_stream_draws_from():
     weights.
     """
     learner, hangar = make_worker(), SamplerWorker(WorkerSettings(sampler=SamplerSettings()))
-    request = SamplingRequest(
-        prompt=[3, 4, 12], params=SamplingParams(max_tokens=12, stop=[]), seed=1
-    )
+    request = make_request([3, 4, 12], max_tokens=12, stop=[], seed=1)
 
     def land(version: int) -> None:
         sent = learner.take_snapshot(0, version == 0)
