@@ -76,8 +76,9 @@ def test_four_steps_are_two_and_two(walk_spec, tmp_path, method, more):
     )
     steps = [row for row in rows if "progress/batch" in row]
     # which episodes continue depends on the name, and therefore on the path of this test
-    assert any(row["env/all/turns_per_episode"] > 1 for row in steps)
-    assert {row["reward/failed"] for row in steps} == {0}
+    assert any(row["env/all/turns_per_episode"] > 1 for row in steps) and {
+        row["reward/failed"] for row in steps
+    } == {0}
     rollouts = sorted((tmp_path / "whole" / "rollouts").glob("*.jsonl"))
     assert [a.read_text() for a in rollouts] == [
         (tmp_path / "cut" / "rollouts" / a.name).read_text() for a in rollouts
@@ -139,8 +140,10 @@ def test_an_environment_in_a_recipe_is_evaluated_as_it_was_trained(tmp_path):
     done = run_script("evaluate.py", *words, cwd=REPO)
     assert done.returncode == 0, done.stderr
     result = json.loads(output.read_text())
-    assert result["mean reward"] == pytest.approx(rows[-1]["test/env/all/reward/total"])
-    assert len(result["rows"]) == 6
+    assert (
+        result["mean reward"] == pytest.approx(rows[-1]["test/env/all/reward/total"])
+        and len(result["rows"]) == 6
+    )
     # the episode-level reward adds this to the environment's rewards
     assert result["mean reward"] >= 0.25
     assert all(re.fullmatch(r"\d\+\d=", row["prompt"]) for row in result["rows"])
@@ -161,8 +164,10 @@ def a_sandbox() -> Sandbox:
 def test_python_keeps_its_state_and_loses_it_with_what_ends_it():
     a_sandbox().close()
     tool = Python(seconds=2.0)
-    assert tool.python("a = 3\nprint('hi')\na * 2").split() == ["hi", "6"]
-    assert tool.python("a + 1") == "4"
+    assert (
+        tool.python("a = 3\nprint('hi')\na * 2").split() == ["hi", "6"]
+        and tool.python("a + 1") == "4"
+    )
     assert "ZeroDivisionError" in tool.python("1 / 0") and tool.python("a") == "3"
     assert "ended by timeout" in tool.python("while True: pass") and "NameError" in tool.python("a")
     assert "ended by" in tool.python("print('x' * 10**8)")
@@ -191,8 +196,11 @@ def test_built_in_environments_run(name, tmp_path):
         f"grpo {SMALL} --environment {name} {BUILT_IN[name]} --steps 1 --max-turns 2 --eval-every 0"
     )
     (row,) = [row for row in train(words, tmp_path) if "progress/batch" in row]
-    assert row["env/all/total_episodes"] == 9 and "env/all/used_tool" in row
-    assert row["reward/failed"] == 0
+    assert (
+        row["env/all/total_episodes"] == 9
+        and "env/all/used_tool" in row
+        and row["reward/failed"] == 0
+    )
 
 
 # ------------------------------------------------------------------------------- command-line flags

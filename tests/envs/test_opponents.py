@@ -79,8 +79,9 @@ def test_two_steps_and_two_resumed_are_four_to_the_bit_with_the_pool(by, tmp_pat
 def test_the_folder_is_bounded_and_a_lost_version_is_named(tmp_path):
     words = f"{POOL} --eval-every 3 --eval-limit 4 --save-every 1 --keep-last 1 --steps 3"
     rows = train(words, tmp_path / "run")
-    assert all("opponents/own_rating" in row for row in rows[1:])
-    assert all("test/env/all/lost" in row for row in (rows[0], rows[-1]))
+    assert all("opponents/own_rating" in row for row in rows[1:]) and all(
+        "test/env/all/lost" in row for row in (rows[0], rows[-1])
+    )
     # two in the pool, and those of one earlier checkpoint
     assert len(list_versions(tmp_path / "run")) <= 4
     step = state(tmp_path / "run", "grpo-000002")["opponents"][-1]["step"]
