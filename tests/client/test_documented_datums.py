@@ -143,11 +143,9 @@ def sampled(client, turns, advantage):
             .result()
             .sequences[0]
         )
-        tokens, logprobs, mask = (
-            tokens + sequence.tokens,
-            logprobs + sequence.logprobs,
-            mask + [1.0] * len(sequence.tokens),
-        )
+        tokens = tokens + sequence.tokens
+        logprobs = logprobs + sequence.logprobs
+        mask = mask + [1.0] * len(sequence.tokens)
     values = advantage * np.asarray(mask) * (np.arange(len(mask)) % 2)
     fields = {"target_tokens": tokens[1:], "logprobs": logprobs[1:], "advantages": values[1:]}
     return Datum(ModelInput.from_ints(tokens[:-1]), fields), mask[1:]

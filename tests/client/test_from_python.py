@@ -57,11 +57,8 @@ def test_a_run_from_python_with_a_function_as_reward(run_folder):
         return float(len(response))
 
     done = rl.train("grpo", reward=long_ones, output_dir=run_folder / "run", **SMALL)
-    assert (
-        done.folder == run_folder / "run"
-        and done.metrics[-1]["step"] == 1
-        and len(requests) == 8 + 8
-    )
+    assert done.folder == run_folder / "run" and done.metrics[-1]["step"] == 1
+    assert len(requests) == 8 + 8
     # the first eight requests are the check of the reward before the run
     assert done.metrics[-1]["reward/total"] == pytest.approx(sum(map(len, requests[8:])) / 8)
     assert done.weights.path == run_folder / "run" / "checkpoints" / "grpo-final"

@@ -147,10 +147,8 @@ def test_what_seats_earn_and_are_told_of_themselves_comes_through(specs, where):
     result = play_groups(specs[where]["Talk"], [{}], 2)
     assert not result.errors
     first, second = result.groups
-    assert (
-        first.get_total_rewards() == [0.25, 0.25]
-        and second.get_total_rewards() == [0.25 - 0.5 - 0.5] * 2
-    )
+    assert first.get_total_rewards() == [0.25, 0.25]
+    assert second.get_total_rewards() == [0.25 - 0.5 - 0.5] * 2
     for group, figure, log in ((first, 1.0, "first"), (second, 2.0, "second")):
         last = group.trajectories_G[0].transitions[-1]
         assert last.episode_done and last.metrics["m"] == figure and last.logs["l"] == log
@@ -161,10 +159,8 @@ def test_a_reason_in_words_cuts_an_episode_short(specs, where):
     result = play_groups(specs[where]["Reason"], [{}], 2)
     assert not result.errors
     for item in result.groups[0].trajectories_G:
-        assert (
-            item.transitions[-1].metrics["truncated"] == 1.0
-            and item.transitions[-1].logs["own"] == "kept"
-        )
+        assert item.transitions[-1].metrics["truncated"] == 1.0
+        assert item.transitions[-1].logs["own"] == "kept"
 
 
 def test_modules_generators_in_processes_are_the_groups(specs):
@@ -178,9 +174,8 @@ def test_modules_generators_in_processes_are_the_groups(specs):
             [item.transitions[-1].metrics[name] for item in group.trajectories_G]
             for group in result.groups
         ]
-        assert (
-            all(len(set(group)) == 1 for group in drawn) and len({group[0] for group in drawn}) == 3
-        )
+        assert all(len(set(group)) == 1 for group in drawn)
+        assert len({group[0] for group in drawn}) == 3
         assert drawn == [
             [item.transitions[-1].metrics[name] for item in group.trajectories_G]
             for group in again.groups

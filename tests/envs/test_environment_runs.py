@@ -219,10 +219,8 @@ def test_settings_of_environments_on_the_line_and_in_recipes(tmp_path):
     (first,) = settings_of(
         "grpo --environment calculator --environment.digits 4 --environment.without-tool", tmp_path
     )
-    assert first.env.environment == "calculator" and dict(first.env.environment_settings) == {
-        "digits": "4",
-        "without_tool": "True",
-    }
+    assert first.env.environment == "calculator"
+    assert dict(first.env.environment_settings) == {"digits": "4", "without_tool": "True"}
     recipe = """
         stages:
           - method: sft
@@ -297,11 +295,8 @@ def test_help_shows_an_environments_settings(capsys):
             environments=show_help,
         )
     text = capsys.readouterr().out
-    assert (
-        "--environment.digits INT" in text
-        and "Most digits of each number" in text
-        and "--group-size" in text
-    )
+    assert "--environment.digits INT" in text and "Most digits of each number" in text
+    assert "--group-size" in text
     with pytest.raises(SystemExit):
         parse_run(["--help"], METHODS, RECIPE, options=RunSettings, environments=show_help)
     assert "calculator" in capsys.readouterr().out
@@ -427,10 +422,7 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
     episodes = [episode for group in names["episodes"] for episode in group.trajectories_G]
     assert len(episodes) == 8
     for episode in episodes:
-        assert [turn.reward for turn in episode.transitions][0] == -0.1 and episode.transitions[
-            -1
-        ].reward == 1.0
-        assert (
-            episode.transitions[-1].metrics["correct"] == 1.0
-            and episode.transitions[-1].metrics["tool/malformed"] == 0
-        )
+        assert [turn.reward for turn in episode.transitions][0] == -0.1
+        assert episode.transitions[-1].reward == 1.0
+        assert episode.transitions[-1].metrics["correct"] == 1.0
+        assert episode.transitions[-1].metrics["tool/malformed"] == 0

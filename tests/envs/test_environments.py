@@ -142,9 +142,8 @@ def test_a_conversation_is_played_to_its_end(play):
         wrong = len(first.transitions) - 1
         assert group.get_total_rewards() == [pytest.approx(1.0 - 0.1 * wrong)] * 2 and wrong <= 6
         assert [t.reward for t in first.transitions] == [-0.1] * wrong + [1.0]
-        assert [t.episode_done for t in first.transitions] == [False] * wrong + [
-            True
-        ] and not first.transitions[-1].truncated
+        assert [t.episode_done for t in first.transitions] == [False] * wrong + [True]
+        assert not first.transitions[-1].truncated
         first.advantage = 1.0
         # every prompt continued where the previous answer ended
         (datum,) = trajectory_to_datums(first)
@@ -167,18 +166,13 @@ def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
     turns = row["turns"]
     assert [turn["role"] for turn in turns] == ["user", "assistant"] * len(episode.transitions)
     assert [turn["sampled"] for turn in turns] == [False, True] * len(episode.transitions)
-    assert (
-        turns[0]["text"] == "Guess."
-        and turns[1]["text"] == "49"
-        and turns[1]["observation_tokens"] == len("Guess.")
-    )
+    assert turns[0]["text"] == "Guess." and turns[1]["text"] == "49"
+    assert turns[1]["observation_tokens"] == len("Guess.")
     assert [turn["reward"] for turn in turns[1::2]] == [t.reward for t in episode.transitions]
     assert turns[-1]["logs"]["number"] == episode.transitions[-1].logs["number"]
     for turn, transition in zip(turns[1::2], episode.transitions, strict=True):
-        assert (
-            turn["token_ids"] == transition.ac.tokens
-            and "".join(turn["tokens"][:-1]) == turn["text"]
-        )
+        assert turn["token_ids"] == transition.ac.tokens
+        assert "".join(turn["tokens"][:-1]) == turn["text"]
         assert turn["logprobs"] == transition.ac.logprobs and "restarts" not in turn
     assert row["reward"] == pytest.approx(sum(turn["reward"] for turn in turns if turn["sampled"]))
 
@@ -218,9 +212,8 @@ def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
     ).groups
     (episode,) = group.trajectories_G
     assert len(episode.transitions) == 3 and episode.transitions[-1].truncated
-    assert episode.transitions[-1].metrics[
-        "context_overflow"
-    ] == 1.0 and group.get_total_rewards() == [3.0]
+    assert episode.transitions[-1].metrics["context_overflow"] == 1.0
+    assert group.get_total_rewards() == [3.0]
     none = play(EndlessEnvironment, lambda *_: "a", limits=EpisodeLimits(tokens=202))
     assert not none.groups and "episode's limit of 202" in none.errors[0]
 
@@ -228,9 +221,8 @@ def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
 def test_an_answer_that_was_cut_off_is_known_as_such(play):
     (group,) = play(EndlessEnvironment, lambda *_: "abc...", limits=EpisodeLimits(turns=2)).groups
     (episode,) = group.trajectories_G
-    assert [t.metrics["cut"] for t in episode.transitions] == [1.0, 1.0] and episode.transitions[
-        0
-    ].metrics["ended"] == 0.0
+    assert [t.metrics["cut"] for t in episode.transitions] == [1.0, 1.0]
+    assert episode.transitions[0].metrics["ended"] == 0.0
     # its end mark is inserted as an observed token, not as a token that the model sampled
     first, second = episode.transitions
     assert second.ob.to_ints()[: first.ob.length + 3] == [*first.ob.to_ints(), *first.ac.tokens]
@@ -375,16 +367,14 @@ def test_calls_are_answered_each_within_its_limits(play, name):
     (group,) = result.groups
     first, last = group.trajectories_G[0].transitions
     messages = [message["content"] for message in last.logs["new_messages"]]
-    assert all(message["role"] == "tool" for message in last.logs["new_messages"]) and len(
-        messages
-    ) == len(expected)
+    assert all(message["role"] == "tool" for message in last.logs["new_messages"])
+    assert len(messages) == len(expected)
     for text, beginning in zip(messages, expected, strict=True):
         assert text.startswith(beginning) or beginning in text
     assert len(first.logs["tool_calls"]) == len(expected) == last.reward
     malformed = name in ("no such tool", "a missing argument", "one too many", "no JSON", "cut off")
-    assert (
-        last.metrics["tool/calls"] == len(expected) and last.metrics["tool/malformed"] == malformed
-    )
+    assert last.metrics["tool/calls"] == len(expected)
+    assert last.metrics["tool/malformed"] == malformed
     assert last.metrics["tool/failed"] == (name in ("several at once", "a hang"))
     # the model has read each tool result as logged, after its answer
     assert last.ob.to_ints()[: first.ob.length + len(first.ac.tokens)] == [
@@ -571,11 +561,8 @@ def test_environments_are_found_by_name_and_address(tmp_path):
     with pytest.raises(UserError) as error:
         parse_environment(f"{file}:Mine", [("sizes", "x"), ("on", "maybe")])
     text = str(error.value)
-    assert (
-        "did you mean --environment.size?" in text
-        and "size is required" in text
-        and "--environment.on: maybe is not" in text
-    )
+    assert "did you mean --environment.size?" in text and "size is required" in text
+    assert "--environment.on: maybe is not" in text
     with pytest.raises(UserError, match="'Mime' is not an environment in it; did you mean 'Mine'"):
         resolve_environment(f"{file}:Mime")
     with pytest.raises(UserError, match="does not exist"):
@@ -691,20 +678,7 @@ NAMED = {
     "much": "characters",
     "tuple": "",
 }
-STEP = (
-    "raise",
-    "exit",
-    "hang",
-    "nothing",
-    "nan",
-    "text",
-    "metric",
-    "silent",
-    "seat",
-    "logs",
-    "much",
-    "tuple",
-)
+STEP = "raise exit hang nothing nan text metric silent seat logs much tuple".split()
 START = ("raise", "hang", "nothing", "number", "empty", "norole")
 
 
@@ -733,49 +707,27 @@ def check_damage(result, options):
     assert "episode 1 of row 0" in error and NAMED[options] in error and len(error) < 2000
 
 
-@pytest.mark.parametrize(
-    ("options", "when"),
-    [
-        *((h, "step") for h in STEP),
-        *((h, "start") for h in START),
-        ("raise", "close"),
-        ("hang", "close"),
-    ],
-)
-def test_what_breaks_costs_its_own_episode(play, bad_file, options, when):
-    begin = time.monotonic()
-    spec = parse_environment(f"{bad_file}:Bad", [])
-    result = play(
-        spec,
-        lambda *_: "a",
-        members=3,
-        rows=[{"how": options, "when": when}],
-        limits=EpisodeLimits(seconds=2),
-    )
-    check_damage(result, "fine" if when == "close" else options)
-    assert time.monotonic() - begin < 30
+# Threads cannot survive what ends a process.
+THREAD = [*((h, "step") for h in STEP), *((h, "start") for h in START)]
+PROCESS_STEP = [*STEP, "spin", "die", "kill", "print"]
+PROCESS = [*((h, "step") for h in PROCESS_STEP), *((h, "start") for h in (*START, "die", "bytes"))]
 
 
 @pytest.mark.parametrize(
-    ("options", "when"),
+    ("isolation", "options", "when"),
     [
-        *((h, "step") for h in (*STEP, "spin", "die", "kill", "print")),
-        *((h, "start") for h in (*START, "die", "bytes")),
-        ("die", "close"),
-        ("hang", "close"),
+        *(("thread", *case) for case in (*THREAD, ("raise", "close"), ("hang", "close"))),
+        *(("process", *case) for case in (*PROCESS, ("die", "close"), ("hang", "close"))),
     ],
 )
-def test_in_processes_death_costs_no_more(play, bad_process, options, when):
+def test_what_breaks_costs_its_own_episode(play, bad_file, bad_process, isolation, options, when):
     begin = time.monotonic()
-    result = play(
-        bad_process,
-        lambda *_: "a",
-        members=3,
-        rows=[{"how": options, "when": when}],
-        limits=EpisodeLimits(seconds=2),
-    )
+    in_thread = isolation == "thread"
+    spec = parse_environment(f"{bad_file}:Bad", []) if in_thread else bad_process
+    rows, limits = [{"how": options, "when": when}], EpisodeLimits(seconds=2)
+    result = play(spec, lambda *_: "a", members=3, rows=rows, limits=limits)
     check_damage(result, "fine" if when == "close" else options)
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < (30 if in_thread else 60)
 
 
 def test_a_tool_that_dies_costs_its_call(play, bad_process):
@@ -838,24 +790,6 @@ def resolve():
             spec.fork_server.close()
 
 
-@pytest.mark.parametrize("options", ["die", "kill", "spin"])
-def test_an_environment_of_a_file_dies_without_the_script(play, resolve, bad_file, options):
-    """Runs in processes, as under `train.py`: in a thread, the first two cases would end these
-    tests.
-    """
-    spec = resolve(f"{bad_file}:Bad")
-    check_damage(
-        play(
-            spec,
-            lambda *_: "a",
-            members=3,
-            rows=[{"how": options, "when": "step"}],
-            limits=EpisodeLimits(seconds=2),
-        ),
-        options,
-    )
-
-
 @pytest.mark.parametrize("form", ["file", "module", "thread", "class"])
 def test_a_modules_state_is_that_of_one_episode_unless_threads_are_asked_for(
     play, resolve, tmp_path, monkeypatch, form
@@ -871,11 +805,8 @@ def test_a_modules_state_is_that_of_one_episode_unless_threads_are_asked_for(
     result = play(spec, lambda *_: "a", members=2, rows=[{"pid": os.getpid()}] * 2)
     rewards = sorted(reward for group in result.groups for reward in group.get_total_rewards())
     apart = form in ("file", "module")
-    assert (
-        not result.errors
-        and (rewards == [1.0] * 4) == apart
-        and (spec.fork_server is not None) == apart
-    )
+    assert not result.errors and (rewards == [1.0] * 4) == apart
+    assert (spec.fork_server is not None) == apart
     elsewhere = {
         t.metrics["elsewhere"]
         for group in result.groups
@@ -965,9 +896,8 @@ def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
     for group in result.groups:
         metrics = [episode.transitions[0].metrics for episode in group.trajectories_G]
         assert len({m["by"] for m in metrics}) == 1 and len({m["mine"] for m in metrics}) == 3
-        assert (
-            all(m["above"] == m["by"] for m in metrics) and len(set(group.get_total_rewards())) == 1
-        )
+        assert all(m["above"] == m["by"] for m in metrics)
+        assert len(set(group.get_total_rewards())) == 1
     assert (
         len({group.trajectories_G[0].transitions[0].metrics["by"] for group in result.groups}) == 2
     )

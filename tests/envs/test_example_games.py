@@ -94,9 +94,8 @@ def test_a_planted_bug_fails_its_first_case_and_its_fix_passes_all(level):
     seen = set()
     for seed in range(150):
         bug = debugging.plant_bug(seed, [level])
-        assert (
-            bug == debugging.plant_bug(seed, [level]) and bug.level == level and len(bug.cases) == 4
-        )
+        assert bug == debugging.plant_bug(seed, [level]) and bug.level == level
+        assert len(bug.cases) == 4
         assert outcome(bug.source, bug.cases[0]) == bug.wrong_result != bug.cases[0].expected
         assert all(outcome(bug.solution, case) == case.expected for case in bug.cases)
         assert (
@@ -197,22 +196,14 @@ def start_match(seed=0, **settings):
 def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level, sandbox_walls):
     match, turn = start_match(3, levels=(level,))
     case, bug = match.bug.cases[0], match.bug
-    assert (
-        bug.numbered_source() in turn.messages
-        and f"{case.call} should be {case.expected!r}, is {bug.wrong_result!r}" in turn.messages
-    )
+    assert bug.numbered_source() in turn.messages
+    assert f"{case.call} should be {case.expected!r}, is {bug.wrong_result!r}" in turn.messages
     turn = match.step({"content": f"{bug.line}: {bug.lines[bug.line - 1].strip()}"})  # unchanged
-    assert (
-        not turn.done
-        and turn.reward == 0
-        and f"{case.call} should be {case.expected!r}, is {bug.wrong_result!r}" in turn.messages
-    )
+    assert not turn.done and turn.reward == 0
+    assert f"{case.call} should be {case.expected!r}, is {bug.wrong_result!r}" in turn.messages
     turn = match.step({"content": debugging.make_fix(bug)})
-    assert (
-        turn.done
-        and turn.reward == 1
-        and turn.metrics == {"correct": 1.0, "correct_at_once": 0.0, "malformed": 0.0}
-    )
+    assert turn.done and turn.reward == 1
+    assert turn.metrics == {"correct": 1.0, "correct_at_once": 0.0, "malformed": 0.0}
     match, _ = start_match(3, levels=(level,))
     turn = match.step({"content": bug.solution})
     assert turn.done and turn.reward == 1 and turn.metrics["correct_at_once"] == 1.0
@@ -276,7 +267,6 @@ def test_the_verdict_is_of_who_made_more_points(swap):
 def test_motions_have_as_many_points_for_either_side():
     for motion in debate.MOTIONS:
         made, others = motion.points["for"], motion.points["against"]
-        assert len(set(made)) == len(made) == len(set(others)) == len(others) and not set(
-            made
-        ) & set(others)
+        assert len(set(made)) == len(made) == len(set(others)) == len(others)
+        assert not set(made) & set(others)
         assert all(debate.split_words(word) == [word] for word in (*made, *others))

@@ -171,20 +171,16 @@ def test_two_perfect_players_draw_and_random_ones_do_not():
             )
         return tic_tac_toe_env.find_winner(board)
 
-    draw, perfect, at_random = (
-        random.Random(2),
-        tic_tac_toe_env.play_perfect,
-        tic_tac_toe_env.play_random,
-    )
+    draw = random.Random(2)
+    perfect = tic_tac_toe_env.play_perfect
+    at_random = tic_tac_toe_env.play_random
     assert tic_tac_toe_env.compute_value(tic_tac_toe_env.EMPTY) == 0
     assert {result(perfect, perfect, draw) for _ in range(30)} == {None}
     results = [result(at_random, at_random, draw) for _ in range(2000)]
     # random against random: the first player wins 58.5% and the second 28.8%, to three standard
     # errors
-    assert (
-        abs(results.count("X") / 2000 - 0.585) < 0.034
-        and abs(results.count("O") / 2000 - 0.288) < 0.031
-    )
+    assert abs(results.count("X") / 2000 - 0.585) < 0.034
+    assert abs(results.count("O") / 2000 - 0.288) < 0.031
 
 
 @pytest.mark.parametrize(
@@ -205,9 +201,7 @@ def test_a_move_is_the_only_number_in_a_reply(text, cell):
 
 def test_a_taken_cell_cannot_be_taken_again():
     board = tic_tac_toe_env.place_mark(tic_tac_toe_env.EMPTY, 5, "X")
-    assert (
-        tic_tac_toe_env.render_board(board) == "123\n4X6\n789"
-        and tic_tac_toe_env.next_mark(board) == "O"
-    )
+    assert tic_tac_toe_env.render_board(board) == "123\n4X6\n789"
+    assert tic_tac_toe_env.next_mark(board) == "O"
     with pytest.raises(ValueError, match="cell 5 of 1234X6789 is not free"):
         tic_tac_toe_env.place_mark(board, 5, "O")

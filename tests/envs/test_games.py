@@ -118,9 +118,8 @@ def test_what_is_trained_is_what_the_policy_sampled_and_nothing_else(
     )
     for group in result.groups:
         for trajectory in group.trajectories_G:
-            assert {turn.ac.version for turn in trajectory.transitions} == {1} and len(
-                {turn.seat for turn in trajectory.transitions}
-            ) == 1
+            assert {turn.ac.version for turn in trajectory.transitions} == {1}
+            assert len({turn.seat for turn in trajectory.transitions}) == 1
             assert [turn.episode_done for turn in trajectory.transitions] == [False] * (
                 len(trajectory.transitions) - 1
             ) + [True]
@@ -134,10 +133,8 @@ def test_what_is_trained_is_what_the_policy_sampled_and_nothing_else(
             ]
             assert trained == [token for turn in trajectory.transitions for token in turn.ac.tokens]
             for datum in datums:
-                mask, logprobs = (
-                    datum.loss_fn_inputs["mask"].array,
-                    datum.loss_fn_inputs["logprobs"].array,
-                )
+                mask = datum.loss_fn_inputs["mask"].array
+                logprobs = datum.loss_fn_inputs["logprobs"].array
                 # the policy's logprobs, and 0 at all other positions
                 assert (logprobs == -mask).all()
             if renderer == "plain":  # this renderer always continues the previous tokens
@@ -204,10 +201,8 @@ def test_each_seat_of_tic_tac_toe_earns_what_its_game_came_to(opponent):
         ]
         seats[mark] += 1
     if opponent == "policy":
-        assert {group.tag for group in result.groups} == {
-            "tic_tac_toe/seat0",
-            "tic_tac_toe/seat1",
-        } and len(result.groups) == 40
+        assert {group.tag for group in result.groups} == {"tic_tac_toe/seat0", "tic_tac_toe/seat1"}
+        assert len(result.groups) == 40
         assert all(
             len({turn.seat for item in group.trajectories_G for turn in item.transitions}) == 1
             for group in result.groups
@@ -238,23 +233,14 @@ def test_a_seat_reads_what_it_is_told_and_not_what_others_are(monkeypatch):
         first, second = match[0]["text"], match[1]["text"]
         read = TOKENIZER.decode(item.transitions[0].ob.to_ints())
         if tag.endswith("/seat0"):
-            assert (
-                "You speak for it." in read
-                and first not in read
-                and second not in read
-                and item.transitions[-1].reward == -1.0
-            )
+            assert "You speak for it." in read and first not in read and second not in read
+            assert item.transitions[-1].reward == -1.0
         else:
-            assert (
-                "You speak against it." in read
-                and f"for: {first}" in read
-                and second not in read
-                and item.transitions[-1].reward == 1.0
-            )
+            assert "You speak against it." in read and f"for: {first}" in read
+            assert second not in read and item.transitions[-1].reward == 1.0
     for prompt, _ in judge.drawn:
-        assert "Who argued better" in TOKENIZER.decode(
-            prompt
-        ) and "You speak" not in TOKENIZER.decode(prompt)
+        assert "Who argued better" in TOKENIZER.decode(prompt)
+        assert "You speak" not in TOKENIZER.decode(prompt)
 
 
 def test_all_seats_of_all_episodes_are_sampled_together():
@@ -396,7 +382,5 @@ def test_random_numbers_are_the_rows_and_not_the_members():
         [item.transitions[-1].logs["match"][0]["text"] for item in group.trajectories_G]
         for group in result.groups
     ]
-    assert (
-        all(len(set(group)) == 1 for group in openings)
-        and len({group[0] for group in openings}) > 2
-    )
+    assert all(len(set(group)) == 1 for group in openings)
+    assert len({group[0] for group in openings}) > 2

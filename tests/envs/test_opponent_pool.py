@@ -22,19 +22,16 @@ def fill_pool(by, size=4, steps=range(0, 60, 10)):
 
 
 def test_ratings_are_elos_by_hand():
-    assert compute_expected_score(1000, 1000) == 0.5 and compute_expected_score(
-        1400, 1000
-    ) == pytest.approx(10 / 11)
+    assert compute_expected_score(1000, 1000) == 0.5
+    assert compute_expected_score(1400, 1000) == pytest.approx(10 / 11)
     pool = OpponentPool(3, k=32)
     pool.add(0)
     pool.record_results([("step-000000", 1.0), ("step-000000", 0.5), ("unknown", 0.0)])
     # 1016 against 984 after the win; then expected 0.5459 and half a point
     expected = 1 / (1 + 10 ** (-32 / 400))
     assert pool.rating == pytest.approx(1016 + 32 * (0.5 - expected))
-    assert (
-        pool.opponents[0].rating == pytest.approx(984 - 32 * (0.5 - expected))
-        and pool.opponents[0].games == 2
-    )
+    assert pool.opponents[0].rating == pytest.approx(984 - 32 * (0.5 - expected))
+    assert pool.opponents[0].games == 2
     # ratings are zero-sum
     assert pool.rating + pool.opponents[0].rating == pytest.approx(2000)
 
@@ -46,9 +43,8 @@ def test_it_never_holds_more_than_its_size_nor_loses_its_newest(by):
         gone += pool.add(step)
         assert len(pool.opponents) == min(3, step + 1) and pool.opponents[-1].step == step
         pool.record_results([(pool.opponents[step % len(pool.opponents)].name, step % 2)])
-    assert {item.step for item in gone} | {item.step for item in pool.opponents} == set(
-        range(20)
-    ) and len(gone) == 17
+    assert {item.step for item in gone} | {item.step for item in pool.opponents} == set(range(20))
+    assert len(gone) == 17
     if by != "elo":
         assert [item.step for item in gone] == list(range(17))
 
@@ -86,9 +82,8 @@ def test_what_its_state_says_goes_on_bit_for_bit(by):
     for pool in (whole, again):
         pool.record_results([(pool.opponents[1].name, 0.5)])
         pool.add(99)
-    assert again.state() == whole.state() and [again.sample(s) for s in range(50)] == [
-        whole.sample(s) for s in range(50)
-    ]
+    assert again.state() == whole.state()
+    assert [again.sample(s) for s in range(50)] == [whole.sample(s) for s in range(50)]
 
 
 def test_what_is_wrong_is_said():

@@ -198,10 +198,8 @@ GRPO = """grpo --base-model tiny:addition --dataset addition --reward None --gro
 
 
 def test_a_run_learns_from_two_of_them(tmp_path):
-    first, other = (
-        write_model(tmp_path / "one", "Gemma2"),
-        write_model(tmp_path / "other", "DebertaV2"),
-    )
+    first = write_model(tmp_path / "one", "Gemma2")
+    other = write_model(tmp_path / "other", "DebertaV2")
     rows = train(f"{GRPO} --steps 2 --reward-models {first} 1 {other} 0.25", tmp_path / "run")
     for row in rows:
         parts = row["env/all/reward/learned/one"], row["env/all/reward/learned/other"]

@@ -197,9 +197,8 @@ def test_both_orders_are_read_and_averaged():
 
     item = AnswerComparison([{"role": "user", "content": "Hi?"}], "long answer", "short")
     (verdict,) = ComparisonModel(Judge(prefers), Letters()).compare([item])
-    assert verdict.first == pytest.approx((6 / 8 + 1 / 4) / 2) and verdict.second == pytest.approx(
-        (1 / 8 + 2 / 4) / 2
-    )
+    assert verdict.first == pytest.approx((6 / 8 + 1 / 4) / 2)
+    assert verdict.second == pytest.approx((1 / 8 + 2 / 4) / 2)
     assert verdict.tie == pytest.approx((1 / 8 + 1 / 4) / 2) and not verdict.consistent
     (other,) = ComparisonModel(Judge(prefers), Letters()).compare([swap_answers(item)])
     assert (other.first, other.second, other.tie) == pytest.approx(

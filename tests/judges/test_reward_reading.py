@@ -181,9 +181,8 @@ def test_a_policy_with_another_renderer_is_read_in_the_models_own(renderers, pol
         [sampled(other, problem, as_drawn(other, policy, "ab 4"), [])]
     )
     # without the end mark
-    assert reader.read[0] == (expected[: len(reader.read[0])]) and len(reader.read[0]) < len(
-        expected
-    )
+    assert reader.read[0] == (expected[: len(reader.read[0])])
+    assert len(reader.read[0]) < len(expected)
 
 
 @pytest.mark.parametrize("shares_vocabulary", [True, False])
@@ -275,10 +274,8 @@ def test_a_policy_of_another_vocabulary_is_read_as_text(logs, tokenizers):  # no
     """The text equals that of the reward model's training data, whatever the policy's ids mean in
     its vocabulary.
     """
-    theirs, reference = (
-        get_renderer("role_colon", tokenizers("gpt2")),
-        get_renderer("chat_template", tokenizers("qwen3"), enable_thinking=False),
-    )
+    theirs = get_renderer("role_colon", tokenizers("gpt2"))
+    reference = get_renderer("chat_template", tokenizers("qwen3"), enable_thinking=False)
     problem = Problem([{"role": "user", "content": "2+2?"}], response="It is 4.", rejected="5")
     group = sampled(theirs, problem, " It is 4.", [min(theirs.end_tokens)])
     if not logs:

@@ -197,9 +197,8 @@ def test_an_answer_for_which_the_judge_writes_no_score_costs_itself_alone():
     result = apply_learned_rewards(inputs, rewards)
     ((kept),) = result.groups
     assert kept.get_total_rewards() == pytest.approx([(0.4 + 3 * 0.8) / 4] * 2)
-    assert len(result.errors) == 2 and all(
-        "wrote no score from 0 to 5 for is_it_right" in error for error in result.errors
-    )
+    assert len(result.errors) == 2
+    assert all("wrote no score from 0 to 5 for is_it_right" in error for error in result.errors)
     # equal answers are judged once
     assert len(client.requests) == 4 and {item.params.max_tokens for item in client.requests} == {9}
     assert rewards.take_seconds()["learned"] > 0 == rewards.take_seconds()["learned"]

@@ -234,7 +234,7 @@ CASES: dict[str, list[Case]] = {
             {},
             ["No sign here.", "semi; colon: dot.", "Bras\u0326ov"],
             ["a, b", ",", "一\uff0c二", "a\u060c b"],
-        ),
+        )
     ],
     "language:response_language": [
         ({"language": "de"}, ["Dies ist ein Satz."], ["This is a sentence.", "123", "..."])
@@ -295,9 +295,8 @@ def test_an_instruction_by_hand(name: str, parameters: dict[str, Any], good: Any
     for text in bad:
         assert not check_instruction(name, parameters, text), (name, text)
     # an empty response follows no instruction, not even "less than" and "no comma"
-    assert not check_instruction(name, parameters, " \n") and not check_instruction(
-        name, parameters, "", loose=True
-    )
+    assert not check_instruction(name, parameters, " \n")
+    assert not check_instruction(name, parameters, "", loose=True)
 
 
 @pytest.mark.parametrize("name", ["language:response_language", "change_case:english_capital"])

@@ -118,11 +118,11 @@ def test_an_answer_on_which_a_batch_hangs_costs_itself_alone(reward_file):
     result, scorer = score_items(
         f"{reward_file}:lengths",
         [*RIGHT[:2], ("p", "hang", {"n": 0}), RIGHT[3]],
-        timeout=4.0,
+        timeout=2.0,
         workers=2,
     )
     assert [score.reward for score in result] == [0.0, 1.0, None, 3.0]
-    assert scorer.counts["timeouts"] == 1 and "did not end within 4 s" in result[2].error
+    assert scorer.counts["timeouts"] == 1 and "did not end within 2 s" in result[2].error
 
 
 @pytest.mark.slow
@@ -165,11 +165,8 @@ def test_coroutines_wait_side_by_side_each_within_its_limit(reward_file):
         assert time.monotonic() - begin < 12
     failures = {i: score.failure for i, score in enumerate(result) if score.failure}
     assert failures == {3: "error", 7: "timeout", 11: "error", 12: "error"}
-    assert (
-        "KeyError" in result[3].error
-        and "did not end within 5 s" in result[7].error
-        and "[1]" in result[11].error
-    )
+    assert "KeyError" in result[3].error and "did not end within 5 s" in result[7].error
+    assert "[1]" in result[11].error
     assert all(score.reward == n for n, score in enumerate(result) if n not in failures)
 
 
@@ -300,10 +297,8 @@ def test_length_by_correctness_is_the_papers_curve():
         assert reward("", text, {"answer": "46"}) == pytest.approx(low + (high - low) * cosine)
     assert reward("", "46 " * 8, {"answer": "46"}) == -10.0
     result = reward.evaluate("", "46", {"answer": "46"})
-    assert (
-        result.metrics == {"exact_match": 1.0, "correct": 1.0, "length": 1.0}
-        and reward.inline_safe is True
-    )
+    assert result.metrics == {"exact_match": 1.0, "correct": 1.0, "length": 1.0}
+    assert reward.inline_safe is True
 
 
 def test_the_share_of_a_script():
@@ -342,10 +337,8 @@ def test_a_missing_library_names_the_extra(monkeypatch):
 
 def test_a_language_is_told_by_its_library():
     pytest.importorskip("py3langid")
-    german, english = (
-        "Der schnelle braune Fuchs springt über den faulen Hund.",
-        "The quick brown fox jumps over the lazy dog.",
-    )
+    german = "Der schnelle braune Fuchs springt über den faulen Hund."
+    english = "The quick brown fox jumps over the lazy dog."
     reward = resolve_reward("language", language="de")
     assert reward("", german) > 0.9 > 0.1 > reward("", english)
     assert (
@@ -390,18 +383,10 @@ def test_whole_episodes_earn_beside_what_their_environment_gave(reward_file):
     )
     second = trajectory(([("user", "2*3?")], "6", 1.0))
     episode = make_episode(first, "sums")
-    assert [m["role"] for m in episode.messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
-    assert (
-        [turn.response for turn in episode.turns] == ["call", "6"]
-        and episode.reward == 0.75
-        and episode.tag == "sums"
-    )
+    roles = [m["role"] for m in episode.messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    assert [turn.response for turn in episode.turns] == ["call", "6"] and episode.reward == 0.75
+    assert episode.tag == "sums"
     inputs = RolloutBatch(
         [TrajectoryGroup([first, second], [0.0, 2.0], [{}, {"x": 1.0}], "sums", 4)],
         ["lost"],
@@ -425,10 +410,8 @@ def test_an_episode_on_which_a_reward_fails_is_left_out_and_named():
         return 1.0 / (len(episode.turns) - 1)
 
     reward = register_reward("picky_of_this_test", episode=True)(picky)
-    first, second = (
-        trajectory(([("user", "hi")], "a", 1.0)),
-        trajectory(([("user", "hi")], "a", 1.0), ([("user", "ho")], "b", 1.0)),
-    )
+    first = trajectory(([("user", "hi")], "a", 1.0))
+    second = trajectory(([("user", "hi")], "a", 1.0), ([("user", "ho")], "b", 1.0))
     groups = [
         TrajectoryGroup([first, second], [0.0, 0.0], [{}, {}]),
         TrajectoryGroup([first], [0.0], [{}]),
@@ -462,8 +445,7 @@ def test_a_run_adds_an_episodes_reward_to_its_environments(reward_file, tmp_path
     rows = [row for row in rows if "progress/batch" in row]
     assert len(rows) == 2
     for row in rows:
-        assert row["env/all/reward/episode"] == 1.0 and row["reward/total"] == pytest.approx(
-            1.0 + row["env/all/correct"]
-        )
+        assert row["env/all/reward/episode"] == 1.0
+        assert row["reward/total"] == pytest.approx(1.0 + row["env/all/correct"])
     with pytest.raises(UserError, match="episode=True"):
         train(f"{words} --reward gsm8k", tmp_path / "other")

@@ -90,19 +90,15 @@ def file(tmp_path_factory):
 def test_functions_of_lists_get_columns_and_settings_and_batches(file):
     reward = resolve_reward(f"{file}:by_list")
     assert reward.batched and reward.columns == ("answer",)
-    assert (
-        reward("p", "4", {"answer": 4}) == 1.0
-        and reward("p", "5", {"answer": "4", "other": 1}) == 0.0
-    )
+    assert reward("p", "4", {"answer": 4}) == 1.0
+    assert reward("p", "5", {"answer": "4", "other": 1}) == 0.0
     items = [("p", str(i), {"answer": 2}) for i in range(4)]
     assert [r.reward for r in reward.evaluate_many(items)] == [0.0, 0.0, 1.0, 0.0]
     assert [r.reward for r in resolve_reward(f"{file}:count").evaluate_many(items)] == [4.0] * 4, (
         "one call"
     )
-    assert (
-        resolve_reward(f"{file}:scaled", scale=3.0)("", "", {}) == 3.0
-        and resolve_reward(f"{file}:scaled")("", "", {}) == 1.0
-    )
+    assert resolve_reward(f"{file}:scaled", scale=3.0)("", "", {}) == 3.0
+    assert resolve_reward(f"{file}:scaled")("", "", {}) == 1.0
     assert resolve_reward(f"{file}:waits_in_lists")("", "", {}) == 1.0
     with pytest.raises(KeyError, match="takes the column 'answer', but the row has 'b'"):
         reward("p", "4", {"b": 1})
@@ -112,10 +108,8 @@ def test_functions_of_lists_get_columns_and_settings_and_batches(file):
     ], "asked again one by one"
     two = resolve_reward(lambda completions, **kwargs: [1.0] * 2)
     failed, *scored = two.evaluate_many(items[:3])  # split into halves of 1 and 2 items
-    assert "returned 2 rewards for 1 answers" in str(failed) and [r.reward for r in scored] == [
-        1.0,
-        1.0,
-    ]
+    assert "returned 2 rewards for 1 answers" in str(failed)
+    assert [r.reward for r in scored] == [1.0, 1.0]
     errors = resolve_reward(f"{file}:picky").evaluate_many(
         [("", "2", {}), ("", "zero", {}), ("", "4", {})]
     )
@@ -154,9 +148,8 @@ def test_conversations_reach_functions_of_lists_as_messages(file):
             ProblemGroupBuilder(Problem(request, {"a": 1}, chat=chat), 1, Renderer(), scorer)
             for chat in (True, False)
         )
-        assert chat.reward_meta == {"a": 1, CONVERSATION: list(request)} and text.reward_meta == {
-            "a": 1
-        }
+        assert chat.reward_meta == {"a": 1, CONVERSATION: list(request)}
+        assert text.reward_meta == {"a": 1}
         (score,) = scorer.score_many([("hi", "hi", chat.reward_meta)])
         assert score.reward == 1.0
 
@@ -180,10 +173,8 @@ def test_none_is_left_out_of_a_sum_and_the_failing_part_is_named(file):
         resolve_reward("composite", weights={"exact_match": 1.0, f"{file}:breaks": 1.0}), workers=1
     ) as scorer:
         (score,) = scorer.score_many([("", "a", {"answer": "a"})])
-    assert (
-        "failed in its part" in score.error
-        and "mine.py:breaks', which raised KeyError: 'colour'" in score.error
-    )
+    assert "failed in its part" in score.error
+    assert "mine.py:breaks', which raised KeyError: 'colour'" in score.error
     assert "mine.py:" in score.error.rpartition("(at ")[2], "and where"
     with pytest.raises(Exception, match="in its part .*mine.py:nan', which returned nan"):
         resolve_reward("composite", weights={"exact_match": 1.0, f"{file}:nan": 1.0})(
@@ -236,10 +227,8 @@ def test_a_reward_is_tried_on_rows_with_their_own_answers(file):
     assert "ValueError" in text and "left out of training" in text
     wrong = [Problem(row.messages, row.meta, response="the sum is 7", tag="sums") for row in ROWS]
     (text,) = check_spec("exact_match", wrong)
-    assert (
-        "calls the data's reference answers wrong, all of 6 rows tried" in text
-        and "the sum is 7" in text
-    )
+    assert "calls the data's reference answers wrong, all of 6 rows tried" in text
+    assert "the sum is 7" in text
 
 
 def test_a_broken_reward_is_said_before_a_model_is_looked_for(tmp_path, file):
@@ -247,15 +236,8 @@ def test_a_broken_reward_is_said_before_a_model_is_looked_for(tmp_path, file):
     path.write_text(
         "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(20))
     )
-    words = [
-        "grpo",
-        "--dataset",
-        str(path),
-        "--reward",
-        f"{file}:breaks",
-        "--base-model",
-        "./no/such",
-    ]
+    words = ["grpo", "--dataset", str(path), "--reward", f"{file}:breaks"]
+    words += ["--base-model", "./no/such"]
     run = read_run(words, METHODS, path, RunSettings)
     with pytest.raises(UserError, match="KeyError: 'colour'"):
         prepare_stage(run.stages[0])
@@ -271,8 +253,6 @@ def test_many_failures_are_an_alarm():
     ] == [0, 0, 0, 1, 0, 0, 0]
     alarms = AlarmMonitor()
     output = [text for _ in range(4) for text in alarms(row(30))[1]]
-    assert (
-        len(output) == 1
-        and output[0].startswith("25% of the samples of 3 batches could not be scored")
-        and "reward_timeout" in output[0]
-    )
+    assert len(output) == 1
+    assert output[0].startswith("25% of the samples of 3 batches could not be scored")
+    assert "reward_timeout" in output[0]

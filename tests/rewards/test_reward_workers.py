@@ -142,11 +142,8 @@ def test_what_is_no_reply_fails_its_item_by_name_and_is_not_run(bomb_file):
             assert score.reward == i, score
         else:
             assert score.reward is None and score.failure == "error"
-            assert (
-                "hostile:forges" in score.error
-                and "sent an invalid reply" in score.error
-                and f"ask {i}" in score.error
-            )
+            assert "hostile:forges" in score.error and "sent an invalid reply" in score.error
+            assert f"ask {i}" in score.error
     assert not bomb_file.exists()
 
 
@@ -206,10 +203,8 @@ def test_a_closure_that_raises_what_ends_a_process_fails_its_item_at_once():
 def test_metrics_travel_by_name_and_are_bounded(bomb_file):
     with Scorer("hostile:metrics", timeout=20, workers=1) as scorer:
         odd, many = scorer.score_many([("ask", "odd", None), ("ask", "many", None)])
-    assert (
-        odd.metrics["nan"] != odd.metrics["nan"]
-        and odd.metrics["inf"] == float("inf") == -odd.metrics["low"]
-    )
+    assert odd.metrics["nan"] != odd.metrics["nan"]
+    assert odd.metrics["inf"] == float("inf") == -odd.metrics["low"]
     assert odd.metrics["\\ud800"] == 1.0 and odd.metrics["3"] == 2.0
     assert many.failure == "error" and "metrics of" in many.error
 
@@ -251,12 +246,8 @@ def test_what_a_closure_prints_is_bounded_and_plain_and_what_others_print_is_the
         assert sys.stdout is out
     text = capfd.readouterr()
     assert text.out == "the loop's own line\n"
-    assert (
-        "] red" in text.err
-        and "] also here" in text.err
-        and "\x1b" not in text.err
-        and len(text.err) < 70_000
-    )
+    assert "] red" in text.err and "] also here" in text.err and "\x1b" not in text.err
+    assert len(text.err) < 70_000
     assert text.err.count("exceeded its output limit: the rest is dropped") == 1
 
 
@@ -293,12 +284,8 @@ def test_the_environment_handed_over_is_named(bomb_file, monkeypatch):
         "hostile:environment", timeout=20, workers=1, environment=("MY_SETTING", "OPENAI_*")
     ) as named:
         more = named.score_many(items(["n"]))[0].metrics
-    assert not set(SECRETS) & set(seen) and {
-        "PATH",
-        "LC_TIME",
-        "OMP_SCHEDULE",
-        "OMP_NUM_THREADS",
-    } <= set(seen)
+    assert not set(SECRETS) & set(seen)
+    assert {"PATH", "LC_TIME", "OMP_SCHEDULE", "OMP_NUM_THREADS"} <= set(seen)
     assert seen["CUDA_VISIBLE_DEVICES"] == 0.0
     assert set(SECRETS) & set(more) == {"MY_SETTING", "OPENAI_API_KEY"}
     assert not [
@@ -318,30 +305,15 @@ def test_names_that_begin_like_those_handed_over_are_not(monkeypatch):
 
 def test_a_reply_is_of_its_worker_to_its_item_and_bounded():
     """A reward may write any message in the format of replies."""
-    fields = {
-        "item": 3,
-        "pid": 77,
-        "nonce": "n",
-        "reward": 1.0,
-        "metrics": {},
-        "failure": None,
-        "error": None,
-    }
+    fields = {"item": 3, "pid": 77, "nonce": "n", "reward": 1.0, "metrics": {}}
+    fields |= {"failure": None, "error": None}
 
     def read(**changes):
         return decode_reply(json.dumps({**fields, **changes}).encode(), 3, 77, "n")[0]
 
     assert read().reward == 1.0
-    for change in (
-        {"item": 2},
-        {"item": 4},
-        {"item": True},
-        {"pid": 78},
-        {"nonce": "m"},
-        {"nonce": ""},
-        {"more": 1},
-        {"reward": "1"},
-    ):
+    changes = [{"item": 2}, {"item": 4}, {"item": True}, {"pid": 78}, {"nonce": "m"}, {"nonce": ""}]
+    for change in (*changes, {"more": 1}, {"reward": "1"}):
         with pytest.raises(InvalidReply):
             read(**change)
     # plus the note on the number of omitted characters
@@ -462,6 +434,5 @@ def test_without_descriptors_the_run_ends_with_the_cause(bomb_file, tmp_path):
     code = LIMITED.format(repo=str(REPO), here=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "Too many open files" in done.stdout and "ulimit -n" in done.stdout, (
-        done.stdout + done.stderr
-    )
+    assert "Too many open files" in done.stdout, done.stdout + done.stderr
+    assert "ulimit -n" in done.stdout, done.stdout + done.stderr

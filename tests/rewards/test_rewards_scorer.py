@@ -88,10 +88,8 @@ def test_bad_items_cost_only_themselves_and_are_named_and_counted(module, as_fil
     for word in bad:
         assert scores[word].reward is None
         assert "misbehave" in scores[word].error and f"ask {word}" in scores[word].error
-    assert (
-        "KeyError: 'oops' (at " in scores["raise"].error
-        and "misbehaving.py:4)" in scores["raise"].error
-    )
+    assert "KeyError: 'oops' (at " in scores["raise"].error
+    assert "misbehaving.py:4)" in scores["raise"].error
     assert "exit code 7" in scores["die"].error and "SIGSEGV" in scores["segfault"].error
     assert "0.5 s" in scores["hang"].error and "NoneType" in scores["none"].error
 
@@ -289,11 +287,7 @@ def test_a_closure_runs_in_a_thread_sees_its_variables_and_may_hang():
 
 
 def test_rewards_that_cannot_hang_run_inline_and_others_elsewhere():
-    places = {
-        "exact_match": "inline",
-        "gsm8k": "inline",
-        "math_correctness": "process",
-    }
+    places = {"exact_match": "inline", "gsm8k": "inline", "math_correctness": "process"}
     for name, place in places.items():
         with Scorer(name) as scorer:
             assert scorer.place == place
@@ -373,9 +367,6 @@ def test_a_worker_starts_without_torch_or_transformers():
     modules = "rl.rewards, rl.rewards.reward_workers, rl.data, rl.renderers"
     code = f"import sys, {modules}; print('torch' in sys.modules or 'transformers' in sys.modules)"
     out = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     assert out.stdout.strip() == "False", out.stderr

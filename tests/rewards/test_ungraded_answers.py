@@ -13,13 +13,7 @@ from hostile_answers import ANSWERS, GOLD
 
 import rl
 from rl.processes import find_descendants, kill_process
-from rl.rewards import (
-    Scorer,
-    math_reward,
-    register_reward,
-    registered_rewards,
-    resolve_reward,
-)
+from rl.rewards import Scorer, math_reward, register_reward, registered_rewards, resolve_reward
 from rl.rewards.reward_registry import _REGISTRY
 
 SETTINGS = {
@@ -62,9 +56,8 @@ def test_every_text_gets_a_number_in_time(name: str):
         for response in (answer, f"\\boxed{{{answer}}}", f"#### {answer}"):
             begin = time.process_time()
             result = reward.evaluate("", response, meta)
-            assert math.isfinite(result.reward) and all(
-                map(math.isfinite, result.metrics.values())
-            ), ascii(response[:80])
+            assert math.isfinite(result.reward), ascii(response[:80])
+            assert all(map(math.isfinite, result.metrics.values())), ascii(response[:80])
             assert time.process_time() - begin < 8, ascii(response[:80])
 
 
@@ -97,9 +90,8 @@ ENDLESS = {"patterns": ["^(a+)+$"]}  # Python's matcher, in C, tries 2^40 ways f
 def test_a_built_in_grader_that_hangs_scores_0_and_the_next_answer_is_graded():
     with Scorer(resolve_reward("format_compliance", **ENDLESS), timeout=1.0, workers=1) as scorer:
         scores = scorer.score_many([("", "a" * 40 + "b", {}), ("", "aaa", {})])
-    assert [score.reward for score in scores] == [0.0, 1.0] and [
-        score.error for score in scores
-    ] == [None, None]
+    assert [score.reward for score in scores] == [0.0, 1.0]
+    assert [score.error for score in scores] == [None, None]
     assert scores[0].metrics == {"gave_up": 1.0} and scorer.counts["timeouts"] == 1
 
 
@@ -112,9 +104,8 @@ def test_a_built_in_grader_whose_worker_is_killed_scores_0():
         for pid in others:
             kill_process(pid)
         score = pending.result(timeout=30.0)
-    assert (
-        score.reward == 0.0 and score.metrics == {"gave_up": 1.0} and scorer.counts["deaths"] == 1
-    )
+    assert score.reward == 0.0 and score.metrics == {"gave_up": 1.0}
+    assert scorer.counts["deaths"] == 1
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_vllm import BASE, learner_logprobs, make_policy, sample, update
+from test_vllm import BASE, check_logprobs, make_policy, sample, update
 from vllm_stub import StubServer, vllm_server
 from whole_runs import RECIPE, train
 
@@ -103,9 +103,7 @@ def check_samples(policy, num_prompts=6, num_samples=4):
     """Check that every requested sample arrives, with the logprobs of the learner's weights."""
     samples = sample(policy.save_weights_and_get_sampling_client(), num_prompts, num_samples)
     assert len(samples) == num_prompts * num_samples
-    for prompt, sequence in samples:
-        expected = learner_logprobs(policy, prompt, sequence, 0.7)
-        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+    check_logprobs(policy, samples)
 
 
 def test_a_server_starts_with_the_weights_and_ends_with_the_service(
@@ -196,9 +194,7 @@ def test_a_server_that_dies_while_nobody_samples_is_restarted(connect, state):
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: state.read_text() == "2")
         samples = sample(client)
-    for prompt, sequence in samples:
-        expected = learner_logprobs(policy, prompt, sequence, 0.7)
-        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+    check_logprobs(policy, samples)
 
 
 def test_a_server_that_cannot_start_ends_the_run_at_once(connect, state, tmp_path):

@@ -132,11 +132,7 @@ def connect_services(folder):
 
         def make(urls, seconds=60.0, rows=1024):
             sampler = SamplerSettings(
-                kind="vllm",
-                urls=urls,
-                request_seconds=seconds,
-                folder=str(folder),
-                max_rows=rows,
+                kind="vllm", urls=urls, request_seconds=seconds, folder=str(folder), max_rows=rows
             )
             settings = WorkerSettings(dtype="fp32", sampler=sampler)
             return stack.enter_context(
@@ -186,6 +182,22 @@ def learner_logprobs(policy, prompt, sequence, temperature):
     return output.loss_fn_outputs[0]["logprobs"].array[-len(sequence.tokens) :]
 
 
+def check_logprobs(policy, samples):
+    """Check that samples have the logprobs of the learner's weights."""
+    for prompt, sequence in samples:
+        expected = learner_logprobs(policy, prompt, sequence, 0.7)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+
+
+def drain(stream):
+    """Run a stream to its end, close it and return what it finished."""
+    finished = {}
+    while stream.busy:
+        finished |= stream.run_steps().finished
+    stream.close()
+    return finished
+
+
 def sample(sampler, num_prompts=3, num_samples=2, params=PARAMS):
     requests = [
         SamplingRequest(prompt=[3, 4 + i, 5], num_samples=num_samples, params=params, problem=i)
@@ -217,8 +229,7 @@ def test_samples_have_the_learners_logprobs_after_every_update(kind, servers, co
         samples = sample(sampler)
         for prompt, sequence in samples:
             assert (sequence.version, sequence.temperature) == (version, 0.7)
-            expected = learner_logprobs(policy, prompt, sequence, 0.7)
-            np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+            check_logprobs(policy, [(prompt, sequence)])
         assert len({tuple(sequence.tokens) for _, sequence in samples}) > 1
         seen.append([sequence.logprobs for _, sequence in samples])
         text = [3, 4, 5, 6, 7]
@@ -242,9 +253,7 @@ def test_a_merged_model_is_copied_in_host_memory_alone(servers, connect, monkeyp
         raise AssertionError("a parameter was copied on its device")
 
     monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", copy_on_device)
-    for prompt, sequence in sample(policy.save_weights_and_get_sampling_client()):
-        expected = learner_logprobs(policy, prompt, sequence, 0.7)
-        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+    check_logprobs(policy, sample(policy.save_weights_and_get_sampling_client()))
 
 
 def test_an_older_version_is_loaded_again_and_samples_the_same(servers, connect):
@@ -267,14 +276,10 @@ def test_the_base_below_an_adapter_and_a_saved_folder(servers, connect):
     fresh = make_policy(service, "lora")  # a fresh adapter does not change the model
     sample(policy.save_weights_and_get_sampling_client())
     update(policy)
-    for prompt, sequence in sample(policy.get_base_sampling_client()):
-        expected = learner_logprobs(fresh, prompt, sequence, 0.7)
-        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+    check_logprobs(fresh, sample(policy.get_base_sampling_client()))
     path = policy.save_weights_for_sampler("new").result().path
     saved = sample(service.create_sampling_client(model_path=path))
-    for prompt, sequence in saved:
-        new = learner_logprobs(policy, prompt, sequence, 0.7)
-        np.testing.assert_allclose(sequence.logprobs, new, atol=1e-5)
+    check_logprobs(policy, saved)
     assert len(stub.folders) == 1  # the policy's only
 
 
@@ -300,13 +305,10 @@ def test_a_model_of_another_shape_is_scored_in_this_process(servers, connect):
     with pytest.raises(UserError, match="open another stream"):
         stream.switch_weights(teacher)
         stream.run_steps(1)
-    finished = {}
     stream.switch_weights(policy.save_weights_and_get_sampling_client())
-    while stream.busy:
-        finished |= stream.run_steps().finished
+    finished = drain(stream)
     ((sequence,),) = [response.sequences for response in finished.values()]
-    expected = learner_logprobs(policy, [3, 4], sequence, 0.7)
-    np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+    check_logprobs(policy, [([3, 4], sequence)])
     assert len(stub.folders) == 2 and len(set(stub.folders)) == 2
 
 
@@ -383,20 +385,22 @@ def test_what_servers_do_not_return_is_refused(servers, connect):
             sampler.sample_many([request]).result()
 
 
+def run_self_test(policy, sampler, temperature, *advises):
+    renderer = get_renderer("plain", policy.get_tokenizer())
+    questions = [[{"role": "user", "content": text}] for text in ("3+4=", "5+16=")]
+    params = SamplingParams(max_tokens=5, temperature=temperature)
+    return self_test(policy, sampler, questions, renderer, params, 7, *advises)
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_the_self_test_passes_and_shows_the_agreement(kind, temperature, servers, connect):
     _, urls = servers()
     policy = make_policy(connect(urls), kind)
     sampler = policy.save_weights_and_get_sampling_client()
-    renderer = get_renderer("plain", policy.get_tokenizer())
-    questions = [[{"role": "user", "content": text}] for text in ("3+4=", "5+16=")]
-    params = SamplingParams(max_tokens=5, temperature=temperature)
-    text = self_test(policy, sampler, questions, renderer, params, seed=7)
+    text = run_self_test(policy, sampler, temperature)
     assert "vLLM against the learner: KL" in text and "above 0.01 in 0%" in text
-    first = sample(sampler, 1, 1)[0]
-    expected = learner_logprobs(policy, *first, 0.7)  # the policy's weights are restored
-    np.testing.assert_allclose(first[1].logprobs, expected, atol=1e-5)
+    check_logprobs(policy, sample(sampler, 1, 1))  # the policy's weights are restored
 
 
 # --------------------------------------------------------------------------------------- faults
@@ -408,10 +412,7 @@ def test_the_self_test_advises_a_correction_where_none_is_set(advises, servers, 
     policy = make_policy(connect(urls))
     stub.logprob_error = 0.02
     sampler = policy.save_weights_and_get_sampling_client()
-    renderer = get_renderer("plain", policy.get_tokenizer())
-    questions = [[{"role": "user", "content": "3+4="}]]
-    params = SamplingParams(max_tokens=5, temperature=0.7)
-    text = self_test(policy, sampler, questions, renderer, params, 7, advises)
+    text = run_self_test(policy, sampler, 0.7, advises)
     assert ("consider --correction truncate" in text) == advises and "in 100% of" in text
 
 
@@ -426,9 +427,7 @@ def test_servers_that_misbehave_are_named_and_their_samples_are_made_by_others(f
     bad.fault = fault
     with pytest.warns(UserWarning, match=f"{urls[0]}.*{FAULTS[fault]}.*requested again"):
         samples = sample(sampler)
-    for prompt, sequence in samples:
-        expected = learner_logprobs(policy, prompt, sequence, 0.7)
-        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+    check_logprobs(policy, samples)
     good.fault = fault
     with (
         pytest.warns(UserWarning, match=urls[1]),
@@ -491,19 +490,15 @@ def test_a_load_that_fails_resumes_the_server_and_its_samples_are_refused(path, 
     update(policy)
     bad.failing_path = path
     stream.switch_weights(policy.save_weights_and_get_sampling_client())
-    finished = {}
     with pytest.warns(UserWarning, match=f"{urls[0]}.*HTTP 500"):
-        while stream.busy:
-            finished |= stream.run_steps().finished
-    stream.close()
+        finished = drain(stream)
     assert bad.running.is_set()
     ((sequence,),) = [response.sequences for response in finished.values()]
     if path == "/pause":  # the server still has and reports the old weights
         assert bad.version.endswith("-1")
         return
     assert bad.version.endswith("-incomplete") and sequence.version == 1
-    expected = learner_logprobs(policy, [3, 4], sequence, 0.7)
-    np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+    check_logprobs(policy, [([3, 4], sequence)])
 
 
 def test_a_server_that_failed_in_a_load_is_no_fallback(servers, connect):
@@ -680,15 +675,12 @@ def test_new_weights_during_a_stream_show_in_the_versions_of_the_tokens(servers,
         prompt = [3, 4 + i]
         ticket = stream.add(SamplingRequest(prompt=prompt, params=params, seed=i))
         prompts[ticket] = prompt
-    finished = dict(stream.run_steps(2).finished)
-    assert not finished
+    assert not stream.run_steps(2).finished
     update(policy)
     new_client = policy.save_weights_and_get_sampling_client()
     sample(new_client, 1, 1)  # like an evaluation, before the stream switches weights
     stream.switch_weights(new_client)
-    while stream.busy:
-        finished |= stream.run_steps().finished
-    stream.close()
+    finished = drain(stream)
     assert finished.keys() == prompts.keys()
     for ticket, response in finished.items():
         (sequence,) = response.sequences

@@ -5,7 +5,9 @@ import pytest
 from test_vllm import (
     BASE,
     PARAMS,
+    check_logprobs,
     connect_services,
+    drain,
     learner_logprobs,
     read,
     sample,
@@ -49,8 +51,7 @@ def test_samples_of_every_version_have_the_learners_logprobs(servers, connect):
         sampler = policy.save_weights_and_get_sampling_client()
         for prompt, sequence in sample(sampler):
             assert (sequence.version, sequence.versions) == (version, None)
-            expected = learner_logprobs(policy, prompt, sequence, 0.7)
-            np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+            check_logprobs(policy, [(prompt, sequence)])
         names.append(stub.bodies[-1]["model"])
         update(policy)
     assert len(set(names)) == 4 and len(stub.folders) == 1
@@ -82,14 +83,10 @@ def test_samples_in_flight_keep_the_adapter_that_they_began_with(servers, connec
     update(policy)
     stream.switch_weights(policy.save_weights_and_get_sampling_client())
     new = stream.add(SamplingRequest(prompt=[3, 5], params=params))
-    finished = {}
-    while stream.busy:
-        finished |= stream.run_steps().finished
-    stream.close()
+    finished = drain(stream)
     (a,), (b,) = finished[old].sequences, finished[new].sequences
     assert (a.version, a.versions, b.version, b.versions) == (1, None, 2, None)
-    expected = learner_logprobs(policy, [3, 5], b, 0.7)
-    np.testing.assert_allclose(b.logprobs, expected, atol=1e-5)
+    check_logprobs(policy, [([3, 5], b)])
     assert np.abs(learner_logprobs(policy, [3, 4], a, 0.7) - a.logprobs).max() > 1e-3
 
 
@@ -102,9 +99,7 @@ def test_a_restarted_server_gets_the_model_and_the_adapter_again(servers, connec
     stub.version, stub.adapters = "default", {}
     stub.model.get_input_embeddings().weight.data.zero_()
     update(policy)
-    for prompt, sequence in sample(policy.save_weights_and_get_sampling_client()):
-        expected = learner_logprobs(policy, prompt, sequence, 0.7)
-        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+    check_logprobs(policy, sample(policy.save_weights_and_get_sampling_client()))
     assert len(stub.folders) == 2 and stub.folders[0] == stub.folders[1]
     assert len(stub.adapters) == 2 and read(sample(old)) == read(first)
 
@@ -181,9 +176,7 @@ def test_full_weights_and_saved_adapters_are_loaded_into_such_servers_too(server
     service = connect(urls)
     policy = service.create_full_training_client(BASE, seed=2)
     update(policy)
-    for prompt, sequence in sample(policy.save_weights_and_get_sampling_client()):
-        expected = learner_logprobs(policy, prompt, sequence, 0.7)
-        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+    check_logprobs(policy, sample(policy.save_weights_and_get_sampling_client()))
     assert not stub.adapters
     stub.fault = "old weights"
     update(policy)

@@ -71,10 +71,7 @@ class StubServer:
             "hf_overrides": {},
         }
         parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-        scheduler = {
-            "runner_type": "generate",
-            "enable_chunked_prefill": self.chunked_prefill,
-        }
+        scheduler = {"runner_type": "generate", "enable_chunked_prefill": self.chunked_prefill}
         lora = {"max_lora_rank": self.lora_rank, "target_modules": None} if self.lora_rank else None
         parts = {
             "parallel_config": parallel,

@@ -128,11 +128,8 @@ def test_asserts_one_verdict_each(sandbox):
     asserts = ["assert f(1) == [2]", "assert f(3) == [4]", "assert f(2) == [9]", "assert f(y) == 7"]
     grade = sandbox.grade(program, Asserts("y = 7", asserts))
     assert grade.passed == [True, False, False, True] and grade.fraction == 0.5 and not grade.all
-    assert (
-        grade.reasons[0] == "ok"
-        and "ValueError: three" in grade.reasons[1]
-        and grade.reasons[2].startswith("wrong")
-    )
+    assert grade.reasons[0] == "ok" and "ValueError: three" in grade.reasons[1]
+    assert grade.reasons[2].startswith("wrong")
 
 
 def test_a_test_that_ends_the_program_fails_alone(sandbox):
@@ -385,10 +382,8 @@ def test_languages(sandbox, language, program):
 
 def test_grades_are_kept_by_program_tests_and_limits(sandbox):
     tests = Asserts("", ["assert f() == 1"])
-    first, second = (
-        sandbox.grade("def f(): return 1", tests),
-        sandbox.grade("def f(): return 1", tests),
-    )
+    first = sandbox.grade("def f(): return 1", tests)
+    second = sandbox.grade("def f(): return 1", tests)
     assert first == second and second.cached and not first.cached
     assert not sandbox.grade("def f(): return 1 ", tests).cached
     assert not sandbox.grade("def f(): return 1", Asserts("", ["assert f() == 2"])).cached
@@ -406,11 +401,8 @@ def test_a_program_that_many_ask_about_at_once_is_graded_once(sandbox, monkeypat
     )
     tests = Asserts("", ["assert f() == 7"])
     grades = sandbox.grade_many([("def f(): return 7  # asked by six", tests)] * 6)
-    assert (
-        len(ran) == 1
-        and all(grade.all for grade in grades)
-        and sum(grade.cached for grade in grades) == 5
-    )
+    assert len(ran) == 1 and all(grade.all for grade in grades)
+    assert sum(grade.cached for grade in grades) == 5
     endless = "while True: pass  # asked by two"
     with ThreadPoolExecutor(2) as pool:
         late = list(
@@ -419,11 +411,8 @@ def test_a_program_that_many_ask_about_at_once_is_graded_once(sandbox, monkeypat
                 range(2),
             )
         )
-    assert (
-        len(ran) == 2
-        and sorted(grade.cached for grade in late) == [False, True]
-        and not any(grade.all for grade in late)
-    )
+    assert len(ran) == 2 and sorted(grade.cached for grade in late) == [False, True]
+    assert not any(grade.all for grade in late)
     assert not sandbox.grade(endless, tests, limits=SandboxLimits(wall_s=0.3, cpu_s=5)).cached
 
 
@@ -657,9 +646,8 @@ def test_values_travel_as_what_they_are():
 
         __hash__ = int.__hash__
 
-    assert type(value_codec.decode(value_codec.encode(Same(3)))) is int and value_codec.decode(
-        value_codec.encode([Same(3)])
-    ) != [4]
+    assert type(value_codec.decode(value_codec.encode(Same(3)))) is int
+    assert value_codec.decode(value_codec.encode([Same(3)])) != [4]
     for wrong in (eval, object(), lambda: 0):
         with pytest.raises(value_codec.NotPlain):
             value_codec.encode(wrong)

@@ -174,22 +174,11 @@ def test_bytes_that_are_no_frames(sandbox):
         b"HTTP/1.1 200 OK\r\n\r\n",
     ]
     program = make_adversary(list(raw), bare=True)
+    expected = ["forged", "output", "output", "forged", "output"]
     grade = sandbox.grade(program, Calls("f", [([i], None) for i in range(len(raw))]))
-    assert [reason.split(":")[0] for reason in grade.reasons] == [
-        "forged",
-        "output",
-        "output",
-        "forged",
-        "output",
-    ], grade.reasons
+    assert [reason.split(":")[0] for reason in grade.reasons] == expected, grade.reasons
     grade = sandbox.grade(program, Asserts("", [f"f({i})" for i in range(len(raw))], "f"))
-    assert [reason.split(":")[0] for reason in grade.reasons] == [
-        "forged",
-        "output",
-        "output",
-        "forged",
-        "output",
-    ], grade.reasons
+    assert [reason.split(":")[0] for reason in grade.reasons] == expected, grade.reasons
 
 
 def test_a_program_that_forges_one_reply_is_asked_the_next(sandbox):
@@ -225,9 +214,8 @@ def test_a_program_that_ends_is_no_exception_that_a_test_may_catch(sandbox):
     program = "import os\ndef f(n): os._exit(0)\n"
     catching = "try:\n    f(-1)\nexcept Exception:\n    pass\nelse:\n    raise AssertionError"
     grade = sandbox.grade(program, Asserts("", [catching, catching], "f"))
-    assert grade.passed == [False, False] and all(
-        reason.startswith("exit") for reason in grade.reasons
-    ), grade.reasons
+    assert grade.passed == [False, False], grade.reasons
+    assert all(reason.startswith("exit") for reason in grade.reasons), grade.reasons
     test = (
         "import pytest\nfrom solution import f\ndef test_a():\n    with pytest.raises(Exception): "
         "f(1)\ndef test_b():\n    test_a()\n"
@@ -273,9 +261,8 @@ def test_an_honest_number_of_any_size_is_compared_and_told(sandbox):
         program, Calls("f", [([6000], 1), ([6000], 1.5)], compare="floats")
     ).reasons
     reasons += sandbox.grade(program, Calls("g", [([6000], 1)])).reasons
-    assert [reason.split(":")[0] for reason in reasons] == [
-        "wrong"
-    ] * 3 and "int of 19932 bits" in reasons[2], reasons
+    assert [reason.split(":")[0] for reason in reasons] == ["wrong"] * 3, reasons
+    assert "int of 19932 bits" in reasons[2], reasons
     asserts = [
         "assert f(6000) == 1, f(6000)",
         "assert f(6000) == 1, A()",

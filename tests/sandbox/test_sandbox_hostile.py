@@ -26,16 +26,8 @@ from rl.sandbox import Asserts, Calls, Grade, Pytest, Sandbox, SandboxLimits, St
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 
-LIMITS = SandboxLimits(
-    wall_s=1.0,
-    cpu_s=1.0,
-    total_s=2.0,
-    memory_mb=192,
-    processes=32,
-    file_mb=16,
-    files=300,
-    output_kb=1024,
-)
+SPACE = {"memory_mb": 192, "file_mb": 16, "files": 300, "output_kb": 1024}
+LIMITS = SandboxLimits(wall_s=1.0, cpu_s=1.0, total_s=2.0, processes=32, **SPACE)
 GENEROUS = SandboxLimits(wall_s=20.0, cpu_s=10.0, total_s=60.0)
 SECRET = "SECRET-" + "3fd1c9"
 
