@@ -327,16 +327,19 @@ class Launch:
         self.verb("drop_gradients", client.model_id)
         self.call(ordered)
         self.results["what was dropped is gone"] = self.look()
+        self.plant(client, "untied")
         client = self.begin("lora_tied", token_budget=1)
         client.forward(make_eight_datums(), "ppo", adapters=False).result()
         self.call(make_eight_datums())
         self.results["a forward without the adapter before"] = self.look()
-        for start in ("untied", "lora_tied"):
-            client = self.begin(start, token_budget=1)
-            self.verb("plant_divisor", client.model_id, float(client.info["world"]))
-            self.call(make_eight_datums())
-            self.results[f"planted, {start}"] = self.look()
-            self.end()
+        self.plant(client, "lora_tied")
+
+    def plant(self, client: TrainingClient, start: str) -> None:
+        """Compute the gradient with a divisor that is wrong by the number of processes."""
+        self.verb("plant_divisor", client.model_id, float(client.info["world"]))
+        self.call(make_eight_datums())
+        self.results[f"planted, {start}"] = self.look()
+        self.end()
 
     def two_models(self) -> None:
         """Train a policy and a critic as two models at once, with alternating calls and updates. A

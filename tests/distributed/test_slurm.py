@@ -51,8 +51,10 @@ def test_a_user_changes_account_and_partition_alone(name):
         "account",
         "partition",
     ]
-    assert inputs.keys() >= {"nodes", "gpus-per-node", "time", "requeue", "signal", "output"}
-    assert inputs["open-mode"] == "append"
+    assert (
+        inputs.keys() >= {"nodes", "gpus-per-node", "time", "requeue", "signal", "output"}
+        and inputs["open-mode"] == "append"
+    )
     warning = int(re.fullmatch(r"B:USR1@(\d+)", inputs["signal"])[1])
     # the margin in job.sh
     assert warning > int(re.search(r"^save_seconds=(\d+)", command + _, flags=re.M)[1]) + 15
@@ -216,8 +218,9 @@ def test_logs_are_no_run_and_survive_one(tmp_path):
         check_claim_folder(tmp_path)
     (tmp_path / "rollouts").mkdir()
     claim_folder(tmp_path, {"name": "y", "stages": []}, overwrite=True)
-    assert {p.name for p in tmp_path.iterdir()} == {"logs", "config.json"}
-    assert (tmp_path / "logs" / "rank-0.log").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"logs", "config.json"} and (
+        tmp_path / "logs" / "rank-0.log"
+    ).exists()
 
 
 def test_auto_resume_and_overwrite_exclude_each_other():
@@ -329,5 +332,6 @@ def test_a_job_that_slurm_warns_and_requeues_ends_as_if_undisturbed(tmp_path):
     first, second = ((logs / f"{disturbed}-{start}" / "rank-0.log").read_text() for start in (0, 1))
     assert "2 processes" in first and "everything is saved" in first, messages
     assert 3 <= int(re.search(r"resuming from grpo-(\d+)", second)[1]) < 16, messages
-    assert len(rows(tmp_path / "whole")) == 17
-    assert rows(tmp_path / "disturbed") == rows(tmp_path / "whole")
+    assert len(rows(tmp_path / "whole")) == 17 and rows(tmp_path / "disturbed") == rows(
+        tmp_path / "whole"
+    )

@@ -24,8 +24,10 @@ def run(function, dtype, x, w, y, upstream, frozen=False, bent=True, **settings)
     """Return outputs and gradients. With `bent` the entropy has an upstream gradient too; without
     one the kept and gathered values are used.
     """
-    x = x.to(dtype, copy=True).requires_grad_()
-    w = w.to(dtype, copy=True).requires_grad_(not frozen)
+    x, w = (
+        x.to(dtype, copy=True).requires_grad_(),
+        w.to(dtype, copy=True).requires_grad_(not frozen),
+    )
     settings = {key: value.to(dtype) if key == "bias" else value for key, value in settings.items()}
     logp, entropy, *_ = function(x, w, y, **settings)
     if bent:

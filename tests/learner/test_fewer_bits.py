@@ -119,8 +119,10 @@ def test_adamw_in_8_bit_follows_adamw():
     start = {"large": torch.randn(64, 128), "small": torch.randn(32)}
     trained = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
     exact = {name: torch.nn.Parameter(value.double()) for name, value in start.items()}
-    packed = make_adamw(trained, "adamw_8bit")
-    plain = torch.optim.AdamW(list(exact.values()), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    packed, plain = (
+        make_adamw(trained, "adamw_8bit"),
+        torch.optim.AdamW(list(exact.values()), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
+    )
     for _ in range(10):
         for name, parameter in trained.items():
             gradient = torch.randn(parameter.shape) + 0.5
@@ -134,8 +136,9 @@ def test_adamw_in_8_bit_follows_adamw():
     }
     assert float((moved["small"][0] - moved["small"][1]).norm() / moved["small"][1].norm()) < 1e-5
     a, b = (part.flatten() for part in moved["large"])
-    assert float(torch.cosine_similarity(a, b, 0)) > 0.99
-    assert 0.95 < float(a.norm() / b.norm()) < 1.05
+    assert (
+        float(torch.cosine_similarity(a, b, 0)) > 0.99 and 0.95 < float(a.norm() / b.norm()) < 1.05
+    )
 
 
 def trainer(kind: str, state: str | None = None) -> TrainingWorker:

@@ -7,22 +7,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sampler_models import (  # noqa: F401
-    make_request,
-    multistep_engine,
-    one_thread,
-    paged_engine,
-    random_prompts,
-    tiny_model,
-)
-from test_memory_plan import SHAPE
+from sampler_models import multistep_engine, one_thread, paged_engine, random_prompts, tiny_model  # noqa: F401
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run
-from rl.memory_plan import LaunchShape, compute_concurrent_rows, count_pool_pages, shapes
+from rl.memory_plan import (
+    LaunchShape,
+    compute_concurrent_rows,
+    count_pool_pages,
+    shapes,
+)
 from rl.memory_plan.shapes import count_admitted_rows
 from rl.models import load_model
-from rl.sampler import BLOCK_SIZE, SamplingRequest, choose_pool_size, make_decoder, max_blocks
+from rl.sampler import (
+    BLOCK_SIZE,
+    SamplingRequest,
+    choose_pool_size,
+    make_decoder,
+    max_blocks,
+)
 from rl.trainer.memory_requirements import _uses_paged_cache, compute_stage_needs
 from rl.types import SamplingParams
 
@@ -66,7 +69,11 @@ def test_the_rows_of_a_step_are_those_that_the_engine_lets_in(monkeypatch):
         )
         for i, tokens in enumerate(random_prompts([prompt] * groups)):
             params = SamplingParams(max_tokens=answer, stop=[])
-            engine.add(make_request([i, *tokens[1:]], group, problem=i, params=params))
+            engine.add(
+                SamplingRequest(
+                    prompt=[i, *tokens[1:]], num_samples=group, problem=i, params=params
+                )
+            )
         # This is the most that an engine admits: it expects no sample to be shorter than its limit.
         engine.expects_lengths = False
         engine.step()
@@ -174,11 +181,29 @@ def test_a_larger_call_has_a_larger_pool_up_to_the_budget():
 def test_where_the_engine_keeps_no_pages_none_are_counted():
     """The choice is that of `make_engine` and `engine_of`."""
     stage = read_config("--base-model", "tiny:addition").stages[0].settings
+    shape = shapes.ModelShape(
+        name="x",
+        parameters=1,
+        trainable=1,
+        adapters=0,
+        small=0,
+        largest=1,
+        layers=1,
+        hidden=4,
+        heads=1,
+        key_heads=1,
+        head_width=4,
+        mlp=4,
+        vocab=8,
+        max_context=None,
+        fast=True,
+        windowed=False,
+    )
     sampling, model = stage.sampling, stage.model
-    assert _uses_paged_cache(sampling, model, SHAPE, GPU, 1)
-    assert not _uses_paged_cache(sampling, model, SHAPE, HERE, 1)
-    assert not _uses_paged_cache(replace(sampling, sampler_cache="plain"), model, SHAPE, GPU, 1)
-    assert not _uses_paged_cache(replace(sampling, sampler="hf"), model, SHAPE, GPU, 1)
-    assert not _uses_paged_cache(sampling, replace(model, router_replay=True), SHAPE, GPU, 1)
-    assert not _uses_paged_cache(sampling, model, replace(SHAPE, fast=False), GPU, 1)
-    assert not _uses_paged_cache(sampling, model, SHAPE, GPU, 2)
+    assert _uses_paged_cache(sampling, model, shape, GPU, 1)
+    assert not _uses_paged_cache(sampling, model, shape, HERE, 1)
+    assert not _uses_paged_cache(replace(sampling, sampler_cache="plain"), model, shape, GPU, 1)
+    assert not _uses_paged_cache(replace(sampling, sampler="hf"), model, shape, GPU, 1)
+    assert not _uses_paged_cache(sampling, replace(model, router_replay=True), shape, GPU, 1)
+    assert not _uses_paged_cache(sampling, model, replace(shape, fast=False), GPU, 1)
+    assert not _uses_paged_cache(sampling, model, shape, GPU, 2)

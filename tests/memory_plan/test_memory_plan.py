@@ -109,7 +109,9 @@ def predict_memory(folder: str, s: dict, sharding: Sharding) -> MemoryPlan:
     )
     assert batch.rows * length == s["budget"]
     options = ComputeConfig(
-        fused=s["fused"], checkpointing=s["checkpointing"], keeps_gradients=sharding.keeps_gradients
+        fused=s["fused"],
+        checkpointing=s["checkpointing"],
+        keeps_gradients=sharding.keeps_gradients,
     )
     work = StepWork(batch=batch, samples=True, prompts=s["groups"] // s["world"], prompt=s["prompt"],
                 rows=s["groups"] * s["group"] // s["world"], answer=s["answer"])  # fmt: skip
@@ -191,7 +193,6 @@ SHAPE = ModelShape(
     fast=True,
     windowed=False,
 )
-GPU = LaunchShape(cuda=True, bf16=True)
 WORKING = StepWork(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10, rows=6, answer=5)
 
 
@@ -204,7 +205,7 @@ def items(launch: LaunchShape, shape: ModelShape = SHAPE) -> dict[str, tuple[flo
 
 def test_bytes_of_each_launch_by_hand():
     million = 1_000_000.0
-    single = items(GPU)
+    single = items(LaunchShape(cuda=True, bf16=True))
     assert single["weights"] == (4 * million,) * 3
     assert single["optimizer"] == (8 * million,) * 3
     assert single["gradients"] == (0, 4 * million, 4 * million)
@@ -212,25 +213,30 @@ def test_bytes_of_each_launch_by_hand():
     # bf16: each prompt once, and all but the last token of each answer.
     assert single["KV"] == (16 * 2 * (3 * 10 + 6 * 4), 0, 0)
     assert single["temporary"] == (0, 0, 0)
-    ddp = items(replace(GPU, world=4))
+    ddp = items(LaunchShape(cuda=True, bf16=True, world=4))
     # All gradients end to end fit in a bucket.
     assert ddp["temporary"] == (0, 0, 4 * million)
     large = replace(SHAPE, trainable=10**9)
-    ddp = items(replace(GPU, world=4), large)
+    ddp = items(LaunchShape(cuda=True, bf16=True, world=4), large)
     assert ddp["temporary"] == (0, 0, 256 * 2**20)
-    zero2 = items(replace(GPU, world=4, sharding=ZeroSharding(stage=2)))
+    zero2 = items(LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=2)))
     assert zero2["weights"] == (2 * million,) * 3
     assert zero2["optimizer"] == (3 * million,) * 3  # 8 and an fp32 copy of 4, a quarter of them
     assert zero2["gradients"] == (0, million, million)
     assert zero2["sampler's"] == (2 * million,) * 3  # never sharded
-    zero3 = items(replace(GPU, world=4, sharding=ZeroSharding(stage=3)))
+    zero3 = items(LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3)))
     assert zero3["weights"] == (million / 2,) * 3
     assert zero3["gradients"] == (million,) * 3
     # The bucket; all gathered weights; gradients to send.
     assert zero3["temporary"] == (2e9, 2e9 + 2 * million, 2e9 + 6 * million)
-    offload = items(replace(GPU, world=4, sharding=ZeroSharding(stage=3, offload=True)))
+    offload = items(
+        LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3, offload=True))
+    )
     assert offload["optimizer"] == offload["gradients"] == (0, 0, 0)
-    fsdp = items(replace(GPU, world=4, sharding=FSDPSharding()), replace(SHAPE, layer=300_000))
+    fsdp = items(
+        LaunchShape(cuda=True, bf16=True, world=4, sharding=FSDPSharding()),
+        replace(SHAPE, layer=300_000),
+    )
     # fp32, a quarter per rank.
     assert fsdp["weights"] == (million,) * 3 and fsdp["optimizer"] == (2 * million,) * 3
     assert fsdp["gradients"] == (0, million, million)
@@ -238,10 +244,10 @@ def test_bytes_of_each_launch_by_hand():
     # gradients in fp32 for the sum.
     assert fsdp["temporary"] == (0, 2 * (400_000 + 600_000) + 4 * 400_000, 0)
     # With two machines of four GPUs, a GPU under HSDP holds the same as with a single machine.
-    hsdp = replace(GPU, world=8, sharding=FSDPSharding(replicas=2))
+    hsdp = LaunchShape(cuda=True, bf16=True, world=8, sharding=FSDPSharding(replicas=2))
     assert items(hsdp, replace(SHAPE, layer=300_000)) == fsdp
     # ZeRO-3 over both machines, and a second copy over each machine.
-    hpz = items(replace(GPU, world=8, sharding=ZeroSharding(stage=3, hpz=4)))
+    hpz = items(LaunchShape(cuda=True, bf16=True, world=8, sharding=ZeroSharding(stage=3, hpz=4)))
     assert hpz["weights"] == (2 * million / 8 + 2 * million / 4,) * 3
     cpu = items(LaunchShape(cuda=False, bf16=False))
     assert cpu["sampler's"] == (4 * million,) * 3 and cpu["CUDA"] == (0, 0, 0)
@@ -249,27 +255,34 @@ def test_bytes_of_each_launch_by_hand():
 
 def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
     shape = replace(SHAPE, trainable=100_000, adapters=100_000, matrices=800_000, linears=500_000)
+    first = LaunchShape(cuda=True, bf16=True)
     weights = {
-        base: items(replace(GPU, base_dtype=base), shape)["weights"][0]
+        base: items(replace(first, base_dtype=base), shape)["weights"][0]
         for base in ("fp32", "bf16", "4bit")
     }
     assert weights["fp32"] == 4e6 and weights["bf16"] == 4e6 - 2 * 8e5
     # QLoRA's figure: 0.127 bits per parameter for the scales.
     assert weights["4bit"] == pytest.approx(4e6 - 2 * 8e5 - 5e5 * (2 - (4 + 0.127) / 8), rel=1e-5)
     assert (
-        items(replace(GPU, world=4, sharding=FSDPSharding(), base_dtype="bf16"), shape)["weights"][
-            0
-        ]
+        items(
+            LaunchShape(cuda=True, bf16=True, world=4, sharding=FSDPSharding(), base_dtype="bf16"),
+            shape,
+        )["weights"][0]
         == weights["bf16"] / 4
     )
     # The whole model is in bf16.
     assert (
-        items(replace(GPU, sharding=ZeroSharding(stage=1), base_dtype="bf16"), shape)["weights"][0]
+        items(
+            LaunchShape(cuda=True, bf16=True, sharding=ZeroSharding(stage=1), base_dtype="bf16"),
+            shape,
+        )["weights"][0]
         == 2e6
     )
-    assert items(replace(GPU, optimizer="adamw_8bit"), shape)["optimizer"][0] == 1e5 * (2 + 8 / 256)
+    assert items(replace(first, optimizer="adamw_8bit"), shape)["optimizer"][0] == 1e5 * (
+        2 + 8 / 256
+    )
     paged = plan_memory(
-        shape, MicroBatchMemory(), replace(GPU, optimizer="paged_adamw_8bit"), WORKING
+        shape, MicroBatchMemory(), replace(first, optimizer="paged_adamw_8bit"), WORKING
     )
     assert not any(item.train for item in paged.items if item.name.startswith("optimizer"))
     assert dict(paged.host)["optimizer pages that do not fit on the GPU, at most"] == 1e5 * (
@@ -279,7 +292,14 @@ def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
         plan_memory(
             SHAPE,
             MicroBatchMemory(),
-            replace(GPU, world=8, per_node=8, sharding=ZeroSharding(stage=3), loads_in_shards=True),
+            LaunchShape(
+                cuda=True,
+                bf16=True,
+                world=8,
+                per_node=8,
+                sharding=ZeroSharding(stage=3),
+                loads_in_shards=True,
+            ),
             WORKING,
         ).host
     )
@@ -290,8 +310,9 @@ def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
 
 def test_the_base_of_a_stage_is_what_its_settings_and_launch_make_it(tmp_path):
     folder = folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path)
+    first = LaunchShape(cuda=True, bf16=True)
 
-    def weights(*words: str, launch: LaunchShape = GPU) -> float:
+    def weights(*words: str, launch: LaunchShape = first) -> float:
         plan = compute_stage_needs(
             read_config(
                 "sft", "--dataset", "addition", "--base-model", folder, "--max-tokens", "8", *words
@@ -310,9 +331,28 @@ def test_the_base_of_a_stage_is_what_its_settings_and_launch_make_it(tmp_path):
 
 def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):
     folder = folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path)
-    line = f"grpo --dataset addition --base-model {folder} --batch-size 512 --group-size 16 "
-    line += "--max-tokens 1024 --max-rows 8192 --token-budget 2048 --lora-rank 4 --kv-cache-tokens"
-    launch, run = GPU, read_config(*line.split(), str(1 << 23))
+    words = [
+        "grpo",
+        "--dataset",
+        "addition",
+        "--base-model",
+        folder,
+        "--batch-size",
+        "512",
+        "--group-size",
+        "16",
+        "--max-tokens",
+        "1024",
+        "--max-rows",
+        "8192",
+        "--kv-cache-tokens",
+        str(1 << 23),
+        "--token-budget",
+        "2048",
+        "--lora-rank",
+        "4",
+    ]
+    launch, run = LaunchShape(cuda=True, bf16=True), read_config(*words)
     whole = max(needs.plan.peak for needs in compute_stage_needs(run, launch, 512))
     cache = next(
         item.sample
@@ -326,7 +366,11 @@ def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):
         for change in select_listed(find_savings(run, launch, 512), room)
         if change.kind == "kv_cache_tokens"
     ]
-    sizes = {1 << i: read_config(*line.split(), str(1 << i)) for i in (22, 21, 20, 19, 18)}
+    at = words.index("--kv-cache-tokens") + 1
+    sizes = {
+        (1 << 23) >> i: read_config(*words[:at], str((1 << 23) >> i), *words[at + 1 :])
+        for i in (1, 2, 3, 4, 5)
+    }
     peaks = {
         size: max(needs.plan.peak for needs in compute_stage_needs(first, launch, 512))
         for size, first in sizes.items()
@@ -343,7 +387,7 @@ def read_config(*words: str) -> RunConfig:
 
 def test_layers_of_a_hybrid_that_carry_a_state_keep_no_keys():
     hybrid = replace(SHAPE, caching=1)
-    launch = GPU
+    launch = LaunchShape(cuda=True, bf16=True)
     assert items(launch, hybrid)["KV"][0] == items(launch)["KV"][0] / 2
 
 
@@ -360,7 +404,7 @@ def test_a_critic_and_a_frozen_policy_are_counted():
     """When all weights are trained, a critic takes as much as the policy, and a reference takes
     another copy for sampling. Under an adapter the reference takes none.
     """
-    launch = replace(GPU, world=2, sharding=ZeroSharding(stage=2))
+    launch = LaunchShape(cuda=True, bf16=True, world=2, sharding=ZeroSharding(stage=2))
     words = ["ppo", "--dataset", "addition", "--critic-model", "policy"]
     full, adapted, free = (
         compute_stage_needs(
@@ -386,7 +430,7 @@ def test_a_critic_and_a_frozen_policy_are_counted():
 @pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "reward_model"])
 def test_both_answers_of_a_pair_are_planned(method):
     words = [method, "--dataset", "addition", "--batch-size", "8", "--max-tokens", "100"]
-    launch = replace(GPU, world=2)
+    launch = LaunchShape(cuda=True, bf16=True, world=2)
     (needs,) = compute_stage_needs(
         read_config(*words, "--layout", "padded"), launch, 28, traced=False
     )
@@ -562,9 +606,16 @@ def test_a_trace_that_fails_is_not_tried_again(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_plan_on_the_command_line(tmp_path):
     folder = folder_of(MODEL, tmp_path / "model")  # a config without weights
-    words = (
-        f"grpo --base-model {folder} --plan --plan-gpus 8 --output-dir {tmp_path / 'run'}".split()
-    )
+    words = [
+        "grpo",
+        "--base-model",
+        folder,
+        "--plan",
+        "--plan-gpus",
+        8,
+        "--output-dir",
+        tmp_path / "run",
+    ]
     fits = run_script("train.py", *words, cwd=tmp_path, COLUMNS="200")
     assert fits.returncode == 0, fits.stderr
     assert "8 processes, DDP, bf16" in fits.stdout and "fits:" in fits.stdout
@@ -585,9 +636,23 @@ def test_plan_on_the_command_line(tmp_path):
 @pytest.mark.slow
 def test_two_processes_print_one_plan_of_their_launch(tmp_path):
     folder = folder_of(MODEL, tmp_path / "model")
-    line = f"-m accelerate.commands.launch --config_file {REPO}/accelerate_configs/zero3.yaml "
-    line += f"--num_processes 2 {REPO}/train.py grpo --base-model {folder} --plan"
-    command = [sys.executable, *line.split()]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(REPO / "accelerate_configs/zero3.yaml"),
+    ]
+    command = [
+        *launch,
+        "--num_processes",
+        "2",
+        str(REPO / "train.py"),
+        "grpo",
+        "--base-model",
+        folder,
+        "--plan",
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, env={**os.environ, "COLUMNS": "200"}
     )
@@ -600,14 +665,16 @@ def test_two_processes_print_one_plan_of_their_launch(tmp_path):
 
 def test_traffic_by_hand():
     sent = scaling.payload(
-        SHAPE, replace(GPU, world=4, sharding=ZeroSharding(stage=3)), micro_batches=3
+        SHAPE,
+        LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3)),
+        micro_batches=3,
     )
     assert sent == {"all_reduce": 0.0, "all_gather": 2e6 * (3 + 1), "reduce_scatter": 3 * 4e6}
     assert scaling.on_the_wire(sent, 4) == 0.75 * (8e6 + 12e6)
     assert (
         scaling.on_the_wire({"all_reduce": 4e6, "all_gather": 0.0, "reduce_scatter": 0.0}, 2) == 4e6
     )
-    assert sum(scaling.payload(SHAPE, GPU, 3).values()) == 0
+    assert sum(scaling.payload(SHAPE, LaunchShape(cuda=True, bf16=True), 3).values()) == 0
 
 
 def test_step_times_by_hand():

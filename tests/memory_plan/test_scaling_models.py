@@ -139,11 +139,11 @@ def test_a_teams_traffic_is_what_its_ranks_send(tmp_path):
     """Four groups of two answers, prompts of six tokens, five new tokens each, all in one batch. A
     vocabulary of 48 splits evenly.
     """
-    from sampler_models import make_request
     from sampler_models import tiny_model as seen_model
     from test_sampler_split import on_ranks, split
 
-    from rl.sampler import Engine
+    from rl.sampler import Engine, SamplingRequest
+    from rl.types import SamplingParams
 
     model = seen_model("qwen3", vocab_size=48, tie_word_embeddings=False)
     load = scaling.Load(answers=4, group=2, prompt=6, answer=5)
@@ -156,7 +156,15 @@ def test_a_teams_traffic_is_what_its_ranks_send(tmp_path):
         )
         assert team.calls == 0
         for i in range(4):
-            engine.add(make_request([i + 1] * 6, 2, max_tokens=5, stop=[], seed=1, problem=i))
+            engine.add(
+                SamplingRequest(
+                    prompt=[i + 1] * 6,
+                    num_samples=2,
+                    params=SamplingParams(max_tokens=5, stop=[]),
+                    seed=1,
+                    problem=i,
+                )
+            )
         assert [len(s.tokens) for result in engine.run() for s in result.sequences] == [5] * 8
         return team
 

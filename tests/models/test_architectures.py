@@ -337,8 +337,10 @@ def test_the_longest_row_does_not_choose_the_frequencies_of_others(layout):
     """Rows of 31, 32 (the original length), 33 and more tokens in one call, and one prompt with
     answers on both sides of that length.
     """
-    model = make_longrope_model()
-    data = make_datums(((20, (8, 12, 13, 14, 40)), (3, (5,)), (31, (2, 1, 3))))
+    model, data = (
+        make_longrope_model(),
+        make_datums(((20, (8, 12, 13, 14, 40)), (3, (5,)), (31, (2, 1, 3)))),
+    )
     assert {32, 33} <= {d.model_input.length for d in data}
     logprobs, gradient = compute_plain_logprobs(model, data)
     learner = make_learner(model, layout=layout)
@@ -413,8 +415,10 @@ def dpo_alone(model, pairs, beta: float = 0.1):
 def test_a_pair_on_both_sides_of_the_original_length_is_learnt_by_the_frequencies_of_each_answer(
     settings,
 ):
-    model = make_longrope_model()
-    pairs = [pair_of(*lengths, seed) for seed, lengths in enumerate(PAIRS)]
+    model, pairs = (
+        make_longrope_model(),
+        [pair_of(*lengths, seed) for seed, lengths in enumerate(PAIRS)],
+    )
     loss, logprobs, gradient = dpo_alone(model, pairs)
     learner = make_learner(model, **settings)
     flat = [datum for pair in pairs for datum in pair]

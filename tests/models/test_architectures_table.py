@@ -146,9 +146,11 @@ def test_a_weight_that_is_written_otherwise_turns_a_row_red(monkeypatch):
 
     monkeypatch.setattr(saved.learner_checkpoint, "write_model", faulty)
     result = table.measure_saved_columns(tiny_model("llama"))
-    assert result["resume"] == "exact"
-    assert result["reload"].startswith("WRONG")
-    assert result["adapter"].startswith("WRONG")
+    assert (
+        result["resume"] == "exact"
+        and result["reload"].startswith("WRONG")
+        and result["adapter"].startswith("WRONG")
+    )
 
 
 @pytest.mark.parametrize("name", ["laguna", pytest.param("deepseek_v4", marks=pytest.mark.slow)])
@@ -162,8 +164,7 @@ def test_layers_whose_adapters_would_not_come_back_get_none(name):
         for key in lora_targets.find_unadaptable(model, LoraConfig())
         if "shared_experts" in key or "o_a_proj" in key
     }
-    assert none
-    assert not {key.removesuffix(".weight") for key in none} & set(
+    assert none and not {key.removesuffix(".weight") for key in none} & set(
         lora_targets.find_lora_targets(model, LoraConfig())
     )
     assert table.measure_saved_columns(model)["adapter"] == "exact"
@@ -172,8 +173,10 @@ def test_layers_whose_adapters_would_not_come_back_get_none(name):
 def test_a_config_without_an_end_of_text_can_be_read(tmp_path):
     """CPM-Ant's config has no eos_token_id."""
     model = tiny_model("cpmant")
-    assert not hasattr(model.config, "eos_token_id")
-    assert model_loading.collect_eos_token_ids(model, None) == ()
+    assert (
+        not hasattr(model.config, "eos_token_id")
+        and model_loading.collect_eos_token_ids(model, None) == ()
+    )
     learner_checkpoint.write_model(model, None, tmp_path / "m")
     assert model_loading.load_model(str(tmp_path / "m")).eos_token_ids == ()
 

@@ -67,8 +67,9 @@ def test_an_export_gives_the_runs_own_logits_in_plain_transformers(
     assert expected.abs().max() > 1
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=atol)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([2, 3]) == "01"
-    assert result.untied == (name != "full")
-    assert model.config.tie_word_embeddings == (name == "full")
+    assert result.untied == (name != "full") and model.config.tie_word_embeddings == (
+        name == "full"
+    )
     assert ("separate matrix" in describe_export(result)) == result.untied
 
 
@@ -167,11 +168,13 @@ def test_the_card_has_recipe_data_and_figures(runs, tmp_path):
         name="best" if (runs["lora"] / "sampler_weights").is_dir() else None,
     )
     text = (tmp_path / "out" / "README.md").read_text()
-    assert text.startswith("---\nlibrary_name")
-    assert "| sft | sft | 4 | `addition` | exact_match |" in text
-    assert "| held-out accuracy |" in text
-    assert "lora_rank: 4" in text
-    assert "learning_rate: 0.03" in text
+    assert (
+        text.startswith("---\nlibrary_name")
+        and "| sft | sft | 4 | `addition` | exact_match |" in text
+    )
+    assert (
+        "| held-out accuracy |" in text and "lora_rank: 4" in text and "learning_rate: 0.03" in text
+    )
 
 
 def test_the_card_names_the_model_with_which_the_first_of_several_runs_began(
@@ -246,8 +249,10 @@ def test_pushing_makes_a_private_repository_and_says_what_went_wrong(runs, tmp_p
     export_weights(str(runs["full"]), tmp_path / "out")
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     assert push_to_hub(tmp_path / "out", "mine") == "https://hub/me/mine"
-    assert calls[0] == ("mine", {"private": True, "exist_ok": True})
-    assert calls[1]["repo_id"] == "me/mine"
+    assert (
+        calls[0] == ("mine", {"private": True, "exist_ok": True})
+        and calls[1]["repo_id"] == "me/mine"
+    )
     monkeypatch.setattr(
         Api, "upload_folder", lambda self, **options: (_ for _ in ()).throw(OSError("no way"))
     )
@@ -271,8 +276,10 @@ def test_a_push_without_a_login_ends_before_the_export(tmp_path, monkeypatch):
 def test_the_script_exports_and_says_what_to_do_next(runs, tmp_path):
     words = [runs["lora"], tmp_path / "my out", "--merge", "--dtype", "bf16"]
     done = run_script("export.py", *words, cwd=REPO)
-    assert done.returncode == 0, done.stderr
-    assert f"python {REPO / 'sample.py'} '{tmp_path / 'my out'}'" in done.stdout, done.stderr
+    assert (
+        done.returncode == 0
+        and f"python {REPO / 'sample.py'} '{tmp_path / 'my out'}'" in done.stdout
+    ), done.stderr
 
 
 # ------------------------------------------------------------------------------- every architecture
@@ -342,8 +349,9 @@ def test_a_layer_of_groups_is_left_without_an_adapter_and_named(tmp_path):
     assert merged_as_trained("deepseek_v4", tmp_path / "out") < 1e-5
     model, lora = tiny_model("deepseek_v4"), LoraConfig(rank=2)
     missed = {name for name in find_unadaptable(model, lora) if "o_a_proj" in name}
-    assert len(missed) == model.config.num_hidden_layers
-    assert not [name for name in find_lora_targets(model, lora) if "o_a_proj" in name]
+    assert len(missed) == model.config.num_hidden_layers and not [
+        name for name in find_lora_targets(model, lora) if "o_a_proj" in name
+    ]
 
 
 @pytest.mark.parametrize(
@@ -360,10 +368,11 @@ def test_a_layer_whose_weight_is_read_past_it_is_left_without_an_adapter(name, l
         for compute_run_logits, _ in model.named_modules()
         if compute_run_logits.endswith(f".{layer}")
     }
-    assert present
-    assert not present & set(find_lora_targets(model, lora))
-    assert {f"{compute_run_logits}.weight" for compute_run_logits in present} <= set(
-        find_unadaptable(model, lora)
+    assert (
+        present
+        and not present & set(find_lora_targets(model, lora))
+        and {f"{compute_run_logits}.weight" for compute_run_logits in present}
+        <= set(find_unadaptable(model, lora))
     )
     assert merged_as_trained(name, tmp_path / "out") < 1e-5
 

@@ -68,8 +68,9 @@ def test_the_tower_learns_where_somebody_sees_and_nowhere_else(one_process):
         )
 
     assert min(of_tower("mixed, ppo, all weights"), of_tower("one sees, ppo, all weights")) > 1e-6
-    assert of_tower("mixed, ppo, lora on the tower too") > 0
-    assert of_tower("one sees, ppo, lora") == 0
+    assert (
+        of_tower("mixed, ppo, lora on the tower too") > 0 and of_tower("one sees, ppo, lora") == 0
+    )
     assert of_tower("nobody sees, ppo, all weights") == 0
 
 
@@ -130,5 +131,6 @@ def test_a_run_on_two_ranks_is_that_of_one_process_and_goes_on_after_a_kill(
     wait_for_success(start_run(folders["cut"], method, config, "--resume"))
     assert rows(folders["cut"]) == rows(folders["two"])
     first, other = weights(folders["two"], method), weights(folders["cut"], method)
-    assert first.keys() == other.keys()
-    assert all(torch.equal(first[name], other[name]) for name in first)
+    assert first.keys() == other.keys() and all(
+        torch.equal(first[name], other[name]) for name in first
+    )

@@ -121,8 +121,10 @@ def test_grpo_on_pictures_resumes_bit_for_bit_and_shows_them(tmp_path):
 @pytest.mark.slow
 def test_pairs_and_a_teacher_are_learnt_from_with_images(tmp_path):
     words = f"dpo {SMALL} --steps 2 --learning-rate 1e-3"
-    rows = train(words, tmp_path / "each")
-    before = train(f"{words} --precompute-reference", tmp_path / "before")
+    rows, before = (
+        train(words, tmp_path / "each"),
+        train(f"{words} --precompute-reference", tmp_path / "before"),
+    )
     losses = [row["optim/loss"] for row in rows if "optim/loss" in row]
     # the policy equals the reference, and both see the same images
     assert abs(losses[0] - np.log(2)) < 1e-5

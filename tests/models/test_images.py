@@ -74,8 +74,10 @@ def of_logits(logits, inputs, temperature=1.0):
 )
 def image_model(request):
     loaded, _ = make_tiny_model(request.param)
-    reader = get_image_reader(loaded.model)
-    renderer = get_renderer("chat_template", loaded.tokenizer)
+    reader, renderer = (
+        get_image_reader(loaded.model),
+        get_renderer("chat_template", loaded.tokenizer),
+    )
     learner = Learner(loaded, Accelerator(cpu=True), LearnerSettings())
     return loaded, reader, renderer, learner
 
@@ -204,8 +206,10 @@ def test_an_image_token_that_was_drawn_is_read_alike_by_both_sides():
     learner both feed another token in place of a sampled image token.
     """
     loaded, _ = make_tiny_model("qwen3_vl")
-    reader = get_image_reader(loaded.model)
-    renderer = get_renderer("chat_template", loaded.tokenizer)
+    reader, renderer = (
+        get_image_reader(loaded.model),
+        get_renderer("chat_template", loaded.tokenizer),
+    )
     with torch.no_grad():  # so that most samples contain the image token
         loaded.model.get_output_embeddings().weight[reader.image_token_id] += 0.5
     prompt = rows(loaded.tokenizer, reader, renderer)[1]

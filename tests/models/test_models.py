@@ -83,8 +83,10 @@ def test_an_adapter_is_scaled_by_alpha_over_rank_and_alpha_is_the_rank_by_defaul
         random_datums(1),
     )
     out, _ = call(worker, "forward_backward", 0, [datum], "ppo", {}, 1.0, False)
-    twin = load_model("tiny:addition", seed=1).model.double()
-    state = dict(worker.learners[0].trainable)
+    twin, state = (
+        load_model("tiny:addition", seed=1).model.double(),
+        dict(worker.learners[0].trainable),
+    )
     twin.lm_head.weight = torch.nn.Parameter(twin.lm_head.weight.detach().clone())
     with torch.no_grad():
         for name, module in twin.named_modules():

@@ -49,8 +49,9 @@ def test_a_faint_state_that_goes_on_is_seen(strength):
     model = model_of()
     change_attention(model, lambda out: out + strength * out.cumsum(1))
     faults = find_layout_faults(model, LAYOUTS)
-    assert faults.keys() == {"packed", "shared"}
-    assert all("a sequence depends on" in why for why in faults.values())
+    assert faults.keys() == {"packed", "shared"} and all(
+        "a sequence depends on" in why for why in faults.values()
+    )
 
 
 def test_positions_that_are_not_heeded_are_seen():
@@ -63,8 +64,10 @@ def test_positions_that_are_not_heeded_are_seen():
         lambda module, args: (torch.arange(args[0].shape[-1])[None].expand_as(args[0]),)
     )
     faults = find_layout_faults(model, LAYOUTS)
-    assert faults.keys() == {"packed", "shared"}
-    assert "differ from those of a separate forward" in faults["packed"]
+    assert (
+        faults.keys() == {"packed", "shared"}
+        and "differ from those of a separate forward" in faults["packed"]
+    )
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -89,8 +92,10 @@ def test_weights_as_they_begin_are_judged_like_large_ones(bf16):
 
 
 def test_a_window_is_proved_by_making_it_small_or_not_used():
-    near = model_of("mistral", sliding_window=8)
-    far = model_of("mistral", sliding_window=100_000, max_position_embeddings=200_000)
+    near, far = (
+        model_of("mistral", sliding_window=8),
+        model_of("mistral", sliding_window=100_000, max_position_embeddings=200_000),
+    )
     for model in (near, far):
         faults = find_layout_faults(model, LAYOUTS)
         assert faults.keys() == {"shared"} and "differ" in faults["shared"]
@@ -150,9 +155,12 @@ def test_it_leaves_no_trace(training):
     modes, state = [m.training for m in model.modules()], copy.deepcopy(model.state_dict())
     config, rng = model.config.to_dict(), torch.get_rng_state()
     find_layout_faults(model, LAYOUTS, training=True)
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert [m.training for m in model.modules()] == modes
+    assert (
+        torch.equal(torch.get_rng_state(), rng) and [m.training for m in model.modules()] == modes
+    )
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert model.config.to_dict() == config and all(p.grad is None for p in model.parameters())
-    assert not any(m._forward_pre_hooks for m in model.modules())
-    assert not model.get_input_embeddings()._forward_hooks
+    assert (
+        not any(m._forward_pre_hooks for m in model.modules())
+        and not model.get_input_embeddings()._forward_hooks
+    )

@@ -124,6 +124,8 @@ def test_a_batch_is_of_those_that_are_there_until_one_may_wait_no_longer():
     again.advance_version()
     assert again.start_groups() == [2]
     again.mark_ended(2)
-    assert again.take_batch() == ([2], [0])
-    assert again.num_rescheduled == 1
-    assert again.start_versions == {0: 1}
+    assert (
+        again.take_batch() == ([2], [0])
+        and again.num_rescheduled == 1
+        and again.start_versions == {0: 1}
+    )

@@ -171,8 +171,10 @@ def test_a_built_in_game_and_tools_play_alike(sampler):
     again = [
         EnvironmentGroup(spec, Problem((), {"seed": i}, index=i), 3, renderer) for i in range(3)
     ]
-    expected = rollout(groups, sampler, params, seed=4)
-    result = run_continuous(again, sampler, params=params, seed=4)
+    expected, result = (
+        rollout(groups, sampler, params, seed=4),
+        run_continuous(again, sampler, params=params, seed=4),
+    )
     assert describe_rollouts(result) == describe_rollouts(expected)
 
 
@@ -272,10 +274,12 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
         env_timeout=9,
         event_log=ReplayedEventLog(log, second.append),
     )
-    assert len(first.errors) == 1
-    assert describe_rollouts(again) == describe_rollouts(first)
-    assert logprobs(again) == logprobs(first)
-    assert second == log
+    assert (
+        len(first.errors) == 1
+        and describe_rollouts(again) == describe_rollouts(first)
+        and logprobs(again) == logprobs(first)
+        and second == log
+    )
     assert again.counters == first.counters and len(log) > 5
     other = run_continuous(
         groups(random.Random(2), False), sampler, seed=3, steps=2, event_log=EventLog()

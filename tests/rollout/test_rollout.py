@@ -88,8 +88,7 @@ def test_turns_follow_each_other_and_rewards_add_up(sampler):
         [2, 2],
     ]
     # step rewards: 1, and 1 + 2 + 3; group rewards: 10 per turn
-    assert ended.get_total_rewards() == [1 + 10, 6 + 30]
-    assert cut.get_total_rewards() == [
+    assert ended.get_total_rewards() == [1 + 10, 6 + 30] and cut.get_total_rewards() == [
         3 + 20,
         3 + 20,
     ]
@@ -102,9 +101,11 @@ def test_turns_follow_each_other_and_rewards_add_up(sampler):
             read = [3 + group.problem_index, 4, 12]
             for i, turn in enumerate(episode.transitions):
                 last = i == len(episode.transitions) - 1
-                assert turn.ob.to_ints() == read
-                assert len(turn.ac.tokens) == 3
-                assert turn.metrics == {"turn": i + 1}
+                assert (
+                    turn.ob.to_ints() == read
+                    and len(turn.ac.tokens) == 3
+                    and turn.metrics == {"turn": i + 1}
+                )
                 assert (turn.episode_done, turn.truncated) == (last, last and group is cut)
                 read = [*read, *turn.ac.tokens, MARK]
             assert episode.final_ob.to_ints() == read
@@ -202,9 +203,11 @@ def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
             last = episode.transitions[-1]
             # if no token is missing, the second turn still fits and the third does not
             assert len(episode.transitions) == (2 if room == 0 else 1)
-            assert last.episode_done
-            assert last.truncated
-            assert last.metrics == {"turn": len(episode.transitions), "context_overflow": 1.0}
+            assert (
+                last.episode_done
+                and last.truncated
+                and last.metrics == {"turn": len(episode.transitions), "context_overflow": 1.0}
+            )
             assert episode.final_ob.length + 3 > limit + 1
         assert compute_group_metrics(result.groups)["env/all/context_overflow"] == 2 / 4
         # step rewards so far plus the group reward

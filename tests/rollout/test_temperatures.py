@@ -75,8 +75,10 @@ def test_evaluating_at_one_temperature_and_training_at_another_needs_no_word(cli
     training = [plain_datum(s) for s in draw(sampler, 0.7)]
     draw(sampler, 1.0)  # an evaluation in between
     output = client.forward(training, "importance_sampling").result()
-    assert compute_worst_difference(output, training) < 1e-5
-    assert output.metrics["temperature:mean"] == 0.7
+    assert (
+        compute_worst_difference(output, training) < 1e-5
+        and output.metrics["temperature:mean"] == 0.7
+    )
     # an explicit override
     assert (
         compute_worst_difference(
@@ -116,8 +118,9 @@ def test_a_batch_may_mix_them(client, name):
     mixed = [datum for trio in zip(*parts.values(), strict=True) for datum in trio]
     together = client.forward_backward(mixed, name).result()
     norm_together = client.optim_step(KEEP).result().metrics["grad_norm"]
-    assert compute_worst_difference(together, mixed) < 1e-5
-    assert together.metrics["temperature:mean"] == pytest.approx(np.mean(TEMPERATURES))
+    assert compute_worst_difference(together, mixed) < 1e-5 and together.metrics[
+        "temperature:mean"
+    ] == pytest.approx(np.mean(TEMPERATURES))
     losses = []
     for temperature, datums in parts.items():
         losses.append(
@@ -187,8 +190,9 @@ def test_trajectories_carry_it_and_a_change_begins_a_new_datum():
     assert [d.temperature for d in trajectory_to_datums(same)] == [0.7]
     other = Trajectory([turn([1, 2], [3], 0.7), turn([1, 2, 3, 4], [5], 1.0, True)], advantage=1.0)
     result = trajectory_to_datums(other)
-    assert [d.temperature for d in result] == [0.7, 1.0]
-    assert sum(d.episode_share for d in result) == 1.0
+    assert [d.temperature for d in result] == [0.7, 1.0] and sum(
+        d.episode_share for d in result
+    ) == 1.0
 
 
 def test_samples_are_told_apart_by_all_of_their_logprobs():
@@ -229,8 +233,10 @@ def test_samples_are_told_apart_by_all_of_their_logprobs():
         temperatures.record(
             SampledSequence([3], [-float(i)], sequence_id=f"new{i}", temperature=1.0)
         )
-    assert temperatures.find_temperature(datum) is None
-    assert len(temperatures._by_content) == len(temperatures._by_id) == 200
+    assert (
+        temperatures.find_temperature(datum) is None
+        and len(temperatures._by_content) == len(temperatures._by_id) == 200
+    )
     assert sum(sum(lengths.values()) for lengths in temperatures._length_counts.values()) == 200
 
 

@@ -223,5 +223,6 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(name, tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert train(f"{words} --resume", tmp_path / "cut") == whole
     first, other = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
-    assert first.keys() == other.keys()
-    assert all(torch.equal(first[name], other[name]) for name in first)
+    assert first.keys() == other.keys() and all(
+        torch.equal(first[name], other[name]) for name in first
+    )

@@ -10,13 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sampler_models import (
-    add_lora,
-    make_request,
-    multistep_engine,
-    paged_engine,
-    reference_logprobs,
-)
+from sampler_models import add_lora, multistep_engine, paged_engine, reference_logprobs
 from test_architectures import make_datums, make_learner, run_learner
 from test_asynchronous import ENVIRONMENT, same
 from tiny_models import VOCAB, tiny_model
@@ -80,7 +74,14 @@ def sampled(model, dtype=None, samples: int = 3, kind=Engine, decoder=None, **se
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, VOCAB, n).tolist() for n in (5, 11, 2)]
     for i, prompt in enumerate(prompts):
-        engine.add(make_request(prompt, samples, max_tokens=8 + i, problem=i))
+        engine.add(
+            SamplingRequest(
+                prompt=prompt,
+                num_samples=samples,
+                params=SamplingParams(max_tokens=8 + i),
+                problem=i,
+            )
+        )
     return [
         (p, sequence)
         for p, response in zip(prompts, engine.run(), strict=True)
@@ -192,9 +193,11 @@ def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(
     """The experts differ from the routers' choice, in rows of all lengths. Logprobs and gradients
     equal those of each sequence alone with the same experts.
     """
-    model = model_of()
-    data = make_datums(((9, (7, 5)), (4, (3, 12))))
-    rng = np.random.default_rng(3)
+    model, data, rng = (
+        model_of(),
+        make_datums(((9, (7, 5)), (4, (3, 12)))),
+        np.random.default_rng(3),
+    )
     experts = describe_layers(model).experts
     prompts: dict[tuple, np.ndarray] = {}
     for datum in data:  # all samples of a prompt share its record
@@ -308,8 +311,10 @@ def test_turns_keep_the_experts_of_the_turn_that_read_them_first():
     (result,) = trajectory_to_datums(Trajectory(turns, advantage=1.0))
     # by hand: tokens 1 2 3 come from the first turn. Its last token, 4, was fed in the second turn
     # with 5 and 6; 7 and 8 in the third.
-    assert result.experts[:, 0].tolist() == [10, 10, 10, 20, 20, 20, 30, 30]
-    assert result.model_input.length == 8
+    assert (
+        result.experts[:, 0].tolist() == [10, 10, 10, 20, 20, 20, 30, 30]
+        and result.model_input.length == 8
+    )
     assert result.with_inputs({}).experts is result.experts
     turns[1].ac.experts = None
     (lost,) = trajectory_to_datums(Trajectory(turns[:2], advantage=1.0))
@@ -339,8 +344,9 @@ def test_the_model_is_as_it_was_afterwards():
         logits = model(input_ids=ids).logits
         with record_experts(model, describe_layers(model).experts):
             assert torch.equal(model(input_ids=ids).logits, logits)
-        assert not any("forward" in vars(module) for module in model.modules())
-        assert torch.equal(model(input_ids=ids).logits, logits)
+        assert not any("forward" in vars(module) for module in model.modules()) and torch.equal(
+            model(input_ids=ids).logits, logits
+        )
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -431,8 +437,9 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
             json.loads(json.dumps(remaining.resume_from.as_json()))
         ),
     )
-    assert len(remaining.resume_from.experts) == first
-    assert np.array_equal(remaining.resume_from.experts, whole.experts[:first])
+    assert len(remaining.resume_from.experts) == first and np.array_equal(
+        remaining.resume_from.experts, whole.experts[:first]
+    )
     going_on = engine_of(other)
     going_on.add(remaining)
     for sequence in (changed.run()[0].sequences[0], going_on.run()[0].sequences[0]):
@@ -470,16 +477,20 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
     with updates_end_while_answers_are_drawn():
         rows = train(words, tmp_path / "first")
     messages = read_rollouts(tmp_path / "first")
-    assert all(len(experts_from_text(turn["experts"])[0]) == 8 for turn in messages)
-    assert len(messages) > 4 * 4 * 2
+    assert (
+        all(len(experts_from_text(turn["experts"])[0]) == 8 for turn in messages)
+        and len(messages) > 4 * 4 * 2
+    )
     assert any("versions" in turn for turn in messages)  # new weights arrived during an answer
     # every datum had a record
     assert all(0 <= row["optim/rerouted"] for row in rows if "optim/policy_loss" in row)
     assert sum("optim/rerouted" in row for row in rows) == 4
     again = train(f"{words} --replay {tmp_path / 'first'}", tmp_path / "again")
-    assert again == rows
-    assert read_rollouts(tmp_path / "again") == messages
-    assert same(tmp_path / "first", tmp_path / "again")
+    assert (
+        again == rows
+        and read_rollouts(tmp_path / "again") == messages
+        and same(tmp_path / "first", tmp_path / "again")
+    )
     shutil.copytree(tmp_path / "first", tmp_path / "cut")
     for path in (tmp_path / "cut" / "checkpoints").iterdir():
         if path.name != "grpo-000002":
@@ -487,9 +498,11 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
     state = (tmp_path / "cut" / "checkpoints" / "grpo-000002" / "state.json").read_text()
     assert '"experts": "' in state or '"experts":"' in state  # of unfinished answers
     on = train(f"{words} --resume --replay {tmp_path / 'first'}", tmp_path / "cut")
-    assert on == rows
-    assert read_rollouts(tmp_path / "cut") == messages
-    assert same(tmp_path / "first", tmp_path / "cut")
+    assert (
+        on == rows
+        and read_rollouts(tmp_path / "cut") == messages
+        and same(tmp_path / "first", tmp_path / "cut")
+    )
 
 
 def read_rollouts(folder) -> list[dict]:
@@ -536,8 +549,10 @@ def test_stored_answers_are_learnt_with_the_experts_that_they_were_drawn_with(tm
             for row in train(f"{words} --dataset {source} {more}", tmp_path / name)
             if "optim/grad_norm" in row
         )
-    assert results["told"]["optim/rerouted"] < 0.5 < results["other"]["optim/rerouted"]
-    assert "optim/rerouted" not in results["plain"]
+    assert (
+        results["told"]["optim/rerouted"] < 0.5 < results["other"]["optim/rerouted"]
+        and "optim/rerouted" not in results["plain"]
+    )
     assert abs(results["told"]["optim/kl_behaviour_v1"]) < abs(
         results["other"]["optim/kl_behaviour_v1"]
     )

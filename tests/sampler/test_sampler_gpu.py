@@ -8,7 +8,7 @@ import gc
 import numpy as np
 import pytest
 import torch
-from sampler_models import make_request, multistep_engine, paged_engine, row_settings
+from sampler_models import multistep_engine, paged_engine, row_settings
 
 from kernels import decode_ops, sample_tokens
 from kernels.lora_ops import add_lora_
@@ -24,8 +24,10 @@ def test_equal_tokens_to_the_path_from_logits(N, D, V):
     between the two.
     """
     g = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(N, D, generator=g, device="cuda")
-    w = torch.randn(V, D, generator=g, device="cuda") * 2 / D**0.5
+    x, w = (
+        torch.randn(N, D, generator=g, device="cuda"),
+        torch.randn(V, D, generator=g, device="cuda") * 2 / D**0.5,
+    )
     u = torch.rand(N, generator=g, device="cuda", dtype=torch.float64)
     temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.8)
     params = [SamplingParams(temperature=float(number)) for number in temperatures]
@@ -47,13 +49,17 @@ def test_equal_tokens_to_the_path_from_logits(N, D, V):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_step_kernels_are_torchs_path(dtype):
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(5, 896, generator=g)
-    residual = torch.randn(5, 896, generator=g)
-    weight = torch.rand(896, generator=g)
+    x, residual, weight = (
+        torch.randn(5, 896, generator=g),
+        torch.randn(5, 896, generator=g),
+        torch.rand(896, generator=g),
+    )
     gate_up, qkv = torch.randn(5, 2 * 4864, generator=g), torch.randn(5, 18, 64, generator=g)
-    norm = torch.rand(2, 64, generator=g) + 0.5
-    rope = torch.rand(2, 20, 64, generator=g)
-    kv = torch.zeros(2, 9, 16, 2, 64)
+    norm, rope, kv = (
+        torch.rand(2, 64, generator=g) + 0.5,
+        torch.rand(2, 20, 64, generator=g),
+        torch.zeros(2, 9, 16, 2, 64),
+    )
     at = [
         torch.randint(0, 20, (5,), generator=g),
         torch.randperm(9, generator=g)[:5],
@@ -65,8 +71,10 @@ def test_step_kernels_are_torchs_path(dtype):
             t.to(dtype).to(device, copy=True)
             for t in (x, residual, weight, gate_up, qkv, norm, rope, kv)
         )
-        normed = decode_ops.fused_add_rms_norm(x2, residual2, weight2, 1e-6)
-        gated = decode_ops.silu_mul(gate2)
+        normed, gated = (
+            decode_ops.fused_add_rms_norm(x2, residual2, weight2, 1e-6),
+            decode_ops.silu_mul(gate2),
+        )
         q = decode_ops.rope_to_cache(
             qkv2, norm2, 1e-6, rope2, at[0].to(device), kv2, at[1].to(device), at[2].to(device), 14
         )
@@ -132,7 +140,8 @@ def test_the_engine_over_pages_samples_what_the_plain_one_does():
     """bf16: the tokens agree until rounding makes them differ; the logprobs before that agree."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from rl.sampler import Engine, make_decoder
+    from rl.sampler import Engine, SamplingRequest, make_decoder
+    from rl.types import SamplingParams
 
     sizes = dict(
         hidden_size=256,
@@ -150,7 +159,14 @@ def test_the_engine_over_pages_samples_what_the_plain_one_does():
         Engine(decoder, kv_cache_tokens=100_000),
     ):
         for i in range(3):
-            engine.add(make_request(list(range(1, 300 + i)), 3, max_tokens=40, problem=i))
+            engine.add(
+                SamplingRequest(
+                    prompt=list(range(1, 300 + i)),
+                    num_samples=3,
+                    params=SamplingParams(max_tokens=40),
+                    problem=i,
+                )
+            )
         answers.append([s for response in engine.run() for s in response.sequences])
     for mine, plain in zip(*answers, strict=True):
         same = next(
@@ -191,7 +207,9 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
     """Results are equal to the bit, including rows that move through the buckets and weights that
     were loaded in place.
     """
+    from rl.sampler import SamplingRequest
     from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
+    from rl.types import SamplingParams
 
     def eager(self, rows, width, shared, count):
         self.buffers.at.zero_()
@@ -214,13 +232,22 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
             monkeypatch.setattr(CUDAGraphRunner, "run", run)
             monkeypatch.setattr(CUDAGraphRunner, "prepare", prepare)
             for i in range(6):
-                engine.add(make_request(list(range(1, 250 + 20 * i)), 4, max_tokens=60, problem=i))
+                engine.add(
+                    SamplingRequest(
+                        prompt=list(range(1, 250 + 20 * i)),
+                        num_samples=4,
+                        params=SamplingParams(max_tokens=60),
+                        problem=i,
+                    )
+                )
             results.append(
                 [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
             )
     assert results[0] == results[1] and results[2] == results[3] and results[0] != results[2]
-    assert len(engines[0]._device_steps.runner._graphs) > 2
-    assert not engines[1]._device_steps.runner._graphs
+    assert (
+        len(engines[0]._device_steps.runner._graphs) > 2
+        and not engines[1]._device_steps.runner._graphs
+    )
 
 
 def test_steps_between_two_looks_wait_for_nothing():
@@ -289,8 +316,9 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
 
     Equivalent test on a CPU: test_sampler_kept.py.
     """
-    from rl.sampler import IdleKVCachePool
+    from rl.sampler import IdleKVCachePool, SamplingRequest
     from rl.sampler.cuda_graphs import CUDAGraphRunner
+    from rl.types import SamplingParams
 
     captured, capture = [], CUDAGraphRunner._capture
     monkeypatch.setattr(
@@ -304,7 +332,14 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
             decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24, idle_pool=kept
         )
         for i in range(6):
-            engine.add(make_request(list(range(1, 250 + 20 * i)), 4, max_tokens=60, problem=i))
+            engine.add(
+                SamplingRequest(
+                    prompt=list(range(1, 250 + 20 * i)),
+                    num_samples=4,
+                    params=SamplingParams(max_tokens=60),
+                    problem=i,
+                )
+            )
         results = [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
         engine.close()
         return results

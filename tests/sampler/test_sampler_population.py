@@ -10,14 +10,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from sampler_models import (  # noqa: F401
-    add_lora,
-    make_request,
-    one_thread,
-    random_prompts,
-    reference_logprobs,
-    tiny_model,
-)
+from sampler_models import add_lora, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
 from sampler_population import POPULATION, VOCAB, build
 
 from rl.errors import UserError
@@ -43,7 +36,14 @@ def check_sampled(decoder, model, bound: float = 1e-4) -> None:
     engine = Engine(decoder, eos_token_ids=(1,), max_rows=5)
     prompts = random_prompts([9, 3, 21, 9], VOCAB)
     for problem, (prompt, samples) in enumerate(zip(prompts, (2, 3, 2, 1), strict=True)):
-        engine.add(make_request(prompt, samples, max_tokens=5 + 3 * problem, problem=problem))
+        engine.add(
+            SamplingRequest(
+                prompt=prompt,
+                num_samples=samples,
+                params=SamplingParams(max_tokens=5 + 3 * problem),
+                problem=problem,
+            )
+        )
     worst = 0.0
     for prompt, response in zip(prompts, engine.run(), strict=True):
         for sequence in response.sequences:
@@ -56,8 +56,9 @@ def check_scored(decoder, model, bound: float = 1e-4) -> None:
     prompts = random_prompts([4, 17, 16, 2, 30], VOCAB)
     for prompt, result in zip(prompts, score_sequences(decoder, prompts), strict=True):
         expected = reference_logprobs(model, prompt[:1], prompt[1:])
-        assert result[0] is None
-        assert float((torch.tensor(result[1:]) - expected).abs().max()) < bound
+        assert (
+            result[0] is None and float((torch.tensor(result[1:]) - expected).abs().max()) < bound
+        )
 
 
 @pytest.mark.parametrize(
@@ -152,9 +153,11 @@ def test_the_trial_leaves_model_and_generator_alone():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state, window = torch.get_rng_state(), model.config.sliding_window
     decoder_of(model)
-    assert model.training
-    assert model.config.sliding_window == window
-    assert torch.equal(torch.get_rng_state(), state)
+    assert (
+        model.training
+        and model.config.sliding_window == window
+        and torch.equal(torch.get_rng_state(), state)
+    )
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
@@ -171,7 +174,11 @@ def test_longrope_on_both_sides_of_the_original_length():
     prompts = random_prompts([5, 40, 20, 33], VOCAB)
     engine = Engine(decoder)
     for problem, prompt in enumerate(prompts):
-        engine.add(make_request(prompt, 2, max_tokens=12, problem=problem))
+        engine.add(
+            SamplingRequest(
+                prompt=prompt, num_samples=2, params=SamplingParams(max_tokens=12), problem=problem
+            )
+        )
     for prompt, response in zip(prompts, engine.run(), strict=True):
         for sequence in response.sequences:
             tokens = torch.tensor([[*prompt, *sequence.tokens]])
@@ -217,7 +224,9 @@ def test_what_may_be_sampled_is_what_the_model_reads_with_one_set_of_frequencies
     assert len(set(sets.values())) == 2
     for prompt in range(29, 36):
         for max_tokens in range(1, 6):
-            request = make_request([3] * prompt, max_tokens=max_tokens)
+            request = SamplingRequest(
+                prompt=[3] * prompt, params=SamplingParams(max_tokens=max_tokens)
+            )
             one_set = sets[prompt] == sets[prompt + max_tokens - 1]  # the last token is not fed
             with (
                 contextlib.nullcontext() if one_set else pytest.raises(ValueError, match="longrope")
@@ -318,10 +327,14 @@ def test_bfloat16_at_positions_beyond_five_hundred(name, kind, adapter):
         ]
         model = add_lora(model, layers or ["c_attn", "in_proj"][: 1 if name == "gpt2" else 2])
     tokens = random_prompts([760], VOCAB)[0]
-    exact = autocast_logprobs(model, tokens, low=False)
-    learner = autocast_logprobs(model, tokens, low=True)
-    noise = float((learner - exact).abs().max())
-    middle = float((learner - exact)[500:].abs().median())
+    exact, learner = (
+        autocast_logprobs(model, tokens, low=False),
+        autocast_logprobs(model, tokens, low=True),
+    )
+    noise, middle = (
+        float((learner - exact).abs().max()),
+        float((learner - exact)[500:].abs().median()),
+    )
     assert 1e-3 < noise and middle < 0.05
     most = 4 * noise if name not in ("gpt_oss", "qwen3_moe", "deepseek_v3") else float("inf")
     decoder = make_decoder(model, dtype=torch.bfloat16, kind=kind)
@@ -371,8 +384,9 @@ def test_matrices_that_a_model_wants_in_float32_stay_so(tmp_path, monkeypatch):
         name: p.dtype
         for name, p in decoder_of(model, dtype=torch.bfloat16).model.named_parameters()
     }
-    assert len(wide) == model.config.num_hidden_layers
-    assert {dtypes[name] for name in wide} == {torch.float32}
+    assert len(wide) == model.config.num_hidden_layers and {dtypes[name] for name in wide} == {
+        torch.float32
+    }
     assert dtypes["model.layers.0.mlp.down_proj.weight"] == torch.bfloat16
 
 
@@ -399,9 +413,11 @@ def test_linear_fp32_is_the_float64_product_over_more_columns_than_one_block():
     from rl.sampler.precision import linear_fp32
 
     torch.manual_seed(0)
-    x = torch.randn(2, 3, 64).bfloat16()
-    weight = torch.randn(5000, 64).bfloat16()
-    bias = torch.randn(5000)
+    x, weight, bias = (
+        torch.randn(2, 3, 64).bfloat16(),
+        torch.randn(5000, 64).bfloat16(),
+        torch.randn(5000),
+    )
     expected = x.double() @ weight.double().t() + bias.double()
     # products of bfloat16 are exact in float32; 64 sums and a bias round by 2^-24 of the
     # accumulated magnitude

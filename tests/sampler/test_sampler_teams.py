@@ -111,8 +111,9 @@ def test_the_sampler_agrees_with_the_learner(launched, launch, case):
 def test_each_holds_about_half(launched, launch, case):
     result = launched(launch)
     whole, halves = result["alone"][case]["held"][0], result["together"][case]["held"]
-    assert whole == result["together"][case]["parameters"]
-    assert max(halves) < 0.6 * whole <= 0.6 * sum(halves)
+    assert whole == result["together"][case]["parameters"] and max(
+        halves
+    ) < 0.6 * whole <= 0.6 * sum(halves)
 
 
 @pytest.mark.slow

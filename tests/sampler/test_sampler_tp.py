@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import test_memory_plan
 from sampler_models import VOCAB, add_lora, one_thread, tiny_model  # noqa: F401
 from test_distributed import REPO, run_launch
 from test_sampler_split import ALL, on_ranks, split
@@ -25,7 +24,16 @@ from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.distributed import ZeroSharding
 from rl.errors import UserError
-from rl.memory_plan import GIB, LaunchShape, MicroBatchMemory, ModelSkeleton, plan_memory
+from rl.memory_plan import (
+    GIB,
+    LaunchShape,
+    MicroBatch,
+    MicroBatchMemory,
+    ModelShape,
+    ModelSkeleton,
+    StepWork,
+    plan_memory,
+)
 from rl.memory_plan.byte_counts import kv_cache_bytes, sampler_copy_bytes, sampler_working_bytes
 from rl.runtime import SamplerSettings
 from rl.sampler.decode_state import BatchSize
@@ -48,8 +56,26 @@ def read_config(words: str):
 
 # -------------------------------------------------------------------- the counts of a plan, by hand
 
-SHAPE = replace(test_memory_plan.SHAPE, unsplit=10_000)
-WORK = test_memory_plan.WORKING
+SHAPE = ModelShape(
+    name="x",
+    parameters=1_000_000,
+    trainable=1_000_000,
+    adapters=0,
+    small=0,
+    largest=200_000,
+    layers=2,
+    hidden=64,
+    heads=4,
+    key_heads=2,
+    head_width=2,
+    mlp=128,
+    vocab=1000,
+    max_context=None,
+    fast=True,
+    windowed=False,
+    unsplit=10_000,
+)
+WORK = StepWork(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10, rows=6, answer=5)
 
 
 def test_a_ranks_part_by_hand():
@@ -314,7 +340,12 @@ def test_it_holds_for_the_whole_run():
             2,
             "fast decoder .*is not supported by it: leave sampler_tp at 1",
         ),
-        ("qwen3", "--sampler-tp 2", 3, "does not divide the 3 processes of a machine: use 1, 3"),
+        (
+            "qwen3",
+            "--sampler-tp 2",
+            3,
+            "does not divide the 3 processes of a machine: use 1, 3",
+        ),
         (
             "qwen3",
             "--sampler-tp 2",
@@ -358,8 +389,12 @@ TRAIN += "--learning-rate 1e-2 --rollouts-every 1 --save-every 0 --no-eval-greed
 
 
 def read_rollouts(folder: Path, step: int) -> list[dict]:
-    text = (folder / "run" / "rollouts" / f"step_{step:06d}.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "run" / "rollouts" / f"step_{step:06d}.jsonl")
+        .read_text()
+        .splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -370,8 +405,16 @@ def one_process(tmp_path_factory) -> Path:
 
 def trained(config: str, folder: Path, tp: int) -> Path:
     (folder / "own.py").write_text(REWARD)
-    words = f"{TRAIN} --reward {folder}/own.py:score --sampler-tp {tp} --output-dir {folder}/run"
-    run_launch(config, folder, *words.split(), script="train.py", seconds=120)
+    words = [
+        *TRAIN.split(),
+        "--reward",
+        f"{folder}/own.py:score",
+        "--sampler-tp",
+        str(tp),
+        "--output-dir",
+        str(folder / "run"),
+    ]
+    run_launch(config, folder, *words, script="train.py", seconds=120)
     return folder
 
 
