@@ -68,8 +68,7 @@ def list_data_settings(args: argparse.Namespace, console: Console) -> list[Any]:
         resolve_environment,
     )
 
-    if args.words and contains_run(Path(args.words[0])):
-        source = Path(args.words[0])
+    if args.words and contains_run(source := Path(args.words[0]).expanduser()):
         run = load_run(source, trusted=args.trust_run)
         flags = [*args.words[1:], *args.flags]
         stages = run.stages

@@ -194,9 +194,10 @@ def sample_prompts(model: SampledModel, args: argparse.Namespace, console: Conso
         model.data, read_prompts(args.prompt), args.dataset, args.limit
     ):
         if args.image:
-            text = {"type": "text", "text": content_to_text(messages[-1]["content"])}
+            content = messages[-1]["content"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             images = [{"type": "image", "image": path} for path in args.image]
-            messages = [*messages[:-1], {**messages[-1], "content": [*images, text]}]
+            messages = [*messages[:-1], {**messages[-1], "content": [*images, *parts]}]
         tokens = model.renderer.build_generation_prompt(messages)
         prompt = content_to_text(messages[-1]["content"])
         console.print(Text(f"\n{sanitize(prompt)}", style="bold cyan"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -478,3 +480,20 @@ def test_a_terminal_is_asked_until_its_input_ends(run: Path):
     # a folder inside a run is recognized, with the run's settings
     assert f"{run}: grpo-final" in done.stdout
     assert done.stdout.count("> ") == 2 and len(ANSWER.findall(done.stdout)) == 1
+
+
+def test_images_of_the_command_line_are_added_to_those_of_a_row(monkeypatch):
+    import sample
+
+    own = [{"type": "image", "image": "row.png"}, {"type": "text", "text": "how many?"}]
+    prompts = [[{"role": "user", "content": content}] for content in (own, "how many?")]
+    monkeypatch.setattr("rl.trainer.iterate_prompts", lambda *_: prompts)
+    model, console = MagicMock(), MagicMock(encoding="utf-8")
+    args = argparse.Namespace(prompt=[], dataset="rows", limit=None, image=["more.png"], n=1)
+    sample.sample_prompts(model, args, console)
+    contents = [
+        call.args[0][-1]["content"]
+        for call in model.renderer.build_generation_prompt.call_args_list
+    ]
+    more = {"type": "image", "image": "more.png"}
+    assert contents == [[more, *own], [more, own[1]]]
