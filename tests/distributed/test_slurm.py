@@ -330,7 +330,7 @@ def test_a_job_that_slurm_warns_and_requeues_ends_as_if_undisturbed(tmp_path):
         ), messages
     logs = tmp_path / "disturbed" / "logs"
     first, second = ((logs / f"{disturbed}-{start}" / "rank-0.log").read_text() for start in (0, 1))
-    assert "2 processes" in first and "everything is saved" in first, messages
+    assert "2 processes" in first and "--resume continues from grpo-" in first, messages
     assert 3 <= int(re.search(r"resuming from grpo-(\d+)", second)[1]) < 16, messages
     assert len(rows(tmp_path / "whole")) == 17 and rows(tmp_path / "disturbed") == rows(
         tmp_path / "whole"
