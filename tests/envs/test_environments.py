@@ -790,6 +790,16 @@ def resolve():
             spec.fork_server.close()
 
 
+@pytest.mark.parametrize("options", ["die", "kill", "spin"])
+def test_an_environment_of_a_file_dies_without_the_script(play, resolve, bad_file, options):
+    """Runs in processes, as under `train.py`: in a thread, the first two cases would end these
+    tests.
+    """
+    rows, limits = [{"how": options, "when": "step"}], EpisodeLimits(seconds=2)
+    spec = resolve(f"{bad_file}:Bad")
+    check_damage(play(spec, lambda *_: "a", members=3, rows=rows, limits=limits), options)
+
+
 @pytest.mark.parametrize("form", ["file", "module", "thread", "class"])
 def test_a_modules_state_is_that_of_one_episode_unless_threads_are_asked_for(
     play, resolve, tmp_path, monkeypatch, form
