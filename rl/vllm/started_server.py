@@ -151,7 +151,7 @@ class StartedServer(VllmServer):
         super().__init__(f"http://127.0.0.1:{port}", request_seconds)
         self.max_context = sys.maxsize  # until it has started
         self.max_lora_rank = _LORA_RANKS[-1] if loads_adapters else 0  # until it has started
-        self._lora_rank = lora_rank
+        self._lora_rank = lora_rank if loads_adapters else 0  # adapters are merged otherwise
         self._port, self._launch = port, launch
         self._lock = threading.Lock()  # held by starts and loads
         self._wait_lock = threading.Lock()
@@ -222,8 +222,8 @@ class StartedServer(VllmServer):
     def _start(self) -> None:
         """Start the server and wait until it answers, at most `request_seconds`."""
         assert self._launch is not None and self._weights is not None
-        folder, rank = self._weights.model.folder, self._lora_rank if self.max_lora_rank else 0
-        command = self._launch.build_command(folder, self._port, rank)
+        folder = self._weights.model.folder
+        command = self._launch.build_command(folder, self._port, self._lora_rank)
         line = ["/bin/sh", "-c", _APPEND_OUTPUT, str(self._log), *command]
         environment = {
             name: value

@@ -324,14 +324,16 @@ def test_a_killed_run_leaves_no_server_and_resumes_with_another(tmp_path, state,
 
 
 @pytest.mark.slow
-def test_a_server_has_room_for_the_adapters_of_later_stages(tmp_path, state):
+@pytest.mark.parametrize("options, wanted", [(("--enable-lora",), {"16"}), ((), set())])
+def test_a_server_has_room_for_the_adapters_of_later_stages(tmp_path, state, options, wanted):
+    """Adapters are merged by a server that is started without --enable-lora, which needs none."""
     stages = [{"method": "grpo", "lora_rank": rank, "steps": 1} for rank in (4, 16)]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({"stages": stages}))
     stub = StubServer()
-    stub.lora_rank = 16
+    stub.lora_rank = 16 if options else 0
     with vllm_server(stub, lambda fault, reply: (200, reply)) as url:
-        command = make_command(state, url, options=("--enable-lora",))
+        command = make_command(state, url, options=options)
         words = [str(recipe), *WORDS.split()[1:], "--sampler-command", command]
         run = start_run(words, tmp_path / "run")
         try:
@@ -347,7 +349,7 @@ def test_a_server_has_room_for_the_adapters_of_later_stages(tmp_path, state):
             assert run.wait(240) == 0
         finally:
             run.terminate()
-    assert ranks == {"16"} and state.read_text() == "1"
+    assert ranks == wanted and state.read_text() == "1"
 
 
 @pytest.mark.slow
