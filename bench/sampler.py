@@ -177,6 +177,7 @@ def peers_with_vllm(
     return {
         name: lambda: with_vllm(True),
         f"{name}, no logprobs": lambda: with_vllm(False),
+        "generate": timed(with_generate, model, ids, shape),  # which TRL calls without vLLM
         "ours": timed(with_engine, decoder, ids.tolist(), shape),
     }
 
