@@ -17,7 +17,8 @@ Each repeat runs every peer once, in turn, after a warm-up; the script compares 
 is the peer's tokens per second divided by those of `generate` (of vLLM).
 
 `generate` returns the logits of each step. The benchmark gathers the logprobs from them at the end,
-which is the cheapest way that `generate` offers. vLLM runs in a separate process, on the same
+which is the cheapest way that `generate` offers. "products" is a floor, not a sampler: only the
+matrix products of the workload, with the weights of the decoder in fp32. vLLM runs in a separate process, on the same
 weights in fp32; its prefix cache is emptied before each repeat, because each repeat also creates a
 new engine for our side. It is measured with the logprob of each token, which our sampler always
 returns, and without. Above a load of about --threads, others share the cores and ratios shrink.
@@ -52,6 +53,7 @@ from bench.harness import (  # noqa: E402
     write_table,
 )
 from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
+from rl.sampler.linear_layers import get_layout, packed_linear  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
 BASE = dict(tie_word_embeddings=True, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None, pad_token_id=0)  # fmt: skip
@@ -132,6 +134,36 @@ def with_engine(decoder: Any, prompts: list[list[int]], shape: SamplerWorkload) 
     return sum(len(s.logprobs or []) for response in engine.run() for s in response.sequences)
 
 
+def list_products(model: Any) -> list[torch.Tensor]:
+    """Return the matrices of a forward pass as the decoder joins them; the head is the last."""
+    layers = [(layer.self_attn, layer.mlp) for layer in model.model.layers]
+    groups = [
+        group
+        for a, mlp in layers
+        for group in ((a.q_proj, a.k_proj, a.v_proj), (a.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
+    ]  # fmt: skip
+    groups.append((model.lm_head,))
+    return [torch.cat([part.weight.detach() for part in group]) for group in groups]
+
+
+@torch.no_grad()
+def with_products(matrices: list[torch.Tensor], shape: SamplerWorkload) -> int:
+    """Compute the matrix products of a workload alone, and return its number of tokens."""
+
+    def multiply(rows: int, matrix: torch.Tensor) -> None:
+        x, layout = torch.ones(rows, matrix.shape[1]), get_layout(matrix)
+        packed_linear(x, layout[1], None) if layout else torch.nn.functional.linear(x, matrix)
+
+    *layers, head = matrices
+    for matrix in layers:
+        multiply(shape.prompts * shape.prompt_tokens, matrix)
+    multiply(shape.prompts, head)
+    for _ in range(shape.new_tokens - 1):
+        for matrix in matrices:
+            multiply(shape.prompts * shape.samples, matrix)
+    return shape.tokens
+
+
 def timed(run: Callable[..., int], *arguments: Any) -> Callable[[], tuple[float, int]]:
     def turn() -> tuple[float, int]:
         start = time.perf_counter()
@@ -179,6 +211,7 @@ def peers_with_vllm(
         f"{name}, no logprobs": lambda: with_vllm(False),
         "generate": timed(with_generate, model, ids, shape),  # which TRL calls without vLLM
         "ours": timed(with_engine, decoder, ids.tolist(), shape),
+        "products": timed(with_products, list_products(model), shape),
     }
 
 
