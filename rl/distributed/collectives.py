@@ -51,13 +51,16 @@ class BridgeMembers:
     store: Any
     rank_name: str
 
-    def group(self, name: str, timeout: datetime.timedelta) -> Any:
-        """Return a gloo process group of these processes."""
+    def group(self, name: str, timeout: datetime.timedelta, backend: str = "gloo") -> Any:
+        """Return a process group of these processes."""
         if self.store is None:
-            return dist.new_group(backend="gloo", timeout=timeout)
-        return dist.ProcessGroupGloo(
-            dist.PrefixStore(name, self.store), self.rank, self.world, timeout=timeout
-        )
+            return dist.new_group(backend=backend, timeout=timeout)
+        store = dist.PrefixStore(name, self.store)
+        if backend == "gloo":
+            return dist.ProcessGroupGloo(store, self.rank, self.world, timeout=timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, self.rank, self.world, options)
 
 
 class ObjectGroup:
@@ -78,10 +81,12 @@ class ObjectGroup:
     def __init__(self, timeout_seconds: float, members: BridgeMembers | None = None):
         self.timeout_seconds = timeout_seconds
         members = members or BridgeMembers(rank(), world(), None, f"rank {rank()}")
-        self.rank, self.world = members.rank, members.world
+        self.rank, self.world, self._members = members.rank, members.world, members
         self.received_bytes = 0
         self._names = ["rank 0"]
         self._heartbeat: HeartbeatSender | HeartbeatMonitor | None = None
+        self._buffers: Any = None  # process group of `broadcast_buffer`, from its first use on
+        self._stream: torch.cuda.Stream | None = None
         if self.world > 1:
             bound = datetime.timedelta(seconds=2 * timeout_seconds + 60)
             self._results = members.group("results", bound)
@@ -183,6 +188,23 @@ class ObjectGroup:
             return _unpack(header)
         self._verbs.recv([message], 0, 0).wait()
         return (*_unpack(header), _unpack(message))
+
+    def broadcast_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's buffer on every rank: over NCCL in GPU memory if there are GPUs, from
+        pinned memory of rank 0, otherwise over gloo.
+
+        Rank 0 does not wait for NCCL, which reports no lost rank before its timeout: the next
+        `gather` does. Its stream is a separate one, or the buffer would wait for the learner.
+        """
+        bound, cuda = datetime.timedelta(seconds=self.timeout_seconds), torch.cuda.is_available()
+        if self._buffers is None:
+            backend = "nccl" if cuda else "gloo"
+            self._buffers = self._members.group("buffers", bound, backend)
+            self._stream = torch.cuda.Stream() if cuda and self.rank == 0 else None
+        with self._mark_waiting(), torch.cuda.stream(self._stream):
+            on_device = buffer.cuda(non_blocking=True) if cuda else buffer
+            self._buffers.broadcast(on_device, 0).wait()
+        return on_device
 
     def gather(self, item: Any) -> list[Any] | None:
         """Return every rank's object in rank order on rank 0, None elsewhere.

@@ -1,10 +1,10 @@
 """Transfer weights from learner ranks to sampler ranks in chunks, while both keep working.
 
 Rank 0 copies the weights that an update has changed into host memory, after which the learners are
-free. The bytes are sent over the bridge group in chunks. Each chunk is a verb of the samplers, and
-several chunks are executed between two step requests of a stream. The chunks are written into a
-decoder that no request samples from, which becomes the new version when all have arrived.
-(rl.runtime.router sends them.)
+free. They are sent in chunks. Each chunk is a verb of the samplers, which its bytes follow over
+NCCL from GPU to GPU, or over gloo. Several chunks are executed between two step requests of a
+stream. They are written into a decoder that no request samples from, which becomes the new version
+when all have arrived. (rl.runtime.router sends them.)
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +27,8 @@ from rl.runtime.sampling_worker import SamplingWorker, load_base
 from rl.runtime.verb_table import SAMPLER, verb
 from rl.sampler import Decoder
 
-CHUNK_BYTES = 4 * 2**20
+# A verb takes about a millisecond, in which a GPU receives more.
+CHUNK_BYTES, GPU_CHUNK_BYTES = 4 * 2**20, 32 * 2**20
 TRANSFER_SHARE = 0.5  # of the samplers' time while weights are sent and streams sample
 MAX_CHUNKS = 32  # of a round: those of two rounds are in host memory
 CONVERT_ELEMENTS = 2**20  # elements of a tensor that are converted at a time
@@ -67,12 +68,13 @@ class WeightSnapshot:
         return replace(self, tensors={**self.tensors, **converted})
 
     def iter_chunks(
-        self, size: int = CHUNK_BYTES, dtypes: Mapping[str, torch.dtype] | None = None
+        self, size: int | None = None, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> Iterator[WeightChunk]:
         """Yield the bytes of all tensors in order, at most `size` bytes in each chunk. `dtypes`: by
         name, the dtype of tensors that are sent in another dtype.
         """
-        parts: list[tuple[str, int, np.ndarray]] = []
+        size = size or (GPU_CHUNK_BYTES if torch.cuda.is_available() else CHUNK_BYTES)
+        pieces: list[tuple[str, int, Tensor]] = []
         space = size
         for name, tensor in self.tensors.items():
             flat, dtype = tensor.reshape(-1), (dtypes or {}).get(name, tensor.dtype)
@@ -80,15 +82,14 @@ class WeightSnapshot:
                 # converting a whole embedding would delay the streams
                 raw, offset = view_bytes(flat[low : low + CONVERT_ELEMENTS].to(dtype)), 0
                 while offset < len(raw):
-                    parts.append(
-                        (name, low * dtype.itemsize + offset, raw[offset : offset + space])
-                    )
-                    offset, space = offset + len(parts[-1][2]), space - len(parts[-1][2])
+                    piece = raw[offset : offset + space]
+                    pieces.append((name, low * dtype.itemsize + offset, piece))
+                    offset, space = offset + len(piece), space - len(piece)
                     if space == 0:
-                        yield WeightChunk.from_parts(parts)
-                        parts, space = [], size
-        if parts:
-            yield WeightChunk.from_parts(parts)
+                        yield WeightChunk.from_pieces(pieces)
+                        pieces, space = [], size
+        if pieces:
+            yield WeightChunk.from_pieces(pieces)
 
 
 class TransferSchedule:
@@ -124,15 +125,35 @@ class TransferSchedule:
 
 @dataclass(frozen=True)
 class WeightChunk:
-    """Hold bytes of tensors as (name, byte offset, bytes). `checksum`: CRC-32 of all of them."""
+    """Hold bytes of tensors.
 
-    parts: Sequence[tuple[str, int, np.ndarray]]
+    parts       (name, byte offset in the tensor, number of bytes), in the order of the payload
+    checksum    of parts and payload
+    payload     uint8 [bytes]; None in the verb of a chunk, which the payload follows
+    """
+
+    parts: Sequence[tuple[str, int, int]]
     checksum: int
+    payload: Tensor | None = None
 
     @classmethod
-    def from_parts(cls, parts: Sequence[tuple[str, int, np.ndarray]]) -> WeightChunk:
-        """Return a chunk of these parts with its checksum."""
-        return cls(parts, _compute_checksum(parts))
+    def from_pieces(cls, pieces: Sequence[tuple[str, int, Tensor]]) -> WeightChunk:
+        """Return a chunk of (name, byte offset, uint8 [bytes]), in memory that a GPU copies
+        from.
+        """
+        parts = [(name, offset, len(raw)) for name, offset, raw in pieces]
+        size = sum(length for *_, length in parts)
+        payload = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        torch.cat([raw for *_, raw in pieces], out=payload)
+        return cls(parts, _compute_checksum(parts, payload), payload)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeightChunk, (self.parts, self.checksum)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the payload."""
+        return sum(length for *_, length in self.parts)
 
 
 @dataclass
@@ -155,17 +176,22 @@ class WeightTransfer:
         """Write a chunk, and load each completed tensor into the decoder. Raises RuntimeError if
         the checksum differs.
         """
-        if _compute_checksum(chunk.parts) != chunk.checksum:
+        payload = chunk.payload
+        assert payload is not None
+        if _compute_checksum(chunk.parts, payload) != chunk.checksum:
             raise RuntimeError(
                 f"weights of version {self.manifest.version} were corrupted in transfer (the "
                 "checksum differs), at tensors " + ", ".join(name for name, *_ in chunk.parts[:3])
             )
-        for name, offset, raw in chunk.parts:
+        pieces = payload.split([length for *_, length in chunk.parts])
+        for (name, offset, length), piece in zip(chunk.parts, pieces, strict=True):
             if name not in self.partial_tensors:
                 sent = self.manifest.tensors[name]
-                self.partial_tensors[name] = torch.empty(sent.shape, dtype=sent.dtype)
-            view_bytes(self.partial_tensors[name])[offset : offset + len(raw)] = raw
-            self.remaining_bytes[name] -= len(raw)
+                self.partial_tensors[name] = torch.empty(
+                    sent.shape, dtype=sent.dtype, device=payload.device
+                )
+            view_bytes(self.partial_tensors[name])[offset : offset + length] = piece
+            self.remaining_bytes[name] -= length
             if self.remaining_bytes[name] == 0:
                 self.decoder.load_([(name, self.partial_tensors.pop(name))])
                 del self.remaining_bytes[name]
@@ -230,7 +256,11 @@ class SamplerWorker(SamplingWorker):
 
     @verb(SAMPLER)
     def receive_chunk(self, version_id: int, chunk: WeightChunk) -> None:
-        """Receive a chunk."""
+        """Receive a chunk, whose payload rank 0 sends after the verb."""
+        if chunk.payload is None:
+            device = self.accelerator.device
+            buffer = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=device)
+            chunk = replace(chunk, payload=self.objects.broadcast_buffer(buffer))
         self.transfers[version_id].receive(chunk)
 
     @verb(SAMPLER)
@@ -285,14 +315,15 @@ class SamplerWorker(SamplingWorker):
         return ReceivedModel(manifest.spec, loaded, [decoder])
 
 
-def view_bytes(tensor: Tensor) -> np.ndarray:
-    """Return the memory of a (contiguous host) tensor as uint8 [bytes]."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+def view_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a (contiguous) tensor as uint8 [bytes]."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _compute_checksum(parts: Sequence[tuple[str, int, np.ndarray]]) -> int:
-    """Return the CRC-32 of names, offsets, lengths and bytes."""
-    total = 0
-    for name, offset, raw in parts:
-        total = zlib.crc32(raw.data, zlib.crc32(f"{name} {offset} {len(raw)}".encode(), total))
-    return total
+def _compute_checksum(parts: Sequence[tuple[str, int, int]], payload: Tensor) -> int:
+    """Return a checksum of names, offsets and lengths, and of the bytes, which a GPU computes too:
+    the sum of 64-bit words modulo 2^64.
+    """
+    end = len(payload) // 8 * 8
+    words, rest = payload[:end].view(torch.int64).sum(), payload[end:].sum()
+    return zlib.crc32(f"{list(parts)} {int(words)} {int(rest)}".encode())

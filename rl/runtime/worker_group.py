@@ -33,7 +33,7 @@ from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sampling_worker import SamplingWorker
 from rl.runtime.training_worker import TrainingWorker
 from rl.runtime.verb_table import LEARNER, SERVICE, VERBS, VerbCall, VerbFuture, verb
-from rl.runtime.weight_sync import SamplerWorker
+from rl.runtime.weight_sync import SamplerWorker, WeightChunk
 
 CLOSE_RANKS, HEARTBEAT = "close", "alive"  # messages to the ranks' loops, not verbs
 
@@ -101,7 +101,7 @@ class ClosedService:
 
 
 class RemoteExecutor:
-    """Serve as rank 0's executor of the sampler ranks: execute nothing."""
+    """Serve as rank 0's executor of the sampler ranks: execute nothing, and send the weights."""
 
     def __init__(self, settings: WorkerSettings):
         role = assign_role(settings.sampler_ranks, settings.timeout_seconds)
@@ -112,6 +112,11 @@ class RemoteExecutor:
     def worker(self, service: int, name: str) -> RemoteExecutor:
         """Return this object, for any service and verb."""
         return self
+
+    def receive_chunk(self, version_id: int, chunk: WeightChunk) -> None:
+        """Send the payload of a chunk after its verb."""
+        assert chunk.payload is not None
+        self.objects.broadcast_buffer(chunk.payload)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: None

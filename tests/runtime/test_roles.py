@@ -3,6 +3,7 @@ a single process that does both, and the plan counts both sides.
 """
 
 import json
+import pickle
 import queue
 import signal
 import threading
@@ -83,7 +84,7 @@ def make_weight_transfer(sent: WeightSnapshot) -> WeightTransfer:
 def test_weights_in_pieces_of_any_size_are_the_weights(size):
     sent = staged()
     here, pieces = make_weight_transfer(sent), list(sent.iter_chunks(size))
-    assert all(sum(len(raw) for _, _, raw in piece.parts) == size for piece in pieces[:-1])
+    assert all(len(piece.payload) == size for piece in pieces[:-1])
     for piece in pieces:
         here.receive(piece)
     here.check_complete()
@@ -114,7 +115,7 @@ def test_weights_cross_in_the_dtype_that_they_are_kept_in(size):
         list(sent.iter_chunks(size, dtypes)),
     )
     assert (
-        sum(len(raw) for piece in pieces for _, _, raw in piece.parts)
+        sum(len(piece.payload) for piece in pieces)
         == 2 * 37 * 11 + 2 * 9 * 3 + 4 * 4 * 6 + 2 + 8 * 5
     )
     for piece in pieces:
@@ -139,10 +140,21 @@ def test_a_piece_that_does_not_come_is_named_and_a_damaged_one_refused(lost):
     ):
         here.check_complete()
     good = next(sent.iter_chunks(100))
-    name, at, raw = good.parts[0]
-    for wrong in ([(name, at, raw + 1)], [(name, at + 1, raw)], [("half", at, raw)]):
+    name, at, length = good.parts[0]
+    changed = good.payload.clone()
+    changed[length // 2] += 1
+    for parts, payload in (
+        ([(name, at, length)], changed),
+        ([(name, at + 1, length)], good.payload),
+        ([("half", at, length)], good.payload),
+    ):
         with pytest.raises(RuntimeError, match="were corrupted in transfer"):
-            make_weight_transfer(sent).receive(WeightChunk(wrong, good.checksum))
+            make_weight_transfer(sent).receive(WeightChunk(parts, good.checksum, payload))
+
+
+def test_the_verb_of_a_chunk_holds_no_weights():
+    chunk = next(staged().iter_chunks())
+    assert pickle.loads(pickle.dumps(chunk)) == WeightChunk(chunk.parts, chunk.checksum)
 
 
 def test_bytes_of_a_tensor_are_its_own():
@@ -648,7 +660,9 @@ def receive(self, chunk):
     if {fault!r} == "nothing arrives":
         self.decoder = SimpleNamespace(load_=lambda named: None)
     elif {fault!r} == "a tensor is left out":
-        chunk = weight_sync.WeightChunk.from_parts([part for part in chunk.parts if "layers.1.mlp.down_proj" not in part[0]])
+        raws = chunk.payload.split([length for *_, length in chunk.parts])
+        pieces = [(name, at, raw) for (name, at, _), raw in zip(chunk.parts, raws)]
+        chunk = weight_sync.WeightChunk.from_pieces([piece for piece in pieces if "layers.1.mlp.down_proj" not in piece[0]])
     real(self, chunk)
 def end_transfer(self, version_id):
     self.transfers[version_id].decoder = self.models[self.transfers[version_id].manifest.model_id].decoders[0]
