@@ -11,6 +11,7 @@ that run; the flags on data and rewards then change its settings.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from itertools import takewhile
 from pathlib import Path
@@ -68,7 +69,7 @@ def list_data_settings(args: argparse.Namespace, console: Console) -> list[Any]:
         resolve_environment,
     )
 
-    if args.words and contains_run(source := Path(args.words[0]).expanduser()):
+    if args.words and contains_run(source := Path(os.path.expanduser(args.words[0]))):
         run = load_run(source, trusted=args.trust_run)
         flags = [*args.words[1:], *args.flags]
         stages = run.stages

@@ -243,7 +243,7 @@ def resolve_settings(
     }
     if dataset is not None:  # it alone, without the further sets of the run
         overrides |= {"more_datasets": (), "dataset_weights": (), "more_eval_datasets": ()}
-        overrides["data_format"] = data.prompt_format
+        data = data.make_prompt_settings()
     if dataset_reward is not None:  # its rows have a different format than the run's
         overrides |= {
             "data_format": "auto",
