@@ -83,9 +83,12 @@ def list_data_settings(args: argparse.Namespace, console: Console) -> list[Any]:
         recipe = Path(__file__).parent / "recipes" / "sorting.yaml"
         stages = read_run(words, METHODS, recipe, RunSettings).stages
         sections = [stage.settings.data for stage in stages]
+        for stage in stages:
+            resolve_environment(stage.settings)  # raises for one that does not exist
     chosen: list[Any] = []
     for stage, data in zip(stages, sections, strict=True):
-        if resolve_environment(stage.settings) is not None:
+        env = getattr(stage.settings, "env", None)
+        if env is not None and env.environment is not None:
             console.print(f"stage {stage.name}: its environment pays, which is not checked")
             continue
         if data.reward is None and not data.rewards:

@@ -77,8 +77,8 @@ class RolloutDataSettings(DataSettings):
         """Return the settings of a data set of prompts, whose columns are not those of the stored
         answers.
         """
-        own_columns = ("prompt_column", "response_column")
-        names = {item.name for item in fields(DataSettings)}.difference(own_columns)
+        answer_columns = ("prompt_column", "response_column")
+        names = {item.name for item in fields(DataSettings)}.difference(answer_columns)
         return DataSettings(**{name: getattr(self, name) for name in names})
 
 

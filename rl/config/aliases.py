@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-# A line: names elsewhere = setting here: difference; "-" if no such setting exists. verl's names are
-# without actor_rollout_ref in front. Of several lines of a name, the first one counts whose setting
-# the run has.
+# A line: names elsewhere = setting here: difference; "-" if no such setting exists. verl's names
+# are without actor_rollout_ref in front. Of several lines of a name, the first one counts whose
+# setting the run has.
 _TABLE = """
 lr actor.optim.lr = learning_rate
 max_steps = steps: number of batches; each takes num_substeps optimizer steps (1 by default)

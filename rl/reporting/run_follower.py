@@ -168,7 +168,9 @@ class RunFollower:
         if (stage := self.find_stage()) is None:
             return None
         _, done, steps = stage
-        seconds = [row["time/step"] for row in self.rows[-min(20, done + 1) :] if "time/step" in row]
+        seconds = [
+            row["time/step"] for row in self.rows[-min(20, done + 1) :] if "time/step" in row
+        ]
         return (steps - done) * sum(seconds) / len(seconds) if seconds else None
 
 

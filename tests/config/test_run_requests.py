@@ -90,7 +90,7 @@ def test_a_change_may_unset_a_setting_and_replace_the_rewards(tmp_path):
 
 
 def test_the_home_of_an_unknown_user_is_a_problem_of_the_setting():
-    with pytest.raises(SettingsError, match="output_dir ~nosuchuser/run"):
+    with pytest.raises(SettingsError, match="--output-dir ~nosuchuser/run"):
         read("--resume", "--output-dir", "~nosuchuser/run")
     with pytest.raises(UserError, match="no folder ~nosuchuser/run"):
         open_weights("~nosuchuser/run")

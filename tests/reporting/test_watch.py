@@ -284,7 +284,12 @@ def test_files_with_numbers_beyond_floats_are_read(tmp_path: Path) -> None:
 def test_values_beside_an_axis_are_short() -> None:
     values = [0, -0.0, 1e-9, -1.234e-7, 0.5, 999.9, 1000, -12345, 4.5e9, 1e300, -1e-300, 123456789]
     assert all(len(format_axis_value(value)) <= 8 for value in values)
-    assert [format_axis_value(value) for value in (0.5, 12345, -0.0)] == ["0.5", "12.3k", "0"]
+    assert [format_axis_value(value) for value in (0.5, 999.7, 12345, -0.0)] == [
+        "0.5",
+        "1k",
+        "12.3k",
+        "0",
+    ]
 
 
 def test_pages_of_answers() -> None:
