@@ -31,7 +31,7 @@ class RunFollower:
         self.rows: list[dict[str, Any]]
         self.alarms: list[dict[str, Any]]  # periods, as `collect_alarms` returns them
         self.evaluations: list[dict[str, Any]]  # first and last row with held-out metrics
-        self._forget_rows()
+        self._drop_rows()
         self.stages: list[tuple[str, int]] = []  # name and steps of each stage
         self.answers: list[dict[str, Any]] = []
         self.answers_step: int | None = None
@@ -78,12 +78,12 @@ class RunFollower:
             with (self.folder / METRICS_FILE).open("rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._identity or status.st_size < self._offset:
-                    self._forget_rows()
+                    self._drop_rows()
                     self._identity = status.st_ino
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
-            self._forget_rows()
+            self._drop_rows()
             return
         except OSError:
             return
@@ -96,8 +96,8 @@ class RunFollower:
         measured = [row for row in self.rows if any(name.startswith("test/") for name in row)]
         self.evaluations = [*measured[:1], *measured[1:][-1:]]
 
-    def _forget_rows(self) -> None:
-        """Forget what was read of metrics.jsonl."""
+    def _drop_rows(self) -> None:
+        """Drop what was read of metrics.jsonl."""
         self.rows, self.alarms, self.evaluations = [], [], []
         self._offset, self._identity, self._rest = 0, 0, b""
 
