@@ -31,6 +31,9 @@ class RunFollower:
         self.rows: list[dict[str, Any]]
         self.alarms: list[dict[str, Any]]  # periods, as `collect_alarms` returns them
         self.evaluations: list[dict[str, Any]]  # first and last row with held-out metrics
+        self._offset: int
+        self._identity: int  # inode of metrics.jsonl
+        self._rest: bytes  # of an unfinished line
         self._drop_rows()
         self.stages: list[tuple[str, int]] = []  # name and steps of each stage
         self.answers: list[dict[str, Any]] = []

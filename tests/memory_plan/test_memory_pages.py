@@ -98,7 +98,7 @@ def test_the_rows_without_pages_are_those_that_the_engine_lets_in():
         group, groups = int(rng.integers(1, 7)), int(rng.integers(1, 6))
         prompt, answer = int(rng.integers(1, 20)), int(rng.integers(2, 20))
         most = int(rng.integers(1, 30))
-        tokens = prompt + answer - 1 + int(rng.integers(0, 200))
+        tokens = prompt + answer - 1 + int(rng.integers(0, 100))
         engine = Engine(decoder, kv_cache_tokens=tokens, max_rows=most)
         for i, words in enumerate(random_prompts([prompt] * groups)):
             params = SamplingParams(max_tokens=answer, stop=[])
