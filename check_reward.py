@@ -11,6 +11,7 @@ that run; the flags on data and rewards then change its settings.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from itertools import takewhile
 from pathlib import Path
@@ -68,7 +69,7 @@ def list_data_settings(args: argparse.Namespace, console: Console) -> list[Any]:
         resolve_environment,
     )
 
-    if args.words and contains_run(source := Path(args.words[0]).expanduser()):
+    if args.words and contains_run(source := Path(os.path.expanduser(args.words[0]))):
         run = load_run(source, trusted=args.trust_run)
         flags = [*args.words[1:], *args.flags]
         stages = run.stages
@@ -82,9 +83,12 @@ def list_data_settings(args: argparse.Namespace, console: Console) -> list[Any]:
         recipe = Path(__file__).parent / "recipes" / "sorting.yaml"
         stages = read_run(words, METHODS, recipe, RunSettings).stages
         sections = [stage.settings.data for stage in stages]
+        for stage in stages:
+            resolve_environment(stage.settings)  # raises for one that does not exist
     chosen: list[Any] = []
     for stage, data in zip(stages, sections, strict=True):
-        if resolve_environment(stage.settings) is not None:
+        env = getattr(stage.settings, "env", None)
+        if env is not None and env.environment is not None:
             console.print(f"stage {stage.name}: its environment pays, which is not checked")
             continue
         if data.reward is None and not data.rewards:

@@ -243,7 +243,7 @@ def resolve_settings(
     }
     if dataset is not None:  # it alone, without the further sets of the run
         overrides |= {"more_datasets": (), "dataset_weights": (), "more_eval_datasets": ()}
-        overrides["data_format"] = data.prompt_format
+        data = data.make_prompt_settings()
     if dataset_reward is not None:  # its rows have a different format than the run's
         overrides |= {
             "data_format": "auto",
@@ -313,54 +313,23 @@ def main(args: argparse.Namespace, parts: list[dict[str, Any]]) -> None:
 def prepare_evaluation(
     args: argparse.Namespace, weights: Any, dataset: str | None, console: Any
 ) -> DatasetEvaluation:
-    """Resolve the settings of a data set and load its problems, before any weights are loaded."""
-    from rl.trainer import find_sandbox_kind, resolve_environment
-
-    data, sampling, params = resolve_settings(args, weights, dataset)
-    request = EvaluationRequest(data, resolve_env_settings(args, weights.stage))
-    check_trust(args, data, request, console)
-    environment = resolve_environment(request)
-    problems, reward = load_problems_and_reward(args, data, request, environment)
-    kind = None if reward is None else find_sandbox_kind(reward, data)
-    return DatasetEvaluation(
-        dataset, request, sampling, params, environment, problems, reward, kind
-    )
-
-
-def check_trust(
-    args: argparse.Namespace, data: Any, request: EvaluationRequest, console: Any
-) -> None:
-    """Print which code of the run's config is imported.
-
-    Raises UserError if that code is outside of the current folder and not trusted.
-    """
-    from rl.trainer import check_trusted, list_environment_addresses, list_reward_addresses
-
-    candidates = [("reward", list_reward_addresses(data))] if args.reward is None else []
-    candidates += (
-        [("environment", list_environment_addresses(request))] if args.environment is None else []
-    )
-    for what, addresses in candidates:
-        for notice in check_trusted(
-            addresses, f"the config of {args.weights}", args.trust_run, what
-        ):
-            console.print(notice, markup=False)
-
-
-def load_problems_and_reward(
-    args: argparse.Namespace, data: Any, request: EvaluationRequest, environment: Any
-) -> tuple[Any, Any]:
-    """Return (held-out problems, reward).
+    """Resolve the settings of a data set and load its problems, before any weights are loaded.
 
     With an environment, the reward scores whole episodes; None if no reward does.
     """
     from rl.errors import UserError
     from rl.trainer import (
+        find_sandbox_kind,
         load_held_out_rows,
+        resolve_environment,
         resolve_episode_reward,
         resolve_stage_reward,
     )
 
+    data, sampling, params = resolve_settings(args, weights, dataset)
+    request = EvaluationRequest(data, resolve_env_settings(args, weights.stage))
+    check_trust(args, request, console)
+    environment = resolve_environment(request)
     problems = load_held_out_rows(environment, request)
     if problems is None:
         raise UserError(
@@ -368,12 +337,32 @@ def load_problems_and_reward(
         )
     reward = resolve_stage_reward(data)
     if environment is not None:
-        return problems, resolve_episode_reward(environment, data)
-    if reward is None:
+        reward = resolve_episode_reward(environment, data)
+    elif reward is None:
         raise UserError(
             f"{args.weights} was trained without a reward: pass --reward (such as gsm8k)"
         )
-    return problems, reward
+    kind = None if reward is None else find_sandbox_kind(reward, data)
+    return DatasetEvaluation(
+        dataset, request, sampling, params, environment, problems, reward, kind
+    )
+
+
+def check_trust(args: argparse.Namespace, request: EvaluationRequest, console: Any) -> None:
+    """Print which code of the run's config is imported.
+
+    Raises UserError if that code is outside of the current folder and not trusted.
+    """
+    from rl.trainer import check_trusted, list_environment_addresses, list_reward_addresses
+
+    addresses = {
+        "reward": list_reward_addresses(request.data) if args.reward is None else [],
+        "environment": list_environment_addresses(request) if args.environment is None else [],
+    }
+    source = f"the config of {args.weights}"
+    for kind, names in addresses.items():
+        for notice in check_trusted(names, source, args.trust_run, kind):
+            console.print(notice, markup=False)
 
 
 def sample_and_score(

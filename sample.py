@@ -132,14 +132,14 @@ def open_models(
     from rl.sampler import check_features
     from rl.trainer import load_sampled_model, open_weights
 
-    runs = [target for target in args.weights if contains_run(Path(target).expanduser())]
+    runs = [target for target in args.weights if contains_run(Path(os.path.expanduser(target)))]
     for target in args.weights:
         # without a run, open_weights refuses a checkpoint
         checkpoint = args.checkpoint if target in runs or not runs else None
         saved = open_weights(target, checkpoint, trusted=args.trust_run)
         data, sampling = saved.prompt_settings
-        overrides = {"data_format": data.prompt_format} if args.dataset else {}
-        data, sampling = override_settings((data, sampling), args.others, vars(args), overrides)
+        sections = (data.make_prompt_settings(), sampling)
+        data, sampling = override_settings(sections, args.others, vars(args))
         if len(args.weights) > 1:
             check_features((sampling.sampler, "several models"))
         service = saved.create_service(args.seed, args.sampler_tp, sampling)

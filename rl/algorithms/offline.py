@@ -13,7 +13,7 @@ it). A is the answer's reward minus a baseline.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -72,6 +72,14 @@ class RolloutDataSettings(DataSettings):
         for name in ("more_datasets", "curriculum"):
             reason = "stored answers are read from a single dataset, without a curriculum"
             require(self, (name,), False, reason, "set dataset")
+
+    def make_prompt_settings(self) -> DataSettings:
+        """Return the settings of a data set of prompts, whose columns are not those of the stored
+        answers.
+        """
+        answer_columns = ("prompt_column", "response_column")
+        names = {item.name for item in fields(DataSettings)}.difference(answer_columns)
+        return DataSettings(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)

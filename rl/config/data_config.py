@@ -5,7 +5,7 @@ Other sections: `rl.config.sections`. This module imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from rl.config.check_config import require
@@ -151,12 +151,12 @@ class DataSettings:
         )
         self._check_sources()
 
-    @property
-    def prompt_format(self) -> DataFormat:
-        """Return the format of a further data set of which only the prompts are read: answers to
+    def make_prompt_settings(self) -> DataSettings:
+        """Return the settings of a further data set of which only the prompts are read: answers to
         learn from, which `data_format` may name, can be absent there.
         """
-        return "auto" if self.data_format in ("preferences", "unpaired") else self.data_format
+        is_answers = self.data_format in ("preferences", "unpaired")
+        return replace(self, data_format="auto") if is_answers else self
 
     def _check_sources(self) -> None:
         sets = 1 + len(self.more_datasets)

@@ -23,6 +23,7 @@ from rl.config.fields import (
 from rl.errors import UserError
 
 Flag = tuple[str, RawValue]
+ALTERNATIVES = {"reward": "rewards", "rewards": "reward"}  # each replaces the other
 
 
 def split_flags(argv: Sequence[str], problems: list[str]) -> tuple[list[str], list[Flag]]:
@@ -126,25 +127,26 @@ def parse_changes(words: Sequence[str], problems: list[str]) -> list[Flag]:
             )
             continue
         try:
-            parts = tuple(shlex.split(value))
+            is_null = value in ("null", "None")
+            parts = ("None",) if is_null else tuple(shlex.split(value))
         except ValueError as error:
             problems.append(f"--change {word!r}: {error}")
             continue
-        raw = RawValue(parts, f"--change {name}", is_null=value in ("null", "None"))
+        raw = RawValue(parts, f"--change {name}", is_null=is_null)
         changes.append((to_setting_name(name), raw))
     return changes
 
 
 def list_changed_settings(words: Sequence[str], known: Collection[str] = ()) -> set[str]:
-    """Return the settings that the words of --change name, of any stage. `known`: the settings of
-    the run.
+    """Return the settings that the words of --change name, of any stage, and those that these
+    replace. `known`: the settings of the run.
     """
     holders = {"environment": "environment_settings", "template": "template"}
     changed = set()
     for key, _ in parse_changes(words, []):
         section, _, name = current_name(key, known).rpartition(".")
         changed.add(holders.get(section.rpartition(".")[2], name))
-    return changed
+    return changed | {other for name, other in ALTERNATIVES.items() if name in changed}
 
 
 def to_setting_name(name: str) -> str:

@@ -66,24 +66,21 @@ _MAX_NARROW_BOUND = 10.0
 MANY = 10**9
 LARGE = 1e9
 
-COUNT, SIZE = Range(0, MANY), Range(1, MANY)
-SHARE, BELOW_ONE = Range(0, 1), Range(0, 1, below=True)
-INSIDE = Range(0, 1, above=True, below=True)
-POSITIVE, NOT_NEGATIVE, FINITE = Range(0, LARGE, above=True), Range(0, LARGE), Range(-LARGE, LARGE)
+SIZE = Range(1, MANY)
+POSITIVE, FINITE = Range(0, LARGE, above=True), Range(-LARGE, LARGE)
 WEIGHT = Range(0, 1e6)  # coefficient of a loss term
-SECONDS = Range(0, 1e7, above=True)  # up to four months
 # AdamW changes every weight by about the learning rate: a rate of 1 destroys the model.
 RATE = Range(0, 1, above=True)
 
-Count = Annotated[int, COUNT]
+Count = Annotated[int, Range(0, MANY)]
 Size = Annotated[int, SIZE]
-Share = Annotated[float, SHARE]
-BelowOne = Annotated[float, BELOW_ONE]
-Inside = Annotated[float, INSIDE]
+Share = Annotated[float, Range(0, 1)]
+BelowOne = Annotated[float, Range(0, 1, below=True)]
+Inside = Annotated[float, Range(0, 1, above=True, below=True)]
 Positive = Annotated[float, POSITIVE]
-NotNegative = Annotated[float, NOT_NEGATIVE]
+NotNegative = Annotated[float, Range(0, LARGE)]
 Weight = Annotated[float, WEIGHT]
-Seconds = Annotated[float, SECONDS]
+Seconds = Annotated[float, Range(0, 1e7, above=True)]  # up to four months
 
 
 def _format_number(value: float) -> str:

@@ -5,6 +5,7 @@ the config.json of an existing run.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +89,7 @@ def read_resumed_run(
     output_dir = values.get("output_dir", RawValue((), ""))
     if words or not (is_on("resume") or is_on("auto_resume")) or len(output_dir.words) != 1:
         return None
-    folder = Path(output_dir.words[0])
+    folder = Path(os.path.expanduser(output_dir.words[0]))
     requested = read_saved_request(folder, options)
     if requested is not None and not is_on("trust_run"):
         check_resumed_code(folder, requested.stages, values)
@@ -163,7 +164,7 @@ def read_saved_request(folder: Path, options: Collection[str]) -> RequestedRun |
     `options`: the run-level settings that exist today; other saved options are dropped. Unknown
     settings of stages are kept, so that the caller reports them.
     """
-    path = folder.expanduser() / "config.json"
+    path = folder / "config.json"
     try:
         config = locate_recorded_files(json.loads(path.read_text(encoding="utf-8")))
         requested = _parse_config(config, str(path))
@@ -226,7 +227,7 @@ def check_resumed_code(
 
     `replaced`: the settings that the command line names instead.
     """
-    path = folder.expanduser() / "config.json"
+    path = folder / "config.json"
     start = json.loads(path.read_text(encoding="utf-8")).get(LAUNCH_FOLDER_KEY)
     here = Path.cwd().resolve()
     if not isinstance(start, str) or Path(start).resolve() == here:

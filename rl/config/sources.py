@@ -29,11 +29,10 @@ from rl.config.fields import (
     nearest_name,
     to_raw_value,
 )
-from rl.config.flag_parser import Flag, resolve_flags
+from rl.config.flag_parser import ALTERNATIVES, Flag, resolve_flags
 from rl.config.recipe import RecipeStage, RequestedRun
 from rl.config.run_config import MethodEntry, Methods, RunConfig, StageConfig
 
-_ALTERNATIVES = {"reward": "rewards", "rewards": "reward"}  # each replaces the other
 _OF_ALL_STAGES = frozenset({Source.TOP_LEVEL, Source.FLAG})
 
 
@@ -57,7 +56,7 @@ def merge_sources(
             prefix: {key: values.pop(key) for key in [*values] if key.startswith(prefix)}
             for prefix in PART_PREFIXES
         }
-        merged = {k: raw for k, raw in merged.items() if _ALTERNATIVES.get(k) not in layer} | values
+        merged = {k: raw for k, raw in merged.items() if ALTERNATIVES.get(k) not in layer} | values
         for prefix, name in PART_PREFIXES.items():
             if parts[prefix]:
                 merged[name] = _add_parts(merged.get(name), prefix, parts[prefix])
@@ -306,7 +305,7 @@ def _check_two_rewards(flag_values: RawValues) -> list[str]:
     """Return a problem if the line sets both rewards and reward to its default value. The settings
     class cannot detect this case, because the default looks like no value.
     """
-    if flag_values.keys() >= _ALTERNATIVES.keys() and flag_values["reward"].words == (
+    if flag_values.keys() >= ALTERNATIVES.keys() and flag_values["reward"].words == (
         "exact_match",
     ):
         return [

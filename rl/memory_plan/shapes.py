@@ -200,28 +200,23 @@ def compute_concurrent_rows(
 
     `paged`: the most rows that are admitted, which are preempted when pages run out.
     """
-    mine = -(-groups // world)
-    if paged:
-        rows = min(
-            count_admitted_rows(
-                max(kv_cache_tokens // BLOCK_SIZE, 1), -(-prompt // BLOCK_SIZE), group
-            ),
-            mine * group,
-            max_rows,
-        )
-        return -(-rows // group), rows
-    room = max(1, kv_cache_tokens // max(1, prompt + group * (answer - 1)))
-    prompts = min(mine, room, -(-max_rows // group))
-    return prompts, min(prompts * group, max_rows)
+    if paged:  # each row needs a page to write to
+        pages, prompt_pages = kv_cache_tokens // BLOCK_SIZE, -(-prompt // BLOCK_SIZE)
+        admitted = count_admitted_rows(pages, prompt_pages, group, 1)
+    else:
+        admitted = count_admitted_rows(kv_cache_tokens, prompt, group, answer - 1)
+    rows = min(admitted, -(-groups // world) * group, max_rows)
+    return -(-rows // group), rows
 
 
-def count_admitted_rows(pages: int, prompt_pages: int, group: int) -> int:
-    """Return the most rows that an engine admits at once to a pool of `pages` pages: a group's
-    prompt counts once, and each row needs a page to write to.
+def count_admitted_rows(capacity: int, prompt_size: int, group: int, row_size: int) -> int:
+    """Return the most rows that an engine admits at once to a cache of `capacity` pages or tokens.
+    A group's prompt counts once.
     """
-    full_groups, remaining = divmod(pages, prompt_pages + group)
+    full_groups, remaining = divmod(capacity, max(1, prompt_size + group * row_size))
+    partial = max(remaining - prompt_size, 0) // max(1, row_size)
     # a single row is known to fit
-    return max(full_groups * group + max(remaining - prompt_pages, 0), 1)
+    return max(full_groups * group + partial, 1)
 
 
 def count_pool_pages(

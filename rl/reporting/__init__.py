@@ -6,7 +6,6 @@ from rl.reporting.curve_report import collect_curves
 from rl.reporting.evaluation_table import (
     TABLE_COLUMNS,
     compare_evaluations,
-    format_cells,
     format_markdown,
     list_evaluation_tables,
     make_table_rows,
@@ -97,7 +96,6 @@ __all__ = [
     "collect_rollouts",
     "compare_evaluations",
     "compare_paired",
-    "format_cells",
     "format_markdown",
     "list_evaluation_tables",
     "make_table_rows",

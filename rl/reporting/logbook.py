@@ -92,7 +92,7 @@ def contains_run(folder: Path) -> bool:
     not be mistaken for a run.
     """
     path = folder / CONFIG
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
         return False
     config = _read_json(path)
     return isinstance(config, dict) and "stages" in config

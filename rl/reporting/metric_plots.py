@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
+
 from rl.errors import UserError
 from rl.jsonl import METRICS_FILE, read_metrics, write_atomically
 from rl.reporting.seed_groups import average_rows, flatten_config, group_by_settings
@@ -225,9 +227,9 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Return the centered running mean over `window` points; at the ends over the available points
     (no padding).
     """
-    half = window // 2
-    parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(part) / len(part) for part in parts]
+    kernel = np.ones(2 * (window // 2) + 1)
+    sums, counts = (np.convolve(y, kernel, "same") for y in (values, np.ones(len(values))))
+    return (sums / counts).tolist()
 
 
 def find_reward_panels(curves: Sequence[RunCurve]) -> list[PlotPanel]:

@@ -28,14 +28,17 @@ class RunFollower:
     def __init__(self, folder: Path, label: str | None = None):
         self.folder = folder
         self.label = sanitize_name(label or folder.resolve().name)
-        self.rows: list[dict[str, Any]] = []
-        self.alarms: list[dict[str, Any]] = []  # periods, as `collect_alarms` returns them
-        self.evaluations: list[dict[str, Any]] = []  # first and last row with held-out metrics
+        self.rows: list[dict[str, Any]]
+        self.alarms: list[dict[str, Any]]  # periods, as `collect_alarms` returns them
+        self.evaluations: list[dict[str, Any]]  # first and last row with held-out metrics
+        self._offset: int
+        self._identity: int  # inode of metrics.jsonl
+        self._rest: bytes  # of an unfinished line
+        self._drop_rows()
         self.stages: list[tuple[str, int]] = []  # name and steps of each stage
         self.answers: list[dict[str, Any]] = []
         self.answers_step: int | None = None
         self.are_held_out = False  # whether the answers are those of an evaluation
-        self._offset, self._identity, self._rest = 0, 0, b""
         self._answers_key: tuple[str, float] | None = None
         self._heartbeat: float | None = None  # the lock's, by the clock of the file's host
         self._heartbeat_seen = 0.0  # when it came, by time.monotonic()
@@ -71,15 +74,20 @@ class RunFollower:
             self._heartbeat, self._heartbeat_seen = heartbeat, time.monotonic() - age
 
     def _read_metrics(self) -> None:
-        """Read the new lines of metrics.jsonl; all of them if the file was replaced (a resume)."""
+        """Read the new lines of metrics.jsonl; all of them if the file was replaced (a resume), and
+        none if it was removed (a run that is overwritten).
+        """
         try:
             with (self.folder / METRICS_FILE).open("rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._identity or status.st_size < self._offset:
-                    self.rows, self._offset, self._rest = [], 0, b""
+                    self._drop_rows()
                     self._identity = status.st_ino
                 file.seek(self._offset)
                 data = file.read()
+        except FileNotFoundError:
+            self._drop_rows()
+            return
         except OSError:
             return
         self._offset += len(data)
@@ -91,6 +99,11 @@ class RunFollower:
         measured = [row for row in self.rows if any(name.startswith("test/") for name in row)]
         self.evaluations = [*measured[:1], *measured[1:][-1:]]
 
+    def _drop_rows(self) -> None:
+        """Drop what was read of metrics.jsonl."""
+        self.rows, self.alarms, self.evaluations = [], [], []
+        self._offset, self._identity, self._rest = 0, 0, b""
+
     def _read_answers(self) -> None:
         """Read the newest file of rollouts, if it changed."""
         files = [
@@ -100,6 +113,7 @@ class RunFollower:
             if (step := get_step(path.name)) is not None
         ]
         if not files:
+            self.answers, self._answers_key = [], None
             return
         step, trained, path = max(files, key=lambda file: file[:2])
         try:
@@ -152,13 +166,15 @@ class RunFollower:
 
     def estimate_seconds(self) -> float | None:
         """Return the seconds that the current stage still needs, at the speed of its last 20
-        steps.
+        steps; None before its first step.
         """
-        stage = self.find_stage()
-        seconds = [row["time/step"] for row in self.rows[-20:] if is_number(row.get("time/step"))]
-        if stage is None or not seconds:
+        if (stage := self.find_stage()) is None:
             return None
-        return (stage[2] - stage[1]) * sum(seconds) / len(seconds)
+        _, done, steps = stage
+        seconds = [
+            row["time/step"] for row in self.rows[-min(20, done + 1) :] if "time/step" in row
+        ]
+        return (steps - done) * sum(seconds) / len(seconds) if seconds else None
 
 
 def sanitize_name(name: str) -> str:

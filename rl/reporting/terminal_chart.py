@@ -142,7 +142,7 @@ def _render_row(cells: _Cells, row: int, width: int, ascii_only: bool) -> Text:
 
 def format_axis_value(value: float) -> str:
     """Format a value in at most eight characters: 12.3k, 0.512, 3e-05."""
-    if 1000 <= abs(value) < 1e12:
+    if 999.5 <= abs(value) < 1e12:
         return ("-" if value < 0 else "") + format_count(abs(value))
     text = f"{value + 0.0:.3g}"  # + 0.0: not -0
     return text if len(text) <= _LABEL_WIDTH else f"{value:.0e}"

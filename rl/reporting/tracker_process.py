@@ -57,7 +57,9 @@ def check_trackers(names: Sequence[str]) -> None:
     work.
     """
     for name in names:
-        missing = [m for m in TRACKER_MODULES[name] if importlib.util.find_spec(m) is None]
+        specs = {module: importlib.util.find_spec(module) for module in TRACKER_MODULES[name]}
+        # a folder of that name in the current folder, such as wandb/, is a package without a file
+        missing = [module for module, spec in specs.items() if not (spec and spec.origin)]
         if missing:
             raise RunFolderError(
                 f"the tracker {name} needs the package {' and '.join(missing)}: "

@@ -294,7 +294,10 @@ def _compute_step_work(
         "max_rows": sampling.max_rows,
         "world": sampler_world,
     }
-    calls = [{"groups": settings.data.eval_limit, "group": 1}] if loop.eval_every else []
+    # without anything that scores answers, held-out problems are not sampled
+    data, environment = settings.data, getattr(getattr(settings, "env", None), "environment", None)
+    is_scored = method.online or data.reward or data.rewards or environment is not None
+    calls = [{"groups": data.eval_limit, "group": 1}] if loop.eval_every and is_scored else []
     calls += [{"groups": loop.batch_size, "group": group}] if method.online else []
     prompts, rows = max(
         (compute_concurrent_rows(**call, **limits, paged=in_pages) for call in calls),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -234,7 +235,7 @@ def open_weights(
     checkpoint of the training. `trusted`: a run's method may be imported from another folder.
     Raises UserError if the name does not exist, or nothing is saved yet.
     """
-    folder = Path(target).expanduser()
+    folder = Path(os.path.expanduser(target))
     if contains_run(folder):
         return _open_run_weights(folder, checkpoint, trusted=trusted)
     if checkpoint is not None:
@@ -242,7 +243,7 @@ def open_weights(
             f"--checkpoint {checkpoint} chooses a checkpoint of a run, but {target} is no "
             "folder of a run"
         )
-    if folder.is_dir():
+    if os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         return _open_folder(folder)
     if target.startswith("tiny:") or not _looks_like_path(target):
         return SavedWeights(target)
@@ -342,7 +343,7 @@ def _looks_like_path(target: str) -> bool:
     return (
         target.startswith((".", "/", "~", "runs/"))
         or target.count("/") > 1
-        or Path("runs", target).is_dir()
+        or os.path.isdir(os.path.join("runs", target))
     )
 
 

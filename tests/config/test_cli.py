@@ -339,6 +339,7 @@ MISTAKES = [
     (["grpo", "--no-shuffle", "x"], "--no-shuffle: takes no value, got x"),
     (["grpo", "--shuffle", "recipes/addition.yaml"],
      "--shuffle: recipes/addition.yaml is not one of True, False"),
+    (["grpo", "--output-dir", ""], "--output-dir: '' is not {None}|PATH"),
     (["grpo", "-s", "1"], "-s: flags begin with two dashes, like --s"),
     (["grpo", "--learning-rate", "-1"], "--learning-rate is positive, got -1.0"),
     (["grpo", "--group-size", "1"], "--group-size is at least 2, got 1"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import evaluate
+from rl.algorithms import RolloutDataSettings
 from rl.config import (
     DataSettings,
     PreferenceDataSettings,
@@ -87,6 +88,22 @@ def test_prompts_without_the_answers_that_a_run_learns_from_are_evaluated(tmp_pa
     words = ["--data-format", "preferences"]
     assert resolve(str(file), run, others=words).data_format == "preferences"
     assert resolve(None, run).data_format == data_format  # the held-out rows of the run
+
+
+def test_the_prompts_of_a_data_set_are_not_in_the_columns_of_stored_answers(tmp_path):
+    run = RolloutDataSettings(dataset="stored", prompt_column="task", response_column="answers")
+    file = tmp_path / "rows.jsonl"
+
+    def read_prompt(row: dict[str, str], *words: str) -> str:
+        file.write_text(json.dumps(row) + "\n")
+        (problem,) = load_held_out_problems(
+            resolve(str(file), run, reward="exact_match", others=[*words])
+        )
+        return problem.messages[-1]["content"]
+
+    assert read_prompt({"prompt": "1+1=", "answer": "2"}) == "1+1="
+    words = ("--prompt-column", "question", "--prompt-suffix", "?")
+    assert read_prompt({"question": "2+2=", "answer": "4"}, *words) == "2+2=?"
 
 
 def test_settings_of_the_run_that_another_reward_does_not_use_are_left_out():

@@ -20,7 +20,8 @@ from rl.config import (
     read_run,
     resolve_config,
 )
-from rl.trainer import load_run
+from rl.errors import UserError
+from rl.trainer import load_run, open_weights
 from rl.trainer.config_diff import check_changes
 
 REPO = Path(__file__).resolve().parents[2]
@@ -72,6 +73,29 @@ def test_every_way_to_trust_a_run_is_read(tmp_path):
         with pytest.raises(SettingsError, match="not in the current folder"):
             read(*words, *untrusted)
     assert read(*words, "--trust-run", "yes").stages == run.stages
+
+
+def test_a_change_may_unset_a_setting_and_replace_the_rewards(tmp_path):
+    run = read("grpo", "--eval-temperature", 0.5, "--renderer", "plain", "--rewards", "gsm8k", 1)
+    folder = write_config(tmp_path / "run", run)
+    saved = json.loads((folder / "config.json").read_text())
+    words = ("eval_temperature=null", "renderer=None", "reward=exact_match")
+    changed = read("--resume", "--output-dir", folder, "--change", *words)
+    settings = changed.stages[0].settings
+    assert (settings.sampling.eval_temperature, settings.data.renderer) == (None, None)
+    assert (settings.data.reward, settings.data.rewards) == ("exact_match", ())
+    notes = {note["setting"]: note["to"] for note in check_changes(saved, changed, 0, 1, 1).notes}
+    # reward had this value as its default
+    assert notes == {"eval_temperature": None, "renderer": None, "rewards": []}
+
+
+def test_the_home_of_an_unknown_user_is_a_problem_of_the_setting():
+    with pytest.raises(SettingsError, match="--output-dir ~nosuchuser/run"):
+        read("--resume", "--output-dir", "~nosuchuser/run")
+    with pytest.raises(UserError, match="no folder ~nosuchuser/run"):
+        open_weights("~nosuchuser/run")
+    prompt = "a prompt without its flag " * 20
+    assert open_weights(prompt).name == prompt  # a hub name, which loading refuses
 
 
 def test_a_method_may_have_a_setting_with_a_former_name(tmp_path):

@@ -21,6 +21,7 @@ from rl.memory_plan.shapes import count_admitted_rows
 from rl.models import load_model
 from rl.sampler import (
     BLOCK_SIZE,
+    Engine,
     SamplingRequest,
     choose_pool_size,
     make_decoder,
@@ -88,11 +89,39 @@ def test_the_rows_of_a_step_are_those_that_the_engine_lets_in(monkeypatch):
     assert short > 10  # bounded by pages
 
 
+def test_the_rows_without_pages_are_those_that_the_engine_lets_in():
+    """As above, with a budget in tokens that need not hold a whole group."""
+    decoder = make_decoder(tiny_model("qwen3"), kind="fast")
+    rng = np.random.default_rng(1)
+    partial = 0
+    for _ in range(60):
+        group, groups = int(rng.integers(1, 7)), int(rng.integers(1, 6))
+        prompt, answer = int(rng.integers(1, 20)), int(rng.integers(2, 20))
+        most = int(rng.integers(1, 30))
+        tokens = prompt + answer - 1 + int(rng.integers(0, 100))
+        engine = Engine(decoder, kv_cache_tokens=tokens, max_rows=most)
+        for i, words in enumerate(random_prompts([prompt] * groups)):
+            params = SamplingParams(max_tokens=answer, stop=[])
+            engine.add(
+                SamplingRequest(prompt=[i, *words[1:]], num_samples=group, problem=i, params=params)
+            )
+        engine.step()
+        lengths = {"groups": groups, "group": group, "prompt": prompt, "answer": answer}
+        prompts, rows = compute_concurrent_rows(
+            **lengths, kv_cache_tokens=tokens, max_rows=most, world=1
+        )
+        assert (prompts, rows) == (len(engine._prompts), len(engine._rows))
+        partial += rows % group != 0 and rows < most
+    assert partial > 10  # bounded by tokens, in the middle of a group
+
+
 def test_rows_let_in_by_hand():
     """Prompts take 2 pages, and a group of 3 takes 5. 12 pages hold two groups and a third prompt
     without a row; 13 also hold its first row.
     """
-    assert [count_admitted_rows(pages, 2, 3) for pages in (1, 2, 3, 4, 5, 10, 12, 13, 14, 15)] == [
+    assert [
+        count_admitted_rows(pages, 2, 3, 1) for pages in (1, 2, 3, 4, 5, 10, 12, 13, 14, 15)
+    ] == [
         1,
         1,
         1,

@@ -437,6 +437,22 @@ def test_both_answers_of_a_pair_are_planned(method):
     assert needs.work.batch == MicroBatch(8, 128, 8 * 128)  # 8 pairs over 2 ranks
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_method_that_samples_no_held_out_answers_holds_no_sampler(method):
+    def plan_sampler(*words: str) -> float:
+        (needs,) = compute_stage_needs(
+            read_config(method, "--dataset", "addition", *words),
+            LaunchShape(cuda=True, bf16=True),
+            16,
+            traced=False,
+        )
+        items = {item.name: item for item in needs.plan.items}
+        return items["sampler's copy of the weights"].train + items["KV cache"].sample
+
+    assert plan_sampler() == plan_sampler("--reward", "exact_match", "--eval-every", "0") == 0
+    assert plan_sampler("--reward", "exact_match") > 0
+
+
 def test_micro_batches_and_samples_by_hand():
     step = {"groups": 4, "group": 8, "prompt": 100, "answer": 28, "hidden": 64}
     assert largest_micro_batch(**step, budget=1000, layout="padded", world=1) == MicroBatch(

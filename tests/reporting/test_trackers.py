@@ -4,6 +4,7 @@ do not end a run.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from rl.config import RunSettings
 from rl.errors import RunFolderError
 from rl.jsonl import read_jsonl
 from rl.reporting import Logbook, check_trackers
-from rl.reporting.tracker_process import RunTrackers, build_table
+from rl.reporting.tracker_process import TRACKER_MODULES, RunTrackers, build_table
 
 CONFIG = {
     "name": "sorting",
@@ -377,3 +378,14 @@ def test_a_table_is_bounded() -> None:
     assert all(len(line[2]) < 2100 and "\x1b" not in line[3] for line in table)
     turns = [{"text": "a", "sampled": True, "tokens": ["a"]}, {"text": "b", "tokens": ["b"]}]
     assert build_table(1, [{"turns": turns}])[0][3] == "[1] a\n\n[2] b"
+
+
+def test_a_folder_of_files_is_no_installed_tracker(tmp_path, monkeypatch):
+    monkeypatch.setitem(TRACKER_MODULES, "wandb", ("files_of_runs",))
+    (tmp_path / "files_of_runs").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RunFolderError, match="needs the package files_of_runs"):
+        check_trackers(["wandb"])
+    (tmp_path / "files_of_runs" / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    check_trackers(["wandb"])

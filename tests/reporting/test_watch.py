@@ -20,7 +20,13 @@ import pytest
 from rich.console import Console
 
 from rl.jsonl import read_jsonl
-from rl.reporting import Logbook, RunFollower, render_runs
+from rl.reporting import (
+    Logbook,
+    RunFollower,
+    claim_folder,
+    load_saved_config,
+    render_runs,
+)
 from rl.reporting.run_follower import choose_answers
 from rl.reporting.terminal_chart import ChartCurve, TerminalChart, format_axis_value
 
@@ -126,6 +132,31 @@ def test_new_rows_and_a_resumed_file_are_followed(tmp_path: Path) -> None:
     run.refresh()
     assert [row["step"] for row in run.rows] == [0, 1, 2, 3, 4, 5]
     assert run.rows[-1]["reward/total"] == 0.9
+
+
+def test_a_run_that_is_overwritten_begins_without_rows_and_answers(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    write_run(folder, 5, 20, running=True)
+    run = RunFollower(folder)
+    run.refresh()
+    assert run.step == 5 and run.alarms and run.evaluations and run.answers
+    claim_folder(folder, load_saved_config(folder), overwrite=True)
+    run.refresh()
+    assert run.step is None and not (run.alarms or run.evaluations or run.answers)
+
+
+def test_the_time_of_a_stage_is_not_estimated_from_an_earlier_one(tmp_path: Path) -> None:
+    names = ("sft", "grpo")
+    stages = [{"name": name, "method": name, "settings": {"steps": 10}} for name in names]
+    (tmp_path / "config.json").write_text(json.dumps({"stages": stages}))
+    logbook, run, estimates = Logbook(tmp_path), RunFollower(tmp_path), []
+    for step in range(14):
+        first = step in (0, 11)  # the rows before the first step of a stage
+        logbook.log(step, {} if first else {"time/step": 0.1 if step < 11 else 10.0})
+        run.refresh()
+        estimates.append(run.estimate_seconds())
+    assert estimates[0] is estimates[11] is None
+    assert estimates[9:11] == pytest.approx([0.1, 0.0]) and estimates[12:] == [90.0, 80.0]
 
 
 def test_several_runs_and_an_empty_folder(tmp_path: Path) -> None:
@@ -253,7 +284,12 @@ def test_files_with_numbers_beyond_floats_are_read(tmp_path: Path) -> None:
 def test_values_beside_an_axis_are_short() -> None:
     values = [0, -0.0, 1e-9, -1.234e-7, 0.5, 999.9, 1000, -12345, 4.5e9, 1e300, -1e-300, 123456789]
     assert all(len(format_axis_value(value)) <= 8 for value in values)
-    assert [format_axis_value(value) for value in (0.5, 12345, -0.0)] == ["0.5", "12.3k", "0"]
+    assert [format_axis_value(value) for value in (0.5, 999.7, 12345, -0.0)] == [
+        "0.5",
+        "1k",
+        "12.3k",
+        "0",
+    ]
 
 
 def test_pages_of_answers() -> None:

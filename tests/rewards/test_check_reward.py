@@ -342,6 +342,17 @@ def test_an_environment_has_no_reward_to_check(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_script(monkeypatch, "grpo", "--environment", "guess_number") == 2
     assert "no reward to check" in capsys.readouterr().err
+    assert run_script(monkeypatch, "grpo", "--environment", "no_such_game") == 2
+    assert "no_such_game" in capsys.readouterr().err
+    # that of a run is not imported: its author chose the file
+    code = "from rl.envs import GuessNumber\nopen('imported', 'w').close()\n"
+    Path("mine.py").write_text(code)
+    words = ["grpo", "--environment", f"{tmp_path / 'mine.py'}:GuessNumber"]
+    run = resolve_config(read_run(words, METHODS, Path("recipe.yaml"), RunSettings))
+    Path("run").mkdir()
+    Path("run", "config.json").write_text(json.dumps(run))
+    assert run_script(monkeypatch, "run") == 2
+    assert "no reward to check" in capsys.readouterr().err and not Path("imported").exists()
 
 
 def test_the_installed_command_has_a_dash(monkeypatch, capsys):
