@@ -59,7 +59,8 @@ class GSM8K(RowFormat):
             raise BadRow(f"'answer' does not end in '#### ' and a number: {worked[-40:]!r}")
         solution = re.sub(r"<<[^<>]*>>", "", solution).strip()
         response = f"{solution}\nThe answer is \\boxed{{{number}}}.".lstrip()
-        return Problem(make_prompt(question + GSM8K_INSTRUCTION), {"answer": number}, response)
+        meta = {**collect_meta(columns, None, {"question"}), "answer": number}
+        return Problem(make_prompt(question + GSM8K_INSTRUCTION), meta, response)
 
 
 class MATH(RowFormat):

@@ -357,11 +357,7 @@ def _argument_fields(
 
     The type of an argument without a hint is the type of its default, else str.
     """
-    hints = (
-        typing.get_type_hints(vars(cls)["__init__"], include_extras=True)
-        if "__init__" in vars(cls)
-        else {}
-    )
+    hints = typing.get_type_hints(cls.__init__, include_extras=True)  # may be inherited
     fields = []
     for p in parameters:
         annotation = hints.get(p.name, str if p.default in (p.empty, None) else type(p.default))

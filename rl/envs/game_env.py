@@ -98,10 +98,12 @@ class Game(Environment):
 
     def step(self, answer: Message) -> TurnResult:
         """Process a move, then the moves of rules, and return the result."""
-        seat, self._rewards = self.turn, {}
+        seat = self.turn
         self._move(str(answer["content"]))
         self._play_rules()
-        return self._make_result(seat)
+        result = self._make_result(seat)
+        self._rewards = {}  # those of moves before the first answer are paid with it
+        return result
 
     def _move(self, text: str) -> None:
         """Record and process a move. Raises RuntimeError if the match is over."""

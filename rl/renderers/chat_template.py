@@ -28,6 +28,8 @@ from rl.renderers.response_parsing import (
     Tools,
     build_answer,
     find_thought_marks,
+    make_call,
+    parse_arguments,
     split_calls,
     split_channels,
     split_thoughts,
@@ -115,6 +117,14 @@ def apply_template(
             f"{subject} cannot render this conversation (roles {roles}): "
             f"{type(error).__name__}: {error}{remedy}"
         ) from error
+
+
+def escape_messages(escaper: SpecialTokenEscaper, messages: Messages) -> list[Message]:
+    """Return messages with special tokens escaped; the assistant's may contain markup."""
+    return [
+        escaper.escape(message, may_write_markup=message["role"] == "assistant")
+        for message in messages
+    ]
 
 
 class ChatTemplateRenderer(Renderer):
@@ -356,10 +366,22 @@ class ChatTemplateRenderer(Renderer):
     def _escape_messages(self, messages: Messages) -> list[Message]:
         """Return the messages as text (and images) with escaped special tokens."""
         read = normalize_messages(messages, allow_images=self._image_reader is not None)
-        return [
-            self.escaper.escape(message, may_write_markup=message["role"] == "assistant")
-            for message in read
-        ]
+        if any(message.get("tool_calls") for message in read) and self._encodes_arguments:
+            read = [parse_arguments(message) for message in read]
+        return escape_messages(self.escaper, read)
+
+    @cached_property
+    def _encodes_arguments(self) -> bool:
+        """Return whether the template encodes the arguments of calls as JSON, even a text, which
+        some templates write as it is.
+        """
+        call: Message = {"role": "assistant", "content": ""}
+        call["tool_calls"] = [make_call("f", f'{{"{_PROBE}": 1}}')]
+        conversation = [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "b"}]
+        try:
+            return f'"{_PROBE}"' not in self._render_text(conversation, generation=False)
+        except UserError:  # the template accepts no texts
+            return True
 
     def _render_text(self, messages: Messages, generation: bool) -> str:
         """Return the rendered text of escaped messages. Raises UserError if the template fails or
@@ -557,14 +579,9 @@ class ConversationRenderer:
         """Return the tokens of the conversation. Raises UserError if the template cannot render it,
         or if it has images.
         """
-        read = normalize_messages(messages)
-        covered = [
-            self.escaper.escape(message, may_write_markup=message["role"] == "assistant")
-            for message in read
-        ]
         text = apply_template(
             self.tokenizer,
-            covered,
+            escape_messages(self.escaper, normalize_messages(messages)),
             False,
             f"the chat template of the reward model {self.name}",
             ". Leave out what the template does not support (a system prompt, tools), or use "

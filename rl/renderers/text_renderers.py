@@ -27,6 +27,7 @@ from rl.renderers.response_parsing import (
     Tools,
     build_answer,
     format_with_calls,
+    parse_arguments,
     split_calls,
 )
 from rl.types import Message, Messages, ModelInput
@@ -67,7 +68,7 @@ class _TextRenderer(Renderer):
     def _get_text(self, message: Message) -> str:
         """Return the text of a message, including its calls if tools are set."""
         return (
-            format_with_calls(message)
+            format_with_calls(parse_arguments(message))
             if self.tools and message["role"] == "assistant"
             else get_text_content(message)
         )

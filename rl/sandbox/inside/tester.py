@@ -182,6 +182,7 @@ def _forward(verb: str, convert: Callable[[Any], Any] = lambda result: result) -
 
 
 # Not methods: a test may use attributes of the program's objects by any name.
+_get_contents = _forward("contents")
 _iterate = _forward("iterate")
 _is_same = _forward("same", bool)
 _is_instance = _forward("is a", bool)
@@ -200,8 +201,8 @@ def _combine(verb: str, convert: Callable[[Any], Any] = lambda result: result) -
 
 
 class RemoteObject:
-    """Refer to an object of the candidate. Operations return plain data. A reference never equals
-    plain data, regardless of the object's __eq__.
+    """Refer to an object of the candidate. Operations return plain data. Only a container equals
+    plain data, by the contents that it is encoded as, regardless of the object's __eq__.
     """
 
     __slots__ = ("_link", "_number")
@@ -233,7 +234,10 @@ class RemoteObject:
                 return
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is RemoteObject and _is_same(self, other)
+        if type(other) is RemoteObject:
+            return _is_same(self, other)
+        contents = _get_contents(self)
+        return type(contents) is not RemoteObject and bool(contents == other)
 
     def __ne__(self, other: object) -> bool:
         return not RemoteObject.__eq__(self, other)
