@@ -169,7 +169,7 @@ class ChatTemplateRenderer(Renderer):
         self._contents_in_parts = self._image_reader is not None and not self._accepts_strings()
         self._end_begins_next = False  # whether an answer ends with the mark of the next message
         self._end_of_turn = self._find_end_of_turn()
-        self._end_id: int = tokenizer.convert_tokens_to_ids(self._end_of_turn)
+        self._end_id = tokenizer.convert_tokens_to_ids(self._end_of_turn)
         self._call_mark = (
             _CALL_MARK
             if self._has_channels
@@ -217,9 +217,6 @@ class ChatTemplateRenderer(Renderer):
         )
         return place_images(example.token_ids(), messages, self._image_reader), weights
 
-    def get_stop_sequences(self) -> list[Any]:
-        return [self._end_id, *sorted(self.end_tokens - {self._end_id}), *self.stops]
-
     def thought_marks(self) -> tuple[str, str] | None:
         return None if self._has_channels else self._thought_marks
 
@@ -241,12 +238,7 @@ class ChatTemplateRenderer(Renderer):
     def available_tools(self) -> Tools:
         return self.template_settings.get("tools") or ()
 
-    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
-        before, ended = self._split_at_end(tokens)
-        return self._end_at_stop(self._parse_text(self.decode(before)), ended)
-
     def _parse_text(self, content: str) -> Message:
-        """Return the text of an answer without its end mark as a message."""
         if self._has_channels:
             return build_answer(*split_channels(content))
         thoughts: str | None = None
@@ -262,7 +254,7 @@ class ChatTemplateRenderer(Renderer):
         before, ended = self._split_at_end(tokens)
         if ended and tokens[len(before)] == self._call_id:
             return list(tokens[: len(before) + 1])
-        return [*before, self._end_id] if ended else before
+        return super().with_end_mark(tokens)
 
     def extend_prompt(
         self,
