@@ -468,6 +468,33 @@ def test_the_tools_descriptions_are_those_of_transformers():
             make_tool_schema(function)
 
 
+class Adder:
+    """Adds a number that it keeps."""
+
+    def __init__(self, kept: int):
+        self.kept = kept
+
+    def __call__(self, number: int) -> int:
+        """Adds.
+
+        Args:
+            number: the number
+        """
+        return self.kept + number
+
+
+def test_callable_objects_and_partial_functions_are_tools():
+    add = tool(Adder(3))
+    add_four = tool(partial(Adder.__call__, Adder(4)))
+    for made, name in ((add, "Adder"), (add_four, "__call__")):
+        expected = {"number": {"type": "integer", "description": "the number"}}
+        assert made.name == name and made.schema["function"]["description"] == "Adds."
+        assert made.schema["function"]["parameters"]["properties"] == expected
+    request = {"function": {"name": "Adder", "arguments": {"number": 4}}}
+    (answer,) = run_calls({"tool_calls": [request]}, {"Adder": add})
+    assert (answer.answer, answer.error) == ("7", None)
+
+
 def test_a_long_result_of_a_forked_call_arrives():
     calls = [{"function": {"name": "shout", "arguments": {"times": 2 << 20}}}]
     tools = {"shout": tool(shout, characters=3 << 20)}
@@ -545,6 +572,24 @@ def test_inherited_settings_have_their_types(tmp_path):
         "from rl.envs.guess_number_env import GuessNumber\nclass Mine(GuessNumber):\n    pass\n"
     )
     assert parse_environment(f"{file}:Mine", [("guesses", "5")]).settings == {"guesses": 5}
+
+
+def test_settings_beside_any_others_have_their_types(tmp_path):
+    file = tmp_path / "open.py"
+    file.write_text(
+        textwrap.dedent("""
+        from collections.abc import Callable
+        from rl.envs import Environment
+        class Open(Environment):
+            def __init__(self, high: int = 5, rate=0.5, **others): self.high = high
+        class Odd(Environment):
+            def __init__(self, judge: Callable = None, **others): pass
+    """)
+    )
+    spec = parse_environment(f"{file}:Open", [("high", "7"), ("rate", "2"), ("other", "3")])
+    assert spec.settings == {"high": 7, "rate": 2.0, "other": "3"}
+    assert resolve_environment(f"{file}:Open", high=7, other=3).settings == {"high": 7, "other": 3}
+    assert parse_environment(f"{file}:Odd", [("judge", "7")]).settings == {"judge": "7"}
 
 
 def test_environments_are_found_by_name_and_address(tmp_path):
