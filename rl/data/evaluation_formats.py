@@ -174,7 +174,7 @@ class MultipleChoiceFormat(RowFormat):
         position = -1
         if isinstance(answer, int) and not isinstance(answer, bool):
             position = answer
-        elif isinstance(answer, str) and len(answer.strip()) == 1:
+        elif isinstance(answer, str) and re.fullmatch("[A-Za-z]", answer.strip()):
             position = ord(answer.strip().upper()) - ord("A")
         if not 0 <= position < len(texts):
             raise BadRow(

@@ -18,6 +18,7 @@ from typing import Any
 
 from rl.data.data_files import read_file
 from rl.data.problem_set import ProblemSet
+from rl.data.prompt_template import PromptTemplate
 from rl.data.row_formats import check_text, get_column, make_prompt, read_messages
 from rl.data.row_readers import (
     FILE_SUFFIXES,
@@ -97,14 +98,12 @@ def load_rollouts(
     )
     if not groups:
         raise UserError(f"{source} holds no stored answer")
-    system: list[Message] = (
-        [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    )
+    template = PromptTemplate(system_prompt)
     name = Path(source).name.split(".")[0]
     problems = [
         replace(
             group[0],
-            messages=(*system, *group[0].messages),
+            messages=template(group[0].messages, {}),
             tag=name,
             index=i,
             answers=tuple(answer for problem in group for answer in problem.answers),

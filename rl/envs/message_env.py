@@ -80,8 +80,8 @@ class _Conversation:
 class EnvironmentGroup(EnvGroupBuilder):
     """Make a group's environments for a row and seed.
 
-    `system_prompt`: precedes the conversation of each seat. `renderers`: renderers of players that
-    are other models, by name.
+    `system_prompt`: precedes the conversation of each seat, unless the environment's first message
+    is a system message. `renderers`: renderers of players that are other models, by name.
     """
 
     def __init__(
@@ -341,12 +341,12 @@ class MessageEnv(Env):
             raise InvalidResult("returned no messages, but the episode is not done")
         if self.seat not in self.conversations:
             system_prompt = self.group.system_prompt
-            system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+            if system_prompt and messages[0]["role"] != "system":
+                messages = [{"role": "system", "content": system_prompt}, *messages]
             other = self.group.renderers.get(self.players[self.seat] or "")
             self.conversations[self.seat] = _Conversation(
                 other or self.group.renderer_with(self.tools)
             )
-            messages = [*system, *messages]
         conversation = self.conversations[self.seat]
         conversation.new_messages = messages
         try:

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from rl.data import MissingSplit, Mixture, concatenate_sets, load_problems
+from rl.data import MissingSplit, Mixture, concatenate_sets, load_problems, load_rollouts
 from rl.errors import UserError
 
 
@@ -372,6 +372,15 @@ def test_a_hub_set_that_cannot_be_built_is_an_error_with_a_remedy(monkeypatch, e
     def fail(*_, **__):
         raise error or datasets.exceptions.DatasetGenerationError("the columns of two files differ")
 
+    monkeypatch.setattr("rl.data.row_readers.check_hub_access", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(UserError, match="'someone/things'.*cannot be loaded.*pass the path"):
         load_problems("someone/things")
+
+
+def test_the_system_message_of_a_stored_prompt_replaces_the_system_prompt(tmp_path):
+    prompts = [[{"role": "system", "content": "own"}, USER], [USER]]
+    rows = [{"prompt": prompt, "response": "b", "reward": 1} for prompt in prompts]
+    problems = load_rollouts(write(tmp_path / "rows.jsonl", rows), system_prompt="given")
+    assert [p.messages[0]["content"] for p in problems] == ["own", "given"]
+    assert [len(p.messages) for p in problems] == [2, 2]

@@ -1048,6 +1048,19 @@ def test_what_start_cannot_return_is_named(play):
     assert "returned no messages" in error
 
 
+class WithSystem(Environment):
+    def start(self):
+        return [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+
+    def step(self, answer):
+        return TurnResult(done=True)
+
+
+def test_an_environments_own_system_message_replaces_the_system_prompt(play):
+    result = play(WithSystem, lambda *_: "a", system_prompt="Be brief.")
+    assert result.groups[0].trajectories_G[0].transitions[0].ob.length == len("sq")
+
+
 def test_a_column_seed_that_is_no_number_is_an_ordinary_column():
     spec = resolve_environment(GuessEnvironment)
     seeds = [
