@@ -20,6 +20,7 @@ from rl.envs import (
     Environment,
     EnvironmentGroup,
     EpisodeLimits,
+    Game,
     KeyValueStore,
     TurnResult,
     isolate_environment,
@@ -1046,6 +1047,29 @@ def test_what_start_cannot_return_is_named(play):
     assert "ended its episode in start()" in error
     (error,) = play(Silent, lambda *_: "a", system_prompt="Be brief.").errors
     assert "returned no messages" in error
+
+
+class RuleFirst(Game):
+    names = ("rule", "policy")
+
+    def __init__(self):
+        super().__init__()
+        self.assign(0, "first", {"first": lambda match: "x"})
+
+    def open(self):
+        self.observe(1, "q")
+
+    def move(self, text):
+        if self.turn == 0:
+            self.reward(1, 0.5)
+            self.turn = 1
+        else:
+            self.end({1: 1.0})
+
+
+def test_a_game_pays_the_rewards_of_moves_before_the_first_answer(play):
+    (group,) = play(RuleFirst, lambda *_: "a").groups
+    assert group.get_total_rewards() == [1.5]
 
 
 class WithSystem(Environment):

@@ -155,7 +155,7 @@ def adds_names(of: type) -> bool:
     for base in type.__dict__["__mro__"].__get__(of):
         if base in _TAGS or base in _MAP_TAGS:
             return added
-        added = added or any(name[0] != "_" for name in vars(base))
+        added = added or any(not name.startswith("_") for name in vars(base))
     return False
 
 
