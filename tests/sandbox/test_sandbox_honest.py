@@ -233,3 +233,26 @@ def test_a_container_class_of_the_program_keeps_its_methods_and_fields(sandbox: 
     assert grade.all, grade.reasons
     assert sandbox.grade(CONTAINERS, Calls("Stack", [([[1]], [1]), ([[2]], [2])])).all
     assert not sandbox.grade(CONTAINERS, Asserts("", ["assert Equal([1]) == [2]"])).all
+
+
+RAISES = """
+class Low(ValueError): pass
+def check(n):
+    if n == "b": return {}[n]
+    if n < 0: raise Low(f"{n} is low")
+    if n == 0: raise ValueError("zero")
+"""
+
+
+def test_an_exception_of_the_program_has_its_own_text(sandbox: Sandbox):
+    text = "try:\n    check({})\nexcept ValueError as error:\n    assert str(error) == {!r}, str(error)"
+    key = "try:\n    check('b')\nexcept KeyError as error:\n    assert error.args == ('b',)"
+    asserts = [text.format(0, "zero"), text.format(-1, "-1 is low"), key, "check(0)"]
+    grade = sandbox.grade(RAISES, Asserts("", asserts))
+    assert grade.passed == [True, True, True, False], grade.reasons
+    assert grade.reasons[3] == "error: ValueError: zero"
+    matched = (
+        "import pytest\nfrom solution import check\ndef test_it():\n"
+        "    with pytest.raises(ValueError, match='^zero$'): check(0)\n"
+    )
+    assert sandbox.grade(RAISES, Pytest({"test_it.py": matched})).all

@@ -72,7 +72,7 @@ class CandidateClient:
                 ]
                 value = value_codec.decode(answer.value, self.referent)
         if isinstance(answer, reply_parser.ErrorReply):
-            raise _build_exception(error, answer.text[:300])
+            raise _build_exception(error, answer.text.removeprefix(f"{answer.name}: ")[:300])
         if answer.arguments is not None:
             for item, source in zip(arguments, changed, strict=True):
                 value_codec.assign(item, source)
@@ -160,8 +160,11 @@ def _builtin_exception(name: str) -> type[Exception] | None:
 
 def _build_exception(of: type[BaseException], text: str) -> BaseException:
     """Build an exception of this class with this text, whatever arguments its constructor takes
-    (UnicodeDecodeError: five).
+    (UnicodeDecodeError: five). The text of a KeyError is the repr of its key.
     """
+    if issubclass(of, KeyError):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return of(ast.literal_eval(text))
     try:
         return of(text)
     except TypeError:
