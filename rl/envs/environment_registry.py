@@ -368,7 +368,8 @@ def _argument_fields(
 
     The type of an argument without a hint is the type of its default, else str.
     """
-    hints = typing.get_type_hints(cls.__init__, include_extras=True)  # may be inherited
+    initializer: Any = inspect.getattr_static(cls, "__init__")  # may be inherited
+    hints = typing.get_type_hints(initializer, include_extras=True)
     fields = []
     for p in parameters:
         annotation = hints.get(p.name, str if p.default in (p.empty, None) else type(p.default))
