@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from rl.envs import Game, check_choice
 from rl.errors import UserError
@@ -108,16 +107,11 @@ class DebateEnv(Game):
         rounds: int = 1,
     ):
         super().__init__()
-        self.held_out_opponent = held_out_opponent
-        self.assign(1, held_out_opponent, self.PLAYERS)
+        self.set_opponents(opponent, held_out_opponent)
         if rounds < 1:
             raise UserError(f"--environment.rounds must be at least 1, got {rounds}")
-        self.opponent, self.plays, self.rounds = (
-            opponent,
-            check_choice("plays", plays, ("for", "against", "either")),
-            rounds,
-        )
-        self.assign(1, opponent, self.PLAYERS)
+        self.plays = check_choice("plays", plays, ("for", "against", "either"))
+        self.rounds = rounds
         self.assign(
             JUDGE,
             judge,
@@ -125,19 +119,9 @@ class DebateEnv(Game):
         )
         self.speeches: list[tuple[str, str]] = []
 
-    def rows(self, split: str, count: int) -> list[dict[str, Any]]:
-        """Return empty rows for training, and rows with the held-out opponent for tests."""
-        return [
-            {"opponent": self.held_out_opponent} if split == "test" else {} for _ in range(count)
-        ]
-
     def open(self) -> None:
         """Assign the seats, choose the motion and send the first texts."""
-        self.opponent = self.row.get("opponent", self.opponent)
-        self.assign(1, self.opponent, self.PLAYERS)
-        if self.plays == "against" or (self.plays == "either" and self.rng.random() < 0.5):
-            self.assign(1, "policy")
-            self.assign(0, self.opponent, self.PLAYERS)
+        self.seat_opponent(self.plays)
         self.motion = self.rng.choice(MOTIONS)
         for seat, side in enumerate(SIDES):
             self.observe(seat, f"Debate: {self.motion.text}. You speak {side} it.")

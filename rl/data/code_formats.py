@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl.data.row_formats import RowFormat, get_column, make_prompt
+from rl.data.row_formats import RowFormat, get_column, make_prompt, read_text
 from rl.data.row_readers import BadRow, Columns
 from rl.sandbox import extract_helpers
 from rl.types import Problem
@@ -52,9 +52,9 @@ class MBPP(_CodeFormat):
     required = frozenset({"code", "test_list"})
 
     def read(self, columns: Columns) -> Problem:
-        description = _text(columns, "text" if "text" in columns else "prompt")
+        description = read_text(columns, "text" if "text" in columns else "prompt")
         asserts = _texts(columns, "test_list")
-        solution = _text(columns, "code").replace("\r\n", "\n")
+        solution = read_text(columns, "code").replace("\r\n", "\n")
         if not asserts:
             raise BadRow("'test_list' is empty")
         setup = columns.get("test_setup_code") or "\n".join(
@@ -93,7 +93,7 @@ class HumanEval(_CodeFormat):
     required = frozenset({"prompt", "entry_point", "test"})
 
     def read(self, columns: Columns) -> Problem:
-        head, test, name = (_text(columns, key) for key in ("prompt", "test", "entry_point"))
+        head, test, name = (read_text(columns, key) for key in ("prompt", "test", "entry_point"))
         if not re.search(rf"^def {re.escape(name)}\b", head, re.MULTILINE):
             raise BadRow(f"'prompt' does not define the function {name!r} of 'entry_point'")
         if not _is_python(test) or not re.search(r"^def check\b", test, re.MULTILINE):
@@ -121,7 +121,7 @@ class APPS(_CodeFormat):
     required = frozenset({"question", "input_output"})
 
     def read(self, columns: Columns) -> Problem:
-        question, cases = _text(columns, "question"), _json(columns, "input_output", dict)
+        question, cases = read_text(columns, "question"), _json(columns, "input_output", dict)
         inputs, outputs, function = cases.get("inputs"), cases.get("outputs"), cases.get("fn_name")
         if (
             not isinstance(inputs, list)
@@ -174,7 +174,7 @@ class LiveCodeBench(_CodeFormat):
     required = frozenset({"question_content", "public_test_cases"})
 
     def read(self, columns: Columns) -> Problem:
-        question = _text(columns, "question_content")
+        question = read_text(columns, "question_content")
         cases = _json(columns, "public_test_cases", list)
         if columns.get("private_test_cases"):
             cases = [*cases, *_unpack_private_tests(columns["private_test_cases"])]
@@ -311,14 +311,6 @@ def _is_python(text: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True
-
-
-def _text(columns: Columns, name: str) -> str:
-    """Return the text of a column. Raises BadRow if it is absent, empty or not text."""
-    value = get_column(columns, name)
-    if not isinstance(value, str) or not value.strip():
-        raise BadRow(f"{name!r} is empty or no text: {str(value)[:60]!r}")
-    return value
 
 
 def _texts(columns: Columns, name: str) -> list[str]:

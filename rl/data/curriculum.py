@@ -53,7 +53,7 @@ class Curriculum:
         by_level: dict[Any, list[int]] = {}
         for index, problem in enumerate(problems):
             value = problem.meta.get(column)
-            if value is None or not isinstance(value, (int, float, str)):
+            if not isinstance(value, (int, float, str)) or value != value:  # NaN: missing
                 raise UserError(
                     f"row {problem.index} of {problems.name} has no level: its column {column!r} "
                     f"holds {value!r}, a number or a text is expected (the row has "

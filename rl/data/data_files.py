@@ -85,18 +85,25 @@ def find_files(folder: Path, split: str, config: str | None = None) -> list[Path
 
     Raises MissingSplit, with a listing of the folder, if it has no such split.
     """
-    names = SPLIT_ALIASES.get(split, (split,))
     if (folder / "snapshots").is_dir():
         return find_files(_find_snapshot(folder), split, config)
-    for name in names:
+    readme = _files_of_readme(folder, config)
+    for name in SPLIT_ALIASES.get(split, (split,)):
         for files in (
             _files_by_name(folder, name),
             _files_of_saved(folder, name),
-            _files_of_readme(folder, name, config),
-            _files_by_pattern(folder, name, config),
+            readme.get(name, []),
         ):
             if files:
                 return files
+        if files := _files_by_pattern(folder, name, config):
+            splits = [key for key, listed in readme.items() if not {*files}.isdisjoint(listed)]
+            if len(splits) > 1:
+                raise UserError(
+                    f"{folder} has several splits that could be {split!r}: {', '.join(splits)}; "
+                    "pass a file of one of them, or a folder of its files"
+                )
+            return files
     loose = _data_files(folder)
     if (
         split == "train"
@@ -153,8 +160,8 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _files_of_readme(folder: Path, name: str, config: str | None) -> list[Path]:
-    """Return the files that the repository's README names for a configuration and split.
+def _files_of_readme(folder: Path, config: str | None) -> dict[str, list[Path]]:
+    """Return the files that the repository's README names for a configuration, by split.
 
     Raises UserError if the configuration is unknown, or missing and not determined.
     """
@@ -167,20 +174,20 @@ def _files_of_readme(folder: Path, name: str, config: str | None) -> list[Path]:
         else None
     )
     if head is None:
-        return []
+        return {}
     import yaml
 
     try:
         front_matter = yaml.safe_load(head[1])
     except yaml.YAMLError:
-        return []
+        return {}
     configs = [
         item
         for item in (front_matter.get("configs") or [] if isinstance(front_matter, dict) else [])
         if isinstance(item, Mapping)
     ]
     if not configs:
-        return []
+        return {}
     config_names = [str(item.get("config_name")) for item in configs]
     if config is not None and config not in config_names:
         raise UserError(
@@ -201,13 +208,16 @@ def _files_of_readme(folder: Path, name: str, config: str | None) -> list[Path]:
     files = chosen.get("data_files") or []
     if isinstance(files, (str, list)) and not any(isinstance(item, Mapping) for item in files):
         files = [{"split": "train", "path": files}]
-    patterns: list[str] = []
+    by_split: dict[str, dict[Path, None]] = {}  # each file once
     for item in files:
-        if isinstance(item, Mapping) and item.get("split") == name:
-            patterns += [item["path"]] if isinstance(item["path"], str) else list(item["path"])
-    matches = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-    # once, also if several patterns match it
-    return [path for path in dict.fromkeys(matches) if path.name.endswith(FILE_SUFFIXES)]
+        if isinstance(item, Mapping):
+            patterns = item.get("path") or []
+            for pattern in [patterns] if isinstance(patterns, str) else patterns:
+                matches = (
+                    p for p in sorted(folder.glob(pattern)) if p.name.endswith(FILE_SUFFIXES)
+                )
+                by_split.setdefault(str(item.get("split")), {}).update(dict.fromkeys(matches))
+    return {split: list(matches) for split, matches in by_split.items()}
 
 
 def _files_by_pattern(folder: Path, name: str, config: str | None) -> list[Path]:

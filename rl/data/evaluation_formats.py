@@ -59,7 +59,8 @@ class GSM8K(RowFormat):
             raise BadRow(f"'answer' does not end in '#### ' and a number: {worked[-40:]!r}")
         solution = re.sub(r"<<[^<>]*>>", "", solution).strip()
         response = f"{solution}\nThe answer is \\boxed{{{number}}}.".lstrip()
-        return Problem(make_prompt(question + GSM8K_INSTRUCTION), {"answer": number}, response)
+        meta = {**collect_meta(columns, None, {"question"}), "answer": number}
+        return Problem(make_prompt(question + GSM8K_INSTRUCTION), meta, response)
 
 
 class MATH(RowFormat):
@@ -173,7 +174,7 @@ class MultipleChoiceFormat(RowFormat):
         position = -1
         if isinstance(answer, int) and not isinstance(answer, bool):
             position = answer
-        elif isinstance(answer, str) and len(answer.strip()) == 1:
+        elif isinstance(answer, str) and re.fullmatch("[A-Za-z]", answer.strip()):
             position = ord(answer.strip().upper()) - ord("A")
         if not 0 <= position < len(texts):
             raise BadRow(

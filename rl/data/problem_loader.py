@@ -20,7 +20,7 @@ from rl.data.dataset_registry import (
 )
 from rl.data.problem_set import ProblemSet
 from rl.data.prompt_template import PromptTemplate
-from rl.data.row_formats import ColumnNames, RowFormat, is_chat
+from rl.data.row_formats import ColumnNames, RowFormat
 from rl.data.row_images import RowImages
 from rl.data.row_parser import ROW_FORMATS, RowParser, choose_format, detect_format
 from rl.data.row_readers import (
@@ -326,10 +326,12 @@ def _parse_problems(
             parser.images.folder = row.folder
             contents = reader.read_all(row.columns)
             problems += [
-                replace(
-                    parser.parse(content, row.columns, len(problems) + i),
-                    place=row.place if len(contents) == 1 else f"{row.place}, instance {i + 1}",
-                    chat=is_chat(row.columns, names.prompt),
+                parser.parse(
+                    content,
+                    row.columns,
+                    len(problems) + i,
+                    row.place if len(contents) == 1 else f"{row.place}, instance {i + 1}",
+                    names.prompt,
                 )
                 for i, content in enumerate(contents)
             ]

@@ -18,7 +18,8 @@ from typing import Any
 
 from rl.data.data_files import read_file
 from rl.data.problem_set import ProblemSet
-from rl.data.row_formats import get_column, make_prompt, read_messages
+from rl.data.prompt_template import PromptTemplate
+from rl.data.row_formats import check_text, get_column, make_prompt, read_messages
 from rl.data.row_readers import (
     FILE_SUFFIXES,
     BadRow,
@@ -97,14 +98,12 @@ def load_rollouts(
     )
     if not groups:
         raise UserError(f"{source} holds no stored answer")
-    system: list[Message] = (
-        [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    )
+    template = PromptTemplate(system_prompt)
     name = Path(source).name.split(".")[0]
     problems = [
         replace(
             group[0],
-            messages=(*system, *group[0].messages),
+            messages=template(group[0].messages, {}),
             tag=name,
             index=i,
             answers=tuple(answer for problem in group for answer in problem.answers),
@@ -274,7 +273,7 @@ def _parse_published_row(
     """Return (key of the prompt, its answers) of a row of text."""
     prompt = _pick_column(columns, prompt, PROMPTS, "prompt")
     prompt_value = columns[prompt]
-    text = None if isinstance(prompt_value, list) else _text(prompt_value, prompt)
+    text = None if isinstance(prompt_value, list) else check_text(prompt_value, prompt)
     messages: list[Message] = (
         read_messages(prompt_value, prompt) if text is None else make_prompt(text)
     )
@@ -286,7 +285,7 @@ def _parse_published_row(
     if solved and response is None:
         pairs = [
             (
-                _text(value["solution"], f"{name}.solution"),
+                check_text(value["solution"], f"{name}.solution"),
                 _reward(value.get("is_correct"), f"{name}.is_correct"),
             )
             for name, value in solved.items()
@@ -304,7 +303,7 @@ def _parse_published_row(
                 f"{response!r} has {len(texts)} answers and {reward!r} {len(rewards)} rewards"
             )
         pairs = [
-            (_text(text, response), _reward(value, reward))
+            (check_text(text, response), _reward(value, reward))
             for text, value in zip(texts, rewards, strict=True)
         ]
         used = {prompt, response, reward}
@@ -326,13 +325,6 @@ def _pick_column(columns: Columns, requested: str | None, usual: tuple[str, ...]
             return name
     has = ", ".join(map(repr, columns)) or "none"
     raise BadRow(f"no column of {', '.join(usual)}, it has {has}: name it with --{what}-column")
-
-
-def _text(value: Any, name: str) -> str:
-    """Return a non-empty text. Raises BadRow for any other value."""
-    if not isinstance(value, str) or not value.strip():
-        raise BadRow(f"{name!r} is a text, this is {str(value)[:60]!r}")
-    return value
 
 
 def _reward(value: Any, name: str) -> float:

@@ -418,7 +418,8 @@ def _read_prompt(columns: Columns, name: str) -> list[Message]:
 
 def _instruction(columns: Columns) -> str:
     prompt = read_text(columns, "instruction")
-    return f"{prompt}\n\n{read_text(columns, 'input')}" if columns.get("input") else prompt
+    has_input = str(columns.get("input") or "").strip()  # spaces alone are none
+    return f"{prompt}\n\n{read_text(columns, 'input')}" if has_input else prompt
 
 
 def get_column(columns: Columns, name: str) -> Any:
@@ -430,7 +431,11 @@ def get_column(columns: Columns, name: str) -> Any:
 
 def read_text(columns: Columns, name: str) -> str:
     """Return the text of a column. Raises BadRow if it is absent, empty or not text."""
-    value = get_column(columns, name)
+    return check_text(get_column(columns, name), name)
+
+
+def check_text(value: Any, name: str) -> str:
+    """Return the text in `name`. Raises BadRow if the value is empty or not text."""
     if not isinstance(value, str):
         raise BadRow(f"{name!r} is a {type(value).__name__}, text is expected: {str(value)[:60]!r}")
     if not value.strip():

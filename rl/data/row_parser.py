@@ -17,6 +17,7 @@ from rl.data.row_formats import (
     ShareGPTFormat,
     TextFormat,
     UnpairedFormat,
+    is_chat,
 )
 from rl.data.row_images import RowImages
 from rl.data.row_readers import Columns
@@ -72,9 +73,14 @@ class RowParser:
     images: RowImages
     tag: str
 
-    def parse(self, content: Problem, columns: Columns, index: int) -> Problem:
+    def parse(
+        self, content: Problem, columns: Columns, index: int, place: str, prompt_column: str
+    ) -> Problem:
         """Return the problem of a row. Raises BadRow for a bad image."""
         image_columns = self.images.image_columns(columns)
         prompt = self.images(self.template(content.messages, columns), columns)
         meta = {key: value for key, value in content.meta.items() if key not in image_columns}
-        return replace(content, messages=prompt, meta=meta, tag=self.tag, index=index)
+        chat = is_chat(columns, prompt_column)
+        return replace(
+            content, messages=prompt, meta=meta, tag=self.tag, index=index, place=place, chat=chat
+        )

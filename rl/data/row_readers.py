@@ -281,21 +281,21 @@ def _parse_columns(line: bytes) -> Columns | BadRow:
         return BadRow(f"no JSON ({error}): {line[:60].decode('utf-8', 'replace')!r}")
     except RecursionError:
         return BadRow(_TOO_DEEP)
-    return _check_object(value, line)
+    return _check_object(value, _may_have_flaw(line))
 
 
-def _check_object(value: Any, text: bytes) -> Columns | BadRow:
-    """Return a parsed value if it is a usable JSON object, else the BadRow.
+def _may_have_flaw(text: bytes) -> bool:
+    """Return whether the value of a JSON text needs the full check, by a cheap scan."""
+    return text.count(b"[") + text.count(b"{") > _DEEPEST or bool(_SURROGATE.search(text))
 
-    text: the JSON text that contains the value. A cheap scan of it decides whether the value needs
-    the full check (`_find_json_flaw`).
-    """
+
+def _check_object(value: Any, may_have_flaw: bool) -> Columns | BadRow:
+    """Return a parsed value if it is a usable JSON object, else the BadRow."""
     if not isinstance(value, dict):
         return BadRow(
             f"a JSON object is expected, this is a {type(value).__name__}: {str(value)[:60]!r}"
         )
-    suspect = text.count(b"[") + text.count(b"{") > _DEEPEST or _SURROGATE.search(text)
-    flaw = _find_json_flaw(value) if suspect else None
+    flaw = _find_json_flaw(value) if may_have_flaw else None
     return value if flaw is None else BadRow(flaw)
 
 
@@ -337,8 +337,9 @@ def parse_json_list(text: bytes, path: Path) -> Iterator[Row]:
         raise UserError(f"{path} has {_TOO_DEEP}") from error
     if not isinstance(values, list):
         raise UserError(f"{path} holds a {type(values).__name__}; a list of objects is expected")
+    may_have_flaw = _may_have_flaw(text)  # once for the file, not for each row
     for number, value in enumerate(values, start=1):
-        yield Row(f"{path.name} row {number}", _check_object(value, text))
+        yield Row(f"{path.name} row {number}", _check_object(value, may_have_flaw))
 
 
 def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
@@ -381,10 +382,14 @@ def _load_hub_split(name: str, config: str | None, split: str) -> Iterable[Colum
             if (folder := _cached_snapshot(name)) is None:
                 raise
             return datasets.load_dataset(str(folder), config, split=split)
-    except (OSError, ValueError) as error:  # no network, no such data set, no such config or split
+    # no network, no such data set, no such config or split, a loading script, damaged files
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "Unknown split" in reason:
-            raise MissingSplit(f"hub data set {name!r} has no split {split!r}: {reason}") from error
+            raise MissingSplit(
+                f"hub data set {name!r} has no split {split!r}: {reason} To use another split, "
+                "download its files into a folder and pass the folder"
+            ) from error
         suggestion = suggest_hub_name(name, known, "dataset")
         entry = find_dataset(name)
         access = f"; {entry.access}" if entry is not None and entry.access else ""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rl.data.length_limits import RowTooLong
 from rl.data.problem_set import ProblemSet
-from rl.data.row_formats import RowFormat, is_chat
+from rl.data.row_formats import RowFormat
 from rl.data.row_parser import RowParser
 from rl.data.row_readers import BadRow, Row
 from rl.data.table_readers import Table
@@ -109,11 +108,10 @@ class StreamedProblemSet(ProblemSet):
                     f"it holds {len(contents)} instances, and a row of a stream is a single "
                     "problem: write each as a row, or leave out stream"
                 )
-            problem = self._parser.parse(contents[0], row.columns, index)
+            prompt = self._reader.names.prompt
+            problem = self._parser.parse(contents[0], row.columns, index, row.place, prompt)
         except BadRow as error:
             raise UserError(str(error)) from error
-        chat = is_chat(row.columns, self._reader.names.prompt)
-        problem = replace(problem, place=row.place, chat=chat)
         return problem if self._check is None else self._check(problem)
 
     def _skip_row(self, place: int, text: str, skip: bool, error: UserError) -> None:

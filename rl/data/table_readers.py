@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -52,9 +53,16 @@ def read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
         if header is None:
             header = [name.strip() for name in cells]
             if len(set(header)) < len(header) or not all(header):
+                index = not header[0] and all(header[1:])
                 raise UserError(
                     f"{path}: the first line names the columns, each once; "
                     f"it is {', '.join(header)[:200]!r}"
+                    + ("; write the table without its index (pandas: index=False)" * index)
+                )
+            if len(header) == 1 and (other := re.search(r"[;\t|,]", header[0])):
+                raise UserError(
+                    f"{path}: its cells are separated by {other[0]!r}, and those of a "
+                    f"{suffix} file by {DELIMITERS[suffix]!r}: write it with that separator"
                 )
         elif cells:
             yield Row(f"{path.name} line {reader.line_num}", _parse_cells(header, cells))

@@ -166,18 +166,20 @@ def resolve_spec(
     cls = spec if isinstance(spec, type) else _load_class(spec)
     name = spec if isinstance(spec, str) else cls.__name__
     address = None if isinstance(spec, type) else _find_address(spec)
-    if (table := make_settings_class(cls, name)) is not None:
-        fields = {item.name: item for item in dataclasses.fields(table)}
-        problems = [
-            _unknown_setting_error(name, key, fields) for key in settings if key not in fields
-        ]
-        problems += [
-            f"environment {name!r} needs the setting {key!r}: set --environment.{key}"
-            for key, item in fields.items()
-            if key not in settings and item.default is item.default_factory is dataclasses.MISSING
-        ]
-        if problems:
-            raise SettingsError(problems)
+    table, takes_any = _make_settings_class(cls, name)
+    fields = {item.name: item for item in dataclasses.fields(table)}
+    problems = [
+        _unknown_setting_error(name, key, fields)
+        for key in settings
+        if key not in fields and not takes_any
+    ]
+    problems += [
+        f"environment {name!r} needs the setting {key!r}: set --environment.{key}"
+        for key, item in fields.items()
+        if key not in settings and item.default is item.default_factory is dataclasses.MISSING
+    ]
+    if problems:
+        raise SettingsError(problems)
     return _check_settings(EnvironmentSpec(name, cls, settings, address))
 
 
@@ -254,50 +256,58 @@ def parse_environment(name: str, settings: Sequence[tuple[str, str]]) -> Environ
     name, program = _split_program(name)
     settings = [*program, *settings]
     cls = _load_class(name)
-    resolved: dict[str, Any] = dict(settings)
-    if (table := make_settings_class(cls, name)) is not None:
-        fields = {item.name: item for item in dataclasses.fields(table)}
-        problems: list[str] = []
-        values: dict[str, RawValue] = {}
-        for key, text in settings:
-            if key in fields:
-                try:
-                    words = tuple(shlex.split(text))
-                except ValueError as error:
-                    problems.append(f"--environment.{key} {text}: {error}")
-                    continue
-                values[key] = RawValue(words, f"--environment.{key}")
-            elif key.startswith("no_") and key[3:] in fields and text == "True":
-                values[key[3:]] = RawValue(("False",), f"--environment.{key}")
-            else:
-                problems.append(_unknown_setting_error(name, key, fields))
-        built = build_settings(table, values, problems, prefix="environment.")
-        if problems:
-            raise SettingsError(problems)
-        resolved = {key: getattr(built, key) for key in values}
+    table, takes_any = _make_settings_class(cls, name)
+    fields = {item.name: item for item in dataclasses.fields(table)}
+    problems: list[str] = []
+    values: dict[str, RawValue] = {}
+    texts: dict[str, Any] = {}
+    for key, text in settings:
+        if key in fields:
+            try:
+                words = tuple(shlex.split(text))
+            except ValueError as error:
+                problems.append(f"--environment.{key} {text}: {error}")
+                continue
+            values[key] = RawValue(words, f"--environment.{key}")
+        elif key.startswith("no_") and key[3:] in fields and text == "True":
+            values[key[3:]] = RawValue(("False",), f"--environment.{key}")
+        elif takes_any:
+            texts[key] = text
+        else:
+            problems.append(_unknown_setting_error(name, key, fields))
+    built = build_settings(table, values, problems, prefix="environment.")
+    if problems:
+        raise SettingsError(problems)
+    resolved = {**{key: getattr(built, key) for key in values}, **texts}
     return _check_settings(EnvironmentSpec(name, cls, resolved, _find_address(name)))
 
 
-def make_settings_class(cls: type, name: str) -> type | None:
-    """Return a dataclass with an environment's settings as fields; None if `__init__` takes any
-    names (**settings). Raises UserError if a setting's type cannot be written as text.
+def _make_settings_class(cls: type, name: str) -> tuple[type, bool]:
+    """Return a dataclass with an environment's settings as fields, and whether `__init__` takes
+    further settings of any name (**settings).
+
+    Raises UserError if a setting's type cannot be written as text; with **settings, all settings
+    are then texts.
     """
-    if dataclasses.is_dataclass(cls):
-        fields = _dataclass_fields(cls)
-    else:
-        parameters = inspect.signature(cls).parameters.values()
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return None
-        fields = _argument_fields(cls, [p for p in parameters if p.kind is not p.VAR_POSITIONAL])
+    takes_any = False
     try:
+        if dataclasses.is_dataclass(cls):
+            fields = _dataclass_fields(cls)
+        else:
+            parameters = inspect.signature(cls).parameters.values()
+            takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+            variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            fields = _argument_fields(cls, [p for p in parameters if p.kind not in variable])
         table = dataclasses.make_dataclass(cls.__name__, fields, frozen=True, kw_only=True)
         build_settings(table, {}, [])
-    except TypeError as error:
+    except (TypeError, NameError) as error:  # NameError: a hint that only type checkers import
+        if takes_any:
+            return dataclasses.make_dataclass(cls.__name__, ()), True
         raise UserError(
             f"the settings of environment {name!r} cannot be written on the command line: {error}"
         ) from error
     table.__doc__ = inspect.cleandoc(cls.__doc__ or name).split("\n\n")[0]
-    return table
+    return table, takes_any
 
 
 def show_help(name: str | None) -> None:
@@ -314,10 +324,11 @@ def show_help(name: str | None) -> None:
 
     name = _split_program(name)[0]
     cls = _load_class(name)
-    table = make_settings_class(cls, name)
-    if table is None:
+    table, takes_any = _make_settings_class(cls, name)
+    if takes_any:
         print(f"\nThe environment {name} takes any settings: --environment.NAME VALUE")
-        return
+        if not dataclasses.fields(table):
+            return
     for item in dataclasses.fields(table):
         if (help_text := format_help.read_field_help(cls, item.name)) is not None:
             table.__annotations__[item.name] = Annotated[
@@ -357,11 +368,8 @@ def _argument_fields(
 
     The type of an argument without a hint is the type of its default, else str.
     """
-    hints = (
-        typing.get_type_hints(vars(cls)["__init__"], include_extras=True)
-        if "__init__" in vars(cls)
-        else {}
-    )
+    initializer: Any = inspect.getattr_static(cls, "__init__")  # may be inherited
+    hints = typing.get_type_hints(initializer, include_extras=True)
     fields = []
     for p in parameters:
         annotation = hints.get(p.name, str if p.default in (p.empty, None) else type(p.default))

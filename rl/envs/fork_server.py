@@ -12,6 +12,7 @@ environment's code runs as the same user.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import inspect
 import json
@@ -24,6 +25,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ from rl.envs.env_runner import (
 )
 from rl.envs.environment_registry import EnvironmentSpec, load_spec, resolve_spec
 from rl.errors import UserError
+from rl.images import make_image_chunk
 from rl.processes import (
     InvalidReply,
     WorkerDiedError,
@@ -84,6 +87,7 @@ class _ForkedProcess:
             if os.fork() == 0:
                 channel.close()
                 _set_up_child(parent)
+                self.loop = None  # its selector is shared with the parent
                 channel = socket.socket(fileno=fds[0])
                 channel.sendall(encode_frame(_encode_reply(os.getpid())))
             else:
@@ -156,7 +160,7 @@ def _encode_reply(result: Any) -> bytes:
     """Return a result as a reply in JSON. Raises ValueError if it has no JSON or is too long."""
     value = encode_result(result)
     try:
-        encoded = json.dumps({"found": value}, default=_to_json_value).encode()
+        encoded = json.dumps({"found": _with_text_keys(value)}, default=_to_json_value).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a value that is not JSON: {describe_error(error, 300)}") from error
     if len(encoded) > _MAX_REPLY_BYTES:
@@ -166,19 +170,30 @@ def _encode_reply(result: Any) -> bytes:
     return encoded
 
 
+def _with_text_keys(value: Any) -> Any:
+    """Return a value with the keys of its mappings as texts, as in an episode in a thread."""
+    if isinstance(value, Mapping):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def _to_json_value(value: Any) -> Any:
-    """Convert numpy numbers and arrays, sets and mappings for JSON. Raises TypeError for any other
-    type.
+    """Convert numpy numbers and arrays, sets, paths and images for JSON. Raises TypeError for any
+    other type.
     """
-    if hasattr(value, "tolist"):
+    if hasattr(value, "tolist") and not isinstance(value, memoryview):
         return value.tolist()
     if hasattr(value, "__float__"):
         return float(value)
     if isinstance(value, (set, frozenset)):
         return sorted(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} cannot be converted to JSON")
+    if isinstance(value, Path):
+        return str(value)
+    try:
+        image = make_image_chunk(value)
+    except UserError as error:
+        raise TypeError(f"{type(value).__name__} cannot be converted to JSON") from error
+    return f"data:image/{image.format};base64,{base64.b64encode(image.data).decode()}"
 
 
 def serve_root(fd: int) -> None:

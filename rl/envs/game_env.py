@@ -28,6 +28,7 @@ class Game(Environment):
 
     names: Sequence[str] = ("player",)
     PLAYERS: Mapping[str, Rule] = {}  # rules that can play a seat of the policy
+    held_out_opponent = ""  # see `set_opponents`
 
     def __init__(self) -> None:
         self.seats: Sequence[str | None] = (None,) * len(self.names)
@@ -69,6 +70,23 @@ class Game(Environment):
         elif player != POLICY and player not in self.named:
             self.named.append(player)
 
+    def set_opponents(self, opponent: str, held_out_opponent: str) -> None:
+        """Set the opponent of the policy in a game of two seats, in training and in held-out
+        episodes; called by `__init__`. `seat_opponent` gives it a seat.
+        """
+        self.opponent, self.held_out_opponent = opponent, held_out_opponent
+        for player in (held_out_opponent, opponent):
+            self.assign(1, player, self.PLAYERS)
+
+    def seat_opponent(self, plays: str) -> None:
+        """Assign the seats 0 and 1 to the policy and the opponent. `plays`: the name of the seat of
+        the policy, or "either".
+        """
+        self.opponent = self.row.get("opponent", self.opponent)
+        seat = plays == self.names[1] or (plays == "either" and self.rng.random() < 0.5)
+        self.assign(int(seat), POLICY)
+        self.assign(1 - seat, self.opponent, self.PLAYERS)
+
     def observe(self, seat: int, text: str) -> None:
         """Add a text to the next observation of a seat."""
         self._pending_texts[seat].append(text)
@@ -85,6 +103,11 @@ class Game(Environment):
 
     # ------------------------------------------------------------------ implements Environment
 
+    def rows(self, split: str, count: int) -> list[dict[str, Any]]:
+        """Return empty rows, with the held-out opponent for tests if the game has one."""
+        row = {"opponent": self.held_out_opponent} if self.held_out_opponent else {}
+        return [dict(row) if split == "test" else {} for _ in range(count)]
+
     @property
     def models(self) -> list[str]:
         """Return the players of seats that are neither the policy nor a rule."""
@@ -98,10 +121,12 @@ class Game(Environment):
 
     def step(self, answer: Message) -> TurnResult:
         """Process a move, then the moves of rules, and return the result."""
-        seat, self._rewards = self.turn, {}
+        seat = self.turn
         self._move(str(answer["content"]))
         self._play_rules()
-        return self._make_result(seat)
+        result = self._make_result(seat)
+        self._rewards = {}  # those of moves before the first answer are paid with it
+        return result
 
     def _move(self, text: str) -> None:
         """Record and process a move. Raises RuntimeError if the match is over."""

@@ -80,8 +80,8 @@ class _Conversation:
 class EnvironmentGroup(EnvGroupBuilder):
     """Make a group's environments for a row and seed.
 
-    `system_prompt`: precedes the conversation of each seat. `renderers`: renderers of players that
-    are other models, by name.
+    `system_prompt`: precedes the conversation of each seat, unless the environment's first message
+    is a system message. `renderers`: renderers of players that are other models, by name.
     """
 
     def __init__(
@@ -111,9 +111,10 @@ class EnvironmentGroup(EnvGroupBuilder):
         self.row: dict[str, Any] = dict(problem.meta)
         if problem.messages:
             self.row |= {"messages": list(problem.messages), "prompt": list(problem.messages)}
-        self.seed = int(
-            problem.meta.get("seed", derive_seed("environment", spec.seed_stream, problem.index))
-        )
+        try:
+            self.seed = int(problem.meta["seed"])
+        except (KeyError, TypeError, ValueError, OverflowError):  # no such column, or no number
+            self.seed = derive_seed("environment", spec.seed_stream, problem.index)
         self._first_prompts: dict[Any, ModelInput] = {}
         self._renderers: dict[str, Renderer] = {}
 
@@ -260,11 +261,14 @@ class MessageEnv(Env):
                     f"has the seats {describe_value(self.players)}; each seat is None (the policy) "
                     "or a player's name"
                 )
-            observation, stop = self._send_messages(
+            turn = (
                 validate_turn(first, len(self.players))
                 if isinstance(first, TurnResult)
                 else TurnResult(first)
             )
+            if turn.done:
+                raise InvalidResult("ended its episode in start(), before any answer")
+            observation, stop = self._send_messages(turn)
         return self.group.deduplicate_prompt(observation), stop
 
     def _make_step(self, answered: _ParsedAnswer, output: Any) -> StepResult:
@@ -333,18 +337,18 @@ class MessageEnv(Env):
             )
         self.seat = turn.seat
         messages = validate_messages(turn.messages)
+        if not messages:
+            raise InvalidResult("returned no messages, but the episode is not done")
         if self.seat not in self.conversations:
             system_prompt = self.group.system_prompt
-            system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+            if system_prompt and messages[0]["role"] != "system":
+                messages = [{"role": "system", "content": system_prompt}, *messages]
             other = self.group.renderers.get(self.players[self.seat] or "")
             self.conversations[self.seat] = _Conversation(
                 other or self.group.renderer_with(self.tools)
             )
-            messages = [*system, *messages]
         conversation = self.conversations[self.seat]
         conversation.new_messages = messages
-        if not messages:
-            raise InvalidResult("returned no messages, but the episode is not done")
         try:
             conversation.last_prompt = conversation.next_prompt()
         except ValueError as error:

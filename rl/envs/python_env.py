@@ -5,6 +5,7 @@ turns of an episode.
 from __future__ import annotations
 
 import atexit
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,7 @@ class Python(QuestionEnv):
                 f" {self.seconds}"
             )
         self._session: PythonSession | None = None
+        self._lock = threading.Lock()
         self.tools = (Tool(self.python, seconds=self.seconds + 15),)
 
     def start(self) -> Sequence[Message]:
@@ -71,10 +73,11 @@ class Python(QuestionEnv):
         Args:
             code: the code
         """
-        self._session = self._session or get_sandbox(self.sandbox).session(
-            limits=SandboxLimits(wall_s=self.seconds, cpu_s=self.seconds)
-        )
-        turn = self._session.run(code, wall_s=self.seconds)
+        with self._lock:  # the calls of an answer run concurrently
+            self._session = self._session or get_sandbox(self.sandbox).session(
+                limits=SandboxLimits(wall_s=self.seconds, cpu_s=self.seconds)
+            )
+            turn = self._session.run(code, wall_s=self.seconds)
         ended = (
             f"\n(the interpreter was ended by {turn.ended_by}; variables are lost)"
             if turn.ended_by

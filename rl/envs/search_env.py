@@ -84,7 +84,7 @@ def _get_index(corpus: str) -> BM25Index:
             " text or as JSON with a text"
         )
     documents = []
-    with path.open(encoding="utf-8", newline="\n") as lines:
+    with path.open(encoding="utf-8-sig", newline="\n") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 documents.append(

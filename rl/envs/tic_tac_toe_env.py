@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import re
 from functools import cache
-from typing import Any
 
 from rl.envs.game_env import Game, Rule, check_choice
 
@@ -153,27 +152,14 @@ class TicTacToeEnv(Game):
         instructions: bool = True,
     ):
         super().__init__()
-        self.held_out_opponent = held_out_opponent
-        self.assign(1, held_out_opponent, self.PLAYERS)
-        self.opponent = opponent
+        self.set_opponents(opponent, held_out_opponent)
         self.plays = check_choice("plays", plays, ("X", "O", "either"))
         self.instructions = instructions
         self.board = EMPTY
-        self.assign(1, opponent, self.PLAYERS)
-
-    def rows(self, split: str, count: int) -> list[dict[str, Any]]:
-        """Return empty rows for training, and rows with the held-out opponent for tests."""
-        return [
-            {"opponent": self.held_out_opponent} if split == "test" else {} for _ in range(count)
-        ]
 
     def open(self) -> None:
         """Assign the seats and send the first texts."""
-        self.opponent = self.row.get("opponent", self.opponent)
-        self.assign(1, self.opponent, self.PLAYERS)
-        if self.plays == "O" or (self.plays == "either" and self.rng.random() < 0.5):
-            self.assign(1, "policy")
-            self.assign(0, self.opponent, self.PLAYERS)
+        self.seat_opponent(self.plays)
         if self.instructions:
             for seat, mark in enumerate(self.names):
                 self.observe(

@@ -8,6 +8,7 @@ episode.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -34,13 +35,20 @@ def make_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     Raises UserError if an argument has no type or no line under "Args:", or if the docstring has no
     summary.
     """
-    name = getattr(function, "__name__", type(function).__name__)
-    summary, descriptions = _parse_docstring(inspect.getdoc(function) or "")
+    described: Any = function  # has the hints and the docstring
+    while isinstance(described, functools.partial):
+        described = described.func
+    name = getattr(described, "__name__", type(described).__name__)
+    if not (inspect.isroutine(described) or inspect.isclass(described)):
+        described = described.__call__  # of a callable object
+    summary, descriptions = _parse_docstring(
+        inspect.getdoc(described) or inspect.getdoc(function) or ""
+    )
     if not summary:
         raise UserError(
             f"the tool {name} has no docstring: add it, it describes the tool to the model"
         )
-    hints = typing.get_type_hints(function)
+    hints = typing.get_type_hints(described)
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -105,8 +113,8 @@ def _type_schema(hint: Any, name: str) -> dict[str, Any]:
     if hint in _SIMPLE_TYPES:
         return dict(_SIMPLE_TYPES[hint])
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        value_types = {type(value) for value in arguments}
+    value_types = {type(value) for value in arguments}
+    if origin is Literal and value_types <= _SIMPLE_TYPES.keys():
         return {
             **(_SIMPLE_TYPES[value_types.pop()] if len(value_types) == 1 else {}),
             "enum": list(arguments),

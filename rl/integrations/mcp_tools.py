@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from typing import Any, ClassVar
 
-from rl.envs import Environment, Tool, TurnResult, grade_answer
+from rl.envs import Environment, Tool, TurnResult, grade_answer, last_user_text
 from rl.errors import UserError
 from rl.integrations.client_session import ClientSession
-from rl.integrations.optional_packages import import_package
+from rl.integrations.optional_packages import import_package, parse_json_options
 from rl.rewards import resolve_reward
 from rl.types import Message
 
@@ -123,7 +122,8 @@ class McpTools(Environment):
     """Time limit in seconds of a call, and of the connection."""
 
     def __post_init__(self) -> None:
-        resolve_reward(self.score, **json.loads(self.score_config))  # raises before an episode
+        options = parse_json_options(self.score_config, "score_config")
+        resolve_reward(self.score, **options)  # raises before an episode
 
     def start(self) -> list[Message]:
         """Connect to the server and return the row's messages."""
@@ -135,8 +135,7 @@ class McpTools(Environment):
 
     def step(self, answer: Message) -> TurnResult:
         """Return the score of the final answer."""
-        prompts = [str(m["content"]) for m in self.row.get("messages", ()) if m["role"] == "user"]
-        question = prompts[-1] if prompts else ""
+        question = last_user_text(self.row["messages"])
         reward, metrics = grade_answer(
             self.score, question, str(answer["content"]), self.row, self.score_config
         )

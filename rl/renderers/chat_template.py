@@ -28,6 +28,8 @@ from rl.renderers.response_parsing import (
     Tools,
     build_answer,
     find_thought_marks,
+    make_call,
+    parse_arguments,
     split_calls,
     split_channels,
     split_thoughts,
@@ -117,6 +119,14 @@ def apply_template(
         ) from error
 
 
+def escape_messages(escaper: SpecialTokenEscaper, messages: Messages) -> list[Message]:
+    """Return messages with special tokens escaped; the assistant's may contain markup."""
+    return [
+        escaper.escape(message, may_write_markup=message["role"] == "assistant")
+        for message in messages
+    ]
+
+
 class ChatTemplateRenderer(Renderer):
     """Render with the tokenizer's jinja template; `template_settings` are passed to it
     (`enable_thinking=False`, `tools=...`).
@@ -159,7 +169,7 @@ class ChatTemplateRenderer(Renderer):
         self._contents_in_parts = self._image_reader is not None and not self._accepts_strings()
         self._end_begins_next = False  # whether an answer ends with the mark of the next message
         self._end_of_turn = self._find_end_of_turn()
-        self._end_id: int = tokenizer.convert_tokens_to_ids(self._end_of_turn)
+        self._end_id = tokenizer.convert_tokens_to_ids(self._end_of_turn)
         self._call_mark = (
             _CALL_MARK
             if self._has_channels
@@ -207,9 +217,6 @@ class ChatTemplateRenderer(Renderer):
         )
         return place_images(example.token_ids(), messages, self._image_reader), weights
 
-    def get_stop_sequences(self) -> list[Any]:
-        return [self._end_id, *sorted(self.end_tokens - {self._end_id}), *self.stops]
-
     def thought_marks(self) -> tuple[str, str] | None:
         return None if self._has_channels else self._thought_marks
 
@@ -231,12 +238,7 @@ class ChatTemplateRenderer(Renderer):
     def available_tools(self) -> Tools:
         return self.template_settings.get("tools") or ()
 
-    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
-        before, ended = self._split_at_end(tokens)
-        return self._end_at_stop(self._parse_text(self.decode(before)), ended)
-
     def _parse_text(self, content: str) -> Message:
-        """Return the text of an answer without its end mark as a message."""
         if self._has_channels:
             return build_answer(*split_channels(content))
         thoughts: str | None = None
@@ -252,7 +254,7 @@ class ChatTemplateRenderer(Renderer):
         before, ended = self._split_at_end(tokens)
         if ended and tokens[len(before)] == self._call_id:
             return list(tokens[: len(before) + 1])
-        return [*before, self._end_id] if ended else before
+        return super().with_end_mark(tokens)
 
     def extend_prompt(
         self,
@@ -356,10 +358,22 @@ class ChatTemplateRenderer(Renderer):
     def _escape_messages(self, messages: Messages) -> list[Message]:
         """Return the messages as text (and images) with escaped special tokens."""
         read = normalize_messages(messages, allow_images=self._image_reader is not None)
-        return [
-            self.escaper.escape(message, may_write_markup=message["role"] == "assistant")
-            for message in read
-        ]
+        if any(message.get("tool_calls") for message in read) and self._encodes_arguments:
+            read = [parse_arguments(message) for message in read]
+        return escape_messages(self.escaper, read)
+
+    @cached_property
+    def _encodes_arguments(self) -> bool:
+        """Return whether the template encodes the arguments of calls as JSON, even a text, which
+        some templates write as it is.
+        """
+        call: Message = {"role": "assistant", "content": ""}
+        call["tool_calls"] = [make_call("f", f'{{"{_PROBE}": 1}}')]
+        conversation = [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "b"}]
+        try:
+            return f'"{_PROBE}"' not in self._render_text(conversation, generation=False)
+        except UserError:  # the template accepts no texts
+            return True
 
     def _render_text(self, messages: Messages, generation: bool) -> str:
         """Return the rendered text of escaped messages. Raises UserError if the template fails or
@@ -557,14 +571,9 @@ class ConversationRenderer:
         """Return the tokens of the conversation. Raises UserError if the template cannot render it,
         or if it has images.
         """
-        read = normalize_messages(messages)
-        covered = [
-            self.escaper.escape(message, may_write_markup=message["role"] == "assistant")
-            for message in read
-        ]
         text = apply_template(
             self.tokenizer,
-            covered,
+            escape_messages(self.escaper, normalize_messages(messages)),
             False,
             f"the chat template of the reward model {self.name}",
             ". Leave out what the template does not support (a system prompt, tools), or use "

@@ -16,7 +16,7 @@ import numpy as np
 from rl.errors import UserError
 from rl.images import has_images, is_image_part
 from rl.renderers.image_parts import split_image_parts
-from rl.renderers.response_parsing import Tools
+from rl.renderers.response_parsing import Tools, build_answer
 from rl.renderers.special_token_escaping import SpecialTokenEscaper
 from rl.renderers.stop_tokens import get_end_tokens
 from rl.renderers.tool_call_formats import ToolCallFormat
@@ -36,6 +36,7 @@ class Renderer(ABC):
     """
 
     stops: tuple[str, ...] = ()  # texts before which an answer ends, besides its end mark
+    _end_id: int  # the end-of-turn token, if the renderer writes one
 
     def __init__(
         self, tokenizer: Any, eos_token_ids: Iterable[int] = (), template_source: str = ""
@@ -62,15 +63,20 @@ class Renderer(ABC):
         assistant message.
         """
 
-    @abstractmethod
     def get_stop_sequences(self) -> list[Any]:
         """Return the token ids or texts that end an answer, for `SamplingParams.stop`."""
+        return [self._end_id, *sorted(self.end_tokens - {self._end_id}), *self.stops]
 
-    @abstractmethod
     def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
         """Return (the message of the sampled tokens without their end mark, whether an end mark was
         sampled). False means that the length limit cut the answer off.
         """
+        before, ended = self._split_at_end(tokens)
+        return self._end_at_stop(self._parse_text(self.decode(before)), ended)
+
+    def _parse_text(self, content: str) -> Message:
+        """Return the text of an answer without its end mark as a message."""
+        return build_answer(content)
 
     def with_stops(self, stops: Sequence[str]) -> Renderer:
         """Return this renderer with texts before which answers also end. They are not part of the
@@ -91,13 +97,14 @@ class Renderer(ABC):
         cut = self.cut_at_stop(content)
         return (message, ended) if cut == content else ({**message, "content": cut}, True)
 
-    @abstractmethod
     def with_end_mark(self, tokens: Sequence[int]) -> list[int]:
         """Return sampled tokens as `build_supervised_example` writes such an answer: with its
         end-of-turn token last, whichever token ended the sample.
 
         Nothing follows the end-of-turn token. An answer without an end stays unchanged.
         """
+        before, ended = self._split_at_end(tokens)
+        return [*before, self._end_id] if ended else before
 
     @abstractmethod
     def extend_prompt(

@@ -58,6 +58,23 @@ def build_answer(
     return message | ({"unparsed_tool_calls": unparsed} if unparsed else {})
 
 
+def parse_arguments(message: Message) -> Message:
+    """Return a message with the arguments of its calls as objects. OpenAI's format has them as JSON
+    text, which most templates would encode as JSON once more.
+    """
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = dict(call.get("function", call))
+        if isinstance(function.get("arguments"), str):
+            try:
+                parsed = json.loads(function["arguments"] or "{}")
+            except (ValueError, RecursionError):
+                parsed = None
+            function["arguments"] = parsed if isinstance(parsed, dict) else function["arguments"]
+        calls.append({**call, "type": "function", "function": function})
+    return {**message, "tool_calls": calls} if calls else message
+
+
 def find_thought_marks(template: str) -> tuple[str, str] | None:
     """Return the marks that a chat template writes around thoughts, or None."""
     return next((marks for marks in THOUGHTS if marks[1] in template), None)

@@ -27,6 +27,7 @@ from rl.renderers.response_parsing import (
     Tools,
     build_answer,
     format_with_calls,
+    parse_arguments,
     split_calls,
 )
 from rl.types import Message, Messages, ModelInput
@@ -67,13 +68,12 @@ class _TextRenderer(Renderer):
     def _get_text(self, message: Message) -> str:
         """Return the text of a message, including its calls if tools are set."""
         return (
-            format_with_calls(message)
+            format_with_calls(parse_arguments(message))
             if self.tools and message["role"] == "assistant"
             else get_text_content(message)
         )
 
-    def _parse_content(self, content: str) -> Message:
-        """Return the assistant message of an answer's text."""
+    def _parse_text(self, content: str) -> Message:
         if not self.tools:
             return build_answer(content)
         text, calls, unparsed = split_calls(content, self.tools)
@@ -99,7 +99,7 @@ class PlainRenderer(_TextRenderer):
                 "the renderer 'plain' ends a response with EOS, which the tokenizer lacks: set its "
                 "eos_token"
             )
-        self._eos: int = tokenizer.eos_token_id
+        self._end_id = tokenizer.eos_token_id
 
     def build_generation_prompt(self, messages: Messages) -> ModelInput:
         return ModelInput.from_ints(
@@ -117,13 +117,6 @@ class PlainRenderer(_TextRenderer):
         ]
         return build_weighted_example([(self._begin, 0.0), *pieces])
 
-    def get_stop_sequences(self) -> list[Any]:
-        return [self._eos, *sorted(self.end_tokens - {self._eos}), *self.stops]
-
-    def parse_response(self, tokens: Sequence[int]) -> tuple[Message, bool]:
-        before, stopped = self._split_at_end(tokens)
-        return self._end_at_stop(self._parse_content(self.decode(before)), stopped)
-
     def extend_prompt(
         self,
         messages: Messages,
@@ -134,13 +127,9 @@ class PlainRenderer(_TextRenderer):
         """Extend the prompt; see `Renderer`. This always succeeds, because the format has no roles
         and does not change earlier text.
         """
-        mark = [] if answer and answer[-1] in self.end_tokens else [self._eos]
+        mark = [] if answer and answer[-1] in self.end_tokens else [self._end_id]
         following = self._iter_message_tokens(normalize_messages(new), continuing=True)
         return ModelInput.from_ints([*seen, *answer, *mark, *chain(*following)])
-
-    def with_end_mark(self, tokens: Sequence[int]) -> list[int]:
-        before, stopped = self._split_at_end(tokens)
-        return [*before, self._eos] if stopped else before
 
     def _iter_message_tokens(
         self, messages: Messages, continuing: bool = False
@@ -150,7 +139,7 @@ class PlainRenderer(_TextRenderer):
             tokens = self._encode(
                 self.escaper.escape(self._get_text(message)), continuing=continuing or index > 0
             )
-            yield [*tokens, self._eos] if message["role"] == "assistant" else tokens
+            yield [*tokens, self._end_id] if message["role"] == "assistant" else tokens
 
 
 class RoleColonRenderer(_TextRenderer):
@@ -254,7 +243,7 @@ class RoleColonRenderer(_TextRenderer):
         content, mark, _ = self.decode(before).partition(_STOP_TEXT)
         called = bool(self.tools) and content.rstrip().endswith(CALL_END)
         ended = stopped or bool(mark) or called
-        return self._end_at_stop(self._parse_content(content.strip()), ended)
+        return self._end_at_stop(self._parse_text(content.strip()), ended)
 
     def with_end_mark(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens of the answer's text and the end mark, for every way in which they were

@@ -3,11 +3,12 @@
 import csv
 import json
 import logging
+import time
 from collections import Counter
 
 import pytest
 
-from rl.data import MissingSplit, Mixture, concatenate_sets, load_problems
+from rl.data import MissingSplit, Mixture, concatenate_sets, load_problems, load_rollouts
 from rl.errors import UserError
 
 
@@ -140,6 +141,12 @@ def test_a_table_names_its_bad_rows_and_what_is_no_table(tmp_path):
     assert get_contents(load_problems(path, on_bad_row="skip")) == ["1+1=", "3+3\n="]
     path.write_text("prompt,prompt\na,b\n")
     with pytest.raises(UserError, match="names the columns, each once"):
+        load_problems(path)
+    path.write_text(",prompt,answer\n0,a,b\n")  # as pandas writes a table by default
+    with pytest.raises(UserError, match="without its index"):
+        load_problems(path)
+    path.write_text("prompt;answer\na;b\n")  # as spreadsheets write it in many countries
+    with pytest.raises(UserError, match="separated by ';'.*by ','"):
         load_problems(path)
     for name in ("y.parquet", "y.arrow"):
         (tmp_path / name).write_bytes(b"no table at all")
@@ -318,3 +325,62 @@ def test_a_template_and_a_suffix_stand_around_the_prompt_and_give_no_answer_away
         .messages[-1]["content"]
         .endswith("=?")
     )
+
+
+def test_splits_of_other_names_are_not_mixed(tmp_path):
+    """A repository with train_sft and train_gen has no split train."""
+    for name in ("train_sft", "train_gen", "test_sft"):
+        write(tmp_path / "data" / f"{name}-00000-of-00001.jsonl", make_sum_rows(1))
+    assert len(load_problems(tmp_path)) == 2  # without a README all of them are shards of train
+    listed = "".join(
+        f"  - split: {name}\n    path: data/{name}-*\n"
+        for name in ("train_sft", "train_gen", "test_sft")
+    )
+    head = f"---\nconfigs:\n- config_name: default\n  data_files:\n{listed}---\n"
+    (tmp_path / "README.md").write_text(head)
+    with pytest.raises(UserError, match="could be 'train': train_sft, train_gen; pass a file"):
+        load_problems(tmp_path)
+    assert len(load_problems(tmp_path, split="test")) == 1
+
+
+def test_the_time_to_read_a_json_file_is_linear(tmp_path):
+    """Each row once scanned the whole file. The time is compared with that of the same rows in a
+    .jsonl file.
+    """
+    rows = [{"prompt": f"{i} [" + "x" * 400, "answer": "[1]"} for i in range(6000)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    seconds = []
+    for path in (write(tmp_path / "rows.jsonl", rows), tmp_path / "rows.json"):
+        begin = time.process_time()
+        assert len(load_problems(path)) == 6000
+        seconds.append(time.process_time() - begin)
+    assert seconds[1] < 5 * seconds[0]
+
+
+def test_gsm8k_rows_keep_their_other_columns(tmp_path):
+    row = {"question": "1+1?", "answer": "#### 2", "level": 3}
+    (problem,) = load_problems(write(tmp_path / "rows.jsonl", [row]))
+    assert problem.meta == {"answer": "2", "level": 3}
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Dataset scripts are no longer supported, but found a.py"), None]
+)
+def test_a_hub_set_that_cannot_be_built_is_an_error_with_a_remedy(monkeypatch, error):
+    import datasets
+
+    def fail(*_, **__):
+        raise error or datasets.exceptions.DatasetGenerationError("the columns of two files differ")
+
+    monkeypatch.setattr("rl.data.row_readers.check_hub_access", lambda *_: None)
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(UserError, match="'someone/things'.*cannot be loaded.*pass the path"):
+        load_problems("someone/things")
+
+
+def test_the_system_message_of_a_stored_prompt_replaces_the_system_prompt(tmp_path):
+    prompts = [[{"role": "system", "content": "own"}, USER], [USER]]
+    rows = [{"prompt": prompt, "response": "b", "reward": 1} for prompt in prompts]
+    problems = load_rollouts(write(tmp_path / "rows.jsonl", rows), system_prompt="given")
+    assert [p.messages[0]["content"] for p in problems] == ["own", "given"]
+    assert [len(p.messages) for p in problems] == [2, 2]

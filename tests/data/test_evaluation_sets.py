@@ -102,6 +102,7 @@ def test_choices_in_a_list_keep_their_order(tmp_path: Path):
     assert load_problems(write(tmp_path, "rows.jsonl", letter))[0].meta["answer"] == "B"
     for change, message in (
         ({"answer": 3}, "'answer' is a letter from A to C or a position from 0 to 2, this is 3"),
+        ({"answer": "ß"}, "'answer' is a letter from A to C"),  # two letters in upper case
         ({"answer": "D"}, "this is 'D'"),
         ({"answer": True}, "this is True"),
         ({"choices": ["one"]}, "'choices' is a list of 2 to 26 texts"),

@@ -15,6 +15,7 @@ from whole_runs import RECIPE, train, two_and_two
 from rl.algorithms import METHODS
 from rl.config import RunSettings, SettingsError, parse_run, read_run
 from rl.envs.python_env import Python
+from rl.envs.tools import as_tool, run_calls
 from rl.errors import UserError
 from rl.sandbox import Sandbox
 
@@ -172,6 +173,17 @@ def test_python_keeps_its_state_and_loses_it_with_what_ends_it():
     assert "ended by timeout" in tool.python("while True: pass") and "NameError" in tool.python("a")
     assert "ended by" in tool.python("print('x' * 10**8)")
     tool.close()
+
+
+def test_calls_of_an_answer_share_an_interpreter():
+    a_sandbox().close()
+    environment = Python()
+    tools = {made.name: made for made in map(as_tool, environment.tools)}
+    codes = [f"x{i} = {i}" for i in range(4)]
+    calls = [{"function": {"name": "python", "arguments": {"code": code}}} for code in codes]
+    assert not [call.error for call in run_calls({"tool_calls": calls}, tools) if call.error]
+    assert environment.python("x0 + x1 + x2 + x3") == "6"
+    environment.close()
 
 
 def test_without_a_sandbox_python_does_not_begin(tmp_path):

@@ -20,6 +20,7 @@ from rl.envs import (
     Environment,
     EnvironmentGroup,
     EpisodeLimits,
+    Game,
     KeyValueStore,
     TurnResult,
     isolate_environment,
@@ -29,8 +30,10 @@ from rl.envs import (
     resolve_environment,
     tool,
 )
+from rl.envs.env_runner import EpisodeTask
 from rl.envs.tools import run_calls
 from rl.errors import UserError
+from rl.images import make_image_chunk, open_image
 from rl.integrations.trl_env import MultiTrlEnvironment
 from rl.judges import add_episode_rewards
 from rl.models import load_tokenizer
@@ -466,6 +469,33 @@ def test_the_tools_descriptions_are_those_of_transformers():
             make_tool_schema(function)
 
 
+class Adder:
+    """Adds a number that it keeps."""
+
+    def __init__(self, kept: int):
+        self.kept = kept
+
+    def __call__(self, number: int) -> int:
+        """Adds.
+
+        Args:
+            number: the number
+        """
+        return self.kept + number
+
+
+def test_callable_objects_and_partial_functions_are_tools():
+    add = tool(Adder(3))
+    add_four = tool(partial(Adder.__call__, Adder(4)))
+    for made, name in ((add, "Adder"), (add_four, "__call__")):
+        expected = {"number": {"type": "integer", "description": "the number"}}
+        assert made.name == name and made.schema["function"]["description"] == "Adds."
+        assert made.schema["function"]["parameters"]["properties"] == expected
+    request = {"function": {"name": "Adder", "arguments": {"number": 4}}}
+    (answer,) = run_calls({"tool_calls": [request]}, {"Adder": add})
+    assert (answer.answer, answer.error) == ("7", None)
+
+
 def test_a_long_result_of_a_forked_call_arrives():
     calls = [{"function": {"name": "shout", "arguments": {"times": 2 << 20}}}]
     tools = {"shout": tool(shout, characters=3 << 20)}
@@ -514,7 +544,7 @@ def test_a_corpus_has_a_document_a_line(indexes, tmp_path, suffix):
     documents = ["one\u2028two\x85three\x0cfour", "five"]
     corpus, is_json = tmp_path / f"corpus{suffix}", suffix == ".jsonl"
     lines = [json.dumps(text, ensure_ascii=False) if is_json else text for text in documents]
-    corpus.write_text("\r\n".join(lines) + "\n", encoding="utf-8", newline="")
+    corpus.write_text("\r\n".join(lines) + "\n", encoding="utf-8-sig", newline="")
     made = resolve_environment("search", corpus=str(corpus), grader="exact_match").make()
     made.search("one")
     assert indexes == [documents]
@@ -535,6 +565,32 @@ def test_concurrent_groups_build_an_index_once(indexes, tmp_path):
 def test_a_setting_that_no_shell_can_split_is_a_problem():
     with pytest.raises(SettingsError, match="--environment.digits '1: No closing quotation"):
         parse_environment("calculator", [("digits", "'1")])
+
+
+def test_inherited_settings_have_their_types(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from rl.envs.guess_number_env import GuessNumber\nclass Mine(GuessNumber):\n    pass\n"
+    )
+    assert parse_environment(f"{file}:Mine", [("guesses", "5")]).settings == {"guesses": 5}
+
+
+def test_settings_beside_any_others_have_their_types(tmp_path):
+    file = tmp_path / "open.py"
+    file.write_text(
+        textwrap.dedent("""
+        from collections.abc import Callable
+        from rl.envs import Environment
+        class Open(Environment):
+            def __init__(self, high: int = 5, rate=0.5, **others): self.high = high
+        class Odd(Environment):
+            def __init__(self, judge: Callable = None, **others): pass
+    """)
+    )
+    spec = parse_environment(f"{file}:Open", [("high", "7"), ("rate", "2"), ("other", "3")])
+    assert spec.settings == {"high": 7, "rate": 2.0, "other": "3"}
+    assert resolve_environment(f"{file}:Open", high=7, other=3).settings == {"high": 7, "other": 3}
+    assert parse_environment(f"{file}:Odd", [("judge", "7")]).settings == {"judge": "7"}
 
 
 def test_environments_are_found_by_name_and_address(tmp_path):
@@ -911,6 +967,131 @@ def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
     assert (
         len({group.trajectories_G[0].transitions[0].metrics["by"] for group in result.groups}) == 2
     )
+
+
+def test_episodes_after_an_async_share_have_loops_of_their_own(play, tmp_path):
+    """A loop that forks shared would lose the wake-ups of its threads to other episodes."""
+    file = tmp_path / "waiting.py"
+    file.write_text(
+        textwrap.dedent("""
+        import asyncio
+        from rl.envs import Environment, TurnResult
+        class Waiting(Environment):
+            async def share(self):
+                await asyncio.sleep(0)
+            async def start(self):
+                for _ in range(60):
+                    await asyncio.to_thread(sum, [1])
+                return "q"
+            async def step(self, answer):
+                for _ in range(60):
+                    await asyncio.to_thread(sum, [1])
+                return TurnResult(reward=1.0, done=True)
+    """)
+    )
+    spec = isolate_environment(parse_environment(f"{file}:Waiting", []))
+    result = play(spec, lambda *_: "a", members=4, limits=EpisodeLimits(seconds=20))
+    spec.fork_server.close()
+    assert not result.errors and result.groups[0].get_total_rewards() == [1.0] * 4
+
+
+def test_results_of_a_process_are_those_of_a_thread(play, tmp_path):
+    file = tmp_path / "results.py"
+    file.write_text(
+        textwrap.dedent("""
+        from pathlib import Path
+        import numpy as np
+        from PIL import Image
+        from rl.envs import Environment, TurnResult
+        class Keys(Environment):
+            def start(self):
+                return "q"
+            def step(self, answer):
+                logs = {np.int64(3): {(1, 2): [1]}, "at": Path("a")}
+                return TurnResult(done=True, metrics={np.int64(4): 1.0}, logs=logs)
+        class Picture(Environment):
+            def start(self):
+                image = {"type": "image", "image": Image.new("RGB", (8, 8), "red")}
+                return [{"role": "user", "content": [image]}]
+    """)
+    )
+    seen = []
+    for isolation in ("thread", "process"):
+        spec = resolve_environment(f"{file}:Keys", environment_isolation=isolation)
+        result = play(spec, lambda *_: "a")
+        (turn,) = result.groups[0].trajectories_G[0].transitions
+        seen.append((turn.metrics["4"], turn.logs["3"], turn.logs["at"]))
+    assert not result.errors and seen[0] == seen[1] == (1.0, {"(1, 2)": [1]}, "a")
+    picture = resolve_environment(f"{file}:Picture")
+    spec.fork_server.close()
+    picture.fork_server.begin()
+    episode = picture.fork_server.fork()
+    (message,) = episode.ask("it", "start", task=EpisodeTask({}, 0)).first_turn
+    picture.fork_server.close()
+    image = open_image(make_image_chunk(message["content"][0]["image"]))
+    assert image.size == (8, 8) and image.getpixel((0, 0)) == (255, 0, 0)
+
+
+class Ended(Environment):
+    def start(self):
+        return TurnResult(done=True)
+
+
+class Silent(Environment):
+    def start(self):
+        return []
+
+
+def test_what_start_cannot_return_is_named(play):
+    (error,) = play(Ended, lambda *_: "a").errors
+    assert "ended its episode in start()" in error
+    (error,) = play(Silent, lambda *_: "a", system_prompt="Be brief.").errors
+    assert "returned no messages" in error
+
+
+class RuleFirst(Game):
+    names = ("rule", "policy")
+
+    def __init__(self):
+        super().__init__()
+        self.assign(0, "first", {"first": lambda match: "x"})
+
+    def open(self):
+        self.observe(1, "q")
+
+    def move(self, text):
+        if self.turn == 0:
+            self.reward(1, 0.5)
+            self.turn = 1
+        else:
+            self.end({1: 1.0})
+
+
+def test_a_game_pays_the_rewards_of_moves_before_the_first_answer(play):
+    (group,) = play(RuleFirst, lambda *_: "a").groups
+    assert group.get_total_rewards() == [1.5]
+
+
+class WithSystem(Environment):
+    def start(self):
+        return [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+
+    def step(self, answer):
+        return TurnResult(done=True)
+
+
+def test_an_environments_own_system_message_replaces_the_system_prompt(play):
+    result = play(WithSystem, lambda *_: "a", system_prompt="Be brief.")
+    assert result.groups[0].trajectories_G[0].transitions[0].ob.length == len("sq")
+
+
+def test_a_column_seed_that_is_no_number_is_an_ordinary_column():
+    spec = resolve_environment(GuessEnvironment)
+    seeds = [
+        EnvironmentGroup(spec, Problem((), row, index=2), 1, None).seed
+        for row in ({"seed": "blue"}, {"seed": None}, {}, {"seed": "7"})
+    ]
+    assert seeds == [derive_seed("environment", spec.seed_stream, 2)] * 3 + [7]
 
 
 def asked_row(answer: str) -> dict:

@@ -450,3 +450,21 @@ def test_recommendations(shared_data, tmp_path):
     assert get_recommended_lora_lr(8000, "llama") == pytest.approx(5e-4 * 2 ** (-2 * 0.781))
     with pytest.raises(ValueError, match="qwen, llama"):
         get_recommended_lora_lr(2048, "gpt")
+
+
+@pytest.mark.parametrize("model", ["qwen2.5", "qwen3", "role_colon"])
+def test_arguments_as_json_text_are_written_as_the_model_writes_calls(tokenizers, model):
+    """OpenAI's format has the arguments of a call as text, which a template would encode again."""
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    expected = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    renderer = (
+        get_renderer(model, tokenizers["qwen2.5"]).with_tools([tool])
+        if model == "role_colon"
+        else get_renderer("chat_template", tokenizers[model])
+    )
+    for calls in ([{"id": "1", "type": "function", "function": call}], [call]):
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        example, weights = renderer.build_supervised_example([ASK, answer])
+        learnt = [token for token, weight in zip(example.to_ints(), weights, strict=True) if weight]
+        assert renderer.parse_response(learnt)[0]["tool_calls"] == expected

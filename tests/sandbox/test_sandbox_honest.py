@@ -201,3 +201,58 @@ def test_a_byte_order_mark_is_no_part_of_a_program():
     assert code.extract_program("\ufeffx = 1", "any") == "x = 1"
     with Sandbox(workers=1) as sandbox, sandbox.session() as python:
         assert python.run("\ufeff6 * 7").value == "42"
+
+
+CONTAINERS = """
+from collections import namedtuple
+class Stack(list):
+    def push(self, item): self.append(item)
+    def peek(self): return self[-1]
+class Names(dict):
+    def register(self, name): self[name] = len(self)
+class Equal(list):
+    def __eq__(self, other): return True
+    def label(self): return "equal"
+class Row(list): pass
+Point = namedtuple("Point", "x y")
+def make_stack(items): return Stack(items)
+"""
+
+
+def test_a_container_class_of_the_program_keeps_its_methods_and_fields(sandbox: Sandbox):
+    asserts = [
+        "s = Stack()\ns.push(3)\nassert s.peek() == 3 and len(s) == 1 and list(s) == [3]",
+        "s = Stack()\ns.push(3)\nassert s == [3] and [3] == s and s != [4] and isinstance(s, Stack)",
+        "n = Names()\nn.register('a')\nassert n['a'] == 0 and n == {'a': 0}",
+        "assert Point(1, 2).y == 2 and Point(1, 2) == (1, 2)",
+        "assert make_stack([1]) == [1] and make_stack([1, 2])[1:] == [2]",
+        "assert Row([1, 2])[1:] == [2] and isinstance(Row([1]), list)",
+        "assert Equal([1]).label() == 'equal' and Equal([1]) != [2]",
+    ]
+    grade = sandbox.grade(CONTAINERS, Asserts("", asserts))
+    assert grade.all, grade.reasons
+    assert sandbox.grade(CONTAINERS, Calls("Stack", [([[1]], [1]), ([[2]], [2])])).all
+    assert not sandbox.grade(CONTAINERS, Asserts("", ["assert Equal([1]) == [2]"])).all
+
+
+RAISES = """
+class Low(ValueError): pass
+def check(n):
+    if n == "b": return {}[n]
+    if n < 0: raise Low(f"{n} is low")
+    if n == 0: raise ValueError("zero")
+"""
+
+
+def test_an_exception_of_the_program_has_its_own_text(sandbox: Sandbox):
+    text = "try:\n    check({})\nexcept ValueError as error:\n    assert str(error) == {!r}, str(error)"
+    key = "try:\n    check('b')\nexcept KeyError as error:\n    assert error.args == ('b',)"
+    asserts = [text.format(0, "zero"), text.format(-1, "-1 is low"), key, "check(0)"]
+    grade = sandbox.grade(RAISES, Asserts("", asserts))
+    assert grade.passed == [True, True, True, False], grade.reasons
+    assert grade.reasons[3] == "error: ValueError: zero"
+    matched = (
+        "import pytest\nfrom solution import check\ndef test_it():\n"
+        "    with pytest.raises(ValueError, match='^zero$'): check(0)\n"
+    )
+    assert sandbox.grade(RAISES, Pytest({"test_it.py": matched})).all

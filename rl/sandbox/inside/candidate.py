@@ -152,7 +152,12 @@ class Server:
     def _answer(self, request: JsonObject) -> JsonObject:
         try:
             result, arguments = self._do(request)
-            reply = {"id": request.get("id"), "value": value_codec.encode(result, self.refer)}
+            value = (
+                ["ref", *self.refer(result)]
+                if self._is_construction(request) and value_codec.adds_names(type(result))
+                else value_codec.encode(result, self.refer)
+            )
+            reply = {"id": request.get("id"), "value": value}
             # a function that returns None may have changed its arguments
             if result is None and arguments is not None:
                 reply["arguments"] = [value_codec.encode(item, self.refer) for item in arguments]
@@ -162,6 +167,11 @@ class Server:
         except BaseException as error:
             name, *family = map(_name, _MRO(type(error)))
             return {"id": request.get("id"), "raised": [name, family, _describe(error)]}
+
+    def _is_construction(self, request: JsonObject) -> bool:
+        """Return whether a request of the tester calls a class."""
+        of = request.get("of")
+        return request["do"] == "call" and of is not None and isinstance(self.objects[of], type)
 
     def _do(self, request: JsonObject) -> tuple[Any, list[Any] | None]:
         verb = request["do"]
@@ -289,6 +299,7 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "item": operator.getitem,
     "put": operator.setitem,
     "remove": operator.delitem,
+    "contents": lambda target: target,
     "length": len,
     "list": list,
     "iterate": iter,

@@ -72,7 +72,7 @@ class CandidateClient:
                 ]
                 value = value_codec.decode(answer.value, self.referent)
         if isinstance(answer, reply_parser.ErrorReply):
-            raise _build_exception(error, answer.text[:300])
+            raise _build_exception(error, answer.text.removeprefix(f"{answer.name}: ")[:300])
         if answer.arguments is not None:
             for item, source in zip(arguments, changed, strict=True):
                 value_codec.assign(item, source)
@@ -160,8 +160,11 @@ def _builtin_exception(name: str) -> type[Exception] | None:
 
 def _build_exception(of: type[BaseException], text: str) -> BaseException:
     """Build an exception of this class with this text, whatever arguments its constructor takes
-    (UnicodeDecodeError: five).
+    (UnicodeDecodeError: five). The text of a KeyError is the repr of its key.
     """
+    if issubclass(of, KeyError):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return of(ast.literal_eval(text))
     try:
         return of(text)
     except TypeError:
@@ -182,6 +185,7 @@ def _forward(verb: str, convert: Callable[[Any], Any] = lambda result: result) -
 
 
 # Not methods: a test may use attributes of the program's objects by any name.
+_get_contents = _forward("contents")
 _iterate = _forward("iterate")
 _is_same = _forward("same", bool)
 _is_instance = _forward("is a", bool)
@@ -200,8 +204,8 @@ def _combine(verb: str, convert: Callable[[Any], Any] = lambda result: result) -
 
 
 class RemoteObject:
-    """Refer to an object of the candidate. Operations return plain data. A reference never equals
-    plain data, regardless of the object's __eq__.
+    """Refer to an object of the candidate. Operations return plain data. Only a container equals
+    plain data, by the contents that it is encoded as, regardless of the object's __eq__.
     """
 
     __slots__ = ("_link", "_number")
@@ -233,7 +237,10 @@ class RemoteObject:
                 return
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is RemoteObject and _is_same(self, other)
+        if type(other) is RemoteObject:
+            return _is_same(self, other)
+        contents = _get_contents(self)
+        return type(contents) is not RemoteObject and bool(contents == other)
 
     def __ne__(self, other: object) -> bool:
         return not RemoteObject.__eq__(self, other)

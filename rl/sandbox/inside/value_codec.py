@@ -147,6 +147,18 @@ def _encode_other(value: Any, of: type, reference: Any, depth: int) -> Any:
     return ["ref", *reference(value)]
 
 
+def adds_names(of: type) -> bool:
+    """Return whether a class derives from a container and adds public names, such as the fields of
+    a named tuple, which are lost if an instance is encoded as the container.
+    """
+    added = False
+    for base in type.__dict__["__mro__"].__get__(of):
+        if base in _TAGS or base in _MAP_TAGS:
+            return added
+        added = added or any(not name.startswith("_") for name in vars(base))
+    return False
+
+
 def _check_bounds(value: Any) -> Any:
     """Return `value`. Raises NotPlain if it is a number beyond the bounds."""
     if isinstance(value, int) and value.bit_length() > INT_BITS:
