@@ -699,7 +699,15 @@ def test_step_times_by_hand():
     "launches", [("ddp", "zero3"), pytest.param(("zero1", "zero2"), marks=pytest.mark.campaign)]
 )
 def test_modelled_traffic_is_what_two_processes_send(launches, tmp_path):
-    rows = scaling.compare(tmp_path, micro_batches=2, launches=launches)
+
+    def run(launch, folder, *words):
+        """Start forks of the rank server, with the DeepSpeed config that a user's launch has."""
+        options = []
+        if scaling.STAGES[launch] is not None:
+            options = ["--deepspeed_config_file", str(REPO / f"ds_configs/{launch}.json")]
+        run_launch(launch, folder, *words, script="bench/scaling.py", options=options)
+
+    rows = scaling.compare(tmp_path, micro_batches=2, launches=launches, steps=3, run=run)
     assert {row["launch"] for row in rows} == set(launches)
     for row in rows:
         sharded = row["launch"] != "ddp"
