@@ -25,7 +25,6 @@ from rl.rlvr import (
 )
 from rl.types import Datum, ModelInput
 
-REPO = Path(__file__).resolve().parents[2]
 SUMS = ["12+34=", "50+7=", "9+9=", "81+10="]
 ADAPTER = TrainingConfig(model_ref="tiny:addition", lora_config=LoRAConfig(rank=4, alpha=8), seed=3)
 WHOLE = TrainingConfig(model_ref="tiny:addition", lora_config=None, seed=3)
