@@ -528,16 +528,11 @@ def run_rank(model: str, out: Path, micro_batches: int, steps: int) -> None:
     collectives.shutdown()
 
 
-def run_two_processes(launch: str, folder: Path, *words: str) -> None:
-    """Run this script with `words` on two processes of a launch config. Raises RuntimeError if one
-    of them fails.
-    """
-    config = REPO / "accelerate_configs" / f"{launch}.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    command += ["--num_processes", "2", __file__, *words]
+def run_command(command: Sequence[str], folder: Path) -> None:
+    """Run a command in `folder`. Raises RuntimeError if it fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
     if done.returncode:
-        raise RuntimeError(f"{launch} failed:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
 
 
 def compare(
@@ -545,16 +540,18 @@ def compare(
     micro_batches: int = 3,
     launches: Sequence[str] = tuple(STAGES),
     steps: int = 5,
-    run: Callable[..., None] = run_two_processes,
+    run: Callable[[Sequence[str], Path], None] = run_command,
 ) -> list[dict[str, Any]]:
     """Compare the bytes that two gloo processes hand to collectives with the modelled bytes: a row
-    for each launch and collective. `run` starts the processes of a launch.
+    for each launch and collective. `run` runs the command of a launch in a folder.
     """
     model = write_model(folder / "model")
     shape, rows = ModelSkeleton(model, None, None).shape, []
     for name in launches:
-        out = folder / f"{name}.json"
-        run(name, folder, "--rank", model, str(out), str(micro_batches), str(steps))
+        out, config = folder / f"{name}.json", REPO / "accelerate_configs" / f"{name}.yaml"
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+        command += ["--num_processes", "2", __file__, "--rank", model, str(out)]
+        run([*command, str(micro_batches), str(steps)], folder)
         result = json.loads(out.read_text())
         launch = LaunchShape(cuda=False, bf16=False, world=2, sharding=sharding_of(STAGES[name]))
         expected = payload(shape, launch, micro_batches)
