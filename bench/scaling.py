@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -491,9 +491,10 @@ def write_model(folder: Path) -> str:
     return str(folder)
 
 
-def run_rank(model: str, out: Path, micro_batches: int) -> None:
+def run_rank(model: str, out: Path, micro_batches: int, steps: int) -> None:
     """Run the worker's verbs in each process of a launch, so that a dispatch mode sees each
-    collective's tensors, and write the bytes and seconds of a step.
+    collective's tensors, and write the bytes of a step and the median seconds of `steps` steps
+    without the first two.
     """
     from rl.distributed import collectives
     from rl.learner import LearnerSettings
@@ -516,9 +517,9 @@ def run_rank(model: str, out: Path, micro_batches: int) -> None:
         return time.perf_counter() - begin
 
     # ZeRO-3 learns the order of the layers in the first step.
-    seconds = statistics.median([step(version) for version in range(1, 6)][2:])
+    seconds = statistics.median([step(version) for version in range(1, steps + 1)][2:])
     with CollectiveCounter() as counted:
-        step(6)
+        step(steps + 1)
     if collectives.rank() == 0:
         wrapped = type(worker.learners[0].backend.wrapped).__name__
         figures = {"bytes": dict(counted.bytes), "seconds": seconds, "wrapped": wrapped}
@@ -527,21 +528,30 @@ def run_rank(model: str, out: Path, micro_batches: int) -> None:
     collectives.shutdown()
 
 
+def run_command(command: Sequence[str], folder: Path) -> None:
+    """Run a command in `folder`. Raises RuntimeError if it fails."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+
+
 def compare(
-    folder: Path, micro_batches: int = 3, launches: Sequence[str] = tuple(STAGES)
+    folder: Path,
+    micro_batches: int = 3,
+    launches: Sequence[str] = tuple(STAGES),
+    steps: int = 5,
+    run: Callable[[Sequence[str], Path], None] = run_command,
 ) -> list[dict[str, Any]]:
     """Compare the bytes that two gloo processes hand to collectives with the modelled bytes: a row
-    for each launch and collective.
+    for each launch and collective. `run` runs the command of a launch in a folder.
     """
     model = write_model(folder / "model")
     shape, rows = ModelSkeleton(model, None, None).shape, []
     for name in launches:
         out, config = folder / f"{name}.json", REPO / "accelerate_configs" / f"{name}.yaml"
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        command += ["--num_processes", "2", __file__, "--rank", model, str(out), str(micro_batches)]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
-        if done.returncode:
-            raise RuntimeError(f"{name} failed:\n{done.stderr[-3000:]}")
+        command += ["--num_processes", "2", __file__, "--rank", model, str(out)]
+        run([*command, str(micro_batches), str(steps)], folder)
         result = json.loads(out.read_text())
         launch = LaunchShape(cuda=False, bf16=False, world=2, sharding=sharding_of(STAGES[name]))
         expected = payload(shape, launch, micro_batches)
@@ -727,7 +737,7 @@ def draw(rows: Sequence[Step], path: Path, load: Load) -> None:
 
 def main() -> None:
     if sys.argv[1:2] == ["--rank"]:  # a process of `compare`
-        return run_rank(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+        return run_rank(sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:]))
     if sys.argv[1:2] == ["--send-batches"]:  # a process of `measure_batches`
         return send_batches(Path(sys.argv[2]))
     parser = make_parser(__doc__)

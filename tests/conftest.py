@@ -9,6 +9,7 @@ import random
 import shutil
 import sys
 from collections import Counter
+from math import inf
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -63,7 +64,7 @@ def bubblewrap() -> None:
 
 
 # Seconds of each file, measured with `make durations`. A worker runs a whole file, and a long file
-# that starts last would delay the end: the longest file starts first.
+# that starts last would delay the end: files of unknown length start first, then the longest file.
 DURATIONS = json.loads((REPO / "tests" / "durations.json").read_text())
 SEED = int(os.environ.get("WHETSTONE_TEST_SEED", "0"))
 
@@ -83,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path.stem.startswith(SERVER) or item.get_closest_marker("sdk"):
             item.add_marker(pytest.mark.extras)
     random.Random(SEED).shuffle(items)
-    items.sort(key=lambda item: (-DURATIONS.get(item.path.stem, 0.0), item.path))
+    items.sort(key=lambda item: (-DURATIONS.get(item.path.stem, inf), item.path))
     if "campaign" not in config.option.markexpr and not any("::" in word for word in config.args):
         remaining = [item for item in items if item.get_closest_marker("campaign")]
         config.hook.pytest_deselected(items=remaining)

@@ -1,16 +1,14 @@
 """Test the RLVR interface: a script learns, saves and resumes; what `update` reports."""
 
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import learning
 import numpy as np
 import pytest
+from rank_server import run_script
 from safetensors.numpy import load_file
 
 from rl import LoRAConfig, ServiceClient, TrainingConfig, UserError
@@ -27,7 +25,6 @@ from rl.rlvr import (
 )
 from rl.types import Datum, ModelInput
 
-REPO = Path(__file__).resolve().parents[2]
 SUMS = ["12+34=", "50+7=", "9+9=", "81+10="]
 ADAPTER = TrainingConfig(model_ref="tiny:addition", lora_config=LoRAConfig(rank=4, alpha=8), seed=3)
 WHOLE = TrainingConfig(model_ref="tiny:addition", lora_config=None, seed=3)
@@ -550,15 +547,7 @@ def test_the_cookbooks_script_runs_with_other_imports_and_a_real_sampler(shared_
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     (tmp_path / "script.py").write_text(text)
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_script(str(tmp_path / "script.py"), cwd=tmp_path, seconds=240)
     assert done.returncode == 0, done.stderr[-3000:]
     output = re.findall(r"New best! Reward: (-?[\d.]+), Checkpoint: (\S+)", done.stdout)
     assert output and done.stdout.rstrip().endswith("Training complete!")

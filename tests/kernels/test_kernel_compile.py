@@ -11,6 +11,7 @@ import re
 import subprocess
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def compile_kernel(
     is not an index or the data type is float32.
     """
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
     from triton.compiler import ASTSource
 
     kinds = (
@@ -75,18 +77,28 @@ def compile_kernel(
     ]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "num_stages": stages},
-    )
+    reports = []
+
+    def assemble(backend, ptx, *_):
+        """Assemble in place of Triton, with a report of registers and spills."""
+        path, binary = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
+        path.write_text(ptx)
+        name = re.search(r"\.target (sm_\w+)", ptx)[1]
+        assembler = ASSEMBLERS / ("ptxas" if capability < 100 else "ptxas-blackwell")
+        command = [str(assembler), "-v", f"--gpu-name={name}", str(path), "-o", str(binary)]
+        reports.append(subprocess.run(command, check=True, capture_output=True, text=True).stderr)
+        return binary.read_bytes()
+
+    # A kernel from Triton's cache would have no report.
+    cache = mock.patch.dict(os.environ, {"TRITON_CACHE_DIR": str(tmp_path)})
+    with cache, mock.patch.object(CUDABackend, "make_cubin", assemble):
+        compiled = triton.compile(
+            source,
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": warps, "num_stages": stages},
+        )
+    (report,) = reports
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES[capability]
-    ptx = tmp_path / "kernel.ptx"
-    ptx.write_text(compiled.asm["ptx"])
-    name = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])[1]
-    assembler = ASSEMBLERS / ("ptxas" if capability < 100 else "ptxas-blackwell")
-    command = [str(assembler), "-v", f"--gpu-name={name}", str(ptx), "-o", os.devnull]
-    report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
     return compiled, registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", report))
 

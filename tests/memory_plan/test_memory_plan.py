@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_server import SHARDED, Ranks, run_script
+from rank_server import SHARDED, Ranks, make_launch_environment, run_script, shared_ranks
 from test_distributed import run_launch
 from transformers import AutoConfig
 
@@ -715,7 +715,18 @@ def test_step_times_by_hand():
     "launches", [("ddp", "zero3"), pytest.param(("zero1", "zero2"), marks=pytest.mark.campaign)]
 )
 def test_modelled_traffic_is_what_two_processes_send(launches, tmp_path):
-    rows = scaling.compare(tmp_path, micro_batches=2, launches=launches)
+
+    def run(command, folder):
+        """Start forks of the rank server in the environment of the command's launcher."""
+        script = command.index(scaling.__file__)
+        environment = make_launch_environment("--main_process_port", "0", *command[3:script])
+        words = command[script + 1 :]
+        launch = shared_ranks().start(
+            *words, cwd=folder, world=2, script=command[script], **environment
+        )
+        assert launch.wait(300) == [0, 0], launch.output()
+
+    rows = scaling.compare(tmp_path, micro_batches=2, launches=launches, steps=3, run=run)
     assert {row["launch"] for row in rows} == set(launches)
     for row in rows:
         sharded = row["launch"] != "ddp"

@@ -18,6 +18,7 @@ import pytest
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
+from rank_server import run_script  # noqa: E402
 from sampler_models import tiny_model  # noqa: E402
 from serving import BASE, Wire, server  # noqa: E402
 from test_serve import make_text_datums  # noqa: E402
@@ -326,18 +327,8 @@ def post_ignoring_errors(url, body):
 @pytest.mark.slow
 def test_a_taken_port_is_said_in_a_box_and_nothing_is_written(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        words = [
-            "serve.py",
-            "--base-model",
-            BASE,
-            "--port",
-            str(taken.getsockname()[1]),
-            "--output-dir",
-            str(tmp_path / "out"),
-        ]
-        done = subprocess.run(
-            [sys.executable, *words], cwd=REPO, capture_output=True, text=True, timeout=120
-        )
+        words = ["--base-model", BASE, "--port", taken.getsockname()[1]]
+        done = run_script("serve.py", *words, "--output-dir", tmp_path / "out", cwd=REPO)
     assert (
         done.returncode == 2
         and "nothing is served" in done.stderr + done.stdout

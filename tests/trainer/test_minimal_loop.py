@@ -1,13 +1,11 @@
 """Test minimal_loop.py, the first example of the clients in docs/own_loop.md."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import learning
 import pytest
+from rank_server import run_script
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -23,15 +21,8 @@ def test_it_stays_short_and_knows_the_public_face_alone():
 
 def rewards_of(folder, sft_steps, steps):
     """Run minimal_loop.py; return the reward that it prints for each step."""
-    words = [
-        sys.executable, str(REPO / "minimal_loop.py"), "--sft-steps", str(sft_steps), "--steps",
-        str(steps),
-    ]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*words, "--seed", str(learning.seed())], cwd=folder, env=env, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
+    words = ["--sft-steps", sft_steps, "--steps", steps, "--seed", learning.seed()]
+    done = run_script("minimal_loop.py", *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     rewards = [float(x) for x in re.findall(r"reward ([\d.]+)", done.stdout)]
     assert len(rewards) == steps
