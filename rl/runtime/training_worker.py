@@ -285,7 +285,7 @@ class TrainingWorker(SamplingWorker):
         """
         return self.split_batch(model_id, *call, part=part)  # type: ignore[misc]
 
-    @verb(LEARNER, _merge_outputs, split="split_batch")
+    @verb(LEARNER, _merge_outputs, split="split_batch", in_step=True)
     def forward_backward(
         self,
         model_id: int,
@@ -313,7 +313,7 @@ class TrainingWorker(SamplingWorker):
             )
         return outputs, sums, mean_temperature
 
-    @verb(LEARNER, _merge_microbatch, split="split_microbatch")
+    @verb(LEARNER, _merge_microbatch, split="split_microbatch", in_step=True)
     def forward_backward_microbatch(
         self, model_id: int, share: RankBatch, *call: Any
     ) -> tuple[Any, dict[str, float], float, int]:
@@ -322,7 +322,7 @@ class TrainingWorker(SamplingWorker):
         """
         return *self.forward_backward(model_id, share, *call), share.num_micro_batches
 
-    @verb(LEARNER, on_refusal="drop_gradients")
+    @verb(LEARNER, on_refusal="drop_gradients", in_step=True)
     def optim_step(self, model_id: int, params: AdamParams) -> dict[str, float]:
         """Update the weights with the accumulated gradient and return the metrics."""
         with self.kv_cache_pool.yield_to_learner():
