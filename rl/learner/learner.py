@@ -612,11 +612,6 @@ class Learner:
 
     # ---------------------------------------------------------------------------------------- state
 
-    @property
-    def skeleton(self) -> Any:
-        """Return the model's modules, shapes and names; its weights may be meaningless."""
-        return self.backend.skeleton
-
     def iter_weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the full trained parameters in turn, without the value head: the sampler's
         weights.
@@ -641,19 +636,6 @@ class Learner:
     def num_parameters(self) -> int:
         """Return the number of parameters of the whole model."""
         return sum(shape.numel() for shape in self.parameter_shapes.values())
-
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Return on rank 0 AdamW's state by parameter name.
-
-        Keys: `<name>/exp_avg`, `<name>/exp_avg_sq`, `<name>/step`. The format is the same under
-        every backend and number of ranks, so any launch can load another's state. All ranks call it
-        together.
-        """
-        return self.backend.optimizer_tensors()
-
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace AdamW's state; no tensors make it a fresh optimizer."""
-        self.backend.load_optimizer_tensors(tensors)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the trainable tensors in.
@@ -681,7 +663,3 @@ class Learner:
         self.backend.load_weights(tensors)
         self.drop_gradients()
         self.version += 1
-
-    def release(self) -> None:
-        """Free the backend; the learner must not be used afterwards."""
-        self.backend.release()

@@ -205,7 +205,10 @@ def _make_user_error(error: BaseException) -> Exception | None:
 def _explain_out_of_memory(
     error: torch.OutOfMemoryError, verb: str, worker: Any
 ) -> torch.OutOfMemoryError:
-    """Return the error of a full GPU, with the settings to lower."""
+    """Return the error of a full GPU, with the settings to lower. Free what the verb's calls held,
+    which a caller that keeps the error would keep with it.
+    """
+    traceback.clear_frames(error.__traceback__)
     if not isinstance(worker, SamplingWorker):
         return error
     learner, sampler = worker.settings.learner, worker.settings.sampler

@@ -16,9 +16,9 @@ import numpy as np
 
 from rl.errors import UserError, warn_on_rank_zero
 from rl.types import LoraConfig
-from rl.vllm.server_error import VllmServerError
-from rl.vllm.server_weights import MAX_DIFFERENCE, ServerWeights
+from rl.vllm.sample_reply import VllmServerError
 from rl.vllm.started_server import StartedServer
+from rl.vllm.transfer_validation import MAX_DIFFERENCE, ServerWeights
 from rl.vllm.vllm_server import SUPPORTED_VERSIONS, VllmServer
 from rl.vllm.weight_folder import WeightFolder
 
@@ -54,7 +54,8 @@ class ServerPool:
         needs_experts: bool = False,
         needs_adapters: bool = False,
     ):
-        self.servers = [VllmServer(url, request_seconds) for url in dict.fromkeys(urls)]
+        servers = [VllmServer(url, request_seconds) for url in urls]
+        self.servers = list({server.url: server for server in servers}.values())
         for server in self.servers:
             server.check()
             if needs_experts and not server.returns_experts:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from rl.errors import UserError
 from rl.processes import SupervisedProcess
-from rl.vllm.server_error import VllmServerError
-from rl.vllm.server_weights import ServerWeights
+from rl.vllm.sample_reply import VllmServerError
+from rl.vllm.transfer_validation import ServerWeights
 from rl.vllm.vllm_server import VllmServer
 
 MAX_RESTARTS = 3  # for the same weights

@@ -12,10 +12,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from rl.errors import UserError
-from rl.vllm.sample_reply import check_adapter_name, read_prompt_logprobs
-from rl.vllm.server_error import VllmServerError
-from rl.vllm.server_weights import ServerWeights
-from rl.vllm.transfer_validation import FolderManifest, find_transfer_error
+from rl.vllm.sample_reply import VllmServerError, check_adapter_name, read_prompt_logprobs
+from rl.vllm.transfer_validation import FolderManifest, ServerWeights, find_transfer_error
 
 SUPPORTED_VERSIONS = ("0.32",)  # major.minor of vLLM releases whose API this package calls
 API_KEY_VARIABLE = "VLLM_API_KEY"

@@ -5,6 +5,8 @@ applied, and dropout is off.
 import json
 import re
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,12 @@ def test_a_lack_of_memory_is_not_reported_as_unfitting_weights():
         raise torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(UserError, match="do not fit its config"), convert_read_errors("a model"):
         torch.zeros(2).copy_(torch.zeros(3))
+
+
+@pytest.mark.parametrize("package", ["layers", "vllm"])
+def test_a_package_that_imports_torch_may_be_imported_first(package):
+    """While torch is imported, it looks at every module, those that load on access too."""
+    subprocess.run([sys.executable, "-c", f"import rl.{package}"], check=True)
 
 
 def quantize_to_fp8(folder: Path) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from rl.runtime import sampling_worker
 from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
 from rl.trainer.memory_requirements import compute_stage_needs
 from rl.vllm import ServerPool, started_server
-from rl.vllm.server_weights import ServerWeights
+from rl.vllm.transfer_validation import ServerWeights
 
 REPO = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("vllm_stub_program.py")

@@ -3,6 +3,7 @@ weights the verb waits for.
 """
 
 import threading
+import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -83,13 +84,15 @@ def test_samples_of_weights_that_could_not_be_copied_fail_with_that_error(monkey
 
 
 def test_a_full_gpu_is_one_error_with_the_settings_to_lower(monkeypatch, tmp_path, capsys):
-    full = torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 20.00 GiB. If reserved but unallocated memory is "
-        "large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
-    )
+    held = []
 
     def fails(*_, **__):
-        raise full
+        activations = torch.zeros(3)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. If reserved but unallocated memory is "
+            "large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+        )
 
     settings = WorkerSettings(
         learner=LearnerSettings(token_budget=99), sampler=SamplerSettings(max_rows=7)
@@ -110,6 +113,7 @@ def test_a_full_gpu_is_one_error_with_the_settings_to_lower(monkeypatch, tmp_pat
                 future.result()
             assert remedy in str(caught.value) and "--plan" in str(caught.value)
             assert "fragmentation" not in str(caught.value)
+            assert held.pop()() is None, "the error keeps the memory of what failed"
 
     def work():
         raise caught.value

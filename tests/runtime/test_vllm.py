@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import errno
 import hashlib
 import io
 import math
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import random_datums
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from vllm_stub import StubServer, vllm_server
 from whole_runs import RECIPE, train
@@ -578,6 +580,29 @@ def test_which_servers_have_the_weights_is_known_on_every_rank(servers):
         return server.url
 
     assert pool.send(fail_late) == urls[1] and not pool.servers[1].needs_reload
+
+
+def test_an_address_that_is_written_in_two_ways_is_one_server(servers):
+    _, (url,) = servers()
+    assert len(ServerPool((url, f"{url}/", f"{url}/v1"), "nonce").servers) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
+)
+def test_a_full_disk_names_the_setting_of_the_folder(error, servers):
+    _, urls = servers()
+
+    def write(folder):
+        raise error
+
+    decoder = VllmDecoder(ServerPool(urls, "nonce"), 14, None, 0)
+    with pytest.raises(UserError, match="no room for the weights.*set sampler_folder"):
+        decoder.replace_weights(write, 0)
 
 
 @pytest.mark.parametrize("ending", ["cancel", "close", "pool"])
