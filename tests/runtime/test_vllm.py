@@ -57,6 +57,8 @@ def corrupt_reply(fault, reply):
         time.sleep(6)
     elif fault == "http 500":
         return 500, {"error": "out of memory"}
+    elif fault == "http 400":
+        return 400, {"error": "cannot do this"}
     elif fault == "other tokens":
         choice["token_ids"] = [(token + 1) % 12 for token in choice["token_ids"]]
     elif fault == "outside":
@@ -456,6 +458,29 @@ def test_a_failure_that_passes_costs_an_attempt(servers, connect):
     sampler = make_policy(connect(urls)).save_weights_and_get_sampling_client()
     stub.fault, stub.max_faults = "http 500", 2
     sample(sampler, 1, 1)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_request_that_a_server_refuses_fails_alone(streams, servers, connect):
+    (stub,), urls = servers()
+    policy = make_policy(connect(urls, rows=1))  # one request after the other
+    sampler = policy.save_weights_and_get_sampling_client()
+    sample(sampler, 1, 1)
+    stub.fault, stub.max_faults = "http 400", 1
+    requests = [SamplingRequest(prompt=[3, 4 + i], params=PARAMS, problem=i) for i in range(3)]
+    if streams:
+        stream = SampleStream(sampler)
+        for request in requests:
+            stream.add(request)
+        responses = list(dict(sorted(drain(stream).items())).values())
+    else:
+        futures = [sampler.sample(ModelInput.from_ints(r.prompt), 1, PARAMS) for r in requests]
+        responses = [future.future().exception() or future.result() for future in futures]
+    assert isinstance(responses[0], UserError) and "cannot do this" in str(responses[0])
+    check_logprobs(
+        policy,
+        [(r.prompt, s.sequences[0]) for r, s in zip(requests[1:], responses[1:], strict=True)],
+    )
 
 
 def test_samples_go_to_the_server_with_the_fewest(servers, connect):
