@@ -263,8 +263,8 @@ class ServerPool:
         to another server, or to the same if no other has the weights. `is_needed`: whether a
         failed request is sent again; otherwise its VllmServerError is raised. Raises
         UserError, naming the server, after `ATTEMPTS` attempts. An attempt during which a server
-        of this run failed does not count. Raises RejectedRequestError at the first attempt if the server
-        refuses the request.
+        of this run failed does not count. Raises RejectedRequestError if the server refuses the
+        request.
         """
         attempt = 0
         while True:
