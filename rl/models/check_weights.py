@@ -5,6 +5,7 @@ Missing tensors would be random, and additional ones would be ignored.
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -35,7 +36,7 @@ def convert_read_errors(name: str) -> Iterator[None]:
 
     try:
         yield
-    except SafetensorError as error:
+    except (SafetensorError, json.JSONDecodeError) as error:  # JSON: the index of the files
         raise UserError(
             f"the weights of {name} cannot be read, since a file is damaged or truncated: {error}"
         ) from error
