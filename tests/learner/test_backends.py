@@ -15,6 +15,7 @@ from helpers import compute_relative_difference, make_worker, random_datums
 from safetensors.torch import load_file
 
 from rl.distributed import collectives
+from rl.errors import OtherRankFailed
 from rl.learner import learner_checkpoint
 from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_adam_params
 from rl.learner.backend import ReplicatedBackend
