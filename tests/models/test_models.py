@@ -21,7 +21,7 @@ from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.errors import UserError
 from rl.learner.learner_checkpoint import write_model
-from rl.models import MODEL_PRESETS, load_model, load_model_lazily, load_skeleton
+from rl.models import MODEL_PRESETS, add_lora, load_model, load_model_lazily, load_skeleton
 from rl.models.check_weights import convert_read_errors
 from rl.trainer.initial_weights import describe_random_weights
 from rl.types import LoraConfig
@@ -49,6 +49,15 @@ def test_a_truncated_index_is_named(load, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {')
     with pytest.raises(UserError, match=f"weights of {tmp_path} cannot be read.* damaged"):
         load(str(tmp_path))
+
+
+@pytest.mark.parametrize("change", [{"target_modules": ["c_attn"]}, {"peft_type": "NO_SUCH"}])
+def test_an_adapter_of_another_architecture_is_named(change, tmp_path):
+    add_lora(load_model("tiny:ascii"), LoraConfig(rank=2)).model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(UserError, match=f"adapter in {tmp_path} does not fit.*pass the base model"):
+        load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
