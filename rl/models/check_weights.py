@@ -123,8 +123,8 @@ def load_checked_adapter(model: Any, folder: Path) -> Any:
         except (ValueError, KeyError) as error:  # modules that are missing; a kind of adapter
             raise UserError(
                 f"the adapter in {folder} does not fit the model "
-                f"({type(error).__name__}: {error}): pass the base model that it was trained on, or "
-                "correct its adapter_config.json"
+                f"({type(error).__name__}: {error}): pass the base model that it was trained on "
+                "or correct its adapter_config.json"
             ) from error
         # the first call does not report missing keys
         load_result = adapted.load_adapter(str(folder), "default")
