@@ -170,8 +170,8 @@ def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
     try:
         reports = worker.objects.gather((result, report), seconds)
     except RankLost as lost:
-        cause = "" if report is None or report[1] else f"{error}. After that, "
-        raise RankLost(f"{verb}: {cause}{lost}") from error
+        prefix = "" if report is None or report[1] else f"{error}. After that, "
+        raise RankLost(f"{verb}: {prefix}{lost}") from error
     if reports is None:
         return None
     failures = {rank: report for rank, (_, report) in enumerate(reports) if report is not None}
