@@ -160,6 +160,8 @@ class _LazyModule(ModuleType):
     """Stand in for a module at the address that scripts import; load its attributes on access."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__file__":  # torch looks at that of every module while it is imported
+            raise AttributeError(name)
         return getattr(sys.modules[__name__].__getattr__(self.__name__.rpartition(".")[2]), name)
 
 

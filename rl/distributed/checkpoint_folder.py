@@ -206,16 +206,11 @@ def is_disk_full(error: BaseException) -> bool:
     )
 
 
-def _list_files(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint, without the manifest, sorted."""
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-
-
 def _write_manifest(folder: Path, ttl_seconds: float | None) -> None:
     """Write the manifest of `folder` and fsync its files and folders."""
     files: dict[str, dict[str, int | str]] = {}
     readers = _new_file_mode(folder)
-    for path in _list_files(folder):
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST):
         os.chmod(path, readers)  # safetensors ignores the umask and writes for the owner only
         files[path.relative_to(folder).as_posix()] = {
             "bytes": path.stat().st_size,

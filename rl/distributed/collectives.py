@@ -206,27 +206,30 @@ class ObjectGroup:
             self._buffers.broadcast(on_device, 0).wait()
         return on_device
 
-    def gather(self, item: Any) -> list[Any] | None:
+    def gather(self, item: Any, seconds: float | None = None) -> list[Any] | None:
         """Return every rank's object in rank order on rank 0, None elsewhere.
 
-        Raises RankLost if a rank does not take part.
+        `seconds`: limit of this rank's wait, at most the group's. Raises RankLost if a rank does
+        not take part.
         """
+        seconds = seconds and min(seconds, self.timeout_seconds)
         if self.world == 1:
             return [item]
         if self.rank > 0:
             payload = _pack(item)
+            limit = [] if seconds is None else [datetime.timedelta(seconds=seconds)]
             begin = time.monotonic()
             try:
                 with self._mark_waiting():
-                    self._results.send([torch.tensor([len(payload)])], 0, 0).wait()
+                    self._results.send([torch.tensor([len(payload)])], 0, 0).wait(*limit)
                     self._results.send([payload], 0, 0).wait()
             except RuntimeError as error:
-                raise RankLost(self._driver_lost_message(time.monotonic() - begin)) from error
+                waited = time.monotonic() - begin
+                raise RankLost(self._driver_lost_message(waited, seconds)) from error
             return None
         with self._mark_waiting():
-            sizes = self._receive(
-                [torch.zeros(1, dtype=torch.int64) for _ in range(self.world - 1)]
-            )
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world - 1)]
+            self._receive(sizes, seconds)
             payloads = self._receive([torch.empty(int(size), dtype=torch.uint8) for size in sizes])
         return [item, *map(_unpack, payloads)]
 
@@ -240,20 +243,22 @@ class ObjectGroup:
         finally:
             self._heartbeat.waiting_since = None
 
-    def _receive(self, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Fill a tensor from each other rank, on rank 0.
+    def _receive(
+        self, buffers: list[torch.Tensor], seconds: float | None = None
+    ) -> list[torch.Tensor]:
+        """Fill a tensor from each other rank, on rank 0, within `seconds` (by default the timeout).
 
         Raises RankLost naming the ranks that sent nothing.
         """
         begin = time.monotonic()
         works = [self._start_receive(tensor, i + 1) for i, tensor in enumerate(buffers)]
-        deadline, silent = begin + self.timeout_seconds, []
+        deadline, silent = begin + (seconds or self.timeout_seconds), []
         for i, work in enumerate(works):
             remaining = max(0.01, deadline - time.monotonic())  # gloo treats 0 as no timeout
             if not _arrives_in_time(work, remaining):
                 silent.append(i + 1)
         if silent:
-            raise RankLost(self._lost_message(silent, time.monotonic() - begin))
+            raise RankLost(self._lost_message(silent, time.monotonic() - begin, seconds))
         return buffers
 
     def _start_receive(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
@@ -276,14 +281,28 @@ class ObjectGroup:
                 closed.append(other)
         return closed or list(range(1, self.world))
 
-    def _driver_lost_message(self, seconds: float) -> str:
-        """Return the message about a driver that did not answer."""
-        return f"{self.rank_name(0)}, the driver, {_explain_silence(seconds, self.timeout_seconds)}"
+    def _driver_lost_message(self, seconds: float, limit: float | None = None) -> str:
+        """Return the message about a driver that did not answer. `limit`: as in `gather`."""
+        return f"{self.rank_name(0)}, the driver, {self._explain_silence(seconds, limit)}"
 
-    def _lost_message(self, ranks: list[int], seconds: float) -> str:
+    def _lost_message(self, ranks: list[int], seconds: float, limit: float | None = None) -> str:
         """Return the message about ranks that did not answer."""
         names = list_some([self.rank_name(r) for r in ranks], 8)
-        return f"{names} {_explain_silence(seconds, self.timeout_seconds)}"
+        return f"{names} {self._explain_silence(seconds, limit)}"
+
+    def _explain_silence(self, seconds: float, limit: float | None) -> str:
+        """Return the likely state of a rank, judged by the seconds of waiting for it."""
+        if seconds < 0.95 * (limit or self.timeout_seconds):
+            return (
+                "is lost: it ended or closed its connection (the output of that rank says why, "
+                "unless the system killed it for lack of memory)"
+            )
+        if limit is not None:
+            return f"did not answer within {limit:g} s: it waits for this rank, which ends"
+        return (
+            f"did not answer within {self.timeout_seconds:g} s: it hangs, or needs longer (raise "
+            "the setting timeout)"
+        )
 
 
 def _pack(item: Any) -> torch.Tensor:
@@ -306,19 +325,6 @@ def _arrives_in_time(work: dist.Work | None, seconds: float) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _explain_silence(seconds: float, timeout: float) -> str:
-    """Return the likely state of a rank, judged by the seconds of waiting for it."""
-    if seconds < 0.95 * timeout:
-        return (
-            "is lost: it ended or closed its connection (the output of that rank says why, "
-            "unless the system killed it for lack of memory)"
-        )
-    return (
-        f"did not answer within {timeout:g} s: it hangs, or needs longer (raise the "
-        "setting timeout)"
-    )
 
 
 def is_communication_error(error: BaseException) -> bool:

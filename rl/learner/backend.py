@@ -139,13 +139,14 @@ class Backend(abc.ABC):
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return on rank 0 AdamW's full state by parameter name.
 
-        Keys: `<name>/exp_avg`, `<name>/exp_avg_sq`, `<name>/step`.
+        Keys: `<name>/exp_avg`, `<name>/exp_avg_sq`, `<name>/step`. The format is the same under
+        every backend and number of ranks, so any launch can load another's state.
         """
         return get_adam_state(self.adam, self.trainable) if collectives.rank() == 0 else {}
 
     @torch.no_grad()
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace AdamW's state; `tensors` has the format of `optimizer_tensors` of any backend."""
+        """Replace AdamW's state; no tensors make it a fresh optimizer."""
         load_adam_state(self.adam, self.trainable, tensors, self._copy_)
 
     def release(self) -> None:  # noqa: B027  (nothing, by default)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rl.distributed import collectives, get_launch_sharding, trace_region
-from rl.errors import UserError
+from rl.errors import OtherRankFailed, UserError
 from rl.images import get_image_reader
 from rl.layers import ExpertReplay, describe_layers, get_hidden_size, replay_experts
 from rl.learner.activation_memory import offload_layer_inputs
@@ -111,6 +111,16 @@ def _enable_gradient_checkpointing(loaded: LoadedModel) -> None:
         gradient_checkpointing_kwargs={"use_reentrant": False}
     )
     loaded.model.train()
+
+
+def _sum_over_ranks(loss_sum: Tensor, *, failed: bool) -> Tensor:
+    """Return the loss over all ranks and the number of ranks that failed, fp32 [2].
+
+    Every rank gets the sums: otherwise the others would wait for a rank with a bad datum.
+    """
+    status = torch.stack([loss_sum, torch.full_like(loss_sum, failed)]).float()
+    collectives.all_sum_([status])
+    return status
 
 
 class Learner:
@@ -356,7 +366,7 @@ class Learner:
         disabled, like the base model; never together with `backward`.
 
         Raises FloatingPointError if the loss is not finite; the gradients since the last step are
-        dropped then.
+        dropped then. Raises OtherRankFailed if another rank failed.
         """
         self.num_micro_batches = share.num_micro_batches
         # Everything stays on the device until all micro-batches are launched: a GPU that waits for
@@ -364,32 +374,23 @@ class Learner:
         device = self.accelerator.device
         parts: list[tuple[dict[int, int], dict[str, Tensor]]] = []
         sums: dict[str, Tensor] = {"loss:sum": torch.zeros((), dtype=torch.float64, device=device)}
-        for batch in self.planner.make_micro_batches(share):
-            replaying = self._router_replay(batch if use_adapters else None)
-            with (
-                torch.set_grad_enabled(backward),
-                contextlib.nullcontext() if use_adapters else self.model.disable_adapter(),
-                self.backend.micro_batch(),
-                replaying as replay,
-                self._split_attention(batch),
-            ):
-                with trace_region("forward"):
-                    value, token_outputs, metrics = self._forward(
-                        batch, loss, config, batch.temperature, entropy
-                    )
-                if backward:
-                    with trace_region("backward"):
-                        self.backend.backward(value * (batch.scale / divisor))
-            if batch.scale == 0.0 or not self.reports_results:
-                continue
-            if replay is not None:
-                rerouted, routed = replay.counts()
-                metrics = {**metrics, "rerouted:sum": rerouted, "routed:sum": routed}
-            for name, metric in {"loss:sum": value.detach(), **metrics}.items():
-                total = metric.detach().to(device, torch.float64)
-                sums[name] = sums[name] + total if name in sums else total
-            lengths = dict(zip(batch.datum_index, batch.lengths, strict=True))
-            parts.append((lengths, {k: tensor.detach() for k, tensor in token_outputs.items()}))
+        try:
+            for batch in self.planner.make_micro_batches(share):
+                value, token_outputs, metrics = self._run_micro_batch(
+                    batch, loss, config, divisor, backward, entropy, use_adapters
+                )
+                if batch.scale == 0.0 or not self.reports_results:
+                    continue
+                for name, metric in {"loss:sum": value, **metrics}.items():
+                    total = metric.detach().to(device, torch.float64)
+                    sums[name] = sums[name] + total if name in sums else total
+                lengths = dict(zip(batch.datum_index, batch.lengths, strict=True))
+                parts.append((lengths, {k: tensor.detach() for k, tensor in token_outputs.items()}))
+        except Exception:
+            # The other ranks wait for this rank's sum, or inside a micro-batch that communicates.
+            if not get_launch_sharding().divides and self.context_parallel is None:
+                _sum_over_ranks(sums["loss:sum"], failed=True)
+            raise
         totals = self._read_totals(sums, loss)
         if not parts:
             del totals["loss:sum"]
@@ -397,16 +398,50 @@ class Learner:
         self.has_gradient = self.has_gradient or (backward and len(share.datums) > 0)
         return outputs, totals
 
+    def _run_micro_batch(
+        self,
+        batch: PackedBatch,
+        loss: LossSpec,
+        config: Mapping[str, float],
+        divisor: float,
+        backward: bool,
+        entropy: bool,
+        use_adapters: bool,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Run the forward and the backward of a micro-batch; return what `_forward` returns."""
+        replaying = self._router_replay(batch if use_adapters else None)
+        with (
+            torch.set_grad_enabled(backward),
+            contextlib.nullcontext() if use_adapters else self.model.disable_adapter(),
+            self.backend.micro_batch(),
+            replaying as replay,
+            self._split_attention(batch),
+        ):
+            with trace_region("forward"):
+                value, token_outputs, metrics = self._forward(
+                    batch, loss, config, batch.temperature, entropy
+                )
+            if backward:
+                with trace_region("backward"):
+                    self.backend.backward(value * (batch.scale / divisor))
+        if replay is not None:
+            rerouted, routed = replay.counts()
+            metrics = {**metrics, "rerouted:sum": rerouted, "routed:sum": routed}
+        return value.detach(), token_outputs, metrics
+
     def _read_totals(self, sums: Mapping[str, Tensor], loss: LossSpec) -> dict[str, float]:
         """Return the sums of this rank as numbers, in one copy from the device.
 
-        Raises FloatingPointError on every rank if the sum of the losses over all ranks is not
-        finite; the gradients since the last step are dropped then.
+        Raises OtherRankFailed if another rank failed, and FloatingPointError on every rank if the
+        sum of the losses over all ranks is not finite; the gradients since the last step are
+        dropped then.
         """
-        loss_sum = sums["loss:sum"].float()
-        # Every rank gets the sum: otherwise ranks without the bad datum would wait for the rest.
-        collectives.all_sum_([loss_sum])
-        *values, loss_total = torch.stack([*sums.values(), loss_sum.double()]).tolist()
+        loss_and_failures = _sum_over_ranks(sums["loss:sum"], failed=False)
+        *values, loss_total, failures = torch.cat(
+            [torch.stack([*sums.values()]), loss_and_failures.double()]
+        ).tolist()
+        if failures:
+            raise OtherRankFailed
         if not math.isfinite(loss_total):
             self.drop_gradients()
             raise FloatingPointError(
@@ -577,11 +612,6 @@ class Learner:
 
     # ---------------------------------------------------------------------------------------- state
 
-    @property
-    def skeleton(self) -> Any:
-        """Return the model's modules, shapes and names; its weights may be meaningless."""
-        return self.backend.skeleton
-
     def iter_weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the full trained parameters in turn, without the value head: the sampler's
         weights.
@@ -606,19 +636,6 @@ class Learner:
     def num_parameters(self) -> int:
         """Return the number of parameters of the whole model."""
         return sum(shape.numel() for shape in self.parameter_shapes.values())
-
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Return on rank 0 AdamW's state by parameter name.
-
-        Keys: `<name>/exp_avg`, `<name>/exp_avg_sq`, `<name>/step`. The format is the same under
-        every backend and number of ranks, so any launch can load another's state. All ranks call it
-        together.
-        """
-        return self.backend.optimizer_tensors()
-
-    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace AdamW's state; no tensors make it a fresh optimizer."""
-        self.backend.load_optimizer_tensors(tensors)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the trainable tensors in.
@@ -646,7 +663,3 @@ class Learner:
         self.backend.load_weights(tensors)
         self.drop_gradients()
         self.version += 1
-
-    def release(self) -> None:
-        """Free the backend; the learner must not be used afterwards."""
-        self.backend.release()

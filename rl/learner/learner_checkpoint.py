@@ -201,7 +201,8 @@ def save_learner_state(
     }
     optimizers = {
         name: {
-            key: t.detach().cpu().contiguous() for key, t in learner_.optimizer_tensors().items()
+            key: t.detach().cpu().contiguous()
+            for key, t in learner_.backend.optimizer_tensors().items()
         }
         for name, (learner_, _) in learners.items()
     }
@@ -327,7 +328,7 @@ def load_learner_state(
     learner.load_weights(weights)
     del weights
     learner.sampling_record.clear()
-    learner.load_optimizer_tensors(optimizer)
+    learner.backend.load_optimizer_tensors(optimizer)
     if with_optimizer:
         learner.version = state["version"]
         learner.sampling_record.load_state(state, learner.version)

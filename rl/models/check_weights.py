@@ -5,6 +5,7 @@ Missing tensors would be random, and additional ones would be ignored.
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -35,7 +36,7 @@ def convert_read_errors(name: str) -> Iterator[None]:
 
     try:
         yield
-    except SafetensorError as error:
+    except (SafetensorError, json.JSONDecodeError) as error:  # JSON: the index of the files
         raise UserError(
             f"the weights of {name} cannot be read, since a file is damaged or truncated: {error}"
         ) from error
@@ -117,7 +118,14 @@ def load_checked_adapter(model: Any, folder: Path) -> Any:
     with convert_read_errors(str(folder)), warnings.catch_warnings():
         # raised as an error below
         warnings.filterwarnings("ignore", message="Found missing adapter keys")
-        adapted = PeftModel.from_pretrained(model, str(folder))
+        try:
+            adapted = PeftModel.from_pretrained(model, str(folder))
+        except (ValueError, KeyError) as error:  # modules that are missing; a kind of adapter
+            raise UserError(
+                f"the adapter in {folder} does not fit the model "
+                f"({type(error).__name__}: {error}): pass the base model that it was trained on "
+                "or correct its adapter_config.json"
+            ) from error
         # the first call does not report missing keys
         load_result = adapted.load_adapter(str(folder), "default")
     check_tensor_names(

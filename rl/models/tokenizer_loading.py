@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.errors import UserError, check_hub_access
+from rl.errors import UserError, check_hub_access, warn_on_rank_zero
 from rl.models.tiny_models import get_model_preset
 
 EOS, PAD = "<eos>", "<pad>"
@@ -59,6 +59,8 @@ def _load_with_transformers(name: str, required: bool) -> Any | None:
     except (OSError, ValueError) as error:
         if required:
             raise UserError(f"cannot load the tokenizer {name!r}: {error}") from error
+        if has_files:
+            warn_on_rank_zero(f"the tokenizer of {name} is ignored, it cannot be read: {error}")
         return None
 
 

@@ -185,7 +185,7 @@ def _forward_output(parent: int, worker: int, wakeup_fd: int, output_fd: int) ->
                 os.read(wakeup_fd, 4096)
                 # The end of a thread of the trainer sends the signal too, but keeps the parent.
                 trainer_ended = trainer_ended or os.getppid() != parent
-        code = _reap_children(worker)
+        code, _ = _reap_children(worker)
     code = kill_all(worker, code)
     output.finish()
     return code
@@ -239,16 +239,17 @@ def _send_output(data: bytes) -> None:
 # ----------------------------------------------------------------------- ending all descendants
 
 
-def _reap_children(worker: int) -> int | None:
-    """Reap all children that ended; return the worker's exit code if the worker is among them."""
-    code = None
+def _reap_children(worker: int, code: int | None = None) -> tuple[int | None, bool]:
+    """Reap all children that ended. Return the worker's exit code (`code`, unless the worker is
+    among them), and whether children remain.
+    """
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return code
+            return code, False
         if pid == 0:
-            return code
+            return code, True
         if pid == worker:
             code = os.waitstatus_to_exitcode(status)
 
@@ -261,12 +262,9 @@ def kill_all(worker: int, code: int | None) -> int:
     deadline = time.monotonic() + KILL_SECONDS
     kill_process(worker, group=True)
     while time.monotonic() < deadline:
-        exit_code = _reap_children(worker)
-        code = exit_code if exit_code is not None else code
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            break  # no child remains, and orphans would have been adopted
+        code, remain = _reap_children(worker, code)
+        if not remain:  # orphans would have been adopted
+            break
         for pid in find_descendants(os.getpid()):
             kill_process(pid)
         time.sleep(0.001)

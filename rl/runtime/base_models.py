@@ -19,7 +19,7 @@ class BaseModelCache:
     holds them.
     """
 
-    def __init__(self, enabled: bool, accelerator: Any):
+    def __init__(self, enabled: bool):
         """Create an empty cache. `enabled`: whether adapters share a base. If ranks shard a model
         (FSDP), or DeepSpeed owns it, each learner loads its base separately.
         """

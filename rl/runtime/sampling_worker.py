@@ -76,7 +76,7 @@ class SamplingWorker:
         self.accelerator = make_accelerator(bf16=bf16, timeout_seconds=settings.timeout_seconds)
         self.objects = objects or collectives.ObjectGroup(settings.timeout_seconds)
         self.settings = settings
-        self.base_models = BaseModelCache(settings.share_bases, self.accelerator)
+        self.base_models = BaseModelCache(settings.share_bases)
         self.tp_group = collectives.get_rank_group(settings.sampler.tp, settings.timeout_seconds)
         # the first rank of a tensor-parallel group reports its samples
         self.reports_results = self.tp_group is None or self.tp_group.rank == 0

@@ -232,7 +232,7 @@ class TrainingWorker(SamplingWorker):
         self.classifiers.pop(model_id, None)
         learner = self.learners.pop(model_id, None)
         if learner is not None:  # None if its creation failed
-            learner.release()
+            learner.backend.release()
         self.specs.pop(model_id, None)
         self.base_keys.pop(model_id, None)
         self.latest_decoders.pop(model_id, None)
@@ -285,7 +285,7 @@ class TrainingWorker(SamplingWorker):
         """
         return self.split_batch(model_id, *call, part=part)  # type: ignore[misc]
 
-    @verb(LEARNER, _merge_outputs, split="split_batch")
+    @verb(LEARNER, _merge_outputs, split="split_batch", in_step=True)
     def forward_backward(
         self,
         model_id: int,
@@ -313,7 +313,7 @@ class TrainingWorker(SamplingWorker):
             )
         return outputs, sums, mean_temperature
 
-    @verb(LEARNER, _merge_microbatch, split="split_microbatch")
+    @verb(LEARNER, _merge_microbatch, split="split_microbatch", in_step=True)
     def forward_backward_microbatch(
         self, model_id: int, share: RankBatch, *call: Any
     ) -> tuple[Any, dict[str, float], float, int]:
@@ -322,7 +322,7 @@ class TrainingWorker(SamplingWorker):
         """
         return *self.forward_backward(model_id, share, *call), share.num_micro_batches
 
-    @verb(LEARNER, on_refusal="drop_gradients")
+    @verb(LEARNER, on_refusal="drop_gradients", in_step=True)
     def optim_step(self, model_id: int, params: AdamParams) -> dict[str, float]:
         """Update the weights with the accumulated gradient and return the metrics."""
         with self.kv_cache_pool.yield_to_learner():
@@ -441,11 +441,11 @@ class TrainingWorker(SamplingWorker):
     def _make_learner_decoder(self, model_id: int) -> Decoder:
         """Return a new decoder of the learner's weights."""
         learner = self.learners[model_id]
-        if learner.skeleton is not learner.model:
-            weights = learner.iter_weights(frozen=True)
-            return self._make_decoder(learner.skeleton, weights=weights)
+        skeleton = learner.backend.skeleton
+        if skeleton is not learner.model:
+            return self._make_decoder(skeleton, weights=learner.iter_weights(frozen=True))
         base_key = self.base_keys[model_id] if learner.is_lora else None
-        return self._make_decoder(learner.skeleton, base_key)
+        return self._make_decoder(skeleton, base_key)
 
     @verb()
     def record_params(self, model_id: int, version: int, params: Sequence[SamplingParams]) -> None:
@@ -594,6 +594,7 @@ class TrainingWorker(SamplingWorker):
             f"{spec.lora.effective_alpha:g})"
         )
         self.specs[model_id] = replace(spec, lora=replace(spec.lora, alpha=saved.alpha))
-        for model in (self.learners[model_id].model, self.learners[model_id].skeleton):
+        learner = self.learners[model_id]
+        for model in (learner.model, learner.backend.skeleton):
             set_lora_alpha(model, saved)
         self.latest_decoders.pop(model_id, None)  # a decoder's scale is fixed

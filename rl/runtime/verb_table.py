@@ -35,6 +35,7 @@ class VerbSpec:
                    on failed
     split          method of the worker that rank 0 calls with the submitted arguments: it returns
                    each rank's arguments; None: every rank gets the submitted arguments
+    in_step        its ranks wait for each other: if one fails, the others may never answer
     router_method  method of `VerbRouter` that executes a sampler verb with the help of the
                    learners, or that runs beside a learner verb
     """
@@ -46,6 +47,7 @@ class VerbSpec:
     get_params: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     on_refusal: str | None = None
     split: str | None = None
+    in_step: bool = False
     router_method: str | None = None
 
 

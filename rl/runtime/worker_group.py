@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any, ClassVar
 
+import torch
+
 from rl.distributed import (
     assign_role,
     check_same_launch,
@@ -32,10 +34,11 @@ from rl.rewards import get_reward_machines, serve_reward_workers
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sampling_worker import SamplingWorker
 from rl.runtime.training_worker import TrainingWorker
-from rl.runtime.verb_table import LEARNER, SERVICE, VERBS, VerbCall, VerbFuture, verb
+from rl.runtime.verb_table import LEARNER, SAMPLER, SERVICE, VERBS, VerbCall, VerbFuture, verb
 from rl.runtime.weight_sync import SamplerWorker, WeightChunk
 
 CLOSE_RANKS, HEARTBEAT = "close", "alive"  # messages to the ranks' loops, not verbs
+FAILURE_SECONDS = 60.0  # that a rank which failed waits for ranks that may wait for it
 
 
 class RankExecutor:
@@ -145,8 +148,9 @@ def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
     rank failed.
 
     A single gather carries result and error of every rank, so a rank that fails blocks no other
-    rank. After a failed collective the ranks are out of step: RankLost is raised, which names the
-    rank that failed for another reason, if any.
+    rank. In a verb whose ranks run in step the others may wait for it in a collective: it ends
+    after FAILURE_SECONDS, which ends their wait. After a failed collective the ranks are out of
+    step: RankLost is raised, which names the rank that failed for another reason, if any.
     """
     error: BaseException | None = None
     result = None
@@ -161,18 +165,18 @@ def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
         Exception
     ) as caught:  # reported to the driver, which raises it from the future's result()
         error = caught
+        if isinstance(caught, torch.OutOfMemoryError):
+            error = _explain_out_of_memory(caught, verb, worker)
     report = None
     if error is not None:
-        user_message = str(error) if isinstance(error, (UserError, FloatingPointError)) else None
-        report = (
-            "".join(traceback.format_exception(error)),
-            collectives.is_communication_error(error),
-            user_message,
-        )
+        out_of_step = collectives.is_communication_error(error)
+        report = ("".join(traceback.format_exception(error)), out_of_step, _make_user_error(error))
+    seconds = FAILURE_SECONDS if report is not None and VERBS[verb].in_step else None
     try:
-        reports = worker.objects.gather((result, report))
+        reports = worker.objects.gather((result, report), seconds)
     except RankLost as lost:
-        raise RankLost(f"{verb}: {lost}") from error
+        prefix = "" if report is None or report[1] else f"{error}. After that, "
+        raise RankLost(f"{verb}: {prefix}{lost}") from error
     if reports is None:
         return None
     failures = {rank: report for rank, (_, report) in enumerate(reports) if report is not None}
@@ -184,14 +188,47 @@ def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
         ) from error
     if error is not None:
         raise error
-    for rank, (text, _, user_message) in failures.items():
-        if user_message is not None:
-            raise UserError(f"{user_message} (on {worker.objects.rank_name(rank)})")
+    for rank, (text, _, user_error) in failures.items():
+        if user_error is not None:
+            raise type(user_error)(f"{user_error} (on {worker.objects.rank_name(rank)})")
         raise RuntimeError(f"{verb} failed on {worker.objects.rank_name(rank)}:\n{text}")
     # rank 0 has no part in the verbs of the sampler ranks
     first = 1 if isinstance(worker, RemoteExecutor) else 0
     results, reduce = [result for result, _ in reports[first:]], VERBS[verb].reduce
     return results[0] if reduce is None else reduce(results)
+
+
+def _make_user_error(error: BaseException) -> Exception | None:
+    """Return the error that rank 0 raises for an error of another rank that its user can fix, None
+    for other errors.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return torch.OutOfMemoryError(str(error))
+    return UserError(str(error)) if isinstance(error, (UserError, FloatingPointError)) else None
+
+
+def _explain_out_of_memory(
+    error: torch.OutOfMemoryError, verb: str, worker: Any
+) -> torch.OutOfMemoryError:
+    """Return the error of a full GPU, with the settings to lower. Free what the verb's calls held,
+    which a caller that keeps the error would keep with it.
+    """
+    traceback.clear_frames(error.__traceback__)
+    if not isinstance(worker, SamplingWorker):
+        return error
+    learner, sampler = worker.settings.learner, worker.settings.sampler
+    remedy = (
+        f"lower kv_cache_tokens ({sampler.kv_cache_tokens}) or max_rows ({sampler.max_rows})"
+        if VERBS[verb].group == SAMPLER
+        else f"lower token_budget ({learner.token_budget} positions of a micro-batch), set "
+        "gradient_checkpointing, or shard over more processes (accelerate_configs/zero3.yaml)"
+    )
+    text = str(error).partition(" If reserved but unallocated")[0].rstrip(". ")
+    explained = torch.OutOfMemoryError(
+        f"out of memory in {verb}: {text}. To use less, {remedy}; train.py --plan lists what each "
+        "part of a run takes"
+    )
+    return explained.with_traceback(error.__traceback__)
 
 
 def _send_heartbeat(

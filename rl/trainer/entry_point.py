@@ -15,6 +15,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rl.algorithms import METHODS
 from rl.client import SamplingClient, ServiceClient
 from rl.config import (
@@ -90,7 +92,7 @@ def run_guarded(
         return stopped.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (RankLost, OSError, ValueError) as error:
+    except (RankLost, torch.OutOfMemoryError, OSError, ValueError) as error:
         is_disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if os.environ.get(TRACEBACK_VARIABLE) or (isinstance(error, OSError) and not is_disk_full):
             raise

@@ -16,10 +16,10 @@ import numpy as np
 
 from rl.errors import UserError, warn_on_rank_zero
 from rl.types import LoraConfig
-from rl.vllm.server_error import VllmServerError
-from rl.vllm.server_weights import MAX_DIFFERENCE, ServerWeights
+from rl.vllm.sample_reply import VllmServerError
 from rl.vllm.started_server import StartedServer
-from rl.vllm.vllm_server import SUPPORTED_VERSIONS, VllmServer
+from rl.vllm.transfer_validation import MAX_DIFFERENCE, ServerWeights
+from rl.vllm.vllm_server import SUPPORTED_RELEASES, VllmServer
 from rl.vllm.weight_folder import WeightFolder
 
 ATTEMPTS = 3  # of a sample, on different servers where there are several
@@ -30,6 +30,10 @@ _SCORE_THREADS = 16  # threads for scores, which do not wait for samples
 _COPIES = 2  # of the weights in their folder: those of the servers, and the next
 _PARAMETER_BYTES = 4  # at most
 T = TypeVar("T")
+
+
+class RejectedRequestError(UserError):
+    """Report a request that a server refuses, whatever the others are."""
 
 
 class ServerPool:
@@ -54,7 +58,8 @@ class ServerPool:
         needs_experts: bool = False,
         needs_adapters: bool = False,
     ):
-        self.servers = [VllmServer(url, request_seconds) for url in dict.fromkeys(urls)]
+        servers = [VllmServer(url, request_seconds) for url in urls]
+        self.servers = list({server.url: server for server in servers}.values())
         for server in self.servers:
             server.check()
             if needs_experts and not server.returns_experts:
@@ -258,7 +263,8 @@ class ServerPool:
         to another server, or to the same if no other has the weights. `is_needed`: whether a
         failed request is sent again; otherwise its VllmServerError is raised. Raises
         UserError, naming the server, after `ATTEMPTS` attempts. An attempt during which a server
-        of this run failed does not count.
+        of this run failed does not count. Raises RejectedRequestError if the server refuses the
+        request.
         """
         attempt = 0
         while True:
@@ -287,7 +293,8 @@ class ServerPool:
                         stacklevel=2,
                     )
                 if error.rejected or attempt == ATTEMPTS:
-                    raise UserError(
+                    kind = RejectedRequestError if error.rejected else UserError
+                    raise kind(
                         f"{error} ({attempt} attempts). No sample of it was used; {server.remedy}"
                     ) from error
             finally:
@@ -370,7 +377,7 @@ class ServerPool:
             except (KeyError, IndexError, TypeError) as error:
                 raise UserError(
                     f"the vLLM server {server.url} returned a sample in another form than vLLM "
-                    f"{', '.join(f'{known}.x' for known in SUPPORTED_VERSIONS)} "
+                    f"{SUPPORTED_RELEASES} "
                     f"({type(error).__name__}: {error}); {server.remedy}"
                 ) from error
         raise AssertionError("unreachable")

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from rl.errors import UserError
 from rl.processes import SupervisedProcess
-from rl.vllm.server_error import VllmServerError
-from rl.vllm.server_weights import ServerWeights
+from rl.vllm.sample_reply import VllmServerError
+from rl.vllm.transfer_validation import ServerWeights
 from rl.vllm.vllm_server import VllmServer
 
 MAX_RESTARTS = 3  # for the same weights
@@ -83,8 +83,8 @@ class ServerLaunch:
 
 
 def find_command(command: str | None) -> tuple[str, ...]:
-    """Return the command that starts a server, by default vLLM's. Raises UserError if there is no
-    such program.
+    """Return the command that starts a server, by default vLLM's. It may begin with assignments to
+    variables, as in a shell. Raises UserError if there is no such program.
     """
     words = _split_command(command)
     if "--config" in _read_flags(words):
@@ -93,9 +93,17 @@ def find_command(command: str | None) -> tuple[str, ...]:
             " file: pass the file's options in sampler_command"
         )
     if words:
-        if shutil.which(words[0]) is None:
-            raise UserError(f"sampler_command: there is no program {words[0]}")
-        return tuple(words)
+        after_serve = words[words.index("serve") + 1 :] if "serve" in words else ()
+        if after_serve and not after_serve[0].startswith("-"):
+            raise UserError(
+                f"sampler_command names the model {after_serve[0]}: leave it out, since the server "
+                "gets the weights of the run"
+            )
+        first = next((i for i, word in enumerate(words) if "=" not in word), 0)
+        words[first] = os.path.expanduser(words[first])
+        if shutil.which(words[first]) is None:
+            raise UserError(f"sampler_command: there is no program {words[first]}")
+        return (*["env"] * (first > 0), *words)
     if (program := shutil.which("vllm")) is not None:
         return program, "serve"
     if importlib.util.find_spec("vllm") is not None:

@@ -1,4 +1,5 @@
-"""Compare the weights that a vLLM server holds with the folder that it loaded.
+"""Describe weights that vLLM servers load (all weights of a model, or a LoRA adapter on a model),
+and compare the weights that a server holds with the folder that it loaded.
 
 vLLM returns a SHA-256 of the bytes of each of its parameters. It fuses some matrices (q, k and v;
 gate and up), tensor parallelism cuts matrices, and on a CPU a layer may hold its matrix in a packed
@@ -10,13 +11,17 @@ transfer, and none if it did not.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+MAX_DIFFERENCE = 0.1  # nats on average, as of the self-test (rl.trainer.self_test)
+_MAX_DIFFERENCE_FP32 = 0.01
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -73,6 +78,56 @@ class FolderManifest:
             converts = dtype is not None and tensor.is_floating_point()
             tensors.append(tensor.to(dtype) if converts else tensor)
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+@dataclass(frozen=True)
+class AdapterCheck:
+    """Hold the learner's logprobs of fixed tokens, to be compared with a server's. `logprobs`: of
+    all tokens but the first. `exact`: the learner computes in fp32.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    exact: bool
+
+    def find_error(self, logprobs: Sequence[float | None], dtype: str) -> str | None:
+        """Return what is wrong with a server's logprobs of the tokens, None if they are right."""
+        is_fp32 = self.exact and dtype == "torch.float32"
+        limit = _MAX_DIFFERENCE_FP32 if is_fp32 else MAX_DIFFERENCE
+        gap = np.array(logprobs[1:], np.float64) - np.array(self.logprobs)
+        if (mean := float(np.abs(gap).mean())) <= limit:
+            return None
+        return (
+            f"computes other logprobs with a LoRA adapter than the learner: they differ by "
+            f"{mean:.2g} nats on average, allowed are {limit:g}. It may not apply all parts of the "
+            "adapter: start it without --enable-lora, so that adapters are merged"
+        )
+
+
+@dataclass(frozen=True)
+class ServerWeights:
+    """Hold weights for servers.
+
+    `folder`: in the format of Hugging Face, or of PEFT for an adapter. `base`: of an adapter, the
+    model below it. `check`: of an adapter.
+    """
+
+    weights_id: str
+    folder: Path
+    base: ServerWeights | None = None
+    check: AdapterCheck | None = None
+    _manifests: dict[str, FolderManifest] = field(default_factory=dict, repr=False)
+
+    @property
+    def model(self) -> ServerWeights:
+        """Return the weights of the whole model: these, or those below the adapter."""
+        return self.base or self
+
+    def read_manifest(self, dtype: str) -> FolderManifest:
+        """Return the digests of the tensors in a server's dtype, which are computed once."""
+        if dtype not in self._manifests:
+            self._manifests[dtype] = FolderManifest(self.folder, dtype)
+        return self._manifests[dtype]
 
 
 def find_transfer_error(

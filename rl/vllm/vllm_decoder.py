@@ -12,11 +12,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rl.distributed import checkpoint_folder
+from rl.errors import UserError
 from rl.images import make_no_images_error
 from rl.sampler import Decoder
 from rl.types import PlacedImage
 from rl.vllm.server_pool import ServerPool
-from rl.vllm.server_weights import AdapterCheck, ServerWeights
+from rl.vllm.transfer_validation import AdapterCheck, ServerWeights
 
 _HEAD_FILE, _INDEX = "model-untied-head.safetensors", "model.safetensors.index.json"
 
@@ -71,9 +73,17 @@ class VllmDecoder(Decoder):
         folder = self.pool.root / self.weights_id
         base = None if self.base_decoder is None else self.base_decoder.weights
         self._finalizer = weakref.finalize(self, self.pool.release_folder, folder)
-        write(folder)
-        if self.pool.unties_head and base is None:
-            add_head(folder)
+        try:
+            write(folder)
+            if self.pool.unties_head and base is None:
+                add_head(folder)
+        except Exception as error:
+            if not checkpoint_folder.is_disk_full(error):
+                raise
+            raise UserError(
+                f"{folder.parent} has no room for the weights that vLLM servers load ({error}): "
+                "set sampler_folder to a folder with more"
+            ) from error
         self.weights = ServerWeights(self.weights_id, folder, base, check)
 
     def load_(self, named_tensors: object) -> None:

@@ -25,7 +25,7 @@ from rl.sampler import (
 )
 from rl.types import PARAMETER_BOUNDS, PlacedImage, SampledSequence, SampleResponse
 from rl.vllm.sample_reply import ReplyRules, read_prompt_logprobs, read_sample
-from rl.vllm.server_pool import ServerPool
+from rl.vllm.server_pool import RejectedRequestError, ServerPool
 from rl.vllm.vllm_decoder import VllmDecoder
 from rl.vllm.vllm_server import VllmServer
 
@@ -180,7 +180,8 @@ class VllmEngine:
         self._results.put((request_id, sample, result))
 
     def step(self) -> list[FinishedRequest]:
-        """Wait for samples, and return the completed requests.
+        """Wait for samples, and return the completed requests, those with their error that a server
+        refused.
 
         Raises the error of a sample that no server returned.
         """
@@ -194,6 +195,10 @@ class VllmEngine:
             timeout = 0.0
             state = self._states.get(request_id)
             if state is None:  # cancelled
+                continue
+            if isinstance(result, RejectedRequestError):  # the others continue
+                self.cancel(request_id)
+                finished.append(FinishedRequest(request_id, result))  # type: ignore[arg-type]
                 continue
             if isinstance(result, BaseException):
                 self.close()
@@ -217,7 +222,9 @@ class VllmEngine:
         return finished
 
     def run(self) -> list[SampleResponse]:
-        """Step until all requests have finished. Return responses in order of addition."""
+        """Step until all requests have finished. Return responses in order of addition, or the
+        error of a request that a server refused.
+        """
         finished: list[FinishedRequest] = []
         while self.busy:
             finished.extend(self.step())

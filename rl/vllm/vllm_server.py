@@ -12,12 +12,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from rl.errors import UserError
-from rl.vllm.sample_reply import check_adapter_name, read_prompt_logprobs
-from rl.vllm.server_error import VllmServerError
-from rl.vllm.server_weights import ServerWeights
-from rl.vllm.transfer_validation import FolderManifest, find_transfer_error
+from rl.vllm.sample_reply import VllmServerError, check_adapter_name, read_prompt_logprobs
+from rl.vllm.transfer_validation import FolderManifest, ServerWeights, find_transfer_error
 
 SUPPORTED_VERSIONS = ("0.32",)  # major.minor of vLLM releases whose API this package calls
+SUPPORTED_RELEASES = ", ".join(f"{version}.x" for version in SUPPORTED_VERSIONS)
 API_KEY_VARIABLE = "VLLM_API_KEY"
 _CHECK_SECONDS = 20.0  # time limit of a request that does no work on the model
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no http_proxy
@@ -59,7 +58,7 @@ class VllmServer:
             if not version.startswith(tuple(f"{known}." for known in SUPPORTED_VERSIONS)):
                 raise UserError(
                     f"{self.url} runs vLLM {version}; supported: "
-                    f"{', '.join(f'{known}.x' for known in SUPPORTED_VERSIONS)}. Install such a "
+                    f"{SUPPORTED_RELEASES}. Install such a "
                     "version on the server"
                 )
             config = self.call("/server_info?config_format=json")["vllm_config"]
@@ -161,7 +160,7 @@ class VllmServer:
         if not complete:
             raise UserError(
                 f"{self.url} returns samples without logprobs or weight versions: install a "
-                f"supported version of vLLM ({', '.join(SUPPORTED_VERSIONS)})"
+                f"supported version of vLLM ({SUPPORTED_RELEASES})"
             )
 
     def sample(
@@ -239,7 +238,7 @@ class VllmServer:
             raise VllmServerError(
                 self.url,
                 "answered a load of weights in another form than vLLM "
-                f"{', '.join(f'{known}.x' for known in SUPPORTED_VERSIONS)} "
+                f"{SUPPORTED_RELEASES} "
                 f"({type(error).__name__}: {error})",
             ) from error
 

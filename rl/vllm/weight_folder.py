@@ -12,6 +12,8 @@ import uuid
 import weakref
 from pathlib import Path
 
+from rl.errors import UserError
+
 CGROUPS = Path("/sys/fs/cgroup")
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX, _LOCK = "whetstone-vllm-", "owner.lock"
@@ -31,11 +33,15 @@ class WeightFolder:
         if parent is None:
             parent = SHARED_MEMORY if _has_room(num_bytes) else Path(tempfile.gettempdir())
             _remove_abandoned(parent)
-        else:
-            parent.mkdir(parents=True, exist_ok=True)
         self.path = parent.resolve() / name
-        # a server of another user may read from a folder that the user named
-        self.path.mkdir(0o700 if is_default else 0o777)
+        try:
+            # a server of another user may read from a folder that the user named
+            self.path.mkdir(0o700 if is_default else 0o777, parents=True)
+        except OSError as error:
+            raise UserError(
+                f"the weights for vLLM servers cannot be written to {parent} ({error}): set "
+                "sampler_folder to a folder in which this user may write"
+            ) from error
         if is_default:  # the lock ends with the process
             self._lock = (self.path / _LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)

@@ -15,6 +15,7 @@ from helpers import compute_relative_difference, make_worker, random_datums
 from safetensors.torch import load_file
 
 from rl.distributed import collectives
+from rl.errors import OtherRankFailed
 from rl.learner import learner_checkpoint
 from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_adam_params
 from rl.learner.backend import ReplicatedBackend
@@ -237,12 +238,26 @@ def test_the_sum_of_the_ranks_decides_whether_a_loss_is_finite(worker, two_ranks
     """
     learner, settings = worker.learners[0], {"temperature": 1.0, "divisor": 1.0, "backward": True}
     monkeypatch.setattr(learner.backend, "micro_batch", nullcontext)
-    two_ranks += [torch.tensor([1.0]), torch.tensor([float("nan")])]
+    # the other rank's loss, and whether it failed
+    two_ranks += [torch.tensor([1.0, 0.0]), torch.tensor([float("nan"), 0.0])]
     learner.run(random_datums(3), get_loss("ppo"), {}, **settings)
     assert learner.has_gradient
     with pytest.raises(FloatingPointError):
         learner.run(random_datums(3), get_loss("ppo"), {}, **settings)
     assert not learner.has_gradient and all(p.grad is None for p in learner.trainable.values())
+
+
+def test_a_rank_learns_of_another_ranks_failure(worker, two_ranks, monkeypatch):
+    learner, settings = worker.learners[0], {"temperature": 1.0, "divisor": 1.0, "backward": True}
+    monkeypatch.setattr(learner.backend, "micro_batch", nullcontext)
+    two_ranks += [torch.tensor([1.0, 1.0])]
+    with pytest.raises(OtherRankFailed):
+        learner.run(random_datums(3), get_loss("ppo"), {}, **settings)
+    two_ranks += [torch.tensor([1.0, 0.0])]
+    monkeypatch.setattr(learner, "_forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # after it has told the other rank
+        learner.run(random_datums(3), get_loss("ppo"), {}, **settings)
+    assert not two_ranks
 
 
 def test_ranks_deal_micro_batches_out_among_themselves(monkeypatch):

@@ -5,6 +5,8 @@ applied, and dropout is off.
 import json
 import re
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.errors import UserError
 from rl.learner.learner_checkpoint import write_model
-from rl.models import MODEL_PRESETS, load_model, load_skeleton
+from rl.models import MODEL_PRESETS, add_lora, load_model, load_model_lazily, load_skeleton
 from rl.models.check_weights import convert_read_errors
 from rl.trainer.initial_weights import describe_random_weights
 from rl.types import LoraConfig
@@ -32,6 +34,40 @@ def test_a_lack_of_memory_is_not_reported_as_unfitting_weights():
         raise torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(UserError, match="do not fit its config"), convert_read_errors("a model"):
         torch.zeros(2).copy_(torch.zeros(3))
+
+
+@pytest.mark.parametrize("package", ["layers", "vllm"])
+def test_a_package_that_imports_torch_may_be_imported_first(package):
+    """While torch is imported, it looks at every module, those that load on access too."""
+    subprocess.run([sys.executable, "-c", f"import rl.{package}"], check=True)
+
+
+@pytest.mark.parametrize("load", [load_model, load_model_lazily])
+def test_a_truncated_index_is_named(load, tmp_path):
+    load_model("tiny:ascii").model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {')
+    with pytest.raises(UserError, match=f"weights of {tmp_path} cannot be read.* damaged"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("change", [{"target_modules": ["c_attn"]}, {"peft_type": "NO_SUCH"}])
+def test_an_adapter_of_another_architecture_is_named(change, tmp_path):
+    add_lora(load_model("tiny:ascii"), LoraConfig(rank=2)).model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(UserError, match=f"adapter in {tmp_path} does not fit.*pass the base model"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_is_damaged_is_named(name, tmp_path):
+    loaded = load_model("tiny:ascii")
+    loaded.model.save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:40])
+    with pytest.warns(UserWarning, match=f"tokenizer of {tmp_path} is ignored, it cannot be read"):
+        assert load_model(str(tmp_path)).tokenizer is None
 
 
 def quantize_to_fp8(folder: Path) -> dict[str, torch.Tensor]:

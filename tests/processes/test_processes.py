@@ -21,6 +21,7 @@ from rl.processes import (
     encode_frame,
     find_descendants,
     read_message,
+    reaper,
 )
 
 REPO = Path(__file__).resolve().parents[2]
@@ -331,3 +332,14 @@ def test_a_call_does_not_wait_for_another_that_hangs():
     for call in hanging:
         call.kill()
         assert call.wait() == b""
+
+
+def test_a_reaper_needs_no_function_that_a_mac_lacks(monkeypatch, tmp_path):
+    """macOS has os.waitid only since Python 3.13."""
+    script = tmp_path / "reaper.py"
+    script.write_text(
+        f"import os, runpy\ndel os.waitid\nrunpy.run_path({reaper.__file__!r}, None, '__main__')\n"
+    )
+    monkeypatch.setattr(reaper, "__file__", str(script))
+    program = SupervisedProcess(["sh", "-c", "sleep 1000 & exit 3"], dict(os.environ))
+    assert "exit code 3" in program.describe_end() and program.stop() == 3

@@ -30,7 +30,7 @@ from rl.runtime import sampling_worker
 from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
 from rl.trainer.memory_requirements import compute_stage_needs
 from rl.vllm import ServerPool, started_server
-from rl.vllm.server_weights import ServerWeights
+from rl.vllm.transfer_validation import ServerWeights
 
 REPO = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("vllm_stub_program.py")
@@ -249,11 +249,26 @@ def test_options_with_underscores_are_those_with_dashes(option, tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "message"),
-    [("sh --config=f.yaml", "has --config"), ("sh 'a", "is no command line: No closing quotation")],
+    [
+        ("sh --config=f.yaml", "has --config"),
+        ("sh 'a", "is no command line: No closing quotation"),
+        ("sh serve Qwen/Qwen3-4B --dtype half", "names the model Qwen/Qwen3-4B: leave it out"),
+        ("A=1 no-such-program serve", "there is no program no-such-program"),
+    ],
 )
 def test_a_command_that_cannot_be_read_is_refused(command, message):
     with pytest.raises(UserError, match=message):
         started_server.find_command(command)
+
+
+def test_a_command_may_set_variables_and_name_a_program_of_the_home_folder(tmp_path, monkeypatch):
+    program = tmp_path / "vllm"
+    program.write_text("")
+    program.chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = started_server.find_command("CUDA_VISIBLE_DEVICES=1 ~/vllm serve --max-model-len=9")
+    assert found == ("env", "CUDA_VISIBLE_DEVICES=1", str(program), "serve", "--max-model-len=9")
+    assert started_server.find_command("sh serve") == ("sh", "serve")
 
 
 def test_a_command_for_adapters_has_room_for_their_rank(tmp_path):

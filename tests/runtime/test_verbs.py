@@ -3,19 +3,23 @@ weights the verb waits for.
 """
 
 import threading
+import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import random_datums
 
 from rl import ModelInput, SamplingParams, ServiceClient
-from rl.runtime import WorkerSettings, worker_group
+from rl.learner import Learner, LearnerSettings
+from rl.runtime import SamplerSettings, WorkerSettings, worker_group
 from rl.runtime.router import VerbRouter
 from rl.runtime.training_worker import TrainingWorker
 from rl.runtime.verb_table import LEARNER, SAMPLER, SERVICE, VERBS, VerbCall, verb
 from rl.runtime.weight_sync import SamplerWorker
 from rl.sampler import SamplingRequest
+from rl.trainer.entry_point import run_guarded
 
 
 @pytest.fixture
@@ -77,6 +81,48 @@ def test_samples_of_weights_that_could_not_be_copied_fail_with_that_error(monkey
         ):
             with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
                 run().result()
+
+
+def test_a_full_gpu_is_one_error_with_the_settings_to_lower(monkeypatch, tmp_path, capsys):
+    held = []
+
+    def fails(*_, **__):
+        activations = torch.zeros(3)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. If reserved but unallocated memory is "
+            "large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+        )
+
+    settings = WorkerSettings(
+        learner=LearnerSettings(token_budget=99), sampler=SamplerSettings(max_rows=7)
+    )
+    monkeypatch.setattr(worker_group.WorkerGroup, "_running", {})
+    with ServiceClient(output_dir=tmp_path, settings=settings) as service:
+        client = service.create_full_training_client("tiny:addition", seed=2)
+        sampler = client.save_weights_and_get_sampling_client()
+        monkeypatch.setattr(Learner, "_forward", fails)
+        monkeypatch.setattr("rl.runtime.sampling_worker.make_version_engine", fails)
+        learns = client.forward_backward(random_datums(2), "importance_sampling")
+        samples = sampler.sample(ModelInput.from_ints([3, 4]), 1, SamplingParams(max_tokens=1))
+        for future, remedy in (
+            (learns, "lower token_budget (99 positions"),
+            (samples, "max_rows (7)"),
+        ):
+            with pytest.raises(torch.OutOfMemoryError, match="20.00 GiB. To use less") as caught:
+                future.result()
+            assert remedy in str(caught.value) and "--plan" in str(caught.value)
+            assert "fragmentation" not in str(caught.value)
+            assert held.pop()() is None, "the error keeps the memory of what failed"
+
+    def work():
+        raise caught.value
+
+    with pytest.raises(SystemExit) as ended:
+        run_guarded(work, see="train.py --help", outcome="the run stopped", flags={"max_rows"})
+    text = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert ended.value.code == 2
+    assert "--max-rows (7)" in text and "Traceback" not in text
 
 
 def test_its_row_says_which_ranks_run_it_and_what_it_waits_for(rows, monkeypatch):

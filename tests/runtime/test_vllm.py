@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import errno
 import hashlib
 import io
 import math
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import random_datums
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from vllm_stub import StubServer, vllm_server
 from whole_runs import RECIPE, train
@@ -55,6 +57,8 @@ def corrupt_reply(fault, reply):
         time.sleep(6)
     elif fault == "http 500":
         return 500, {"error": "out of memory"}
+    elif fault == "http 400":
+        return 400, {"error": "cannot do this"}
     elif fault == "other tokens":
         choice["token_ids"] = [(token + 1) % 12 for token in choice["token_ids"]]
     elif fault == "outside":
@@ -456,6 +460,29 @@ def test_a_failure_that_passes_costs_an_attempt(servers, connect):
     sample(sampler, 1, 1)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_request_that_a_server_refuses_fails_alone(streams, servers, connect):
+    (stub,), urls = servers()
+    policy = make_policy(connect(urls, rows=1))  # one request after the other
+    sampler = policy.save_weights_and_get_sampling_client()
+    sample(sampler, 1, 1)
+    stub.fault, stub.max_faults = "http 400", 1
+    requests = [SamplingRequest(prompt=[3, 4 + i], params=PARAMS, problem=i) for i in range(3)]
+    if streams:
+        stream = SampleStream(sampler)
+        for request in requests:
+            stream.add(request)
+        responses = list(dict(sorted(drain(stream).items())).values())
+    else:
+        futures = [sampler.sample(ModelInput.from_ints(r.prompt), 1, PARAMS) for r in requests]
+        responses = [future.future().exception() or future.result() for future in futures]
+    assert isinstance(responses[0], UserError) and "cannot do this" in str(responses[0])
+    check_logprobs(
+        policy,
+        [(r.prompt, s.sequences[0]) for r, s in zip(requests[1:], responses[1:], strict=True)],
+    )
+
+
 def test_samples_go_to_the_server_with_the_fewest(servers, connect):
     stubs, urls = servers(2)
     sampler = make_policy(connect(urls)).save_weights_and_get_sampling_client()
@@ -578,6 +605,29 @@ def test_which_servers_have_the_weights_is_known_on_every_rank(servers):
         return server.url
 
     assert pool.send(fail_late) == urls[1] and not pool.servers[1].needs_reload
+
+
+def test_an_address_that_is_written_in_two_ways_is_one_server(servers):
+    _, (url,) = servers()
+    assert len(ServerPool((url, f"{url}/", f"{url}/v1"), "nonce").servers) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
+)
+def test_a_full_disk_names_the_setting_of_the_folder(error, servers):
+    _, urls = servers()
+
+    def write(folder):
+        raise error
+
+    decoder = VllmDecoder(ServerPool(urls, "nonce"), 14, None, 0)
+    with pytest.raises(UserError, match="no room for the weights.*set sampler_folder"):
+        decoder.replace_weights(write, 0)
 
 
 @pytest.mark.parametrize("ending", ["cancel", "close", "pool"])

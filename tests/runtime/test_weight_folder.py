@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 
+from rl.errors import UserError
 from rl.vllm import weight_folder
 from rl.vllm.weight_folder import WeightFolder
 
@@ -40,6 +41,12 @@ def test_other_users_may_read_a_folder_that_the_user_named(places, tmp_path):
     finally:
         os.umask(before)
     assert [folder.path.stat().st_mode & 0o777 for folder in folders] == [0o755, 0o700]
+
+
+def test_a_place_that_cannot_be_written_names_the_setting(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written to .*file/inner.* set sampler_folder"):
+        WeightFolder(tmp_path / "file" / "inner", 1.0)
 
 
 @pytest.mark.parametrize(("limit", "fits"), [("max", True), ("6000", True), ("2900", False)])
