@@ -42,7 +42,7 @@ from rl.config import (
     require,
 )
 from rl.judges import restore_full_input
-from rl.types import AdamParams, Datum, Problem, TensorData
+from rl.types import Datum, Problem, TensorData
 
 ACCURACY_METRIC = "test/rewards/accuracies"
 _SCORING_BATCH_SIZE = 512  # datums scored per call when the reference is precomputed
@@ -130,14 +130,10 @@ class PreferenceMethod(Method):
             datums,
             self._loss(),
             self._config(),
-            self._optimizer_params(progress),
+            make_adam_params(self.settings, progress.batch),
             self.settings.optim.num_substeps,
         )
         return {**summarize_pairs(totals, datums), **self._extra_metrics(totals)}
-
-    def _optimizer_params(self, progress: Progress) -> AdamParams:
-        """Return the optimizer settings of this batch."""
-        return make_adam_params(self.settings, progress.batch)
 
     def _extra_metrics(self, totals: UpdateSums) -> dict[str, float]:
         """Return further metrics."""

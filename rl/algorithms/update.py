@@ -20,7 +20,7 @@ from rl.algorithms.method_interface import Models, Progress
 from rl.config import CorrectionSettings
 from rl.lr_schedule import compute_lr_factor
 from rl.rollout import count_action_tokens, max_or_nan
-from rl.types import AdamParams, Datum, TensorData
+from rl.types import AdamParams, Datum
 
 Item = TypeVar("Item")
 
@@ -244,9 +244,8 @@ def add_proximal_weight(datums: Sequence[Datum], version: int) -> list[Datum]:
 
 
 def add_loss_inputs(datum: Datum, **fields: np.ndarray) -> Datum:
-    """Return the datum with these loss inputs added or replaced, as float32."""
-    new = {name: TensorData(value.astype(np.float32), "float32") for name, value in fields.items()}
-    return datum.with_inputs({**datum.loss_fn_inputs, **new})
+    """Return the datum with these loss inputs added or replaced."""
+    return datum.with_inputs({**datum.loss_fn_inputs, **fields})
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Algorithm(ABC, Generic[Config]):
         greedily or from weights that have been updated since.
         """
         groups = batch.groups()
-        if not batch.temperature > 0:
+        if not batch.temperature:
             raise UserError(
                 "the batch was sampled greedily (temperature 0), so it has no information about "
                 "other responses: sample with a temperature above 0, such as 1.0"
