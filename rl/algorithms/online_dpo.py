@@ -18,11 +18,7 @@ from rl.algorithms.dpo import PreferenceMethod, PreferenceSettings
 from rl.algorithms.method_interface import Models, OnlineMethod, OnlineSettings
 from rl.algorithms.update import UpdateSums, add_loss_inputs, compare_sampler_and_learner
 from rl.config import (
-    LearnedRewardSettings,
-    LoopSettings,
-    OptimSettings,
     Range,
-    RolloutSettings,
     check_ranges,
 )
 from rl.errors import UserError
@@ -56,10 +52,6 @@ class OnlineDpoSettings(OnlineSettings):
     default_learning_rates = (5e-6, 5e-7)
 
     preference: OnlinePreferenceSettings = OnlinePreferenceSettings()
-    learned: LearnedRewardSettings = LearnedRewardSettings()
-    optim: OptimSettings = OptimSettings()
-    flow: RolloutSettings = RolloutSettings()
-    loop: LoopSettings = LoopSettings()
 
 
 def make_pairs(rewards_G: Sequence[float], kind: str) -> list[tuple[int, int]]:

@@ -41,11 +41,7 @@ from rl.config import (
     DataSettings,
     Inside,
     KlSettings,
-    LearnedRewardSettings,
-    LoopSettings,
-    OptimSettings,
     Range,
-    RolloutSettings,
     ShapingSettings,
     Share,
     Weight,
@@ -120,12 +116,8 @@ class PpoSettings(OnlineSettings):
     """
 
     kl: KlSettings = KlSettings(kl_coef=0.1)
-    learned: LearnedRewardSettings = LearnedRewardSettings()
     ppo: PpoOptions = PpoOptions()
     correction: CorrectionSettings = CorrectionSettings()
-    optim: OptimSettings = OptimSettings()
-    flow: RolloutSettings = RolloutSettings()
-    loop: LoopSettings = LoopSettings()
 
     def __post_init__(self) -> None:
         super().__post_init__()
