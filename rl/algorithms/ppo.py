@@ -163,9 +163,9 @@ class PPO(ReferenceMethod):
         rewards_I_N = [steps for group in groups for steps in group.get_step_rewards()]
         # token advantages follow
         parts_I = [build_datums_with_turns(trajectory, 0.0) for trajectory in trajectories]
-        datums = [datum for parts, _ in parts_I for datum in parts]
-        values_D = iter(_compute_values(models.critic or models.policy, datums))
-        datums, charges = self._score_reference(datums, models)
+        flat = [datum for parts, _ in parts_I for datum in parts]
+        values_D = iter(_compute_values(models.critic or models.policy, flat))
+        datums, charges = self._score_reference(flat, models)
         datums_D, charges_D = iter(datums), iter(charges)
         episodes: list[tuple[EpisodeTokens, dict[str, np.ndarray]]] = []
         for trajectory, (parts, turns_D), rewards_N in zip(
@@ -263,7 +263,7 @@ class PPO(ReferenceMethod):
         options, size = self.settings.ppo, compute_divisor(part, "tokens")
         calls = [LossCall(part, "ppo", self._config(models), size)]
         if models.critic is not None:
-            config = {} if options.value_clip is None else {"value_clip": options.value_clip}
+            config = {"value_clip": options.value_clip}
             rate = options.critic_learning_rate
             ratio = 1.0 if rate is None else rate / self.settings.learning_rate
             calls.append(LossCall(part, "value", config, size, "critic_", "critic", ratio))
@@ -274,13 +274,12 @@ class PPO(ReferenceMethod):
         options = self.settings.ppo
         config: dict[str, Any] = {
             "temperature": self.settings.sampling.temperature,
+            "clip_low_threshold": 1 - options.clip,
+            "clip_high_threshold": 1 + options.clip,
             "entropy_coef": options.entropy_coef,
         }
-        config |= {"clip_low_threshold": 1 - options.clip, "clip_high_threshold": 1 + options.clip}
         if models.critic is None:
-            config["value_coef"] = options.value_coef
-            if options.value_clip is not None:
-                config["value_clip"] = options.value_clip
+            config |= {"value_coef": options.value_coef, "value_clip": options.value_clip}
         return config | self.kl_config
 
 
@@ -449,14 +448,10 @@ def _normalize_advantages(
     episodes: Sequence[tuple[EpisodeTokens, dict[str, np.ndarray]]],
 ) -> None:
     """Scale the advantages of all episodes to mean 0 and std 1 over all actions, in place."""
-    # rounded as the datums hold them, and in the order of the datums
-    rounded = [columns["advantages"].astype(np.float32).astype(float) for _, columns in episodes]
-    everything = np.concatenate(
-        [values[episode.positions] for (episode, _), values in zip(episodes, rounded, strict=True)]
-    )
+    everything = np.concatenate([columns["advantages"] for _, columns in episodes])
     mean, std = everything.mean(), everything.std()
-    for (_, columns), values in zip(episodes, rounded, strict=True):
-        columns["advantages"] = (values - mean) / (std + 1e-8)
+    for _, columns in episodes:
+        columns["advantages"] = (columns["advantages"] - mean) / (std + 1e-8)
 
 
 def _split_minibatches(

@@ -15,6 +15,7 @@ from rl.algorithms.importance_correction import (
     ImportanceCorrection,
     apply_correction,
     index_episodes,
+    sum_by_episode,
 )
 from rl.algorithms.method_interface import Models, Progress
 from rl.config import CorrectionSettings
@@ -184,17 +185,14 @@ def compute_remaining_shares(
     An episode that loses no token keeps its shares; an episode that loses all tokens has shares of
     0, so that no count of sequences holds it.
     """
-    sampled, remaining = (
-        [int(np.count_nonzero(mask)) for mask in side] for side in (masks_D, kept_D)
-    )
-    totals = np.zeros((2, max(episode_D, default=-1) + 1))
-    for episode, before, after in zip(episode_D, sampled, remaining, strict=True):
-        totals[:, episode] += before, after
-    shares = []
-    for datum, episode, after in zip(datums, episode_D, remaining, strict=True):
-        lost = totals[1, episode] < totals[0, episode]
-        shares.append(after / max(1.0, float(totals[1, episode])) if lost else datum.episode_share)
-    return shares
+    sampled, remaining = ([np.count_nonzero(mask) for mask in masks] for masks in (masks_D, kept_D))
+    sampled_E, remaining_E = (sum_by_episode(episode_D, counts) for counts in (sampled, remaining))
+    return [
+        float(count / max(1.0, remaining_E[episode]))
+        if remaining_E[episode] < sampled_E[episode]
+        else datum.episode_share
+        for datum, episode, count in zip(datums, episode_D, remaining, strict=True)
+    ]
 
 
 def correct_by_settings(
