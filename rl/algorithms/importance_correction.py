@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +88,7 @@ def index_episodes(datums: Sequence[Datum]) -> list[int]:
     return episode_D
 
 
-def sum_by_episode(episode_D: Sequence[int], values_D: Sequence[float]) -> np.ndarray:
+def sum_by_episode(episode_D: Sequence[int], values_D: Sequence[Any]) -> np.ndarray:
     """Return the sum of the datums' values over each episode, float64 [E]."""
     return np.bincount(np.asarray(episode_D, dtype=np.int64), weights=values_D)
 

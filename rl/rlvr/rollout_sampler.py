@@ -55,8 +55,8 @@ class TrajectoryBatch:
     temperature: float | None = None
 
     def __post_init__(self) -> None:
-        sampled = {t.episode.transitions[-1].ac.temperature for t in self.trajectories}
-        temperatures = {self.temperature, *sampled} - {None}
+        sampled = [t.episode.transitions[-1].ac.temperature for t in self.trajectories]
+        temperatures = {t for t in (self.temperature, *sampled) if t is not None}
         if len(temperatures) > 1:
             raise UserError(
                 "the trajectories were sampled at the temperatures "

@@ -56,8 +56,8 @@ MUTANTS = [
     ),
     M(
         "rl/algorithms/importance_correction.py",
-        '        episode_gap = sums if level == "sequence" else sums / np.maximum(counts, 1)\n',
-        "        episode_gap = sums if level == 'sequence' else sums\n",
+        "            gaps_E = gaps_E / np.maximum(counts_E, 1)\n",
+        "            gaps_E = gaps_E\n",
         "the geometric mean",
         "corrections",
     ),
