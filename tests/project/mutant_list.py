@@ -119,8 +119,8 @@ MUTANTS = [
     ),
     M(
         "rl/losses/losses.py",
-        "    count_D = zeros_D.index_add(0, owner_T, active_T.to(gap_T.dtype)).clamp(min=1.0)\n",
-        "    count_D = zeros_D.index_add(0, owner_T, torch.ones_like(gap_T)).clamp(min=1.0)\n",
+        "    mean_T = average_per_datum(gap_T, active_T, cu_seqlens)\n",
+        "    mean_T = average_per_datum(gap_T, torch.ones_like(gap_T), cu_seqlens)\n",
         "gspo's mean over all tokens",
         "loss_terms",
     ),
