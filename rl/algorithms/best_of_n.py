@@ -16,11 +16,7 @@ from typing import Annotated
 from rl.algorithms.method_interface import Models, OnlineMethod, OnlineSettings, Progress
 from rl.algorithms.update import train_single_pass
 from rl.config import (
-    LearnedRewardSettings,
-    LoopSettings,
-    OptimSettings,
     Range,
-    RolloutSettings,
     check_comparison_groups,
     check_ranges,
 )
@@ -55,10 +51,6 @@ class BestOfNSettings(OnlineSettings):
     default_learning_rates = (1e-4, 1e-5)
 
     selection: SelectionSettings = SelectionSettings()
-    learned: LearnedRewardSettings = LearnedRewardSettings()
-    optim: OptimSettings = OptimSettings()
-    flow: RolloutSettings = RolloutSettings()
-    loop: LoopSettings = LoopSettings()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import numpy as np
 
 from rl.algorithms.advantages import compute_returns_to_go
 from rl.algorithms.method_interface import Method, MethodSettings, ModelFactory, Models, Progress
+from rl.algorithms.ppo import EpisodeTokens
 from rl.algorithms.row_datums import truncate_datum
 from rl.algorithms.sft import make_response_datum
 from rl.algorithms.update import (
@@ -42,10 +44,10 @@ from rl.config import (
     require,
 )
 from rl.errors import UserError
-from rl.judges import FrozenScorer, restore_full_input
-from rl.rollout import TrajectoryGroup, supervised_datum, trajectory_to_datums
+from rl.judges import FrozenScorer
+from rl.rollout import TrajectoryGroup, build_datums_with_turns, supervised_datum
 from rl.seed import derive_seed
-from rl.types import Datum, ModelInput, Problem, SamplingParams, TensorData
+from rl.types import Datum, ModelInput, Problem, SamplingParams
 
 if TYPE_CHECKING:
     from rl.client import SamplingClient
@@ -140,9 +142,12 @@ class DistillSettings(MethodSettings):
 
 
 def split_teacher(word: str) -> tuple[str, str]:
-    """Return (data set, or "" for all, and teacher) of a word of --teacher."""
+    """Return (data set, or "" for all, and teacher) of a word of --teacher. An address, or the path
+    of a file or folder, may hold a "=" too.
+    """
     tag, equals, target = word.partition("=")
-    return (tag, target) if equals and not is_api_address(word) else ("", word)
+    is_target = not equals or is_api_address(word) or Path(word).exists()
+    return ("", word) if is_target else (tag, target)
 
 
 def parse_teachers(settings: DistillSettings) -> dict[str, str]:
@@ -216,42 +221,28 @@ class Distillation(Method):
         with kl_discount, plus those of later tokens.
         """
         credited: list[Datum] = []
-        gaps: list[np.ndarray] = []
+        gaps: list[np.ndarray] = []  # of each episode
         for name, members in _group_by_teacher(models, groups).items():
             trajectories = [trajectory for group in members for trajectory in group.trajectories_G]
             # token advantages follow
-            datums_N = [trajectory_to_datums(trajectory, 0.0) for trajectory in trajectories]
-            flat = [datum for datums in datums_N for datum in datums]
-            teacher = iter(
-                FrozenScorer(models.others["teachers"][name]).logprobs(
-                    flat, self.settings.sampling.temperature
-                )
+            parts_I = [build_datums_with_turns(trajectory, 0.0) for trajectory in trajectories]
+            scores = FrozenScorer(models.others["teachers"][name]).logprobs(
+                [datum for parts, _ in parts_I for datum in parts],
+                self.settings.sampling.temperature,
             )
-            for trajectory, datums in zip(trajectories, datums_N, strict=True):
-                masks = [datum.action_mask for datum in datums]
-                gap_T = np.concatenate(
-                    [
-                        d.loss_fn_inputs["logprobs"].array[m] - next(teacher)[m]
-                        for d, m in zip(datums, masks, strict=True)
-                    ]
+            scores_D = iter(scores)
+            for trajectory, (parts, turns_D) in zip(trajectories, parts_I, strict=True):
+                episode = EpisodeTokens(trajectory, parts, turns_D)
+                gaps.append(
+                    episode.gather_actions(
+                        [d.loss_fn_inputs["logprobs"].array - next(scores_D) for d in parts]
+                    )
                 )
-                discount = self.options.kl_discount
-                credit_T = -gap_T
-                if discount:
-                    credit_T = -np.asarray(compute_returns_to_go(gap_T, discount))
-                trajectory.advantage = float(credit_T.mean())
-                gaps.append(gap_T)
-                for datum, mask, part in zip(
-                    datums,
-                    masks,
-                    np.split(credit_T, np.cumsum([m.sum() for m in masks])[:-1]),
-                    strict=True,
-                ):
-                    advantages = np.zeros(len(mask), dtype=np.float32)
-                    advantages[mask] = part
-                    datum.loss_fn_inputs["advantages"] = TensorData(advantages)
-            credited += flat
-        all_gaps = np.concatenate(gaps).astype(np.float64)
+                returns = compute_returns_to_go(gaps[-1], self.options.kl_discount)
+                advantages = -np.asarray(returns)
+                trajectory.advantage = float(advantages.mean())
+                credited += episode.make_datums(advantages=advantages)
+        all_gaps = np.concatenate(gaps)
         # The sum of the gaps of a sequence is an unbiased estimate of KL(student || teacher) over
         # whole answers.
         self._metrics = {
@@ -433,15 +424,16 @@ def make_soft_targets(
         pairs_D: list[Any] = [[[(0, 0.0)]] * d.model_input.length for d in datums]
     else:
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        whole = [restore_full_input(d) for d in datums]
         requests = [
             SamplingRequest(
-                prompt=w.token_ids(),
-                images=w.images_with_positions(),
+                prompt=d.model_input.token_ids(),
+                images=d.model_input.images_with_positions(),
                 params=params,
                 topk_prompt_logprobs=top_k,
+                # not fed: the answer may end where the context does
+                next_token=int(d.loss_fn_inputs["target_tokens"].array[-1]),
             )
-            for w in whole
+            for d in datums
         ]
         responses, _ = teacher.sample_many(requests).result()
         pairs_D = [(response.topk_prompt_logprobs or [])[1:] for response in responses]

@@ -14,13 +14,14 @@ import numpy as np
 
 from rl.algorithms.method_interface import (
     Method,
-    MethodSettings,
     ModelFactory,
     Models,
     Progress,
     RowEvaluator,
 )
 from rl.algorithms.row_datums import (
+    ACCURACY_METRIC,
+    PairSettings,
     compute_pair_metrics,
     evaluate_by_tag,
     get_pair,
@@ -29,22 +30,16 @@ from rl.algorithms.row_datums import (
     train_pairs,
     truncate_datum,
 )
-from rl.algorithms.update import UpdateSums, make_adam_params
+from rl.algorithms.update import UpdateSums, add_loss_inputs, make_adam_params
 from rl.config import (
     DataSettings,
-    OptimSettings,
-    PreferenceDataSettings,
     Range,
-    RowLoopSettings,
-    SamplingSettings,
     check_ranges,
-    reject_sampling_settings,
     require,
 )
 from rl.judges import restore_full_input
-from rl.types import AdamParams, Datum, Problem, TensorData
+from rl.types import Datum, Problem
 
-ACCURACY_METRIC = "test/rewards/accuracies"
 _SCORING_BATCH_SIZE = 512  # datums scored per call when the reference is precomputed
 
 
@@ -87,20 +82,12 @@ class PreferenceSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpoSettings(MethodSettings):
+class DpoSettings(PairSettings):
     """Direct preference optimization: learn which of two answers is preferred."""
 
     default_learning_rates = (5e-6, 5e-7)
 
-    data: PreferenceDataSettings = PreferenceDataSettings()
     preference: PreferenceSettings = PreferenceSettings()
-    sampling: SamplingSettings = SamplingSettings()
-    optim: OptimSettings = OptimSettings()
-    loop: RowLoopSettings = RowLoopSettings(keep_best=ACCURACY_METRIC)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        reject_sampling_settings(self, "dpo learns from the data's answers")
 
 
 class PreferenceMethod(Method):
@@ -130,14 +117,10 @@ class PreferenceMethod(Method):
             datums,
             self._loss(),
             self._config(),
-            self._optimizer_params(progress),
+            make_adam_params(self.settings, progress.batch),
             self.settings.optim.num_substeps,
         )
         return {**summarize_pairs(totals, datums), **self._extra_metrics(totals)}
-
-    def _optimizer_params(self, progress: Progress) -> AdamParams:
-        """Return the optimizer settings of this batch."""
-        return make_adam_params(self.settings, progress.batch)
 
     def _extra_metrics(self, totals: UpdateSums) -> dict[str, float]:
         """Return further metrics."""
@@ -181,10 +164,9 @@ class DPO(PreferenceMethod, RowEvaluator):
         if not self.uses_reference or not self.settings.preference.precompute_reference:
             return
         pairs = {
-            key: datum
+            _make_datum_key(datum): datum
             for row in rows
             for datum in make_pair_datums(row, renderer, self.settings.data)
-            if (key := _make_datum_key(datum))
         }
         keys, datums = list(pairs), list(pairs.values())
         for i in range(0, len(keys), _SCORING_BATCH_SIZE):
@@ -209,9 +191,10 @@ class DPO(PreferenceMethod, RowEvaluator):
             scored = [self._get_precomputed(datum) for datum in pairs]
         else:
             scored = models.reference.logprobs(pairs)
-        for datum, logprobs in zip(pairs, scored, strict=True):
-            datum.loss_fn_inputs["ref_logprobs"] = TensorData(logprobs, "float32")
-        return pairs
+        return [
+            add_loss_inputs(datum, ref_logprobs=logprobs)
+            for datum, logprobs in zip(pairs, scored, strict=True)
+        ]
 
     def _get_precomputed(self, datum: Datum) -> np.ndarray:
         """Return the precomputed reference logprobs of a datum. Raises ValueError if the datum was

@@ -13,9 +13,6 @@ from rl.config import (
     AsyncRolloutSettings,
     CorrectionSettings,
     KlSettings,
-    LearnedRewardSettings,
-    LoopSettings,
-    OptimSettings,
     Range,
     SettingsError,
     Share,
@@ -199,10 +196,7 @@ class GrpoSettings(OnlineSettings):
     policy_gradient: PolicyGradientSettings = PolicyGradientSettings()
     correction: CorrectionSettings = CorrectionSettings()
     kl: KlSettings = KlSettings()
-    learned: LearnedRewardSettings = LearnedRewardSettings()
-    optim: OptimSettings = OptimSettings()
     flow: AsyncRolloutSettings = AsyncRolloutSettings()
-    loop: LoopSettings = LoopSettings()
 
     def __post_init__(self) -> None:
         check_flow_settings(self)

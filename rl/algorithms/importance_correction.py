@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -87,6 +88,11 @@ def index_episodes(datums: Sequence[Datum]) -> list[int]:
     return episode_D
 
 
+def sum_by_episode(episode_D: Sequence[int], values_D: Sequence[Any]) -> np.ndarray:
+    """Return the sum of the datums' values over each episode, float64 [E]."""
+    return np.bincount(np.asarray(episode_D, dtype=np.int64), weights=values_D)
+
+
 def compute_ratios(
     gaps_D: Sequence[np.ndarray],
     masks_D: Sequence[np.ndarray],
@@ -98,13 +104,12 @@ def compute_ratios(
     """
     gaps_D = [np.where(mask, gap, 0.0) for gap, mask in zip(gaps_D, masks_D, strict=True)]
     if level != "token":
-        sums, counts = np.zeros((2, max(episode_D, default=-1) + 1))
-        for gap, mask, episode in zip(gaps_D, masks_D, episode_D, strict=True):
-            sums[episode] += gap.sum()
-            counts[episode] += np.count_nonzero(mask)
-        episode_gap = sums if level == "sequence" else sums / np.maximum(counts, 1)
+        gaps_E = sum_by_episode(episode_D, [gap.sum() for gap in gaps_D])
+        if level == "geometric":
+            counts_E = sum_by_episode(episode_D, [np.count_nonzero(mask) for mask in masks_D])
+            gaps_E = gaps_E / np.maximum(counts_E, 1)
         gaps_D = [
-            np.where(mask, episode_gap[episode], 0.0)
+            np.where(mask, gaps_E[episode], 0.0)
             for mask, episode in zip(masks_D, episode_D, strict=True)
         ]
     with np.errstate(over="ignore"):

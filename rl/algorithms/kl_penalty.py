@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl.algorithms.advantages import compute_returns_to_go
-from rl.types import Datum, TensorData
+from rl.types import Datum
 
 
 def compute_logprob_gaps(
@@ -80,8 +80,7 @@ def apply_kl_penalty(
     for datum, charge_T, mask_T in zip(datums, charges_D, masks_D, strict=True):
         penalty_T = coefficient * np.where(mask_T, mean - charge_T, 0.0)
         advantages_T = datum.loss_fn_inputs["advantages"].array + penalty_T
-        fields = {**datum.loss_fn_inputs, "advantages": TensorData(advantages_T, "float32")}
-        result.append(datum.with_inputs(fields))
+        result.append(datum.with_inputs({**datum.loss_fn_inputs, "advantages": advantages_T}))
     return result, compute_kl_metrics(datums, gaps_D)
 
 

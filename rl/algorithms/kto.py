@@ -15,11 +15,11 @@ from typing import Annotated, Any
 import numpy as np
 
 from rl.algorithms.method_interface import (
-    MethodSettings,
     ModelFactory,
     Models,
     Progress,
     RowEvaluator,
+    RowSettings,
 )
 from rl.algorithms.row_datums import (
     cut_datum,
@@ -37,13 +37,9 @@ from rl.algorithms.update import (
 from rl.config import (
     DataFormat,
     NotNegative,
-    OptimSettings,
     PreferenceDataSettings,
     Range,
-    RowLoopSettings,
-    SamplingSettings,
     check_ranges,
-    reject_sampling_settings,
 )
 from rl.rollout import count_action_tokens
 from rl.types import Datum, Problem
@@ -73,16 +69,13 @@ class KtoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KtoSettings(MethodSettings):
+class KtoSettings(RowSettings):
     """Kahneman-Tversky optimization: learn from answers labeled good or bad, without pairs."""
 
     default_learning_rates = (5e-6, 1e-6)
 
     data: LabelledDataSettings = LabelledDataSettings()
     kto: KtoOptions = KtoOptions()
-    sampling: SamplingSettings = SamplingSettings()
-    optim: OptimSettings = OptimSettings()
-    loop: RowLoopSettings = RowLoopSettings()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +84,6 @@ class KtoSettings(MethodSettings):
                 "kto needs two or more rows per optimizer step, because it pairs prompts with "
                 "answers of other rows: raise batch_size or lower num_substeps"
             )
-        reject_sampling_settings(self, "kto learns from the data's answers")
 
 
 class KTO(RowEvaluator):

@@ -20,11 +20,16 @@ from rl.config import (
     DataSettings,
     EnvironmentSettings,
     LearnedRewardSettings,
+    LoopSettings,
     ModelSettings,
+    OptimSettings,
+    RolloutSettings,
+    RowLoopSettings,
     SamplingSettings,
     ShapingSettings,
     check_substeps,
     is_api_address,
+    reject_sampling_settings,
 )
 from rl.data import ProblemSet
 from rl.errors import UserError
@@ -228,6 +233,25 @@ class OnlineSettings(MethodSettings):
     env: EnvironmentSettings = EnvironmentSettings()
     sampling: SamplingSettings = SamplingSettings()
     shaping: ShapingSettings = ShapingSettings()
+    learned: LearnedRewardSettings = LearnedRewardSettings()
+    optim: OptimSettings = OptimSettings()
+    flow: RolloutSettings = RolloutSettings()
+    loop: LoopSettings = LoopSettings()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings(MethodSettings):
+    """Base class of the settings of a method that learns from the answers in its rows. It samples
+    only to held-out problems.
+    """
+
+    sampling: SamplingSettings = SamplingSettings()
+    optim: OptimSettings = OptimSettings()
+    loop: RowLoopSettings = RowLoopSettings()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        reject_sampling_settings(self, "the method learns from the data's answers")
 
 
 @dataclass(frozen=True)

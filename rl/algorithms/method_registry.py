@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
-import sys
-import zlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +23,8 @@ from rl.algorithms.ppo import PPO, RLHF
 from rl.algorithms.reward_model import RewardModelTraining
 from rl.algorithms.sft import SFT
 from rl.config import SettingsError, StageConfig, is_method_address
-from rl.errors import describe_import_error
+from rl.errors import UserError, describe_import_error
+from rl.rewards import load_file
 
 # What a class had to declare before `required_models` was a method of it.
 _FORMER_DECLARATIONS = ("clients", "weights", "critic", "needs_initial_policy")
@@ -63,10 +61,11 @@ class MethodRegistry(dict[str, type[Method]]):
 def _load_method(address: str) -> type[Method]:
     """Return the method at `address`.
 
-    Raises SettingsError if the class does not exist or is no method.
+    Raises SettingsError if the file or module cannot be imported, if the class does not exist or is
+    no method.
     """
     place, _, attribute = address.rpartition(":")
-    module = _import_file(place) if place.endswith(".py") else _import_module(place, address)
+    module = _import_module(place, address)
     target = getattr(module, attribute, None)
     if not isinstance(target, type):
         available = ", ".join(
@@ -85,81 +84,59 @@ def _load_method(address: str) -> type[Method]:
         if issubclass(target, Method)
         else type(target.__name__, (target, Method), {"__doc__": target.__doc__})
     )  # a class derived from nothing gets the defaults
-    if former := [name for name in _RENAMED_HOOKS if hasattr(target, name)]:
-        renamed = ", ".join(f"{name} is {_RENAMED_HOOKS[name]} now" for name in former)
-        raise SettingsError([f"method {address} declares former hooks: {renamed}"])
-    required = "compute_advantages" if method.online else "build_datums"
-    if missing := [
-        name for name in ("update", required) if getattr(method, name) is getattr(Method, name)
-    ]:
-        raise SettingsError(
-            [
-                f"method {address} has no {' and no '.join(missing)}: see "
-                "rl/algorithms/method_interface.py for the hooks of a method"
-            ]
-        )
-    if former := [name for name in _FORMER_DECLARATIONS if hasattr(target, name)]:
-        raise SettingsError(
-            [
-                f"method {address} declares {', '.join(former)}, which nothing reads any more: "
-                "request its models in a method required_models(self, factory), such as "
-                'return {"reference": factory.reference()} (see rl/algorithms/grpo.py)'
-            ]
-        )
-    if former := [n for n in ("reads", "value_head") if callable(getattr(target, n, None))]:
-        raise SettingsError(
-            [
-                f"method {address} declares {', '.join(former)} as a function; it is a value or a "
-                "property now (see rl/algorithms/method_interface.py)"
-            ]
-        )
-    if not dataclasses.is_dataclass(getattr(target, "Settings", None)):
-        raise SettingsError(
-            [
-                f"method {address} has no Settings, a dataclass of sections such as "
-                "rl.algorithms.GrpoSettings (use that class or inherit from it)"
-            ]
-        )
+    if fault := _find_fault(method):
+        raise SettingsError([f"method {address} {fault}"])
     if "summary" not in vars(method):
         method.summary = (target.__doc__ or address).strip().splitlines()[0]
     return method
 
 
-def _import_file(place: str) -> ModuleType:
-    """Import the Python file `place`.
-
-    Raises SettingsError if it does not exist or fails to load.
+def _find_fault(method: type[Method]) -> str | None:
+    """Return what a class lacks or declares in a former way, as the end of a sentence; None if it
+    is a method.
     """
-    path = Path(place).expanduser().resolve()
-    name = f"whetstone_method_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if not path.is_file():
-        raise SettingsError([f"method {place}: no such file (relative to {Path.cwd()})"])
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # holds for every .py path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before execution: its dataclasses look up the module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # boundary: the user's module
-        del sys.modules[name]
-        raise SettingsError(
-            [f"method file {place} failed to load: {describe_import_error(error, place)}"]
-        ) from error
-    return module
+    if renamed := [
+        f"{old} is {new} now" for old, new in _RENAMED_HOOKS.items() if hasattr(method, old)
+    ]:
+        return f"declares former hooks: {', '.join(renamed)}"
+    required = ("update", "compute_advantages" if method.online else "build_datums")
+    if missing := [name for name in required if getattr(method, name) is getattr(Method, name)]:
+        return (
+            f"has no {' and no '.join(missing)}: see rl/algorithms/method_interface.py for the "
+            "hooks of a method"
+        )
+    if former := [name for name in _FORMER_DECLARATIONS if hasattr(method, name)]:
+        return (
+            f"declares {', '.join(former)}, which nothing reads any more: request its models in a "
+            "method required_models(self, factory), such as "
+            'return {"reference": factory.reference()} (see rl/algorithms/grpo.py)'
+        )
+    if former := [name for name in ("reads", "value_head") if callable(getattr(method, name))]:
+        return (
+            f"declares {', '.join(former)} as a function; it is a value or a property now (see "
+            "rl/algorithms/method_interface.py)"
+        )
+    if not dataclasses.is_dataclass(getattr(method, "Settings", None)):
+        return (
+            "has no Settings, a dataclass of sections such as rl.algorithms.GrpoSettings (use that "
+            "class or inherit from it)"
+        )
+    return None
 
 
-def _import_module(module_name: str, address: str) -> ModuleType:
-    """Import the module `module_name`. Raises SettingsError if the import fails."""
+def _import_module(place: str, address: str) -> ModuleType:
+    """Import a file or module. Raises SettingsError if that fails."""
     try:
-        return importlib.import_module(module_name)
+        if place.endswith(".py"):
+            return load_file(str(Path(place).expanduser().resolve()), "method")
+        return importlib.import_module(place)
+    except UserError as error:
+        raise SettingsError([str(error)]) from error
     except Exception as error:  # boundary: the user's module
-        reason = describe_import_error(error, module_name)
         raise SettingsError(
             [
-                f"method {address}: importing {module_name} failed ({reason}); name a file as "
-                "file.py:Class"
+                f"method {address}: importing {place} failed "
+                f"({describe_import_error(error, place)}); name a file as file.py:Class"
             ]
         ) from error
 

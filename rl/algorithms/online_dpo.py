@@ -9,23 +9,21 @@ distinguishes answers works as well.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import numpy as np
+
 from rl.algorithms.dpo import PreferenceMethod, PreferenceSettings
-from rl.algorithms.method_interface import Models, OnlineMethod, OnlineSettings, Progress
+from rl.algorithms.method_interface import Models, OnlineMethod, OnlineSettings
 from rl.algorithms.update import UpdateSums, add_loss_inputs, compare_sampler_and_learner
 from rl.config import (
-    LearnedRewardSettings,
-    LoopSettings,
-    OptimSettings,
     Range,
-    RolloutSettings,
     check_ranges,
 )
 from rl.errors import UserError
 from rl.rollout import TrajectoryGroup, trajectory_to_datums
-from rl.types import AdamParams, Datum
+from rl.types import Datum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +52,6 @@ class OnlineDpoSettings(OnlineSettings):
     default_learning_rates = (5e-6, 5e-7)
 
     preference: OnlinePreferenceSettings = OnlinePreferenceSettings()
-    learned: LearnedRewardSettings = LearnedRewardSettings()
-    optim: OptimSettings = OptimSettings()
-    flow: RolloutSettings = RolloutSettings()
-    loop: LoopSettings = LoopSettings()
 
 
 def make_pairs(rewards_G: Sequence[float], kind: str) -> list[tuple[int, int]]:
@@ -82,22 +76,22 @@ class OnlineDPO(OnlineMethod, PreferenceMethod):
         self.group_size = settings.preference.group_size
         # this batch's answers with the behavior logprobs, by id of the pair's datum
         self._behavior_datums: dict[int, Datum] = {}
-        self._has_pairs = True  # whether the batch has a pair
+        self._num_pairs = 0  # of this batch
 
     def compute_advantages(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
-        """Return two datums per pair, the better first. If no group has a pair, return two answers
-        of the first group, which have no gradient.
+        """Return two datums per pair, the better first. If no group has a pair, return an answer of
+        the first group twice without actions, which have no gradient.
         """
-        pairs_P = [
-            make_pairs(group.get_total_rewards(), self.settings.preference.pairs)
-            for group in groups
+        pairs = [
+            ((p, better), (p, worse))
+            for p, group in enumerate(groups)
+            for better, worse in make_pairs(
+                group.get_total_rewards(), self.settings.preference.pairs
+            )
         ]
-        self._has_pairs = any(pairs_P)
-        if not self._has_pairs:
-            pairs_P[0] = [(0, min(1, len(groups[0].trajectories_G) - 1))]
-        members = sorted(
-            {(p, i) for p, pairs in enumerate(pairs_P) for pair in pairs for i in pair}
-        )
+        self._num_pairs = len(pairs)
+        pairs = pairs or [((0, 0), (0, 0))]
+        members = sorted({member for pair in pairs for member in pair})
         sampled = [_make_datum(groups[p], i) for p, i in members]
         stripped = [
             datum.with_inputs(
@@ -111,37 +105,27 @@ class OnlineDPO(OnlineMethod, PreferenceMethod):
                 add_loss_inputs(datum, ref_logprobs=logprobs)
                 for datum, logprobs in zip(stripped, scored, strict=True)
             ]
+        if not self._num_pairs:
+            stripped = [add_loss_inputs(d, mask=np.zeros(d.model_input.length)) for d in stripped]
         by_member = dict(zip(members, stripped, strict=True))
         self._behavior_datums = {
             id(pair_datum): full for pair_datum, full in zip(stripped, sampled, strict=True)
         }
-        return [by_member[p, i] for p, pairs in enumerate(pairs_P) for pair in pairs for i in pair]
-
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
-        """Run DPO's pass; at learning rate 0, and counted as skipped, if no answer was better than
-        another.
-        """
-        metrics = super().update(models, datums, progress)
-        self._behavior_datums = {}
-        if self._has_pairs:
-            return {**metrics, "optim/pairs": len(datums) // 2}
-        return {**metrics, "optim/pairs": 0, "optim/skipped_no_signal": 1.0}
-
-    def _optimizer_params(self, progress: Progress) -> AdamParams:
-        params = super()._optimizer_params(progress)
-        return params if self._has_pairs else replace(params, learning_rate=0.0)
+        return [by_member[member] for pair in pairs for member in pair]
 
     def _extra_metrics(self, totals: UpdateSums) -> dict[str, float]:
-        """Compare sampler and learner on each answer once."""
+        """Return the number of pairs, and compare sampler and learner on each answer once."""
         distinct = {
             id(datum): (self._behavior_datums[id(datum)], output["logprobs"].array)
             for datum, output in zip(totals.first_datums, totals.first_outputs, strict=True)
         }
-        return compare_sampler_and_learner(
-            [full for full, _ in distinct.values()], [logp for _, logp in distinct.values()]
-        )
+        self._behavior_datums = {}
+        return {
+            "optim/pairs": self._num_pairs,
+            **compare_sampler_and_learner(
+                [full for full, _ in distinct.values()], [logp for _, logp in distinct.values()]
+            ),
+        }
 
     def _config(self) -> dict[str, float]:
         return {**super()._config(), "temperature": self.settings.sampling.temperature}

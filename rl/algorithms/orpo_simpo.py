@@ -7,32 +7,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from rl.algorithms.dpo import ACCURACY_METRIC, DPO
-from rl.algorithms.method_interface import MethodSettings
-from rl.config import (
-    NotNegative,
-    OptimSettings,
-    PreferenceDataSettings,
-    Range,
-    RowLoopSettings,
-    SamplingSettings,
-    check_ranges,
-    reject_sampling_settings,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PairSettings(MethodSettings):
-    """Hold the sections shared by `orpo` and `simpo`."""
-
-    data: PreferenceDataSettings = PreferenceDataSettings()
-    sampling: SamplingSettings = SamplingSettings()
-    optim: OptimSettings = OptimSettings()
-    loop: RowLoopSettings = RowLoopSettings(keep_best=ACCURACY_METRIC)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        reject_sampling_settings(self, "it learns from the data's answers")
+from rl.algorithms.dpo import DPO
+from rl.algorithms.row_datums import PairSettings
+from rl.config import NotNegative, Range, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +24,7 @@ class OrpoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrpoSettings(_PairSettings):
+class OrpoSettings(PairSettings):
     """ORPO: learn the preferred answer, and that it is likelier than the other, in a single stage
     after pre-training.
     """
@@ -71,7 +48,7 @@ class SimpoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimpoSettings(_PairSettings):
+class SimpoSettings(PairSettings):
     """SimPO: learn which of two answers is preferred, by the mean logprobs of their tokens, without
     a reference.
     """

@@ -9,9 +9,9 @@ head on the policy, or a separate critic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -41,11 +41,7 @@ from rl.config import (
     DataSettings,
     Inside,
     KlSettings,
-    LearnedRewardSettings,
-    LoopSettings,
-    OptimSettings,
     Range,
-    RolloutSettings,
     ShapingSettings,
     Share,
     Weight,
@@ -58,6 +54,9 @@ from rl.judges import restore_full_input
 from rl.rollout import Trajectory, TrajectoryGroup, build_datums_with_turns, count_action_tokens
 from rl.seed import derive_seed
 from rl.types import Datum
+
+if TYPE_CHECKING:
+    from rl.client import TrainingClient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +116,8 @@ class PpoSettings(OnlineSettings):
     """
 
     kl: KlSettings = KlSettings(kl_coef=0.1)
-    learned: LearnedRewardSettings = LearnedRewardSettings()
     ppo: PpoOptions = PpoOptions()
     correction: CorrectionSettings = CorrectionSettings()
-    optim: OptimSettings = OptimSettings()
-    flow: RolloutSettings = RolloutSettings()
-    loop: LoopSettings = LoopSettings()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -169,17 +164,14 @@ class PPO(ReferenceMethod):
         # token advantages follow
         parts_I = [build_datums_with_turns(trajectory, 0.0) for trajectory in trajectories]
         flat = [datum for parts, _ in parts_I for datum in parts]
-        whole = [restore_full_input(datum) for datum in flat]
-        values_D = iter((models.critic or models.policy).compute_values(whole).result())
-        fields, charges = self._score_reference(flat, models)
-        charges_D = iter(charges)
+        values_D = iter(_compute_values(models.critic or models.policy, flat))
+        datums, charges = self._score_reference(flat, models)
+        datums_D, charges_D = iter(datums), iter(charges)
         episodes: list[tuple[EpisodeTokens, dict[str, np.ndarray]]] = []
         for trajectory, (parts, turns_D), rewards_N in zip(
             trajectories, parts_I, rewards_I_N, strict=True
         ):
-            episode = EpisodeTokens(
-                parts, turns_D, [len(turn.ac.tokens) for turn in trajectory.transitions]
-            )
+            episode = EpisodeTokens(trajectory, [next(datums_D) for _ in parts], turns_D)
             values_parts = [next(values_D) for _ in parts]
             rewards = episode.place_rewards(rewards_N) - episode.gather_actions(
                 [next(charges_D) for _ in parts]
@@ -199,31 +191,28 @@ class PPO(ReferenceMethod):
             episodes.append((episode, columns))
         if options.normalise_advantages:
             _normalize_advantages(episodes)
-        fields_D = iter(fields)
         credited = [
-            datum
-            for episode, columns in episodes
-            for datum in episode.make_datums([next(fields_D) for _ in episode.parts], **columns)
+            datum for episode, columns in episodes for datum in episode.make_datums(**columns)
         ]
         self._value_metrics = _compute_value_metrics(credited)
         return credited
 
     def _score_reference(
         self, datums: Sequence[Datum], models: Models
-    ) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
-        """Return (fields to add to each datum, each token's KL penalty to the reference)."""
-        zeros_D = [np.zeros(d.model_input.length) for d in datums]
+    ) -> tuple[Sequence[Datum], list[np.ndarray]]:
+        """Return (the datums, with the reference's logprobs if the loss has a KL term; each token's
+        KL penalty to the reference in the reward).
+        """
+        charges_D = [np.zeros(d.model_input.length) for d in datums]
         if not self.kl.needs_reference:
-            return [{} for _ in datums], zeros_D
+            return datums, charges_D
         ref_D, gaps_D = self.score_reference(datums, models)
         if self.settings.kl.kl_placement == "reward":
-            return [{} for _ in datums], [self.kl.coefficient * gap_T for gap_T in gaps_D]
-        masks_D = [d.action_mask for d in datums]
-        fields = [
-            {"ref_logprobs": np.where(mask, ref, 0.0)}
-            for mask, ref in zip(masks_D, ref_D, strict=True)
-        ]
-        return fields, zeros_D
+            return datums, [self.kl.coefficient * gap_T for gap_T in gaps_D]
+        return [
+            add_loss_inputs(datum, ref_logprobs=np.where(datum.action_mask, ref_T, 0.0))
+            for datum, ref_T in zip(datums, ref_D, strict=True)
+        ], charges_D
 
     # ---------------------------------------------------------------------------------------- learn
 
@@ -274,7 +263,7 @@ class PPO(ReferenceMethod):
         options, size = self.settings.ppo, compute_divisor(part, "tokens")
         calls = [LossCall(part, "ppo", self._config(models), size)]
         if models.critic is not None:
-            config = {} if options.value_clip is None else {"value_clip": options.value_clip}
+            config = {"value_clip": options.value_clip}
             rate = options.critic_learning_rate
             ratio = 1.0 if rate is None else rate / self.settings.learning_rate
             calls.append(LossCall(part, "value", config, size, "critic_", "critic", ratio))
@@ -285,13 +274,12 @@ class PPO(ReferenceMethod):
         options = self.settings.ppo
         config: dict[str, Any] = {
             "temperature": self.settings.sampling.temperature,
+            "clip_low_threshold": 1 - options.clip,
+            "clip_high_threshold": 1 + options.clip,
             "entropy_coef": options.entropy_coef,
         }
-        config |= {"clip_low_threshold": 1 - options.clip, "clip_high_threshold": 1 + options.clip}
         if models.critic is None:
-            config["value_coef"] = options.value_coef
-            if options.value_clip is not None:
-                config["value_clip"] = options.value_clip
+            config |= {"value_coef": options.value_coef, "value_clip": options.value_clip}
         return config | self.kl_config
 
 
@@ -354,15 +342,16 @@ class EpisodeTokens:
     independent of their distribution over datums.
 
     `turns_D` are the turns of which each datum holds the actions. An episode that returns to an
-    earlier conversation has datums with non-consecutive turns. `turns_N` is the number of action
-    tokens of each turn. Raises ValueError if the datums' masks disagree.
+    earlier conversation has datums with non-consecutive turns. Raises ValueError if the datums'
+    masks disagree with the episode's turns.
     """
 
     def __init__(
-        self, datums: Sequence[Datum], turns_D: Sequence[Sequence[int]], turns_N: Sequence[int]
+        self, trajectory: Trajectory, datums: Sequence[Datum], turns_D: Sequence[Sequence[int]]
     ):
         self.parts = list(datums)
         self.masks = [datum.action_mask for datum in datums]
+        turns_N = [len(turn.ac.tokens) for turn in trajectory.transitions]  # action tokens
         self.ends_N = np.cumsum(turns_N)
         self.count = int(sum(mask.sum() for mask in self.masks))
         if self.count != self.ends_N[-1]:
@@ -404,21 +393,27 @@ class EpisodeTokens:
         np.add.at(rewards, np.maximum(self.ends_N - 1, 0), rewards_N)
         return rewards
 
-    def make_datums(
-        self, fields_D: Sequence[Mapping[str, np.ndarray]], **fields: np.ndarray
-    ) -> list[Datum]:
-        """Return the datums with `fields_D` of each datum, and `fields` at the episode's actions, 0
-        elsewhere.
-        """
+    def make_datums(self, **fields: np.ndarray) -> list[Datum]:
+        """Return the datums with `fields` at the episode's actions, 0 elsewhere."""
         ends = np.cumsum([mask.sum() for mask in self.masks])[:-1]
-        datums = []
         columns = {name: np.split(values[self.positions], ends) for name, values in fields.items()}
+        datums = []
         for d, (datum, mask) in enumerate(zip(self.parts, self.masks, strict=True)):
             spread = {name: np.zeros(len(mask)) for name in fields}
             for name, column in columns.items():
                 spread[name][mask] = column[d]
-            datums.append(add_loss_inputs(datum, **spread, **fields_D[d]))
+            datums.append(add_loss_inputs(datum, **spread))
         return datums
+
+
+def _compute_values(critic: TrainingClient, datums: Sequence[Datum]) -> list[np.ndarray]:
+    """Return the value at each position of each datum, and the one after its last token. A sequence
+    that ends where the model's context does lacks the latter.
+    """
+    limit = critic.info["max_context"]
+    return critic.compute_values(
+        [d.model_input if d.model_input.length == limit else restore_full_input(d) for d in datums]
+    ).result()
 
 
 def _is_cut_off(trajectory: Trajectory) -> bool:
@@ -453,14 +448,10 @@ def _normalize_advantages(
     episodes: Sequence[tuple[EpisodeTokens, dict[str, np.ndarray]]],
 ) -> None:
     """Scale the advantages of all episodes to mean 0 and std 1 over all actions, in place."""
-    # rounded as the datums hold them, and in the order of the datums
-    rounded = [columns["advantages"].astype(np.float32).astype(float) for _, columns in episodes]
-    everything = np.concatenate(
-        [values[episode.positions] for (episode, _), values in zip(episodes, rounded, strict=True)]
-    )
+    everything = np.concatenate([columns["advantages"] for _, columns in episodes])
     mean, std = everything.mean(), everything.std()
-    for (_, columns), values in zip(episodes, rounded, strict=True):
-        columns["advantages"] = (values - mean) / (std + 1e-8)
+    for _, columns in episodes:
+        columns["advantages"] = (columns["advantages"] - mean) / (std + 1e-8)
 
 
 def _split_minibatches(

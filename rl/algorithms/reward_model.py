@@ -15,19 +15,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.algorithms.method_interface import MethodSettings, Models, Progress, RowEvaluator
-from rl.algorithms.row_datums import get_pair, summarize_pairs, train_pairs
-from rl.algorithms.update import make_adam_params, train_single_pass
-from rl.config import (
-    OptimSettings,
-    PreferenceDataSettings,
-    RowLoopSettings,
-    SamplingSettings,
-    Weight,
-    check_ranges,
-    reject_sampling_settings,
-    require,
+from rl.algorithms.method_interface import Models, Progress, RowEvaluator
+from rl.algorithms.row_datums import (
+    ACCURACY_METRIC,
+    PairSettings,
+    get_pair,
+    summarize_pairs,
+    train_pairs,
 )
+from rl.algorithms.update import make_adam_params, train_single_pass
+from rl.config import Weight, check_ranges, require
 from rl.errors import UnusedSettingError
 from rl.judges import (
     AnswerComparison,
@@ -38,9 +35,7 @@ from rl.judges import (
     swap_answers,
 )
 from rl.rollout import compute_calibration_error, supervised_datum
-from rl.types import Datum, ModelInput, Problem, TensorData
-
-PAIR_ACCURACY_METRIC = "test/rewards/accuracies"
+from rl.types import Datum, ModelInput, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +59,15 @@ class RewardModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelSettings(MethodSettings):
+class RewardModelSettings(PairSettings):
     """Reward modeling: learn to tell which of two answers is preferred."""
 
     default_learning_rates = (1e-4, 1e-5)
 
-    data: PreferenceDataSettings = PreferenceDataSettings()
     reward_modelling: RewardModelOptions = RewardModelOptions()
-    sampling: SamplingSettings = SamplingSettings()
-    optim: OptimSettings = OptimSettings()
-    loop: RowLoopSettings = RowLoopSettings(keep_best=PAIR_ACCURACY_METRIC)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        reject_sampling_settings(self, "reward_model learns from the data's answers")
         if self.data.on_too_long == "cut" and self.data.max_row_tokens is not None:
             raise ValueError(
                 "a reward model reads its score at an answer's end, which cutting removes: set "
@@ -97,7 +87,7 @@ class RewardModelTraining(RowEvaluator):
 
     Settings = RewardModelSettings
     summary = "preferences: train a model that predicts which of two answers is preferred"
-    headline = PAIR_ACCURACY_METRIC
+    headline = ACCURACY_METRIC
     reads = ("response", "rejected")
     needs_reward = False
     reads_held_out_answers = True
@@ -207,10 +197,7 @@ def make_scored_pair(row: Problem, renderer: Any) -> list[Datum]:
         datums.append(
             Datum(
                 model_input,
-                {
-                    "target_tokens": TensorData([*tokens[1:], 0]),
-                    "mask": TensorData(mask, "float32"),
-                },
+                {"target_tokens": [*tokens[1:], 0], "mask": mask},
             )
         )
     return datums
@@ -246,6 +233,6 @@ def compute_preference_metrics(margins: np.ndarray) -> dict[str, float]:
     return {
         "test/loss": float(np.logaddexp(0.0, -margins).mean()),
         "test/rewards/margins": float(margins.mean()),
-        PAIR_ACCURACY_METRIC: float(right.mean()),
+        ACCURACY_METRIC: float(right.mean()),
         "test/rewards/calibration_error": compute_calibration_error(sure.tolist(), right.tolist()),
     }

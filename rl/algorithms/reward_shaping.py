@@ -111,25 +111,20 @@ class RewardShaper:
         Update the metrics, and the running statistics if rewards are normalized.
         """
         s = self.settings
-        penalties, cut_off, rewards_P_G_N = [], [], []
+        overlong, cut_off, rewards_P_G_N = [], [], []
         for group in groups:
-            rewards_G_N = []
-            for trajectory, final in zip(group.trajectories_G, group.final_rewards_G, strict=True):
-                steps = [turn.reward for turn in trajectory.transitions]
+            rewards_G_N = [[*steps] for steps in group.get_step_rewards()]
+            for trajectory, steps in zip(group.trajectories_G, rewards_G_N, strict=True):
+                turns = trajectory.transitions
                 # max_tokens bounds each turn, not the episode
-                longest = max(len(turn.ac.tokens) for turn in trajectory.transitions)
-                penalty = overlong_penalty(
-                    longest, self.max_tokens, s.overlong_share, s.overlong_penalty
+                longest = max(len(turn.ac.tokens) for turn in turns)
+                overlong.append(
+                    overlong_penalty(longest, self.max_tokens, s.overlong_share, s.overlong_penalty)
                 )
-                penalties.append(penalty)
-                steps[-1] = steps[-1] + final - penalty
-                cut_off.append(
-                    s.cut_off_penalty * (trajectory.transitions[-1].ac.stop_reason == "length")
-                )
-                steps[-1] -= cut_off[-1]
-                rewards_G_N.append(steps)
+                cut_off.append(s.cut_off_penalty * (turns[-1].ac.stop_reason == "length"))
+                steps[-1] = steps[-1] - overlong[-1] - cut_off[-1]
             rewards_P_G_N.append(rewards_G_N)
-        self.metrics = {"reward/overlong_penalty": mean(penalties)} if s.overlong_share else {}
+        self.metrics = {"reward/overlong_penalty": mean(overlong)} if s.overlong_share else {}
         if s.cut_off_penalty:
             self.metrics["reward/cut_off_penalty"] = mean(cut_off)
         if s.normalise_rewards:

@@ -5,14 +5,25 @@ each held-out set.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rl.algorithms.method_interface import Models
+from rl.algorithms.method_interface import Models, RowSettings
 from rl.algorithms.update import LossCall, UpdateSums, run_updates, split_into_substeps
-from rl.config import DataSettings
+from rl.config import DataSettings, PreferenceDataSettings, RowLoopSettings
 from rl.data import LengthLimits
 from rl.rollout import count_action_tokens, supervised_datum
-from rl.types import AdamParams, Datum, Problem, TensorData
+from rl.types import AdamParams, Datum, Problem
+
+ACCURACY_METRIC = "test/rewards/accuracies"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSettings(RowSettings):
+    """Base class of the settings of a method that learns from pairs of answers."""
+
+    data: PreferenceDataSettings = PreferenceDataSettings()
+    loop: RowLoopSettings = RowLoopSettings(keep_best=ACCURACY_METRIC)
 
 
 def get_pair(row: Problem) -> tuple[str, str]:
@@ -102,11 +113,8 @@ def cut_datum(datum: Datum, longest: int | None) -> Datum:
     if longest is None or datum.model_input.length < longest:
         return datum
     model_input = datum.model_input.truncate(longest - 1)  # inputs exclude the last token
-    fields = {
-        name: TensorData(value.array[: model_input.length], value.dtype)
-        for name, value in datum.loss_fn_inputs.items()
-    }
-    return Datum(model_input, fields)
+    fields = datum.loss_fn_inputs.items()
+    return Datum(model_input, {name: v.array[: model_input.length] for name, v in fields})
 
 
 def evaluate_by_tag(

@@ -10,17 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.algorithms.method_interface import MethodSettings, Models, Progress, RowEvaluator
+from rl.algorithms.method_interface import Models, Progress, RowEvaluator, RowSettings
 from rl.algorithms.row_datums import evaluate_by_tag, truncate_datum
 from rl.algorithms.update import train_single_pass
-from rl.config import (
-    AnswerDataSettings,
-    OptimSettings,
-    RowLoopSettings,
-    SamplingSettings,
-    check_ranges,
-    reject_sampling_settings,
-)
+from rl.config import AnswerDataSettings, check_ranges
 from rl.data import ProblemSet
 from rl.rollout import supervised_datum
 from rl.types import Datum, Problem
@@ -41,20 +34,13 @@ class SftOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftSettings(MethodSettings):
+class SftSettings(RowSettings):
     """Supervised fine-tuning: learn to reproduce the data's answers."""
 
     default_learning_rates = (1e-4, 1e-5)
 
     data: AnswerDataSettings = AnswerDataSettings()
     sft: SftOptions = SftOptions()
-    sampling: SamplingSettings = SamplingSettings()
-    optim: OptimSettings = OptimSettings()
-    loop: RowLoopSettings = RowLoopSettings()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        reject_sampling_settings(self, "sft learns from the data's answers")
 
 
 class SFT(RowEvaluator):

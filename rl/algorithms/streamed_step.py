@@ -13,7 +13,6 @@ from rl.algorithms.importance_correction import merge_effective_sample_size
 from rl.algorithms.method_interface import Models, Progress
 from rl.algorithms.update import (
     UpdateSums,
-    compare_sampler_and_learner,
     compute_divisor,
     compute_loss_metrics,
     has_gradient,
@@ -88,6 +87,8 @@ class StreamedStep:
             params = replace(params, learning_rate=0.0)
             totals.add_skipped("no_signal", 1.0)
         totals.add_step(self.models.policy.optim_step(params).result().metrics or {})
+        totals.first_datums = self.datums
+        totals.first_outputs = [item for o in outputs for item in o.loss_fn_outputs]
         for output in outputs:
             totals.add_sums(output.metrics)
         corrections = _merge_part_metrics(self._correction_metrics)
@@ -95,9 +96,7 @@ class StreamedStep:
             ess = merge_effective_sample_size(self._correction_metrics)
             corrections["optim/correction_ess"] = ess
         return {
-            **compare_sampler_and_learner(
-                self.datums, [item["logprobs"].array for o in outputs for item in o.loss_fn_outputs]
-            ),
+            **totals.compare_first(),
             **totals.summarize(),
             "optim/substeps": 1,
             "optim/minibatches": len(outputs),

@@ -15,12 +15,13 @@ from rl.algorithms.importance_correction import (
     ImportanceCorrection,
     apply_correction,
     index_episodes,
+    sum_by_episode,
 )
 from rl.algorithms.method_interface import Models, Progress
 from rl.config import CorrectionSettings
 from rl.lr_schedule import compute_lr_factor
 from rl.rollout import count_action_tokens, max_or_nan
-from rl.types import AdamParams, Datum, TensorData
+from rl.types import AdamParams, Datum
 
 Item = TypeVar("Item")
 
@@ -184,17 +185,14 @@ def compute_remaining_shares(
     An episode that loses no token keeps its shares; an episode that loses all tokens has shares of
     0, so that no count of sequences holds it.
     """
-    sampled, remaining = (
-        [int(np.count_nonzero(mask)) for mask in side] for side in (masks_D, kept_D)
-    )
-    totals = np.zeros((2, max(episode_D, default=-1) + 1))
-    for episode, before, after in zip(episode_D, sampled, remaining, strict=True):
-        totals[:, episode] += before, after
-    shares = []
-    for datum, episode, after in zip(datums, episode_D, remaining, strict=True):
-        lost = totals[1, episode] < totals[0, episode]
-        shares.append(after / max(1.0, float(totals[1, episode])) if lost else datum.episode_share)
-    return shares
+    sampled, remaining = ([np.count_nonzero(mask) for mask in masks] for masks in (masks_D, kept_D))
+    sampled_E, remaining_E = (sum_by_episode(episode_D, counts) for counts in (sampled, remaining))
+    return [
+        float(count / max(1.0, remaining_E[episode]))
+        if remaining_E[episode] < sampled_E[episode]
+        else datum.episode_share
+        for datum, episode, count in zip(datums, episode_D, remaining, strict=True)
+    ]
 
 
 def correct_by_settings(
@@ -244,9 +242,8 @@ def add_proximal_weight(datums: Sequence[Datum], version: int) -> list[Datum]:
 
 
 def add_loss_inputs(datum: Datum, **fields: np.ndarray) -> Datum:
-    """Return the datum with these loss inputs added or replaced, as float32."""
-    new = {name: TensorData(value.astype(np.float32), "float32") for name, value in fields.items()}
-    return datum.with_inputs({**datum.loss_fn_inputs, **new})
+    """Return the datum with these loss inputs added or replaced."""
+    return datum.with_inputs({**datum.loss_fn_inputs, **fields})
 
 
 @dataclass(frozen=True)

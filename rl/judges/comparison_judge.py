@@ -131,15 +131,22 @@ class ComparisonModel:
 
     def compare(self, comparisons: Sequence[AnswerComparison]) -> list[ComparisonVerdict]:
         """Return a verdict for each comparison. Six sequences are scored per comparison: two
-        orders, three labels.
+        orders, three labels. Raises UserError if one exceeds the judge's context.
         """
         examples = (
             example
             for comparison in comparisons
             for example in make_verdict_examples(comparison, self.renderer)
         )
-        logp = np.asarray(compute_answer_logprobs(self.client, examples)).reshape(-1, 2, 3)
-        return [_make_verdict(*orders) for orders in logp]
+        logprobs = compute_answer_logprobs(
+            self.client,
+            examples,
+            judge=f"the comparison model {self.client.info['base_model']}",
+            text="a conversation with two answers",
+            remedy="lower max_tokens, or use a comparison model",
+        )
+        orders = np.asarray(logprobs).reshape(-1, 2, 3)
+        return [_make_verdict(*pair) for pair in orders]
 
 
 def _make_verdict(logprobs: np.ndarray, swapped_logprobs: np.ndarray) -> ComparisonVerdict:

@@ -37,21 +37,24 @@ def compute_reward_scores(client: TrainingClient, inputs: Sequence[ModelInput]) 
 
 
 def compute_answer_logprobs(
-    client: SamplingClient, examples: Iterable[tuple[ModelInput, Any]]
+    client: SamplingClient, examples: Iterable[tuple[ModelInput, Any]], **length_error: str
 ) -> list[float]:
     """Return log p of the answer in each example (tokens, weights of `build_supervised_example`),
     its end token included.
+
+    `length_error`: the texts of `check_length`, which raises UserError for an example that exceeds
+    the judge's context.
     """
-    # The first token's logprob is None; it is never part of an answer.
-    return [
-        sum(lp for lp, w in zip(lps[1:], weights[1:], strict=True) if w and lp is not None)
-        for batch in iter_batches(examples)
-        for lps, (_, weights) in zip(
-            client.compute_logprobs_many([tokens for tokens, _ in batch]).result(),
-            batch,
-            strict=True,
-        )
-    ]
+    logprobs: list[float] = []
+    for batch in iter_batches(examples):
+        check_length(client, max(tokens.length for tokens, _ in batch), **length_error)
+        results = client.compute_logprobs_many([tokens for tokens, _ in batch]).result()
+        # The first token's logprob is None; it is never part of an answer.
+        logprobs += [
+            sum(lp for lp, w in zip(lps[1:], weights[1:], strict=True) if w and lp is not None)
+            for lps, (_, weights) in zip(results, batch, strict=True)
+        ]
+    return logprobs
 
 
 def check_length(

@@ -208,8 +208,7 @@ class RubricJudge:
             for prompt in prompts
             for word in YES_NO_LABELS
         ]
-        self._check_length(max((tokens.length for tokens, _ in examples), default=0))
-        logp = compute_answer_logprobs(self.client, examples)
+        logp = compute_answer_logprobs(self.client, examples, **self._length_error)
         pairs = np.asarray(logp, dtype=np.float64).reshape(-1, 2)
         return [
             float(p) if np.isfinite(p) else "the judge's probability of yes is not finite"
@@ -230,7 +229,8 @@ class RubricJudge:
         requests = []
         for prompt in prompts:
             tokens = self.renderer.build_generation_prompt(prompt).to_ints()
-            self._check_length(len(tokens) + self.rubric.max_tokens - 1)
+            length = len(tokens) + self.rubric.max_tokens - 1
+            check_length(self.client, length, **self._length_error)
             requests.append(
                 SamplingRequest(
                     prompt=tokens,
@@ -252,15 +252,14 @@ class RubricJudge:
                 values.append(self._read_score(str(message["content"])))
         return values
 
-    def _check_length(self, length: int) -> None:
-        """Raise UserError if a prompt of this length exceeds the judge's context."""
-        check_length(
-            self.client,
-            length,
-            judge=f"the rubric's judge {self.client.info['base_model']}",
-            text="a conversation with its answer and a question",
-            remedy="lower max_tokens or rubric_max_tokens, or use a judge",
-        )
+    @property
+    def _length_error(self) -> dict[str, str]:
+        """Return the texts of the error of a prompt that exceeds the judge's context."""
+        return {
+            "judge": f"the rubric's judge {self.client.info['base_model']}",
+            "text": "a conversation with its answer and a question",
+            "remedy": "lower max_tokens or rubric_max_tokens, or use a judge",
+        }
 
 
 class APIRubricJudge(RubricJudge):

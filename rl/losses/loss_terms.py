@@ -50,9 +50,34 @@ def select_masked(mask: Tensor, value: Tensor) -> Tensor:
     return torch.where(mask, value, torch.zeros((), dtype=value.dtype, device=value.device))
 
 
+def sum_per_datum(value_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the sum over each datum, [D]."""
+    lengths = cu_seqlens.diff()
+    owner_T = torch.repeat_interleave(torch.arange(len(lengths), device=value_T.device), lengths)
+    return value_T.new_zeros(len(lengths)).index_add(0, owner_T, value_T)
+
+
+def count_per_datum(active_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the number of active tokens of each datum, at least 1, fp32 [D]."""
+    return sum_per_datum(active_T.float(), cu_seqlens).clamp(min=1)
+
+
+def average_per_datum(value_T: Tensor, active_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return at each token the mean of its datum's values at active tokens, [T]. Values elsewhere
+    are 0.
+    """
+    means_D = sum_per_datum(value_T, cu_seqlens) / count_per_datum(active_T, cu_seqlens)
+    return torch.repeat_interleave(means_D, cu_seqlens.diff())
+
+
+def get_action_weights(inputs: Inputs) -> Tensor:
+    """Return the mask that marks the actions, [T]."""
+    return inputs["mask"] if "mask" in inputs else inputs["sequence_ratio_mask"]
+
+
 def get_action_mask(inputs: Inputs) -> Tensor:
     """Return which tokens are actions, bool [T]."""
-    return (inputs["mask"] if "mask" in inputs else inputs["sequence_ratio_mask"]) != 0
+    return get_action_weights(inputs) != 0
 
 
 def get_trained_mask(inputs: Inputs) -> Tensor:
@@ -197,10 +222,7 @@ def compute_terms(
     logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, config: Config
 ) -> tuple[Tensor, Metrics]:
     """Return the sum of the enabled terms (the config must enable any), and their metrics."""
-    active_T, weight_T = (
-        get_action_mask(inputs),
-        inputs["mask" if "mask" in inputs else "sequence_ratio_mask"],
-    )
+    active_T, weight_T = get_action_mask(inputs), get_action_weights(inputs)
     total, metrics = logp_T.new_zeros(()), {"action_tokens:sum": active_T.sum()}
     if coefficient := config.get("entropy_coef", 0.0):
         active_entropy_T = select_masked(active_T, entropy_T)

@@ -46,6 +46,7 @@ from rl.losses.loss_terms import (
     Config,
     Inputs,
     Metrics,
+    average_per_datum,
     compute_terms,
     get_required_fields,
     get_trained_mask,
@@ -182,12 +183,7 @@ def gspo(
     active_T = get_trained_mask(inputs)
     advantages_T = select_masked(active_T, inputs["advantages"])
     gap_T = _log_ratio(logp_T, inputs, active_T).detach()
-    owner_T = torch.repeat_interleave(
-        torch.arange(len(cu_seqlens) - 1, device=gap_T.device), cu_seqlens.diff()
-    )
-    zeros_D = gap_T.new_zeros(len(cu_seqlens) - 1)
-    count_D = zeros_D.index_add(0, owner_T, active_T.to(gap_T.dtype)).clamp(min=1.0)
-    mean_T = (zeros_D.index_add(0, owner_T, gap_T) / count_D)[owner_T]
+    mean_T = average_per_datum(gap_T, active_T, cu_seqlens)
     live_T = select_masked(active_T, logp_T)
     ratio_T = mean_T.exp() * (live_T - live_T.detach()).exp()
     low, high = _clip_bounds(inputs, config)
@@ -227,14 +223,12 @@ def fused_policy_loss(
     inputs: Inputs,
     cu_seqlens: Tensor,
     config: Config,
-    *,
-    with_clip_metrics: bool,
 ) -> tuple[Tensor, Metrics]:
     """Compute the loss that the kernel calls `kind` in a single pass over the tokens, with gradient
     and metrics (kernels.policy_loss).
 
     The numbers equal those of the plain function, which is the definition and is used without a
-    GPU. `with_clip_metrics`: also return the metrics of clipping.
+    GPU.
     """
     from kernels import policy_loss
 
@@ -251,7 +245,7 @@ def fused_policy_loss(
         beta=config.get("beta", 0.05),
     )
     metrics = {"active_tokens:sum": sums["tokens"]}
-    if with_clip_metrics:
+    if kind in ("ppo", "cispo", "gspo"):
         metrics |= {
             "clipped_low:sum": sums["clipped_low"],
             "clipped_high:sum": sums["clipped_high"],
@@ -305,15 +299,7 @@ class LossSpec:
     @property
     def fused_function(self) -> LossFn | None:
         """Return the kernel implementation, or None if no kernel exists."""
-        return (
-            None
-            if self.fused_kind is None
-            else partial(
-                fused_policy_loss,
-                self.fused_kind,
-                with_clip_metrics="clip_low_threshold" in self.config,
-            )
-        )
+        return None if self.fused_kind is None else partial(fused_policy_loss, self.fused_kind)
 
     def select_function(self, device: torch.device, *, fused: bool) -> LossFn:
         """Return the function to call on `device`: the kernel on a GPU if it exists, else the plain
@@ -381,7 +367,7 @@ class LossSpec:
                 "1.0 at each target that the policy sampled, 0.0 elsewhere, e.g. [0.0] * (prompt "
                 "length - 1) + [1.0] * response length"
             )
-        needed = {"values_old": "value_clip"} if "value_clip" in config else {}
+        needed = {"values_old": "value_clip"} if config.get("value_clip") is not None else {}
         if self.terms:
             needed = get_required_fields(config)
         for name, setting in needed.items():

@@ -17,14 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl.losses.loss_terms import Config, Inputs, Metrics, get_action_mask, select_masked
-
-
-def sum_per_datum(value_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the sum over each datum, [D]."""
-    lengths = cu_seqlens.diff()
-    owner_T = torch.repeat_interleave(torch.arange(len(lengths), device=value_T.device), lengths)
-    return value_T.new_zeros(len(lengths)).index_add(0, owner_T, value_T)
+from rl.losses.loss_terms import (
+    Config,
+    Inputs,
+    Metrics,
+    count_per_datum,
+    get_action_mask,
+    select_masked,
+    sum_per_datum,
+)
 
 
 def _pair_metrics(rewards_D: Tensor, logps_D: Tensor | None = None) -> Metrics:
@@ -71,7 +72,7 @@ def _pair_deltas(
     rewards_D = config.get("beta", 0.1) * ratios_D.detach()
     metrics = _pair_metrics(rewards_D, sum_per_datum(policy_T.detach(), cu_seqlens))
     if per_token:
-        ratios_D = ratios_D / sum_per_datum(mask_T.to(logp_T.dtype), cu_seqlens).clamp(min=1)
+        ratios_D = ratios_D / count_per_datum(mask_T, cu_seqlens)
     return ratios_D[0::2] - ratios_D[1::2], metrics
 
 
@@ -130,7 +131,7 @@ def _sum_answers(logp_T: Tensor, inputs: Inputs, cu_seqlens: Tensor) -> tuple[Te
     """Return (the sum of lp, |y|) of each datum, each [D]."""
     mask_T = get_action_mask(inputs)
     sums_D = sum_per_datum(select_masked(mask_T, logp_T), cu_seqlens)
-    return sums_D, sum_per_datum(mask_T.to(logp_T.dtype), cu_seqlens).clamp(min=1)
+    return sums_D, count_per_datum(mask_T, cu_seqlens)
 
 
 def orpo(

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl.losses.loss_terms import Inputs, get_trained_mask, with_proximal_logprobs
+from rl.losses.loss_terms import (
+    Inputs,
+    average_per_datum,
+    get_trained_mask,
+    select_masked,
+    with_proximal_logprobs,
+)
 from rl.losses.losses import LossSpec, gspo
 
 # Settings of terms whose gradient does not pass through the logprob of the sampled token.
@@ -78,10 +84,7 @@ def _compute_ratios(
         return None
     old_T = with_proximal_logprobs(logp_T, fields).get("logprobs", logp_T)
     active_T = get_trained_mask(fields)
-    gap_T = torch.where(active_T, logp_T - old_T, torch.nan)
+    gap_T = select_masked(active_T, logp_T - old_T)
     if loss.fn is gspo:
-        ends = cu_seqlens.tolist()
-        means = [gap_T[a:b].nanmean() for a, b in zip(ends[:-1], ends[1:], strict=True)]
-        mean_T = torch.repeat_interleave(torch.stack(means), cu_seqlens.diff())
-        gap_T = torch.where(active_T, mean_T, torch.nan)
-    return gap_T.exp()
+        gap_T = average_per_datum(gap_T, active_T, cu_seqlens)
+    return torch.where(active_T, gap_T.exp(), torch.nan)

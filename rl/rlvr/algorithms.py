@@ -84,11 +84,12 @@ class Algorithm(ABC, Generic[Config]):
     def _make_method(self, temperature: float) -> Any:
         """Return the hooks of the method, for samples of this temperature."""
 
-    @abstractmethod
     def _update_models(
         self, method: Any, models: Models, datums: Sequence[Datum]
     ) -> dict[str, float]:
         """Update on the datums and return the metrics, including `optim/approx_kl_k3`."""
+        progress = Progress(self.updates, self.updates + 1, models.policy.service.seed)
+        return method.update(models, datums, progress)
 
     def update(self, batch: TrajectoryBatch, client: TrainingClient) -> UpdateResult:
         """Train `client` on the batch; every trajectory needs a reward.
@@ -97,7 +98,7 @@ class Algorithm(ABC, Generic[Config]):
         greedily or from weights that have been updated since.
         """
         groups = batch.groups()
-        if not batch.temperature > 0:
+        if not batch.temperature:
             raise UserError(
                 "the batch was sampled greedily (temperature 0), so it has no information about "
                 "other responses: sample with a temperature above 0, such as 1.0"
@@ -135,10 +136,6 @@ class Algorithm(ABC, Generic[Config]):
                 "or train a LoRA adapter"
             )
         return Models(client, {"reference": BaseModelScorer(client)})
-
-    def _progress(self, models: Models) -> Progress:
-        """Return the number of updates done and the seed of the client's service."""
-        return Progress(self.updates, self.updates + 1, models.policy.service.seed)
 
     def get_state(self) -> dict[str, Any]:
         """Return the config, the number of updates and the method's state, as JSON."""
@@ -224,7 +221,7 @@ class REINFORCEAlgorithm(Algorithm[REINFORCEConfig]):
     def _update_models(
         self, method: GRPO, models: Models, datums: Sequence[Datum]
     ) -> dict[str, float]:
-        metrics = method.update(models, datums, self._progress(models))
+        metrics = super()._update_models(method, models, datums)
         temperature = {"temperature": method.settings.sampling.temperature}
         after = models.policy.forward(datums, "importance_sampling", temperature).result()
         return metrics | compute_kl_metrics(
@@ -279,8 +276,3 @@ class PPOAlgorithm(Algorithm[PPOConfig]):
                 "value_head=True"
             )
         return super()._make_models(client)
-
-    def _update_models(
-        self, method: PPO, models: Models, datums: Sequence[Datum]
-    ) -> dict[str, float]:
-        return method.update(models, datums, self._progress(models))

@@ -45,13 +45,24 @@ class ScoredTrajectory:
 
 @dataclass
 class TrajectoryBatch:
-    """Hold trajectories sampled at the same temperature.
+    """Hold trajectories sampled at the same temperature, by default that of their episodes.
 
-    Set the `reward` of each, or all of them with `batch.rewards = [...]`.
+    Set the `reward` of each, or all of them with `batch.rewards = [...]`. Raises UserError for
+    trajectories of several temperatures.
     """
 
     trajectories: list[ScoredTrajectory]
-    temperature: float = 1.0
+    temperature: float | None = None
+
+    def __post_init__(self) -> None:
+        sampled = [t.episode.transitions[-1].ac.temperature for t in self.trajectories]
+        temperatures = {t for t in (self.temperature, *sampled) if t is not None}
+        if len(temperatures) > 1:
+            raise UserError(
+                "the trajectories were sampled at the temperatures "
+                f"{', '.join(f'{t:g}' for t in sorted(temperatures))}: an update takes those of one"
+            )
+        self.temperature = next(iter(temperatures), None)
 
     def __iter__(self) -> Iterator[ScoredTrajectory]:
         return iter(self.trajectories)
@@ -165,7 +176,7 @@ class RolloutSampler:
         """Return a batch of responses to the prompts, in their order.
 
         A prompt is a text, or {"prompt": text, "meta": {...}}. Raises UserError if a prompt is
-        invalid or `metas` has another length.
+        invalid or does not fit the context, or if `metas` has another length.
         """
         if isinstance(prompts, str) or not prompts:
             raise UserError(
@@ -190,20 +201,22 @@ class RolloutSampler:
         if self._last_call[0] == version:
             calls = self._last_call[1] + 1
         self._last_call = (version, calls)
-        groups = rollout(
+        rollouts = rollout(
             builders,
             self._weights,
             self.params,
             seed=derive_seed(self.seed, "rlvr", version, calls),
-        ).groups
+        )
+        if rollouts.errors:
+            raise UserError(rollouts.errors[0])
         trajectories = []
-        for problem, group in zip(problems, groups, strict=True):
+        for problem, group in zip(problems, rollouts.groups, strict=True):
             for episode in group.trajectories_G:
                 logs = episode.transitions[-1].logs
                 trajectories.append(
                     ScoredTrajectory(logs["prompt"], logs["response"], episode, dict(problem.meta))
                 )
-        return TrajectoryBatch(trajectories, self.params.temperature)
+        return TrajectoryBatch(trajectories)
 
 
 def _make_problem(

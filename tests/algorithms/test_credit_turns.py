@@ -140,6 +140,8 @@ def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, disco
 class Values:
     """A value for each prefix, computed from its tokens only."""
 
+    info = {"max_context": None}
+
     def compute_values(self, inputs):
         results = [
             np.cumsum(np.sin(np.asarray(item.to_ints(), dtype=np.float64))).astype(np.float32)

@@ -115,6 +115,42 @@ def test_advantages_and_metrics_by_hand():
     )
 
 
+class LastTokenScorer:
+    """A teacher under which a token's logprob is -(the token) / 10."""
+
+    def compute_logprobs_many(self, prompts, temperature=1.0):
+        return Done([[None, *(-token / 10 for token in p.to_ints()[1:])] for p in prompts])
+
+
+def test_later_divergence_is_that_of_later_turns_if_an_episode_returns_to_a_conversation():
+    # turns 0 and 2 are one conversation (and one datum), turn 1 is another
+    observations, actions = [[0], [9], [0, 1, 0]], [[1], [2], [4]]
+    transitions = [
+        Transition(ModelInput.from_ints(ob), SampledSequence(action, [-1.0]), 0.0, i == 2)
+        for i, (ob, action) in enumerate(zip(observations, actions, strict=True))
+    ]
+    group = TrajectoryGroup([Trajectory(transitions)], [0.0], [{}])
+    method = Distillation(make_settings(kl_discount=0.5))
+    models = Models(None, {"teachers": {"": LastTokenScorer()}})
+    datums = method.compute_advantages([group], models)
+    credit = [d.loss_fn_inputs["advantages"].array[d.action_mask] for d in datums]
+    # gaps of the turns: -1 + 0.1, -1 + 0.2, -1 + 0.4
+    returns = [-0.9 + 0.5 * (-0.8 + 0.5 * -0.6), -0.8 + 0.5 * -0.6, -0.6]
+    assert credit[0] == pytest.approx([-returns[0], -returns[2]], abs=1e-6)
+    assert credit[1] == pytest.approx([-returns[1]], abs=1e-6)
+
+
+def test_the_path_of_a_teacher_may_hold_an_equals_sign(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("sweep/lr=1e-5").mkdir(parents=True)
+    for words, expected in (
+        (("sweep/lr=1e-5",), {"": "sweep/lr=1e-5"}),
+        (("sums=sweep/lr=1e-5",), {"sums": "sweep/lr=1e-5"}),
+    ):
+        settings = DistillSettings(distillation=DistillationSettings(teacher=words))
+        assert parse_teachers(settings) == expected
+
+
 def test_each_data_set_has_its_teacher():
     models = Models(None,
                     {"teachers": {"sums": TableScorer(torch.zeros(4, 3)),

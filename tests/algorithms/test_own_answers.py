@@ -155,6 +155,7 @@ def test_answers_that_all_earn_the_same_move_no_weight(name):
     before = policy.weights()
     metrics = learn([[1.0] * 3, [0.0] * 3], 1)
     assert torch.equal(policy.weights(), before) and metrics["optim/skipped_no_signal"] == 1
+    assert metrics["optim/grad_norm"] == 0.0  # AdamW's moments hear of no preference either
     assert policy.worker.learners[0].version == 2
 
 

@@ -9,6 +9,8 @@ import rl
 from rl.algorithms import METHODS, ModelRequests
 from rl.config import unflatten_settings
 from rl.errors import UserError
+from rl.rollout import Trajectory, TrajectoryGroup, Transition
+from rl.types import ModelInput, SampledSequence
 
 SMALL = {
     "steps": 1, "batch_size": 2, "group_size": 2, "max_tokens": 4, "eval_every": 0, "quiet": True,
@@ -90,6 +92,17 @@ def run_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+RANKED = """
+from dataclasses import replace
+
+class Ranked(GRPO):
+    Settings = GrpoSettings
+
+    def shape_rewards(self, groups):
+        ranks = [[[3.0 * i] for i in range(len(group.trajectories_G))] for group in groups]
+        return [replace(g, shaped_rewards_G_N=r) for g, r in zip(groups, ranks, strict=True)]
+"""
+
 CASES = [
     (method, judge) for method in ("grpo", "mine.py:Derived", "mine.py:Whole") for judge in JUDGES
 ]
@@ -161,6 +174,35 @@ def test_a_module_that_fails_to_import_is_named_with_its_error(run_folder, monke
         rl.train("broken_module:X", output_dir=run_folder / "run", **SMALL)
 
 
+def test_a_method_imports_a_module_beside_its_file(run_folder):
+    (run_folder / "methods").mkdir()
+    (run_folder / "methods/beside_the_method.py").write_text("SUMMARY = 'from beside'\n")
+    (run_folder / "methods/mine.py").write_text(
+        "from beside_the_method import SUMMARY\nfrom rl.algorithms import GRPO\n\n\n"
+        "class Near(GRPO):\n    summary = SUMMARY\n"
+    )
+    assert METHODS["methods/mine.py:Near"].summary == "from beside"
+
+
+def test_rewards_that_a_class_shapes_first_are_shaped_further(run_folder):
+    (run_folder / "mine.py").write_text(
+        FILE
+        + RANKED
+        + """
+class RankedThenScaled(Ranked):
+    def shape_rewards(self, groups):
+        return GRPO.shape_rewards(self, super().shape_rewards(groups))
+"""
+    )
+    method = METHODS["mine.py:RankedThenScaled"]
+    problems: list[str] = []
+    settings = unflatten_settings(method.Settings, {"reward_scale": 2.0}, problems, "a test")
+    turn = Transition(ModelInput.from_ints([1]), SampledSequence([2], [-1.0]), 7.0, True)
+    group = TrajectoryGroup([Trajectory([turn]), Trajectory([turn])], [0.0] * 2, [{}] * 2)
+    (shaped,) = method(settings).shape_rewards([group])
+    assert shaped.get_total_rewards() == [0.0, 6.0] and group.get_total_rewards() == [7.0, 7.0]
+
+
 def count_symbols(prompt, response, meta):
     return len(set(response)) / 4
 
@@ -168,18 +210,6 @@ def count_symbols(prompt, response, meta):
 SCHEDULES: list[dict] = [
     {}, {"rollout_mode": "async"}, {"stream_minibatches": 2}, {"max_steps_off_policy": 1},
 ]  # fmt: skip
-
-
-RANKED = """
-from dataclasses import replace
-
-class Ranked(GRPO):
-    Settings = GrpoSettings
-
-    def shape_rewards(self, groups):
-        ranks = [[[3.0 * i] for i in range(len(group.trajectories_G))] for group in groups]
-        return [replace(g, shaped_rewards_G_N=r) for g, r in zip(groups, ranks, strict=True)]
-"""
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: "_".join(s) or "lockstep")

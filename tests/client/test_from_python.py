@@ -168,7 +168,7 @@ def test_a_method_of_ones_own(run_folder):
 @pytest.mark.parametrize("method,problem", [
     ("mine.py:Twise", "has no class Twise; its classes: Settings, Twice, Broken"),
     ("mine.py:Broken", "has no update and no compute_advantages"),
-    ("not_there.py:X", "no such file"),
+    ("not_there.py:X", "not_there.py does not exist"),
     ("mine.py:Settings", "has no update"),
     ("no_such_module:X", "importing no_such_module failed"),
 ])  # fmt: skip

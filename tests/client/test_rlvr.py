@@ -19,11 +19,13 @@ from rl.rlvr import (
     PPOConfig,
     REINFORCEConfig,
     RolloutSampler,
+    ScoredTrajectory,
     TrajectoryBatch,
     register_reward,
     resolve_reward,
 )
-from rl.types import Datum, ModelInput
+from rl.rollout import Trajectory, Transition
+from rl.types import Datum, ModelInput, SampledSequence
 
 SUMS = ["12+34=", "50+7=", "9+9=", "81+10="]
 ADAPTER = TrainingConfig(model_ref="tiny:addition", lora_config=LoRAConfig(rank=4, alpha=8), seed=3)
@@ -422,6 +424,7 @@ def test_batches_that_cannot_be_learnt_from_are_refused(service):
         (SUMS, [{}], "4 prompts need as many metas, in their order; got 1"),
         ([{"text": "1+1="}], None, "got the keys"),
         ([""], None, "prompt 0 must be a text that is not empty"),
+        (["1+1=", "1" * 600], None, "problem 1 has 600 tokens, .* context of 512: shorten the"),
     ):
         with pytest.raises(UserError, match=says):
             sampler.generate_trajectories(prompts, metas)
@@ -429,6 +432,40 @@ def test_batches_that_cannot_be_learnt_from_are_refused(service):
     headless = service.create_full_training_client("tiny:addition")
     with pytest.raises(UserError, match="no value head: create it with"):
         PPO().update(score_batch(sampler), headless)
+
+
+def test_a_part_of_a_batch_keeps_its_temperature(service):
+    client = service.create_training_client(WHOLE)
+    batch, other = (
+        score_batch(RolloutSampler(client, max_new_tokens=3, temperature=temperature))
+        for temperature in (0.7, 1.0)
+    )
+    part = TrajectoryBatch([t for t in batch if t.prompt != SUMS[0]])
+    assert len(part) == 3 and part.temperature == 0.7
+    with pytest.raises(UserError, match="were sampled at the temperatures 0.7, 1: "):
+        TrajectoryBatch([*batch, *other])
+    with pytest.raises(UserError, match="were sampled at the temperatures 0.7, 1: "):
+        TrajectoryBatch(list(batch), temperature=1.0)
+    metrics = REINFORCE().update(part, client).metrics
+    assert metrics["optim/max_logprob_difference"] < 1e-4
+
+
+def test_ppo_learns_from_answers_that_end_where_the_context_does(service):
+    """The last token of an answer is never fed, so prompt and answer may exceed the context by it."""
+    client = service.create_training_client(WHOLE)
+    limit = client.info["max_context"]
+    turns = [
+        Transition(
+            ModelInput.from_ints([3] * (limit - 5)),
+            SampledSequence([4] * length, [-2.0] * length, reason, temperature=1.0),
+            0.0,
+            True,
+        )
+        for length, reason in ((6, "length"), (5, "stop"))
+    ]
+    trajectories = [ScoredTrajectory("", "", Trajectory([turn]), reward=1.0) for turn in turns]
+    result = PPO(PPOConfig(ppo_epochs=1)).update(TrajectoryBatch(trajectories), client)
+    assert result.metrics["optim/tokens"] == 11 and client.version == 1
 
 
 def test_a_batch_of_weights_that_were_updated_since_is_refused(service):

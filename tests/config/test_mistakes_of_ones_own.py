@@ -24,7 +24,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "addition.yaml"
 @pytest.mark.parametrize(("name", "says"), [
     ("Nope", "has no class Nope; its classes: Method"),
     ("Method", "has no update"),
-    ("nofile.py:Method", "no such file"),
+    ("nofile.py:Method", "nofile.py does not exist"),
 ])  # fmt: skip
 def test_a_method_that_is_none(name, says, tmp_path, capsys):
     file = tmp_path / "mine.py"

@@ -156,8 +156,9 @@ def test_calibration_and_metrics_by_hand():
 class Judge:
     """A sampling client with logprobs that are a function of the preceding text."""
 
-    def __init__(self, prefers):
+    def __init__(self, prefers, max_context=None):
         self.prefers = prefers
+        self.info = {"max_context": max_context, "base_model": "stub"}
 
     def compute_logprobs_many(self, inputs):
         return type(
@@ -204,6 +205,16 @@ def test_both_orders_are_read_and_averaged():
     assert (other.first, other.second, other.tie) == pytest.approx(
         (verdict.second, verdict.first, verdict.tie)
     )
+
+
+def test_a_comparison_that_exceeds_the_judges_context_is_named():
+    judge = PairwiseJudge(ComparisonModel(Judge(None, max_context=40), Letters()))
+    with pytest.raises(
+        UserError,
+        match="comparison model stub reads at most 40 tokens, a conversation with two answers has "
+        r"\d+: lower max_tokens, or use a comparison model with a longer context",
+    ):
+        judge.scores([group("a", "b")])
 
 
 def group(*texts, rewards=None, finals=None):

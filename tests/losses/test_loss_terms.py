@@ -363,3 +363,11 @@ def test_on_policy_dro_and_gspo_have_the_gradient_of_the_expected_reward():
                 * torch.autograd.grad(loss, logits, retain_graph=True)[0]
             )
         torch.testing.assert_close(total, truth, rtol=1e-12, atol=1e-12)
+
+
+def test_a_value_clip_of_none_is_no_clip():
+    fields = {"target_tokens": None, "mask": None, "returns": None}
+    for name, config in (("value", {}), ("ppo", {"value_coef": 0.5})):
+        get_loss(name).check_terms(0, fields, {**config, "value_clip": None})
+        with pytest.raises(ValueError, match="lacks loss_fn_inputs..values_old"):
+            get_loss(name).check_terms(0, fields, {**config, "value_clip": 0.2})

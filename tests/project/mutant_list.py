@@ -56,8 +56,8 @@ MUTANTS = [
     ),
     M(
         "rl/algorithms/importance_correction.py",
-        '        episode_gap = sums if level == "sequence" else sums / np.maximum(counts, 1)\n',
-        "        episode_gap = sums if level == 'sequence' else sums\n",
+        "            gaps_E = gaps_E / np.maximum(counts_E, 1)\n",
+        "            gaps_E = gaps_E\n",
         "the geometric mean",
         "corrections",
     ),
@@ -119,8 +119,8 @@ MUTANTS = [
     ),
     M(
         "rl/losses/losses.py",
-        "    count_D = zeros_D.index_add(0, owner_T, active_T.to(gap_T.dtype)).clamp(min=1.0)\n",
-        "    count_D = zeros_D.index_add(0, owner_T, torch.ones_like(gap_T)).clamp(min=1.0)\n",
+        "    mean_T = average_per_datum(gap_T, active_T, cu_seqlens)\n",
+        "    mean_T = average_per_datum(gap_T, torch.ones_like(gap_T), cu_seqlens)\n",
         "gspo's mean over all tokens",
         "loss_terms",
     ),
