@@ -67,7 +67,7 @@ class SampleStream:
         self._stream_id = next(SampleStream._stream_ids)
         router = self._driver.router
         # a tensor-parallel group counts as a single rank
-        self._num_ranks: int = (
+        self.num_ranks: int = (
             client.info["world"] // client.info["sampler_tp"]
             if router is None
             else router.sampler_ranks
@@ -79,7 +79,7 @@ class SampleStream:
         self._conversation_ranks: dict[str, int] = {}  # by conversation
         # by ticket: (rank, cost, client) of unfinished requests
         self._active: dict[int, tuple[int, int, SamplingClient]] = {}
-        self._rank_loads = [0] * self._num_ranks
+        self._rank_loads = [0] * self.num_ranks
         self._recompute = False
         self._finalizer = free_when_collected(self, self._driver, "close_stream", self._stream_id)
 
@@ -118,7 +118,7 @@ class SampleStream:
             ticket = next(self._tickets)
             rank = self._conversation_ranks.get(
                 request.conversation or "",
-                min(range(self._num_ranks), key=lambda r: (self._rank_loads[r], r)),
+                min(range(self.num_ranks), key=lambda r: (self._rank_loads[r], r)),
             )
             if request.conversation is not None:
                 self._conversation_ranks[request.conversation] = rank

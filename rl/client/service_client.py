@@ -118,6 +118,11 @@ class ServiceClient:
     def user_metadata(self, metadata: Mapping[str, str]) -> None:
         self._context.user_metadata = metadata
 
+    @property
+    def closed(self) -> bool:
+        """Return whether verbs can no longer run: the service is closed, or a rank is lost."""
+        return self._driver.closed
+
     def set_cache_size(self, tokens: int) -> None:
         """Set the size of each device's KV cache, in tokens, for samples requested from now on."""
         self._driver.submit("set_cache_size", tokens).result()

@@ -57,7 +57,7 @@ def read_serve_settings(args: argparse.Namespace) -> ServeSettings:
     if args.keys_file:
         try:
             lines = Path(args.keys_file).read_text().splitlines()
-            keys += [line for line in lines if not line.startswith("#")]
+            keys += [line for line in lines if not line.lstrip().startswith("#")]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"--keys-file {args.keys_file} cannot be read: "
