@@ -184,15 +184,8 @@ class SampleStream:
         with self._lock:
             queued = {ticket: request for ticket, _, request in self._new_requests}
             running = self._driver.submit("unfinished", self._stream_id).result()
-            return dict(
-                sorted(
-                    {
-                        ticket: r
-                        for ticket, r in {**running, **queued}.items()
-                        if ticket in self._active
-                    }.items()
-                )
-            )
+            requests = {**running, **queued}
+            return {ticket: requests[ticket] for ticket in sorted(requests.keys() & self._active)}
 
     def close(self) -> None:
         """Free what the engines hold. Unfinished requests are lost."""

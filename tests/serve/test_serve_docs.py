@@ -13,7 +13,7 @@ from serving import BASE, Wire, server
 from rl.client import ServiceClient
 from rl.types import ModelInput
 
-NAME = "Qwen/Qwen3-8B"  # the name of the page's model; here it is a tiny one
+MODEL_NAME = "Qwen/Qwen3-8B"  # the name of the page's model; here it is a tiny one
 
 
 def find_block(start):
@@ -28,7 +28,7 @@ def test_the_curl_example_gets_an_answer(tmp_path):
     options = dict(zip(words[::2], words[1::2], strict=True))
     assert command == "curl" and set(options) == {"-H", "-d"}
     header, _, value = options["-H"].partition(": ")
-    with server(tmp_path, name=NAME) as served:
+    with server(tmp_path, name=MODEL_NAME) as served:
         reply = Wire(served).http.post(
             urlsplit(url).path, content=options["-d"], headers={header: value}
         )
@@ -44,7 +44,7 @@ def test_the_sdk_example_runs_with_the_clients_of_this_process(tmp_path, monkeyp
     for before, after in (
         ("import tinker\n", "import rl as tinker\n"),
         ("from tinker import", "from rl import"),
-        (NAME, BASE),
+        (MODEL_NAME, BASE),
     ):
         assert before in text
         text = text.replace(before, after)
