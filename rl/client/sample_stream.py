@@ -77,8 +77,10 @@ class SampleStream:
         self._new_requests: list[tuple[int, int, SamplingRequest]] = []
         self._dropped: list[int] = []
         self._conversation_ranks: dict[str, int] = {}  # by conversation
-        # by ticket: (rank, cost, client) of unfinished requests
-        self._active: dict[int, tuple[int, int, SamplingClient]] = {}
+        # by ticket: (rank, cost, number of samples, client) of unfinished requests
+        self._active: dict[int, tuple[int, int, int, SamplingClient]] = {}
+        # samples of these requests that have not finished; too low after a drop or an error
+        self.num_unfinished = 0
         self._rank_loads = [0] * self.num_ranks
         self._recompute = False
         self._finalizer = free_when_collected(self, self._driver, "close_stream", self._stream_id)
@@ -124,7 +126,8 @@ class SampleStream:
                 self._conversation_ranks[request.conversation] = rank
             cost = len(request.prompt) + request.num_samples * (request.params.max_tokens or 1024)
             self._rank_loads[rank] += cost
-            self._active[ticket] = (rank, cost, client or self.client)
+            self._active[ticket] = (rank, cost, request.num_samples, client or self.client)
+            self.num_unfinished += request.num_samples
             self._new_requests.append((ticket, rank, request))
             return ticket
 
@@ -136,8 +139,9 @@ class SampleStream:
     def drop(self, ticket: int) -> None:
         """Cancel a request at the next step request. It does not appear in `finished`."""
         with self._lock:
-            if self._finish(ticket):
+            if num_samples := self._finish(ticket):
                 self._dropped.append(ticket)
+                self.num_unfinished = max(0, self.num_unfinished - num_samples)
 
     def run_steps(
         self, steps: int = ENGINE_STEPS, *, partial_tickets: Collection[int] | bool = False
@@ -154,14 +158,16 @@ class SampleStream:
             "run_steps", self._stream_id, self.client._version_id, request
         ).result()
         with self._lock:
-            output.finished = {
-                ticket: response
-                for ticket, response in output.finished.items()
-                if self._finish(ticket)
-            }
-        for response in output.finished.values():
-            if not isinstance(response, Exception):
-                self.client._record_samples(response)
+            num_finished = output.counters.get("finished_samples", 0)
+            for ticket, response in list(output.finished.items()):
+                num_samples = self._finish(ticket)
+                if not num_samples:  # dropped
+                    del output.finished[ticket]
+                elif isinstance(response, Exception):
+                    num_finished += num_samples
+                else:
+                    self.client._record_samples(response)
+            self.num_unfinished = max(0, self.num_unfinished - num_finished) if self.busy else 0
         return output
 
     def switch_weights(self, client: SamplingClient, *, recompute: bool = False) -> None:
@@ -191,14 +197,15 @@ class SampleStream:
         """Free what the engines hold. Unfinished requests are lost."""
         self._finalizer()
 
-    def _finish(self, ticket: int) -> bool:
-        """Remove a request from the rank's load. Return whether it was unfinished."""
-        entry = self._active.pop(ticket, None)
-        if entry is None:
-            return False
-        rank, cost, _ = entry
+    def _finish(self, ticket: int) -> int:
+        """Remove a request from the rank's load. Return the number of its samples; 0 if it was not
+        unfinished.
+        """
+        if ticket not in self._active:
+            return 0
+        rank, cost, num_samples, _ = self._active.pop(ticket)
         self._rank_loads[rank] -= cost
-        return True
+        return num_samples
 
     def __enter__(self) -> SampleStream:
         return self

@@ -131,7 +131,7 @@ class ServeSettings:
             )
         if not 1 <= self.stop_grace < math.inf:
             raise UserError(f"--stop-grace must be at least 1 second, got {self.stop_grace}")
-        if self.output_dir.exists() and not self.output_dir.is_dir():
+        if Path(self.output_dir).is_file():
             raise UserError(f"--output-dir {self.output_dir} is a file: pass a folder")
         if not 0 <= self.port <= 65535:
             raise UserError(f"--port must be 0 (any free port) to 65535, got {self.port}")

@@ -280,10 +280,10 @@ class ServingEngine:
         As many samples as are decoded at once wait within the sampler, so that no row stays empty.
         All others wait in the queue, where tenants take turns.
         """
-        streams = self._streams.values()
-        num_ranks = max((stream.num_ranks for stream, _ in streams), default=1)
-        count = sum(job.num_samples for _, tickets in streams for job in tickets.values())
-        return 2 * self.settings.worker.sampler.max_rows * num_ranks - count
+        streams = [stream for stream, _ in self._streams.values()]
+        num_ranks = max((stream.num_ranks for stream in streams), default=1)
+        num_unfinished = sum(stream.num_unfinished for stream in streams)
+        return 2 * self.settings.worker.sampler.max_rows * num_ranks - num_unfinished
 
     def _close_idle_streams(self) -> None:
         """Close the batches without requests."""

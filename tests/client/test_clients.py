@@ -37,6 +37,27 @@ def client(request, service):
     return make(service, request.param)
 
 
+def test_a_stream_counts_the_samples_that_have_not_finished(service):
+    """Compare with the lengths of the answers: a step request is one token of each."""
+    stream = SampleStream(service.create_sampling_client(base_model="tiny:addition"))
+    params = SamplingParams(max_tokens=24, stop=[3, 4, 5])
+    stream.add(SamplingRequest(prompt=[3, 4, 12], params=params, num_samples=12, seed=1))
+    dropped = stream.add(SamplingRequest(prompt=[3, 4], params=params, num_samples=2))
+    assert stream.num_unfinished == 14
+    stream.drop(dropped)
+    counts, finished = [stream.num_unfinished], {}
+    assert counts == [12]
+    while stream.busy:
+        finished |= stream.run_steps(1).finished
+        counts.append(stream.num_unfinished)
+    (response,) = finished.values()
+    ends = [step for step in range(1, len(counts)) for _ in range(counts[step - 1] - counts[step])]
+    lengths = sorted(len(sequence.tokens) for sequence in response.sequences)
+    assert len(set(lengths)) > 3 and [end - ends[0] for end in ends] == [
+        length - lengths[0] for length in lengths
+    ]
+
+
 def test_loading_a_sampler_frees_the_caches_of_streams_without_requests(service):
     """The next request of such a stream has nothing to reuse; a running one goes on."""
     stream = SampleStream(service.create_sampling_client(base_model="tiny:addition"))
