@@ -253,21 +253,28 @@ class ServingEngine:
             if self.is_shutting_down and not len(self.queue) and not self._has_samples:
                 self._close_idle_streams()
                 return
-            job = self.queue.next_job()
-            if job is not None:  # it may need the memory, or free the weights
-                self._close_idle_streams()
-            if job is not None and self.is_shutting_down and time.monotonic() > self._deadline:
-                self._interrupt_job(job)
-            elif job is not None:
-                self._run_job_slice(job)
-            if not self._has_samples and self.queue.has_only_samples():
-                self._wait_for_samples()
-            self._admit_samples(self.queue.take_samples(self._count_room()))
-            if self.is_shutting_down and time.monotonic() > self._deadline:
-                self._interrupt_samples()
-            for batch_key, (_, tickets) in list(self._streams.items()):
-                if tickets:
-                    self._run_batch_slice(batch_key)
+            self._run_turn()
+
+    def _run_turn(self) -> None:
+        """Run a slice of the next job, then a slice of each batch.
+
+        In a method of its own: the waiting loop would keep the job's body and the batch's weights.
+        """
+        job = self.queue.next_job()
+        if job is not None:  # it may need the memory, or free the weights
+            self._close_idle_streams()
+        if job is not None and self.is_shutting_down and time.monotonic() > self._deadline:
+            self._interrupt_job(job)
+        elif job is not None:
+            self._run_job_slice(job)
+        if not self._has_samples and self.queue.has_only_samples():
+            self._wait_for_samples()
+        self._admit_samples(self.queue.take_samples(self._count_room()))
+        if self.is_shutting_down and time.monotonic() > self._deadline:
+            self._interrupt_samples()
+        for batch_key, (_, tickets) in list(self._streams.items()):
+            if tickets:
+                self._run_batch_slice(batch_key)
 
     @property
     def _has_samples(self) -> bool:

@@ -68,7 +68,7 @@ class TinkerRoutes(ServerParts):
             "forward_backward": PROTOBUF_TYPE,
             "asample": schemas.SampleBody,
         }
-        numbered = {
+        numbered: dict[str, type[schemas.JsonBody]] = {
             "optim_step": schemas.OptimStepBody,
             "save_weights": schemas.SaveWeightsBody,
             "save_weights_for_sampler": schemas.SaveWeightsForSamplerBody,
