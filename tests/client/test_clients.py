@@ -38,23 +38,24 @@ def client(request, service):
 
 
 def test_a_stream_counts_the_samples_that_have_not_finished(service):
-    """Compare with the lengths of the answers: a step request is one token of each."""
+    """Compare with the samples that are shorter so far than at the end."""
     stream = SampleStream(service.create_sampling_client(base_model="tiny:addition"))
     params = SamplingParams(max_tokens=24, stop=[3, 4, 5])
-    stream.add(SamplingRequest(prompt=[3, 4, 12], params=params, num_samples=12, seed=1))
-    dropped = stream.add(SamplingRequest(prompt=[3, 4], params=params, num_samples=2))
-    assert stream.num_unfinished == 14
+    request = SamplingRequest(prompt=[3, 4, 12], params=params, num_samples=12, seed=1)
+    ticket, dropped = stream.add(request), stream.add(SamplingRequest(prompt=[3, 4], params=params))
+    assert stream.num_unfinished == 13
     stream.drop(dropped)
-    counts, finished = [stream.num_unfinished], {}
-    assert counts == [12]
+    assert stream.num_unfinished == 12
+    counts, partial, finished = [], [], {}
     while stream.busy:
-        finished |= stream.run_steps(1).finished
+        output = stream.run_steps(1, partial_tickets=True)
+        finished |= output.finished
         counts.append(stream.num_unfinished)
-    (response,) = finished.values()
-    ends = [step for step in range(1, len(counts)) for _ in range(counts[step - 1] - counts[step])]
-    lengths = sorted(len(sequence.tokens) for sequence in response.sequences)
-    assert len(set(lengths)) > 3 and [end - ends[0] for end in ends] == [
-        length - lengths[0] for length in lengths
+        partial.append(output.partial_output.get(ticket, {}))
+    final = [len(sequence.tokens) for sequence in finished[ticket].sequences]
+    assert len(set(counts)) > 3 and counts == [
+        sum(len(sequence.tokens) < final[i] for i, sequence in samples.items())
+        for samples in partial
     ]
 
 
