@@ -131,34 +131,47 @@ limits = parser.add_argument_group(
     "limits",
     "with several tenants, each may hold at most half of the capacity that the others leave free",
 )
-for flag, (kind, text) in {
-    "body-bytes": (int, "bytes of a request's body (default 256 MiB)"),
-    "header-seconds": (float, "time limit of a request's line and headers (default 20)"),
-    "body-seconds": (
-        float,
-        "time limit of a request's body, plus 1 for every 64 KiB (default 60)",
-    ),
-    "held-bytes": (int, "bytes of waiting requests and kept responses (default 1 GiB)"),
-    "open-requests": (int, "requests processed concurrently (default 2048)"),
-    "queued": (int, "waiting requests (default 4096)"),
-    "tokens": (int, "tokens of a request (default 4000000)"),
-    "sessions": (int, "concurrent sessions (default 256)"),
-    "models": (int, "training clients, in memory or on disk (default 64)"),
-    "models-in-memory": (
-        int,
-        "models in memory; the least recently used moves to disk until its next use (default 8)",
-    ),
-    "samplers": (
-        int,
-        "sampling sessions; beyond it, the tenant with the most loses its oldest (default 4096)",
-    ),
-    "samplers-in-memory": (int, "sampling sessions with weights in memory (default 64)"),
-    "session-seconds": (
-        float,
-        "time without a heartbeat after which a session's memory is freed (default 900)",
-    ),
-}.items():
-    limits.add_argument(f"--{flag}", type=kind, help=text)
+limits.add_argument("--body-bytes", type=int, help="bytes of a request's body (default 256 MiB)")
+limits.add_argument(
+    "--header-seconds", type=float, help="time limit of a request's line and headers (default 20)"
+)
+limits.add_argument(
+    "--body-seconds",
+    type=float,
+    help="time limit of a request's body, plus 1 for every 64 KiB (default 60)",
+)
+limits.add_argument(
+    "--held-bytes",
+    type=int,
+    help="bytes of waiting requests and kept responses (default 1 GiB)",
+)
+limits.add_argument(
+    "--open-requests", type=int, help="requests processed concurrently (default 2048)"
+)
+limits.add_argument("--queued", type=int, help="waiting requests (default 4096)")
+limits.add_argument("--tokens", type=int, help="tokens of a request (default 4000000)")
+limits.add_argument("--sessions", type=int, help="concurrent sessions (default 256)")
+limits.add_argument(
+    "--models", type=int, help="training clients, in memory or on disk (default 64)"
+)
+limits.add_argument(
+    "--models-in-memory",
+    type=int,
+    help="models in memory; the least recently used moves to disk until its next use (default 8)",
+)
+limits.add_argument(
+    "--samplers",
+    type=int,
+    help="sampling sessions; beyond it, the tenant with the most loses its oldest (default 4096)",
+)
+limits.add_argument(
+    "--samplers-in-memory", type=int, help="sampling sessions with weights in memory (default 64)"
+)
+limits.add_argument(
+    "--session-seconds",
+    type=float,
+    help="time without a heartbeat after which a session's memory is freed (default 900)",
+)
 
 
 def is_installed(module: str) -> bool:

@@ -140,6 +140,8 @@ class SampleStream:
         """Cancel a request at the next step request. It does not appear in `finished`."""
         with self._lock:
             if num_samples := self._finish(ticket):
+                # one that is still new would otherwise start after the engines cancel the dropped
+                self._new_requests = [new for new in self._new_requests if new[0] != ticket]
                 self._dropped.append(ticket)
                 self.num_unfinished = max(0, self.num_unfinished - num_samples)
 
