@@ -40,6 +40,13 @@ parser.add_argument(
     help="file with a key per line, each a separate tenant (also WHETSTONE_SERVE_KEYS, "
     "comma-separated)",
 )
+parser.add_argument(
+    "--allowed-hosts",
+    nargs="+",
+    metavar="NAME",
+    help="without keys: names besides localhost under which browsers may use the server, such as "
+    "that of a proxy",
+)
 parser.add_argument("--tls-cert", help="certificate file, to serve over https")
 parser.add_argument("--tls-key", help="key file of the certificate")
 parser.add_argument(

@@ -67,7 +67,7 @@ class SampleStream:
         self._stream_id = next(SampleStream._stream_ids)
         router = self._driver.router
         # a tensor-parallel group counts as a single rank
-        self._num_ranks: int = (
+        self.num_ranks: int = (
             client.info["world"] // client.info["sampler_tp"]
             if router is None
             else router.sampler_ranks
@@ -77,9 +77,11 @@ class SampleStream:
         self._new_requests: list[tuple[int, int, SamplingRequest]] = []
         self._dropped: list[int] = []
         self._conversation_ranks: dict[str, int] = {}  # by conversation
-        # by ticket: (rank, cost, client) of unfinished requests
-        self._active: dict[int, tuple[int, int, SamplingClient]] = {}
-        self._rank_loads = [0] * self._num_ranks
+        # by ticket: (rank, cost, number of samples, client) of unfinished requests
+        self._active: dict[int, tuple[int, int, int, SamplingClient]] = {}
+        # samples of these requests that have not finished; too low after a drop or an error
+        self.num_unfinished = 0
+        self._rank_loads = [0] * self.num_ranks
         self._recompute = False
         self._finalizer = free_when_collected(self, self._driver, "close_stream", self._stream_id)
 
@@ -118,13 +120,14 @@ class SampleStream:
             ticket = next(self._tickets)
             rank = self._conversation_ranks.get(
                 request.conversation or "",
-                min(range(self._num_ranks), key=lambda r: (self._rank_loads[r], r)),
+                min(range(self.num_ranks), key=lambda r: (self._rank_loads[r], r)),
             )
             if request.conversation is not None:
                 self._conversation_ranks[request.conversation] = rank
             cost = len(request.prompt) + request.num_samples * (request.params.max_tokens or 1024)
             self._rank_loads[rank] += cost
-            self._active[ticket] = (rank, cost, client or self.client)
+            self._active[ticket] = (rank, cost, request.num_samples, client or self.client)
+            self.num_unfinished += request.num_samples
             self._new_requests.append((ticket, rank, request))
             return ticket
 
@@ -136,8 +139,11 @@ class SampleStream:
     def drop(self, ticket: int) -> None:
         """Cancel a request at the next step request. It does not appear in `finished`."""
         with self._lock:
-            if self._finish(ticket):
+            if num_samples := self._finish(ticket):
+                # one that is still new would otherwise start after the engines cancel the dropped
+                self._new_requests = [new for new in self._new_requests if new[0] != ticket]
                 self._dropped.append(ticket)
+                self.num_unfinished = max(0, self.num_unfinished - num_samples)
 
     def run_steps(
         self, steps: int = ENGINE_STEPS, *, partial_tickets: Collection[int] | bool = False
@@ -154,14 +160,16 @@ class SampleStream:
             "run_steps", self._stream_id, self.client._version_id, request
         ).result()
         with self._lock:
-            output.finished = {
-                ticket: response
-                for ticket, response in output.finished.items()
-                if self._finish(ticket)
-            }
-        for response in output.finished.values():
-            if not isinstance(response, Exception):
-                self.client._record_samples(response)
+            num_finished = output.counters.get("finished_samples", 0)
+            for ticket, response in list(output.finished.items()):
+                num_samples = self._finish(ticket)
+                if not num_samples:  # dropped
+                    del output.finished[ticket]
+                elif isinstance(response, Exception):
+                    num_finished += num_samples
+                else:
+                    self.client._record_samples(response)
+            self.num_unfinished = max(0, self.num_unfinished - num_finished) if self.busy else 0
         return output
 
     def switch_weights(self, client: SamplingClient, *, recompute: bool = False) -> None:
@@ -184,28 +192,22 @@ class SampleStream:
         with self._lock:
             queued = {ticket: request for ticket, _, request in self._new_requests}
             running = self._driver.submit("unfinished", self._stream_id).result()
-            return dict(
-                sorted(
-                    {
-                        ticket: r
-                        for ticket, r in {**running, **queued}.items()
-                        if ticket in self._active
-                    }.items()
-                )
-            )
+            requests = {**running, **queued}
+            return {ticket: requests[ticket] for ticket in sorted(requests.keys() & self._active)}
 
     def close(self) -> None:
         """Free what the engines hold. Unfinished requests are lost."""
         self._finalizer()
 
-    def _finish(self, ticket: int) -> bool:
-        """Remove a request from the rank's load. Return whether it was unfinished."""
-        entry = self._active.pop(ticket, None)
-        if entry is None:
-            return False
-        rank, cost, _ = entry
+    def _finish(self, ticket: int) -> int:
+        """Remove a request from the rank's load. Return the number of its samples; 0 if it was not
+        unfinished.
+        """
+        if ticket not in self._active:
+            return 0
+        rank, cost, num_samples, _ = self._active.pop(ticket)
         self._rank_loads[rank] -= cost
-        return True
+        return num_samples
 
     def __enter__(self) -> SampleStream:
         return self

@@ -105,18 +105,15 @@ class ServiceClient:
         """Return the seed of samples requested without a seed."""
         return self._context.seed
 
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self._context.seed = seed
-
     @property
     def user_metadata(self) -> Mapping[str, str]:
         """Return the string pairs that are saved with every checkpoint."""
         return self._context.user_metadata
 
-    @user_metadata.setter
-    def user_metadata(self, metadata: Mapping[str, str]) -> None:
-        self._context.user_metadata = metadata
+    @property
+    def closed(self) -> bool:
+        """Return whether verbs can no longer run: the service is closed, or a rank is lost."""
+        return self._driver.closed
 
     def set_cache_size(self, tokens: int) -> None:
         """Set the size of each device's KV cache, in tokens, for samples requested from now on."""
@@ -406,12 +403,10 @@ def _check_same_model(requested: ModelSpec, saved: ModelSpec, path: str) -> None
     config's.
     """
     expected, actual = asdict(requested), asdict(saved)
-    differing = [
-        name for name in expected if actual[name] != expected[name] and name != "elsewhere"
-    ]
     differences = [
         f"{name} is {actual[name]!r} in the checkpoint and {expected[name]!r} in the config"
-        for name in differing
+        for name in expected
+        if actual[name] != expected[name] and name != "elsewhere"
     ]
     if differences:
         raise UserError(

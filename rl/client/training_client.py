@@ -98,7 +98,11 @@ class TrainingClient(AwaitableClient):
         """Return the number of updates of the weights, after all verbs submitted before (an
         extension). Samples carry it.
         """
-        return self._driver.submit("version", self.model_id).result()
+        return self._submit("version").result()
+
+    def _submit(self, verb: str, *arguments: Any, dependencies: Sequence[Future] = ()) -> Future:
+        """Submit a verb of this model."""
+        return self._driver.submit(verb, self.model_id, *arguments, dependencies=dependencies)
 
     # ------------------------------------------------------------------------------------- learning
 
@@ -156,9 +160,7 @@ class TrainingClient(AwaitableClient):
             for model_input in model_inputs
         ]
         check_call(bare, "cross_entropy", {}, self.info)
-        future = self._driver.submit(
-            "forward_backward", self.model_id, bare, CUSTOM_VALUE_LOSS, {}, 1.0, False
-        )
+        future = self._submit("forward_backward", bare, CUSTOM_VALUE_LOSS, {}, 1.0, False)
         return APIFuture(future, lambda value: [output["values"] for output in value[0]])
 
     def _forward(
@@ -183,9 +185,8 @@ class TrainingClient(AwaitableClient):
             open_ends=True,
         )
         sampling_temperatures = self._find_temperatures(data, loss, config)
-        future = self._driver.submit(
+        future = self._submit(
             "forward_backward",
-            self.model_id,
             list(data),
             loss,
             config,
@@ -245,9 +246,8 @@ class TrainingClient(AwaitableClient):
         sampling_temperatures = self._find_temperatures(data, spec, config)
 
         def run(backward: bool) -> Future:
-            return self._driver.submit(
+            return self._submit(
                 "forward_backward",
-                self.model_id,
                 bare,
                 spec,
                 config,
@@ -277,7 +277,7 @@ class TrainingClient(AwaitableClient):
         validate_number("factor", factor, "a positive number", minimum=0, open_ends=True)
         if self.recorder is not None:
             self.recorder.record_scale(factor)
-        future = self._driver.submit("scale_gradients", self.model_id, factor)
+        future = self._submit("scale_gradients", factor)
         self._pending_backwards.append(future)
         return APIFuture(future)
 
@@ -301,9 +301,7 @@ class TrainingClient(AwaitableClient):
         if self.recorder is not None:
             self.recorder.record_step(params_passed[0])
         backwards, self._pending_backwards = self._pending_backwards, []
-        future = self._driver.submit(
-            "optim_step", self.model_id, params_passed[0], dependencies=backwards
-        )
+        future = self._submit("optim_step", params_passed[0], dependencies=backwards)
         return APIFuture(future, OptimStepResponse)
 
     # ----------------------------------------------------------------------------- saving, sampling
@@ -336,9 +334,8 @@ class TrainingClient(AwaitableClient):
         path = self._make_save_path("checkpoints", name, ttl_seconds, folder)
         other_model_ids = {key: client.model_id for key, client in (companions or {}).items()}
         merged_metadata = self._merge_user_metadata(user_metadata)
-        future = self._driver.submit(
+        future = self._submit(
             "save_state",
-            self.model_id,
             path,
             dict(metadata or {}),
             ttl_seconds,
@@ -372,9 +369,8 @@ class TrainingClient(AwaitableClient):
             require_value_head(self.info, "save_weights_for_sampler with value_head")
         path = self._make_save_path("sampler_weights", name, ttl_seconds, folder)
         merged_metadata = self._merge_user_metadata(user_metadata)
-        future = self._driver.submit(
+        future = self._submit(
             "save_for_sampler",
-            self.model_id,
             path,
             merged,
             ttl_seconds,
@@ -410,7 +406,7 @@ class TrainingClient(AwaitableClient):
                 f"after each update), got {kind!r}"
             )
         version_id = self._context.next_version_id()
-        created = self._driver.submit("snapshot", self.model_id, version_id)
+        created = self._submit("snapshot", version_id)
         return SamplingClient(self._context, version_id, created, self.info)
 
     def create_sampling_client(
@@ -433,7 +429,7 @@ class TrainingClient(AwaitableClient):
                 "keeps no base weights"
             )
         version_id = self._context.next_version_id()
-        created = self._driver.submit("snapshot_base", self.model_id, version_id)
+        created = self._submit("snapshot_base", version_id)
         return SamplingClient(self._context, version_id, created, self.info)
 
     def load_state(
@@ -452,7 +448,7 @@ class TrainingClient(AwaitableClient):
 
     def _load(self, path: str, with_optimizer: bool) -> APIFuture[types.LoadWeightsResponse]:
         path = os.path.expanduser(path)
-        future = self._driver.submit("load_state", self.model_id, path, with_optimizer)
+        future = self._submit("load_state", path, with_optimizer)
         return APIFuture(future, lambda _: types.LoadWeightsResponse(path))
 
     def _make_save_path(
@@ -582,7 +578,7 @@ def forward_backward_microbatches(
     metrics, temperature, index, num_microbatches = {"loss:sum": 0.0}, 1.0, 0, 1
     while index < num_microbatches:
         call = (list(data), loss, config, 1.0, backward, False, True, sampling_temperatures)
-        future = client._driver.submit("forward_backward_microbatch", client.model_id, index, *call)
+        future = client._submit("forward_backward_microbatch", index, *call)
         if backward:
             client._pending_backwards.append(future)
         microbatch_outputs, sums, temperature, num_microbatches = future.result()
@@ -600,4 +596,4 @@ def drop_gradients(client: TrainingClient) -> None:
     requested.
     """
     client._pending_backwards.clear()
-    client._driver.submit("drop_gradients", client.model_id).result()
+    client._submit("drop_gradients").result()

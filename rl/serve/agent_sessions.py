@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +74,7 @@ class AgentSession:
     turns: list[SampledTurn] = field(default_factory=list)
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    last_used: float = field(default_factory=time.monotonic)
+    num_ids: int = 0  # of the prompts and samples of all turns
     _turns_by_digest: dict[bytes, SampledTurn] = field(default_factory=dict)
     _results: dict[bytes, asyncio.Future[Any]] = field(default_factory=dict)
     _disconnected: set[bytes] = field(default_factory=set)
@@ -179,7 +178,7 @@ class AgentSession:
         again.
         """
         self.turns.append(turn)
-        self.last_used = time.monotonic()
+        self.num_ids += len(turn.prompt) + len(turn.sequence.tokens)
         if turn.messages is None:
             return
         turn.answer = _omit(turn.answer, "unparsed_tool_calls")
@@ -315,12 +314,13 @@ def _digest_prefixes(
 class AgentSessions:
     """Hold sessions by owner and name.
 
-    Above `max_sessions` sessions, the least recently used session of the owner that holds the most
-    is removed. `max_turns`: the most turns of a session.
+    Above `max_sessions` sessions, or above `max_ids` token ids in all of their turns, the least
+    recently used session of the owner with the most sessions is removed. `max_turns`: the most
+    turns of a session.
     """
 
-    def __init__(self, max_sessions: int = 10_000, max_turns: int = 10_000):
-        self.max_sessions, self.max_turns = max_sessions, max_turns
+    def __init__(self, max_sessions: int = 10_000, max_turns: int = 10_000, max_ids: int = 2**28):
+        self.max_sessions, self.max_turns, self.max_ids = max_sessions, max_turns, max_ids
         self._by_name: OrderedDict[tuple[str, str], AgentSession] = OrderedDict()
 
     def get_or_create(self, owner: str, name: str) -> AgentSession:
@@ -336,10 +336,10 @@ class AgentSessions:
             )
         session = self._by_name.setdefault((owner, name), AgentSession(owner))
         self._by_name.move_to_end((owner, name))
-        if len(self._by_name) > self.max_sessions:
-            owners = {key: key[0] for key in self._by_name}
-            for key in choose_evictions(owners, len(owners) - self.max_sessions):
-                del self._by_name[key]
+        num_ids = sum(other.num_ids for other in self._by_name.values())
+        while len(self._by_name) > (self.max_sessions if num_ids <= self.max_ids else 1):
+            (key,) = choose_evictions({key: key[0] for key in self._by_name}, 1)
+            num_ids -= self._by_name.pop(key).num_ids
         if len(session.turns) >= self.max_turns:
             raise HttpError(
                 400,

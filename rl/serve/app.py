@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,7 +31,7 @@ from rl.serve.api_routes import make_description_routes
 from rl.serve.http_connection import ReceiveFn, limit_body
 from rl.serve.http_errors import HttpError, SafeJSONResponse, make_error_response, report_error
 from rl.serve.scheduler import TenantCounter, check_share
-from rl.serve.serve_settings import LOCAL_OWNER, compute_owner_id
+from rl.serve.serve_settings import LOCAL_OWNER, LOOPBACK_HOSTS, compute_owner_id
 from rl.serve.serving_engine import ServingEngine
 from rl.serve.tinker_rest import LINK_PREFIX, UrlSigner
 
@@ -42,6 +43,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 PAGE_PATH = "/"
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 KEYLESS_PATHS = ("/healthz", "/api/v1/healthz")  # served without a key
+# headers that browsers send, and that a page cannot remove
+_BROWSER_HEADERS = frozenset((b"origin", b"sec-fetch-site", b"accept-language"))
 
 
 def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigner) -> Any:
@@ -50,6 +53,8 @@ def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigne
     async def health(request: Request) -> Response:
         if engine.is_shutting_down:
             return SafeJSONResponse({"status": "shutting_down"}, 503)
+        if not engine.is_alive:  # a supervisor has to restart the server
+            return SafeJSONResponse({"status": "failed"}, 503)
         return SafeJSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
@@ -125,10 +130,13 @@ class RequestGuard:
         return self._find_key_owner(dict(scope["headers"]))
 
     def _check_request(self, scope: Scope, owner: str | None) -> None:
-        """Raise HttpError: 401 without a valid key, 503 and 429 above the limit of open requests
-        and the owner's share of it, 413 for a body above the limit.
+        """Raise HttpError: 401 without a valid key, 403 for a page of another site, 503 and 429
+        above the limit of open requests and the owner's share of it, 413 for a body above the
+        limit.
         """
-        limits = self.engine.settings.limits
+        limits, headers = self.engine.settings.limits, dict(scope["headers"])
+        if not self._keys and headers.keys() & _BROWSER_HEADERS:
+            self._check_site(headers)
         if owner is None:
             raise HttpError(
                 401, "this server requires a key: send x-api-key, or authorization: Bearer"
@@ -145,12 +153,34 @@ class RequestGuard:
                 len(self._keys) > 1,
                 retry_after=1.0,
             )
-        length = dict(scope["headers"]).get(b"content-length", b"0")
+        length = headers.get(b"content-length", b"0")
         # bytes.isdigit is about ASCII; int() refuses more than 4300 digits
         if not length.isdigit() or len(length) > 18 or int(length) > limits.body_bytes:
             raise HttpError(
                 413, f"a body may have at most {limits.body_bytes} bytes: send less at once"
             )
+
+    def _check_site(self, headers: dict[bytes, bytes]) -> None:
+        """Raise HttpError (403) for a browser's request from a page of another site.
+
+        Without keys any page that a user of this machine opens could otherwise use the server:
+        directly (the `origin` is the page's), or through a name of its own that it resolves to
+        127.0.0.1 (the `host` is that name).
+        """
+        allowed = {*LOOPBACK_HOSTS, *self.engine.settings.allowed_hosts}
+        for name, prefix in ((b"host", "//"), (b"origin", "")):
+            value = headers[name].decode("latin-1") if name in headers else None
+            try:
+                is_allowed = value is None or urlsplit(prefix + value).hostname in allowed
+            except ValueError:
+                is_allowed = False
+            if not is_allowed:
+                raise HttpError(
+                    403,
+                    f"pages in a browser may use this server only as {', '.join(sorted(allowed))}, "
+                    f"got {name.decode()} {value!r:.100}: start it with --allowed-hosts and that "
+                    "name, or with keys",
+                )
 
     def _find_key_owner(self, headers: dict[bytes, bytes]) -> str | None:
         """Return the owner of the key in `headers`; None if no configured key matches.

@@ -52,11 +52,7 @@ class EncodedResult:
         Raises HttpError (503) if the server shut down before it ran the request.
         """
         if self.kind == "interrupted":
-            raise HttpError(
-                503,
-                "the server is shutting down and has not started this request: try again",
-                retry_after=5.0,
-            )
+            raise ShutdownError()
         to_json = _JSON_CONVERTERS.get(self.kind)
         if to_json is None:
             return Response(self.body, media_type="application/json")

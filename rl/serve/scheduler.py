@@ -1,8 +1,8 @@
 """Schedule the work of all tenants fairly: round robin, with a bound for each tenant.
 
 Work waits in lanes, a lane per model. The queue serves tenants in turn, and each tenant's lanes in
-turn. Work is a generator that yields between slices. Samples have no lane: after each slice, all
-waiting samples are taken together.
+turn. Work is a generator that yields between slices. Sample requests have no lane: after each
+slice, as many as the sampler has room for are taken together, also from the tenants in turn.
 
 `check_share` limits each tenant's share of a resource: queue, sessions, models, samplers, open
 requests, bytes. While other tenants exist, each tenant may hold half of the capacity that the
@@ -13,6 +13,7 @@ switches", 1998, with their factor at 1.) A tenant is a key, or a session if the
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -114,6 +115,11 @@ class SamplingJob:
     on_progress: Callable[[dict[int, Any]], None] | None = None
     sequence_ids: Sequence[str] = ()  # promised before sampling
 
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples that the request asks for."""
+        return self.arguments.get("num_samples", 1)
+
 
 class FairQueue:
     """Queue up to `limit` jobs and samples. Any thread adds work; a single thread takes it.
@@ -128,7 +134,7 @@ class FairQueue:
         self._early_counts = TenantCounter()
         self.changed = threading.Condition()
         self._lanes_by_tenant: OrderedDict[str, OrderedDict[str, deque[EngineJob]]] = OrderedDict()
-        self._samples: deque[SamplingJob] = deque()
+        self._samples: OrderedDict[str, deque[SamplingJob]] = OrderedDict()  # by tenant
         self._length = 0
 
     def __len__(self) -> int:
@@ -172,7 +178,7 @@ class FairQueue:
         """Queue a sample. Raises HttpError (429) if the queue, or the tenant's share, is full."""
         self.check_capacity(job.tenant)
         with self.changed:
-            self._samples.append(job)
+            self._samples.setdefault(job.tenant, deque()).append(job)
             self._count(job, 1)
             self.changed.notify()
 
@@ -183,21 +189,28 @@ class FairQueue:
 
     def _drop_cancelled(self) -> None:
         """Remove cancelled samples. The caller holds `changed`."""
-        samples, self._samples = self._samples, deque()
-        for job in samples:
-            if job.done.cancelled():
+        for tenant, jobs in list(self._samples.items()):
+            for job in [job for job in jobs if job.done.cancelled()]:
                 self._count(job, -1)
-            else:
-                self._samples.append(job)
+                jobs.remove(job)
+            if not jobs:
+                del self._samples[tenant]
 
-    def take_samples(self) -> list[SamplingJob]:
-        """Remove all waiting samples from the queue, and return them."""
+    def take_samples(self, room: float = math.inf) -> list[SamplingJob]:
+        """Remove sample requests from the queue, one of each tenant in turn, until they have `room`
+        samples, and return them. The last request may exceed `room`.
+        """
         with self.changed:
             self._drop_cancelled()
-            samples, self._samples = list(self._samples), deque()
-            for job in samples:
-                self._count(job, -1)
-            return samples
+            taken: list[SamplingJob] = []
+            while self._samples and room > 0:
+                tenant, jobs = self._samples.popitem(last=False)
+                taken.append(jobs.popleft())
+                if jobs:
+                    self._samples[tenant] = jobs  # at the end of the order
+                self._count(taken[-1], -1)
+                room -= taken[-1].num_samples
+            return taken
 
     def has_only_samples(self) -> bool:
         """Return whether samples wait and no other work does."""

@@ -35,6 +35,7 @@ from rl.types import (
 )
 
 MAX_JSON_BYTES = 32 * 2**20
+MAX_SAMPLES = 2**16  # per request: their ids are sent before sampling, and others wait for them
 _MAX_WINDOW = 1 << 27  # largest window of a frame in bytes, which bounds the decoder's memory
 _MAX_TTL_SECONDS = 10 * 366 * 86400  # longest time to live of a checkpoint, in seconds
 # name of a type in an error -> pydantic's errors of that type
@@ -64,11 +65,6 @@ def _check_size(value: Any) -> Any:
     return value
 
 
-def _default_false(value: Any) -> Any:
-    """Return False for null."""
-    return False if value is None else value
-
-
 _ADAM, _SAMPLING = AdamParams(), SamplingParams()
 _NON_NEGATIVE = "a finite number of at least 0"
 _FRACTION = "a number of at least 0 and below 1"
@@ -77,7 +73,9 @@ PositiveCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
 # integers beyond 64 bits are refused, as everywhere in `rl.types`
 Number = Annotated[float, BeforeValidator(_check_size)]
 Metadata = Annotated[dict[str, str], BeforeValidator(_stringify_metadata)]
-Flag = Annotated[bool, BeforeValidator(_default_false)]
+# null is the default
+Flag = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
+TrueFlag = Annotated[bool, BeforeValidator(lambda value: True if value is None else value)]
 
 
 def make_parameter(name: str, maximum: float | None = None) -> Any:
@@ -188,9 +186,9 @@ class LoraConfigBody(JsonBody):
 
     rank: Annotated[int, Field(ge=1, le=4096)]
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
-    train_mlp: Any = True
-    train_attn: Any = True
-    train_unembed: Any = True
+    train_mlp: TrueFlag = True
+    train_attn: TrueFlag = True
+    train_unembed: TrueFlag = True
 
 
 class CreateModelBody(NewModelBody):
@@ -322,7 +320,7 @@ class AcceptedSampleBody(JsonBody):
 
     sampling_session_id: str | None = None
     seq_id: Annotated[int, Field(ge=0, le=2**63 - 1)]
-    num_samples: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
     prompt_logprobs: Flag = False
     topk_prompt_logprobs: Count | None = None
     target_prompt_logprobs: dict[str, Any] | None = None

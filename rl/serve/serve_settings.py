@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,6 +99,8 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: tuple[str, ...] = field(default=(), repr=False)
+    # names besides loopback under which browsers may use a server without keys
+    allowed_hosts: Sequence[str] = ()
     tls_cert: Path | None = None
     tls_key: Path | None = None
     seed: int = 0
@@ -125,8 +129,10 @@ class ServeSettings:
                 f"--host {self.host} can be reached from other machines, which could train and "
                 "sample here: set keys (--keys-file, or WHETSTONE_SERVE_KEYS)"
             )
-        if not self.stop_grace >= 1:
+        if not 1 <= self.stop_grace < math.inf:
             raise UserError(f"--stop-grace must be at least 1 second, got {self.stop_grace}")
+        if Path(self.output_dir).is_file():
+            raise UserError(f"--output-dir {self.output_dir} is a file: pass a folder")
         if not 0 <= self.port <= 65535:
             raise UserError(f"--port must be 0 (any free port) to 65535, got {self.port}")
         if (self.tls_cert is None) != (self.tls_key is None):

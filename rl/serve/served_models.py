@@ -211,14 +211,22 @@ class ModelManager:
         """Write models to disk until another model fits into memory.
 
         Each time, the least recently used model of the tenant that holds most is written. A model
-        with a gradient or with running work stays in memory.
+        with a gradient or with running work stays in memory, and so does a model that cannot be
+        written, on a full disk for example.
         """
         loaded = [model for model in self.session_store.list_models() if model.client is not None]
         idle = [model for model in loaded if not model.has_gradient and not model.is_running]
-        count = len(loaded) + 1 - self.engine.settings.limits.models_in_memory
-        for model in choose_oldest(idle, count):
-            self.write_model(model)
+        excess = len(loaded) + 1 - self.engine.settings.limits.models_in_memory
+        while idle and excess > 0:
+            (model,) = choose_oldest(idle, 1)
+            idle.remove(model)
+            try:
+                self.write_model(model)
+            except Exception as error:  # boundary: the request that needs memory is another's
+                log_write_failure(model.model_id, error)
+                continue
             self.free_model(model)
+            excess -= 1
             self.engine.metrics.increment("written_out_total", which="written_out")
 
     def write_model(self, model: ModelRecord) -> None:
@@ -481,10 +489,13 @@ class ModelManager:
     def sampling_client(self, sampler: SamplerRecord) -> SamplingClient:
         """Return the client of a sampling session, and create it from its weights if needed.
 
-        Several threads may call it. Raises HttpError (404) if the session's snapshot was freed.
+        Several threads may call it, and only the first reads the weights. Weights that could not be
+        read are read again. Raises HttpError (404) if the session's snapshot was freed.
         """
-        client = sampler.client  # another thread may evict it meanwhile
-        if client is None:
+        with sampler.loading_lock:
+            client = sampler.client  # another thread may evict it meanwhile
+            if client is not None and not client.failed:
+                return client
             if sampler.is_in_memory:
                 raise HttpError(
                     404,
@@ -500,7 +511,7 @@ class ModelManager:
             # requests that were accepted later may run earlier: loading is the last use
             sampler.client, sampler.last_used = client, time.monotonic()
             self._evict_samplers()
-        return client
+            return client
 
     def _evict_samplers(self) -> None:
         """Free samplers beyond `samplers_in_memory`, by tenant and least recent use."""

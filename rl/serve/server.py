@@ -57,7 +57,7 @@ def read_serve_settings(args: argparse.Namespace) -> ServeSettings:
     if args.keys_file:
         try:
             lines = Path(args.keys_file).read_text().splitlines()
-            keys += [line for line in lines if not line.startswith("#")]
+            keys += [line for line in lines if not line.lstrip().startswith("#")]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"--keys-file {args.keys_file} cannot be read: "
@@ -65,28 +65,25 @@ def read_serve_settings(args: argparse.Namespace) -> ServeSettings:
             ) from error
     options = {name: value for name, value in vars(args).items() if value is not None}
     limits = {name: options[name] for name in vars(ServeLimits()) if name in options}
-    names = {field.name for field in fields(ServeSettings)} - {
-        "limits",
-        "worker",
-        "keys",
-        "base_dtype",
-    }
     if args.resume and not args.output_dir:
         raise UserError("--resume continues the server of a folder: give its --output-dir")
     folder = f"runs/served-{time.strftime('%Y%m%d-%H%M%S')}"
-    values = {name: options[name] for name in names if name in options} | {
-        "bases": tuple(map(ServedBaseModel.parse, args.base_model)),
-        "output_dir": Path(args.output_dir or folder),
-        "keys": tuple(dict.fromkeys(stripped for key in keys if (stripped := key.strip()))),
-    }
     worker, base_dtype = _read_worker_settings(options)
     if args.sampler == "vllm":
         worker = _use_vllm_servers(worker, args)
     elif args.sampler_url or args.sampler_folder:
         raise UserError("--sampler-url and --sampler-folder are of --sampler vllm: add it")
-    return ServeSettings(
-        **values, limits=ServeLimits(**limits), worker=worker, base_dtype=base_dtype
-    )
+    names = {field.name for field in fields(ServeSettings)}
+    values = {name: value for name, value in options.items() if name in names}
+    values |= {
+        "bases": tuple(map(ServedBaseModel.parse, args.base_model)),
+        "output_dir": Path(args.output_dir or folder),
+        "keys": tuple(dict.fromkeys(stripped for key in keys if (stripped := key.strip()))),
+        "limits": ServeLimits(**limits),
+        "worker": worker,
+        "base_dtype": base_dtype,
+    }
+    return ServeSettings(**values)
 
 
 def _read_worker_settings(options: Mapping[str, Any]) -> tuple[WorkerSettings, str]:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -82,7 +83,7 @@ class ServingEngine:
         self.list_names: Callable[[str], list[tuple[str, ServedBaseModel]]]
         self._base_clients: dict[str, SamplingClient] = {}
         self._loading_lock = threading.Lock()
-        self._renderers: dict[str, Renderer] = {}
+        self._renderers: WeakKeyDictionary[SamplingClient, Renderer] = WeakKeyDictionary()
         self._created = int(time.time())
         # the batches; one without requests keeps its KV cache until other work is done
         self._streams: dict[BatchKey, tuple[SampleStream, dict[int, SamplingJob]]] = {}
@@ -92,6 +93,11 @@ class ServingEngine:
     def start(self) -> None:
         """Start the engine's thread."""
         self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether work can still run: no rank is lost, and the thread has not ended."""
+        return self._thread.is_alive() and not self.service.closed
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -198,14 +204,16 @@ class ServingEngine:
 
         Raises HttpError: 404 for an unknown name, 400 if the model has no tokenizer.
         """
-        name = model or self.settings.bases[0].name
-        if name not in self._renderers:
-            tokenizer = self.tokenizer(model, owner)
+        client = self.find_client(model, owner)()
+        renderer = self._renderers.get(client)
+        if renderer is None:
+            tokenizer = client.get_tokenizer()
             if tokenizer is None:
                 raise MissingTokenizerError(model)
             default = "chat_template" if getattr(tokenizer, "chat_template", None) else "role_colon"
-            self._renderers[name] = get_renderer(self.settings.renderer or default, tokenizer)
-        return self._renderers[name]
+            renderer = get_renderer(self.settings.renderer or default, tokenizer)
+            self._renderers[client] = renderer
+        return renderer
 
     def find_client(self, model: str | None, owner: str) -> Callable[[], SamplingClient]:
         """Return a function that returns the sampling client of a model name.
@@ -245,26 +253,44 @@ class ServingEngine:
             if self.is_shutting_down and not len(self.queue) and not self._has_samples:
                 self._close_idle_streams()
                 return
-            job = self.queue.next_job()
-            if job is not None:  # it may need the memory, or free the weights
-                self._close_idle_streams()
-            if job is not None and self.is_shutting_down and time.monotonic() > self._deadline:
-                self._interrupt_job(job)
-            elif job is not None:
-                self._run_job_slice(job)
-            if not self._has_samples and self.queue.has_only_samples():
-                self._wait_for_samples()
-            self._admit_samples(self.queue.take_samples())
-            if self.is_shutting_down and time.monotonic() > self._deadline:
-                self._interrupt_samples()
-            for batch_key, (_, tickets) in list(self._streams.items()):
-                if tickets:
-                    self._run_batch_slice(batch_key)
+            self._run_turn()
+
+    def _run_turn(self) -> None:
+        """Run a slice of the next job, then a slice of each batch.
+
+        In a method of its own: the waiting loop would keep the job's body and the batch's weights.
+        """
+        job = self.queue.next_job()
+        if job is not None:  # it may need the memory, or free the weights
+            self._close_idle_streams()
+        if job is not None and self.is_shutting_down and time.monotonic() > self._deadline:
+            self._interrupt_job(job)
+        elif job is not None:
+            self._run_job_slice(job)
+        if not self._has_samples and self.queue.has_only_samples():
+            self._wait_for_samples()
+        self._admit_samples(self.queue.take_samples(self._count_room()))
+        if self.is_shutting_down and time.monotonic() > self._deadline:
+            self._interrupt_samples()
+        for batch_key, (_, tickets) in list(self._streams.items()):
+            if tickets:
+                self._run_batch_slice(batch_key)
 
     @property
     def _has_samples(self) -> bool:
         """Return whether any batch has requests."""
         return any(tickets for _, tickets in self._streams.values())
+
+    def _count_room(self) -> int:
+        """Return the number of samples that the batches have room for.
+
+        As many samples as are decoded at once wait within the sampler, so that no row stays empty.
+        All others wait in the queue, where tenants take turns.
+        """
+        streams = [stream for stream, _ in self._streams.values()]
+        num_ranks = max((stream.num_ranks for stream in streams), default=1)
+        num_unfinished = sum(stream.num_unfinished for stream in streams)
+        return 2 * self.settings.worker.sampler.max_rows * num_ranks - num_unfinished
 
     def _close_idle_streams(self) -> None:
         """Close the batches without requests."""

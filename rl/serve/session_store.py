@@ -134,6 +134,7 @@ class SamplerRecord(TenantRecord):
     client: SamplingClient | None = None
     is_in_memory: bool = False  # whether its weights exist only in memory
     clones: int = 0
+    loading_lock: threading.Lock = field(default_factory=threading.Lock)
     last_used: float = field(default_factory=time.monotonic)
 
 

@@ -21,7 +21,7 @@ from rl.client import TrainingClient
 from rl.errors import BadRequestError
 from rl.serve import conversion, schemas, tinker_pb2
 from rl.serve.api_routes import RouteHandler, TypedRoute, make_unsupported
-from rl.serve.http_errors import HttpError, SafeJSONResponse
+from rl.serve.http_errors import HttpError, SafeJSONResponse, ShutdownError
 from rl.serve.request_store import PROTOBUF_TYPE, PendingRequest, compute_digest
 from rl.serve.scheduler import EngineJob
 from rl.serve.schemas import (
@@ -45,56 +45,50 @@ class TinkerRoutes(ServerParts):
 
     def routes(self) -> list[TypedRoute]:
         """Return the routes for training and sampling, including the unsupported ones."""
-        numbered = self._make_numbered_handler
-        # (path, handler, type of the body where the handler reads it itself)
-        table: list[tuple[str, RouteHandler, Any]] = [
-            ("client/config", self.get_client_config, None),
-            ("client/dynamic_config", self.get_dynamic_config, None),
-            ("telemetry", self.accept_telemetry, None),
-            ("session_heartbeat", self.record_heartbeat, None),
-            ("sessions/{session_id}/finish", self.finish_session, None),
-            ("create_session", self.create_session, None),
-            ("create_model", self.create_model, None),
-            ("unload_model", self.unload_model, None),
-            ("get_info", self.get_info, None),
-            ("forward_backward", self.forward_backward, PROTOBUF_TYPE),
-            ("load_weights", self.load_weights, None),
-            ("retrieve_future", self.retrieve_future, None),
-            ("cancel_future", self.cancel_future, None),
-            ("create_sampling_session", self.create_sampling_session, None),
-            ("join_sampling_session", self.join_sampling_session, None),
-            ("asample", self.asample, schemas.SampleBody),
-        ]
-        table += [
-            (verb, numbered(verb, body_type), body_type)
-            for verb, body_type in (
-                ("optim_step", schemas.OptimStepBody),
-                ("save_weights", schemas.SaveWeightsBody),
-                ("save_weights_for_sampler", schemas.SaveWeightsForSamplerBody),
-                ("save_weights_external", schemas.SaveWeightsExternalBody),
-            )
-        ]
-        table += [
-            (path, make_unsupported(feature), None)
-            for path, feature in (
-                (
-                    "create_custom_loss",
-                    "custom losses on the server: forward_backward_custom runs them in your script",
-                ),
-                (
-                    "copy_weights",
-                    "copying weights: every session of the same key can load the saved weights",
-                ),
-                (
-                    "retrieve_futures",
-                    "retrieving many results at once: use retrieve_future",
-                ),
-                ("auth/token", "exchanging a key for a token: send the key itself"),
-            )
-        ]
+        table: dict[str, RouteHandler] = {
+            "client/config": self.get_client_config,
+            "client/dynamic_config": self.get_dynamic_config,
+            "telemetry": self.accept_telemetry,
+            "session_heartbeat": self.record_heartbeat,
+            "sessions/{session_id}/finish": self.finish_session,
+            "create_session": self.create_session,
+            "create_model": self.create_model,
+            "unload_model": self.unload_model,
+            "get_info": self.get_info,
+            "forward_backward": self.forward_backward,
+            "load_weights": self.load_weights,
+            "retrieve_future": self.retrieve_future,
+            "cancel_future": self.cancel_future,
+            "create_sampling_session": self.create_sampling_session,
+            "join_sampling_session": self.join_sampling_session,
+            "asample": self.asample,
+        }
+        # of the handlers that read the body themselves
+        body_types: dict[str, Any] = {
+            "forward_backward": PROTOBUF_TYPE,
+            "asample": schemas.SampleBody,
+        }
+        numbered: dict[str, type[schemas.JsonBody]] = {
+            "optim_step": schemas.OptimStepBody,
+            "save_weights": schemas.SaveWeightsBody,
+            "save_weights_for_sampler": schemas.SaveWeightsForSamplerBody,
+            "save_weights_external": schemas.SaveWeightsExternalBody,
+        }
+        for verb, body_type in numbered.items():
+            table[verb] = self._make_numbered_handler(verb, body_type)
+        unsupported = {
+            "create_custom_loss": "custom losses on the server: forward_backward_custom runs them "
+            "in your script",
+            "copy_weights": "copying weights: every session of the same key can load the saved "
+            "weights",
+            "retrieve_futures": "retrieving many results at once: use retrieve_future",
+            "auth/token": "exchanging a key for a token: send the key itself",
+        }
+        table |= {path: make_unsupported(feature) for path, feature in unsupported.items()}
+        body_types |= numbered
         return [
-            TypedRoute(f"/api/v1/{path}", handler, body_type=body_type)
-            for path, handler, body_type in table
+            TypedRoute(f"/api/v1/{path}", handler, body_type=body_types.get(path))
+            for path, handler in table.items()
         ]
 
     # ------------------------------------------------------------------------------------- sessions
@@ -266,7 +260,7 @@ class TinkerRoutes(ServerParts):
         request_id, digest = f"{model.model_id}:{seq}", compute_digest(verb.encode(), raw)
         size = len(raw) if size is None else size
         if self.engine.is_shutting_down:
-            raise HttpError(503, "the server is shutting down: try again", retry_after=5.0)
+            raise ShutdownError()
         if self.request_store.find_duplicate(request_id, digest) is None:
             self.request_store.check_capacity(model.tenant, size)
             pending = PendingRequest(

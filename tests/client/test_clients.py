@@ -37,6 +37,28 @@ def client(request, service):
     return make(service, request.param)
 
 
+def test_a_stream_counts_the_samples_that_have_not_finished(service):
+    """Compare with the samples that are shorter so far than at the end."""
+    stream = SampleStream(service.create_sampling_client(base_model="tiny:addition"))
+    params = SamplingParams(max_tokens=24, stop=[3, 4, 5])
+    request = SamplingRequest(prompt=[3, 4, 12], params=params, num_samples=12, seed=1)
+    ticket, dropped = stream.add(request), stream.add(SamplingRequest(prompt=[3, 4], params=params))
+    assert stream.num_unfinished == 13
+    stream.drop(dropped)
+    assert stream.num_unfinished == 12
+    counts, partial, finished = [], [], {}
+    while stream.busy:
+        output = stream.run_steps(1, partial_tickets=True)
+        finished |= output.finished
+        counts.append(stream.num_unfinished)
+        partial.append(output.partial_output.get(ticket, {}))
+    final = [len(sequence.tokens) for sequence in finished[ticket].sequences]
+    assert len(set(counts)) > 3 and counts == [
+        sum(len(sequence.tokens) < final[i] for i, sequence in samples.items())
+        for samples in partial
+    ]
+
+
 def test_loading_a_sampler_frees_the_caches_of_streams_without_requests(service):
     """The next request of such a stream has nothing to reuse; a running one goes on."""
     stream = SampleStream(service.create_sampling_client(base_model="tiny:addition"))

@@ -17,7 +17,7 @@ pytest.importorskip("google.protobuf", reason="needs the extra serve")
 pytest.importorskip("prometheus_client", reason="needs the extra serve")
 
 from rl.learner import LearnerSettings  # noqa: E402
-from rl.runtime import WorkerSettings  # noqa: E402
+from rl.runtime import SamplerSettings, WorkerSettings  # noqa: E402
 from rl.serve import ModelServer, ServedBaseModel, ServeLimits, ServeSettings, tinker_pb2  # noqa: E402
 from rl.serve.scheduler import EngineJob  # noqa: E402
 from rl.types import Datum  # noqa: E402
@@ -46,12 +46,15 @@ def hold_requests(served: ModelServer) -> Iterator[None]:
 
 @contextmanager
 def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384, resume: bool = False, durable: bool = False,
-           base: str = BASE, **limits: Any) -> Iterator[ModelServer]:  # fmt: skip
-    worker = WorkerSettings(learner=LearnerSettings(token_budget=token_budget))
+           base: str = BASE, max_rows: int = 1024, allowed_hosts: Sequence[str] = (), name: str | None = None, **limits: Any) -> Iterator[ModelServer]:  # fmt: skip
+    worker = WorkerSettings(
+        learner=LearnerSettings(token_budget=token_budget),
+        sampler=SamplerSettings(max_rows=max_rows),
+    )
     bounds = ServeLimits(**{"poll_seconds": 5.0, **limits})
     settings = ServeSettings(
-        (ServedBaseModel(base, base),), folder, keys=tuple(keys), resume=resume, durable=durable,
-        limits=bounds, worker=worker,
+        (ServedBaseModel(name or base, base),), folder, keys=tuple(keys), resume=resume, durable=durable,
+        limits=bounds, worker=worker, allowed_hosts=allowed_hosts,
     )  # fmt: skip
     served = ModelServer.create(settings)
     served.engine.start()

@@ -18,9 +18,9 @@ from rl.envs import resolve_environment  # noqa: E402
 from rl.errors import BadRequestError, ContextLengthError  # noqa: E402
 from rl.programs import program_env  # noqa: E402
 from rl.rollout import trajectory_to_datums  # noqa: E402
-from rl.serve import HttpError  # noqa: E402
+from rl.serve import HttpError, SampledTurn  # noqa: E402
 from rl.serve.http_errors import to_http_error  # noqa: E402
-from rl.types import ModelInput, SamplingParams  # noqa: E402
+from rl.types import ModelInput, SampledSequence, SamplingParams  # noqa: E402
 
 ASK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
 TOOLS = [
@@ -824,6 +824,23 @@ def test_nobody_sees_anothers_session():
     for bad in ("", "a/b", "x" * 201, "a\nb"):
         with pytest.raises(HttpError):
             sessions.get_or_create("me", bad)
+
+
+def test_the_ids_of_all_turns_are_bounded():
+    from rl.serve import AgentSessions
+
+    sessions = AgentSessions(max_ids=40)
+    answer = {"role": "assistant", "content": "x"}
+    turn = SampledTurn([4] * 8, SampledSequence([5, 6], [-1.0, -1.0], "stop"), answer, True)
+    for name in "abc":
+        sessions.get_or_create("me", name).record_turn(turn)
+    for _ in range(2):
+        sessions.get_or_create("me", "a").record_turn(turn)
+    sessions.get_or_create("me", "d")  # now 50 ids, of which b's 10 were used longest ago
+    assert sessions.list_names("me") == ["c", "a", "d"]
+    sessions.get_or_create("me", "d").record_turn(replace(turn, prompt=[4] * 90))
+    sessions.get_or_create("me", "e")
+    assert sessions.list_names("me") == ["e"], "the session of a request stays"
 
 
 def test_an_address_from_before_programs_had_a_package_is_resolved():

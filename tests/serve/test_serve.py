@@ -3,8 +3,10 @@
 import asyncio
 import base64
 import gc
+import math
 import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -675,6 +677,8 @@ def test_settings_that_would_open_the_door_are_refused():
         ({"keys": ("short",)}, "16"),
         ({"tls_cert": "a"}, "--tls-key"),
         ({"bases": ()}, "base-model"),
+        ({"stop_grace": math.inf}, "--stop-grace"),
+        ({"output_dir": Path(__file__)}, "--output-dir .*test_serve.py is a file"),
     )
     for fields, text in wrong:
         with pytest.raises(UserError, match=text):

@@ -1,9 +1,13 @@
 """Test the limits of a server and the errors that report them."""
 
 import asyncio
+import errno
+import gc
 import runpy
 import threading
 import time
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +21,7 @@ from rl.learner import LearnerSettings
 from rl.models import load_model
 from rl.runtime import SamplerSettings, WorkerSettings
 from rl.serve import ModelServer, serving_engine
+from rl.serve.served_models import ModelManager
 from rl.serve.server import read_serve_settings
 
 httpx = pytest.importorskip("httpx", reason="needs the extra dev")
@@ -35,6 +40,109 @@ def test_the_model_that_was_used_longest_ago_is_written_out(tmp_path):
         assert [first.session_store.models[model].client is not None for model in (a, b, c)] == [
             False, True, True,
         ]  # fmt: skip
+
+
+def test_a_model_that_cannot_be_written_out_fails_no_other(tmp_path, monkeypatch):
+    """The disk is full while another model needs the memory."""
+    with open_server(tmp_path, models_in_memory=2) as (first, wires):
+        a, b = wires.model(0), wires.model(1)
+        write = ModelManager.write_model
+
+        def full(manager, model):
+            if model.model_id == a:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(manager, model)
+
+        def in_memory():
+            return [first.session_store.models[model].client is not None for model in (a, b)]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelManager, "write_model", full)
+            wires.model(2)
+            assert in_memory() == [True, False], "the next one is written instead"
+            wires.output(wires.ask(b, 1, make_text_datums(), forward_only=True))
+            assert in_memory() == [True, True]
+        wires.output(wires.ask(a, 1, make_text_datums()))
+        assert "skipped" not in wires.wait(wires.step(a, 2))["metrics"]
+
+
+def test_weights_are_read_once_for_many_and_again_after_a_failure(tmp_path, monkeypatch):
+    with open_server(tmp_path) as (item, wires):
+        path = wires.save(wires.model(), 1, "a", "_for_sampler")
+        item.model_manager._snapshots.clear()
+        driver, loads = item.engine.service._driver, []
+        submit = driver.submit
+
+        def failing(verb, *arguments, **named):
+            future = submit(verb, *arguments, **named)
+            if verb != "load_sampler":
+                return future
+            loads.append(verb)
+            time.sleep(0.2)  # the others ask meanwhile
+            if len(loads) > 1:
+                return future
+            failed = Future()
+            failed.set_exception(MemoryError("for a moment"))
+            return failed
+
+        def ask():
+            body = {"model": path, "prompt": [4, 5], "max_tokens": 2}
+            return wires.http.post("/v1/completions", json=body).status_code
+
+        monkeypatch.setattr(driver, "submit", failing)
+        assert ask() == 500 and len(loads) == 1
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(lambda _: ask(), range(4))) == [200] * 4
+        assert len(loads) == 2
+
+
+def test_renderers_are_freed_with_the_weights_that_they_read_for(tmp_path, monkeypatch):
+    made, make = [], serving_engine.get_renderer
+
+    def watched(*arguments):
+        renderer = make(*arguments)
+        made.append(weakref.ref(renderer))
+        return renderer
+
+    monkeypatch.setattr(serving_engine, "get_renderer", watched)
+    with open_server(tmp_path) as (item, wires):
+        model = wires.model()
+        for i in range(3):
+            body = {"model": wires.sampler(model, 1 + i, i), "max_tokens": 2}
+            body["messages"] = [{"role": "user", "content": "hi"}]
+            for _ in range(2):
+                reply = wires.http.post("/v1/chat/completions", json=body)
+                assert reply.status_code == 200, reply.text
+        assert len(made) == 3 and all(renderer() is not None for renderer in made)
+        wires.http.post(f"/api/v1/sessions/{wires.session}/finish", json={})
+        assert until(lambda: not gc.collect() and not any(renderer() for renderer in made))
+
+
+def test_a_server_whose_ranks_are_gone_is_not_healthy(tmp_path):
+    with server(tmp_path) as item:
+        http = Wire(item).http
+        assert http.get("/healthz").json() == {"status": "ok"}
+        item.engine.service.close()
+        reply = http.get("/healthz")
+        assert reply.status_code == 503 and reply.json() == {"status": "failed"}
+
+
+def test_values_of_a_model_and_of_a_sample_that_mean_nothing_are_refused(tmp_path):
+    with open_server(tmp_path) as (item, wires):
+        body = wires.model_body()
+        for value, got in (("false", "str"), (0, "int")):
+            body["lora_config"]["train_mlp"] = value
+            reply = wires.post("create_model", 400, **body)
+            assert reply["detail"] == f"lora_config.train_mlp must be of type bool, got {got}"
+        body["lora_config"]["train_mlp"] = None  # as if it were absent
+        model = wires.wait(wires.post("create_model", **body))["model_id"]
+        counts = [
+            item.session_store.models[name].client.info["trainable_parameters"]
+            for name in (model, wires.model(1))
+        ]
+        assert counts[0] == counts[1]
+        body = {"sampling_session_id": "x", "seq_id": 0, "num_samples": 2**16 + 1}
+        assert str(2**16) in wires.post("asample", 400, **body)["detail"]
 
 
 def test_a_sampler_that_was_given_back_is_read_again(tmp_path):
@@ -136,6 +244,14 @@ def read_command_line(*words):
 def test_a_resumed_server_needs_its_folder():
     with pytest.raises(UserError, match="give its --output-dir"):
         read_command_line("--resume")
+
+
+def test_comments_of_a_keys_file_are_no_keys(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# two tenants\n  # of the laboratory\n" + "\n".join(KEYS) + "\n\n")
+    assert read_command_line("--keys-file", str(file)).keys == KEYS
+    words = ("--allowed-hosts", "gpu.lab", "gpu2.lab")
+    assert tuple(read_command_line(*words).allowed_hosts) == ("gpu.lab", "gpu2.lab")
 
 
 def test_a_part_of_a_shared_package_is_missing_by_itself():

@@ -27,6 +27,12 @@ def model_server(tmp_path_factory):
         yield parts
 
 
+@pytest.fixture(scope="module")
+def site_server(tmp_path_factory):
+    with server(tmp_path_factory.mktemp("sites"), allowed_hosts=["gpu.lab"]) as parts:
+        yield parts
+
+
 def test_a_browser_gets_the_page_without_a_key_and_other_clients_what_they_got(model_server):
     http = TestClient(model_server.app, raise_server_exceptions=False)
     page = http.get("/", headers={"accept": BROWSER})
@@ -41,6 +47,43 @@ def test_a_browser_gets_the_page_without_a_key_and_other_clients_what_they_got(m
     # only this path works without a key
     assert http.get("/v1/models", headers={"accept": BROWSER}).status_code == 401
     assert http.get("/index.html", headers={"accept": BROWSER}).status_code == 401
+
+
+SITES = """
+    127.0.0.1:8000  -                       200
+    localhost:8000  http://localhost:8000   200
+    [::1]:8000      http://localhost:3000   200
+    LOCALHOST       -                       200
+    gpu.lab         https://gpu.lab         200
+    127.0.0.1:8000  https://gpu.lab:444     200
+    evil.net:8000   http://evil.net:8000    403
+    evil.net:8000   -                       403
+    127.0.0.1:8000  http://evil.net         403
+    localhost       http://localhost.evil.net  403
+    localhost       null                    403
+    [::1            -                       403
+"""
+
+
+@pytest.mark.parametrize("row", SITES.strip().splitlines())
+def test_pages_of_other_sites_cannot_use_a_server_without_keys(site_server, row):
+    """Neither directly nor by a name that resolves to 127.0.0.1 (DNS rebinding)."""
+    host, origin, status = row.split()
+    http = TestClient(site_server.app, raise_server_exceptions=False)
+    headers = {"host": host, "accept-language": "en"}
+    headers |= {"origin": origin} if origin != "-" else {}
+    for path in ("/v1/models", "/api/v1/sessions"):
+        answer = http.get(path, headers=headers)
+        assert answer.status_code == int(status), answer.text
+        assert status == "200" or "--allowed-hosts" in answer.text
+    if status == "403":  # clients that are no browser keep the name of any proxy
+        assert http.get("/v1/models", headers={"host": host}).status_code == 200
+
+
+def test_a_page_of_another_site_with_a_key_may_use_the_server(model_server):
+    http = TestClient(model_server.app, raise_server_exceptions=False)
+    headers = {"host": "gpu.net", "origin": "https://other.net", "x-api-key": KEY}
+    assert http.get("/v1/models", headers=headers).status_code == 200
 
 
 def test_the_policy_of_the_page_allows_its_own_code_and_nothing_else(model_server):

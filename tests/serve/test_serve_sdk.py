@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from test_serve_docs import MODEL_NAME, find_block
 
 from rl.client import ServiceClient
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams
@@ -18,31 +20,66 @@ pytestmark = [pytest.mark.sdk, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def sdk_results(tmp_path_factory) -> dict:
-    """Return the results of tests/serve/sdk_client.py."""
+def sdk_python() -> str:
     python = os.environ.get("WHETSTONE_TEST_SDK")
     if not python:
         pytest.skip("WHETSTONE_TEST_SDK names no Python with the tinker SDK (the extra sdk)")
-    folder = tmp_path_factory.mktemp("served")
+    return python
+
+
+def run_against_server(folder: Path, base: str, *runs: Callable[[str], dict]) -> list[str]:
+    """Return what subprocesses print that use a server. `runs`: the server's address to the
+    arguments of `subprocess.run`.
+    """
     command = [
-        sys.executable, "serve.py", "--base-model", BASE, "--port", "0", "--output-dir",
+        sys.executable, "serve.py", "--base-model", base, "--port", "0", "--output-dir",
         str(folder / "out"),
     ]  # fmt: skip
     log = (folder / "log").open("w")
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=log, text=True)
+    outputs = []
     try:
         line = process.stdout.readline()
         url = line.split(" at ")[1].strip()
-        client = [python, str(REPO / "tests" / "serve" / "sdk_client.py"), url]
-        done = subprocess.run(client, cwd=folder, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr[-3000:] + (folder / "log").read_text()[-3000:]
+        for run in runs:
+            done = subprocess.run(
+                **run(url), cwd=folder, capture_output=True, text=True, timeout=240
+            )
+            assert done.returncode == 0, done.stderr[-3000:] + (folder / "log").read_text()[-3000:]
+            outputs.append(done.stdout)
         process.terminate()
         assert process.wait(60) == 0
     finally:
         process.kill()
     log = (folder / "log").read_text()
     assert "tml-a-key" not in log and "Traceback" not in log
-    return json.loads(done.stdout.splitlines()[-1])
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def sdk_results(sdk_python, tmp_path_factory) -> dict:
+    """Return the results of tests/serve/sdk_client.py."""
+    script = str(REPO / "tests" / "serve" / "sdk_client.py")
+    folder = tmp_path_factory.mktemp("served")
+    (output,) = run_against_server(folder, BASE, lambda url: {"args": [sdk_python, script, url]})
+    return json.loads(output.splitlines()[-1])
+
+
+def test_the_examples_of_the_page_run_as_they_stand(sdk_python, tmp_path):
+    """Only the address is another, and the model that the server has under the page's name."""
+
+    def run_sdk(url):
+        env = {**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-a-key"}
+        return {"args": [sdk_python, "-c", find_block("import tinker\n")], "env": env}
+
+    def run_curl(url):
+        return {"args": ["bash", "-c", find_block("curl ").replace("http://127.0.0.1:8000", url)]}
+
+    base = f"{MODEL_NAME}={BASE}"
+    printed, reply = run_against_server(tmp_path, base, run_sdk, run_curl)
+    metrics, path = printed.strip().splitlines()[-2:]
+    assert "loss:sum" in metrics and path.split()[0].startswith("tinker://")
+    assert json.loads(reply)["choices"][0]["message"]["role"] == "assistant"
 
 
 def make_text_datums(count, seed):

@@ -110,6 +110,46 @@ def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, m
             wires.output(ask)
 
 
+def test_samples_of_tenants_take_turns_while_they_wait(tmp_path, monkeypatch):
+    """A tenant's one sample is not behind the many that another has sent before."""
+    with server(tmp_path, keys=KEYS, max_rows=2) as first:
+        many, single = (Wire(first, key) for key in KEYS)
+        many.open(), single.open()
+        theirs, mine = (wires.sampler(wires.model(), 1) for wires in (many, single))
+        order, running, add = [], [], SampleStream.add
+
+        def watched(stream, request, client=None):
+            order.append(request.params.max_tokens)
+            ticket = add(stream, request, client)
+            running.append(len(stream))
+            return ticket
+
+        monkeypatch.setattr(SampleStream, "add", watched)
+        with hold_requests(first):
+            requests = [many.ask_sample(theirs, i, [4, 5], max_tokens=30) for i in range(12)]
+            last = single.ask_sample(mine, 0, [4, 5], max_tokens=2)
+        assert len(single.wait(last, "SampleResponse").sequences) == 1
+        for request in requests:
+            assert len(many.wait(request, "SampleResponse").sequences) == 1
+        assert len(order) == 13 and order.index(2) == 1, order
+        assert max(running) == 4, "twice the rows that are decoded at once"
+
+
+def test_requests_of_several_samples_are_taken_while_there_is_room():
+    queue = FairQueue(64)
+    for tenant, counts in (("a", (3, 3, 3)), ("b", (2,)), ("c", (5, 1))):
+        for count in counts:
+            job = SamplingJob(tenant, lambda: None, {"num_samples": count})
+            queue.add_sample(job)
+
+    def take(room):
+        return [(job.tenant, job.num_samples) for job in queue.take_samples(room)]
+
+    assert take(0) == [] and take(1) == [("a", 3)]
+    assert take(8) == [("b", 2), ("c", 5), ("a", 3)] and len(queue) == 2
+    assert take(100) == [("c", 1), ("a", 3)] and len(queue) == 0 and take(1) == []
+
+
 def test_no_tenant_fills_the_queue_while_there_are_others():
     turns = FairQueue(16)
     turns.has_others = lambda tenant: True
