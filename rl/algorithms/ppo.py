@@ -55,7 +55,7 @@ from rl.config import (
 )
 from rl.errors import UserError
 from rl.judges import restore_full_input
-from rl.rollout import Trajectory, TrajectoryGroup, build_datums_with_turns, count_action_tokens
+from rl.rollout import Trajectory, TrajectoryGroup, count_action_tokens, trajectory_to_datums
 from rl.seed import derive_seed
 from rl.types import Datum
 
@@ -167,16 +167,15 @@ class PPO(ReferenceMethod):
         trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
         rewards_I_N = [steps for group in groups for steps in group.get_step_rewards()]
         # token advantages follow
-        parts_I = [build_datums_with_turns(trajectory, 0.0) for trajectory in trajectories]
-        flat = [datum for parts, _ in parts_I for datum in parts]
+        parts_I = [trajectory_to_datums(trajectory, 0.0) for trajectory in trajectories]
+        flat = [datum for parts in parts_I for datum in parts]
         whole = [restore_full_input(datum) for datum in flat]
         values_D = iter((models.critic or models.policy).compute_values(whole).result())
         fields, charges = self._score_reference(flat, models)
         charges_D = iter(charges)
         episodes: list[tuple[EpisodeTokens, dict[str, np.ndarray]]] = []
-        for trajectory, (parts, turns_D), rewards_N in zip(
-            trajectories, parts_I, rewards_I_N, strict=True
-        ):
+        for trajectory, parts, rewards_N in zip(trajectories, parts_I, rewards_I_N, strict=True):
+            turns_D = [turns for _, turns in trajectory.datums]
             episode = EpisodeTokens(
                 parts, turns_D, [len(turn.ac.tokens) for turn in trajectory.transitions]
             )

@@ -6,10 +6,8 @@ from rl.rollout.batch_rollout import (
     assign_random_streams,
     open_engine,
     rollout,
-    start_groups,
 )
 from rl.rollout.datum_builder import (
-    build_datums_with_turns,
     check_datum,
     count_action_tokens,
     record_advantages,
@@ -47,6 +45,7 @@ from rl.rollout.rollout_types import (
     Transition,
     has_signal,
     is_mixed,
+    list_turns,
 )
 from rl.rollout.staleness import StalenessController
 
@@ -62,11 +61,10 @@ __all__ = [
     "EventLoopThread",
     "RolloutSchedule",
     "open_engine",
-    "start_groups",
-    "build_datums_with_turns",
     "record_advantages",
     "save_engine_state",
     "has_signal",
+    "list_turns",
     "restore_engine_state",
     "Env",
     "EnvGroupBuilder",

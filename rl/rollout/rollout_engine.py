@@ -235,7 +235,7 @@ class RolloutEngine:
             player_stream.stream.busy for player_stream in self.player_streams.values()
         )
         decision = self.event_log.next_events(
-            self.executor, self.update_ended, blocked=blocked, weights_arrived=self.weights_arrived
+            self.executor, self.update_ended, self.weights_arrived, blocked=blocked
         )
         failed: dict[EpisodeKey, str] = {}
         for key in decision.arrived:
@@ -245,22 +245,17 @@ class RolloutEngine:
         sampled = time.perf_counter()
         self.score_seconds += sampled - start
         for player, player_stream in self.player_streams.items():
-            if player_stream.stream.busy:
-                self._run_sampler(player, player_stream)
+            if not player_stream.stream.busy:
+                continue
+            sampling_step = player_stream.stream.run_steps(self.steps)
+            for ticket, response in sampling_step.finished.items():
+                if isinstance(response, Exception):
+                    raise response
+                self.due_calls.append((self._sampling.pop((player, ticket)), response.sequences[0]))
+            if player is None:
+                self.counters = merge_counters([self.counters, sampling_step.counters])
         self.sample_seconds += time.perf_counter() - sampled
         return decision
-
-    def _run_sampler(self, player: str | None, player_stream: PlayerStream) -> None:
-        """Let the player's sampler take `steps` steps, and collect its finished responses and
-        counters.
-        """
-        response_batch = player_stream.stream.run_steps(self.steps)
-        for ticket, response in response_batch.finished.items():
-            if isinstance(response, Exception):
-                raise response
-            self.due_calls.append((self._sampling.pop((player, ticket)), response.sequences[0]))
-        if player is None:
-            self.counters = merge_counters([self.counters, response_batch.counters])
 
     def _call_environments(self) -> None:
         """Call due environments, as many as may wait at the same time. An environment that returns
@@ -422,14 +417,6 @@ def _has_pending_reward(result: Any) -> bool:
     )
 
 
-def _wait_for_result(reply: Any) -> Any:
-    """Wait for a promise, if it is one, and for the reward in its result."""
-    result = reply.result() if hasattr(reply, "result") else reply
-    if _has_pending_reward(result):
-        result.reward.result()
-    return result
-
-
 def _begin_turn(turn: Callable[[], Any]) -> Any:
     """Call a turn of an environment in the caller's thread. Return its reply: the result, or what
     waits for it. A turn that fails its episode returns a failed future.
@@ -450,7 +437,10 @@ def _run_turn(turn: Callable[[], Any], executor: EnvExecutor) -> Any:
         reply = turn()
         if inspect.isawaitable(reply):
             reply = executor.run_awaitable(reply)
-        return _wait_for_result(reply)
+        result = reply.result() if hasattr(reply, "result") else reply
+        if _has_pending_reward(result):
+            result.reward.result()
+        return result
     except EpisodeFailed:
         raise
     except BaseException as error:  # boundary: the thread of the rollout raises it

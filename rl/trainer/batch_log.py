@@ -21,6 +21,7 @@ from rl.rollout import (
     compute_credited_share,
     compute_group_metrics,
     compute_sample_metrics,
+    list_turns,
 )
 from rl.trainer.stage_sampling import StageContext
 from rl.types import AdamParams, Datum
@@ -319,9 +320,7 @@ def count_given_up(rollouts: RolloutBatch) -> float:
     """Return the number of responses that a built-in reward gave up on; they scored 0."""
     return sum(
         value
-        for group in rollouts.all_groups
-        for trajectory in group.trajectories_G
-        for turn in trajectory.transitions
+        for turn in list_turns(rollouts.all_groups)
         for name, value in turn.metrics.items()
         if name.rpartition("/")[2] == GAVE_UP
     )

@@ -18,7 +18,7 @@ from rl.config import (
     resolve_config,
 )
 from rl.distributed import RunStopped, StopRequest
-from rl.errors import RunFolderError
+from rl.errors import RunFolderError, UserError
 from rl.reporting import (
     Console,
     Logbook,
@@ -39,7 +39,6 @@ from rl.trainer.config_diff import (
     includes_data_change,
     list_replay_differences,
 )
-from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.initial_weights import (
     ORIGINS_KEY,
     check_initial_weights,
@@ -86,7 +85,7 @@ from rl.trainer.stage_data import (
 )
 from rl.trainer.stage_models import OpponentModels, StageModelFactory, make_policy, stage_renderer
 from rl.trainer.stage_sampling import ReplayLog, StageContext
-from rl.trainer.trainer import Trainer
+from rl.trainer.trainer import Trainer, describe_nonfinite
 from rl.trainer.training_loop import train
 
 
@@ -293,11 +292,6 @@ class RunState:
         """Return the path of the final checkpoint of a stage."""
         return str(self.folder / "checkpoints" / f"{self.stages[index].plan.name}-final")
 
-    def initial_checkpoint(self, index: int) -> str | None:
-        """Return the checkpoint from which a stage begins; None if it begins from a base model."""
-        before = find_previous_stage(self.run.stages, index)
-        return None if before is None else self.final_path(before)
-
     def check_stages(self) -> None:
         """Raise UserError if a needed final checkpoint is missing or a later stage cannot begin."""
         if self.finished:
@@ -317,7 +311,9 @@ class RunState:
         """
         index = min(self.index, len(self.stages) - 1)
         prepared, seed = self.stages[index], self.run.options.seed
-        plan, previous = prepared.plan, self.initial_checkpoint(index)
+        plan, before = prepared.plan, find_previous_stage(self.run.stages, index)
+        # None: the stage begins from a base model
+        previous = None if before is None else self.final_path(before)
         method, model = METHODS.create(plan), plan.settings.model
         if not self.finished:
             self._load_rows_of_stage(prepared)
@@ -414,11 +410,14 @@ class RunState:
         stop.
         """
         checkpoints = CheckpointManager(logbook)
-        held_out: dict[str, HeldOutMetrics] = {}
         while not self.finished:
             trainer = self.create_trainer(logbook, checkpoints, report)
             try:
                 train(trainer)
+            except FloatingPointError as error:
+                # Nothing is saved: a checkpoint must not contain what the step has already changed
+                # (baselines, earlier substeps).
+                raise UserError(describe_nonfinite(trainer, error)) from error
             except RunStopped:
                 saved = [row["name"] for row in logbook.checkpoints() if row["state_path"]]
                 start = saved[-1] if saved else "the beginning"
@@ -428,10 +427,9 @@ class RunState:
                     commands=[format_resume_command(self.folder, self.run.options.trust_run)],
                 )
                 raise
-            held_out[trainer.name] = trainer.evaluator.held_out
             self.models.policy.release()
             del trainer, self.models  # frees the other models' weights
             self.index += 1
             if not self.finished:
                 self.models = self.create_models()
-        print_summary(self, held_out, self.console)
+        print_summary(self, self.console)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.algorithms import METHODS
-from rl.config import RunConfig, match_recorded_files, resolve_config
+from rl.config import CHANGEABLE_SETTINGS, RunConfig, match_recorded_files, resolve_config
 from rl.data import ProblemSet
 from rl.distributed import checkpoint_folder
 from rl.errors import RunFolderError, UserError
@@ -171,12 +171,17 @@ def _start_from_beginning(
 
 
 def _apply_changed_settings(loop: dict[str, Any], notes: Sequence[Mapping[str, Any]]) -> None:
-    """Update changed settings in the loop's state, which would otherwise override the setting."""
+    """Update changed settings in the loop's state, which would otherwise override the setting.
+
+    Groups in flight start again: they belong to batches, prompts and samples of the old settings.
+    """
     method = loop.get("method")
     for note in notes:
         changes_kl = note["setting"] == "kl_coef" and note["to"] is not None
         if changes_kl and isinstance(method, dict) and "kl_coef" in method:
             method["kl_coef"] = note["to"]
+    if any(note["setting"] not in (*CHANGEABLE_SETTINGS, "steps") for note in notes):
+        loop["in_flight"] = None
 
 
 def _read_loop_state(

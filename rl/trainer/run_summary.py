@@ -8,9 +8,9 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from rl.algorithms import METHODS
+from rl.algorithms import METHODS, RowEvaluator
 from rl.client import TrainingClient
 from rl.config import RunConfig, StageConfig
 from rl.errors import install_command
@@ -135,14 +135,17 @@ def _describe_processes(world: int, samplers: int, tensor_parallel: int = 1) -> 
     return f"{learners} that {learn}, {samplers} that {sample}"
 
 
-def print_summary(
-    run_state: StagePaths, held_out: Mapping[str, HeldOutMetrics], console: Console
-) -> None:
+def print_summary(run_state: StagePaths, console: Console) -> None:
     """Print the held-out results of each stage, the files of the run, and the next commands."""
     folder = run_state.folder
     results: dict[str, tuple[float | None, float | None]] = {}
     remarks: list[str | None] = []
-    for name, summary in held_out.items():
+    metrics = read_metrics(folder / METRICS_FILE)
+    for plan in run_state.run.stages:
+        name, method = plan.name, METHODS.create(plan)
+        rows = [row for row in metrics if row.get("stage") == name]
+        headline = method.headline if isinstance(method, RowEvaluator) else ""
+        summary = HeldOutMetrics.from_rows(rows, headline)
         if summary.after is not None:
             results[f"held-out {summary.what}, {name}"] = summary.before, summary.after
         for set_name, figures in summary.rows.items():
@@ -151,9 +154,10 @@ def print_summary(
         if summary.greedy_after is not None:
             label = f"greedy {summary.what}, {name}"
             results[label] = summary.greedy_before, summary.greedy_after
+        results |= _measure_distillation(name, rows)
         remarks += [summary.describe_no_gain(), summary.describe_sharpening()]
-    remarks.append(_describe_better_weights(run_state))
-    results |= _measure_distillation(run_state)
+    # `rows` are those of the last stage
+    remarks.append(_describe_better_weights(folder, name, rows))
     console.end(
         f"{run_state.run.name}: done",
         results=results,
@@ -173,18 +177,15 @@ def print_summary(
     )
 
 
-def _describe_better_weights(run_state: StagePaths) -> str | None:
+def _describe_better_weights(
+    folder: Path, stage: str, rows: Sequence[Mapping[str, Any]]
+) -> str | None:
     """Return a remark if the last stage's best weights are of an earlier step than its last."""
-    stage = run_state.run.stages[-1].name
-    best = [row for row in read_checkpoint_list(run_state.folder) if row.get("kind") == "best"]
+    best = [row for row in read_checkpoint_list(folder) if row.get("kind") == "best"]
     if not best or best[-1]["stage"] != stage or not isinstance(best[-1].get("value"), float):
         return None
     step, metric, value = (best[-1][key] for key in ("batch", "metric", "value"))
-    measured = [
-        (row["step"], row[metric])
-        for row in read_metrics(run_state.folder / METRICS_FILE)
-        if row.get("stage") == stage and row.get(metric) is not None
-    ]
+    measured = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
     if not measured or measured[-1][0] <= step or measured[-1][1] == value:
         return None
     before, after = (
@@ -210,23 +211,15 @@ _DISTILLED = (
 )
 
 
-def _measure_distillation(run_state: StagePaths) -> dict[str, tuple[float | None, float | None]]:
-    """Return the figure of each stage that learns from a teacher, at its first and last step."""
-    rows = read_metrics(run_state.folder / METRICS_FILE)
-    results: dict[str, tuple[float | None, float | None]] = {}
-    for plan in run_state.run.stages:
-        for label, names in _DISTILLED:
-            values = [
-                row[name]
-                for row in rows
-                if row.get("stage") == plan.name
-                for name in names
-                if row.get(name) is not None
-            ]
-            if values:
-                results[f"{label}, first to last step, {plan.name}"] = values[0], values[-1]
-                break
-    return results
+def _measure_distillation(
+    stage: str, rows: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[float, float]]:
+    """Return the figure of a stage that learns from a teacher, at its first and last step."""
+    for label, names in _DISTILLED:
+        values = [row[name] for row in rows for name in names if row.get(name) is not None]
+        if values:
+            return {f"{label}, first to last step, {stage}": (values[0], values[-1])}
+    return {}
 
 
 def _format_export_command(run_state: StagePaths, folder: Path) -> str:

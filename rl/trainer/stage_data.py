@@ -13,7 +13,13 @@ from typing import Any
 
 from rl.algorithms import METHODS, RolloutDataSettings, RowEvaluator, check_stored_answer
 from rl.client import TrainingClient
-from rl.config import DataSettings, EnvironmentSettings, PreferenceDataSettings, StageConfig
+from rl.config import (
+    DataSettings,
+    EnvironmentSettings,
+    PreferenceDataSettings,
+    RolloutSettings,
+    StageConfig,
+)
 from rl.data import (
     GENERATED_REWARDS,
     ContaminationResult,
@@ -218,7 +224,7 @@ def find_writing_stage(plan: StageConfig, earlier: Sequence[StageConfig]) -> int
     index = names.index(data.dataset)
     source, settings = earlier[index], earlier[index].settings
     relation = f"stage {plan.name} learns from the rollouts of stage {source.name}"
-    if not _samples_answers(source):
+    if not METHODS.create(source).online:
         raise UserError(
             f"{relation}, but {source.method} samples no answers: name a stage that does"
         )
@@ -265,17 +271,13 @@ def load_stored_answers(
     )
 
 
-def _samples_answers(plan: StageConfig) -> bool:
-    return METHODS.create(plan).online
-
-
 def _check_dataset_exists(dataset: str, plan: StageConfig, earlier: Sequence[StageConfig]) -> None:
     """Raise UserError if a word is neither a path nor a stage. The message lists earlier stages,
     since the word may have meant an earlier stage.
     """
     if not dataset or not earlier or Path(dataset).expanduser().exists():
         return
-    sampling = [stage.name for stage in earlier if _samples_answers(stage)]
+    sampling = [stage.name for stage in earlier if METHODS.create(stage).online]
     raise UserError(
         f"stage {plan.name}: stored rollouts {dataset} do not exist (seen from {Path.cwd()}), "
         "and no earlier stage has that name; earlier stages that sample: "
@@ -473,6 +475,13 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
     environment = resolve_environment(plan.settings)
     reward: str | Reward | None
     if environment is not None:
+        flow = getattr(plan.settings, "flow", RolloutSettings())
+        if flow.steps_off_policy and environment.make().models:
+            raise UserError(
+                f"stage {plan.name}: max_steps_off_policy is for environments in which the policy "
+                f"plays alone, and {environment.name} has other players: remove "
+                "max_steps_off_policy"
+            )
         reward = resolve_episode_reward(environment, data)
     else:
         reward = resolve_stage_reward(data)

@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import load_file
 from sampler_models import reference_logprobs
 from transformers import AutoModelForCausalLM
-from whole_runs import updates_end_while_answers_are_drawn
+from whole_runs import train, updates_end_while_answers_are_drawn
 
 from rl.algorithms import METHODS
 from rl.algorithms.grpo_settings import variant_settings
@@ -431,3 +431,60 @@ def test_evaluations_of_other_settings_are_not_replayed(trained):
 def test_what_is_to_be_replayed_is_looked_for_first(trained, tmp_path):
     with pytest.raises(UserError, match=r"the folder has no decisions.jsonl"):
         trained("nothing-there", f"{LATE} --base-model no-such-model --replay {tmp_path}")
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_run_goes_on_with_batches_of_another_size(size, tmp_path):
+    """It trains on the problems of the run that samples on policy, each once."""
+    words = (
+        "grpo --dataset addition --base-model tiny:ascii-small --group-size 2 --max-tokens 3 "
+        "--eval-every 0 --rollouts-every 1 --no-self-test"
+    )
+    problems = []
+    for flow in ("--max-steps-off-policy 0", "--max-steps-off-policy 1"):
+        folder = tmp_path / flow[-1]
+        train(f"{words} {flow} --batch-size 2 --steps 2", folder)
+        change = f"--resume --change batch_size={size}"
+        train(f"{words} {flow} --batch-size {size} --steps 4 {change}", folder)
+        rows = [row for row in read_trained_rows(folder) if int(row[0][-6:]) > 2]
+        assert len(rows) == 2 * size * 2
+        problems.append(sorted((problem, index) for _, problem, index, _ in rows))
+    assert problems[0] == problems[1]
+
+
+@pytest.mark.slow
+def test_groups_keep_their_problems_when_the_level_changes_before_a_resume(tmp_path, monkeypatch):
+    """The replay is not interrupted."""
+    rows = [
+        {"prompt": f"{level}+{i}=", "answer": "1", "level": level}
+        for level in range(4)
+        for i in range(9)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "length.py").write_text(
+        "def reward(prompt, response, meta):\n    return 1 + len(response)\n"
+    )
+    words = (
+        f"grpo --dataset {tmp_path}/rows.jsonl --base-model tiny:ascii-small --batch-size 3 "
+        "--group-size 2 --max-tokens 6 --eval-every 0 --rollouts-every 1 --save-every 0 --steps 5 "
+        "--curriculum success --curriculum-up 1e-9 --curriculum-down 0 --curriculum-window 1 "
+        f"--reward {tmp_path}/length.py:reward {LATE}"
+    )
+    real = Trainer.end_batch
+
+    def stopping(stage, batch, metrics, sampler):
+        if batch.number == 1:
+            stage.stop_request.exit_code = 143
+        real(stage, batch, metrics, sampler)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "end_batch", stopping)
+        with pytest.raises(RunStopped):
+            train(words, tmp_path / "first")
+    state = json.loads(next((tmp_path / "first/checkpoints").glob("*/state.json")).read_text())
+    levels = state["metadata"]["in_flight"]["levels"].values()
+    assert min(levels) < state["metadata"]["curriculum"]["level"]
+    first = train(f"{words} --resume", tmp_path / "first")
+    again = train(f"{words} --replay {tmp_path}/first", tmp_path / "again")
+    assert again == first
+    assert read_trained_rows(tmp_path / "again") == read_trained_rows(tmp_path / "first")
