@@ -12,7 +12,6 @@ from typing import Any
 
 from rl.algorithms import StreamedStep
 from rl.client import SamplingClient
-from rl.data import Curriculum
 from rl.rollout import (
     EnvGroupBuilder,
     RolloutBatch,
@@ -311,12 +310,10 @@ class InFlightGroups:
         )
         self.staleness.next_group, self.staleness.batches_taken = size * trainer.done, trainer.done
         self.attempts: dict[int, int] = {}
-        self.levels: dict[int, int] = {}  # level of a curriculum at which each group started
         self.discarded_tokens = 0
         if state is not None:
             self.staleness.load_state(state["admission"])
             self.attempts = {int(number): count for number, count in state["attempts"].items()}
-            self.levels = {int(number): level for number, level in state.get("levels", {}).items()}
             for number in restore_engine_state(
                 engine, state["flow"], lambda number: self._builder_and_stream(number)[0]
             ):
@@ -325,17 +322,10 @@ class InFlightGroups:
     def _builder_and_stream(self, number: int) -> tuple[EnvGroupBuilder, int]:
         """Return the builder of a group and the random stream of its problem.
 
-        Both are the same as in synchronous training. A group keeps its problem if the level of the
-        curriculum changes.
+        Both are the same as in synchronous training.
         """
         trainer, size = self.trainer, self.trainer.loop.batch_size
-        problem_set = trainer.problems
-        if isinstance(problem_set, Curriculum):
-            level = problem_set.level
-            problem_set.level = self.levels.setdefault(number, level)
-        problems = problem_set.batch(number // size, size, trainer.seed)
-        if isinstance(problem_set, Curriculum):
-            problem_set.level = level
+        problems = trainer.problems.batch(number // size, size, trainer.seed)
         stream = assign_random_streams([problem.index for problem in problems])[number % size]
         group_size = trainer.method.group_size
         builders = trainer.stage_sampler.build_groups([problems[number % size]], group_size)
@@ -363,7 +353,6 @@ class InFlightGroups:
     def _restart_group(self, number: int) -> None:
         """Restart a rescheduled group with a new random seed."""
         self.attempts[number] = self.attempts.get(number, 0) + 1
-        self.levels.pop(number, None)
         self.staleness.start_versions[number] = self.staleness.version
         self.staleness.ended_groups.discard(number)
         self._start_group(number)
@@ -417,6 +406,5 @@ class InFlightGroups:
             "tick": self.engine.event_log.tick,
             "admission": self.staleness.state(),
             "attempts": {str(n): count for n, count in self.attempts.items() if n in started},
-            "levels": {str(n): level for n, level in self.levels.items() if n in started},
             "flow": save_engine_state(self.engine),
         }
