@@ -296,11 +296,6 @@ class Evaluator:
             or (reward_model is not None and reward_model.scores_single_answers)
         ) and bool(self.context.loop.eval_every)
 
-    @property
-    def measures_held_out(self) -> bool:
-        """Return whether the stage measures anything on held-out problems."""
-        return self.samples_held_out or isinstance(self.context.method, RowEvaluator)
-
     def is_due(self, batch: int) -> bool:
         """Return whether held-out problems are evaluated after this batch."""
         every = self.context.loop.eval_every

@@ -46,7 +46,6 @@ from rl.trainer.initial_weights import (
     describe_random_weights,
     describe_tied_heads,
     find_previous_stage,
-    format_origin,
     resolve_initial_weights,
 )
 from rl.trainer.memory_report import check_memory
@@ -172,7 +171,9 @@ def _plan_memory(run: RunConfig, service: ServiceClient, console: Console) -> li
 def _print_origins(run: RunConfig, origins: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print lines about the weights that the run starts from."""
     hints = [] if run.options.resume else describe_random_weights(run.stages)
-    for text in (*map(format_origin, origins), *describe_tied_heads(run), *hints):
+    for origin in origins:
+        console.note(f"stage {origin['stage']} begins from {origin['from']}: {origin['how']}")
+    for text in (*describe_tied_heads(run), *hints):
         console.note(text)
 
 

@@ -306,11 +306,6 @@ def check_outside_run_folder(notes: Sequence[Mapping[str, Any]], folder: Path) -
             )
 
 
-def format_origin(note: Mapping[str, Any]) -> str:
-    """Return the console line of a note of `resolve_initial_weights`."""
-    return f"stage {note['stage']} begins from {note['from']}: {note['how']}"
-
-
 def find_weights_folder(word: str) -> str:
     """Return the folder of the model or adapter that `word` refers to. Return a hub name and
     tiny:<preset> unchanged.

@@ -239,8 +239,9 @@ def format_script(name: str) -> str:
     """Return the command of one of the scripts, as the running script was started: `whetstone
     sample`, or `python` with the path of sample.py.
     """
-    script = SCRIPTS_FOLDER / f"{name}.py"
-    if _is_own_script():
+    script, running = SCRIPTS_FOLDER / f"{name}.py", Path(sys.argv[0]).resolve()
+    # a script of the project runs, not a user's script that imports `rl`
+    if running.parent == SCRIPTS_FOLDER and running.name in _SCRIPT_NAMES:
         if getattr(sys.modules.get("whetstone"), "running_script", None) is not None:
             return f"whetstone {name.replace('_', '-')}"
         script = Path(sys.argv[0]).with_name(script.name)
@@ -249,12 +250,6 @@ def format_script(name: str) -> str:
     elif script.parent == Path.cwd():
         script = Path(script.name)
     return f"python {shlex.quote(str(script))}"
-
-
-def _is_own_script() -> bool:
-    """Return whether a script of the project runs, not a user's script that imports `rl`."""
-    script = Path(sys.argv[0]).resolve()
-    return script.parent == SCRIPTS_FOLDER and script.name in _SCRIPT_NAMES
 
 
 def _unused_path(path: Path) -> Path:

@@ -213,13 +213,19 @@ def find_writing_stage(plan: StageConfig, earlier: Sequence[StageConfig]) -> int
     its data exists already.
 
     Raises UserError if that stage writes no rollouts, or rollouts that this stage cannot learn
-    from.
+    from, or if the word is neither a path nor a stage.
     """
     data, names = plan.settings.data, [stage.name for stage in earlier]
     if not isinstance(data, RolloutDataSettings):
         return None
     if data.dataset not in names:
-        _check_dataset_exists(data.dataset, plan, earlier)
+        if data.dataset and earlier and not Path(data.dataset).expanduser().exists():
+            sampling = [stage.name for stage in earlier if METHODS.create(stage).online]
+            raise UserError(
+                f"stage {plan.name}: stored rollouts {data.dataset} do not exist (seen from "
+                f"{Path.cwd()}), and no earlier stage has that name; earlier stages that sample: "
+                f"{', '.join(sampling) or 'none'}"
+            )
         return None
     index = names.index(data.dataset)
     source, settings = earlier[index], earlier[index].settings
@@ -268,20 +274,6 @@ def load_stored_answers(
         filter_answers(problems, offline.top_fraction, offline.reward_threshold)
         if offline.loss_spec.selects_answers
         else problems
-    )
-
-
-def _check_dataset_exists(dataset: str, plan: StageConfig, earlier: Sequence[StageConfig]) -> None:
-    """Raise UserError if a word is neither a path nor a stage. The message lists earlier stages,
-    since the word may have meant an earlier stage.
-    """
-    if not dataset or not earlier or Path(dataset).expanduser().exists():
-        return
-    sampling = [stage.name for stage in earlier if METHODS.create(stage).online]
-    raise UserError(
-        f"stage {plan.name}: stored rollouts {dataset} do not exist (seen from {Path.cwd()}), "
-        "and no earlier stage has that name; earlier stages that sample: "
-        f"{', '.join(sampling) or 'none'}"
     )
 
 
@@ -447,11 +439,7 @@ class PreparedStage:
 
     @property
     def problems(self) -> ProblemSet:
-        if self.rows is None:
-            raise RuntimeError(
-                f"stage {self.plan.name} has no data before stage number {self.source_stage} is "
-                "done"
-            )
+        assert self.rows is not None, "the stage that writes the rows has not ended"
         return self.rows
 
 

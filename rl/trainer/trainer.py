@@ -216,11 +216,11 @@ class Trainer:
         is due.
         """
         context, loop, method = self.context, self.loop, self.method
-        best = loop.keep_best
+        best, samples = loop.keep_best, self.evaluator.samples_held_out
+        reads_rows = isinstance(method, RowEvaluator)
         if best == HELD_OUT_ACCURACY and best not in row:
-            rows = isinstance(method, RowEvaluator) and not self.evaluator.samples_held_out
             # a reward without a "correct" metric
-            best = method.headline if rows else "test/env/all/reward/total"
+            best = method.headline if reads_rows and not samples else "test/env/all/reward/total"
         if best is not None and best in row:
             context.checkpoints.save_best(
                 context.models.policy,
@@ -229,9 +229,9 @@ class Trainer:
                 best,
                 row[best],
                 mode=loop.get_best_mode(best),
-                value_head=isinstance(method, RowEvaluator) and method.keeps_value_head,
+                value_head=reads_rows and method.keeps_value_head,
             )
-        elif best is not None and is_evaluated and self.evaluator.measures_held_out:
+        elif best is not None and is_evaluated and (samples or reads_rows):
             self._warn_once.warn(
                 best,
                 f"keep_best asks for {best}, which this run does not measure: no best weights "
