@@ -15,7 +15,6 @@ from rl.rollout.datum_builder import (
     trajectory_to_datums,
     validate_token_ids,
 )
-from rl.rollout.engine_state import restore_engine_state, save_engine_state
 from rl.rollout.env_executor import (
     EnvCall,
     EnvExecutor,
@@ -24,7 +23,12 @@ from rl.rollout.env_executor import (
     await_value,
 )
 from rl.rollout.event_log import EventLog, ReplayedEventLog
-from rl.rollout.rollout_engine import PlayerStream, RolloutEngine
+from rl.rollout.rollout_engine import (
+    PlayerStream,
+    RolloutEngine,
+    restore_engine_state,
+    save_engine_state,
+)
 from rl.rollout.rollout_metrics import (
     compute_calibration_error,
     compute_credited_share,
