@@ -69,6 +69,7 @@ from rl.trainer.resume import (
 )
 from rl.trainer.run_lock import RunLock
 from rl.trainer.run_summary import (
+    StagePaths,
     format_check_command,
     format_resume_command,
     print_introduction,
@@ -252,7 +253,7 @@ def _open_logbook(
     )
 
 
-class RunState:
+class RunState(StagePaths):
     """Track the stages of a run: `index` is the current stage, beginning at `position`."""
 
     def __init__(
@@ -288,10 +289,6 @@ class RunState:
         A step is reserved between stages for the evaluation before the first step.
         """
         return sum(prepared.plan.settings.loop.steps + 1 for prepared in self.stages[:index])
-
-    def final_path(self, index: int) -> str:
-        """Return the path of the final checkpoint of a stage."""
-        return str(self.folder / "checkpoints" / f"{self.stages[index].plan.name}-final")
 
     def check_stages(self) -> None:
         """Raise UserError if a needed final checkpoint is missing or a later stage cannot begin."""

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rl.algorithms import METHODS, RowEvaluator
 from rl.client import TrainingClient
@@ -23,7 +23,7 @@ from rl.reporting import (
     format_held_out,
     has_plotly,
 )
-from rl.trainer.checkpoint_manager import read_checkpoint_list
+from rl.trainer.checkpoint_manager import CHECKPOINTS_FOLDER, read_checkpoint_list
 from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.initial_weights import find_previous_stage
 from rl.trainer.saved_weights import (
@@ -46,8 +46,8 @@ _SCRIPT_NAMES = ("train.py", "export.py")  # the scripts that print commands
 SCRIPTS_FOLDER = _ROOT if (_ROOT / "train.py").is_file() else _ROOT / "whetstone_scripts"
 
 
-class StagePaths(Protocol):
-    """Describe a run's stages and the paths of their final weights."""
+class StagePaths:
+    """Hold a run's stages and the paths of their final weights."""
 
     run: RunConfig
     folder: Path
@@ -55,7 +55,7 @@ class StagePaths(Protocol):
 
     def final_path(self, index: int) -> str:
         """Return the path of the final checkpoint of a stage."""
-        ...
+        return str(self.folder / CHECKPOINTS_FOLDER / f"{self.stages[index].plan.name}-final")
 
 
 def print_introduction(
@@ -169,10 +169,10 @@ def print_summary(run_state: StagePaths, console: Console) -> None:
         },
         remarks=[text for text in remarks if text is not None],
         commands=[
-            *_usage_commands(run_state, folder),
+            *_usage_commands(run_state),
             f"{format_script('plot')} {shlex.quote(str(folder))}",
             _format_report_command(folder),
-            _format_export_command(run_state, folder),
+            _format_export_command(run_state),
         ],
     )
 
@@ -222,9 +222,10 @@ def _measure_distillation(
     return {}
 
 
-def _format_export_command(run_state: StagePaths, folder: Path) -> str:
+def _format_export_command(run_state: StagePaths) -> str:
     """Return the command that exports the weights: merged if they are an adapter."""
     merge = " --merge" if run_state.stages[-1].plan.settings.model.lora_rank else ""
+    folder = run_state.folder
     paths = shlex.join([str(folder), str(_unused_path(Path("exports") / folder.name))])
     trust = _format_trust(list_method_addresses(run_state.run.stages))
     return f"{format_script('export')} {paths}{merge}{trust}"
@@ -260,9 +261,9 @@ def _unused_path(path: Path) -> Path:
     )
 
 
-def _usage_commands(run_state: StagePaths, folder: Path) -> list[str]:
+def _usage_commands(run_state: StagePaths) -> list[str]:
     """Return the commands that use the weights of the run's last stage."""
-    last, quoted_folder = run_state.stages[-1].plan, shlex.quote(str(folder))
+    last, quoted_folder = run_state.stages[-1].plan, shlex.quote(str(run_state.folder))
     if last.method != "reward_model":
         # evaluate.py needs a reward
         scored = (
