@@ -21,9 +21,9 @@ class StalenessController:
     single batch. `max_staleness` is the maximum age of a token in updates.
 
     The caller counts `version` up with each update of the weights that are sampled from, and adds
-    groups that have ended to `ended_groups`. The learner may be ahead of
-    `version` by 1 update, while the newer weights are in transit. Batch `batches_taken` (the number
-    of batches taken before it) is trained at version `batches_taken`.
+    groups that have ended to `ended_groups`. The learner may be ahead of `version` by 1 update,
+    while the newer weights are in transit. Batch `batches_taken` (the number of batches taken
+    before it) is trained at version `batches_taken`.
 
     A batch consists of groups that have ended, ordered by their start version. If a group that has
     not ended is too old to wait for a later batch, the batch waits for that group, or (with
