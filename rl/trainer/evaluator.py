@@ -231,7 +231,7 @@ class HeldOutMetrics:
         name, what = (
             ("correct", "accuracy") if HELD_OUT_ACCURACY in ends else ("reward/total", "reward")
         )
-        sampled, greedy = (
+        (before, after), (greedy_before, greedy_after) = (
             ends.get(f"test/{kind}/all/{name}", (None, None)) for kind in ("env", "greedy")
         )
         headline = headline.removeprefix("test/")
@@ -240,7 +240,7 @@ class HeldOutMetrics:
             for name, values in ends.items()
             if headline and name.endswith(f"/{headline}")
         }
-        return cls(*sampled, *greedy, what, headline, sets)
+        return cls(before, after, greedy_before, greedy_after, what, headline, sets)
 
     def describe_no_gain(self) -> str | None:
         """Return a remark if the sampled answers to held-out problems did not improve."""
