@@ -45,7 +45,7 @@ from rl.config import (
 )
 from rl.errors import UserError
 from rl.judges import FrozenScorer
-from rl.rollout import TrajectoryGroup, build_datums_with_turns, supervised_datum
+from rl.rollout import TrajectoryGroup, supervised_datum, trajectory_to_datums
 from rl.seed import derive_seed
 from rl.types import Datum, ModelInput, Problem, SamplingParams
 
@@ -225,14 +225,14 @@ class Distillation(Method):
         for name, members in _group_by_teacher(models, groups).items():
             trajectories = [trajectory for group in members for trajectory in group.trajectories_G]
             # token advantages follow
-            parts_I = [build_datums_with_turns(trajectory, 0.0) for trajectory in trajectories]
+            parts_I = [trajectory_to_datums(trajectory, 0.0) for trajectory in trajectories]
             scores = FrozenScorer(models.others["teachers"][name]).logprobs(
-                [datum for parts, _ in parts_I for datum in parts],
+                [datum for parts in parts_I for datum in parts],
                 self.settings.sampling.temperature,
             )
             scores_D = iter(scores)
-            for trajectory, (parts, turns_D) in zip(trajectories, parts_I, strict=True):
-                episode = EpisodeTokens(trajectory, parts, turns_D)
+            for trajectory, parts in zip(trajectories, parts_I, strict=True):
+                episode = EpisodeTokens(trajectory, parts)
                 gaps.append(
                     episode.gather_actions(
                         [d.loss_fn_inputs["logprobs"].array - next(scores_D) for d in parts]

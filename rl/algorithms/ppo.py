@@ -51,7 +51,7 @@ from rl.config import (
 )
 from rl.errors import UserError
 from rl.judges import restore_full_input
-from rl.rollout import Trajectory, TrajectoryGroup, build_datums_with_turns, count_action_tokens
+from rl.rollout import Trajectory, TrajectoryGroup, count_action_tokens, trajectory_to_datums
 from rl.seed import derive_seed
 from rl.types import Datum
 
@@ -162,16 +162,14 @@ class PPO(ReferenceMethod):
         trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
         rewards_I_N = [steps for group in groups for steps in group.get_step_rewards()]
         # token advantages follow
-        parts_I = [build_datums_with_turns(trajectory, 0.0) for trajectory in trajectories]
-        flat = [datum for parts, _ in parts_I for datum in parts]
+        parts_I = [trajectory_to_datums(trajectory, 0.0) for trajectory in trajectories]
+        flat = [datum for parts in parts_I for datum in parts]
         values_D = iter(_compute_values(models.critic or models.policy, flat))
         datums, charges = self._score_reference(flat, models)
         datums_D, charges_D = iter(datums), iter(charges)
         episodes: list[tuple[EpisodeTokens, dict[str, np.ndarray]]] = []
-        for trajectory, (parts, turns_D), rewards_N in zip(
-            trajectories, parts_I, rewards_I_N, strict=True
-        ):
-            episode = EpisodeTokens(trajectory, [next(datums_D) for _ in parts], turns_D)
+        for trajectory, parts, rewards_N in zip(trajectories, parts_I, rewards_I_N, strict=True):
+            episode = EpisodeTokens(trajectory, [next(datums_D) for _ in parts])
             values_parts = [next(values_D) for _ in parts]
             rewards = episode.place_rewards(rewards_N) - episode.gather_actions(
                 [next(charges_D) for _ in parts]
@@ -341,14 +339,13 @@ class EpisodeTokens:
     """Arrange the action tokens of an episode as a single array in the order of its turns,
     independent of their distribution over datums.
 
-    `turns_D` are the turns of which each datum holds the actions. An episode that returns to an
+    `datums`: those of `trajectory.datums`, or datums made from them. An episode that returns to an
     earlier conversation has datums with non-consecutive turns. Raises ValueError if the datums'
     masks disagree with the episode's turns.
     """
 
-    def __init__(
-        self, trajectory: Trajectory, datums: Sequence[Datum], turns_D: Sequence[Sequence[int]]
-    ):
+    def __init__(self, trajectory: Trajectory, datums: Sequence[Datum]):
+        turns_D = [turns for _, turns in trajectory.datums]
         self.parts = list(datums)
         self.masks = [datum.action_mask for datum in datums]
         turns_N = [len(turn.ac.tokens) for turn in trajectory.transitions]  # action tokens

@@ -6,10 +6,8 @@ from rl.rollout.batch_rollout import (
     assign_random_streams,
     open_engine,
     rollout,
-    start_groups,
 )
 from rl.rollout.datum_builder import (
-    build_datums_with_turns,
     check_datum,
     count_action_tokens,
     record_advantages,
@@ -17,7 +15,6 @@ from rl.rollout.datum_builder import (
     trajectory_to_datums,
     validate_token_ids,
 )
-from rl.rollout.engine_state import restore_engine_state, save_engine_state
 from rl.rollout.env_executor import (
     EnvCall,
     EnvExecutor,
@@ -26,7 +23,12 @@ from rl.rollout.env_executor import (
     await_value,
 )
 from rl.rollout.event_log import EventLog, ReplayedEventLog
-from rl.rollout.rollout_engine import PlayerStream, RolloutEngine
+from rl.rollout.rollout_engine import (
+    PlayerStream,
+    RolloutEngine,
+    restore_engine_state,
+    save_engine_state,
+)
 from rl.rollout.rollout_metrics import (
     compute_calibration_error,
     compute_credited_share,
@@ -47,6 +49,7 @@ from rl.rollout.rollout_types import (
     Transition,
     has_signal,
     is_mixed,
+    list_turns,
 )
 from rl.rollout.staleness import StalenessController
 
@@ -62,11 +65,10 @@ __all__ = [
     "EventLoopThread",
     "RolloutSchedule",
     "open_engine",
-    "start_groups",
-    "build_datums_with_turns",
     "record_advantages",
     "save_engine_state",
     "has_signal",
+    "list_turns",
     "restore_engine_state",
     "Env",
     "EnvGroupBuilder",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -61,6 +63,8 @@ def rollout(
     players: Mapping[str, ActionSampler] | None = None,
     schedule: RolloutSchedule = RolloutSchedule(),
     event_log: EventLog | None = None,
+    parts: int = 1,
+    process: Callable[[RolloutBatch], RolloutBatch] = lambda part: part,
 ) -> RolloutBatch:
     """Run the episodes of every group to their end. Return their trajectories and rewards, in the
     order of `builders`.
@@ -78,6 +82,9 @@ def rollout(
     several seats of an episode are the policy's, the trajectories of each seat form a separate
     group, because they are not comparable across seats.
 
+    `process` gets the groups in `parts` parts of about equal size, in the order of `builders`, each
+    as soon as its groups have ended, and returns what the result has of it.
+
     The random stream of a sample is a function of (seed, turn, problem, index in the group,
     position) alone; a problem that occurs twice in the batch gets a second stream. Raises
     ValueError for a group without members, RuntimeError if an episode exceeds the maximum number of
@@ -86,10 +93,16 @@ def rollout(
     samplers: dict[str | None, ActionSampler] = {None: sampler}
     samplers.update((players or {}).items())
     with open_engine(samplers, params, schedule, event_log, max_turns=max_turns) as engine:
-        start_groups(engine, builders, seed)
-        while len(engine.completed_groups()) < len(builders):
-            engine.tick()
-        return engine.take_rollouts(range(len(builders)))
+        streams = assign_random_streams([builder.problem_index for builder in builders])
+        for number, (builder, stream) in enumerate(zip(builders, streams, strict=True)):
+            engine.start_group(number, builder, seed=seed, problem=stream)
+        results: list[RolloutBatch] = []
+        cuts = [round(i * len(builders) / parts) for i in range(parts + 1)]
+        for numbers in itertools.starmap(range, itertools.pairwise(cuts)):
+            while not set(numbers) <= set(engine.completed_groups()):
+                engine.tick()
+            results.append(process(engine.take_rollouts(numbers)))
+        return functools.reduce(RolloutBatch.merge, results)
 
 
 @contextmanager
@@ -130,13 +143,6 @@ def open_engine(
         )
         stack.callback(engine.close)
         yield engine
-
-
-def start_groups(engine: RolloutEngine, builders: Sequence[EnvGroupBuilder], seed: int) -> None:
-    """Start the groups of a batch, numbered from 0."""
-    streams = assign_random_streams([builder.problem_index for builder in builders])
-    for number, (builder, problem) in enumerate(zip(builders, streams, strict=True)):
-        engine.start_group(number, builder, seed=seed, problem=problem)
 
 
 def assign_random_streams(problem_indices: Sequence[int]) -> list[int]:

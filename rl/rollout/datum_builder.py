@@ -140,18 +140,10 @@ def trajectory_to_datums(
     sequences count episodes by it.
 
     `advantages` is a number for all turns or a number for each turn. It is recorded in the
-    trajectory, which the rollout files show; by default the recorded advantages are used.
+    trajectory, which the rollout files show; by default the recorded advantages are used. So are
+    the datums (`Trajectory.datums`), each with the turns whose actions it holds.
 
     Raises ValueError for a trajectory without actions or advantage, or an action without logprobs.
-    """
-    return build_datums_with_turns(trajectory, advantages)[0]
-
-
-def build_datums_with_turns(
-    trajectory: Trajectory, advantages: float | Sequence[float] | None = None
-) -> tuple[list[Datum], list[list[int]]]:
-    """Return the datums of `trajectory_to_datums`, and for each datum the turns (counted from 0)
-    whose actions it holds, in order.
     """
     if advantages is not None:
         record_advantages(trajectory, advantages)
@@ -191,7 +183,7 @@ def build_datums_with_turns(
             datum.episode_share = count / sum(tokens) if any(tokens) else 1 / len(datums)
     turns_D = [sequence.turns for sequence in sequences]
     trajectory.datums = list(zip(datums, turns_D, strict=True))
-    return datums, turns_D
+    return datums
 
 
 def supervised_datum(

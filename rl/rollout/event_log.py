@@ -58,32 +58,20 @@ class EventLog:
 
     def __init__(self, write: Callable[[dict[str, Any]], None] = lambda row: None, tick: int = 0):
         self.tick, self._write = tick, write
-        self._current_tick = tick - 1
 
     def next_events(
         self,
         executor: EnvExecutor,
         update_ended: Callable[[], bool],
+        weights_arrived: Callable[[], bool | None],
         *,
         blocked: bool,
-        weights_arrived: Callable[[], bool | None] = lambda: None,
     ) -> TickEvents:
-        """Return the decision of the tick that begins. `blocked`: no work is possible until an
-        event occurs. `update_ended` returns whether an update has ended. `weights_arrived` returns
-        whether weights in transit have arrived, None if no weights are in transit.
+        """Return the events of the tick that begins. `blocked`: no work is possible until an event
+        occurs, so it is waited for. `update_ended` returns whether an update has ended.
+        `weights_arrived` returns whether weights in transit have arrived, None if no weights are in
+        transit.
         """
-        decision = self._await_events(executor, update_ended, blocked, weights_arrived)
-        self._current_tick, self.tick = self.tick, self.tick + 1
-        return decision
-
-    def _await_events(
-        self,
-        executor: EnvExecutor,
-        update_ended: Callable[[], bool],
-        blocked: bool,
-        weights_arrived: Callable[[], bool | None],
-    ) -> TickEvents:
-        """Return the events so far; if the tick is blocked, wait until there are any."""
         while True:
             events = TickEvents(
                 tuple(executor.finished_keys()), {}, update_ended(), bool(weights_arrived())
@@ -93,30 +81,33 @@ class EventLog:
             executor.wait()
 
     def log_events(self, events: TickEvents) -> None:
-        """Log the outcome of the tick that `next_events` began, including failures."""
+        """Log the outcome of the tick that `next_events` began, including failures. The next tick
+        begins.
+        """
         if events:
-            self._write(events.as_json(self._current_tick))
+            self._write(events.as_json(self.tick))
+        self.tick += 1
 
     def log_weights_in_transit(self, in_transit: bool) -> bool:
         """Return whether sampling continues with the old weights while the weights of the update
         that ended in this tick are in transit.
         """
         if in_transit:
-            self._write({"tick": self._current_tick, "weights": IN_TRANSIT})
+            self._write({"tick": self.tick - 1, "weights": IN_TRANSIT})
         return in_transit
 
     def log_weights_awaited(self) -> bool:
         """Log that weights in transit are awaited before the next tick. Return False if the
         replayed run did not wait here.
         """
-        self._write({"tick": self._current_tick, "weights": ARRIVED})
+        self._write({"tick": self.tick - 1, "weights": ARRIVED})
         return True
 
     def log_stop(self) -> None:
         """Log that the run stops here and resumes from a checkpoint, with caches that are prefilled
         again.
         """
-        self._write({"tick": self._current_tick, "stopped": True})
+        self._write({"tick": self.tick - 1, "stopped": True})
 
     def is_stopped(self) -> bool:
         """Return whether the replayed run was stopped here."""
@@ -146,28 +137,29 @@ class ReplayedEventLog(EventLog):
     def log_weights_in_transit(self, in_transit: bool) -> bool:
         return super().log_weights_in_transit(
             in_transit
-            if self._current_tick > self._last_tick
-            else self._weight_states.get(self._current_tick) == IN_TRANSIT
+            if self.tick > self._last_tick + 1
+            else self._weight_states.get(self.tick - 1) == IN_TRANSIT
         )
 
     def log_weights_awaited(self) -> bool:
-        return self._current_tick > self._last_tick and super().log_weights_awaited()
+        return self.tick > self._last_tick + 1 and super().log_weights_awaited()
 
     def is_stopped(self) -> bool:
-        if self._current_tick not in self._stop_ticks:
+        if self.tick - 1 not in self._stop_ticks:
             return False
         self.log_stop()
         return True
 
-    def _await_events(
+    def next_events(
         self,
         executor: EnvExecutor,
         update_ended: Callable[[], bool],
-        blocked: bool,
         weights_arrived: Callable[[], bool | None],
+        *,
+        blocked: bool,
     ) -> TickEvents:
         if self.tick > self._last_tick:
-            return super()._await_events(executor, update_ended, blocked, weights_arrived)
+            return super().next_events(executor, update_ended, weights_arrived, blocked=blocked)
         decision = self._events.get(self.tick, TickEvents())
         missing = set(decision.arrived) - executor.keys()
         if missing or (blocked and not decision):

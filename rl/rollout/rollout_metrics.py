@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, has_signal
+from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, has_signal, list_turns
 from rl.types import Datum
 
 
@@ -29,12 +29,7 @@ def compute_credited_share(groups: Sequence[TrajectoryGroup], datums: Sequence[D
     """Return the share of the sampled tokens of `groups` that `datums` train on. If the datums have
     advantages, only tokens with an advantage other than 0 count.
     """
-    sampled = sum(
-        len(turn.ac.tokens)
-        for group in groups
-        for trajectory in group.trajectories_G
-        for turn in trajectory.transitions
-    )
+    sampled = sum(len(turn.ac.tokens) for turn in list_turns(groups))
     fields = [
         next(
             d.loss_fn_inputs[name]
@@ -91,48 +86,34 @@ def compute_group_metrics(
 
 
 def _compute_prefixed_metrics(groups: Sequence[TrajectoryGroup], name: str) -> dict[str, float]:
-    """Return the metrics of the groups with the prefix `name`."""
+    """Return the metrics of the groups with the prefix `name`. Groups are mixed by their rewards,
+    otherwise all good (equal and above 0) or all bad (equal, 0 or below).
+    """
     rewards_P_G = [group.get_total_rewards() for group in groups]
     rewards = [r for rewards_G in rewards_P_G for r in rewards_G]
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
-    turns = [turn for trajectory in trajectories for turn in trajectory.transitions]
+    turns = list_turns(groups)
     average = mean(rewards)
     metrics = {
         f"{name}/reward/total": average,
         f"{name}/reward/std": mean((r - average) ** 2 for r in rewards) ** 0.5,
         f"{name}/reward/min": min(rewards, default=0.0),
         f"{name}/reward/max": max(rewards, default=0.0),
-        f"{name}/total_episodes": len(trajectories),
-        f"{name}/turns_per_episode": len(turns) / max(1, len(trajectories)),
+        f"{name}/total_episodes": len(rewards),
+        f"{name}/turns_per_episode": len(turns) / max(1, len(rewards)),
         f"{name}/ac_tokens_per_turn": mean(len(turn.ac.tokens) for turn in turns),
         f"{name}/ob_tokens_per_turn": mean(turn.ob.length for turn in turns),
         f"{name}/frac_truncated": mean(turn.ac.stop_reason == "length" for turn in turns),
     }
-    for key, values in _collect_values(groups).items():
-        metrics[f"{name}/{key}"] = mean(values)
-    metrics.update(_compute_mixed_shares(rewards_P_G, name))
-    return metrics
-
-
-def _collect_values(groups: Sequence[TrajectoryGroup]) -> Mapping[str, list[float]]:
-    """Return the values of each metric of environments and group rewards, over all episodes."""
     values: dict[str, list[float]] = defaultdict(list)
-    for group in groups:
-        for trajectory, extra in zip(group.trajectories_G, group.metrics_G, strict=True):
-            for source in (*(turn.metrics for turn in trajectory.transitions), extra):
-                for key, value in source.items():
-                    values[key].append(value)
-    return values
-
-
-def _compute_mixed_shares(rewards_P_G: Sequence[Sequence[float]], name: str) -> dict[str, float]:
-    """Return the shares of groups by their rewards: mixed; otherwise all good (equal and above 0)
-    or all bad (equal, 0 or below).
-    """
+    for source in (*(turn.metrics for turn in turns), *(m for g in groups for m in g.metrics_G)):
+        for key, value in source.items():
+            values[key].append(value)
     mixed = [has_signal(rewards_G) for rewards_G in rewards_P_G]
     good = [not m and rewards_G[0] > 0 for m, rewards_G in zip(mixed, rewards_P_G, strict=True)]
     bad = [not m and not g for m, g in zip(mixed, good, strict=True)]
     return {
+        **metrics,
+        **{f"{name}/{key}": mean(numbers) for key, numbers in values.items()},
         f"{name}/by_group/frac_mixed": mean(mixed),
         f"{name}/by_group/frac_all_good": mean(good),
         f"{name}/by_group/frac_all_bad": mean(bad),

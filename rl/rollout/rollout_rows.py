@@ -48,9 +48,7 @@ def build_rollout_rows(
                 row |= {
                     "prompt_tokens": turn.ob.token_ids(),
                     "response_tokens": turn.ac.tokens,
-                    "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
-                    "logprobs": turn.ac.logprobs,
-                    **_drop_unknown(experts=_encode_experts(turn.ac)),
+                    **_describe_tokens(turn.ac, renderer),
                 }
             # images are stored in the first row of a group; every row has their number
             if images := [image for _, image in turn.ob.images_with_positions()]:
@@ -69,9 +67,15 @@ def build_rollout_rows(
             )
 
 
-def _encode_experts(action: SampledSequence) -> str | None:
-    """Return the experts of the tokens of a prompt and its answer, if they were recorded."""
-    return None if action.experts is None else experts_as_text(action.experts)
+def _describe_tokens(action: SampledSequence, renderer: Renderer) -> dict[str, Any]:
+    """Return the tokens of an answer in decoded pieces, their logprobs, and the experts of prompt
+    and answer, if they were recorded.
+    """
+    return {
+        "tokens": [renderer.tokenizer.decode([token]) for token in action.tokens],
+        "logprobs": action.logprobs,
+        **({} if action.experts is None else {"experts": experts_as_text(action.experts)}),
+    }
 
 
 def _drop_unknown(**entries: Any) -> dict[str, Any]:
@@ -117,9 +121,8 @@ def build_turn_entries(trajectory: Trajectory, renderer: Renderer | None) -> lis
         }
         if renderer is not None:
             entry |= {
-                "tokens": [renderer.tokenizer.decode([token]) for token in turn.ac.tokens],
                 "token_ids": list(turn.ac.tokens),
-                "logprobs": turn.ac.logprobs,
+                **_describe_tokens(turn.ac, renderer),
             }
         entry |= {
             "observation_tokens": len(observation) - len(previous_tokens)
@@ -128,11 +131,7 @@ def build_turn_entries(trajectory: Trajectory, renderer: Renderer | None) -> lis
             "reward": turn.reward,
             "advantage": advantage,
             "stop_reason": turn.ac.stop_reason,
-            **_drop_unknown(
-                version=turn.ac.version,
-                versions=turn.ac.versions,
-                experts=None if renderer is None else _encode_experts(turn.ac),
-            ),
+            **_drop_unknown(version=turn.ac.version, versions=turn.ac.versions),
             "metrics": turn.metrics,
             "seat": turn.seat,
         }

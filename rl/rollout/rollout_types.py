@@ -236,6 +236,11 @@ class EnvGroupBuilder(abc.ABC):
         """
 
 
+def list_turns(groups: Sequence[TrajectoryGroup]) -> list[Transition]:
+    """Return the turns of all episodes of the groups."""
+    return [turn for g in groups for t in g.trajectories_G for turn in t.transitions]
+
+
 def has_signal(rewards_G: Sequence[float]) -> bool:
     """Return whether the rewards of a group differ: exact inequality, over the whole group."""
     return any(r != rewards_G[0] for r in rewards_G[1:])

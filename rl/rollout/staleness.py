@@ -20,9 +20,10 @@ class StalenessController:
     """Control the staleness of groups, numbered 0 to `num_groups` - 1: each group is part of a
     single batch. `max_staleness` is the maximum age of a token in updates.
 
-    `version` counts the updates of the weights that are sampled from. The learner may be ahead of
-    `version` by 1 update, while the newer weights are in transit. Batch `batches_taken` (the number
-    of batches taken before it) is trained at version `batches_taken`.
+    The caller counts `version` up with each update of the weights that are sampled from, and adds
+    groups that have ended to `ended_groups`. The learner may be ahead of `version` by 1 update,
+    while the newer weights are in transit. Batch `batches_taken` (the number of batches taken
+    before it) is trained at version `batches_taken`.
 
     A batch consists of groups that have ended, ordered by their start version. If a group that has
     not ended is too old to wait for a later batch, the batch waits for that group, or (with
@@ -38,7 +39,7 @@ class StalenessController:
     batches_taken: int = 0  # number of batches
     # version at which each group that is in no batch yet started
     start_versions: dict[int, int] = field(default_factory=dict)
-    ended_groups: set[int] = field(default_factory=set)
+    ended_groups: set[int] = field(default_factory=set)  # groups of `start_versions` that ended
     num_awaited: int = 0  # groups that a batch waited for because of their age
     num_rescheduled: int = 0
     _late_groups: set[int] = field(default_factory=set)
@@ -52,10 +53,6 @@ class StalenessController:
         self.next_group += len(new)
         self.start_versions |= dict.fromkeys(new, self.version)
         return new
-
-    def mark_ended(self, number: int) -> None:
-        """Mark group `number` as ended."""
-        self.ended_groups.add(number)
 
     def take_batch(self) -> tuple[list[int], list[int]]:
         """Return (numbers of the next batch, numbers of rescheduled groups). The batch is empty if
@@ -82,10 +79,6 @@ class StalenessController:
             self.ended_groups.discard(number)
             self._late_groups.discard(number)
         return sorted(batch), rescheduled
-
-    def advance_version(self) -> None:
-        """Record that the weights that are sampled from have changed."""
-        self.version += 1
 
     def _next_batch(self) -> list[int]:
         """Return the groups of the next batch: ended groups, oldest start version first."""

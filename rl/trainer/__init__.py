@@ -40,14 +40,13 @@ from rl.trainer.stage_data import (
     resolve_stage_reward,
 )
 from rl.trainer.stage_models import load_evaluation_opponents, make_renderer
-from rl.trainer.update_report import UpdateReport, explain_update
+from rl.trainer.update_report import explain_update
 
 __all__ = [
     "PROBED_ROWS",
     "RewardProbeResult",
     "SampledModel",
     "TrainingResult",
-    "UpdateReport",
     "explain_update",
     "format_probe_table",
     "probe_reward",

@@ -21,6 +21,7 @@ from rl.rollout import (
     compute_credited_share,
     compute_group_metrics,
     compute_sample_metrics,
+    list_turns,
 )
 from rl.trainer.stage_sampling import StageContext
 from rl.types import AdamParams, Datum
@@ -243,7 +244,13 @@ class BatchLog:
             row["sampler/temperature"] = self.context.sampling_params.temperature
             row["reward/total"] = row["env/all/reward/total"]
             row["reward/failed"] = len(rollouts.errors)
-            row["reward/gave_up"] = count_given_up(rollouts)
+            # responses that a built-in reward gave up on; they scored 0
+            row["reward/gave_up"] = sum(
+                value
+                for turn in list_turns(rollouts.all_groups)
+                for name, value in turn.metrics.items()
+                if name.rpartition("/")[2] == GAVE_UP
+            )
             row["time/sample"], row["time/score"] = rollouts.sample_seconds, rollouts.score_seconds
             row.update({f"sampler/{name}": count for name, count in rollouts.counters.items()})
             for scores in (self.context.scorer, self.context.models.rewards):
@@ -313,15 +320,3 @@ class BatchLog:
                 )
         if self._recorder is not None:
             context.models.policy.recorder = self._recorder = None
-
-
-def count_given_up(rollouts: RolloutBatch) -> float:
-    """Return the number of responses that a built-in reward gave up on; they scored 0."""
-    return sum(
-        value
-        for group in rollouts.all_groups
-        for trajectory in group.trajectories_G
-        for turn in trajectory.transitions
-        for name, value in turn.metrics.items()
-        if name.rpartition("/")[2] == GAVE_UP
-    )

@@ -12,13 +12,13 @@ from typing import Any
 
 from rl.algorithms import StreamedStep
 from rl.client import SamplingClient
-from rl.errors import UserError
 from rl.rollout import (
     EnvGroupBuilder,
     RolloutBatch,
     RolloutEngine,
     StalenessController,
     assign_random_streams,
+    list_turns,
     restore_engine_state,
     save_engine_state,
 )
@@ -91,8 +91,8 @@ class SampleSource(BatchSource):
 
     def _sample(self, problems: Sequence[Problem], number: int, seed: int) -> RolloutBatch:
         """Return the samples of a batch with their rewards."""
-        samples, size = self.trainer.stage_sampler, self.trainer.method.group_size
-        rollouts = samples.sample(problems, size, self.sampler, seed, batch=number)
+        samples = self.trainer.stage_sampler
+        rollouts = samples.sample(problems, self.sampler, seed, batch=number)
         return samples.fill_mixed_groups(rollouts, number, self.sampler)
 
     def sync_weights(self, number: int) -> SamplingClient:
@@ -110,8 +110,12 @@ class StreamedSource(SampleSource):
     def _sample(self, problems: Sequence[Problem], number: int, seed: int) -> RolloutBatch:
         trainer = self.trainer
         self.step = StreamedStep(trainer.method, trainer.models, trainer.progress(number))
-        return trainer.stage_sampler.sample_in_parts(
-            problems, self.sampler, number, seed, lambda part: self.step.add(part.groups)
+        return trainer.stage_sampler.sample(
+            problems,
+            self.sampler,
+            seed,
+            batch=number,
+            consume=lambda part: self.step.add(part.groups),
         )
 
     def update(self, batch: TrainingBatch) -> dict[str, float]:
@@ -125,19 +129,13 @@ class AsyncSource(BatchSource):
 
     The engine ticks in `take_batch` and in `update`. `sampler` samples with the current weights.
     `pending` holds newer weights that are on their way to the sampler's ranks while learner and
-    sampler continue; None if no weights are. Raises UserError if the environment has players that
-    the policy does not play.
+    sampler continue; None if no weights are.
     """
 
     sampler: SamplingClient
 
     def __init__(self, trainer: Trainer, sampler: SamplingClient):
         super().__init__(trainer, sampler)
-        if trainer.stage_sampler.load_players(0):
-            raise UserError(
-                "max_steps_off_policy is for environments in which the policy plays alone, and "
-                "this environment has other players: remove max_steps_off_policy"
-            )
         self.learner_version = sampler.version  # the version of the learner's weights
         self.pending: SamplingClient | None = None
         self._running_update: Future[PolicyUpdate] | None = None
@@ -266,7 +264,20 @@ class AsyncSource(BatchSource):
         self.engine.player_streams[None].stream.switch_weights(
             self.sampler, recompute=self.trainer.settings.flow.recompute_cache
         )
-        self.in_flight.staleness.advance_version()
+        self.in_flight.staleness.version += 1
+
+
+def open_source(trainer: Trainer, sampler: SamplingClient | None) -> BatchSource:
+    """Return the source of a trainer's batches. `sampler` samples from the current weights; None
+    if the stage never samples.
+    """
+    flow = trainer.context.flow
+    if not trainer.method.online:
+        return RowSource(trainer, sampler)
+    assert sampler is not None
+    if flow.steps_off_policy:
+        return AsyncSource(trainer, sampler)
+    return (StreamedSource if flow.gradient_parts > 1 else SampleSource)(trainer, sampler)
 
 
 @dataclass
@@ -350,8 +361,7 @@ class InFlightGroups:
         """Return the next batch, for weights of version `learner_version`; None if it is
         incomplete.
         """
-        for number in self.engine.completed_groups():
-            self.staleness.mark_ended(number)
+        self.staleness.ended_groups.update(self.engine.completed_groups())
         batch, rescheduled = self.staleness.take_batch()
         for number in rescheduled:
             self.discarded_tokens += self.engine.discard_group(number)
@@ -370,7 +380,11 @@ class InFlightGroups:
         They are the share of trained tokens per age in updates, and the counts of groups that were
         waited for or resampled because of their age.
         """
-        ages, staleness = Counter(version - v for v in token_versions(rollouts)), self.staleness
+        ages: Counter[int] = Counter()
+        for turn in list_turns(rollouts.groups):
+            versions = turn.ac.versions or [turn.ac.version or 0] * len(turn.ac.tokens)
+            ages.update(version - v for v in versions)
+        staleness = self.staleness
         total = max(1, ages.total())
         shares = {age: ages[age] / total for age in range(staleness.max_staleness + 1)}
         metrics = {
@@ -394,16 +408,3 @@ class InFlightGroups:
             "attempts": {str(n): count for n, count in self.attempts.items() if n in started},
             "flow": save_engine_state(self.engine),
         }
-
-
-def token_versions(rollouts: RolloutBatch) -> list[int]:
-    """Return the weight version of each sampled token, in order."""
-    versions: list[int] = []
-    for group in rollouts.groups:
-        for trajectory in group.trajectories_G:
-            for turn in trajectory.transitions:
-                turn_versions: Sequence[int] = turn.ac.versions or [turn.ac.version or 0] * len(
-                    turn.ac.tokens
-                )
-                versions += turn_versions
-    return versions

@@ -62,16 +62,17 @@ def read_checkpoint_list(folder: Path) -> list[dict[str, Any]]:
     path = folder / CHECKPOINTS
     rows = read_jsonl(path)
     for number, row in enumerate(rows, start=1):
-        problem = None
         for key, kind in _ROW_TYPES.items():
             if not isinstance(row.get(key), kind) or isinstance(row.get(key), bool):
-                problem = f"does not describe a checkpoint: its {key!r} is {row.get(key)!r:.60}"
-                break
-        else:
-            if not checkpoint_folder.is_checkpoint_name(row["name"]):
-                problem = f"names {row['name']!r:.60}, which is not a valid checkpoint name"
-        if problem is not None:
-            raise UserError(f"{path} line {number} {problem}; delete that line")
+                raise UserError(
+                    f"{path} line {number} does not describe a checkpoint: its {key!r} is "
+                    f"{row.get(key)!r:.60}; delete that line"
+                )
+        if not checkpoint_folder.is_checkpoint_name(row["name"]):
+            raise UserError(
+                f"{path} line {number} names {row['name']!r:.60}, which is not a valid checkpoint "
+                "name; delete that line"
+            )
     return rows
 
 

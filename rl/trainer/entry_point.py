@@ -370,10 +370,12 @@ def sample(
 
     trusted: import a run's custom method from any folder, not from the current folder alone.
 
-    Raises UserError if the weights cannot be opened, or prompts is a single text.
+    Raises UserError if the weights cannot be opened, or `prompts` is a single prompt.
     """
-    if isinstance(prompts, str):
-        raise UserError(f"prompts is a text, expected a list of prompts: pass [{prompts!r}]")
+    if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
+        raise UserError(
+            f"prompts is a single prompt, expected a list of prompts: pass [{prompts!r}]"
+        )
     saved = open_weights(str(weights), checkpoint, trusted=trusted)
     with saved.create_service(seed) as service:
         model = load_sampled_model(

@@ -204,7 +204,7 @@ def _collect_metric(groups: Sequence[TrajectoryGroup], name: str) -> list[list[f
 
 @dataclass
 class HeldOutMetrics:
-    """Hold the held-out metrics before the first step and at the last evaluation.
+    """Hold the held-out metrics of a stage before the first step and at the last evaluation.
 
     `before` and `after` are of samples, the `greedy_` fields of greedy responses.
     """
@@ -219,29 +219,28 @@ class HeldOutMetrics:
     rows: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the held-out metrics saved in a checkpoint.
-
-        Older checkpoints save a single metric of rows, as (name, before, after) or None.
+    def from_rows(cls, rows: Sequence[Mapping[str, Any]], headline: str = "") -> Self:
+        """Return the held-out metrics in the logged rows of a stage. `headline`: the metric that
+        its method measures on rows, of all held-out rows and of each data set.
         """
-        held_out = cls(**state)
-        if not isinstance(held_out.rows, dict):
-            name, *figures = held_out.rows or ("",)
-            held_out.headline, held_out.rows = (
-                name.removeprefix("test/"),
-                {"": (figures[0], figures[1])} if figures else {},
-            )
-        return held_out
-
-    def record_rows(self, headline: str, metrics: Mapping[str, float]) -> None:
-        """Record the method's headline metric, for all held-out rows and for each data set."""
-        self.headline = headline.removeprefix("test/")
-        for name, value in metrics.items():
-            if name == headline or (
-                name.startswith("test/") and name.endswith(f"/{self.headline}")
-            ):
-                set_name = name.removeprefix("test/").removesuffix(self.headline).rstrip("/")
-                self.rows[set_name] = (self.rows.get(set_name, (value,))[0], value)
+        ends: dict[str, tuple[float, float]] = {}  # first and last value of each metric
+        for row in rows:
+            for name, value in row.items():
+                if name.startswith("test/") and value is not None:
+                    ends[name] = ends.get(name, (value,))[0], value
+        name, what = (
+            ("correct", "accuracy") if HELD_OUT_ACCURACY in ends else ("reward/total", "reward")
+        )
+        (before, after), (greedy_before, greedy_after) = (
+            ends.get(f"test/{kind}/all/{name}", (None, None)) for kind in ("env", "greedy")
+        )
+        headline = headline.removeprefix("test/")
+        sets = {
+            name.removeprefix("test/").removesuffix(headline).rstrip("/"): values
+            for name, values in ends.items()
+            if headline and name.endswith(f"/{headline}")
+        }
+        return cls(before, after, greedy_before, greedy_after, what, headline, sets)
 
     def describe_no_gain(self) -> str | None:
         """Return a remark if the sampled answers to held-out problems did not improve."""
@@ -279,14 +278,14 @@ class HeldOutMetrics:
 
 
 class Evaluator:
-    """Evaluate a stage at its intervals. `held_out` sums up the stage's held-out metrics."""
+    """Evaluate a stage at its intervals."""
 
     def __init__(self, context: StageContext, samples: StageSampler):
         self.context, self.samples = context, samples
-        self.held_out = HeldOutMetrics()
         # the answers of the current evaluation, and whether they are greedy
         self._answers: list[tuple[RolloutBatch, bool]] = []
         self._phase = "before"  # of the evaluation: before the first batch, or after a batch
+        self.seconds = 0.0  # of the last evaluation of this process
 
     @property
     def samples_held_out(self) -> bool:
@@ -296,11 +295,6 @@ class Evaluator:
             self.context.has_rewards
             or (reward_model is not None and reward_model.scores_single_answers)
         ) and bool(self.context.loop.eval_every)
-
-    @property
-    def measures_held_out(self) -> bool:
-        """Return whether the stage measures anything on held-out problems."""
-        return self.samples_held_out or isinstance(self.context.method, RowEvaluator)
 
     def is_due(self, batch: int) -> bool:
         """Return whether held-out problems are evaluated after this batch."""
@@ -325,13 +319,15 @@ class Evaluator:
 
         Greedy responses are measured only before the first and after the last batch.
         """
+        start = time.perf_counter()
         self._phase = "after" if done else "before"
         metrics = self.evaluate_rows()
-        if sampler is not None:
+        if sampler is not None and self.context.test_problems is not None and self.samples_held_out:
             metrics |= self.evaluate_sampled(sampler)
             if done in (0, self.context.loop.steps):
                 metrics |= self.evaluate_greedy(sampler)
-        self._write_answers(done, metrics)
+            self._write_answers(done, metrics)
+        self.seconds = time.perf_counter() - start
         return metrics
 
     def evaluate_rows(self) -> dict[str, float]:
@@ -347,23 +343,15 @@ class Evaluator:
         if context.method.headline not in metrics:
             return {}
         metrics["time/test_rows"] = time.perf_counter() - start
-        self.held_out.record_rows(context.method.headline, metrics)
         return metrics
 
     def evaluate_sampled(self, sampler: SamplingClient) -> dict[str, float]:
         """Return `test/env/...`: a sample of each held-out problem, always with the same seeds."""
-        context = self.context
-        if context.test_problems is None or not self.samples_held_out:
-            return {}
-        start = time.perf_counter()
+        context, start = self.context, time.perf_counter()
         result = self._sample(sampler, derive_seed(context.seed, "test"), greedy=False)
         self.samples.check_rollouts(result, sampler.version)
         metrics = compute_group_metrics(result.groups, "test/env")
         metrics["time/test"] = time.perf_counter() - start
-        held_out, accuracy = self.held_out, self._headline(metrics, "test/env/all")
-        if held_out.before is None:
-            held_out.before = accuracy
-        held_out.after = accuracy
         return metrics
 
     def evaluate_greedy(self, sampler: SamplingClient) -> dict[str, float]:
@@ -372,18 +360,11 @@ class Evaluator:
         {} if evaluation samples at temperature 0 anyway, or if `eval_greedy` is off.
         """
         context = self.context
-        if context.test_problems is None or not self.samples_held_out:
-            return {}
         if not context.settings.sampling.eval_greedy or context.eval_params.temperature == 0:
             return {}
         result = self._sample(sampler, 0, greedy=True)
         metrics = compute_group_metrics(result.groups, "test/greedy")
-        metrics = {k: v for k, v in metrics.items() if k.startswith(GREEDY_METRICS)}
-        held_out, accuracy = self.held_out, self._headline(metrics, "test/greedy/all")
-        if held_out.greedy_before is None:
-            held_out.greedy_before = accuracy
-        held_out.greedy_after = accuracy
-        return metrics
+        return {k: v for k, v in metrics.items() if k.startswith(GREEDY_METRICS)}
 
     def _sample(self, sampler: SamplingClient, seed: int, *, greedy: bool) -> RolloutBatch:
         """Return a judged sample of each held-out problem, and keep it for `_write_answers`."""
@@ -391,7 +372,6 @@ class Evaluator:
         assert context.test_problems is not None
         result = self.samples.sample(
             list(context.test_problems),
-            1,
             sampler,
             seed,
             params=replace(params, temperature=0.0) if greedy else params,
@@ -409,7 +389,7 @@ class Evaluator:
         """
         context, answers, start = self.context, self._answers, time.perf_counter()
         self._answers = []
-        if not answers or not context.loop.rollouts_every:
+        if not context.loop.rollouts_every:
             return
         for result, greedy in answers:
             temperature = 0.0 if greedy else context.eval_params.temperature
@@ -420,8 +400,3 @@ class Evaluator:
                 greedy=greedy,
             )
         metrics["time/test"] += time.perf_counter() - start
-
-    def _headline(self, metrics: Mapping[str, float], name: str) -> float | None:
-        """Return the accuracy if the reward reports correctness, else the mean reward."""
-        self.held_out.what = "accuracy" if f"{name}/correct" in metrics else "reward"
-        return metrics.get(f"{name}/correct", metrics.get(f"{name}/reward/total"))

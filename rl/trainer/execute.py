@@ -18,7 +18,7 @@ from rl.config import (
     resolve_config,
 )
 from rl.distributed import RunStopped, StopRequest
-from rl.errors import RunFolderError
+from rl.errors import RunFolderError, UserError
 from rl.reporting import (
     Console,
     Logbook,
@@ -39,7 +39,6 @@ from rl.trainer.config_diff import (
     includes_data_change,
     list_replay_differences,
 )
-from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.initial_weights import (
     ORIGINS_KEY,
     check_initial_weights,
@@ -47,7 +46,6 @@ from rl.trainer.initial_weights import (
     describe_random_weights,
     describe_tied_heads,
     find_previous_stage,
-    format_origin,
     resolve_initial_weights,
 )
 from rl.trainer.memory_report import check_memory
@@ -71,6 +69,7 @@ from rl.trainer.resume import (
 )
 from rl.trainer.run_lock import RunLock
 from rl.trainer.run_summary import (
+    StagePaths,
     format_check_command,
     format_resume_command,
     print_introduction,
@@ -86,7 +85,7 @@ from rl.trainer.stage_data import (
 )
 from rl.trainer.stage_models import OpponentModels, StageModelFactory, make_policy, stage_renderer
 from rl.trainer.stage_sampling import ReplayLog, StageContext
-from rl.trainer.trainer import Trainer
+from rl.trainer.trainer import Trainer, describe_nonfinite
 from rl.trainer.training_loop import train
 
 
@@ -173,7 +172,9 @@ def _plan_memory(run: RunConfig, service: ServiceClient, console: Console) -> li
 def _print_origins(run: RunConfig, origins: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print lines about the weights that the run starts from."""
     hints = [] if run.options.resume else describe_random_weights(run.stages)
-    for text in (*map(format_origin, origins), *describe_tied_heads(run), *hints):
+    for origin in origins:
+        console.note(f"stage {origin['stage']} begins from {origin['from']}: {origin['how']}")
+    for text in (*describe_tied_heads(run), *hints):
         console.note(text)
 
 
@@ -252,7 +253,7 @@ def _open_logbook(
     )
 
 
-class RunState:
+class RunState(StagePaths):
     """Track the stages of a run: `index` is the current stage, beginning at `position`."""
 
     def __init__(
@@ -289,15 +290,6 @@ class RunState:
         """
         return sum(prepared.plan.settings.loop.steps + 1 for prepared in self.stages[:index])
 
-    def final_path(self, index: int) -> str:
-        """Return the path of the final checkpoint of a stage."""
-        return str(self.folder / "checkpoints" / f"{self.stages[index].plan.name}-final")
-
-    def initial_checkpoint(self, index: int) -> str | None:
-        """Return the checkpoint from which a stage begins; None if it begins from a base model."""
-        before = find_previous_stage(self.run.stages, index)
-        return None if before is None else self.final_path(before)
-
     def check_stages(self) -> None:
         """Raise UserError if a needed final checkpoint is missing or a later stage cannot begin."""
         if self.finished:
@@ -317,7 +309,9 @@ class RunState:
         """
         index = min(self.index, len(self.stages) - 1)
         prepared, seed = self.stages[index], self.run.options.seed
-        plan, previous = prepared.plan, self.initial_checkpoint(index)
+        plan, before = prepared.plan, find_previous_stage(self.run.stages, index)
+        # None: the stage begins from a base model
+        previous = None if before is None else self.final_path(before)
         method, model = METHODS.create(plan), plan.settings.model
         if not self.finished:
             self._load_rows_of_stage(prepared)
@@ -414,11 +408,14 @@ class RunState:
         stop.
         """
         checkpoints = CheckpointManager(logbook)
-        held_out: dict[str, HeldOutMetrics] = {}
         while not self.finished:
             trainer = self.create_trainer(logbook, checkpoints, report)
             try:
                 train(trainer)
+            except FloatingPointError as error:
+                # Nothing is saved: a checkpoint must not contain what the step has already changed
+                # (baselines, earlier substeps).
+                raise UserError(describe_nonfinite(trainer, error)) from error
             except RunStopped:
                 saved = [row["name"] for row in logbook.checkpoints() if row["state_path"]]
                 start = saved[-1] if saved else "the beginning"
@@ -428,10 +425,9 @@ class RunState:
                     commands=[format_resume_command(self.folder, self.run.options.trust_run)],
                 )
                 raise
-            held_out[trainer.name] = trainer.evaluator.held_out
             self.models.policy.release()
             del trainer, self.models  # frees the other models' weights
             self.index += 1
             if not self.finished:
                 self.models = self.create_models()
-        print_summary(self, held_out, self.console)
+        print_summary(self, self.console)

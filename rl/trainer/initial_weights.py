@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -141,20 +141,9 @@ def _check_stage_name(target: str, plan: StageConfig, earlier: Sequence[str]) ->
         )
 
 
-@dataclass(frozen=True)
-class InitialWeights:
-    """Name the initial weights.
-
-    `base`: the weights to load, with a merged adapter if any; `continued_checkpoint`: the
-    checkpoint with the adapter to continue instead.
-    """
-
-    base: str
-    continued_checkpoint: str | None = None
-
-
-def find_initial_weights(model: ModelSettings, previous: str | None) -> InitialWeights:
-    """Return the initial weights of a stage's policy.
+def find_initial_weights(model: ModelSettings, previous: str | None) -> tuple[str, str | None]:
+    """Return (base, continued checkpoint), the initial weights of a stage's policy: the weights to
+    load, with a merged adapter if any; instead of them the checkpoint with the adapter to continue.
 
     `previous`: the final checkpoint of the stage that it begins from; None: it begins from its
     base_model.
@@ -163,8 +152,8 @@ def find_initial_weights(model: ModelSettings, previous: str | None) -> InitialW
     if is_adapter(source) and model.lora_start != "merge":
         folder = Path(source).expanduser()
         if _has_same_shape(_read_lora(folder), model):
-            return InitialWeights(source, str(folder.parent if folder.name == "model" else folder))
-    return InitialWeights(source)
+            return source, str(folder.parent if folder.name == "model" else folder)
+    return source, None
 
 
 def find_base_model(stages: Sequence[StageConfig], index: int) -> tuple[str, str | None]:
@@ -186,7 +175,7 @@ def continues_adapter(stages: Sequence[StageConfig], index: int) -> bool:
     """
     model, before = stages[index].settings.model, find_previous_stage(stages, index)
     if before is None:
-        return find_initial_weights(model, None).continued_checkpoint is not None
+        return find_initial_weights(model, None)[1] is not None
     saved = stages[before].settings.model.make_lora()
     return model.lora_start != "merge" and _has_same_shape(saved, model)
 
@@ -315,11 +304,6 @@ def check_outside_run_folder(notes: Sequence[Mapping[str, Any]], folder: Path) -
                 f"the run would begin from {note['from']} and write into the same folder: give "
                 "another --output-dir"
             )
-
-
-def format_origin(note: Mapping[str, Any]) -> str:
-    """Return the console line of a note of `resolve_initial_weights`."""
-    return f"stage {note['stage']} begins from {note['from']}: {note['how']}"
 
 
 def find_weights_folder(word: str) -> str:

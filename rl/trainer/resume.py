@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.algorithms import METHODS
-from rl.config import RunConfig, match_recorded_files, resolve_config
+from rl.config import CHANGEABLE_SETTINGS, RunConfig, match_recorded_files, resolve_config
 from rl.data import ProblemSet
 from rl.distributed import checkpoint_folder
 from rl.errors import RunFolderError, UserError
@@ -94,7 +94,8 @@ def find_resume_point(run: RunConfig, folder: Path, console: Console) -> ResumeP
     run, or if the metrics have gaps.
     """
     config = match_recorded_files(load_saved_config(folder), resolve_config(run))
-    rows, trouble = complete_checkpoint_list(folder, read_stage_steps(config["stages"]))
+    recorded_stages = read_stage_steps(config["stages"])
+    rows, trouble = complete_checkpoint_list(folder, recorded_stages)
     if trouble is not None:
         console.warn(f"{trouble}: the list is rebuilt from the {len(rows)} checkpoints on disk")
     newest = CheckpointManager.find_newest_intact(folder, rows, console)
@@ -102,7 +103,7 @@ def find_resume_point(run: RunConfig, folder: Path, console: Console) -> ResumeP
         return _start_from_beginning(run, folder, config, rows, console)
     row, state = newest
     path = folder / CHECKPOINTS_FOLDER / row["name"]
-    loop = _read_loop_state(state, config, path, row)
+    loop = _read_loop_state(state, recorded_stages, path, row)
     changes = check_changes(config, run, loop["stage"], loop["next_batch"], row["batch"])
     run = changes.run
     for text in changes.messages:
@@ -171,23 +172,27 @@ def _start_from_beginning(
 
 
 def _apply_changed_settings(loop: dict[str, Any], notes: Sequence[Mapping[str, Any]]) -> None:
-    """Update changed settings in the loop's state, which would otherwise override the setting."""
+    """Update changed settings in the loop's state, which would otherwise override the setting.
+
+    Groups in flight start again: they belong to batches, prompts and samples of the old settings.
+    """
     method = loop.get("method")
     for note in notes:
         changes_kl = note["setting"] == "kl_coef" and note["to"] is not None
         if changes_kl and isinstance(method, dict) and "kl_coef" in method:
             method["kl_coef"] = note["to"]
+    if any(note["setting"] not in (*CHANGEABLE_SETTINGS, "steps") for note in notes):
+        loop["in_flight"] = None
 
 
 def _read_loop_state(
-    state: Mapping[str, Any], config: Mapping[str, Any], path: Path, row: Mapping[str, Any]
+    state: Mapping[str, Any], stages: Sequence[StageSteps], path: Path, row: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the loop state of a checkpoint. Raises RunFolderError if it contradicts the
     checkpoint's name or the run's stages.
     """
-    loop, stages = state.get("metadata"), read_stage_steps(config["stages"])
-    wrong = _find_contradiction(loop, stages, path, row)
-    if wrong is not None:
+    loop = state.get("metadata")
+    if (wrong := _find_contradiction(loop, stages, path, row)) is not None:
         raise RunFolderError(
             f"the checkpoint {path} is not as this run saved it: {wrong}. Move it out of "
             f"{path.parent}"

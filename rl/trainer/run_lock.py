@@ -49,14 +49,15 @@ def _boot_id() -> str:
     return ""
 
 
-def _start_ticks(pid: int) -> str:
-    """Return the start time of process `pid` in kernel ticks, or "" if it cannot be read.
+def _read_process(pid: int) -> tuple[str, str]:
+    """Return state and start time (in kernel ticks) of process `pid`, or "" if they cannot be read.
 
     Process ids are reused, the pair (process id, start time) is not.
     """
     with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    return "", ""
 
 
 def _is_alive(pid: int, start_ticks: str) -> bool:
@@ -66,13 +67,11 @@ def _is_alive(pid: int, start_ticks: str) -> bool:
         return False
     except PermissionError:
         pass
-    now = _start_ticks(pid)
+    state, now = _read_process(pid)
     if start_ticks and now and start_ticks != now:
         return False
     # a zombie: the process has ended, but its parent has not collected its exit code yet
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    return True
+    return state not in ("Z", "X")
 
 
 def _process_record() -> dict[str, Any]:
@@ -82,7 +81,7 @@ def _process_record() -> dict[str, Any]:
         "host": socket.gethostname(),
         "boot": _boot_id(),
         "pid": os.getpid(),
-        "began": _start_ticks(os.getpid()),
+        "began": _read_process(os.getpid())[1],
         "slurm": slurm,
     }
     return {**here, "since": time.time(), "nonce": uuid.uuid4().hex}

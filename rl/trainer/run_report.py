@@ -251,17 +251,12 @@ def read_launches(folder: Path) -> list[_Launch]:
 def list_checkpoints(run: SavedRun) -> list[dict[str, Any]]:
     """Return the checkpoints of the run with the metrics of their step."""
     rows_by_step = {row["step"]: row for row in run.curve.rows}
-    held_out = {
-        row["step"]: value
-        for row in run.curve.rows
-        if (value := row.get(HELD_OUT_ACCURACY, row.get(_HELD_OUT_REWARD))) is not None
-    }
     checkpoints = []
     for saved in read_jsonl(run.folder / CHECKPOINTS):
-        step = saved.get("batch", -1)
-        row = rows_by_step.get(step, {})
+        row = rows_by_step.get(saved.get("batch", -1), {})
+        held_out = row.get(HELD_OUT_ACCURACY, row.get(_HELD_OUT_REWARD))
         metrics = {
-            "held-out value": saved.get("value", held_out.get(step)),
+            "held-out value": saved.get("value", held_out),
             **{label: row.get(name) for label, name in _CHECKPOINT_METRICS},
         }
         checkpoints.append({**saved, "metrics": metrics})

@@ -8,9 +8,9 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-from rl.algorithms import METHODS
+from rl.algorithms import METHODS, RowEvaluator
 from rl.client import TrainingClient
 from rl.config import RunConfig, StageConfig
 from rl.errors import install_command
@@ -23,7 +23,7 @@ from rl.reporting import (
     format_held_out,
     has_plotly,
 )
-from rl.trainer.checkpoint_manager import read_checkpoint_list
+from rl.trainer.checkpoint_manager import CHECKPOINTS_FOLDER, read_checkpoint_list
 from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.initial_weights import find_previous_stage
 from rl.trainer.saved_weights import (
@@ -46,8 +46,8 @@ _SCRIPT_NAMES = ("train.py", "export.py")  # the scripts that print commands
 SCRIPTS_FOLDER = _ROOT if (_ROOT / "train.py").is_file() else _ROOT / "whetstone_scripts"
 
 
-class StagePaths(Protocol):
-    """Describe a run's stages and the paths of their final weights."""
+class StagePaths:
+    """Hold a run's stages and the paths of their final weights."""
 
     run: RunConfig
     folder: Path
@@ -55,7 +55,7 @@ class StagePaths(Protocol):
 
     def final_path(self, index: int) -> str:
         """Return the path of the final checkpoint of a stage."""
-        ...
+        return str(self.folder / CHECKPOINTS_FOLDER / f"{self.stages[index].plan.name}-final")
 
 
 def print_introduction(
@@ -135,14 +135,17 @@ def _describe_processes(world: int, samplers: int, tensor_parallel: int = 1) -> 
     return f"{learners} that {learn}, {samplers} that {sample}"
 
 
-def print_summary(
-    run_state: StagePaths, held_out: Mapping[str, HeldOutMetrics], console: Console
-) -> None:
+def print_summary(run_state: StagePaths, console: Console) -> None:
     """Print the held-out results of each stage, the files of the run, and the next commands."""
     folder = run_state.folder
     results: dict[str, tuple[float | None, float | None]] = {}
     remarks: list[str | None] = []
-    for name, summary in held_out.items():
+    metrics = read_metrics(folder / METRICS_FILE)
+    for plan in run_state.run.stages:
+        name, method = plan.name, METHODS.create(plan)
+        rows = [row for row in metrics if row.get("stage") == name]
+        headline = method.headline if isinstance(method, RowEvaluator) else ""
+        summary = HeldOutMetrics.from_rows(rows, headline)
         if summary.after is not None:
             results[f"held-out {summary.what}, {name}"] = summary.before, summary.after
         for set_name, figures in summary.rows.items():
@@ -151,9 +154,10 @@ def print_summary(
         if summary.greedy_after is not None:
             label = f"greedy {summary.what}, {name}"
             results[label] = summary.greedy_before, summary.greedy_after
+        results |= _measure_distillation(name, rows)
         remarks += [summary.describe_no_gain(), summary.describe_sharpening()]
-    remarks.append(_describe_better_weights(run_state))
-    results |= _measure_distillation(run_state)
+    # `rows` are those of the last stage
+    remarks.append(_describe_better_weights(folder, name, rows))
     console.end(
         f"{run_state.run.name}: done",
         results=results,
@@ -165,26 +169,23 @@ def print_summary(
         },
         remarks=[text for text in remarks if text is not None],
         commands=[
-            *_usage_commands(run_state, folder),
+            *_usage_commands(run_state),
             f"{format_script('plot')} {shlex.quote(str(folder))}",
             _format_report_command(folder),
-            _format_export_command(run_state, folder),
+            _format_export_command(run_state),
         ],
     )
 
 
-def _describe_better_weights(run_state: StagePaths) -> str | None:
+def _describe_better_weights(
+    folder: Path, stage: str, rows: Sequence[Mapping[str, Any]]
+) -> str | None:
     """Return a remark if the last stage's best weights are of an earlier step than its last."""
-    stage = run_state.run.stages[-1].name
-    best = [row for row in read_checkpoint_list(run_state.folder) if row.get("kind") == "best"]
+    best = [row for row in read_checkpoint_list(folder) if row.get("kind") == "best"]
     if not best or best[-1]["stage"] != stage or not isinstance(best[-1].get("value"), float):
         return None
     step, metric, value = (best[-1][key] for key in ("batch", "metric", "value"))
-    measured = [
-        (row["step"], row[metric])
-        for row in read_metrics(run_state.folder / METRICS_FILE)
-        if row.get("stage") == stage and row.get(metric) is not None
-    ]
+    measured = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
     if not measured or measured[-1][0] <= step or measured[-1][1] == value:
         return None
     before, after = (
@@ -210,28 +211,21 @@ _DISTILLED = (
 )
 
 
-def _measure_distillation(run_state: StagePaths) -> dict[str, tuple[float | None, float | None]]:
-    """Return the figure of each stage that learns from a teacher, at its first and last step."""
-    rows = read_metrics(run_state.folder / METRICS_FILE)
-    results: dict[str, tuple[float | None, float | None]] = {}
-    for plan in run_state.run.stages:
-        for label, names in _DISTILLED:
-            values = [
-                row[name]
-                for row in rows
-                if row.get("stage") == plan.name
-                for name in names
-                if row.get(name) is not None
-            ]
-            if values:
-                results[f"{label}, first to last step, {plan.name}"] = values[0], values[-1]
-                break
-    return results
+def _measure_distillation(
+    stage: str, rows: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[float, float]]:
+    """Return the figure of a stage that learns from a teacher, at its first and last step."""
+    for label, names in _DISTILLED:
+        values = [row[name] for row in rows for name in names if row.get(name) is not None]
+        if values:
+            return {f"{label}, first to last step, {stage}": (values[0], values[-1])}
+    return {}
 
 
-def _format_export_command(run_state: StagePaths, folder: Path) -> str:
+def _format_export_command(run_state: StagePaths) -> str:
     """Return the command that exports the weights: merged if they are an adapter."""
     merge = " --merge" if run_state.stages[-1].plan.settings.model.lora_rank else ""
+    folder = run_state.folder
     paths = shlex.join([str(folder), str(_unused_path(Path("exports") / folder.name))])
     trust = _format_trust(list_method_addresses(run_state.run.stages))
     return f"{format_script('export')} {paths}{merge}{trust}"
@@ -246,8 +240,9 @@ def format_script(name: str) -> str:
     """Return the command of one of the scripts, as the running script was started: `whetstone
     sample`, or `python` with the path of sample.py.
     """
-    script = SCRIPTS_FOLDER / f"{name}.py"
-    if _is_own_script():
+    script, running = SCRIPTS_FOLDER / f"{name}.py", Path(sys.argv[0]).resolve()
+    # a script of the project runs, not a user's script that imports `rl`
+    if running.parent == SCRIPTS_FOLDER and running.name in _SCRIPT_NAMES:
         if getattr(sys.modules.get("whetstone"), "running_script", None) is not None:
             return f"whetstone {name.replace('_', '-')}"
         script = Path(sys.argv[0]).with_name(script.name)
@@ -258,12 +253,6 @@ def format_script(name: str) -> str:
     return f"python {shlex.quote(str(script))}"
 
 
-def _is_own_script() -> bool:
-    """Return whether a script of the project runs, not a user's script that imports `rl`."""
-    script = Path(sys.argv[0]).resolve()
-    return script.parent == SCRIPTS_FOLDER and script.name in _SCRIPT_NAMES
-
-
 def _unused_path(path: Path) -> Path:
     """Return `path`, or the first of path-2, path-3, ... that is free if `path` exists."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
@@ -272,9 +261,9 @@ def _unused_path(path: Path) -> Path:
     )
 
 
-def _usage_commands(run_state: StagePaths, folder: Path) -> list[str]:
+def _usage_commands(run_state: StagePaths) -> list[str]:
     """Return the commands that use the weights of the run's last stage."""
-    last, quoted_folder = run_state.stages[-1].plan, shlex.quote(str(folder))
+    last, quoted_folder = run_state.stages[-1].plan, shlex.quote(str(run_state.folder))
     if last.method != "reward_model":
         # evaluate.py needs a reward
         scored = (

@@ -237,14 +237,14 @@ def open_weights(
     """
     folder = Path(os.path.expanduser(target))
     if contains_run(folder):
-        return _open_run_weights(folder, checkpoint, trusted=trusted)
+        return _open_run_weights(folder, checkpoint, trusted)
     if checkpoint is not None:
         raise UserError(
             f"--checkpoint {checkpoint} chooses a checkpoint of a run, but {target} is no "
             "folder of a run"
         )
     if os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
-        return _open_folder(folder)
+        return _open_folder(folder, trusted)
     if target.startswith("tiny:") or not _looks_like_path(target):
         return SavedWeights(target)
     expected = "a run's folder, a folder of weights, a hub name or tiny:<preset>"
@@ -267,9 +267,7 @@ def load_run(folder: Path, *, trusted: bool = False) -> RunConfig:
     return load_resolved_config(config, METHODS, options=RunSettings, place=str(folder / CONFIG))
 
 
-def _open_run_weights(
-    folder: Path, checkpoint: str | None, *, trusted: bool = False
-) -> SavedWeights:
+def _open_run_weights(folder: Path, checkpoint: str | None, trusted: bool) -> SavedWeights:
     run = load_run(folder, trusted=trusted)
     row = _select_checkpoint(folder, _list_checkpoints(folder), checkpoint)
     # by name below this folder, not by the recorded path: the run's folder may have been moved
@@ -320,14 +318,14 @@ def _select_checkpoint(
     return named[0]
 
 
-def _open_folder(folder: Path) -> SavedWeights:
+def _open_folder(folder: Path, trusted: bool) -> SavedWeights:
     """Open a folder of weights. If it lies in a run's folder, the run's settings are attached."""
     if folder.name == "model" and (folder.parent / "state.json").is_file():
         folder = folder.parent  # state.json of this folder records the base model
     run_folder = folder.resolve().parent.parent
     if (folder / "state.json").is_file() and contains_run(run_folder):
         if any(row["name"] == folder.name for row in _list_checkpoints(run_folder)):
-            return _open_run_weights(run_folder, folder.name)
+            return _open_run_weights(run_folder, folder.name, trusted)
     if not any(
         (folder / name).is_file() for name in ("state.json", "config.json", "adapter_config.json")
     ):

@@ -13,7 +13,13 @@ from typing import Any
 
 from rl.algorithms import METHODS, RolloutDataSettings, RowEvaluator, check_stored_answer
 from rl.client import TrainingClient
-from rl.config import DataSettings, EnvironmentSettings, PreferenceDataSettings, StageConfig
+from rl.config import (
+    DataSettings,
+    EnvironmentSettings,
+    PreferenceDataSettings,
+    RolloutSettings,
+    StageConfig,
+)
 from rl.data import (
     GENERATED_REWARDS,
     ContaminationResult,
@@ -207,18 +213,24 @@ def find_writing_stage(plan: StageConfig, earlier: Sequence[StageConfig]) -> int
     its data exists already.
 
     Raises UserError if that stage writes no rollouts, or rollouts that this stage cannot learn
-    from.
+    from, or if the word is neither a path nor a stage.
     """
     data, names = plan.settings.data, [stage.name for stage in earlier]
     if not isinstance(data, RolloutDataSettings):
         return None
     if data.dataset not in names:
-        _check_dataset_exists(data.dataset, plan, earlier)
+        if data.dataset and earlier and not Path(data.dataset).expanduser().exists():
+            sampling = [stage.name for stage in earlier if METHODS.create(stage).online]
+            raise UserError(
+                f"stage {plan.name}: stored rollouts {data.dataset} do not exist (seen from "
+                f"{Path.cwd()}), and no earlier stage has that name; earlier stages that sample: "
+                f"{', '.join(sampling) or 'none'}"
+            )
         return None
     index = names.index(data.dataset)
     source, settings = earlier[index], earlier[index].settings
     relation = f"stage {plan.name} learns from the rollouts of stage {source.name}"
-    if not _samples_answers(source):
+    if not METHODS.create(source).online:
         raise UserError(
             f"{relation}, but {source.method} samples no answers: name a stage that does"
         )
@@ -262,24 +274,6 @@ def load_stored_answers(
         filter_answers(problems, offline.top_fraction, offline.reward_threshold)
         if offline.loss_spec.selects_answers
         else problems
-    )
-
-
-def _samples_answers(plan: StageConfig) -> bool:
-    return METHODS.create(plan).online
-
-
-def _check_dataset_exists(dataset: str, plan: StageConfig, earlier: Sequence[StageConfig]) -> None:
-    """Raise UserError if a word is neither a path nor a stage. The message lists earlier stages,
-    since the word may have meant an earlier stage.
-    """
-    if not dataset or not earlier or Path(dataset).expanduser().exists():
-        return
-    sampling = [stage.name for stage in earlier if _samples_answers(stage)]
-    raise UserError(
-        f"stage {plan.name}: stored rollouts {dataset} do not exist (seen from {Path.cwd()}), "
-        "and no earlier stage has that name; earlier stages that sample: "
-        f"{', '.join(sampling) or 'none'}"
     )
 
 
@@ -445,11 +439,7 @@ class PreparedStage:
 
     @property
     def problems(self) -> ProblemSet:
-        if self.rows is None:
-            raise RuntimeError(
-                f"stage {self.plan.name} has no data before stage number {self.source_stage} is "
-                "done"
-            )
+        assert self.rows is not None, "the stage that writes the rows has not ended"
         return self.rows
 
 
@@ -473,6 +463,13 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
     environment = resolve_environment(plan.settings)
     reward: str | Reward | None
     if environment is not None:
+        flow = getattr(plan.settings, "flow", RolloutSettings())
+        if flow.steps_off_policy and environment.make().models:
+            raise UserError(
+                f"stage {plan.name}: max_steps_off_policy is for environments in which the policy "
+                f"plays alone, and {environment.name} has other players: remove "
+                "max_steps_off_policy"
+            )
         reward = resolve_episode_reward(environment, data)
     else:
         reward = resolve_stage_reward(data)

@@ -61,12 +61,11 @@ def make_policy(
     """
     if resume_from is not None:
         return service.create_training_client_from_state_with_optimizer(resume_from)
-    origin = find_initial_weights(model, previous)
-    if origin.continued_checkpoint is not None:
+    base, continued = find_initial_weights(model, previous)
+    if continued is not None:
         return service.create_training_client_from_state(
-            origin.continued_checkpoint, value_head=value_head, base_dtype=model.base_dtype
+            continued, value_head=value_head, base_dtype=model.base_dtype
         )
-    base = origin.base
     weights_seed = derive_seed(seed, "weights") % 2**31
     lora = model.make_lora(derive_seed(seed, "adapter") % 2**31)
     if lora is None:
@@ -112,17 +111,18 @@ class StageModelFactory(ModelFactory):
         The weights are loaded from the policy's origin, not from the policy, so that they are the
         same when the stage begins and when it is resumed.
         """
-        origin, model = find_initial_weights(self.model, self.previous), self.model
+        model = self.model
+        base, continued = find_initial_weights(model, self.previous)
         source: dict[str, Any]
-        if origin.continued_checkpoint is not None:
-            source = {"model_path": origin.continued_checkpoint}
+        if continued is not None:
+            source = {"model_path": continued}
         elif model.lora_rank:
             return BaseModelScorer(self.policy)
-        elif self.previous is not None and not is_adapter(origin.base):
+        elif self.previous is not None and not is_adapter(base):
             source = {"model_path": self.previous}
         else:
             seed = derive_seed(self.seed, "weights") % 2**31
-            source = {"base_model": origin.base, "tokenizer": model.tokenizer, "seed": seed}
+            source = {"base_model": base, "tokenizer": model.tokenizer, "seed": seed}
         return FrozenScorer(self.service.create_sampling_client(**source))
 
     def load(self, target: str) -> SamplingClient:
@@ -416,20 +416,16 @@ class OpponentModels:
         if self.version_pool is not None and not self.version_pool.opponents:
             self._add_version(policy, step)
 
-    def players(self, batch: int, seed: int) -> dict[str, ActionSampler]:
-        """Return the samplers of the other players for a training batch. `seed`: the stage's."""
-        if self.version_pool is None:
-            return self.models
-        version = self.version_pool.sample(derive_seed(seed, "opponent", batch))
-        return {**self.models, OPPONENT_POOL: self._load(version.name)}
-
-    def held_out_players(self) -> dict[str, ActionSampler]:
-        """Return the samplers of the other players for an evaluation: for the pool the newest
-        version.
+    def players(self, batch: int | None, seed: int) -> dict[str, ActionSampler]:
+        """Return the samplers of the other players for a training batch, or (None) for an
+        evaluation: the newest version of the pool. `seed`: the stage's.
         """
-        if self.version_pool is None:
+        pool = self.version_pool
+        if pool is None:
             return self.models
-        return {**self.models, OPPONENT_POOL: self._load(self.version_pool.opponents[-1].name)}
+        newest = pool.opponents[-1]
+        version = newest if batch is None else pool.sample(derive_seed(seed, "opponent", batch))
+        return {**self.models, OPPONENT_POOL: self._load(version.name)}
 
     def record_results(self, rollouts: RolloutBatch) -> None:
         """Rate the older version that the batch was played against."""

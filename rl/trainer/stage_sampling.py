@@ -4,8 +4,6 @@ from. The timing decisions are recorded in the run's folder, so that a replay is
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -33,9 +31,9 @@ from rl.rollout import (
     RolloutEngine,
     RolloutSchedule,
     is_mixed,
+    list_turns,
     open_engine,
     rollout,
-    start_groups,
 )
 from rl.seed import derive_seed
 from rl.trainer.checkpoint_manager import CheckpointManager
@@ -227,25 +225,24 @@ class StageSampler:
         for an evaluation.
         """
         opponents = self.context.opponents
-        if opponents is None:
-            return {}
-        if batch is None:
-            return opponents.held_out_players()
-        return opponents.players(batch, self.context.seed)
+        return {} if opponents is None else opponents.players(batch, self.context.seed)
 
     def sample(
         self,
         problems: Sequence[Problem],
-        group_size: int,
         sampler: SamplingClient,
         seed: int,
         *,
         batch: int | None = None,
         params: SamplingParams | None = None,
         part: str = "",
+        consume: Callable[[RolloutBatch], None] | None = None,
     ) -> RolloutBatch:
         """Run the groups of problems to their end and judge them, for a training batch or (None)
-        for an evaluation, whose answers form no group.
+        for an evaluation, which samples an answer to each problem.
+
+        `consume` is called with each of `gradient_parts` parts of the batch as soon as its groups
+        have ended, in the order of parts and of groups.
 
         The episodes of a batch are in lockstep. In an evaluation and with an event log no episode
         waits for a slow one. The log records the events as this `part` of the batch.
@@ -254,7 +251,15 @@ class StageSampler:
         if replay_log is not None and batch is not None:
             replay_log.batch = batch
         is_lockstep = replay_log is None and batch is not None
-        rollouts = rollout(
+        group_size = 1 if batch is None else context.method.group_size
+
+        def judge(rollouts: RolloutBatch) -> RolloutBatch:
+            rollouts = self.add_judgements(rollouts, ungrouped=batch is None)
+            if consume is not None:
+                consume(rollouts)
+            return rollouts
+
+        return rollout(
             self.build_groups(problems, group_size),
             sampler,
             params or context.sampling_params,
@@ -262,36 +267,9 @@ class StageSampler:
             players=self.load_players(batch),
             schedule=RolloutSchedule() if is_lockstep else self.schedule,
             event_log=None if replay_log is None else replay_log.create_event_log(part=part),
+            parts=1 if consume is None else context.flow.gradient_parts,
+            process=judge,
         )
-        return self.add_judgements(rollouts, ungrouped=batch is None)
-
-    def sample_in_parts(
-        self,
-        problems: Sequence[Problem],
-        sampler: SamplingClient,
-        batch: int,
-        seed: int,
-        consume: Callable[[RolloutBatch], None],
-    ) -> RolloutBatch:
-        """Run a batch in parts. Call `consume` with each part as soon as its groups have ended, in
-        the order of parts and of groups.
-        """
-        replay_log, num_parts = self.context.replay_log, self.context.flow.gradient_parts
-        assert replay_log is not None
-        replay_log.batch = batch
-        builders = self.build_groups(problems, self.context.method.group_size)
-        samplers: dict[str | None, Any] = {None: sampler}
-        samplers.update(self.load_players(batch).items())
-        cuts = [round(i * len(builders) / num_parts) for i in range(num_parts + 1)]
-        parts: list[RolloutBatch] = []
-        with self.start_engine(samplers, replay_log.create_event_log()) as engine:
-            start_groups(engine, builders, seed)
-            for low, high in itertools.pairwise(cuts):
-                while not set(range(low, high)) <= set(engine.completed_groups()):
-                    engine.tick()
-                parts.append(self.add_judgements(engine.take_rollouts(range(low, high))))
-                consume(parts[-1])
-        return functools.reduce(RolloutBatch.merge, parts)
 
     def start_engine(
         self, samplers: Mapping[str | None, Any], event_log: EventLog
@@ -342,8 +320,7 @@ class StageSampler:
                 batch, batch_size, derive_seed(context.seed, "extra", rounds)
             )
             seed = derive_seed(context.seed, "sample", batch, rounds)
-            size, part = context.method.group_size, f"extra {rounds}"
-            more = self.sample(problems, size, sampler, seed, batch=batch, part=part)
+            more = self.sample(problems, sampler, seed, batch=batch, part=f"extra {rounds}")
             rollouts = rollouts.merge(more)
         if not bound:
             return rollouts
@@ -377,9 +354,8 @@ class StageSampler:
                 f"{len(rollouts.errors)} samples were left out of this batch: {rollouts.errors[0]}",
                 max_kinds=20,
             )
-        turns = [turn for g in rollouts.groups for t in g.trajectories_G for turn in t.transitions]
         versions: set[int | None] = set()
-        for turn in turns:
+        for turn in list_turns(rollouts.groups):
             versions.update(turn.ac.versions or [turn.ac.version])
         oldest = learner_version - max_staleness
         if versions - {*range(oldest, learner_version + 1)}:

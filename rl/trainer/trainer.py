@@ -7,10 +7,9 @@ chooses. A loss that is not finite ends the run with advice.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from rl.algorithms import Progress, RowEvaluator
 from rl.client import SamplingClient
 from rl.data import Curriculum
 from rl.distributed import RunStopped, StopRequest
-from rl.errors import UserError
 from rl.jsonl import replace_nonfinite
 from rl.rollout import RolloutBatch
 from rl.trainer.batch_log import BatchLog
-from rl.trainer.evaluator import HELD_OUT_ACCURACY, Evaluator, HeldOutMetrics
+from rl.trainer.evaluator import HELD_OUT_ACCURACY, Evaluator
 from rl.trainer.report_writer import ReportWriter
 from rl.trainer.self_test import PROBLEMS, self_test
 from rl.trainer.stage_sampling import StageContext, StageSampler, WarnOnce
@@ -80,7 +78,6 @@ class Trainer:
         self._sampling_end: float | None = None
         # seconds from the samples to the end of a batch, including its save
         self._rest_seconds = 0.0
-        self._evaluation_seconds = 0.0  # of the last evaluation of this process
 
     def start(self) -> SamplingClient | None:
         """Return a sampler of the current policy; None if the stage never samples.
@@ -112,7 +109,7 @@ class Trainer:
                 )
             )
         if self.done == 0 and self.loop.eval_every:
-            metrics = self._evaluate(0, sampler)
+            metrics = self.evaluator.evaluate(0, sampler)
             if metrics or self.evaluator.samples_held_out:
                 self.log.write_row(0, metrics)
                 if self.report is not None:
@@ -154,13 +151,6 @@ class Trainer:
                 self.save(self.done)
             raise RunStopped(code)
 
-    def _evaluate(self, done: int, sampler: SamplingClient | None) -> dict[str, float]:
-        """Return the held-out metrics after `done` batches, and note the time that they take."""
-        start = time.perf_counter()
-        metrics = self.evaluator.evaluate(done, sampler)
-        self._evaluation_seconds = time.perf_counter() - start
-        return metrics
-
     def end_batch(
         self,
         batch: TrainingBatch,
@@ -174,7 +164,7 @@ class Trainer:
         """
         number, rollouts, done = batch.number, batch.rollouts, batch.number + 1
         is_due = self.evaluator.is_due(number)
-        is_late = self.stop_request.exceeds_grace(self._evaluation_seconds)
+        is_late = self.stop_request.exceeds_grace(self.evaluator.seconds)
         is_evaluated = is_due and (done == self.loop.steps or not is_late)
         metrics = {**self.method.shaping_metrics, **metrics}
         row = self.log.build_row(
@@ -186,7 +176,7 @@ class Trainer:
         if self.profile is not None:
             self.profile.end_step(row, is_last=is_evaluated)
         if is_evaluated:
-            row |= self._evaluate(done, sampler)
+            row |= self.evaluator.evaluate(done, sampler)
         elif is_due:
             self.console.note(f"no evaluation after step {done}: it may exceed stop_grace")
         if rollouts is not None and opponents is not None:
@@ -218,19 +208,19 @@ class Trainer:
         """Return whether a checkpoint is due after `done` batches. The end of the stage always has
         a checkpoint, whatever save_every is.
         """
-        loop = self.context.loop
+        loop = self.loop
         return done == loop.steps or bool(loop.save_every and done % loop.save_every == 0)
 
     def _save_if_due(self, done: int, row: Mapping[str, float], is_evaluated: bool) -> None:
         """Save after `done` batches: the best weights if these are the best, and a checkpoint if it
         is due.
         """
-        context, loop, method = self.context, self.context.loop, self.method
-        best = loop.keep_best
+        context, loop, method = self.context, self.loop, self.method
+        best, samples = loop.keep_best, self.evaluator.samples_held_out
+        reads_rows = isinstance(method, RowEvaluator)
         if best == HELD_OUT_ACCURACY and best not in row:
-            rows = isinstance(method, RowEvaluator) and not self.evaluator.samples_held_out
             # a reward without a "correct" metric
-            best = method.headline if rows else "test/env/all/reward/total"
+            best = method.headline if reads_rows and not samples else "test/env/all/reward/total"
         if best is not None and best in row:
             context.checkpoints.save_best(
                 context.models.policy,
@@ -239,9 +229,9 @@ class Trainer:
                 best,
                 row[best],
                 mode=loop.get_best_mode(best),
-                value_head=isinstance(method, RowEvaluator) and method.keeps_value_head,
+                value_head=reads_rows and method.keeps_value_head,
             )
-        elif best is not None and is_evaluated and self.evaluator.measures_held_out:
+        elif best is not None and is_evaluated and (samples or reads_rows):
             self._warn_once.warn(
                 best,
                 f"keep_best asks for {best}, which this run does not measure: no best weights "
@@ -259,7 +249,6 @@ class Trainer:
             "next_batch": done,
             "first_step": context.first_step,
             "method": context.method.state(),
-            "held_out": asdict(self.evaluator.held_out),
             "curriculum": problems.state() if isinstance(problems, Curriculum) else None,
             "opponents": None if context.opponents is None else context.opponents.state(),
             "run": dict(context.identity),
@@ -283,7 +272,6 @@ class Trainer:
         """Restore the loop's state from what `save` wrote."""
         self.context.method.load_state(state["method"])
         self.in_flight = state.get("in_flight")
-        self.evaluator.held_out = HeldOutMetrics.from_state(state["held_out"])
         if isinstance(self.context.problems, Curriculum):
             self.context.problems.load_state(state["curriculum"])
         if self.context.opponents is not None:
@@ -297,32 +285,10 @@ def _has_unused_correction(settings: Any) -> bool:
     return correction is not None and correction.correction == "none" and truncated is None
 
 
-class NonFiniteError(UserError):
-    """Raised when a loss or logits are NaN or infinite.
-
-    Continuing would destroy the weights, or train on nothing.
+def describe_nonfinite(trainer: Trainer, problem: object) -> str:
+    """Return stage, step and remedy of a loss or of logits that are NaN or infinite: continuing
+    would destroy the weights, or train on nothing.
     """
-
-
-def report_nonfinite(train: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
-    """Wrap a training loop so that a non-finite number raises NonFiniteError with stage, step and
-    remedy instead of a traceback.
-
-    Nothing is saved at that point: a checkpoint must not contain what the step has already changed
-    (baselines, earlier substeps).
-    """
-
-    @functools.wraps(train)
-    def loop(trainer: Trainer) -> None:
-        try:
-            train(trainer)
-        except FloatingPointError as error:
-            raise NonFiniteError(_describe_nonfinite(trainer, str(error))) from error
-
-    return loop
-
-
-def _describe_nonfinite(trainer: Trainer, problem: str) -> str:
     complete = [row for row in trainer.logbook.checkpoints() if row.get("state_path")]
     where = (
         f"step {trainer.done + 1} of {trainer.loop.steps} of stage {trainer.name} (step "

@@ -119,6 +119,8 @@ def test_the_results_of_a_run_are_read_in_python(run_folder):
     assert [len(answers) for answers in rl.sample(run_folder / "run", prompts, 3)] == [3, 3]
     with pytest.raises(UserError, match=r"expected a list of prompts: pass \['12\+34='\]"):
         rl.sample(run_folder / "run", "12+34=")
+    with pytest.raises(UserError, match=r"expected a list of prompts: pass \[\[\{'role'"):
+        rl.sample(run_folder / "run", conversations[0])
 
 
 def test_a_call_says_what_a_line_would():

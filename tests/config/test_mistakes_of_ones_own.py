@@ -89,26 +89,29 @@ def test_a_setting_that_was_left_out_is_said_to_be_not_set():
 
 
 def test_several_held_out_sets_are_told_each():
-    result = HeldOutMetrics()
-    for loss in (2.0, 1.0):
-        result.record_rows("test/loss",
-                          {"test/loss": loss, "test/msgs/loss": loss + 1,
-                           "test/msgs/token_accuracy": 0.5, "time/loss": 9.0})  # fmt: skip
+    rows = [
+        {"test/loss": loss, "test/msgs/loss": loss + 1, "test/msgs/token_accuracy": 0.5,
+         "time/loss": 9.0} for loss in (2.0, 1.0)
+    ]  # fmt: skip
+    result = HeldOutMetrics.from_rows([{"optim/loss": 7.0}, *rows], "test/loss")
     assert result.headline == "loss" and result.rows == {"": (2.0, 1.0), "msgs": (3.0, 2.0)}
-    result = HeldOutMetrics()
-    result.record_rows(
+    result = HeldOutMetrics.from_rows(
+        [{"test/rewards/accuracies": 0.5, "test/a/rewards/accuracies": 0.25}],
         "test/rewards/accuracies",
-        {"test/rewards/accuracies": 0.5, "test/a/rewards/accuracies": 0.25},
     )
     assert result.headline == "rewards/accuracies"
     assert result.rows == {"": (0.5, 0.5), "a": (0.25, 0.25)}
 
 
-def test_held_out_figures_of_a_checkpoint_that_knew_one_of_them():
-    was = {"before": 0.25, "what": "reward"}
-    assert HeldOutMetrics.from_state(was | {"rows": ("test/loss", 2.0, 1.0)}) == HeldOutMetrics(
-        0.25, what="reward", headline="loss", rows={"": (2.0, 1.0)}
-    )
-    assert HeldOutMetrics.from_state(was | {"rows": None}) == HeldOutMetrics(0.25, what="reward")
-    kept = HeldOutMetrics(0.25, headline="loss", rows={"msgs": (2.0, 1.0)})
-    assert HeldOutMetrics.from_state(vars(kept)) == kept
+def test_held_out_figures_are_the_first_and_last_of_the_log():
+    reward, correct = "env/all/reward/total", "env/all/correct"
+    rows = [
+        {"step": 0, f"test/{reward}": 0.25, f"test/{reward.replace('env', 'greedy')}": 0.5},
+        {"step": 1, reward: 9.0},
+        {"step": 2, f"test/{reward}": None},
+        {"step": 3, f"test/{reward}": 0.75},
+    ]
+    assert HeldOutMetrics.from_rows(rows) == HeldOutMetrics(0.25, 0.75, 0.5, 0.5, "reward")
+    rows += [{f"test/{correct}": 0.125}]
+    assert HeldOutMetrics.from_rows(rows) == HeldOutMetrics(0.125, 0.125, what="accuracy")
+    assert HeldOutMetrics.from_rows([]) == HeldOutMetrics(what="reward")

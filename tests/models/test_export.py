@@ -5,6 +5,7 @@ correct for tied heads and embeddings.
 import copy
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,14 @@ def test_the_card_has_recipe_data_and_figures(runs, tmp_path):
     assert (
         "| held-out accuracy |" in text and "lora_rank: 4" in text and "learning_rate: 0.03" in text
     )
+
+
+def test_a_card_that_cannot_be_made_leaves_nothing_behind(runs, tmp_path):
+    shutil.copytree(runs["full"], tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": "three"}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl line 1: its step is 'three'"):
+        export_weights(str(tmp_path / "run"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_card_names_the_model_with_which_the_first_of_several_runs_began(

@@ -54,7 +54,7 @@ def simulate(seed: int, apart: bool):
         # raises IndexError at a deadlock
         now, kind, number, which = heapq.heappop(events)
         if kind == "landed":
-            admission.advance_version()
+            admission.version += 1
             arriving = False
         if kind == "learned" or (kind == "landed" and ended):
             ended = arriving
@@ -65,7 +65,7 @@ def simulate(seed: int, apart: bool):
                 arriving = True
                 heapq.heappush(events, (now + chance.lognormvariate(0, spread), "landed", -1, 0))
                 continue
-            admission.advance_version()
+            admission.version += 1
             if chance.random() < 0.3:  # the run resumes from a checkpoint
                 state = admission.state()
                 counts = admission.num_awaited, admission.num_rescheduled
@@ -75,7 +75,7 @@ def simulate(seed: int, apart: bool):
                 admission.load_state(state)
                 admission.num_awaited, admission.num_rescheduled = counts
         elif kind == "ended" and which == attempt[number]:
-            admission.mark_ended(number)
+            admission.ended_groups.add(number)
     return admission, batches, size, bound, steps
 
 
@@ -105,25 +105,25 @@ def test_a_batch_is_of_those_that_are_there_until_one_may_wait_no_longer():
     admission = StalenessController(batch_size=2, max_staleness=1, num_groups=8)
     assert admission.start_groups() == [0, 1, 2, 3] and admission.start_groups() == []
     for number in (1, 2):
-        admission.mark_ended(number)
+        admission.ended_groups.add(number)
     assert admission.take_batch() == ([1, 2], [])  # 0 and 3 are late but within the bound
     assert admission.start_groups() == []  # they would be trained two updates after this version
-    admission.advance_version()
+    admission.version += 1
     assert admission.start_groups() == [4, 5]
     for number in (4, 5):
-        admission.mark_ended(number)
+        admission.ended_groups.add(number)
     # trained after this update, 0 and 3 would be two versions old
     assert admission.take_batch() == ([], []) and admission.num_awaited == 2
-    admission.mark_ended(0)
-    admission.mark_ended(3)
+    admission.ended_groups.add(0)
+    admission.ended_groups.add(3)
     assert admission.take_batch() == ([0, 3], []) and admission.num_awaited == 2
     again = StalenessController(batch_size=1, max_staleness=1, num_groups=3, resample=True)
     again.start_groups()
-    again.mark_ended(1)
+    again.ended_groups.add(1)
     assert again.take_batch() == ([1], [])
-    again.advance_version()
+    again.version += 1
     assert again.start_groups() == [2]
-    again.mark_ended(2)
+    again.ended_groups.add(2)
     assert (
         again.take_batch() == ([2], [0])
         and again.num_rescheduled == 1

@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import load_file
 from sampler_models import reference_logprobs
 from transformers import AutoModelForCausalLM
-from whole_runs import updates_end_while_answers_are_drawn
+from whole_runs import train, updates_end_while_answers_are_drawn
 
 from rl.algorithms import METHODS
 from rl.algorithms.grpo_settings import variant_settings
@@ -431,3 +431,22 @@ def test_evaluations_of_other_settings_are_not_replayed(trained):
 def test_what_is_to_be_replayed_is_looked_for_first(trained, tmp_path):
     with pytest.raises(UserError, match=r"the folder has no decisions.jsonl"):
         trained("nothing-there", f"{LATE} --base-model no-such-model --replay {tmp_path}")
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_run_goes_on_with_batches_of_another_size(size, tmp_path):
+    """It trains on the problems of the run that samples on policy, each once."""
+    words = (
+        "grpo --dataset addition --base-model tiny:ascii-small --group-size 2 --max-tokens 3 "
+        "--eval-every 0 --rollouts-every 1 --no-self-test"
+    )
+    problems = []
+    for flow in ("--max-steps-off-policy 0", "--max-steps-off-policy 1"):
+        folder = tmp_path / flow[-1]
+        train(f"{words} {flow} --batch-size 2 --steps 2", folder)
+        change = f"--resume --change batch_size={size}"
+        train(f"{words} {flow} --batch-size {size} --steps 4 {change}", folder)
+        rows = [row for row in read_trained_rows(folder) if int(row[0][-6:]) > 2]
+        assert len(rows) == 2 * size * 2
+        problems.append(sorted((problem, index) for _, problem, index, _ in rows))
+    assert problems[0] == problems[1]

@@ -1,10 +1,12 @@
 """Test that the check before the first step creates the same clients as the later stages."""
 
 import pytest
+from test_resume_in_play import DUEL
 from test_reward_model import largest_digit_rows
 from whole_runs import train
 
 from rl.client import ServiceClient
+from rl.errors import UserError
 from rl.trainer import preflight
 
 SMALL = "steps: 1\nbatch_size: 4\nmax_tokens: 3\neval_every: 0\nsave_every: 0\nrollouts_every: 0\n"
@@ -48,3 +50,16 @@ def test_a_stage_checked_before_it_begins_creates_the_models_of_the_stage(
     of_stages = [("full_training_client", None), *((f"{n}_client", rank) for n, rank in models)]
     assert checked == [(f"create_{name}", rank) for name, rank in [*of_stages, reward_model]]
     assert created[1:] == checked, "the first stage begins, and is not checked before"
+
+
+def test_other_players_of_an_asynchronous_stage_are_refused_before_any_training(tmp_path):
+    (tmp_path / "duel.py").write_text(DUEL)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "stages:\n  - {method: grpo, name: first, dataset: addition}\n"
+        f"  - {{method: grpo, name: second, environment: {tmp_path}/duel.py:Duel, "
+        f"max_steps_off_policy: 1}}\nbase_model: tiny:ascii-small\n{SMALL}"
+    )
+    with pytest.raises(UserError, match="stage second: max_steps_off_policy .* has other players"):
+        train(str(recipe), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -160,7 +160,11 @@ def test_a_method_of_another_folder_is_imported_only_if_the_run_is_trusted(
     monkeypatch.chdir(elsewhere)
     with pytest.raises(UserError, match="--trust-run"):
         open_weights("../project/run")
-    assert open_weights("../project/run", trusted=True).stage.method.endswith("scores.py:Mine")
+    (checkpoint,) = map(str, Path("../project/run/checkpoints").iterdir())
+    with pytest.raises(UserError, match="--trust-run"):
+        open_weights(checkpoint)
+    for target in ("../project/run", checkpoint):
+        assert open_weights(target, trusted=True).stage.method.endswith("scores.py:Mine")
     words = WORDS.replace("rows.jsonl", "../project/rows.jsonl").replace(
         "scores.py", "../project/scores.py"
     )
