@@ -74,6 +74,8 @@ class SamplingRequest:
         targets = self.target_prompt_tokens
         target_key = None if targets is None else (targets.shape, targets.tobytes())
         return (
+            # the tokens may include some of a partial sample, which are not scored
+            len(self.prompt) if self.scores_prompt else None,
             self.include_prompt_logprobs,
             self.topk_prompt_logprobs,
             target_key,
@@ -187,14 +189,19 @@ def make_divergence_error(requests: Sequence[int]) -> FloatingPointError:
 
 
 def check_request(request: SamplingRequest, vocab: int) -> None:
-    """Raise ValueError for a prompt without tokens or with tokens outside the vocabulary, and for a
-    wrong number of samples.
+    """Raise ValueError for a prompt without tokens, for tokens to feed or to score outside the
+    vocabulary, and for a wrong number of samples.
     """
     prompt = request.prompt
     if not prompt:
         raise ValueError("the prompt is empty: a model needs at least 1 token, for example its BOS")
-    if min(prompt) < 0 or max(prompt) >= vocab:
-        raise ValueError(f"prompt tokens lie in [0, {vocab}), got {min(prompt)} to {max(prompt)}")
+    tokens, targets = request.scored_tokens(), request.target_prompt_tokens
+    if min(tokens) < 0 or max(tokens) >= vocab:
+        raise ValueError(f"prompt tokens lie in [0, {vocab}), got {min(tokens)} to {max(tokens)}")
+    if targets is not None and targets.max(initial=-1) >= vocab:
+        raise ValueError(
+            f"target_prompt_tokens are below {vocab}, -1 requests nothing; got {targets.max()}"
+        )
     if request.num_samples < 1:
         raise ValueError(f"num_samples is at least 1, got {request.num_samples}")
     resumed = request.resume_from
