@@ -172,6 +172,39 @@ def _find_active_rows(
     return find_true_rows(active, count), count, curved > 0
 
 
+def _zero_gradients(inputs: tuple[Tensor | None, ...], need: list[bool]) -> HeadGradients:
+    """Return zeros for each input that needs a gradient."""
+    pairs = zip(inputs, need, strict=True)
+    return HeadGradients(
+        *(torch.zeros_like(t) if t is not None and needed else None for t, needed in pairs)
+    )
+
+
+def _compute_frozen_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    head: HeadConfig,
+    co: GradientCoefficients,
+    rows: Tensor | None,
+    logp: Tensor,
+    lse: Tensor,
+    expected: Tensor,
+) -> HeadGradients:
+    """Return the gradient of the rows `rows` of `hidden` under the plan "expected"; y, lse and the
+    coefficients are those of these rows.
+    """
+    slope = (
+        None
+        if head.softcap is None
+        else 1.0 - ((select_rows(logp, rows) + lse) * (head.temperature / head.softcap)).square_()
+    )
+    dx = linear_logprob_torch.backward_frozen(
+        weight, y, head, co, slope, select_rows(expected, rows)
+    )
+    return HeadGradients(dx.to(hidden.dtype), None, None)
+
+
 def _gradients(
     g_logp: Tensor | None,
     g_entropy: Tensor | None,
@@ -200,9 +233,7 @@ def _gradients(
     co = compute_coefficients(g_logp, g_entropy, g_lse, entropy)
     rows, count, curved = _find_active_rows(co, used, g_entropy is None and g_lse is None)
     if count == 0:
-        pairs = zip((hidden, weight, bias), need, strict=True)
-        zeros = (torch.zeros_like(t) if t is not None and needed else None for t, needed in pairs)
-        return _replace_none(hidden, HeadGradients(*zeros))
+        return _replace_none(hidden, _zero_gradients((hidden, weight, bias), need))
     co = GradientCoefficients(
         select_rows(co.a, rows),
         select_rows(co.b, rows),
@@ -214,10 +245,7 @@ def _gradients(
     }
     backend = _backend(hidden)
     if plan == "expected" and co.c is None:
-        dx = linear_logprob_torch.backward_frozen(
-            weight, y, head, co, select_rows(logp, rows), lse, select_rows(kept, rows)
-        )
-        grads = HeadGradients(dx.to(hidden.dtype), None, None)
+        grads = _compute_frozen_gradients(hidden, weight, y, head, co, rows, logp, lse, kept)
     elif plan in SAVING_PLANS and (co.c is None or not exponents.numel()):
         # Saved rows are the rows that took part in the forward, without gaps: the k-th used row is
         # row k of the saved tensor.

@@ -41,26 +41,23 @@ def _compute_gradients(
     0. `one_chunk`: process all columns and rows at once, as a single [N, V] tensor that two
     products use.
     """
-    x, w, V, D = scores.x, scores.w, scores.V, scores.D
+    x, w, V = scores.x, scores.w, scores.V
     spans = [(0, V)] if one_chunk else list(iter_vocab_chunks(V, scores.tiles.columns))
     chunks = [(slice(0, scores.N), scores)] if one_chunk else scores.row_chunks(spans[0][1])
     buffer = x.new_empty(chunks[0][1].N * align_columns(spans[0][1] - spans[0][0]))
     dx = x.new_zeros(x.shape, dtype=torch.float32) if need_x and not one_chunk else None
     dw = (torch.zeros_like if first_column else torch.empty_like)(w) if need_w else None
     db = w.new_zeros(V, dtype=torch.float32) if need_bias else None
+    trained = x.shape[1] - first_column
     for lo, hi in spans:
         size, line, sums = hi - lo, align_columns(hi - lo), None
-        trained = x.shape[1] - first_column
         slab = None if dw is None else dw.narrow(1, first_column, trained).narrow(0, lo, size)
         if slab is not None and (len(chunks) > 1 or first_column):
             sums = slab.new_zeros(slab.shape, dtype=torch.float32)
         for rows, part in chunks:
             dz = buffer.narrow(0, 0, part.N * line).view(part.N, line).narrow(1, 0, size)
             fill(part, rows, dz, lo, hi)
-            if sums is not None:
-                add_matmul_(sums, dz.t(), part.x.narrow(1, first_column, trained))
-            elif slab is not None:
-                torch.mm(dz.t(), part.x, out=slab)
+            _add_weight_product(part, dz, slab, sums)
             if dx is not None:
                 add_matmul_(narrow_rows(dx, rows), dz, w.narrow(0, lo, size))
             elif need_x:
@@ -70,13 +67,35 @@ def _compute_gradients(
         if slab is not None and sums is not None:
             # no Python indexing, as in narrow_rows
             torch.ops.aten.copy_(slab, sums)
-    # without the columns that `align_operand` added
+    return _convert_sums(scores, dx, dw, db)
+
+
+def _add_weight_product(
+    part: ScoreLauncher, dz: Tensor, slab: Tensor | None, sums: Tensor | None
+) -> None:
+    """Add dlogits times hidden states to the `sums` of dW's slab; without sums, write them to the
+    slab, which has no other product.
+    """
+    if sums is not None:
+        first = part.x.shape[1] - sums.shape[1]
+        add_matmul_(sums, dz.t(), part.x.narrow(1, first, sums.shape[1]))
+    elif slab is not None:
+        torch.mm(dz.t(), part.x, out=slab)
+
+
+def _convert_sums(
+    scores: ScoreLauncher, dx: Tensor | None, dw: Tensor | None, db: Tensor | None
+) -> HeadGradients:
+    """Return the gradients in the dtypes of their inputs, without the columns that `align_operand`
+    added.
+    """
+    x, bias, D = scores.x, scores.bias, scores.D
     if dw is not None and dw.shape[1] != D:
         dw = dw.narrow(1, 0, D).contiguous()
     return HeadGradients(
         None if dx is None else dx.narrow(1, 0, D).to(x.dtype),
         dw,
-        None if db is None or scores.bias is None else db.to(scores.bias.dtype),
+        None if db is None or bias is None else db.to(bias.dtype),
     )
 
 

@@ -278,16 +278,13 @@ def backward_frozen(
     y_N: Tensor,
     head: HeadConfig,
     co: GradientCoefficients,
-    logp_N: Tensor,
-    lse_N: Tensor,
+    target_slope: Tensor | None,
     expected_ND: Tensor,
 ) -> Tensor:
     """Return dX of a head without gradient: a slope_y W[y] + b E, with E = E_p[slope * W] from the
     forward. No scores are needed.
     """
-    a = co.a
-    if head.softcap is not None:
-        a = a * (1.0 - ((logp_N + lse_N) * (head.temperature / head.softcap)).square_())
+    a = co.a if target_slope is None else co.a * target_slope
     return (
         torch.mul(expected_ND, co.b.unsqueeze(1))
         .addcmul_(w_VD[y_N].float(), a.unsqueeze(1))

@@ -261,6 +261,25 @@ def _search_kernel(
 # ------------------------------------------------------------------------------------------- launch
 
 
+def _sum_slices(
+    x: Tensor, w: Tensor, scale: Tensor, tiles: TileConfig, splits: int, columns: int
+) -> tuple[Tensor, Tensor]:
+    """Return the largest z of every slice and the sum of 2^(z - largest), both [N, slices]."""
+    N, V = len(x), len(w)
+    count = triton.cdiv(V, tiles.columns)
+    slices = count * (tiles.columns // columns)
+    slice_max, total = (
+        torch.empty((N, slices), dtype=torch.float32, device=x.device) for _ in range(2)
+    )
+    x_arg, w_arg, options = build_matmul_options(x, w, tiles)
+    splits = min(splits, count)
+    _slices_kernel[(triton.cdiv(N, tiles.rows) * splits,)](
+        x_arg, w_arg, scale, slice_max, total, N, V, count, slices, x.stride(0), w.stride(0),
+        SUB=columns, SPLITS=splits, GROUP=GROUP, **options,
+    )  # fmt: skip
+    return slice_max, total
+
+
 def sample_tokens(
     x_ND: Tensor,
     w_VD: Tensor,
@@ -284,20 +303,12 @@ def sample_tokens(
     # from a product to logits in units of log 2
     scale = (LOG2E / temperature_N.float()).contiguous()
     columns = min(SLICE_COLUMNS, tiles.columns)
-    count = triton.cdiv(V, tiles.columns)
-    slices = count * (tiles.columns // columns)
 
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=x.device)
 
-    # the largest z of every slice, and the sum of 2^(z - largest)
-    slice_max, total = empty(N, slices), empty(N, slices)
-    x_arg, w_arg, options = build_matmul_options(x, w, tiles)
-    splits = min(splits, count)
-    _slices_kernel[(triton.cdiv(N, tiles.rows) * splits,)](
-        x_arg, w_arg, scale, slice_max, total, N, V, count, slices, x.stride(0), w.stride(0),
-        SUB=columns, SPLITS=splits, GROUP=GROUP, **options,
-    )  # fmt: skip
+    slice_max, total = _sum_slices(x, w, scale, tiles, splits, columns)
+    slices = slice_max.shape[1]
     # of each row: the chosen slice, the rest of u times the total for it, the largest z, the lse
     choice = empty(N, dtype=torch.int32), empty(N, dtype=torch.float64), empty(N), empty(N)
     greedy = choice[0] if greedy_N is None else greedy_N.to(torch.uint8)

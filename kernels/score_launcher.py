@@ -56,20 +56,27 @@ def select_hopper_tiles(x: Tensor) -> TileConfig | None:
     return HOPPER_TILES if check_kernels_agree(run_trial, x.device.index or 0, x.dtype) else None
 
 
+def _make_trial_head(
+    device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return random hidden states, weight, targets and coefficients of a small head."""
+    options: dict[str, Any] = {
+        "generator": torch.Generator(device).manual_seed(0),
+        "device": device,
+    }
+    x = torch.randn(300, 328, **options).to(dtype)
+    w = (torch.randn(5001, 328, **options) / 8).to(dtype)
+    return x, w, torch.randint(0, 5001, (300,), **options), torch.randn(300, **options)
+
+
 def run_trial(use_hopper: bool, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Run forward and dlogits of a small head by either branch, at sizes that end within a tile.
 
     Returns the statistics of each row, what the launches wrote outside of their slabs (zeros if
     nothing), and the slabs.
     """
-    rows, vocab = 300, 5001
-    options: dict[str, Any] = {
-        "generator": torch.Generator(device).manual_seed(0),
-        "device": device,
-    }
-    x = torch.randn(rows, 328, **options).to(dtype)
-    w = (torch.randn(vocab, 328, **options) / 8).to(dtype)
-    y, a = torch.randint(0, vocab, (rows,), **options), torch.randn(rows, **options)
+    x, w, y, a = _make_trial_head(device, dtype)
+    rows, vocab = len(x), len(w)
     tiles = select_tile_sizes(328, dtype, get_gpu_info(x))
     scores = ScoreLauncher(
         x, w, y, None, HeadConfig(0.8), tiles, HOPPER_TILES if use_hopper else None
