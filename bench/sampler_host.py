@@ -100,7 +100,11 @@ def count_prefill_launches() -> tuple[int, int]:
                 if cached:
                     state.prefill(PromptBatch(prompts, readers))
                 else:
-                    decoder.forward_prompts(PromptBatch(prompts, readers), None)
+                    batch, logits = (
+                        PromptBatch(prompts, readers),
+                        torch.empty(64, decoder.vocab_size),
+                    )
+                    decoder.forward_prompts(batch, range(64), None, logits)
             counts.append(count_launches(recorder))
     batches = sum(1 for _ in batch_prompts(lengths, _PREFILL_TOKENS))
     return counts[0] - counts[1], LAYERS * batches
@@ -187,7 +191,7 @@ def scripted_device() -> Iterator[None]:
         patch.setattr(
             paged_state.PagedState,
             "_prefill_whole",
-            lambda state, batch, tables: torch.zeros(len(batch.prompts), VOCAB),
+            lambda state, batch, members, tables, logits: logits.zero_(),
         )
         patch.setattr(
             "rl.sampler.forward_fast.FastForward.forward",
@@ -226,9 +230,9 @@ def run_schedule(groups: int, **settings: Any) -> dict[str, int]:
     counts = dict(recomputed=0, outside=0)
     resume, decode = PagedState.resume_row, PagedState.decode
 
-    def resumes(state: Any, slot: int, fed: Any) -> None:
+    def resumes(state: Any, slot: int, fed: Any, *more: Any) -> None:
         counts["recomputed"] += len(fed)
-        resume(state, slot, fed)
+        resume(state, slot, fed, *more)
 
     def decodes(state: Any, tokens: Any) -> torch.Tensor:
         counts["outside"] += 1

@@ -4,12 +4,11 @@ Each operation has Triton kernels on CUDA and a plain torch path elsewhere. The 
 gradient are torch custom ops.
 """
 
-from kernels.attention_bounds import UNBOUNDED, AttentionBounds
+from kernels.attention_inputs import UNBOUNDED, AttentionBounds, SharedPages
 from kernels.linear_logprob import linear_logprob
 from kernels.paged_attention import compute_paged_attention
 from kernels.policy_loss import policy_loss
 from kernels.sample_tokens import sample_tokens
-from kernels.shared_pages import SharedPages
 from kernels.token_logprob import token_logprob
 from kernels.topk_target_logprob import topk_target_logprob
 from kernels.vocab_chunks import estimate_saved_bytes, estimate_workspace_bytes

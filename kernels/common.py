@@ -199,27 +199,33 @@ def find_target_rows(name: str, target_T: Tensor, vocab: int, ignore_index: int)
     outside = used & ((target_T < 0) | (target_T >= vocab))
     count, invalid_count = torch.stack((used.sum(), outside.sum())).tolist()
     if invalid_count:
-        position = int(outside.nonzero()[0, 0])
-        raise ValueError(
-            f"{name}: target[{position}] is {int(target_T[position])}, outside [0, {vocab}) and "
-            f"not ignore_index ({ignore_index}); check that targets come from this model's "
-            "tokenizer, or set them to ignore_index"
+        expected = (
+            f"[0, {vocab}) and not ignore_index ({ignore_index}); check that targets come from "
+            "this model's tokenizer, or set them to ignore_index"
         )
+        raise make_target_error(name, target_T, outside, expected)
     return find_true_rows(used, count)
 
 
-def check_targets(name: str, target_T: Tensor, vocab: int) -> None:
+def make_target_error(name: str, target: Tensor, outside: Tensor, expected: str) -> ValueError:
+    """Return the error of the first target that is `outside` (bool, of the same shape)."""
+    place = outside.nonzero()[0].tolist()
+    return ValueError(f"{name}: target{place} is {int(target[tuple(place)])}, outside {expected}")
+
+
+def check_targets(
+    name: str,
+    target: Tensor,
+    vocab: int,
+    remedy: str = "; check that targets come from this model's tokenizer",
+) -> None:
     """Check that all targets lie in [0, vocab).
 
     Waits for the device once. Raises ValueError naming the first target outside.
     """
-    outside = (target_T < 0) | (target_T >= vocab)
+    outside = (target < 0) | (target >= vocab)
     if bool(outside.any()):
-        position = int(outside.nonzero()[0, 0])
-        raise ValueError(
-            f"{name}: target[{position}] is {int(target_T[position])}, outside [0, {vocab}); check "
-            "that targets come from this model's tokenizer"
-        )
+        raise make_target_error(name, target, outside, f"[0, {vocab}){remedy}")
 
 
 def find_true_rows(used_T: Tensor, count: int | None = None) -> Tensor | None:

@@ -15,6 +15,33 @@ from torch.nn import functional as F
 from kernels.common import can_run_triton, device_context
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm of x, in float32 if its weight is of another dtype."""
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def rotate_heads(
+    qkv: Tensor, norm_qk: Tensor | None, eps: float, cos: Tensor, sin: Tensor, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split qkv [.., H + 2 K, D] into queries [.., H, D], keys and values [.., K, D]. Normalize
+    (None: no norm) and rotate each head of queries and keys.
+
+    The halves (a, b) of a head become (a cos - b sin, b cos + a sin). cos and sin: [.., 1, D], the
+    first half of sin negated.
+    """
+    key_heads = (qkv.shape[-2] - heads) // 2
+    qk, v = qkv.split([heads + key_heads, key_heads], dim=-2)
+    if norm_qk is not None:  # a joint norm of both kinds of heads, then the weight of each kind
+        norm_q, norm_k = norm_qk.view(2, -1).unbind(0)
+        weight = torch.cat([norm_q.expand(heads, -1), norm_k.expand(key_heads, -1)])
+        qk = (F.rms_norm(qk, qk.shape[-1:], None, eps) * weight).to(v.dtype)
+    qk = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, dims=-1), sin)
+    q, k = qk.split([heads, key_heads], dim=-2)
+    return q, k, v
+
+
 def fused_add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add x to the contiguous residual in place (None: add nothing); return the RMS norm of the sum
     times `weight`.
@@ -26,9 +53,7 @@ def fused_add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: 
             return fused(x, residual, weight, eps)
     if x is not None:
         residual.add_(x)
-    if weight.dtype != residual.dtype:
-        return F.rms_norm(residual.float(), weight.shape, weight, eps).to(residual.dtype)
-    return F.rms_norm(residual, weight.shape, weight, eps)
+    return rms_norm(residual, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -65,15 +90,8 @@ def rope_to_cache(
 
         with device_context(qkv):
             return fused(qkv, norm_qk, eps, rope, position_N, kv, page_N, place_N, heads)
-    key_heads = (qkv.shape[1] - heads) // 2
-    qk, v = qkv.split([heads + key_heads, key_heads], dim=1)
-    if norm_qk is not None:
-        kinds = torch.tensor([0] * heads + [1] * key_heads, device=qkv.device)
-        qk = (F.rms_norm(qk, qk.shape[-1:], None, eps) * norm_qk.view(2, -1)[kinds]).to(v.dtype)
     cos, sin = rope[:, position_N].unsqueeze(2).unbind(0)
-    q, k = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, dims=-1), sin).split(
-        [heads, key_heads], dim=1
-    )
+    q, k, v = rotate_heads(qkv, norm_qk, eps, cos, sin, heads)
     kv[0, page_N, place_N] = k
     kv[1, page_N, place_N] = v
     return q

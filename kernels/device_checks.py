@@ -63,13 +63,13 @@ def outputs_agree(
 
 @cache
 def check_kernels_agree(
-    run_kernel: Callable[[bool, int, torch.dtype], tuple[torch.Tensor, ...]],
+    run_kernel: Callable[[bool, torch.device, torch.dtype], tuple[torch.Tensor, ...]],
     index: int,
     dtype: torch.dtype,
 ) -> bool:
     """Return whether a newer kernel gives the same numbers as an older kernel on this GPU.
 
-    `run_kernel(newer, index, dtype)` runs either kernel and returns its outputs; the last output
+    `run_kernel(newer, device, dtype)` runs either kernel and returns its outputs; the last output
     has dtype `dtype`. Only the numbers are compared, not the time: the branch that a machine
     chooses must not depend on its load.
     """
@@ -77,7 +77,8 @@ def check_kernels_agree(
 
     with torch.cuda.device(index):
         try:
-            outputs = [run_kernel(newer, index, dtype) for newer in (True, False)]
+            device = torch.device("cuda", index)
+            outputs = [run_kernel(newer, device, dtype) for newer in (True, False)]
             torch.cuda.synchronize()
         except (
             RuntimeError,

@@ -26,85 +26,6 @@ from kernels.vocab_chunks import align_columns, iter_vocab_chunks
 FillDlogits: TypeAlias = Callable[[ScoreLauncher, slice, Tensor, int, int], None]
 
 
-class _GradientSums:
-    """Hold dX, dW and dbias while slabs of dlogits add to them.
-
-    Each dW[slab] is rounded once; dX adds up in float32. dW of the columns before `first_column` is
-    0. `one_chunk`: a single slab holds all columns and rows, and dX is a single product.
-    """
-
-    def __init__(
-        self,
-        scores: ScoreLauncher,
-        need_x: bool,
-        need_w: bool,
-        need_bias: bool,
-        first_column: int,
-        one_chunk: bool,
-    ) -> None:
-        x, w = scores.x, scores.w
-        self.scores, self.first_column, self.single_product = (
-            scores,
-            first_column,
-            need_x and one_chunk,
-        )
-        self.dx = (
-            torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-            if need_x and not one_chunk
-            else None
-        )
-        create = torch.zeros if first_column else torch.empty
-        self.dw = create(w.shape, dtype=w.dtype, device=w.device) if need_w else None
-        self.db = torch.zeros(scores.V, dtype=torch.float32, device=w.device) if need_bias else None
-
-    def _trained_columns(self, lo: int, hi: int) -> Tensor | None:
-        """Return the part of dW[lo:hi] that is not frozen."""
-        if self.dw is None:
-            return None
-        width = self.dw.shape[1] - self.first_column
-        return self.dw.narrow(1, self.first_column, width).narrow(0, lo, hi - lo)
-
-    def new_slab_sums(self, lo: int, hi: int, chunks: int) -> Tensor | None:
-        """Return float32 zeros for dW[lo:hi], or None if a single product gives it."""
-        columns = self._trained_columns(lo, hi)
-        if columns is None or (chunks == 1 and self.first_column == 0):
-            return None
-        return columns.new_zeros(columns.shape, dtype=torch.float32)
-
-    def add(
-        self, part: ScoreLauncher, rows: slice, dz: Tensor, lo: int, hi: int, sums: Tensor | None
-    ) -> None:
-        """Add the products of dlogits of columns [lo, hi) and some rows; dW goes to `sums`."""
-        if sums is not None:
-            add_matmul_(sums, dz.t(), part.x.narrow(1, self.first_column, sums.shape[1]))
-        elif self.dw is not None:
-            torch.mm(dz.t(), part.x, out=self.dw.narrow(0, lo, hi - lo))
-        if self.single_product:
-            self.dx = torch.mm(dz, self.scores.w)
-        elif self.dx is not None:
-            add_matmul_(narrow_rows(self.dx, rows), dz, self.scores.w.narrow(0, lo, hi - lo))
-        if self.db is not None:
-            self.db.narrow(0, lo, hi - lo).add_(torch.sum(dz, 0, dtype=torch.float32))
-
-    def round_slab(self, lo: int, hi: int, sums: Tensor | None) -> None:
-        """Write the sums of a slab to dW, in its dtype."""
-        columns = self._trained_columns(lo, hi)
-        if sums is not None and columns is not None:
-            # no Python indexing, as in narrow_rows
-            torch.ops.aten.copy_(columns, sums)
-
-    def result(self) -> HeadGradients:
-        """Return the gradients without the columns that `align_operand` added."""
-        scores, D = self.scores, self.scores.D
-        if self.dx is not None:
-            self.dx = self.dx.narrow(1, 0, D).to(scores.x.dtype)
-        if self.dw is not None and self.dw.shape[1] != D:
-            self.dw = self.dw.narrow(1, 0, D).contiguous()
-        bias = scores.bias
-        db = None if self.db is None or bias is None else self.db.to(bias.dtype)
-        return HeadGradients(self.dx, self.dw, db)
-
-
 def _compute_gradients(
     scores: ScoreLauncher,
     fill: FillDlogits,
@@ -116,23 +37,66 @@ def _compute_gradients(
 ) -> HeadGradients:
     """Compute dX, dW and dbias from the dlogits that `fill` writes, slab by slab.
 
-    `one_chunk`: process all columns and rows at once, as a single [N, V] tensor that two products
-    use.
+    Each dW[slab] is rounded once; dX adds up in float32. dW of the columns before `first_column` is
+    0. `one_chunk`: process all columns and rows at once, as a single [N, V] tensor that two
+    products use.
     """
-    V = scores.V
+    x, w, V = scores.x, scores.w, scores.V
     spans = [(0, V)] if one_chunk else list(iter_vocab_chunks(V, scores.tiles.columns))
     chunks = [(slice(0, scores.N), scores)] if one_chunk else scores.row_chunks(spans[0][1])
-    buffer = scores.x.new_empty(chunks[0][1].N * align_columns(spans[0][1] - spans[0][0]))
-    gradients = _GradientSums(scores, need_x, need_w, need_bias, first_column, one_chunk)
+    buffer = x.new_empty(chunks[0][1].N * align_columns(spans[0][1] - spans[0][0]))
+    dx = x.new_zeros(x.shape, dtype=torch.float32) if need_x and not one_chunk else None
+    dw = (torch.zeros_like if first_column else torch.empty_like)(w) if need_w else None
+    db = w.new_zeros(V, dtype=torch.float32) if need_bias else None
+    trained = x.shape[1] - first_column
     for lo, hi in spans:
-        sums = gradients.new_slab_sums(lo, hi, len(chunks))
+        size, line, sums = hi - lo, align_columns(hi - lo), None
+        slab = None if dw is None else dw.narrow(1, first_column, trained).narrow(0, lo, size)
+        if slab is not None and (len(chunks) > 1 or first_column):
+            sums = slab.new_zeros(slab.shape, dtype=torch.float32)
         for rows, part in chunks:
-            line = align_columns(hi - lo)
-            dz = buffer.narrow(0, 0, part.N * line).view(part.N, line).narrow(1, 0, hi - lo)
+            dz = buffer.narrow(0, 0, part.N * line).view(part.N, line).narrow(1, 0, size)
             fill(part, rows, dz, lo, hi)
-            gradients.add(part, rows, dz, lo, hi, sums)
-        gradients.round_slab(lo, hi, sums)
-    return gradients.result()
+            _add_weight_product(part, dz, slab, sums)
+            if dx is not None:
+                add_matmul_(narrow_rows(dx, rows), dz, w.narrow(0, lo, size))
+            elif need_x:
+                dx = torch.mm(dz, w)
+            if db is not None:
+                db.narrow(0, lo, size).add_(torch.sum(dz, 0, dtype=torch.float32))
+        if slab is not None and sums is not None:
+            # no Python indexing, as in narrow_rows
+            torch.ops.aten.copy_(slab, sums)
+    return _convert_sums(scores, dx, dw, db)
+
+
+def _add_weight_product(
+    part: ScoreLauncher, dz: Tensor, slab: Tensor | None, sums: Tensor | None
+) -> None:
+    """Add dlogits times hidden states to the `sums` of dW's slab; without sums, write them to the
+    slab, which has no other product.
+    """
+    if sums is not None:
+        first = part.x.shape[1] - sums.shape[1]
+        add_matmul_(sums, dz.t(), part.x.narrow(1, first, sums.shape[1]))
+    elif slab is not None:
+        torch.mm(dz.t(), part.x, out=slab)
+
+
+def _convert_sums(
+    scores: ScoreLauncher, dx: Tensor | None, dw: Tensor | None, db: Tensor | None
+) -> HeadGradients:
+    """Return the gradients in the dtypes of their inputs, without the columns that `align_operand`
+    added.
+    """
+    x, bias, D = scores.x, scores.bias, scores.D
+    if dw is not None and dw.shape[1] != D:
+        dw = dw.narrow(1, 0, D).contiguous()
+    return HeadGradients(
+        None if dx is None else dx.narrow(1, 0, D).to(x.dtype),
+        dw,
+        None if db is None or bias is None else db.to(bias.dtype),
+    )
 
 
 def _scale_coefficients(co: GradientCoefficients, scale: float) -> GradientCoefficients:

@@ -332,11 +332,6 @@ def _scale_tensor(tensor: Tensor, factor: float) -> Tensor:
     return tensor if factor == 1.0 else tensor * factor
 
 
-def _pad_zero_columns(dw: Tensor, zeros: int) -> Tensor:
-    """Return the gradient with `zeros` columns of zeros before it."""
-    return dw if zeros == 0 else torch.nn.functional.pad(dw, (zeros, 0))
-
-
 def saved_backward(
     x_ND: Tensor,
     w_VD: Tensor,
@@ -374,11 +369,10 @@ def saved_backward(
     dz.scatter_add_(1, y_N.unsqueeze(1), _scale_tensor(co.a, head.grad_scale).unsqueeze(1))
     dz = dz if slope is None else dz.mul_(slope)
     dx = (dz @ w_VD.float()).to(x_ND.dtype) if need_x else None
-    dw = (
-        _pad_zero_columns(dz.t() @ x_ND[:, frozen_columns:].float(), frozen_columns).to(w_VD.dtype)
-        if need_w
-        else None
-    )
+    dw = None
+    if need_w:
+        dw = (dz.t() @ x_ND[:, frozen_columns:].float()).to(w_VD.dtype)
+        dw = torch.nn.functional.pad(dw, (frozen_columns, 0)) if frozen_columns else dw
     return HeadGradients(
         dx, dw, dz.sum(0).to(bias_V.dtype) if need_bias and bias_V is not None else None
     )

@@ -21,23 +21,30 @@ MAX_RANK = 256  # a program holds all ranks of an adapter in shared memory (64 K
 LoraPart = tuple[Tensor, float, slice, slice]
 
 
-def add_lora_(y: Tensor, x: Tensor, a_RI: Tensor, parts: Sequence[LoraPart]) -> None:
+def add_lora_(
+    y: Tensor, x: Tensor, a_RI: Tensor, parts: Sequence[LoraPart], rows: Tensor | None = None
+) -> None:
     """Add scale (x A^T)[ranks] B^T to the columns of y [.., O] for each of `parts`; x is [.., I].
+    `rows`: only for these indices of the first dimension (None: all).
 
     The products are computed in the dtype of A and B, and rounded to y's before they are added.
     """
-    rows = y.numel() // y.shape[-1]
+    count = y.numel() // y.shape[-1]
     rank = max(b_OR.shape[1] for b_OR, *_ in parts)
-    if can_run_triton(y) and 0 < rows <= MAX_ROWS and rank <= MAX_RANK and y.dim() == 2:
+    is_batch = rows is None and y.dim() == 2 and 0 < count <= MAX_ROWS
+    if can_run_triton(y) and is_batch and rank <= MAX_RANK:
         from kernels.lora_ops_triton import add_lora_ as fused
 
         with device_context(y):
             fused(y, x, a_RI, parts)
         return
-    low = F.linear(x.to(a_RI.dtype), a_RI)
+    low = F.linear((x if rows is None else x.index_select(0, rows)).to(a_RI.dtype), a_RI)
     for b_OR, scale, columns, ranks in parts:
         delta = (F.linear(_narrow(low, ranks), b_OR) * scale).to(y.dtype)
-        _narrow(y, columns).add_(delta)
+        if rows is None:
+            _narrow(y, columns).add_(delta)
+        else:
+            _narrow(y, columns).index_add_(0, rows, delta)
 
 
 def _narrow(tensor: Tensor, columns: slice) -> Tensor:

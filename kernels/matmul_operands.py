@@ -71,16 +71,10 @@ def align_operand(tensor: Tensor) -> Tensor:
     missing = -tensor.shape[1] % lines
     if missing:
         return torch.nn.functional.pad(tensor, (0, missing))
-    fits = (
-        tensor.stride(-1) == 1 and tensor.stride(0) % lines == 0 and _data_pointer(tensor) % 16 == 0
-    )
-    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _data_pointer(tensor: Tensor) -> int:
-    """Return the address of the tensor's data, or 0 for a fake tensor."""
     # a fake tensor has no address
-    return 0 if type(tensor) not in (Tensor, torch.nn.Parameter) else tensor.data_ptr()
+    address = tensor.data_ptr() if type(tensor) in (Tensor, torch.nn.Parameter) else 0
+    fits = tensor.stride(-1) == 1 and tensor.stride(0) % lines == 0 and address % 16 == 0
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def build_matmul_options(

@@ -25,9 +25,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from kernels.attention_bounds import UNBOUNDED, AttentionBounds
+from kernels.attention_inputs import UNBOUNDED, AttentionBounds, SharedPages
 from kernels.common import can_run_triton, device_context
-from kernels.shared_pages import SharedPages
 
 BACKENDS = ("triton", "varlen", "gathered")
 

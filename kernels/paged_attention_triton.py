@@ -18,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_bounds import UNBOUNDED, AttentionBounds
+from kernels.attention_inputs import UNBOUNDED, AttentionBounds, SharedPages
 from kernels.common import LOG2E
 from kernels.matmul_operands import is_interpreting
-from kernels.shared_pages import SharedPages
 
 FLOOR = tl.constexpr(-1e30)
 TWO_LOG2E = tl.constexpr(2 * LOG2E)

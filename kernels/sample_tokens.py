@@ -26,65 +26,48 @@ COLUMNS = 4096  # columns of a vocabulary block in the torch path
 # --------------------------------------------------------------------------------------- torch path
 
 
-def _block_statistics(x: Tensor, w: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each block's largest logit and its sum of exp(logit - largest), both [N, blocks]."""
-    tops, sums = [], []
-    for lo in range(0, len(w), COLUMNS):
-        z = (x @ w[lo : lo + COLUMNS].float().t()).div_(temperature_N[:, None])
-        tops.append(z.amax(1))
-        sums.append(z.sub_(tops[-1][:, None]).exp_().sum(1, dtype=torch.float64))
-    return torch.stack(tops, 1), torch.stack(sums, 1)
-
-
-def _choose_blocks(
-    top_NB: Tensor, top_N: Tensor, sum_NB: Tensor, uniform_N: Tensor, greedy_N: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's block of the sampled token, the rest of u times the total for that block,
-    and the total, in units of exp(top), where top is the row's largest logit.
-    """
-    cumulative_NB = (sum_NB * (top_NB - top_N[:, None]).double().exp()).cumsum(1)
-    total_N = cumulative_NB[:, -1]
-    target_N = torch.minimum(
-        uniform_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N))
-    )
-    block_N = (
-        torch.searchsorted(cumulative_NB, target_N[:, None], right=True)
-        .squeeze(1)
-        .clamp_max(cumulative_NB.shape[1] - 1)
-    )
-    if greedy_N is not None:
-        block_N = torch.where(greedy_N, top_NB.argmax(1), block_N)
-    before_N = torch.where(
-        block_N > 0, cumulative_NB.gather(1, (block_N - 1).clamp_min(0)[:, None])[:, 0], 0.0
-    )
-    return block_N, target_N - before_N, total_N
-
-
-def _search_block(z: Tensor, top_N: Tensor, rest_N: Tensor) -> Tensor:
-    """Return the first column of a block at which the sum of exp(z - top) passes the rest."""
-    cumulative = (z - top_N[:, None]).exp_().cumsum(1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    rest = torch.minimum(rest_N, torch.nextafter(total, torch.zeros_like(total)))
-    column = torch.searchsorted(cumulative, rest[:, None], right=True)[:, 0]
-    return column.clamp_max(z.shape[1] - 1)
-
-
 def _sample_torch(
     x: Tensor, w: Tensor, temperature_N: Tensor, uniform_N: Tensor, greedy_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Sample a token (int64) and its logprob (float32) for each row in plain torch."""
-    x, V = x.float(), len(w)
-    top_NB, sum_NB = _block_statistics(x, w, temperature_N)
+    x, tops, sums = x.float(), list[Tensor](), list[Tensor]()
+
+    def compute_logits(lo: int, rows: slice | Tensor = slice(None)) -> Tensor:
+        z = x[rows] @ w[lo : lo + COLUMNS].float().t()
+        return z.div_(temperature_N[rows, None])
+
+    for lo in range(0, len(w), COLUMNS):  # each block's largest logit, sum of exp(logit - largest)
+        z = compute_logits(lo)
+        tops.append(z.amax(1))
+        sums.append(z.sub_(tops[-1][:, None]).exp_().sum(1, dtype=torch.float64))
+    top_NB = torch.stack(tops, 1)
     top_N = top_NB.amax(1)
-    block_N, rest_N, total_N = _choose_blocks(top_NB, top_N, sum_NB, uniform_N, greedy_N)
+    weight_NB = torch.stack(sums, 1) * (top_NB - top_N[:, None]).double().exp()
+    # the block of the token, and the rest of u times the total for it, in units of exp(top)
+    block_N, rest_N, total_N = _find_passed(weight_NB, uniform_N * weight_NB.cumsum(1)[:, -1])
+    if greedy_N is not None:
+        block_N = torch.where(greedy_N, top_NB.argmax(1), block_N)
     token_N, logit_N = torch.zeros_like(block_N), torch.zeros_like(top_N)
     for block in block_N.unique().tolist():
         rows, lo = (block_N == block).nonzero()[:, 0], block * COLUMNS
-        z = (x[rows] @ w[lo : lo + COLUMNS].float().t()).div_(temperature_N[rows, None])
-        column = _search_block(z, top_N[rows], rest_N[rows])
+        z = compute_logits(lo, rows)
+        column, _, _ = _find_passed((z - top_N[rows, None]).exp_(), rest_N[rows])
         column = column if greedy_N is None else torch.where(greedy_N[rows], z.argmax(1), column)
         token_N[rows], logit_N[rows] = lo + column, z.gather(1, column[:, None])[:, 0]
-    return token_N.clamp_max(V - 1), logit_N - top_N - total_N.log().float()
+    return token_N, logit_N - top_N - total_N.log().float()
+
+
+def _find_passed(weight_NX: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first index at which the cumulative weight passes the target (kept below the
+    total), what is left of the target for it, and the total.
+    """
+    cumulative_NX = weight_NX.cumsum(1, dtype=torch.float64)
+    total_N = cumulative_NX[:, -1]
+    target_N = torch.minimum(target_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
+    index_N = torch.searchsorted(cumulative_NX, target_N[:, None], right=True)
+    index_N = index_N.clamp_max(weight_NX.shape[1] - 1)
+    before_N = cumulative_NX.gather(1, (index_N - 1).clamp_min(0)).masked_fill(index_N < 1, 0.0)
+    return index_N[:, 0], target_N - before_N[:, 0], total_N
 
 
 # ---------------------------------------------------------------------------------- public function

@@ -9,8 +9,6 @@ random numbers come from the host (rl/sampler/running_rows.py).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -263,115 +261,23 @@ def _search_kernel(
 # ------------------------------------------------------------------------------------------- launch
 
 
-class _Operands(NamedTuple):
-    """Hold the hidden states and the head as all launches take them."""
-
-    x: Tensor
-    w: Tensor
-    scale: Tensor  # [N], from a product to logits in units of log 2
-    columns: int  # of a slice
-
-
-class _Choice(NamedTuple):
-    """Hold each row's chosen slice, the rest of u times the total for it, and the row's
-    statistics.
-    """
-
-    chosen: Tensor
-    rest: Tensor
-    top: Tensor
-    lse: Tensor
-
-
-def _sum_slices(operands: _Operands, tiles: TileConfig, splits: int) -> tuple[Tensor, Tensor]:
+def _sum_slices(
+    x: Tensor, w: Tensor, scale: Tensor, tiles: TileConfig, splits: int, columns: int
+) -> tuple[Tensor, Tensor]:
     """Return the largest z of every slice and the sum of 2^(z - largest), both [N, slices]."""
-    x, w, N, V = operands.x, operands.w, len(operands.x), len(operands.w)
+    N, V = len(x), len(w)
     count = triton.cdiv(V, tiles.columns)
-    slices = count * (tiles.columns // operands.columns)
+    slices = count * (tiles.columns // columns)
     slice_max, total = (
         torch.empty((N, slices), dtype=torch.float32, device=x.device) for _ in range(2)
     )
     x_arg, w_arg, options = build_matmul_options(x, w, tiles)
     splits = min(splits, count)
     _slices_kernel[(triton.cdiv(N, tiles.rows) * splits,)](
-        x_arg,
-        w_arg,
-        operands.scale,
-        slice_max,
-        total,
-        N,
-        V,
-        count,
-        slices,
-        x.stride(0),
-        w.stride(0),
-        SUB=operands.columns,
-        SPLITS=splits,
-        GROUP=GROUP,
-        **options,
-    )
+        x_arg, w_arg, scale, slice_max, total, N, V, count, slices, x.stride(0), w.stride(0),
+        SUB=columns, SPLITS=splits, GROUP=GROUP, **options,
+    )  # fmt: skip
     return slice_max, total
-
-
-def _pick_slices(
-    slice_max: Tensor,
-    total: Tensor,
-    uniform_N: Tensor,
-    greedy_N: Tensor | None,
-    pick: tuple[int, int] | None,
-) -> _Choice:
-    """Choose the slice of each row."""
-    (N, slices), device = slice_max.shape, slice_max.device
-    rows, block = pick or (1, min(max(triton.next_power_of_2(slices), 16), MAX_PICK_SLICES))
-    choice = _Choice(
-        torch.empty(N, dtype=torch.int32, device=device),
-        torch.empty(N, dtype=torch.float64, device=device),
-        torch.empty(N, dtype=torch.float32, device=device),
-        torch.empty(N, dtype=torch.float32, device=device),
-    )
-    _pick_kernel[(triton.cdiv(N, rows),)](
-        slice_max,
-        total,
-        uniform_N.contiguous(),
-        choice.chosen if greedy_N is None else greedy_N,
-        *choice,
-        N,
-        slices,
-        HAS_GREEDY=greedy_N is not None,
-        BM=rows,
-        BS=block,
-        num_warps=16 if block > 2048 else 8 if block > 1024 else 4,  # 8 spill on sm_100
-    )
-    return choice
-
-
-def _search_slices(
-    operands: _Operands, choice: _Choice, greedy_N: Tensor | None, search: tuple[int, int]
-) -> tuple[Tensor, Tensor]:
-    """Return the token within the chosen slice of each row, and its logprob."""
-    x, w, N = operands.x, operands.w, len(operands.x)
-    logp = torch.empty(N, dtype=torch.float32, device=x.device)
-    token = torch.empty(N, dtype=torch.int64, device=x.device)
-    _search_kernel[(triton.cdiv(N, search[0]),)](
-        x,
-        w,
-        operands.scale,
-        *choice,
-        choice.chosen if greedy_N is None else greedy_N,
-        token,
-        logp,
-        N,
-        len(w),
-        x.stride(0),
-        w.stride(0),
-        D=x.shape[1],
-        BM=search[0],
-        SUB=operands.columns,
-        BK=search[1],
-        HAS_GREEDY=greedy_N is not None,
-        num_warps=4,
-    )
-    return token, logp
 
 
 def sample_tokens(
@@ -393,12 +299,28 @@ def sample_tokens(
     program of _search_kernel.
     """
     tiles = tiles or select_tile_sizes(x_ND.shape[1], x_ND.dtype, get_gpu_info(x_ND))
-    operands = _Operands(
-        align_operand(x_ND),
-        align_operand(w_VD),
-        (LOG2E / temperature_N.float()).contiguous(),
-        min(SLICE_COLUMNS, tiles.columns),
-    )
-    greedy = None if greedy_N is None else greedy_N.to(torch.uint8)
-    choice = _pick_slices(*_sum_slices(operands, tiles, splits), uniform_N, greedy, pick)
-    return _search_slices(operands, choice, greedy, search)
+    x, w, N, V = align_operand(x_ND), align_operand(w_VD), len(x_ND), len(w_VD)
+    # from a product to logits in units of log 2
+    scale = (LOG2E / temperature_N.float()).contiguous()
+    columns = min(SLICE_COLUMNS, tiles.columns)
+
+    def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=x.device)
+
+    slice_max, total = _sum_slices(x, w, scale, tiles, splits, columns)
+    slices = slice_max.shape[1]
+    # of each row: the chosen slice, the rest of u times the total for it, the largest z, the lse
+    choice = empty(N, dtype=torch.int32), empty(N, dtype=torch.float64), empty(N), empty(N)
+    greedy = choice[0] if greedy_N is None else greedy_N.to(torch.uint8)
+    rows, block = pick or (1, min(max(triton.next_power_of_2(slices), 16), MAX_PICK_SLICES))
+    _pick_kernel[(triton.cdiv(N, rows),)](
+        slice_max, total, uniform_N.contiguous(), greedy, *choice, N, slices,
+        HAS_GREEDY=greedy_N is not None, BM=rows, BS=block,
+        num_warps=16 if block > 2048 else 8 if block > 1024 else 4,  # 8 spill on sm_100
+    )  # fmt: skip
+    token, logp = empty(N, dtype=torch.int64), empty(N)
+    _search_kernel[(triton.cdiv(N, search[0]),)](
+        x, w, scale, *choice, greedy, token, logp, N, V, x.stride(0), w.stride(0), D=x.shape[1],
+        BM=search[0], SUB=columns, BK=search[1], HAS_GREEDY=greedy_N is not None, num_warps=4,
+    )  # fmt: skip
+    return token, logp

@@ -35,7 +35,6 @@ from kernels.matmul_operands import (
 from kernels.tile_config import (
     HOPPER_TILES,
     TileConfig,
-    count_multiprocessors,
     get_gpu_info,
     select_tile_sizes,
 )
@@ -54,12 +53,7 @@ def select_hopper_tiles(x: Tensor) -> TileConfig | None:
         and 90 <= get_gpu_info(x).capability < 100
     ):
         return None
-    return HOPPER_TILES if check_kernels_agree(_run_trial, x.device.index or 0, x.dtype) else None
-
-
-def _run_trial(use_hopper: bool, index: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Run the trial on a GPU, as `check_kernels_agree` calls it."""
-    return run_trial(use_hopper, torch.device("cuda", index), dtype)
+    return HOPPER_TILES if check_kernels_agree(run_trial, x.device.index or 0, x.dtype) else None
 
 
 def _make_trial_head(
@@ -184,12 +178,6 @@ class ScoreLauncher:
         """
         return torch.empty((3, splits * count, self.N), dtype=torch.float32, device=self.x.device)
 
-    def num_vocab_splits(self) -> int:
-        """Return the number of splits of a launch over the full vocabulary: at most a split per
-        tile.
-        """
-        return min(SPLITS, triton.cdiv(self.V, (self.hopper_tiles or self.tiles).columns))
-
     def hopper_options(self, tiles: TileConfig) -> dict[str, Any]:
         """Return the options of a warp-specialized launch, which must follow at once.
 
@@ -213,7 +201,9 @@ class ScoreLauncher:
 
         `saved`: the tensors (2^(z-k), k) that the saved plan fills.
         """
-        splits, tiles, x = self.num_vocab_splits(), self.hopper_tiles, self.x
+        tiles, x = self.hopper_tiles, self.x
+        # at most a split per tile
+        splits = min(SPLITS, triton.cdiv(self.V, (tiles or self.tiles).columns))
         part = self.empty_partials(splits, 1)
         kept, exponents = saved or (part, part)
         if tiles is None:
@@ -332,7 +322,12 @@ class ScoreLauncher:
         if tiles is not None:
             count = triton.cdiv(hi - lo, tiles.columns)
             _dlogits_ws_kernel[
-                (min(count_multiprocessors(self.x), triton.cdiv(self.N, tiles.rows) * count),)
+                (
+                    min(
+                        get_gpu_info(self.x).multiprocessors,
+                        triton.cdiv(self.N, tiles.rows) * count,
+                    ),
+                )
             ](
                 self.x,
                 self.w,

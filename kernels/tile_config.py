@@ -19,6 +19,7 @@ class GpuInfo(NamedTuple):
     """Hold the properties of a GPU that the kernels use; `capability` is 90 for sm_90."""
 
     capability: int
+    multiprocessors: int = 132  # an H100's
 
     @property
     def has_tma(self) -> bool:
@@ -42,7 +43,8 @@ HOPPER = GpuInfo(90)
 def _gpu_info(index: int) -> GpuInfo:
     """Return the `GpuInfo` of the GPU with this index."""
     major, minor = torch.cuda.get_device_capability(index)
-    return GpuInfo(10 * major + minor)
+    count = torch.cuda.get_device_properties(index).multi_processor_count
+    return GpuInfo(10 * major + minor, count)
 
 
 def get_gpu_info(tensor: Tensor) -> GpuInfo:
@@ -52,23 +54,6 @@ def get_gpu_info(tensor: Tensor) -> GpuInfo:
     if not tensor.is_cuda or not torch.cuda.is_available():
         return HOPPER
     return _gpu_info(
-        torch.cuda.current_device() if tensor.device.index is None else tensor.device.index
-    )
-
-
-@cache
-def _count_multiprocessors(index: int) -> int:
-    """Return the number of multiprocessors of the GPU with this index."""
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def count_multiprocessors(tensor: Tensor) -> int:
-    """Return the number of multiprocessors of the tensor's GPU; without CUDA an H100's 132 (see
-    `get_gpu_info`).
-    """
-    if not tensor.is_cuda or not torch.cuda.is_available():
-        return 132
-    return _count_multiprocessors(
         torch.cuda.current_device() if tensor.device.index is None else tensor.device.index
     )
 

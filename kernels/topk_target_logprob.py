@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.common import cast_for_autocast, disable_autocast
+from kernels.common import cast_for_autocast, check_targets, disable_autocast
 from kernels.linear_logprob import linear_logprob
 
 NAME = "topk_target_logprob"
@@ -58,23 +58,6 @@ def _iter_blocks(w_VD: Tensor, y_TK: Tensor, *tensors: Tensor):
     return zip(*(tensor.split(step) for tensor in tensors), strict=True) if len(y_TK) else ()
 
 
-def _check_targets(target_TK: Tensor, vocab: int) -> None:
-    """Check the targets of all columns; waits for the device once.
-
-    Raises ValueError naming the first target outside [0, vocab).
-    """
-    if target_TK.numel() == 0:
-        return
-    low, high = torch.stack(torch.aminmax(target_TK)).tolist()
-    if low < 0 or high >= vocab:
-        t, k = ((target_TK < 0) | (target_TK >= vocab)).nonzero()[0].tolist()
-        raise ValueError(
-            f"{NAME}: target[{t}, {k}] is {int(target_TK[t, k])}, outside [0, {vocab}), and this "
-            "function ignores no position: check that targets come from this model's tokenizer; "
-            "give an unused target any id in the range and a weight of 0"
-        )
-
-
 def topk_target_logprob(
     hidden_TD: Tensor,
     weight_VD: Tensor,
@@ -99,7 +82,11 @@ def topk_target_logprob(
     assert hidden is not None and weight is not None
     y = target_TK.long()
     if not checked:
-        _check_targets(y, len(weight))
+        check_targets(
+            NAME, y, len(weight),
+            ", and this function ignores no position: check that targets come from this model's "
+            "tokenizer; give an unused target any id in the range and a weight of 0",
+        )  # fmt: skip
     _, entropies, lse = linear_logprob(
         hidden,
         weight,

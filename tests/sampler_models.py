@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from rl.sampler import BLOCK_SIZE, Engine, SamplingRequest
+from rl.sampler.block_manager import BlockManager, PromptBlockTable
 from rl.sampler.running_rows import make_param_columns
 from rl.sampler.token_sampling import RowSamplingSettings, make_row_settings
 from rl.types import SamplingParams
@@ -174,6 +175,13 @@ def make_request(prompt: Sequence[int], num_samples: int = 1, **settings: Any) -
     if settings:
         fields["params"] = SamplingParams(**settings)
     return SamplingRequest(prompt=prompt, num_samples=num_samples, **fields)
+
+
+def add_prompt(tables: BlockManager, length: int) -> PromptBlockTable:
+    """Append a prompt with new blocks."""
+    prompt = PromptBlockTable(length, tables.allocate_table(length).block_table)
+    tables.prompts.append(prompt)
+    return prompt
 
 
 def row_settings(

@@ -359,10 +359,10 @@ class SamplingClient(AwaitableClient):
             validate_token_ids("the sequence to score", prompt, vocabulary) for prompt in prompts
         ]
         for tokens in tokens_D:
-            if limit is not None and len(tokens) > limit:
+            if limit is not None and len(tokens) - 1 > limit:  # the last token is not fed
                 raise BadRequestError(
-                    f"a sequence of {len(tokens)} tokens exceeds the model's context of {limit}: "
-                    "shorten it"
+                    f"a sequence of {len(tokens)} tokens exceeds the model's context of {limit} "
+                    "and a token after it: shorten it"
                 )
         future = self._driver.submit(
             "compute_logprobs",

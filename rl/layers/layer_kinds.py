@@ -266,20 +266,10 @@ def _layer_signature(layer: nn.Module) -> tuple:
     """
     parts: list[Any] = []
     for name, module in layer.named_modules():
-        attributes = {
-            key: value
+        attributes = sorted(
+            (key, str(value) if isinstance(value, bool | int | float | str | None) else "<object>")
             for key, value in vars(module).items()
             if key not in _INDEX_ATTRIBUTES and not key.startswith("_")
-        }
-        plain = sorted(
-            (key, str(value))
-            for key, value in attributes.items()
-            if isinstance(value, bool | int | float | str | None)
-        )
-        others = sorted(
-            key
-            for key, value in attributes.items()
-            if not isinstance(value, bool | int | float | str | None)
         )
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
         shapes = [
@@ -287,9 +277,7 @@ def _layer_signature(layer: nn.Module) -> tuple:
             for key, p in module.named_parameters(recurse=False)
         ]
         buffers = [(key, tuple(b.shape)) for key, b in module.named_buffers(recurse=False)]
-        parts.append(
-            (name, type(module), tuple(plain), tuple(others), hooks, tuple(shapes), tuple(buffers))
-        )
+        parts.append((name, type(module), tuple(attributes), hooks, tuple(shapes), tuple(buffers)))
     return tuple(parts)
 
 

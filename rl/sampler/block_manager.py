@@ -202,12 +202,6 @@ class BlockManager:
         """Return the number of blocks for `positions` positions."""
         return -(-positions // self.block_size)
 
-    def add_prompt(self, length: int) -> PromptBlockTable:
-        """Append a prompt with new blocks to be written. Raises OutOfBlocks."""
-        prompt = PromptBlockTable(length, self.allocate_table(length).block_table)
-        self.prompts.append(prompt)
-        return prompt
-
     def count_cached(self, hashes: Hashes) -> int:
         """Return how many chunks of a sequence are in the cache."""
         blocks, partial = self._find_blocks(hashes)

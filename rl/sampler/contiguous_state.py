@@ -112,14 +112,20 @@ class ContiguousState(FastState):
         first = len(self.prompt_lengths)
         return self._fill(batch, range(first, first + len(batch.prompts)))
 
-    def _prefill_whole(self, batch: PromptBatch, targets: Sequence[int]) -> Tensor:
+    def _prefill_whole(
+        self,
+        batch: PromptBatch,
+        members: Sequence[int],
+        targets: Sequence[int],
+        logits_PV: Tensor,
+    ) -> None:
         def keep(layer: int, members: list[int], k: Tensor, v: Tensor) -> None:
             slots = torch.tensor([targets[i] for i in members], device=k.device)
             block = self.prompt_kv[layer]
             block[0, slots, :, : k.shape[2]] = k
             block[1, slots, :, : k.shape[2]] = v
 
-        return self.decoder.forward_prompts(batch, keep)
+        self.decoder.forward_prompts(batch, members, keep, logits_PV)
 
     def _count_cached(self, hashes: Hashes) -> int:
         return self._prefixes.find(hashes)[1]
@@ -180,16 +186,18 @@ class ContiguousState(FastState):
         return store
 
     def _make_attention(self, positions: np.ndarray, rows: np.ndarray | None = None) -> Attend:
-        decoder, written = self.decoder, self.response_lengths
-        if rows is not None:
-            written = positions - self.prompt_lengths[self.prompt_of_row[rows]]
+        decoder, device, count = self.decoder, self.decoder.device, len(positions)
+        slots = np.arange(count) if rows is None else rows
+        prompts = self.prompt_of_row[slots]
+        written = positions - self.prompt_lengths[prompts]
         if decoder.cpu_kernels is not None:
-            return self._make_kernel_attention(decoder.cpu_kernels, positions, written, rows)
-        count, longest, device = len(written), int(written.max()), decoder.device
+            kernels = decoder.cpu_kernels
+            return self._make_kernel_attention(kernels, positions, written, slots, prompts)
+        longest = int(written.max())
         even = rows is None and int(written.min()) == longest
-        slot_N = torch.from_numpy(np.arange(count) if rows is None else rows).to(device)
+        slot_N = torch.from_numpy(slots).to(device)
         written_N = torch.from_numpy(written).to(device)
-        read = self._select_attention(written_N, longest, even, rows)
+        read = self._select_attention(written_N, longest, even, rows, prompts)
         rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
@@ -210,7 +218,8 @@ class ContiguousState(FastState):
         kernels: CpuKernels,
         positions: np.ndarray,
         written: np.ndarray,
-        rows: np.ndarray | None,
+        slots: np.ndarray,
+        prompts: np.ndarray,
     ) -> Attend:
         """Return the attention of a step on a CPU.
 
@@ -219,10 +228,6 @@ class ContiguousState(FastState):
         """
         decoder, a = self.decoder, self.decoder.architecture
         ropes = decoder.rope_tables(int(positions.max()) + 1)
-        prompts = self.prompt_of_row
-        slots, prompts = (
-            (np.arange(len(written)), prompts) if rows is None else (rows, prompts[rows])
-        )
         position_N, slot_N, written_N, prompt_of_row_N, prompt_length_P = map(
             torch.from_numpy, (positions, slots, written, prompts, self.prompt_lengths)
         )
@@ -248,18 +253,21 @@ class ContiguousState(FastState):
         return attend
 
     def _select_attention(
-        self, written_N: Tensor, longest: int, even: bool, rows: np.ndarray | None
+        self,
+        written_N: Tensor,
+        longest: int,
+        even: bool,
+        rows: np.ndarray | None,
+        prompt_of_row: np.ndarray,
     ) -> CacheAttention:
         """Return the attention function of this step: (layer, queries [N, K, r, D]) to outputs of
         that shape.
         """
         count, device, layers = len(written_N), written_N.device, self.decoder.layers
-        prompt_of_row = self.prompt_of_row if rows is None else self.prompt_of_row[rows]
-        if self._bands is None or rows is not None:
+        bands = None if rows is not None else self._bands
+        if bands is None:
             bands = make_bands(prompt_of_row, self.prompt_lengths, device)
-            self._bands = bands if rows is None else None
-        else:
-            bands = self._bands
+        self._bands = bands if rows is None else None
         # the rows' slots of a block: a view, or a copy if a row has several tokens
         slots = slice(count) if rows is None else torch.from_numpy(rows).to(device)
         columns = torch.arange(longest + 1, device=device)

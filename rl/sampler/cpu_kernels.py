@@ -191,12 +191,8 @@ def load_cpu_kernels() -> CpuKernels | None:
 
     Warns and returns None if it cannot be compiled.
     """
-    compiler = (
-        os.environ.get("CXX")
-        or shutil.which("c++")
-        or shutil.which("g++")
-        or shutil.which("clang++")
-    )
+    paths = (shutil.which(name) for name in ("c++", "g++", "clang++"))
+    compiler = os.environ.get("CXX") or next(filter(None, paths), None)
     if compiler is None:
         warnings.warn(
             "no C++ compiler (looked for CXX, c++, g++ and clang++): sampling on the CPU uses "

@@ -9,11 +9,12 @@ slots move.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rl.sampler.prefix_cache import Hashes
@@ -46,6 +47,19 @@ def index_in_row(rows: np.ndarray) -> np.ndarray:
     return np.arange(len(rows)) - np.searchsorted(rows, rows)
 
 
+def send_to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to a device.
+
+    On CUDA the copy from pinned memory is asynchronous: kernels that read the tensor wait for it,
+    the host does not.
+    """
+    return (
+        host.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else host.to(device)
+    )
+
+
 class BatchSize(NamedTuple):
     """Hold the numbers of prompts and rows of a batch, and the positions of the longest of each."""
 
@@ -61,49 +75,33 @@ class PromptBatch:
 
     If the reader of a prompt is not None, it receives the logits of all positions in slices.
     `images` holds the images of each prompt, if any prompt has images (see `Decoder.check_images`).
-    `adapter_ids`: the model index of each prompt, if the decoder mixes. `device_tokens`: the tokens
-    of prompts that are on the device already. `experts` receives the experts of each prompt's
-    tokens, int16 [tokens, B * K], unless it is None. `hashes`: of the chunks of each prompt, if
-    cached prefixes may be reused; `reused` receives the number of such tokens of each prompt.
+    `adapter_ids`: the model index of each prompt, if the decoder mixes. `experts` receives the
+    experts of each prompt's tokens, int16 [tokens, B * K], unless it is None. `hashes`: of the
+    chunks of each prompt, if cached prefixes may be reused; `reused` receives the number of such
+    tokens of each prompt, `prefix_experts` their experts, if recorded.
     """
 
     prompts: Sequence[Sequence[int]]
     readers: Sequence[LogitsReader | None]
     images: Sequence[Sequence[PlacedImage]] = ()
     adapter_ids: Sequence[int] = ()
-    device_tokens: Sequence[Tensor | None] = ()
     experts: dict[int, np.ndarray] | None = None
     hashes: Sequence[Hashes] = ()
     reused: list[int] = field(default_factory=list)
+    prefix_experts: dict[int, np.ndarray | None] = field(default_factory=dict)
 
-    def select(self, members: Sequence[int]) -> PromptBatch:
-        """Return a batch of these prompts."""
-
-        def pick(values: Sequence[Any]) -> list[Any]:
-            return [values[i] for i in members] if values else []
-
-        return PromptBatch(
-            pick(self.prompts),
-            pick(self.readers),
-            pick(self.images),
-            pick(self.adapter_ids),
-            experts=None if self.experts is None else {},
-        )
-
-    def take_experts(
-        self,
-        part: PromptBatch,
-        members: Sequence[int],
-        prefix_experts: Mapping[int, np.ndarray | None],
-    ) -> None:
-        """Take the experts of the prompts of `part`, which are `members` of this batch, after those
-        of their cached prefixes.
+    def store_experts(self, chosen: np.ndarray | None, members: Sequence[int]) -> None:
+        """Store the experts of the prompts `members`: those of their prefixes, then those that were
+        `chosen` for the other tokens [members, T, B * K], padded on the right. None: none are
+        recorded.
         """
-        if self.experts is None or not part.experts:
+        if self.experts is None or chosen is None:
             return
-        for index, i in enumerate(members):
-            before, experts = prefix_experts[i], part.experts[index]
-            self.experts[i] = experts if before is None else np.concatenate([before, experts])
+        for row, i in enumerate(members):
+            count = len(self.prompts[i]) - (self.reused[i] if self.reused else 0)
+            before = self.prefix_experts.get(i)
+            parts = [chosen[row, :count]] if before is None else [before, chosen[row, :count]]
+            self.experts[i] = np.concatenate(parts)  # a copy, so that the padded array is freed
 
     @property
     def lengths(self) -> list[int]:

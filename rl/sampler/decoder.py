@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,48 +86,24 @@ class Decoder(abc.ABC):
             raise make_no_images_error("this sampler")
 
 
-def check_length(decoder: Decoder, prompt_length: int, total_length: int) -> None:
-    """Check that the rotary frequencies do not change within a sequence.
-
-    Raises ValueError if a sequence of `total_length` tokens, of which `prompt_length` are the
-    prompt, has no single set of rotary frequencies.
-    """
-    switch = decoder.length_switch
-    if (
-        switch is not None
-        and (most := switch.max_length(prompt_length)) is not None
-        and total_length > most
-    ):
-        raise ValueError(switch.error_message(prompt_length, total_length))
-
-
 def batch_prompts(
-    lengths: Sequence[int], max_tokens: int, has_images: Sequence[bool] | np.ndarray = ()
+    lengths: Sequence[int], max_tokens: int, kinds: Sequence[Any] = ()
 ) -> list[list[int]]:
     """Partition prompts into batches that are padded to their longest prompt.
 
     A batch has prompts of similar length and at most `max_tokens` padded tokens. Its shortest
     prompt has at least three quarters of the length of its longest (or differs by at most 16
-    tokens), so little of it is padding. `has_images`: which prompts have images; these form
-    separate batches.
+    tokens), so little of it is padding. `kinds`: of each prompt; the prompts of a batch have the
+    same kind, and the batches are sorted by kind.
     """
-    if any(has_images):
-        sides = [
-            [i for i in range(len(lengths)) if bool(has_images[i]) == side]
-            for side in (False, True)
-        ]
-        return [
-            [members[i] for i in batch]
-            for members in sides
-            for batch in batch_prompts([lengths[i] for i in members], max_tokens)
-        ]
+    kinds = kinds or [0] * len(lengths)
     batches: list[list[int]] = []
-    longest = 0
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fits = batches and (len(batches[-1]) + 1) * longest <= max_tokens
+    for i in sorted(range(len(lengths)), key=lambda i: (kinds[i], -lengths[i])):
+        batch = batches[-1] if batches else []
+        longest = lengths[batch[0]] if batch else 0
+        fits = batch and kinds[i] == kinds[batch[0]] and (len(batch) + 1) * longest <= max_tokens
         if fits and (lengths[i] * 4 >= longest * 3 or lengths[i] >= longest - 16):
-            batches[-1].append(i)
+            batch.append(i)
         else:
             batches.append([i])
-            longest = lengths[i]
     return batches

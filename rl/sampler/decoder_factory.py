@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from rl.errors import UserError, warn_on_rank_zero
+from rl.layers import unwrap_model
 from rl.sampler.decoder import Decoder, NamedTensors
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
 from rl.sampler.decoder_weights import UnsupportedModel
-from rl.sampler.forward_hf import unwrap_peft
 from rl.sampler.prefix_attention import disable_cudnn_attention
 from rl.sampler.tensor_parallel import TensorParallelGroup
 from rl.sampler.verify_decoder import matches_model, select_batching
@@ -57,16 +57,25 @@ def make_decoder(
     shared = base if isinstance(base, FastDecoder) and weights is None else None
     if tp_group is not None and kind == "hf":
         raise UserError(_NO_TENSOR_PARALLEL.format(tp_group.size, "the sampler is 'hf'"))
-    decoder = (
-        None if kind == "hf" else _make_fast_decoder(model, dtype, target, kind, shared, tp_group)
-    )
-    without_values = weights is not None
-    if isinstance(decoder, FastDecoder):
+    decoder = None
+    if kind != "hf":
+        try:
+            decoder = FastDecoder.from_model(model, dtype, target, shared, tp_group)
+        except UnsupportedModel as reason:
+            if tp_group is not None:
+                message = f"it does not support {reason}"
+                raise UserError(_NO_TENSOR_PARALLEL.format(tp_group.size, message)) from reason
+            if kind == "fast":
+                raise ValueError(
+                    f"the fast decoder does not support {reason}; use kind='auto' or kind='hf'"
+                ) from reason
+    if decoder is not None:
         if weights is not None:
             decoder.load_(weights)
-        if without_values or matches_model(decoder, model):
             return decoder
-        name = type(unwrap_peft(model)).__name__
+        if matches_model(decoder, model):
+            return decoder
+        name = type(unwrap_model(model)).__name__
         message = f"the fast decoder does not reproduce the logits of this {name}'s own forward"
         if tp_group is not None:
             raise UserError(_NO_TENSOR_PARALLEL.format(tp_group.size, message))
@@ -76,7 +85,7 @@ def make_decoder(
     generic = HFDecoder(model, dtype, target)
     if weights is not None:
         generic.load_(weights)
-    select_batching(generic, None if without_values else model)
+    select_batching(generic, model if weights is None else None)
     return generic
 
 
@@ -101,33 +110,6 @@ def make_base_decoder(
     except UnsupportedModel:
         return None
     return decoder if matches_model(decoder, model) else None
-
-
-def _make_fast_decoder(
-    model: Any,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    kind: str,
-    base: FastDecoder | None,
-    tp_group: TensorParallelGroup | None,
-) -> FastDecoder | None:
-    """Return the fast decoder; None if it does not support the model and `kind` allows the generic
-    decoder.
-
-    Raises UserError if `tp_group` needs the fast decoder, ValueError if `kind` does.
-    """
-    try:
-        return FastDecoder.from_model(model, dtype, device, base, tp_group)
-    except UnsupportedModel as reason:
-        if tp_group is not None:
-            raise UserError(
-                _NO_TENSOR_PARALLEL.format(tp_group.size, f"it does not support {reason}")
-            ) from reason
-        if kind == "fast":
-            raise ValueError(
-                f"the fast decoder does not support {reason}; use kind='auto' or kind='hf'"
-            ) from reason
-        return None
 
 
 def has_experts(decoder: Decoder) -> bool:

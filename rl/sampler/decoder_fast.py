@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from kernels import AttentionBounds
 from rl.errors import UserError
-from rl.layers import describe_layers
+from rl.layers import describe_layers, unwrap_model
 from rl.models import is_value_head_parameter
 from rl.sampler.contiguous_state import ContiguousState
 from rl.sampler.decode_state import PromptBatch
@@ -72,7 +73,7 @@ class FastDecoder(FastForward, Decoder):
         function. Raises `UnsupportedModel` with the reason if the tests of this decoder do not
         cover the model, UserError if the ranks cannot split the model evenly.
         """
-        plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
+        plain = unwrap_model(model)
         check_supported(plain)
         if tp_group is not None:
             if len(LAYER_SPECS[type(plain).__name__].qkv) == 1:
@@ -141,7 +142,7 @@ class FastDecoder(FastForward, Decoder):
         return ContiguousState(self, kv_cache_tokens)
 
     def read_prompts(self, batch: PromptBatch) -> None:
-        self.forward_prompts(batch, store_kv=None)
+        self.forward_prompts(batch, range(len(batch.prompts)), None, None)
 
 
 class MultiAdapterDecoder(FastDecoder):
@@ -163,14 +164,6 @@ class MultiAdapterDecoder(FastDecoder):
         self.versions: dict[int, int] = {}
         self._names: dict[int, str] = {}
         self._num_added = 0
-
-    @classmethod
-    def on_base_of(cls, decoder: Decoder) -> MultiAdapterDecoder:
-        """Return a decoder for all models on the base of `decoder`, without any adapter yet."""
-        assert isinstance(decoder.base, FastDecoder), (
-            "`Decoder.base` of this decoder must be a FastDecoder"
-        )
-        return cls(decoder.base)
 
     def check_adapter(self, adapter_id: int | None) -> None:
         """Raise ValueError if the weights are unknown."""
@@ -251,8 +244,9 @@ def count_unsharded_parameters(model: Any) -> tuple[int, int]:
 
     The model passes `check_supported`. No weight is read.
     """
-    plain = model.get_base_model() if type(model).__module__.startswith("peft.") else model
-    builder = WeightsBuilder(model, torch.float32, torch.device("meta"), tp_group=_PlannedGroup())
+    plain = unwrap_model(model)
+    planned: Any = SimpleNamespace(rank=0, size=2)  # a group without communication
+    builder = WeightsBuilder(model, torch.float32, torch.device("meta"), tp_group=planned)
     _ModelReader(plain, builder).read_weights()
     whole = {
         (piece.buffer, piece.start): (name, piece)
@@ -262,22 +256,6 @@ def count_unsharded_parameters(model: Any) -> tuple[int, int]:
     sizes = {name: math.prod(piece.full_shape) for name, piece in whole.values()}
     adapters = sum(size for name, size in sizes.items() if "lora_" in name)
     return sum(sizes.values()) - adapters, adapters
-
-
-class _PlannedGroup:
-    """Stand in for a `TensorParallelGroup`, to compute what its ranks would hold. Communication is
-    not implemented.
-    """
-
-    rank, size = 0, 2
-
-    def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        raise NotImplementedError
-
-    broadcast_ = all_reduce_
 
 
 def _name_ropes(base: Any) -> list[str | None]:

@@ -6,7 +6,7 @@ It is slower than `decoder_fast`, and the reference that `decoder_fast` is compa
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,9 +102,15 @@ class HFDecoder(HFForward, Decoder):
         return kinds[self.plan.rows](self)
 
     def read_prompts(self, batch: PromptBatch) -> None:
-        prompts, placed = batch.prompts, batch.placed_images
-        sees = [bool(images) for images in placed]
-        for members in self._batches_for_reading(batch.lengths, sees):
+        prompts, placed, lengths = batch.prompts, batch.placed_images, batch.lengths
+        max_tokens, switch = self.max_batch_tokens(reads_all=True), self.length_switch
+        if self.plan.reading == "equal":
+            batches = self.batch_by_length(lengths, max_tokens)
+        else:  # no batch has sequences on both sides of a length at which frequencies change
+            beyond = [switch is not None and length > switch.threshold for length in lengths]
+            kinds = list(zip(beyond, map(bool, placed), strict=True))
+            batches = batch_prompts(lengths, max_tokens, kinds)
+        for members in batches:
             logits = self.plain_forward(
                 [prompts[i] for i in members], last_only=False, images=[placed[i] for i in members]
             )
@@ -122,27 +128,3 @@ class HFDecoder(HFForward, Decoder):
                 f"the sampler decodes {self.name} with rows {self.plan.rows}, which does not "
                 "support images: train it on text only"
             )
-
-    def _batches_for_reading(
-        self, lengths: Sequence[int], has_images: Sequence[bool]
-    ) -> Iterator[list[int]]:
-        """Yield batches to be padded on the right.
-
-        If the rotary frequencies change at a length, no batch has sequences on both sides of that
-        length.
-        """
-        max_tokens = self.max_batch_tokens(reads_all=True)
-        if self.plan.reading == "equal":
-            yield from self.batch_by_length(lengths, max_tokens)
-            return
-        switch = self.length_switch
-        for beyond in (False, True):
-            side = [
-                i
-                for i, length in enumerate(lengths)
-                if (switch is not None and length > switch.threshold) == beyond
-            ]
-            for batch in batch_prompts(
-                [lengths[i] for i in side], max_tokens, [has_images[i] for i in side]
-            ):
-                yield [side[i] for i in batch]

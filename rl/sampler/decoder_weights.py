@@ -43,15 +43,16 @@ class WeightSlice:
     offset: float = 0.0
     scale: float = 1.0
 
+    def select(self, buffer: Tensor) -> Tensor:
+        """Return the rows of the buffer that hold the parameter, as a view."""
+        return buffer[self.start : self.start + self.length]
 
-@dataclass(frozen=True, slots=True)
-class NamedParameter:
-    """Describe a parameter with all its names. Its shard enters a buffer, times `scale`."""
-
-    names: Sequence[str]
-    parameter: Tensor
-    shard: Shard = UNSHARDED
-    scale: float = 1.0
+    def convert(self, whole: Tensor) -> Tensor:
+        """Return what the buffer holds of the parameter's value `whole`."""
+        part = self.shard.apply(whole.detach())
+        if self.offset or self.scale != 1.0:
+            return (part.float() + self.offset) * self.scale
+        return part
 
 
 class DecoderWeights:
@@ -67,63 +68,10 @@ class DecoderWeights:
         self.slices: dict[str, WeightSlice] = {}
         self.shared: set[str] = set()
 
-    def add(
-        self,
-        key: str,
-        parts: Sequence[NamedParameter],
-        dtype: torch.dtype,
-        device: torch.device,
-        base: DecoderWeights | None = None,
-        offset: float = 0.0,
-    ) -> None:
-        """Stack the local shards of parameters along their first dimension into the buffer `key`,
-        plus `offset`, times the scales of the parts.
-
-        If `base` has a buffer with the same values under this key, and none of the parameters is
-        trained, that buffer is shared instead.
-        """
-        start, trained = 0, any(part.parameter.requires_grad for part in parts)
-        for part in parts:
-            whole, length = part.parameter, part.shard.num_rows(part.parameter)
-            for name in part.names:
-                self.slices[name] = WeightSlice(
-                    key, start, length, whole.requires_grad, whole.shape, part.shard, offset,
-                    part.scale,
-                )  # fmt: skip
-            start += length
-        held = [self._stored_values(part.names[0], part.parameter) for part in parts]
-        shared = None if base is None or trained else base.buffers.get(key)
-        if (
-            shared is not None
-            and len(shared) == start
-            and all(
-                have_equal_values(self._slice_of(shared, part.names[0]), tensor)
-                for part, tensor in zip(parts, held, strict=True)
-            )
-        ):
-            self.buffers[key] = shared
-            self.shared.add(key)
-            return
-        self.buffers[key] = torch.empty(start, *held[0].shape[1:], dtype=dtype, device=device)
-        for part, tensor in zip(parts, held, strict=True):
-            self.view(part.names[0]).copy_(tensor)
-
-    def _stored_values(self, name: str, whole: Tensor) -> Tensor:
-        """Return what the buffer of the parameter `name` holds of its value `whole`."""
-        piece = self.slices[name]
-        part = piece.shard.apply(whole.detach())
-        if piece.offset or piece.scale != 1.0:
-            return (part.float() + piece.offset) * piece.scale
-        return part
-
-    def _slice_of(self, buffer: Tensor, name: str) -> Tensor:
-        """Return the slice of `buffer` that holds the parameter `name`."""
-        piece = self.slices[name]
-        return buffer[piece.start : piece.start + piece.length]
-
     def view(self, name: str) -> Tensor:
         """Return the local shard of the parameter of this name, as a view of its buffer."""
-        return self._slice_of(self.buffers[self.slices[name].buffer], name)
+        piece = self.slices[name]
+        return piece.select(self.buffers[piece.buffer])
 
     def load_(self, named_tensors: NamedTensors) -> None:
         """Load values by name (see `Decoder.load_`).
@@ -143,7 +91,7 @@ class DecoderWeights:
                     f"{name} has shape {tuple(piece.full_shape)} in the decoder, got "
                     f"{tuple(tensor.shape)}"
                 )
-            new_values = self._stored_values(name, tensor)
+            new_values = piece.convert(tensor)
             if piece.buffer in self.shared:
                 check_shared_unchanged(name, view, new_values)
             else:
@@ -283,19 +231,34 @@ class WeightsBuilder:
         rank holds `shard`), which consists of `parts` equal parts. `dtype`: by default that of the
         weights. The buffer holds the parameters plus `offset`, the first of them times `scale`,
         then in float32, because half precision would round them.
+
+        If `base` has a buffer with the same values under this key, and none of the parameters is
+        trained, that buffer is shared instead.
         """
-        named = [
-            NamedParameter(
-                self.names[id(p)],
-                p,
-                shard if dim is None else shard_of(p.shape[dim], dim, self.tp_group, parts),
+        weights, pieces, start, trained = self.weights, list[tuple[WeightSlice, Tensor]](), 0, False
+        for i, whole in enumerate(parameters):
+            part = shard if dim is None else shard_of(whole.shape[dim], dim, self.tp_group, parts)
+            piece = WeightSlice(
+                key, start, part.num_rows(whole), whole.requires_grad, whole.shape, part, offset,
                 1.0 if i else scale,
-            )
-            for i, p in enumerate(parameters)
-        ]
-        if offset or scale != 1.0:
-            dtype = torch.float32
-        self.weights.add(key, named, dtype or self.dtype, self.device, self.base, offset)
+            )  # fmt: skip
+            weights.slices |= dict.fromkeys(self.names[id(whole)], piece)
+            pieces.append((piece, piece.convert(whole)))
+            start, trained = start + piece.length, trained or piece.trainable
+        shared = None if self.base is None or trained else self.base.buffers.get(key)
+        if (
+            shared is not None
+            and len(shared) == start
+            and all(have_equal_values(piece.select(shared), values) for piece, values in pieces)
+        ):
+            weights.buffers[key] = shared
+            weights.shared.add(key)
+            return key
+        dtype = torch.float32 if offset or scale != 1.0 else dtype or self.dtype
+        size = (start, *pieces[0][1].shape[1:])
+        weights.buffers[key] = buffer = torch.empty(size, dtype=dtype, device=self.device)
+        for piece, values in pieces:
+            piece.select(buffer).copy_(values)
         return key
 
     def add_projection(

@@ -9,7 +9,6 @@ of a token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +20,7 @@ from rl.sampler.cuda_graphs import CUDAGraphRunner, DecodeInputs
 from rl.sampler.kv_cache_pool import KVCachePool
 from rl.sampler.paged_state import PagedState
 from rl.sampler.running_rows import RunningRows
-from rl.sampler.sampling_requests import SequenceGroup
 from rl.sampler.stop_conditions import StopTable
-
-# tokens copied to the device in advance for the next prefills, plus a prompt
-_PREFETCH_TOKENS = 8192
 
 
 @dataclass(slots=True)
@@ -45,14 +40,14 @@ class Chunk:
         if self.event is not None:
             self.event.synchronize()
         tokens, logprobs = self.sampled.numpy()
-        return tokens.astype(np.int64), logprobs, _as_numpy(self.experts)
+        experts = None if self.experts is None else self.experts.numpy()
+        return tokens.astype(np.int64), logprobs, experts
 
 
 class DeviceSteps:
     """Launch steps of `rows`, whose keys and values are in `state`.
 
-    `max_positions`: the most positions of a sequence. `records_experts`: the experts of the fed
-    tokens are recorded.
+    `max_positions`: the most positions of a sequence.
     """
 
     def __init__(
@@ -64,7 +59,6 @@ class DeviceSteps:
         max_rows: int,
         max_positions: int,
         steps_per_sync: int,
-        records_experts: bool,
     ):
         if state.decoder.multi_adapter:
             raise ValueError("several steps per sync have one adapter for all rows: leave it None")
@@ -72,7 +66,6 @@ class DeviceSteps:
         # the position of an ended row is one past its last token
         self._max_blocks = state.block_manager.num_blocks_for(max_positions) + 1
         self._max_rows, self.steps_per_sync = max_rows, steps_per_sync
-        self._records_experts = records_experts
         self.num_syncs = 0
         self.runner: CUDAGraphRunner | None = None  # of the last steps
         # step buffers that hold the stop table, and the table that they hold
@@ -93,13 +86,14 @@ class DeviceSteps:
             count //= 2
         return count
 
-    def start(self, count: int, most_rows: int, may_share: bool) -> bool:
-        """Launch `count` steps of all rows. Returns whether some of them share blocks.
+    def launch(self, count: int, most_rows: int, may_share: bool) -> Chunk:
+        """Launch `count` steps of all rows.
 
         `most_rows`: the most rows that the present requests can run at once, `may_share`: whether
         some of these may share blocks. Their graphs are captured first.
         """
         state, manager, runner = self._state, self._state.block_manager, self._prepare_runner()
+        rows = len(self._rows)
         remaining, written = self.remaining_tokens(), state.lengths()
         state.copy_blocks(
             [
@@ -107,35 +101,27 @@ class DeviceSteps:
                 for row, n in zip(manager.rows, np.minimum(remaining, count), strict=True)
             ]
         )
-        shared, bucket = manager.shared_prefixes(), runner.bucket_for(len(self._rows))
+        shared, bucket = manager.shared_prefixes(), runner.bucket_for(rows)
         runner.prepare(most_rows, bool(shared) or may_share)
         width = self._upload_rows(runner.buffers, bucket, remaining, written, shared)
-        self._run(runner, bucket, width, bool(shared), self._rows.uniforms_ahead(count))
-        return bool(shared)
+        uniforms = self._rows.uniforms_ahead(count)
+        return self._run(runner, bucket, width, bool(shared), uniforms, np.arange(rows))
 
     def _run(
-        self, runner: CUDAGraphRunner, bucket: int, width: int, shared: bool, uniforms: np.ndarray
-    ) -> None:
-        """Run a step for each row of `uniforms` [S, device rows]."""
+        self,
+        runner: CUDAGraphRunner,
+        bucket: int,
+        width: int,
+        shared: bool,
+        uniforms: np.ndarray,
+        columns: np.ndarray,
+    ) -> Chunk:
+        """Launch a step for each row of `uniforms` [S, device rows]."""
         upload(runner.buffers.uniform, uniforms)
         runner.run(bucket, min(width, runner.max_blocks), shared, len(uniforms))
         self.num_syncs += 1
-
-    def copy_results(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Copy the tokens and logprobs [S, N] and the experts [S, N, B * K] of the started steps to
-        the host, which waits for the device.
-        """
-        rows = len(self._rows)
-        tokens, logprobs = self._stack_results(count, rows).cpu().numpy()
-        experts = self._copy_experts(count, rows)
-        experts = None if experts is None else experts.cpu()
-        return tokens.astype(np.int64), logprobs, _as_numpy(experts)
-
-    def launch(self, count: int, most_rows: int, may_share: bool) -> Chunk:
-        """Launch `count` steps of all rows as a chunk that is read later (see `start`)."""
-        rows = len(self._rows)
-        shared = self.start(count, most_rows, may_share)
-        return self._start_copy(count, rows, shared, np.arange(rows))
+        count, rows = uniforms.shape
+        return self._start_copy(count, rows, shared, columns)
 
     def launch_next(self, chunk: Chunk) -> Chunk | None:
         """Launch the chunk after `chunk`, which has not been read: the device knows its last tokens
@@ -168,33 +154,20 @@ class DeviceSteps:
         upload(runner.buffers.table, table)
         uniforms = np.zeros((count, device_rows))
         uniforms[:, chunk.columns] = self._rows.uniforms_ahead(chunk.count + count)[chunk.count :]
-        self._run(runner, bucket, width, chunk.shared, uniforms)
-        return self._start_copy(count, device_rows, chunk.shared, chunk.columns)
+        return self._run(runner, bucket, width, chunk.shared, uniforms, chunk.columns)
 
     def _start_copy(self, count: int, rows: int, shared: bool, columns: np.ndarray) -> Chunk:
         """Return the steps that were launched last as a chunk, and start to copy its results."""
-        sampled, experts = self._stack_results(count, rows), self._copy_experts(count, rows)
-        if not sampled.is_cuda:
-            return Chunk(count, rows, shared, columns, sampled, experts)
-        sampled = _copy_to_pinned(sampled)
-        experts = None if experts is None else _copy_to_pinned(experts)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._state.decoder.device))
-        return Chunk(count, rows, shared, columns, sampled, experts, event)
-
-    @property
-    def _buffers(self) -> DecodeInputs:
         assert self.runner is not None, "no step was launched"
-        return self.runner.buffers
-
-    def _stack_results(self, count: int, rows: int) -> Tensor:
-        """Return the tokens and logprobs of the last steps, float64 [2, count, rows]."""
-        b = self._buffers
-        return torch.stack([t[:count, :rows].double() for t in (b.tokens, b.logprobs)])
-
-    def _copy_experts(self, count: int, rows: int) -> Tensor | None:
-        """Return a copy of the experts of the last steps; None if they are not recorded."""
-        return self._buffers.experts[:count, :rows].clone() if self._records_experts else None
+        b, event = self.runner.buffers, None
+        sampled = torch.stack([t[:count, :rows].double() for t in (b.tokens, b.logprobs)])
+        experts = b.experts[:count, :rows].clone() if self._state.records_experts else None
+        if sampled.is_cuda:
+            sampled = _copy_to_pinned(sampled)
+            experts = None if experts is None else _copy_to_pinned(experts)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._state.decoder.device))
+        return Chunk(count, rows, shared, columns, sampled, experts, event)
 
     def _prepare_runner(self) -> CUDAGraphRunner:
         """Return the runner of the present weights: a graph reads the weights that it was captured
@@ -207,7 +180,7 @@ class DeviceSteps:
             self._max_blocks,
             self.steps_per_sync,
             len(table),
-            decoder.num_choices if self._records_experts else 0,
+            decoder.num_choices if self._state.records_experts else 0,
         )
         buffers, copied_table = self._stop_table_copy
         if buffers is not runner.buffers or copied_table is not table:
@@ -253,35 +226,6 @@ class DeviceSteps:
         return width
 
 
-def list_next_prefills(
-    preempted: Sequence[Sequence[int]],
-    waiting: Iterable[SequenceGroup],
-    known: Collection[tuple],
-    max_rows: int,
-) -> list[tuple[int, ...]]:
-    """Return the sequences that may be prefilled after these steps, since any row may stop in them.
-
-    Preempted rows come first (`preempted`: their fed tokens), then the prompts of waiting requests
-    whose keys are not `known`.
-    """
-    keys, sequences = set(known), list[tuple[int, ...]]()
-    positions, room = 0, max_rows
-    for fed_tokens in preempted:
-        if positions < _PREFETCH_TOKENS:
-            sequences.append(tuple(fed_tokens))
-            positions += len(fed_tokens)
-            room -= 1
-    for group in waiting:
-        if room < 1 or positions >= _PREFETCH_TOKENS:
-            break
-        room -= group.request.num_samples - group.num_admitted
-        if group.key not in keys and group.request.conversation is None:
-            keys.add(group.key)
-            sequences.append(group.key[0])
-            positions += len(group.key[0])
-    return sequences
-
-
 def upload(target: Tensor, values: np.ndarray) -> None:
     """Copy an array to the first entries of a device tensor, from pinned memory, so that the host
     does not wait.
@@ -289,10 +233,6 @@ def upload(target: Tensor, values: np.ndarray) -> None:
     host = torch.from_numpy(np.ascontiguousarray(values))
     region = target[tuple(map(slice, values.shape))]
     region.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
-
-
-def _as_numpy(values: Tensor | None) -> np.ndarray | None:
-    return None if values is None else values.numpy()
 
 
 def _copy_to_pinned(values: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ On CUDA the cache is chosen by a trial of both.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,8 @@ def make_engine(
     if cache == "auto" and fast is not None and device_steps and fast.device.type == "cuda":
         cache = "paged" if _find_paged_failure(fast) is None else "plain"
     if "adapters per row" in present:
-        decoder = MultiAdapterDecoder.on_base_of(decoder)
+        assert isinstance(decoder.base, FastDecoder), "adapters per row need a decoder with a base"
+        decoder = MultiAdapterDecoder(decoder.base)
     if cache == "paged":
         settings |= {"block_size": BLOCK_SIZE, "idle_pool": idle_pool, "sizes": sizes}
         settings["steps_per_sync"] = STEPS_PER_SYNC if device_steps else None
@@ -162,19 +164,8 @@ _trial_failures: dict[tuple, str | None] = {}
 def _find_paged_failure(decoder: FastDecoder) -> str | None:
     """Return why this device does not support the paged engine, and warn once; None if it does."""
     a = decoder.architecture
-    key = (
-        len(decoder.layers),
-        a.heads,
-        a.key_heads,
-        a.head_width,
-        a.vocab_size,
-        decoder.norm_E.shape,
-        repr(a.layers[:_TRIAL_LAYERS]),
-        (a.activation, a.query_scale, a.embedding_scale, a.residual_scale, a.logit_scale),
-        a.logit_softcap,
-        decoder.dtype,
-        decoder.device,
-    )
+    trial = repr(replace(a, layers=a.layers[:_TRIAL_LAYERS], ropes=()))
+    key = (len(decoder.layers), trial, decoder.norm_E.shape, decoder.dtype, decoder.device)
     if key in _trial_failures:
         return _trial_failures[key]
     try:

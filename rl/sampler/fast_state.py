@@ -47,11 +47,12 @@ class FastState(DecodeState):
         decoder, positions = self.decoder, self.lengths()
         if rows is not None:
             positions = positions[rows] + index_in_row(rows)
-            row_adapters = self._group_by_adapter(self.prompt_of_row[rows])
-        else:
-            if self._row_adapters is None:
-                self._row_adapters = self._group_by_adapter(self.prompt_of_row)
-            row_adapters = self._row_adapters
+        row_adapters = self._row_adapters
+        if row_adapters is None or rows is not None:
+            slots = self.prompt_of_row if rows is None else self.prompt_of_row[rows]
+            row_adapters = group_rows_by_adapter(self.prompt_adapters, slots, decoder.device)
+        if rows is None:
+            self._row_adapters = row_adapters
         choices: list[Tensor] | None = [] if self.records_experts else None
         kernels = decoder.cpu_kernels if self.uses_cpu_kernels else None
         hidden = decoder.forward(
@@ -95,49 +96,39 @@ class FastState(DecodeState):
             () if reader else chunks
             for chunks, reader in zip(batch.hashes or [()] * count, batch.readers, strict=True)
         ]
-        pending, logits_PV, batch.reused = list(range(count)), torch.empty(0), [0] * count
+        pending, batch.reused = list(range(count)), [0] * count
+        size = count, self.decoder.vocab_size
+        logits_PV = torch.empty(size, dtype=torch.float32, device=self.decoder.device)
         while pending:
             wave, pending = select_wave(
                 pending, hashes, lengths, self._count_cached, self.chunk_size
             )
-            prefix_experts = dict[int, np.ndarray | None]()
             for i, chunks in wave.items():
-                batch.reused[i], prefix_experts[i] = self._start_prompt(
+                batch.reused[i], batch.prefix_experts[i] = self._start_prompt(
                     targets[i], lengths[i], chunks
                 )
             self._copy_prefixes()
-            whole = [i for i in wave if not batch.reused[i]]
-            if len(whole) == count:  # nothing is reused
-                logits_PV = self._prefill_whole(batch, targets)
-            else:
-                if not len(logits_PV):
-                    size = count, self.decoder.vocab_size
-                    logits_PV = torch.empty(size, dtype=torch.float32, device=self.decoder.device)
-                for members in [whole] if whole else []:
-                    part = batch.select(members)
-                    logits_PV[members] = self._prefill_whole(part, [targets[i] for i in members])
-                    batch.take_experts(part, members, prefix_experts)
-                rest = [i for i in wave if batch.reused[i]]
-                for members in split_suffixes(lengths, batch.reused, rest):
-                    part = batch.select(members)
-                    starts = np.array([batch.reused[i] for i in members], np.int64)
-                    logits_PV[members] = self._extend(part, [targets[i] for i in members], starts)
-                    batch.take_experts(part, members, prefix_experts)
+            if whole := [i for i in wave if not batch.reused[i]]:
+                self._prefill_whole(batch, whole, targets, logits_PV)
+            rest = [i for i in wave if batch.reused[i]]
+            for members in split_suffixes(lengths, batch.reused, rest):
+                logits_PV[members] = self._extend(batch, members, targets)
             for i in wave if batch.hashes else ():
                 experts = None if batch.experts is None else batch.experts[i]
                 self._register(targets[i], batch.hashes[i], experts)
         return logits_PV
 
-    def _extend(self, batch: PromptBatch, targets: Sequence[Any], starts: np.ndarray) -> Tensor:
-        """Prefill the prompts from their positions `starts` [P] on in a single forward, padded on
+    def _extend(self, batch: PromptBatch, members: Sequence[int], targets: Sequence[Any]) -> Tensor:
+        """Prefill the prompts `members` after their reused tokens in a single forward, padded on
         the right; return the logits of their last positions.
 
         Keys and values are written to their final positions and read together with those before.
         """
         decoder = self.decoder
-        suffixes = [prompt[n:] for prompt, n in zip(batch.prompts, starts.tolist(), strict=True)]
+        starts = np.array([batch.reused[i] for i in members], np.int64)
+        suffixes = [batch.prompts[i][batch.reused[i] :] for i in members]
         suffix_batch = SuffixBatch.pad(starts, suffixes, decoder.device)
-        store = self._store_suffixes(targets, suffix_batch)
+        store = self._store_suffixes([targets[i] for i in members], suffix_batch)
         rope = decoder.rope(suffix_batch.position_BT, suffix_batch.rope_positions)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
@@ -145,15 +136,11 @@ class FastState(DecodeState):
             keys, values = store(layer, suffix_batch.select(k), suffix_batch.select(v))
             return suffix_batch.attend(q, keys, values, decoder.layers[layer].bounds)
 
-        row_adapters = (
-            group_rows_by_adapter(batch.adapter_ids, decoder.device) if batch.adapter_ids else None
-        )
+        row_adapters = group_rows_by_adapter(batch.adapter_ids, members, decoder.device)
         choices: list[Tensor] | None = None if batch.experts is None else []
         ids, last_B = suffix_batch.ids_BT, suffix_batch.last_B
         hidden = decoder.forward(ids, attend, row_adapters, last_B, choices)
-        if batch.experts is not None and (chosen := copy_choices(choices)) is not None:
-            for i, suffix in enumerate(suffixes):  # [P, T, B * K], padded as the ids
-                batch.experts[i] = chosen[i, : len(suffix)].copy()
+        batch.store_experts(copy_choices(choices), members)
         return decoder.head(hidden, row_adapters).float()
 
     @abc.abstractmethod
@@ -179,8 +166,16 @@ class FastState(DecodeState):
         """Let later prompts find a prompt whose keys and values are stored."""
 
     @abc.abstractmethod
-    def _prefill_whole(self, batch: PromptBatch, targets: Sequence[Any]) -> Tensor:
-        """Prefill prompts from their first token on; return the logits of their last positions."""
+    def _prefill_whole(
+        self,
+        batch: PromptBatch,
+        members: Sequence[int],
+        targets: Sequence[Any],
+        logits_PV: Tensor,
+    ) -> None:
+        """Prefill the prompts `members` from their first token on; write the logits of their last
+        positions to their rows of `logits_PV`. `targets`: of all prompts.
+        """
 
     @abc.abstractmethod
     def _store_suffixes(self, targets: Sequence[Any], batch: SuffixBatch) -> StoreSuffixes:
@@ -195,15 +190,6 @@ class FastState(DecodeState):
 
     def _rows_changed(self) -> None:
         self._row_adapters = None
-
-    def _group_by_adapter(self, slots: Sequence[int] | np.ndarray) -> RowAdapters | None:
-        """Group the prompts in these slots, or their rows, by adapter; None if the decoder does not
-        mix adapters.
-        """
-        if not self.decoder.multi_adapter:
-            return None
-        adapter_ids = [self.prompt_adapters[slot] for slot in slots]
-        return group_rows_by_adapter(adapter_ids, self.decoder.device)
 
 
 def split_suffixes(

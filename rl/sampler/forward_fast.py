@@ -15,12 +15,12 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from kernels import AttentionBounds
+from kernels.decode_ops import rms_norm, rotate_heads
 from rl.sampler import cpu_kernels
 from rl.sampler.cpu_kernels import CpuKernels
-from rl.sampler.decode_state import LogitsReader, PromptBatch
+from rl.sampler.decode_state import LogitsReader, PromptBatch, send_to_device
 from rl.sampler.decoder import MAX_LOGITS_PER_SLICE, batch_prompts
 from rl.sampler.decoder_weights import DecoderWeights
 from rl.sampler.expert_layers import ExpertKeys, ExpertLayer, copy_choices
@@ -183,8 +183,6 @@ class FastForward:
             self.tp_group,
             architecture.logit_softcap,
         )
-        kinds = [0] * architecture.heads + [1] * architecture.key_heads
-        self._head_kind = torch.tensor(kinds, device=self.device)
         self._ropes = torch.empty(len(architecture.ropes), 2, 0, architecture.head_width)
         on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
         self.cpu_kernels = cpu_kernels.load_cpu_kernels() if on_cpu else None
@@ -205,7 +203,8 @@ class FastForward:
 
     def rope(self, positions: Tensor, length: int) -> RotaryTables:
         """Return cosines and signed sines [.., 1, D] at `positions`, which are below `length`, of
-        each of `architecture.ropes`; see `rotate`.
+        each of `architecture.ropes`; see
+        `kernels.decode_ops.rotate_heads`.
         """
         return [
             (cos[positions].unsqueeze(-2), signed_sin[positions].unsqueeze(-2))
@@ -271,13 +270,7 @@ class FastForward:
         """
         a, layer = self.architecture, self.layers[index]
         qkv = qkv.unflatten(-1, (a.heads + 2 * a.key_heads, a.head_width))
-        qk, v = qkv.split([a.heads + a.key_heads, a.key_heads], dim=-2)
-        # a joint norm over both kinds of heads, then the weight of each kind
-        if layer.norm_qk is not None:
-            normed = F.rms_norm(qk, (a.head_width,), None, a.eps)
-            qk = (normed * layer.norm_qk.view(2, -1)[self._head_kind]).to(v.dtype)
-        q, k = rotate(qk, rope[layer.rope]).split([a.heads, a.key_heads], dim=-2)
-        return q, k, v
+        return rotate_heads(qkv, layer.norm_qk, a.eps, *rope[layer.rope], a.heads)
 
     def _apply_mlp(
         self,
@@ -360,61 +353,54 @@ class FastForward:
         """Compute the RMS norm of `x`; without weight, return `x`."""
         return x if weight is None else rms_norm(x, weight, self.architecture.eps)
 
-    def forward_prompts(self, batch: PromptBatch, store_kv: StoreKeyValues | None) -> Tensor:
-        """Prefill prompts and return the logits of their last positions [P, V].
+    def forward_prompts(
+        self,
+        batch: PromptBatch,
+        prompts: Sequence[int],
+        store_kv: StoreKeyValues | None,
+        logits_PV: Tensor | None,
+    ) -> None:
+        """Prefill these prompts of the batch; write the logits of their last positions to their
+        rows of `logits_PV`, unless it is None.
 
         Prompts are padded on the right if their lengths differ (causal attention does not see the
         padding). `store_kv` receives (layer, indices of the prompts, keys [B, K, T, D], values) to
         store.
         """
         lengths, adapter_ids, device = batch.lengths, batch.adapter_ids, self.device
-        logits_PV = torch.empty(len(lengths), self.vocab_size, dtype=torch.float32, device=device)
-        for members in batch_prompts(lengths, _PREFILL_TOKENS):
+        for places in batch_prompts([lengths[i] for i in prompts], _PREFILL_TOKENS):
+            members = [prompts[place] for place in places]
             ids = self._stack_prompts(batch, members)
             longest = ids.shape[1]
             rope = self.rope(torch.arange(longest, device=device), longest)
-            row_adapters = (
-                group_rows_by_adapter([adapter_ids[i] for i in members], device)
-                if adapter_ids
-                else None
-            )
+            row_adapters = group_rows_by_adapter(adapter_ids, members, device)
             last_B = torch.tensor([lengths[i] - 1 for i in members], device=device)
             all_read = any(batch.readers[i] is not None for i in members)
             choices: list[Tensor] | None = None if batch.experts is None else []
             attend = self._prompt_attention(members, rope, store_kv)
             hidden = self.forward(ids, attend, row_adapters, None if all_read else last_B, choices)
-            if batch.experts is not None and (chosen := copy_choices(choices)) is not None:
-                # copies, so that no prompt keeps the experts of the padded batch
-                for row, i in enumerate(members):
-                    batch.experts[i] = chosen[row, : lengths[i]].copy()
-            last = hidden[torch.arange(len(members), device=device), last_B] if all_read else hidden
-            logits = self.head(last, row_adapters).float()
-            logits_PV[torch.tensor(members, device=device)] = logits
-            for row, i in enumerate(members if all_read else ()):
-                self._pass_logits(
-                    batch.readers[i],
-                    hidden[row, : lengths[i]],
-                    [(adapter_ids[i], None)] if adapter_ids else None,
-                )
-        return logits_PV
+            batch.store_experts(copy_choices(choices), members)
+            if logits_PV is not None:
+                rows = torch.arange(len(members), device=device)
+                last = hidden[rows, last_B] if all_read else hidden
+                logits = self.head(last, row_adapters).float()
+                logits_PV[torch.tensor(members, device=device)] = logits
+            for row, i in enumerate(members):
+                if (reader := batch.readers[i]) is not None:
+                    adapters = [(adapter_ids[i], None)] if adapter_ids else None
+                    self._pass_logits(reader, hidden[row, : lengths[i]], adapters)
 
     def _stack_prompts(self, batch: PromptBatch, members: list[int]) -> Tensor:
         """Return the tokens of prompts, the longest first, padded on the right: [B, T]."""
-        copied = [batch.device_tokens[i] for i in members] if batch.device_tokens else [None]
-        present = [tokens for tokens in copied if tokens is not None]
-        if len(present) == len(members):
-            return pad_sequence(present, batch_first=True)
         prompts = [batch.prompts[i] for i in members]
         longest = len(prompts[0])
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-        return torch.tensor(padded).to(self.device)
+        return send_to_device(torch.tensor(padded), self.device)
 
     def _pass_logits(
-        self, reader: LogitsReader | None, hidden_TE: Tensor, row_adapters: RowAdapters | None
+        self, reader: LogitsReader, hidden_TE: Tensor, row_adapters: RowAdapters | None
     ) -> None:
         """Pass the logits of a prompt to its reader, in slices of bounded size."""
-        if reader is None:
-            return
         step = max(MAX_LOGITS_PER_SLICE // self.vocab_size, 1)
         for start in range(0, len(hidden_TE), step):
             reader(start, self.head(hidden_TE[start : start + step], row_adapters))
@@ -451,13 +437,6 @@ def activate_gate(activation: str, gate_up: Tensor) -> Tensor:
     return ACTIVATIONS[activation](gate).mul_(up)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute the RMS norm of `x`, in float32 if its weight is of another dtype."""
-    if weight.dtype != x.dtype:
-        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
 @cache
 def make_ops(norm_kernels: CpuKernels | None, silu_kernels: CpuKernels | None) -> ForwardOps:
     """Return the operations of a CPU's kernels, or of torch where they are None."""
@@ -471,11 +450,3 @@ def make_ops(norm_kernels: CpuKernels | None, silu_kernels: CpuKernels | None) -
         return x, x if weight is None else norm(x, weight, eps)
 
     return ForwardOps(add_and_norm, silu_mul)
-
-
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply the rotary embedding to [.., H, D]: halves (a, b) become (a cos - b sin, b cos + a
-    sin).
-    """
-    cos, signed_sin = rope
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)

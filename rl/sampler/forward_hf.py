@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from rl.errors import UserError
 from rl.images import get_image_reader
-from rl.layers import describe_layers, record_experts
-from rl.sampler.decoder import MAX_LOGITS_PER_SLICE
+from rl.layers import describe_layers, find_max_context, record_experts, unwrap_model
+from rl.sampler.decoder import MAX_LOGITS_PER_SLICE, batch_prompts
 from rl.sampler.precision import LOW_PRECISION, output_float32_
 from rl.sampler.rope_switch import find_rope_switch
 from rl.types import PlacedImage
@@ -57,22 +57,20 @@ class HFForward:
         Raises UserError if the model has no output head.
         """
         self.model = model.eval().requires_grad_(False)
-        inner = unwrap_peft(model)
+        inner = unwrap_model(model)  # a PEFT wrapper's forward takes only *args and **kwargs
         # flash_attention_2 does not support a mask of left-padded prompts with a cache
         if inner.config._attn_implementation == "flash_attention_2":
             inner.set_attn_implementation("sdpa")
         self.name = type(inner).__name__
         self.image_reader = get_image_reader(inner)  # image reader; None for a text-only model
         self._hf_model = inner
-        config, head = model.config.get_text_config(), model.get_output_embeddings()
+        head = model.get_output_embeddings()
         if head is None:
             raise UserError(
                 f"{self.name} has no output head over the vocabulary, so the sampler cannot use it"
             )
         self.vocab_size = head.weight.shape[0]
-        positions = getattr(config, "max_position_embeddings", None)
-        # -1 (XLNet) means no limit
-        self.max_positions = positions if positions and positions > 0 else None
+        self.max_positions = find_max_context(model)
         self.length_switch = find_rope_switch(model)
         self.plan = BatchingPlan()
         self.layers = describe_layers(model)
@@ -220,21 +218,7 @@ class HFForward:
 
         A batch is as large as the plan and `max_tokens` allow.
         """
-        by_length: dict[int, list[int]] = {}
-        for i, length in enumerate(lengths):
-            by_length.setdefault(int(length), []).append(i)
-        batches = []
-        for length, members in sorted(by_length.items(), reverse=True):
-            most = max(max_tokens // length, 1) if self.plan.together else 1
-            batches += [members[start : start + most] for start in range(0, len(members), most)]
-        return batches
-
-
-def unwrap_peft(model: Any) -> Any:
-    """Return the HF model inside a PEFT wrapper (a wrapper's forward takes only *args and
-    **kwargs).
-    """
-    return model.get_base_model() if type(model).__module__.startswith("peft.") else model
+        return batch_prompts(lengths, max_tokens if self.plan.together else 0, lengths)
 
 
 class TimeStepLimit:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from rl.sampler.decode_state import DecodeState, PromptBatch
 from rl.sampler.decoder import batch_prompts
@@ -100,20 +101,16 @@ class HFState(DecodeState):
 class _LayerCache:
     """Hold the cache of some rows in a layer.
 
-    `keys`: keys and values [N, H, L, D], or None. `states`: the states [N, ...] by name.
+    `keys`: keys and values [N, H, L, D], or empty. `states`: the states [N, ...] by name.
     """
 
-    keys: tuple[Tensor, Tensor] | None = None
+    keys: tuple[Tensor, ...] = ()
     states: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def rows(self, index: Tensor | slice, longest: int) -> _LayerCache:
         """Return the selected rows, with the last `longest` positions of each."""
-        pair = (
-            None
-            if self.keys is None
-            else tuple(tensor[index, :, tensor.shape[2] - longest :] for tensor in self.keys)
-        )
-        return _LayerCache(pair, {name: state[index] for name, state in self.states.items()})  # type: ignore[arg-type]
+        keys = tuple(tensor[index, :, tensor.shape[2] - longest :] for tensor in self.keys)
+        return _LayerCache(keys, {name: state[index] for name, state in self.states.items()})
 
 
 @dataclass(slots=True)
@@ -164,18 +161,15 @@ class RecurrentState(HFState):
         for number in range(len(self.prompts[prompts[0]].layers)):
             read = [self.prompts[prompt].layers[number] for prompt in prompts]
             before = [running[number]] if running is not None else []
-            keys = _pad_and_stack(
-                [cached.keys for cached in before], [cached.keys for cached in read], at, longest
+            caches = [*before, *read]
+            keys = tuple(
+                _append_rows([_pad_left(cached.keys[i], longest) for cached in caches], before, at)
+                for i in range(len(read[0].keys))
             )
-            states = {}
-            for name, like in read[0].states.items():
-                new = torch.cat([cached.states[name] for cached in read])[at]
-                states[name] = torch.cat([*(cached.states[name] for cached in before), new])
-                if states[name].shape[1:] != like.shape[1:]:
-                    raise NotImplementedError(
-                        f"states of shapes {states[name].shape} and {like.shape} cannot be "
-                        "rows of the same batch"
-                    )
+            states = {
+                name: _append_rows([cached.states[name] for cached in caches], before, at)
+                for name in read[0].states
+            }
             _fill_layer(self.cache, number, _LayerCache(keys, states))
 
     def decode(self, tokens: np.ndarray) -> Tensor:
@@ -252,7 +246,7 @@ class PaddedState(RecurrentState):
     def _read_prompt(self, cache: Any, row: int, prompt: Sequence[int]) -> _CachedPrompt:
         filled, ends, images = cache
         read = super()._read_prompt(filled, row, prompt)
-        if any(layer.keys is None for layer in read.layers):
+        if not all(layer.keys for layer in read.layers):
             raise NotImplementedError(
                 "the model caches more than keys and values of attention between tokens"
             )
@@ -352,31 +346,14 @@ class RecomputeState(HFState):
         self.rows = [self.rows[row] for row in source]
 
 
-def _pad_and_stack(
-    running_kv: Sequence[Any], prompt_kv: Sequence[Any], prompt_of_row: Tensor, longest: int
-) -> tuple[Tensor, Tensor] | None:
-    """Return the keys and values of the running rows, followed by those of the new rows.
+def _append_rows(tensors: list[Tensor], before: Sequence[Any], at: Tensor) -> Tensor:
+    """Return the first `len(before)` tensors, followed by the rows `at` of the others together."""
+    return torch.cat([*tensors[: len(before)], torch.cat(tensors[len(before) :])[at]])
 
-    The keys and values of a new row come from its prompt. All are padded on the left to `longest`.
-    """
-    if prompt_kv[0] is None:
-        return None
-    stacked = []
-    for which in (0, 1):
-        running = [pair[which] for pair in running_kv]
-        like = prompt_kv[0][which]
-        merged = like.new_zeros(
-            sum(map(len, running)) + len(prompt_of_row), like.shape[1], longest, like.shape[3]
-        )
-        for tensor in running:
-            merged[: len(tensor), :, longest - tensor.shape[2] :] = tensor
-        first = len(merged) - len(prompt_of_row)
-        for number, pair in enumerate(prompt_kv):
-            source = pair[which]
-            rows = first + torch.nonzero(prompt_of_row == number)[:, 0]
-            merged[rows, :, longest - source.shape[2] :] = source
-        stacked.append(merged)
-    return stacked[0], stacked[1]
+
+def _pad_left(keys: Tensor, longest: int) -> Tensor:
+    """Return keys or values [N, H, L, D], padded on the left to `longest` positions."""
+    return F.pad(keys, (0, 0, longest - keys.shape[2], 0))
 
 
 def _iter_states(layer: Any) -> Iterator[tuple[str, int]]:
@@ -396,7 +373,7 @@ def _read_layer(layer: Any) -> _LayerCache:
     known = {name: state for name, state in states.items() if isinstance(state, Tensor)}
     keys = getattr(layer, "keys", None)
     if not isinstance(keys, Tensor) or keys.dim() != 4:
-        return _LayerCache(None, known)
+        return _LayerCache((), known)
     if type(layer).__name__ not in ("DynamicLayer", "LinearAttentionAndFullAttentionLayer"):
         raise NotImplementedError(
             f"a layer of the cache is a {type(layer).__name__}, "
@@ -407,7 +384,7 @@ def _read_layer(layer: Any) -> _LayerCache:
 
 def _fill_layer(cache: Any, number: int, rows: _LayerCache) -> None:
     """Fill the empty layer `number` of a cache."""
-    if rows.keys is not None:
+    if rows.keys:
         cache.update(*rows.keys, number)
     for (kind, i), state in rows.states.items():
         layer = cache.layers[number]

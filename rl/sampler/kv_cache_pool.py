@@ -22,6 +22,12 @@ _INITIAL_STOP_CONDITIONS = 16  # initial number of stop conditions
 _MAX_MEMORY_FRACTION = 0.85  # maximum fraction of device memory for learning and the kept pool
 
 
+def _find_shape(decoder: FastForward, count: int, block_size: int) -> tuple[int, ...]:
+    """Return the shape of a layer of a pool of `count` blocks."""
+    a = decoder.architecture
+    return 2, count + 1, block_size, a.key_heads, a.head_width
+
+
 class KVCachePool:
     """Hold a pool of `count` blocks of `block_size` positions, for decoders of the same shape.
 
@@ -31,8 +37,7 @@ class KVCachePool:
     """
 
     def __init__(self, decoder: FastForward, count: int, block_size: int):
-        a = decoder.architecture
-        shape = (2, count + 1, block_size, a.key_heads, a.head_width)
+        shape = _find_shape(decoder, count, block_size)
         self.kv: list[Tensor] = [
             torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers
         ]
@@ -48,15 +53,12 @@ class KVCachePool:
 
     def fits(self, decoder: FastForward, min_blocks: int, max_blocks: int, block_size: int) -> bool:
         """Return whether the pool has the decoder's shape and enough blocks, but not too many."""
-        a, count = decoder.architecture, self.kv[0].shape[1] - 1
-        expected = (2, count + 1, block_size, a.key_heads, a.head_width)
+        first, count = self.kv[0], self.kv[0].shape[1] - 1
         return (
             min_blocks <= count <= max_blocks
             and len(self.kv) == len(decoder.layers)
-            and all(
-                (tuple(t.shape), t.dtype, t.device) == (expected, decoder.dtype, decoder.device)
-                for t in self.kv
-            )
+            and tuple(first.shape) == _find_shape(decoder, count, block_size)
+            and (first.dtype, first.device) == (decoder.dtype, decoder.device)
         )
 
     def get_step_graphs(

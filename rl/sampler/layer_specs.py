@@ -123,11 +123,9 @@ LAYER_SPECS: Mapping[str, LayerSpec] = {
         _GEMMA2, norms=("input_layernorm", None, "pre_feedforward_layernorm", None)
     ),
     "SeedOssForCausalLM": LayerSpec(),
-    "HyperCLOVAXForCausalLM": LayerSpec(
+    "HyperCLOVAXForCausalLM": replace(
+        _GRANITE,
         norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
-        attention_scale=lambda config: config.attention_multiplier,
-        embedding_scale=lambda config: config.embedding_multiplier,
-        residual_scale=lambda config: config.residual_multiplier,
         logit_scale=lambda config: config.logits_scaling,
     ),
     "Exaone4ForCausalLM": LayerSpec(

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from kernels.lora_ops import add_lora_
 from rl.sampler.precision import linear_fp32
+from rl.sampler.prefix_attention import cap_scores
 from rl.sampler.tensor_parallel import TensorParallelGroup, gather_columns, shard_range
 
 # (number of the adapter, indices of its rows in the first dimension; None: all rows).
@@ -61,12 +62,6 @@ class ProjectionSpec:
     adapters: tuple[LoraSpec, ...] = ()
 
 
-def _slice_columns(tensor: Tensor, columns: slice) -> Tensor:
-    # indexing queries the device even of fake tensors
-    """Return the given columns of a tensor [.., columns], as a view."""
-    return tensor.narrow(-1, columns.start, columns.stop - columns.start)
-
-
 class LoraWeights:
     """Hold the adapters of a (fused) linear layer, in their dtype."""
 
@@ -79,13 +74,7 @@ class LoraWeights:
         """Add the adapters' output for x [N, .., I] to y [N, .., O], for all rows or the rows with
         these indices.
         """
-        if rows is None:
-            add_lora_(y, x, self.lora_a, self.parts)
-            return
-        low = F.linear(x.index_select(0, rows).to(self.lora_a.dtype), self.lora_a)
-        for b_OR, scale, columns, ranks in self.parts:
-            delta = (F.linear(_slice_columns(low, ranks), b_OR) * scale).to(y.dtype)
-            _slice_columns(y, columns).index_add_(0, rows, delta)
+        add_lora_(y, x, self.lora_a, self.parts, rows)
 
     def truncate(self, outputs: int) -> LoraWeights:
         """Return these adapters restricted to the first outputs of a layer that is not fused."""
@@ -153,9 +142,9 @@ class HeadProjection(Projection):
         self,
         spec: ProjectionSpec,
         buffers: dict[str, Tensor],
-        vocab_size: int = 0,
-        tp_group: TensorParallelGroup | None = None,
-        softcap: float = 0.0,
+        vocab_size: int,
+        tp_group: TensorParallelGroup | None,
+        softcap: float,
     ):
         """Build the head; `vocab_size` is the size of the vocabulary if the tensor-parallel group
         shards it.
@@ -165,9 +154,7 @@ class HeadProjection(Projection):
         self.tp_group, self.vocab_size, self.outputs = tp_group, vocab_size, vocab_size
 
     def __call__(self, x: Tensor, row_adapters: RowAdapters | None = None) -> Tensor:
-        y = super().__call__(x, row_adapters)
-        if self.softcap:
-            y = y.div_(self.softcap).tanh_().mul_(self.softcap)
+        y = cap_scores(super().__call__(x, row_adapters), self.softcap)
         return (
             y
             if self.tp_group is None
@@ -206,15 +193,11 @@ class TokenEmbedding:
         self,
         weight_VE: Tensor,
         adapter: tuple[Tensor, Tensor, float] | None,
-        vocab_size: int = 0,
-        tp_group: TensorParallelGroup | None = None,
+        vocab_size: int,
+        tp_group: TensorParallelGroup | None,
     ):
-        self.weight_VE, self.adapter, self.vocab_size, self.tp_group = (
-            weight_VE,
-            adapter,
-            vocab_size,
-            tp_group,
-        )
+        self.weight_VE, self.adapter = weight_VE, adapter
+        self.vocab_size, self.tp_group = vocab_size, tp_group
         self.row_lora: dict[int, tuple[Tensor, Tensor, float]] = {}
 
     def __call__(self, ids: Tensor, row_adapters: RowAdapters | None = None) -> Tensor:
@@ -244,11 +227,17 @@ def _lora_vectors(ids: Tensor, adapter: tuple[Tensor, Tensor, float]) -> Tensor:
     return F.linear(F.embedding(ids, a_RV.T), b_ER) * scale
 
 
-def group_rows_by_adapter(numbers: Sequence[int], device: torch.device) -> RowAdapters:
-    """Group rows by the number of their adapter; `numbers` has an entry for each row."""
+def group_rows_by_adapter(
+    adapters: Sequence[int], prompts: Iterable[int], device: torch.device
+) -> RowAdapters | None:
+    """Group rows by the number of their adapter: `adapters` of each prompt (empty: the decoder does
+    not mix adapters, and the result is None), `prompts` of each row.
+    """
+    if not adapters:
+        return None
     rows_of: dict[int, list[int]] = {}
-    for row, number in enumerate(numbers):
-        rows_of.setdefault(int(number), []).append(row)
+    for row, prompt in enumerate(prompts):
+        rows_of.setdefault(adapters[prompt], []).append(row)
     if len(rows_of) == 1:
         return [(next(iter(rows_of)), None)]
     return [(number, torch.tensor(rows, device=device)) for number, rows in rows_of.items()]

@@ -22,7 +22,7 @@ from rl.sampler.block_manager import (
     RowBlockTable,
     make_block_tables,
 )
-from rl.sampler.decode_state import BatchSize, PromptBatch
+from rl.sampler.decode_state import BatchSize, PromptBatch, send_to_device
 from rl.sampler.fast_state import FastState, StoreSuffixes
 from rl.sampler.forward_fast import Attend, FastForward
 from rl.sampler.prefix_attention import SuffixBatch
@@ -49,7 +49,6 @@ class PagedState(FastState):
         count = most if num_blocks is None else min(num_blocks, most)
         self.block_manager = BlockManager(count, self.block_size)
         self.chunk_size = self.block_manager.chunk_size
-        self._copied_tokens: dict[tuple[int, ...], Tensor] = {}
         self._copies: list[tuple[int, int] | None] = []  # blocks to copy (source, target)
 
     def cost(self, size: BatchSize) -> int:
@@ -68,24 +67,18 @@ class PagedState(FastState):
         pool = self.block_manager.pool
         return (len(pool.ref_counts) - pool.num_free) * self.block_size
 
-    def copy_ahead(self, sequences: Sequence[tuple[int, ...]]) -> None:
-        """Copy tokens that are likely to be prefilled next to the device, without waiting.
-
-        Earlier copies of other sequences are discarded.
-        """
-        before, self._copied_tokens = self._copied_tokens, {}
-        for tokens in sequences:
-            self._copied_tokens[tokens] = (
-                before[tokens] if tokens in before else copy_to_device(tokens, self.decoder.device)
-            )
-
     def _prefill(self, batch: PromptBatch) -> Tensor:
         tables = [PromptBlockTable(length) for length in batch.lengths]
         self.block_manager.prompts += tables
         return self._fill(batch, tables)
 
-    def _prefill_whole(self, batch: PromptBatch, targets: Sequence[BlockTable]) -> Tensor:
-        batch.device_tokens = [self._copied_tokens.get(tuple(prompt)) for prompt in batch.prompts]
+    def _prefill_whole(
+        self,
+        batch: PromptBatch,
+        members: Sequence[int],
+        targets: Sequence[BlockTable],
+        logits_PV: Tensor,
+    ) -> None:
         lengths = batch.lengths
         slots: dict[int, Tensor] = {}  # by the first prompt of a batch, equal in all layers
 
@@ -96,7 +89,7 @@ class PagedState(FastState):
                 )
             append_to_cache(k.transpose(1, 2), v.transpose(1, 2), self.kv[layer], slots[members[0]])
 
-        return self.decoder.forward_prompts(batch, keep)
+        self.decoder.forward_prompts(batch, members, keep, logits_PV)
 
     def _count_cached(self, hashes: Hashes) -> int:
         return self.block_manager.count_cached(hashes)
@@ -167,28 +160,27 @@ class PagedState(FastState):
             for kv in self.kv:
                 kv[:, target] = kv[:, origin]
 
-    def add_prompt_slot(
-        self, length: int, adapter_id: int | None = None, experts: np.ndarray | None = None
-    ) -> None:
-        """Add a prompt slot that no row reads from: resumed rows have private blocks. `experts`: of
-        the prompt's tokens.
-        """
-        self.block_manager.prompts.append(PromptBlockTable(length))
-        adapter_ids = [adapter_id or 0] if self.decoder.multi_adapter else []
-        self._append_prompts([length], adapter_ids, [] if experts is None else [experts])
-
     def resume_row(
         self,
         slot: int,
         fed: Sequence[int],
+        prompt_length: int,
+        adapter_id: int | None = None,
         experts: np.ndarray | None = None,
         hashes: Hashes = (),
     ) -> None:
         """Resume a preempted row: prefill prompt and response so far (all fed tokens) into blocks
-        of the row. `experts`: those with which the tokens were sampled. `hashes`: of the tokens'
+        of the row. `slot`: of its prompt, or the next slot: a prompt that no other row reads then
+        takes it. `experts`: those with which the tokens were sampled. `hashes`: of the tokens'
         chunks.
         """
-        row = self.block_manager.add_resumed_row(slot, len(fed))
+        manager = self.block_manager
+        if slot == len(manager.prompts):
+            manager.prompts.append(PromptBlockTable(prompt_length))
+            adapter_ids = [adapter_id or 0] if self.decoder.multi_adapter else []
+            prompt_experts = [] if experts is None else [experts[:prompt_length]]
+            self._append_prompts([prompt_length], adapter_ids, prompt_experts)
+        row = manager.add_resumed_row(slot, len(fed))
         batch = PromptBatch(
             [fed], [None], adapter_ids=self.prompt_adapters[slot : slot + 1], hashes=[hashes]
         )
@@ -196,9 +188,9 @@ class PagedState(FastState):
             batch.experts = {}
         self._fill(batch, [row])
         super().add_rows(np.array([slot]))
-        self.response_lengths[-1] = len(fed) - self.prompt_lengths[slot]
+        self.response_lengths[-1] = len(fed) - prompt_length
         if experts is not None:
-            self._row_experts[-1] = list(experts[self.prompt_lengths[slot] :])
+            self._row_experts[-1] = list(experts[prompt_length:])
 
     def _make_attention(self, positions: np.ndarray, rows: np.ndarray | None = None) -> Attend:
         decoder, device, manager = self.decoder, self.decoder.device, self.block_manager
@@ -259,21 +251,3 @@ class PagedState(FastState):
             if i not in surviving:
                 self.block_manager.drop_prompt(prompt)
         self.block_manager.prompts = [self.block_manager.prompts[i] for i in source]
-
-
-def copy_to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Copy integers to a device as int64, as `send_to_device`."""
-    return send_to_device(torch.tensor(numbers, dtype=torch.int64), device)
-
-
-def send_to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to a device.
-
-    On CUDA the copy from pinned memory is asynchronous: kernels that read the tensor wait for it,
-    the host does not.
-    """
-    return (
-        host.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else host.to(device)
-    )

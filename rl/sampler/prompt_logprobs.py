@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl.sampler.decode_state import PromptBatch
-from rl.sampler.decoder import Decoder, check_length
+from rl.sampler.decoder import Decoder
 from rl.types import PlacedImage
 
 
@@ -88,12 +88,14 @@ def score_sequences(
     for prompt in prompts:
         if not len(prompt):
             raise ValueError("an empty sequence has no logprobs: leave it out")
-        if decoder.max_positions is not None and len(prompt) > decoder.max_positions:
+        # the last token is not fed (see below)
+        if decoder.max_positions is not None and len(prompt) - 1 > decoder.max_positions:
             raise ValueError(
                 f"a sequence of {len(prompt)} tokens exceeds the context of "
-                f"{decoder.max_positions}: shorten it"
+                f"{decoder.max_positions} and a token after it: shorten it"
             )
-        check_length(decoder, len(prompt) - 1, len(prompt) - 1)
+        if decoder.length_switch is not None:
+            decoder.length_switch.check(len(prompt) - 1, len(prompt) - 1)
     with torch.inference_mode():
         # The last token predicts nothing and is not fed, as in a learner's forward: the rotary
         # frequencies may depend on the length.

@@ -54,23 +54,24 @@ class RopeLengthSwitch:
             None if self.has_long_frequencies and prompt_length > self.threshold else self.threshold
         )
 
-    def error_message(self, prompt_length: int, total_length: int) -> str:
-        """Return the error message for a sequence of `total_length` positions with a prompt of
-        `prompt_length` positions.
-
-        The message says why the sequence cannot be sampled or scored, and the remedy.
+    def check(self, prompt_length: int, total_length: int) -> None:
+        """Raise ValueError if a sequence of `total_length` positions, of which `prompt_length` are
+        the prompt, has no single set of rotary frequencies.
         """
+        most = self.max_length(prompt_length)
+        if most is None or total_length <= most:
+            return
         message = (
             f"the model's rotary positions ({self.kind}) use other frequencies once a sequence "
             f"exceeds {self.threshold} tokens"
         )
         if not self.has_long_frequencies:
-            return (
+            raise ValueError(
                 f"{message}, and change again with every token; {total_length} tokens are too "
                 f"many: stay within {self.threshold} (a shorter prompt, a lower max_tokens)"
             )
         other = f"lower max_tokens to {self.threshold + 1 - prompt_length} or less"
-        return (
+        raise ValueError(
             f"{message}. A prompt of {prompt_length} tokens that reaches {total_length} crosses "
             f"it, and its logprobs would differ from those of the finished sequence: {other}, or "
             f"pass a prompt of more than {self.threshold} tokens"

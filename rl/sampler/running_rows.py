@@ -93,7 +93,7 @@ class RunningRows:
             "sample": [group.num_admitted for group in groups],
             "max_tokens": [group.max_tokens for group in groups],
             "stop_row": [group.stop_row for group in groups],
-            "has_strings": [bool(group.stop_strings) for group in groups],
+            "has_strings": [bool(group.stop.strings) for group in groups],
             "seed": [as_uint64(request.seed) for request in requests],
             "problem": [as_uint64(request.problem) for request in requests],
         }

@@ -26,7 +26,7 @@ from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_factory import enable_expert_recording
 from rl.sampler.decoder_fast import MultiAdapterDecoder
-from rl.sampler.device_steps import Chunk, DeviceSteps, list_next_prefills
+from rl.sampler.device_steps import Chunk, DeviceSteps
 from rl.sampler.kv_cache_pool import IdleKVCachePool
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.sampling_requests import (
@@ -36,7 +36,6 @@ from rl.sampler.sampling_requests import (
     check_params,
     check_request,
     make_divergence_error,
-    resolve_max_tokens,
 )
 from rl.sampler.scheduler import Scheduler
 from rl.sampler.speculative_decoder import SpeculativeDecoder
@@ -117,9 +116,9 @@ class Engine(Scheduler):
         super().__init__(
             decoder, kv_cache_tokens, max_rows, block_size, idle_pool, sizes, enable_prefix_caching
         )
+        self.max_context = min(limits) if limits else None
         self.version = version
         self.eos_token_ids = tuple(sorted({int(token) for token in eos_token_ids}))
-        self.max_context = min(limits) if limits else None
         self._stop_strings = StopStringMatcher(tokenizer) if tokenizer is not None else None
         self._stops = StopTable(decoder.vocab_size)
         self.records_experts = self._state.records_experts = record_experts
@@ -146,7 +145,7 @@ class Engine(Scheduler):
             positions = min([kv_cache_tokens, *limits])
             self._device_steps = DeviceSteps(
                 self._rows, self._state, self._stops, self._pool, max_rows, positions,
-                steps_per_sync, record_experts,
+                steps_per_sync,
             )  # fmt: skip
 
     @property
@@ -173,18 +172,12 @@ class Engine(Scheduler):
         """
         prompt, params = [int(token) for token in request.prompt], request.params
         resumed_tokens = request.resume_from.tokens if request.resume_from is not None else []
+        tokens = (*prompt, *resumed_tokens)
         if isinstance(self.decoder, MultiAdapterDecoder):
             self.decoder.check_adapter(request.adapter_id)
         check_request(request, self.decoder.vocab_size)
         self.decoder.check_images(prompt, request.images)
-        max_tokens = resolve_max_tokens(
-            self.decoder,
-            self._state,
-            self.max_context,
-            self.kv_cache_tokens,
-            len(prompt),
-            params.max_tokens,
-        )
+        max_tokens = self._resolve_max_tokens(len(prompt), params.max_tokens)
         condition = build_stop_condition(
             params.stop, () if params.ignore_eos else self.eos_token_ids
         )
@@ -199,15 +192,12 @@ class Engine(Scheduler):
             request=request,
             max_tokens=max_tokens,
             stop_row=self._stops.row_of(condition.token_ids, self._used_stop_rows),
-            stop_strings=condition.strings,
-            key=((*prompt, *resumed_tokens), *request.prompt_key()),
-            hashes=self._hash_tokens((*prompt, *resumed_tokens), request),
+            stop=condition,
+            key=(tokens, *request.prompt_key()),
+            hashes=self._hash_tokens(tokens, request),
             num_unfinished=request.num_samples,
             num_resumed=len(resumed_tokens),
             sequences=[None] * request.num_samples,
-            stop_ids=sorted(
-                token for token in condition.token_ids if token < self.decoder.vocab_size
-            ),
         )
         self._next_id += 1
         self._waiting.append(group)
@@ -262,20 +252,15 @@ class Engine(Scheduler):
             return []
         logits_NV = logits[0] if len(logits) == 1 else torch.cat([part.float() for part in logits])
         if self._settings is None:
-            self._settings = self._make_settings(logits_NV, self._rows)
-        tokens, logprobs = self._sample(
-            logits_NV, self._rows.next_uniforms(), self._settings, self._rows
-        )
-        self._rows.record(tokens, logprobs)
-        self._count_step(len(self._rows))
-        return self._retire(*self._find_ended(tokens, self._rows))
+            self._settings = self._make_settings(self._rows)
+        return self._sample_rows(logits_NV, self._rows.next_uniforms(), self._settings, self._rows)
 
     def _verify(self, speculation: SpeculativeDecoder, rows: RunningRows) -> list[FinishedRequest]:
         """Feed the rows' last tokens and their drafts, and sample a token after each. `rows`: an
         entry for each token that is fed.
         """
         logits_XV = speculation.feed(rows)
-        settings = self._make_settings(logits_XV, rows)
+        settings = self._make_settings(rows)
         tokens, logprobs = self._sample(logits_XV, rows.next_uniforms(), settings, rows)
         self._count_step(len(tokens))
         drafts = rows.next_tokens()
@@ -284,14 +269,29 @@ class Engine(Scheduler):
         last = speculation.accept(tokens == drafts, ended)
         return self._retire(ended[last], stopped[last])
 
+    def _sample_rows(
+        self,
+        logits_NV: Tensor,
+        uniform_N: np.ndarray,
+        settings: RowSamplingSettings,
+        rows: RunningRows,
+    ) -> list[FinishedRequest]:
+        """Sample a token of each of `rows`, which are the newest rows or all, and remove the rows
+        that end. No other row ends: it would have ended with its last token.
+        """
+        tokens, logprobs = self._sample(logits_NV, uniform_N, settings, rows)
+        self._rows.record(tokens, logprobs)
+        self._count_step(len(tokens))
+        return self._retire(*self._find_ended(self._rows.last_tokens(), self._rows))
+
     def _count_step(self, sampled: int) -> None:
         """Count a step in which this number of rows got a token."""
         self.counters.steps += 1
         self.counters.decoded_rows += sampled
         self.counters.peak_rows = max(self.counters.peak_rows, len(self._rows))
 
-    def _make_settings(self, logits_NV: Tensor, rows: RunningRows) -> RowSamplingSettings:
-        return make_row_settings(rows, vocab=logits_NV.shape[1], device=logits_NV.device)
+    def _make_settings(self, rows: RunningRows) -> RowSamplingSettings:
+        return make_row_settings(rows, vocab=self.decoder.vocab_size, device=self.decoder.device)
 
     def _sample(
         self,
@@ -338,7 +338,7 @@ class Engine(Scheduler):
         """
         stopped = self._stops.table[rows["stop_row"], tokens]
         for row in np.flatnonzero(rows["has_strings"] & ~stopped).tolist():
-            strings = self._running[int(rows["request_id"][row])].stop_strings
+            strings = self._running[int(rows["request_id"][row])].stop.strings
             assert self._stop_strings is not None  # `add` rejects strings without a tokenizer
             stopped[row] = self._stop_strings.matches(strings, rows.response(row)[0])
         return stopped | (rows["num_sampled"] >= rows["max_tokens"]), stopped
@@ -411,7 +411,10 @@ class Engine(Scheduler):
     def _step_on_device(self, device: DeviceSteps) -> list[FinishedRequest]:
         """Admit requests and sample their first tokens, or run steps of all rows on the device."""
         if self._may_admit() and (logits := self._admit()):
-            return self._sample_first_tokens(torch.cat(logits))
+            logits_NV = torch.cat(logits)
+            rows = self._rows.newest(len(logits_NV))
+            uniform_N = rows.uniforms_ahead(1)[0]
+            return self._sample_rows(logits_NV, uniform_N, self._make_settings(rows), rows)
         if not len(self._rows):
             return []
         most = min(device.steps_per_sync, self.max_steps or device.steps_per_sync)
@@ -419,32 +422,16 @@ class Engine(Scheduler):
         if count < 1:
             self._preempt_newest()
             count = device.plan(most)
-        if self._runs_to_end and self.runs_ahead and not (self._waiting or self._preempted):
-            return self._process_chunk(device.launch(count, *self._plan_graphs()))
-        device.start(count, *self._plan_graphs())
-        preempted = [row.fed_tokens for row in self._preempted]
-        known = {prompt.key for prompt in self._prompts}
-        prefills = list_next_prefills(preempted, self._waiting, known, self.max_rows)
-        self._state.copy_ahead(prefills)  # overlaps with the device
-        return self._process_steps(np.arange(len(self._rows)), *device.copy_results(count))
-
-    def _sample_first_tokens(self, logits_NV: Tensor) -> list[FinishedRequest]:
-        """Sample the first token of the newest rows from their prompts' logits [new rows, V]."""
-        rows = self._rows.newest(len(logits_NV))
-        settings = self._make_settings(logits_NV, rows)
-        tokens, logprobs = self._sample(logits_NV, rows.uniforms_ahead(1)[0], settings, rows)
-        self._rows.record(tokens, logprobs)
-        self._count_step(len(logits_NV))
-        # no other row ends: it would have ended with its last token
-        return self._retire(*self._find_ended(self._rows.last_tokens(), self._rows))
+        return self._process_chunk(device.launch(count, *self._plan_graphs()))
 
     def _process_chunk(self, chunk: Chunk) -> list[FinishedRequest]:
-        """Launch the next chunk unless a request waits, then wait for this one and process its
-        tokens.
+        """Launch the next chunk if nothing else can happen before it, then wait for this one and
+        process its tokens.
         """
         assert self._device_steps is not None
         waits = self._waiting or self._preempted
-        self._in_flight = None if waits else self._device_steps.launch_next(chunk)
+        goes_ahead = self._runs_to_end and self.runs_ahead and not waits
+        self._in_flight = self._device_steps.launch_next(chunk) if goes_ahead else None
         return self._process_steps(chunk.columns, *chunk.read())
 
     def _process_steps(
@@ -526,7 +513,7 @@ class Engine(Scheduler):
         prompts = (*self._prompts, *(row.prompt for row in self._preempted))
         for number, prompt in enumerate({id(prompt): prompt for prompt in prompts}.values()):
             prompt.key = ("of other weights", number, prompt.key)
-        self._drop_unused_prompts()
+        self._retain(np.arange(len(self._rows)))
 
     @torch.inference_mode()
     def cancel(self, request_id: int) -> None:

@@ -1,5 +1,5 @@
-"""Define the engine's requests, their state while they run, their results and counters; resolve and
-check their token limits.
+"""Define the engine's requests and their checks, their state while they run, their results and
+counters.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from rl.errors import ContextLengthError
-from rl.sampler.decode_state import BatchSize, DecodeState
-from rl.sampler.decoder import Decoder, check_length
 from rl.sampler.prompt_logprobs import PromptLogprobs
+from rl.sampler.stop_conditions import StopCondition
 from rl.types import PlacedImage, SampledSequence, SampleResponse, SamplingParams, TensorData
 
 
@@ -76,6 +74,8 @@ class SamplingRequest:
         targets = self.target_prompt_tokens
         target_key = None if targets is None else (targets.shape, targets.tobytes())
         return (
+            # the tokens may include some of a partial sample, which are not scored
+            len(self.prompt) if self.scores_prompt else None,
             self.include_prompt_logprobs,
             self.topk_prompt_logprobs,
             target_key,
@@ -140,7 +140,7 @@ class SequenceGroup:
     request: SamplingRequest
     max_tokens: int
     stop_row: int
-    stop_strings: tuple[str, ...]
+    stop: StopCondition
     key: tuple  # requests with equal keys share their prompt
     num_unfinished: int
     num_resumed: int = 0  # tokens sampled before it was added; they are prefilled with the prompt
@@ -149,7 +149,6 @@ class SequenceGroup:
     cached_tokens: int = 0  # of `key[0]`, that were in the cache when the first row was admitted
     sequences: list[SampledSequence | None] = field(default_factory=list)
     reader: PromptLogprobs | None = None
-    stop_ids: Sequence[int] = ()
 
     def make_response(self) -> SampleResponse:
         """Return the response, with the requested logprobs of the prompt's tokens. All samples have
@@ -159,26 +158,25 @@ class SequenceGroup:
             [sequence for sequence in self.sequences if sequence is not None],
             prompt_cache_hit_tokens=self.cached_tokens,
         )
-        if self.reader is not None and self.request.include_prompt_logprobs:
-            response.prompt_logprobs = list(self.reader.logprobs)
-        if self.reader is not None and self.request.topk_prompt_logprobs > 0:
-            response.topk_prompt_logprobs = list(self.reader.topk_logprobs)
-        if self.reader is not None and self.reader.target_logprobs is not None:
-            response.target_prompt_logprobs = TensorData(self.reader.target_logprobs)
+        reader = self.reader
+        if reader is None:
+            return response
+        if self.request.include_prompt_logprobs:
+            response.prompt_logprobs = list(reader.logprobs)
+        if self.request.topk_prompt_logprobs > 0:
+            response.topk_prompt_logprobs = list(reader.topk_logprobs)
+        if reader.target_logprobs is not None:
+            response.target_prompt_logprobs = TensorData(reader.target_logprobs)
         return response
 
 
 @dataclass(slots=True)
 class CachedPrompt:
-    """Hold a prompt in the cache: the logits after its last token, and the reader of its logprobs.
-
-    `adapter_id`: see `SamplingRequest`.
-    """
+    """Hold a prompt in the cache: the logits after its last token, the reader of its logprobs."""
 
     key: tuple
     logits_V: Tensor
     reader: PromptLogprobs | None
-    adapter_id: int | None = None
 
 
 def make_divergence_error(requests: Sequence[int]) -> FloatingPointError:
@@ -190,55 +188,20 @@ def make_divergence_error(requests: Sequence[int]) -> FloatingPointError:
     )
 
 
-def resolve_max_tokens(
-    decoder: Decoder,
-    state: DecodeState,
-    max_context: int | None,
-    kv_cache_tokens: int,
-    prompt_length: int,
-    max_tokens: int | None,
-) -> int:
-    """Return the maximum number of tokens to sample.
-
-    The last token is never fed, so prompt + max_tokens may exceed the context by 1. Raises
-    ValueError if the prompt or the response can never fit.
-    """
-    switch = decoder.length_switch
-    if max_tokens is None:
-        if max_context is None:
-            raise ValueError(
-                "max_tokens=None means up to the context limit, and the model has no limit: "
-                "set max_tokens or max_context"
-            )
-        longest = switch.max_length(prompt_length) if switch else None
-        most = max_context if longest is None else min(max_context, longest)
-        max_tokens = max(most + 1 - prompt_length, 0)
-    if max_context is not None and prompt_length + max(max_tokens, 1) - 1 > max_context:
-        raise ContextLengthError(
-            f"a prompt of {prompt_length} tokens and max_tokens={max_tokens} exceed the context of "
-            f"{max_context} tokens: shorten the prompt, lower max_tokens, "
-            "or raise max_context up to the model's limit"
-        )
-    check_length(decoder, prompt_length, prompt_length + max(max_tokens, 1) - 1)
-    cost = state.cost(BatchSize(1, prompt_length, 1, max_tokens - 1))
-    if cost > kv_cache_tokens:
-        raise ValueError(
-            f"one sample of a {prompt_length}-token prompt with max_tokens={max_tokens} takes "
-            f"{cost} tokens of KV cache, kv_cache_tokens is {kv_cache_tokens}: raise "
-            "kv_cache_tokens or lower max_tokens"
-        )
-    return max_tokens
-
-
 def check_request(request: SamplingRequest, vocab: int) -> None:
-    """Raise ValueError for a prompt without tokens or with tokens outside the vocabulary, and for a
-    wrong number of samples.
+    """Raise ValueError for a prompt without tokens, for tokens to feed or to score outside the
+    vocabulary, and for a wrong number of samples.
     """
     prompt = request.prompt
     if not prompt:
         raise ValueError("the prompt is empty: a model needs at least 1 token, for example its BOS")
-    if min(prompt) < 0 or max(prompt) >= vocab:
-        raise ValueError(f"prompt tokens lie in [0, {vocab}), got {min(prompt)} to {max(prompt)}")
+    tokens, targets = request.scored_tokens(), request.target_prompt_tokens
+    if min(tokens) < 0 or max(tokens) >= vocab:
+        raise ValueError(f"prompt tokens lie in [0, {vocab}), got {min(tokens)} to {max(tokens)}")
+    if targets is not None and targets.max(initial=-1) >= vocab:
+        raise ValueError(
+            f"target_prompt_tokens are below {vocab}, -1 requests nothing; got {targets.max()}"
+        )
     if request.num_samples < 1:
         raise ValueError(f"num_samples is at least 1, got {request.num_samples}")
     resumed = request.resume_from

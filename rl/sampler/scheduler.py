@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl.errors import ContextLengthError
 from rl.sampler.block_manager import BlockManager, choose_pool_size, max_blocks
 from rl.sampler.decode_state import BatchSize, PromptBatch, compact_slots
 from rl.sampler.decoder import Decoder
@@ -53,13 +54,10 @@ class _Admission:
 
 @dataclass(frozen=True, slots=True)
 class _PreemptedRow:
-    """Hold a preempted row: its fields (a single row), its prompt, the prompt's length, all fed
-    tokens.
-    """
+    """Hold a preempted row: its fields (a single row), its prompt, all fed tokens."""
 
     fields: dict[str, np.ndarray]
     prompt: CachedPrompt
-    prompt_length: int  # prompt tokens
     fed_tokens: list[int]
     experts: np.ndarray | None  # of the fed tokens, if recorded
 
@@ -67,6 +65,18 @@ class _PreemptedRow:
     def age(self) -> tuple[int, int]:
         """Return (request id, sample index), which orders rows from oldest to newest."""
         return int(self.fields["request_id"][0]), int(self.fields["sample"][0])
+
+
+def _add_group(size: BatchSize, group: SequenceGroup, fresh: bool) -> BatchSize:
+    """Return the size of a batch with the positions of a waiting group and, if `fresh`, its prompt,
+    without its rows.
+    """
+    return BatchSize(
+        size.prompts + fresh,
+        max(size.longest_prompt, len(group.key[0])),
+        size.rows,
+        max(size.longest_response, group.max_tokens - 1 - group.num_resumed),
+    )
 
 
 class Scheduler:
@@ -81,6 +91,7 @@ class Scheduler:
     # whether rows are admitted only if all are expected to end without a preemption; if not, as
     # soon as blocks are free
     expects_lengths = True
+    max_context: int | None  # most fed tokens of a sequence, set by the engine
 
     def __init__(
         self,
@@ -118,6 +129,40 @@ class Scheduler:
         self._pool = self._idle_pool.take(decoder, count, budget, block_size)
         self._state = PagedState(decoder, self._pool.kv, count)
         self._blocks = self._state.block_manager
+
+    def _resolve_max_tokens(self, prompt_length: int, max_tokens: int | None) -> int:
+        """Return the maximum number of tokens to sample.
+
+        The last token is never fed, so prompt + max_tokens may exceed the context by 1. Raises
+        ValueError if the prompt or the response can never fit.
+        """
+        switch, max_context = self.decoder.length_switch, self.max_context
+        if max_tokens is None:
+            if max_context is None:
+                raise ValueError(
+                    "max_tokens=None means up to the context limit, and the model has no limit: "
+                    "set max_tokens or max_context"
+                )
+            longest = switch.max_length(prompt_length) if switch else None
+            most = max_context if longest is None else min(max_context, longest)
+            max_tokens = max(most + 1 - prompt_length, 0)
+        fed = prompt_length + max(max_tokens, 1) - 1
+        if max_context is not None and fed > max_context:
+            raise ContextLengthError(
+                f"a prompt of {prompt_length} tokens and max_tokens={max_tokens} exceed the "
+                f"context of {max_context} tokens: shorten the prompt, lower max_tokens, "
+                "or raise max_context up to the model's limit"
+            )
+        if switch is not None:
+            switch.check(prompt_length, fed)
+        cost = self._state.cost(BatchSize(1, prompt_length, 1, max_tokens - 1))
+        if cost > self.kv_cache_tokens:
+            raise ValueError(
+                f"one sample of a {prompt_length}-token prompt with max_tokens={max_tokens} takes "
+                f"{cost} tokens of KV cache, kv_cache_tokens is {self.kv_cache_tokens}: raise "
+                "kv_cache_tokens or lower max_tokens"
+            )
+        return max_tokens
 
     # ------------------------------------------------------------------------------------ admission
 
@@ -176,9 +221,7 @@ class Scheduler:
         logits_PV = self._state.prefill(batch)
         reused = batch.reused or [0] * len(groups)
         for group, reader, logits_V, count in zip(groups, readers, logits_PV, reused, strict=True):
-            self._prompts.append(
-                CachedPrompt(group.key, logits_V, reader, group.request.adapter_id)
-            )
+            self._prompts.append(CachedPrompt(group.key, logits_V, reader))
             group.cached_tokens = count
             self.counters.prefix_cached_tokens += count
             self.counters.prefill_tokens += len(group.key[0]) - count
@@ -214,12 +257,7 @@ class Scheduler:
             fresh = group.key not in slots
             if not (fresh or group.num_admitted):
                 group.cached_tokens = len(group.key[0])
-            size = BatchSize(
-                len(slots) + fresh,
-                max(admission.size.longest_prompt, len(group.key[0])),
-                admission.size.rows,
-                max(admission.size.longest_response, group.max_tokens - 1 - group.num_resumed),
-            )
+            size = _add_group(admission.size, group, fresh)
             count = self._count_admissible(group, size)
             if count == 0:
                 break
@@ -287,12 +325,8 @@ class Scheduler:
             return True
         if not self._waiting or self._preempted or len(self._rows) >= self.max_rows:
             return False
-        group, size = self._waiting[0], self._running_size()
-        size = size._replace(
-            prompts=size.prompts + (self._find_slot(group.key) is None),
-            longest_prompt=max(size.longest_prompt, len(group.key[0])),
-            longest_response=max(size.longest_response, group.max_tokens - 1 - group.num_resumed),
-        )
+        group = self._waiting[0]
+        size = _add_group(self._running_size(), group, self._find_slot(group.key) is None)
         return self._count_admissible(group, size) > 0
 
     def _find_slot(self, key: tuple) -> int | None:
@@ -334,22 +368,14 @@ class Scheduler:
         self._rows.keep_rows(source)
         # the remaining samples of the first waiting group need its prompt
         first = self._waiting[0].key if self._waiting and self._waiting[0].num_admitted else None
-        kept = [prompt.key == first for prompt in self._prompts]
-        self._retain(source, self._find_used(source) | np.array(kept, np.bool_))
+        self._retain(source, first)
 
-    def _find_used(self, row_source: np.ndarray) -> np.ndarray:
-        """Return which prompts these rows read, bool [prompts]."""
-        used = np.zeros(len(self._prompts), np.bool_)
+    def _retain(self, row_source: np.ndarray, kept_key: tuple | None = None) -> None:
+        """Keep only these rows, the prompts that they read, and the prompt of `kept_key`. A dropped
+        prompt is prefilled again when needed.
+        """
+        used = np.array([prompt.key == kept_key for prompt in self._prompts], np.bool_)
         used[self._state.prompt_of_row[row_source]] = True
-        return used
-
-    def _drop_unused_prompts(self) -> None:
-        """Drop prompts without running rows. They are prefilled again when needed."""
-        rows = np.arange(len(self._rows))
-        self._retain(rows, self._find_used(rows))
-
-    def _retain(self, row_source: np.ndarray, used: np.ndarray) -> None:
-        """Keep only these rows and prompts in the state, and these prompts here."""
         if self._runs_to_end and self._blocks is None:  # the paged cache keeps what has room
             self._state.waiting_prefixes = {g.hashes[0] for g in self._waiting if g.hashes}
         else:
@@ -367,7 +393,7 @@ class Scheduler:
         while len(self._rows) and tables.blocks_needed() > tables.pool.num_free:
             rows = np.arange(len(self._rows))
             if any(prompt.rows == 0 for prompt in tables.prompts):
-                self._drop_unused_prompts()
+                self._retain(rows)
                 continue
             if len(rows) == 1:
                 raise RuntimeError(
@@ -388,14 +414,13 @@ class Scheduler:
         preempted = _PreemptedRow(
             self._rows.preempt(np.array([row])),
             self._prompts[int(self._state.prompt_of_row[row])],
-            len(group.key[0]),
             fed_tokens,
             self._state.experts_of_row(row),
         )
         self._preempted = sorted([*self._preempted, preempted], key=lambda item: item.age)
         source = compact_slots(np.arange(len(self._rows)) != row)
         self._rows.reorder(source)
-        self._retain(source, self._find_used(source))
+        self._retain(source)
         self.preemptions += 1
 
     def _resume(self) -> None:
@@ -411,19 +436,18 @@ class Scheduler:
             ):
                 if len(self._rows):
                     return
-                # A single row fits if prompts without running rows are evicted. They are prefilled
-                # again when needed.
-                self._retain(np.arange(0), np.zeros(len(self._prompts), np.bool_))
+                # a single row fits if the prompts without running rows are evicted
+                self._retain(np.arange(0))
             self._preempted.pop(0)
+            group = self._running[first.age[0]]
             slot = self._find_slot(first.prompt.key)
             if slot is None:
                 slot = len(self._prompts)
                 self._prompts.append(first.prompt)
-                length, experts = first.prompt_length, first.experts
-                prompt_experts = None if experts is None else experts[:length]
-                self._state.add_prompt_slot(length, first.prompt.adapter_id, prompt_experts)
-            group = self._running[first.age[0]]
             hashes = self._hash_tokens(first.fed_tokens, group.request)
-            self._state.resume_row(slot, first.fed_tokens, first.experts, hashes)
+            length, adapter_id = len(group.key[0]), group.request.adapter_id
+            self._state.resume_row(
+                slot, first.fed_tokens, length, adapter_id, first.experts, hashes
+            )
             self._rows.restore(first.fields)
             self._settings = None

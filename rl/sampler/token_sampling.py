@@ -7,7 +7,7 @@ vocabulary, M rows of one request. Softmax and logprobs are in float32 whatever 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -26,15 +26,13 @@ _BLOCK = 512
 class TruncatedRows:
     """Hold the indices of the rows with min-p, top-k or top-p, and their values of these.
 
-    `top_k` is the vocabulary size for none. `whole`: indices of the rows that report the logprob of
-    the whole distribution (None: no row).
+    `top_k` is the vocabulary size for none.
     """
 
     rows: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor | None = None
-    whole: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +79,11 @@ def make_row_settings(rows: RowColumns, *, vocab: int, device: torch.device) -> 
     if cut_N.any():
         top_k, min_p = rows["top_k"][cut_N], rows["min_p"][cut_N]
         top_k = np.where((top_k < 1) | (top_k > vocab), vocab, top_k)
-        whole = np.flatnonzero(cut_N & rows["untruncated_logprobs"])
         truncation = TruncatedRows(
             rows=torch.from_numpy(np.flatnonzero(cut_N)).to(device),
             top_k=torch.from_numpy(top_k).to(device),
             top_p=torch.from_numpy(rows["top_p"][cut_N]).to(device),
             min_p=torch.from_numpy(min_p).to(device) if (min_p > 0).any() else None,
-            whole=torch.from_numpy(whole).to(device) if len(whole) else None,
         )
     return RowSamplingSettings(
         None
@@ -107,18 +103,20 @@ def sample_next_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return `sample_tokens` of the logits, after adjusting those of the rows that require it.
 
-    The logprobs of these rows refer to the adjusted distribution. With `untruncated_logprobs` they
-    refer to the distribution of the unmodified logits at the temperature.
+    The logprobs of these rows refer to the adjusted distribution. With `untruncated_logprobs` the
+    logprobs of adjusted and truncated rows refer to the unmodified logits at the temperature.
     """
     changed_N = find_adjusted_rows(rows)
-    if not changed_N.any():
-        return sample_tokens(logits_NV, uniform_N, settings)
-    tokens_N, logprobs_N = sample_tokens(
-        adjust_logits(logits_NV, rows, groups, changed_N), uniform_N, settings
+    adjusted_NV = (
+        adjust_logits(logits_NV, rows, groups, changed_N) if changed_N.any() else logits_NV
     )
-    if (whole_N := changed_N & rows["untruncated_logprobs"]).any():
-        index_M, whole_M = compute_untruncated_logprobs(logits_NV, tokens_N, rows, whole_N)
-        logprobs_N[index_M] = whole_M
+    tokens_N, logprobs_N = sample_tokens(adjusted_NV, uniform_N, settings)
+    if (whole_N := rows["untruncated_logprobs"]).any():
+        whole_N = whole_N & (changed_N | find_truncated_rows(rows, logits_NV.shape[1]))
+        index_M = _row_indices(whole_N, logits_NV)
+        logprobs_N[index_M] = compute_untruncated_logprobs(
+            logits_NV[index_M], tokens_N[index_M], rows["temperature"][whole_N]
+        )
     return tokens_N, logprobs_N
 
 
@@ -130,29 +128,27 @@ def adjust_logits(
     """
     adjusted_NV = logits_NV.float().clone()
     owners, early = rows["request_id"], rows["num_sampled"] < rows["min_tokens"]
+    device = adjusted_NV.device
     for request_id in np.unique(owners[changed_N]).tolist():
         group, group_rows_N = groups[request_id], owners == request_id
-        if group.request.params.logit_bias:
-            index_M = _row_indices(group_rows_N, adjusted_NV)
-            tokens = torch.tensor(list(group.request.params.logit_bias), device=adjusted_NV.device)
+        params, index_M = group.request.params, _row_indices(group_rows_N, adjusted_NV)
+        if params.logit_bias:
+            tokens = torch.tensor(list(params.logit_bias), device=device)
             bias = torch.tensor(
-                list(group.request.params.logit_bias.values()),
-                dtype=torch.float32,
-                device=adjusted_NV.device,
+                list(params.logit_bias.values()), dtype=torch.float32, device=device
             )
             adjusted_NV[index_M[:, None], tokens] += bias
-        if group.request.params.penalizes:
-            index_M = _row_indices(group_rows_N, adjusted_NV)
+        if params.penalizes:
             adjusted_NV[index_M] = penalize_repeats(
                 adjusted_NV[index_M],
                 [rows.response(row)[0] for row in np.flatnonzero(group_rows_N).tolist()],
                 group.request,
             )
-        if group.stop_ids and (group_rows_N & early).any():
-            stops = torch.tensor(list(group.stop_ids), device=adjusted_NV.device)
-            adjusted_NV[
-                _row_indices(group_rows_N & early, adjusted_NV)[:, None], stops
-            ] = -torch.inf
+        if group.stop.token_ids and (group_rows_N & early).any():
+            ids = [i for i in group.stop.token_ids if i < adjusted_NV.shape[1]]
+            stops = torch.tensor(ids, dtype=torch.int64, device=device)
+            early_M = _row_indices(group_rows_N & early, adjusted_NV)
+            adjusted_NV[early_M[:, None], stops] = -torch.inf
     return adjusted_NV
 
 
@@ -176,20 +172,16 @@ def penalize_repeats(
 
 
 def compute_untruncated_logprobs(
-    logits_NV: Tensor, tokens_N: Tensor, rows: RunningRows, chosen_N: np.ndarray
-) -> tuple[Tensor, Tensor]:
-    """Return the indices of the chosen rows and the logprobs of their tokens.
-
-    The logprobs refer to the distribution of the unmodified logits at the temperature. The
-    temperature of a greedy row is 1.
+    logits_MV: Tensor, tokens_M: Tensor, temperature_M: np.ndarray
+) -> Tensor:
+    """Return the logprobs of tokens under the distribution of the logits at the temperature (of a
+    greedy row: 1), float32.
     """
-    index_M = _row_indices(chosen_N, logits_NV)
-    temperature = np.where(rows["temperature"] == 0, 1.0, rows["temperature"])[chosen_N]
-    scaled_MV = (
-        logits_NV[index_M].float()
-        / torch.tensor(temperature, dtype=torch.float32, device=logits_NV.device)[:, None]
-    )
-    return index_M, scaled_MV.log_softmax(-1).gather(1, tokens_N[index_M, None]).squeeze(1)
+    divisor = np.where(temperature_M == 0, 1.0, temperature_M).astype(np.float32)
+    scaled_MV = logits_MV.float() / torch.from_numpy(divisor).to(logits_MV.device)[:, None]
+    shifted_MV = scaled_MV - scaled_MV.amax(-1, keepdim=True)
+    sum_M = shifted_MV.exp().sum(-1, dtype=torch.float64)
+    return shifted_MV.gather(1, tokens_M[:, None]).squeeze(1) - sum_M.log().float()
 
 
 def _row_indices(rows_N: np.ndarray, like: Tensor) -> Tensor:
@@ -203,14 +195,14 @@ def sample_tokens(
     """Sample a token (int64) and its logprob (float32) for each row; `uniform_N` float64 in [0, 1).
 
     The logprob is that of the distribution the token was sampled from: softmax(logits / T),
-    renormalised over its support if min-p, top-k or top-p truncate it. Rows of
-    `untruncated_logprobs` report softmax(logits / T) instead. Greedy rows take the largest logit
-    (ties: the lowest id) and report the untempered logprob.
+    renormalised over its support if min-p, top-k or top-p truncate it. Greedy rows take the largest
+    logit (ties: the lowest id) and report the untempered logprob.
 
     On a CPU a single call of `CpuKernels` samples the rows without truncation; torch operations
     handle truncated rows and other devices. A row's sample depends only on its own settings, not on
     the other rows of the batch.
     """
+    temperature_N, greedy_N = settings.temperature_N, settings.greedy_N
     logits_NV = logits_NV.float()
     kernels = (
         cpu_kernels.load_cpu_kernels()
@@ -218,51 +210,31 @@ def sample_tokens(
         else None
     )
     if kernels is None:
-        return sample_with_torch(logits_NV, uniform_N, settings)
-    token_N, logprob_N = kernels.sample(
-        logits_NV.contiguous(),
-        uniform_N.double().contiguous(),
-        settings.temperature_N,
-        settings.greedy_N,
-    )
+        # `unsqueeze`, since indexing queries the device even of fake tensors
+        scaled_NV = logits_NV if temperature_N is None else logits_NV / temperature_N.unsqueeze(1)
+        token_N, logprob_N = sample_with_torch(scaled_NV, uniform_N, greedy_N)
+    else:
+        token_N, logprob_N = kernels.sample(
+            logits_NV.contiguous(), uniform_N.double().contiguous(), temperature_N, greedy_N
+        )
     if (cut := settings.truncation) is not None:  # none of these rows is greedy
-        rows, temperature_N = cut.rows, settings.temperature_N
-        of_rows = RowSamplingSettings(
-            None if temperature_N is None else temperature_N[rows],
-            truncation=replace(
-                cut,
-                rows=torch.arange(len(rows), device=rows.device),
-                whole=None if cut.whole is None else torch.searchsorted(rows, cut.whole),
-            ),
-        )
-        token_N[rows], logprob_N[rows] = sample_with_torch(
-            logits_NV[rows], uniform_N[rows], of_rows
-        )
+        rows, cut_RV = cut.rows, logits_NV[cut.rows]
+        cut_RV = cut_RV if temperature_N is None else cut_RV / temperature_N[rows, None]
+        cut_RV = truncate_logits(cut_RV, cut.top_k, cut.top_p, cut.min_p)
+        token_N[rows], logprob_N[rows] = sample_with_torch(cut_RV, uniform_N[rows])
     return token_N, logprob_N
 
 
 def sample_with_torch(
-    scaled_NV: Tensor, uniform_N: Tensor, settings: RowSamplingSettings
+    scaled_NV: Tensor, uniform_N: Tensor, greedy_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sample from float32 logits on any device, as `sample_tokens` does."""
-    if settings.temperature_N is not None:
-        # `unsqueeze`, since indexing queries the device even of fake tensors
-        scaled_NV = scaled_NV / settings.temperature_N.unsqueeze(1)
-    whole_NV, cut = scaled_NV, settings.truncation
-    if cut is not None:
-        cut_RV = truncate_logits(scaled_NV[cut.rows], cut.top_k, cut.top_p, cut.min_p)
-        scaled_NV = scaled_NV.index_copy(0, cut.rows, cut_RV)
+    """Sample from the softmax of float32 logits on any device, as `sample_tokens` does."""
     largest_N1 = scaled_NV.amax(-1, keepdim=True)
     token_N, sum_N = sample_inverse_cdf((scaled_NV - largest_N1).exp_(), uniform_N)
-    if settings.greedy_N is not None:
-        token_N = torch.where(settings.greedy_N, scaled_NV.argmax(-1), token_N)
+    if greedy_N is not None:
+        token_N = torch.where(greedy_N, scaled_NV.argmax(-1), token_N)
     shifted_N1 = scaled_NV.gather(1, token_N.unsqueeze(1)) - largest_N1
-    logprob_N = shifted_N1.squeeze(1) - sum_N.log().float()
-    if cut is not None and (rows := cut.whole) is not None:
-        shifted_RV = whole_NV[rows] - largest_N1[rows]  # truncation keeps the largest
-        sum_R = shifted_RV.exp().sum(-1, dtype=torch.float64)
-        logprob_N[rows] = shifted_RV.gather(1, token_N[rows, None]).squeeze(1) - sum_R.log().float()
-    return token_N, logprob_N
+    return token_N, shifted_N1.squeeze(1) - sum_N.log().float()
 
 
 def truncate_logits(

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from rl.errors import UserError, warn_on_rank_zero
-from rl.layers import describe_layers, replay_experts, truncate_layers_
+from rl.layers import describe_layers, replay_experts, truncate_layers_, unwrap_model
 from rl.sampler.decode_state import BatchSize, PromptBatch, compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
-from rl.sampler.forward_hf import BatchingPlan, unwrap_peft
+from rl.sampler.forward_hf import BatchingPlan
 from rl.sampler.precision import LOW_PRECISION
 
 _PROBE_VOCAB = 4096  # of the vocabulary, in the probe
@@ -39,9 +39,7 @@ _FAILURES = (
     TypeError,
     ValueError,
     AttributeError,
-    IndexError,
-    KeyError,
-    NotImplementedError,
+    LookupError,
     AssertionError,
 )
 
@@ -114,13 +112,8 @@ def find_batching(trial: HFDecoder) -> BatchingPlan:
             if kind == batched and trial.length_switch is not None:
                 continue  # the longest row of a forward would select the frequencies of all rows
             trial.plan = BatchingPlan(kind, plan.reading)  # type: ignore[arg-type]
-            decoded: list[Tensor] = []
-            agrees = _is_within(
-                lambda decoded=decoded: decoded.extend(_decode_rows(trial, rows)) or decoded,  # type: ignore[misc]
-                reference,
-                bound,
-            )
-            if agrees and _rows_are_independent(trial, rows, decoded, bound):
+            decoded = _run_within(lambda: _decode_rows(trial, rows), reference, bound)
+            if decoded is not None and _rows_are_independent(trial, rows, decoded, bound):
                 return trial.plan
         return plan
 
@@ -197,7 +190,7 @@ def _probe_rows(decoder: HFDecoder) -> ProbeRows:
         if limit
     )
     scale = most / 17
-    config = unwrap_peft(decoder.model).config.get_text_config()
+    config = unwrap_model(decoder.model).config.get_text_config()
     words = min(decoder.vocab_size, _PROBE_VOCAB)
     rng = np.random.default_rng(0)
 
@@ -235,7 +228,7 @@ def _shorten_windows(model: Any) -> None:
 
     The sizes are set both in the config and in the modules.
     """
-    config = unwrap_peft(model).config
+    config = unwrap_model(model).config
     places = [
         vars(config),
         vars(config.get_text_config()),
@@ -294,14 +287,19 @@ def _largest_difference(decoded: Sequence[Tensor], expected: Sequence[Tensor]) -
     return worst if np.isfinite(worst) else float("inf")
 
 
-def _is_within(run: Callable[[], list[Tensor]], expected: Sequence[Tensor], bound: float) -> bool:
-    """Return whether the logits of `run` are within the bound of `expected`; False if it fails."""
+def _run_within(
+    run: Callable[[], list[Tensor]], expected: Sequence[Tensor], bound: float
+) -> list[Tensor] | None:
+    """Return the logits of `run`; None if it fails, or they are not within the bound of
+    `expected`.
+    """
     try:
-        return _largest_difference(run(), expected) <= bound
+        logits = run()
+        return logits if _largest_difference(logits, expected) <= bound else None
     except torch.OutOfMemoryError:
         raise
     except _FAILURES:
-        return False
+        return None
 
 
 def _check_causal(
@@ -353,7 +351,7 @@ def _reads_exactly(
         ]
 
     expected = [logits[:count] for logits, count in zip(reference, counts, strict=True) if count]
-    return _is_within(run, expected, bound)
+    return _run_within(run, expected, bound) is not None
 
 
 def _rows_are_independent(

@@ -455,6 +455,18 @@ def test_compute_logprobs_against_the_learner(client):
     np.testing.assert_allclose(sampler.compute_logprobs(PROMPT).result()[1:], learner, atol=1e-5)
 
 
+def test_a_sample_that_fills_the_context_can_be_scored(service):
+    """A frozen reference scores such samples of a run: the last token is not fed."""
+    sampler = service.create_sampling_client(base_model="tiny:addition")
+    sequence = sampler.sample(PROMPT, 1, SamplingParams(stop=[])).result().sequences[0]
+    tokens = [*PROMPT.to_ints(), *sequence.tokens]
+    assert len(tokens) == sampler.info["max_context"] + 1
+    scores = sampler.compute_logprobs(ModelInput.from_ints(tokens)).result()
+    np.testing.assert_allclose(scores[len(PROMPT.to_ints()) :], sequence.logprobs, atol=1e-4)
+    with pytest.raises(BadRequestError, match="exceeds the model's context"):
+        sampler.compute_logprobs(ModelInput.from_ints([*tokens, 1])).result()
+
+
 def test_seeds_repeat_and_members_of_a_group_differ(client):
     sampler = client.save_weights_and_get_sampling_client()
 

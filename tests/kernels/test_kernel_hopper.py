@@ -23,7 +23,7 @@ if INTERPRETED:
     from kernels import score_launcher
     from kernels.common import LOG2E, HeadConfig
     from kernels.linear_logprob_torch import GradientCoefficients
-    from kernels.tile_config import TileConfig
+    from kernels.tile_config import GpuInfo, TileConfig
 
     patch_once()
     SPECIAL = TileConfig(16, 32, 16, 4, 1)
@@ -141,7 +141,7 @@ def test_a_slabs_gradient_is_the_same_whoever_computes_it(small, monkeypatch, pr
     a, results = torch.randn(70, generator=torch.Generator().manual_seed(0)), []
     for count in (programs, 7):
         monkeypatch.setattr(
-            score_launcher, "count_multiprocessors", lambda tensor, count=count: count
+            score_launcher, "get_gpu_info", lambda tensor, count=count: GpuInfo(90, count)
         )
         scores = score_launcher.ScoreLauncher(
             x, w, y, None, HeadConfig(0.7), TileConfig(16, 32, 16, 4, 1), SPECIAL

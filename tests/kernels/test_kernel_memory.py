@@ -50,7 +50,7 @@ if INTERPRETED:
     from kernels.paged_attention import make_trial_inputs
     from kernels.policy_loss_kinds import KINDS
     from kernels.sample_tokens_triton import sample_tokens
-    from kernels.tile_config import TileConfig
+    from kernels.tile_config import GpuInfo, TileConfig
 
     patch_once()
     # Slabs are cut at multiples of 16 columns; the warp-specialized kernels write 32 at a time.
@@ -198,7 +198,7 @@ def small(monkeypatch):
     monkeypatch.setattr(score_launcher, "SPLITS", 3)
     for module in (launch, score_launcher):
         monkeypatch.setattr(module, "CHUNK_SPLITS", 2)
-    monkeypatch.setattr(score_launcher, "count_multiprocessors", lambda tensor: 5)
+    monkeypatch.setattr(score_launcher, "get_gpu_info", lambda tensor: GpuInfo(90, 5))
     monkeypatch.setattr(score_launcher, "select_tile_sizes", lambda *_: TILES)
     monkeypatch.setattr(paged_attention_triton, "MIN_PROGRAMS", 12)
     # several programs or blocks in a row

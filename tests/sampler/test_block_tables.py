@@ -12,6 +12,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from sampler_models import add_prompt
 
 from rl.sampler.block_manager import BlockManager, OutOfBlocks, PromptBlockTable, RowBlockTable
 from rl.sampler.prefix_cache import hash_chunks
@@ -52,9 +53,9 @@ class Memory:
         length = int(self.rng.integers(1, 3 * self.size + 2))
         if self.tables.num_blocks_for(length) > self.tables.pool.num_free:
             with pytest.raises(OutOfBlocks):
-                self.tables.add_prompt(length)
+                add_prompt(self.tables, length)
             return False
-        prompt = self.tables.add_prompt(length)
+        prompt = add_prompt(self.tables, length)
         self.prompts.append(self.numbers(length))
         self.write(prompt.block_table, 0, self.prompts[-1])
         return True

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -353,6 +354,22 @@ def run_bounded(engine: Engine, steps: int) -> list:
     raise AssertionError(f"the engine is still busy after {steps} steps")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"next_token": VOCAB, "include_prompt_logprobs": True},
+        {"target_prompt_tokens": np.array([[3], [VOCAB]])},
+    ],
+)
+def test_tokens_to_score_that_do_not_exist_are_an_error_of_their_request(fields):
+    engine, (prompt,) = Engine(make_decoder(tiny_model("qwen3"))), random_prompts([3])
+    params = SamplingParams(max_tokens=2, stop=[])
+    engine.add(SamplingRequest(prompt=prompt, params=params))
+    with pytest.raises(ValueError, match=f"got .*{VOCAB}"):
+        engine.add(SamplingRequest(prompt=prompt, params=params, **fields))
+    assert len(engine.run()) == 1
+
+
 def test_a_request_that_fits_is_admitted_again_with_its_partial_sample():
     """The generic decoder's cost of a resumed row counts its 20 sampled tokens twice."""
     decoder = make_decoder(tiny_model("qwen3", max_position_embeddings=160), kind="hf")
@@ -368,6 +385,22 @@ def test_a_request_that_fits_is_admitted_again_with_its_partial_sample():
     second.add(request)
     (done,) = run_bounded(second, 30)
     assert done.result().sequences[0].tokens == whole.tokens
+
+
+def test_a_prompt_that_equals_a_prompt_with_its_partial_sample_has_its_own_logprobs():
+    """Both requests feed the same tokens, but the first scores only its prompt."""
+    decoder, (prompt,) = make_decoder(tiny_model("qwen3")), random_prompts([9])
+    params = SamplingParams(max_tokens=6, stop=[])
+    whole = sample(decoder, [prompt], params=params)[0][0]
+    settings: dict[str, Any] = dict(params=params, include_prompt_logprobs=True)
+    partial = SampledSequence(whole.tokens[:3], whole.logprobs[:3])
+    engine = Engine(decoder)
+    engine.add(SamplingRequest(prompt=prompt, resume_from=partial, **settings))
+    engine.add(SamplingRequest(prompt=[*prompt, *partial.tokens], problem=1, **settings))
+    short, long = (response.prompt_logprobs for response in engine.run())
+    assert (len(short), len(long)) == (9, 12)
+    np.testing.assert_allclose(long[1:9], short[1:], atol=1e-5)
+    np.testing.assert_allclose(long[9:], partial.logprobs, atol=1e-5)
 
 
 def test_weights_change_between_two_samples_of_a_group_that_do_not_fit_together():
@@ -402,6 +435,19 @@ def test_max_tokens_none_goes_up_to_the_context():
             0
         ][0].tokens
         assert 11 + len(tokens) - 1 == limit  # the last token is never fed
+
+
+@pytest.mark.parametrize("kind", ["fast", "hf"])
+def test_a_sample_that_fills_the_context_can_be_scored(kind):
+    """Its last token is not fed: the sequence has a token more than the context, and no more."""
+    decoder, (prompt,) = make_decoder(tiny_model("qwen3"), kind=kind), random_prompts([11])
+    sequence = sample(decoder, [prompt], params=SamplingParams(stop=[]))[0][0]
+    whole = [*prompt, *sequence.tokens]
+    assert len(whole) == decoder.max_positions + 1
+    scores = score_sequences(decoder, [whole])[0]
+    np.testing.assert_allclose(scores[len(prompt) :], sequence.logprobs, atol=1e-4)
+    with pytest.raises(ValueError, match="98 tokens exceeds the context of 96"):
+        score_sequences(decoder, [[*whole, 1]])
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 1500])

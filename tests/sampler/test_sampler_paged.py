@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from sampler_models import crowded_engines, make_request, one_thread, paged_engine  # noqa: F401
+from sampler_models import add_prompt, crowded_engines, make_request, one_thread, paged_engine  # noqa: F401
 
 from rl.models import load_model
 from rl.sampler import Engine, SamplingRequest, make_decoder
@@ -65,7 +65,7 @@ def test_a_thousand_random_workloads_leak_no_page(size):
             if what < 0.25 and tables.pool.num_free:
                 length = int(rng.integers(1, 3 * size + 2))
                 if tables.num_blocks_for(length) <= tables.pool.num_free:
-                    prompt = tables.add_prompt(length)
+                    prompt = add_prompt(tables, length)
                     prompts.append([1000 * step + i for i in range(length)])
                     for i, token in enumerate(prompts[-1]):
                         content[prompt.block_table[i // size], i % size] = token

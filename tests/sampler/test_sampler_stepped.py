@@ -258,14 +258,15 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
         engine.add(make_request(prompt, 6, max_tokens=7 + 9 * i, problem=i))
     engine.step()
     rows = {name: engine._rows[name].copy() for name in ("max_tokens", "num_sampled")}
-    run = engine._device_steps.copy_results
+    run = engine._device_steps._start_copy
     written = (
         engine._state.prompt_lengths[engine._state.prompt_of_row] + engine._state.response_lengths
     )
 
-    def seen(count):
+    def seen(count, *rest_of_inputs):
         nonlocal ended
-        tokens, logprobs, experts = run(count)
+        chunk = run(count, *rest_of_inputs)
+        tokens = chunk.read()[0]
         b, rest = engine._device_steps.runner.buffers, rows["max_tokens"] - rows["num_sampled"]
         for row in range(len(rest)):
             stops = [i + 1 for i, token in enumerate(tokens[:, row].tolist()) if 3 <= token < 12]
@@ -276,9 +277,9 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
             assert (tokens[fed:, row] == tokens[fed - 1, row]).all() if over else True
             ended += bool(over and fed < count)
         assert not b.remaining[len(rest) : engine._device_steps.runner.bucket_for(len(rest))].any()
-        return tokens, logprobs, experts
+        return chunk
 
-    monkeypatch.setattr(engine._device_steps, "copy_results", seen)
+    monkeypatch.setattr(engine._device_steps, "_start_copy", seen)
     engine.step()
     assert ended > 3
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from sampler_models import make_request
 
+from rl.sampler import build_stop_condition
 from rl.sampler.running_rows import RunningRows, as_uint64, philox4x32, philox_uniforms
 from rl.sampler.sampling_requests import SequenceGroup
 
@@ -79,12 +80,12 @@ def test_rows_know_their_next_uniform_however_far_they_went_without_asking():
     """Steps without the host are recorded without a call of `next_uniforms`; later calls return the
     number of the current token.
     """
-    rng = np.random.default_rng(3)
+    rng, no_stop = np.random.default_rng(3), build_stop_condition([], ())
     for _ in range(50):
         rows = RunningRows()
         for job, (seed, problem) in enumerate([(4, 0), (4, 1), (9, 1)]):
             request = make_request([1], 2, seed=seed, problem=problem, first_index=job)
-            rows.add([SequenceGroup(job, request, 99, 0, (), (), num_unfinished=2)], [2])
+            rows.add([SequenceGroup(job, request, 99, 0, no_stop, (), num_unfinished=2)], [2])
         for _ in range(12):
             result = rows.next_uniforms()
             assert np.array_equal(

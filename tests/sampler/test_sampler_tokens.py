@@ -7,9 +7,11 @@ import pytest
 import torch
 from sampler_models import row_settings
 
+from rl.sampler.running_rows import make_param_columns
 from rl.sampler.token_sampling import (
     RowSamplingSettings,
     sample_inverse_cdf,
+    sample_next_tokens,
     sample_tokens,
     truncate_logits,
 )
@@ -17,11 +19,14 @@ from rl.types import SamplingParams
 
 
 def settings_of(rows: list[tuple], vocab: int) -> RowSamplingSettings:
-    """Return settings for rows (temperature, top_k, top_p[, untruncated_logprobs])."""
+    """Return settings for rows (temperature, top_k, top_p)."""
+    return row_settings([make_params(row) for row in rows], vocab)
+
+
+def make_params(row: tuple) -> SamplingParams:
+    """Return the parameters of a row (temperature, top_k, top_p[, untruncated_logprobs])."""
     names = ("temperature", "top_k", "top_p", "untruncated_logprobs")
-    return row_settings(
-        [SamplingParams(**dict(zip(names, row, strict=False))) for row in rows], vocab
-    )
+    return SamplingParams(**dict(zip(names, row, strict=False)))
 
 
 def compute_brute_distribution(
@@ -74,8 +79,11 @@ def test_logprobs_of_the_whole_distribution_beside_cuts(temperature):
     logits = torch.randn(len(cuts) * 2, 12) * 2
     uniform = torch.rand(len(cuts) * 2, dtype=torch.float64)
     rows = [(temperature, *cut, whole) for cut in cuts for whole in (True, False)]
-    tokens, logprobs = sample_tokens(logits, uniform, settings_of(rows, 12))
-    usual_tokens, usual = sample_tokens(logits, uniform, settings_of([row[:3] for row in rows], 12))
+    columns = make_param_columns([make_params(row) for row in rows])
+    columns["num_sampled"] = np.zeros(len(rows), np.int64)
+    settings = settings_of([row[:3] for row in rows], 12)
+    tokens, logprobs = sample_next_tokens(logits, uniform, settings, columns, {})
+    usual_tokens, usual = sample_tokens(logits, uniform, settings)
     assert tokens.tolist() == usual_tokens.tolist()
     for i, (_, _, _, whole) in enumerate(rows):
         expected = compute_brute_distribution(logits[i].tolist(), temperature or 1.0, -1, 1.0)[

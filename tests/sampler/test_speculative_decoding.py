@@ -21,7 +21,7 @@ from whole_runs import RECIPE
 from rl.algorithms import METHODS
 from rl.config import RunSettings
 from rl.config.cli import parse_run
-from rl.sampler import Engine, SamplingRequest, make_decoder
+from rl.sampler import Engine, SamplingRequest, build_stop_condition, make_decoder
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.sampling_requests import EngineCounters, SequenceGroup
 from rl.sampler.speculative_decoder import DraftController, SpeculativeDecoder
@@ -126,13 +126,14 @@ def test_drafts_follow_the_newest_match_of_the_longest_ngram():
     """Random texts of two or three symbols, against a search row by row."""
     rng = np.random.default_rng(5)
     drafted, state = 0, make_decoder(tiny_model("qwen3"), kind="fast").new_state(8)
+    no_stop = build_stop_condition([], ())
     for _ in range(300):
         rows, groups, texts, most = RunningRows(), {}, [], int(rng.integers(1, 6))
         for number in range(3):
             prompt = rng.integers(0, 3, int(rng.integers(1, 9))).tolist()
             limit = int(rng.integers(2, 20))
             request = SamplingRequest(prompt=prompt, num_samples=2)
-            groups[number] = SequenceGroup(number, request, limit, 0, (), (), num_unfinished=2)
+            groups[number] = SequenceGroup(number, request, limit, 0, no_stop, (), num_unfinished=2)
             rows.add([groups[number]], [2])
             texts += [list(prompt), list(prompt)]
         limits = rows["max_tokens"].tolist()

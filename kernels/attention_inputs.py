@@ -1,4 +1,5 @@
-"""Describe which rows share which pages of a KV cache (see paged_attention.py).
+"""Describe which positions a query attends to, how its scores are limited, and which rows share
+which pages of a KV cache.
 
 Shapes: R rows, G groups, B pages of a block table.
 """
@@ -8,6 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBounds:
+    """Hold the bounds of an attention layer.
+
+    `window`: the number of positions that a query attends to, its own included (0: all). `softcap`:
+    scores s become softcap * tanh(s / softcap) (0: they stay as they are).
+    """
+
+    window: int = 0
+    softcap: float = 0.0
+
+
+UNBOUNDED = AttentionBounds()
 
 
 @dataclass(frozen=True, slots=True)
