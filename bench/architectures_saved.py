@@ -53,7 +53,7 @@ def _steps(learner: Learner, datums: list[Datum], count: int) -> None:
 
 def _state(learner: Learner) -> dict[str, torch.Tensor]:
     """Return copies of the weights and of AdamW's state."""
-    results = dict(learner.trainable) | learner.optimizer_tensors()
+    results = dict(learner.trainable) | learner.backend.optimizer_tensors()
     return {name: tensor.detach().clone() for name, tensor in results.items()}
 
 

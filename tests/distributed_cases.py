@@ -208,13 +208,13 @@ class CaseWorker(TrainingWorker):
         """
         learner = self.learners[model_id]
         norm = learner.step(LOOK)["grad_norm"]
-        tensors = learner.optimizer_tensors()
+        tensors = learner.backend.optimizer_tensors()
         results = {
             name: tensors[f"{name}/exp_avg"].clone()
             for name in learner.parameter_shapes
             if f"{name}/exp_avg" in tensors
         }
-        learner.load_optimizer_tensors({})
+        learner.backend.load_optimizer_tensors({})
         return results, norm
 
     @verb()

@@ -67,7 +67,7 @@ def gradients(model, value):
 
 def moved_by(policy):
     """Return the gradient according to AdamW's first moment, from the worker."""
-    tensors = policy.worker.learners[0].optimizer_tensors()
+    tensors = policy.worker.learners[0].backend.optimizer_tensors()
     return torch.cat(
         [tensors[f"{name}/exp_avg"].reshape(-1) for name in policy.worker.learners[0].trainable]
     ).double()
