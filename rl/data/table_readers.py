@@ -59,7 +59,9 @@ def read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
                     f"it is {', '.join(header)[:200]!r}"
                     + ("; write the table without its index (pandas: index=False)" * index)
                 )
-            if len(header) == 1 and (other := re.search(r"[;\t|,]", header[0])):
+            if len(header) == 1 and (
+                other := re.search(rf"(?<=\S)(?!{DELIMITERS[suffix]})[;\t|,](?=\S)", header[0])
+            ):
                 raise UserError(
                     f"{path}: its cells are separated by {other[0]!r}, and those of a "
                     f"{suffix} file by {DELIMITERS[suffix]!r}: write it with that separator"

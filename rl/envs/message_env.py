@@ -336,13 +336,13 @@ class MessageEnv(Env):
                 f"count is {len(self.players)}"
             )
         self.seat = turn.seat
-        messages = validate_messages(turn.messages)
+        messages, system_prompt = validate_messages(turn.messages), self.group.system_prompt
+        if self.seat not in self.conversations and system_prompt:
+            if not messages or messages[0]["role"] != "system":
+                messages = [{"role": "system", "content": system_prompt}, *messages]
         if not messages:
             raise InvalidResult("returned no messages, but the episode is not done")
         if self.seat not in self.conversations:
-            system_prompt = self.group.system_prompt
-            if system_prompt and messages[0]["role"] != "system":
-                messages = [{"role": "system", "content": system_prompt}, *messages]
             other = self.group.renderers.get(self.players[self.seat] or "")
             self.conversations[self.seat] = _Conversation(
                 other or self.group.renderer_with(self.tools)

@@ -39,11 +39,11 @@ def make_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     while isinstance(described, functools.partial):
         described = described.func
     name = getattr(described, "__name__", type(described).__name__)
+    docstring = inspect.getdoc(described)
     if not (inspect.isroutine(described) or inspect.isclass(described)):
         described = described.__call__  # of a callable object
-    summary, descriptions = _parse_docstring(
-        inspect.getdoc(described) or inspect.getdoc(function) or ""
-    )
+        docstring = inspect.cleandoc(described.__doc__ or "") or docstring
+    summary, descriptions = _parse_docstring(docstring or inspect.getdoc(function) or "")
     if not summary:
         raise UserError(
             f"the tool {name} has no docstring: add it, it describes the tool to the model"

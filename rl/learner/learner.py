@@ -389,7 +389,8 @@ class Learner:
         except Exception:
             # The other ranks wait for this rank's sum, or inside a micro-batch that communicates.
             if not get_launch_sharding().divides and self.context_parallel is None:
-                _sum_over_ranks(sums["loss:sum"], failed=True)
+                # On a GPU the copy waits for the others, which may take long for their share.
+                _sum_over_ranks(sums["loss:sum"], failed=True).tolist()
             raise
         totals = self._read_totals(sums, loss)
         if not parts:

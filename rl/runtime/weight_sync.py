@@ -28,7 +28,7 @@ from rl.runtime.verb_table import SAMPLER, verb
 from rl.sampler import Decoder
 
 # A verb takes about a millisecond, in which a GPU receives more.
-CHUNK_BYTES, GPU_CHUNK_BYTES = 4 * 2**20, 32 * 2**20
+CHUNK_BYTES, GPU_CHUNK_BYTES = 4 * 2**20, 16 * 2**20
 TRANSFER_SHARE = 0.5  # of the samplers' time while weights are sent and streams sample
 MAX_CHUNKS = 32  # of a round: those of two rounds are in host memory
 CONVERT_ELEMENTS = 2**20  # elements of a tensor that are converted at a time
@@ -73,7 +73,7 @@ class WeightSnapshot:
         """Yield the bytes of all tensors in order, at most `size` bytes in each chunk. `dtypes`: by
         name, the dtype of tensors that are sent in another dtype.
         """
-        size = size or (GPU_CHUNK_BYTES if torch.cuda.is_available() else CHUNK_BYTES)
+        size = size or _get_chunk_bytes()
         pieces: list[tuple[str, int, Tensor]] = []
         space = size
         for name, tensor in self.tensors.items():
@@ -226,6 +226,7 @@ class SamplerWorker(SamplingWorker):
         super().__init__(*args)  # type: ignore[arg-type]
         self.models: dict[int, ReceivedModel] = {}
         self.transfers: dict[int, WeightTransfer] = {}
+        self._buffer: Tensor | None = None  # uint8, of the chunk that is received
 
     def free_all(self) -> None:
         super().free_all()
@@ -248,6 +249,9 @@ class SamplerWorker(SamplingWorker):
         """
         start_time = time.perf_counter()
         loaded, decoder = self._find_free_decoder(manifest)
+        if self._buffer is None:  # here, because a rank that fails before a broadcast misses it
+            device = self.accelerator.device
+            self._buffer = torch.empty(_get_chunk_bytes(), dtype=torch.uint8, device=device)
         dtypes = manifest.find_narrower_dtypes(decoder)
         self.transfers[version_id] = WeightTransfer(
             manifest.with_dtypes(dtypes), decoder, loaded, start_time
@@ -258,8 +262,8 @@ class SamplerWorker(SamplingWorker):
     def receive_chunk(self, version_id: int, chunk: WeightChunk) -> None:
         """Receive a chunk, whose payload rank 0 sends after the verb."""
         if chunk.payload is None:
-            device = self.accelerator.device
-            buffer = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=device)
+            assert self._buffer is not None
+            buffer = self._buffer[: chunk.num_bytes]
             chunk = replace(chunk, payload=self.objects.broadcast_buffer(buffer))
         self.transfers[version_id].receive(chunk)
 
@@ -315,6 +319,11 @@ class SamplerWorker(SamplingWorker):
         return ReceivedModel(manifest.spec, loaded, [decoder])
 
 
+def _get_chunk_bytes() -> int:
+    """Return the largest number of bytes of a chunk."""
+    return GPU_CHUNK_BYTES if torch.cuda.is_available() else CHUNK_BYTES
+
+
 def view_bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a (contiguous) tensor as uint8 [bytes]."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -322,8 +331,9 @@ def view_bytes(tensor: Tensor) -> Tensor:
 
 def _compute_checksum(parts: Sequence[tuple[str, int, int]], payload: Tensor) -> int:
     """Return a checksum of names, offsets and lengths, and of the bytes, which a GPU computes too:
-    the sum of 64-bit words modulo 2^64.
+    the sum of 64-bit words times their places modulo 2^64, and the last bytes.
     """
     end = len(payload) // 8 * 8
-    words, rest = payload[:end].view(torch.int64).sum(), payload[end:].sum()
-    return zlib.crc32(f"{list(parts)} {int(words)} {int(rest)}".encode())
+    words = payload[:end].view(torch.int64)
+    total = (words * torch.arange(1, len(words) + 1, device=payload.device)).sum()
+    return zlib.crc32(f"{list(parts)} {int(total)} {payload[end:].tolist()}".encode())

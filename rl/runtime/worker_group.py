@@ -38,7 +38,7 @@ from rl.runtime.verb_table import LEARNER, SAMPLER, SERVICE, VERBS, VerbCall, Ve
 from rl.runtime.weight_sync import SamplerWorker, WeightChunk
 
 CLOSE_RANKS, HEARTBEAT = "close", "alive"  # messages to the ranks' loops, not verbs
-FAILURE_SECONDS = 60.0  # that a rank which failed waits for ranks that may wait for it
+FAILURE_SECONDS = 60.0  # how long a failed rank waits for ranks that may be stuck in a collective
 
 
 class RankExecutor:

@@ -167,7 +167,8 @@ class RequestGuard:
         directly (the `origin` is the page's), or through a name of its own that it resolves to
         127.0.0.1 (the `host` is that name).
         """
-        allowed = {*LOOPBACK_HOSTS, *self.engine.settings.allowed_hosts}
+        names = (name.lower() for name in self.engine.settings.allowed_hosts)
+        allowed = {*LOOPBACK_HOSTS, *names}
         for name, prefix in ((b"host", "//"), (b"origin", "")):
             value = headers[name].decode("latin-1") if name in headers else None
             try:
@@ -177,9 +178,9 @@ class RequestGuard:
             if not is_allowed:
                 raise HttpError(
                     403,
-                    f"pages in a browser may use this server only as {', '.join(sorted(allowed))}, "
-                    f"got {name.decode()} {value!r:.100}: start it with --allowed-hosts and that "
-                    "name, or with keys",
+                    f"browsers may use this server only as {', '.join(sorted(allowed))}, got "
+                    f"{name.decode()} {value!r:.100}: start it with --allowed-hosts and that name, "
+                    "or with keys",
                 )
 
     def _find_key_owner(self, headers: dict[bytes, bytes]) -> str | None:

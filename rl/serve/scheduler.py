@@ -2,7 +2,7 @@
 
 Work waits in lanes, a lane per model. The queue serves tenants in turn, and each tenant's lanes in
 turn. Work is a generator that yields between slices. Sample requests have no lane: after each
-slice, as many as the sampler has room for are taken together, also from the tenants in turn.
+slice, as many as the sampler has room for are taken together, one of each tenant in turn.
 
 `check_share` limits each tenant's share of a resource: queue, sessions, models, samplers, open
 requests, bytes. While other tenants exist, each tenant may hold half of the capacity that the
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -196,21 +196,28 @@ class FairQueue:
             if not jobs:
                 del self._samples[tenant]
 
-    def take_samples(self, room: float = math.inf) -> list[SamplingJob]:
+    def take_samples(
+        self, room: float = math.inf, busy_tenants: Collection[str] = ()
+    ) -> list[SamplingJob]:
         """Remove sample requests from the queue, one of each tenant in turn, until they have `room`
-        samples, and return them. The last request may exceed `room`.
+        samples, and return them. The last request may exceed `room`, and so may the first of each
+        tenant that is not among `busy_tenants`.
         """
         with self.changed:
             self._drop_cancelled()
             taken: list[SamplingJob] = []
-            while self._samples and room > 0:
-                tenant, jobs = self._samples.popitem(last=False)
+            busy = set(busy_tenants)
+            while True:
+                tenant = next((t for t in self._samples if room > 0 or t not in busy), None)
+                if tenant is None:
+                    return taken
+                busy.add(tenant)
+                jobs = self._samples.pop(tenant)
                 taken.append(jobs.popleft())
                 if jobs:
                     self._samples[tenant] = jobs  # at the end of the order
                 self._count(taken[-1], -1)
                 room -= taken[-1].num_samples
-            return taken
 
     def has_only_samples(self) -> bool:
         """Return whether samples wait and no other work does."""

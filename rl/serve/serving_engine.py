@@ -258,7 +258,7 @@ class ServingEngine:
     def _run_turn(self) -> None:
         """Run a slice of the next job, then a slice of each batch.
 
-        In a method of its own: the waiting loop would keep the job's body and the batch's weights.
+        It is a separate method so that the waiting loop holds no reference to a job or to weights.
         """
         job = self.queue.next_job()
         if job is not None:  # it may need the memory, or free the weights
@@ -269,7 +269,10 @@ class ServingEngine:
             self._run_job_slice(job)
         if not self._has_samples and self.queue.has_only_samples():
             self._wait_for_samples()
-        self._admit_samples(self.queue.take_samples(self._count_room()))
+        busy_tenants = {
+            job.tenant for _, tickets in self._streams.values() for job in tickets.values()
+        }
+        self._admit_samples(self.queue.take_samples(self._count_room(), busy_tenants))
         if self.is_shutting_down and time.monotonic() > self._deadline:
             self._interrupt_samples()
         for batch_key, (_, tickets) in list(self._streams.items()):
@@ -284,8 +287,8 @@ class ServingEngine:
     def _count_room(self) -> int:
         """Return the number of samples that the batches have room for.
 
-        As many samples as are decoded at once wait within the sampler, so that no row stays empty.
-        All others wait in the queue, where tenants take turns.
+        The sampler holds two full batches: one is decoded, one waits, so that no row stays empty.
+        All other samples wait in the queue, where tenants take turns.
         """
         streams = [stream for stream, _ in self._streams.values()]
         num_ranks = max((stream.num_ranks for stream in streams), default=1)

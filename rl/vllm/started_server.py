@@ -93,7 +93,7 @@ def find_command(command: str | None) -> tuple[str, ...]:
             " file: pass the file's options in sampler_command"
         )
     if words:
-        after_serve = words[words.index("serve") + 1 :] if "serve" in words else ()
+        after_serve = words[-words[::-1].index("serve") :] if "serve" in words[:-1] else ()
         if after_serve and not after_serve[0].startswith("-"):
             raise UserError(
                 f"sampler_command names the model {after_serve[0]}: leave it out, since the server "

@@ -484,6 +484,13 @@ class Adder:
         return self.kept + number
 
 
+class Clock:
+    """Tells the time."""
+
+    def __call__(self) -> str:
+        return "noon"
+
+
 def test_callable_objects_and_partial_functions_are_tools():
     add = tool(Adder(3))
     add_four = tool(partial(Adder.__call__, Adder(4)))
@@ -491,6 +498,7 @@ def test_callable_objects_and_partial_functions_are_tools():
         expected = {"number": {"type": "integer", "description": "the number"}}
         assert made.name == name and made.schema["function"]["description"] == "Adds."
         assert made.schema["function"]["parameters"]["properties"] == expected
+    assert tool(Clock()).schema["function"]["description"] == "Tells the time."
     request = {"function": {"name": "Adder", "arguments": {"number": 4}}}
     (answer,) = run_calls({"tool_calls": [request]}, {"Adder": add})
     assert (answer.answer, answer.error) == ("7", None)
@@ -1041,12 +1049,16 @@ class Silent(Environment):
     def start(self):
         return []
 
+    def step(self, answer):
+        return TurnResult(done=True)
+
 
 def test_what_start_cannot_return_is_named(play):
     (error,) = play(Ended, lambda *_: "a").errors
     assert "ended its episode in start()" in error
-    (error,) = play(Silent, lambda *_: "a", system_prompt="Be brief.").errors
+    (error,) = play(Silent, lambda *_: "a").errors
     assert "returned no messages" in error
+    assert not play(Silent, lambda *_: "a", system_prompt="Be brief.").errors
 
 
 class RuleFirst(Game):

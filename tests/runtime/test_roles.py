@@ -141,10 +141,12 @@ def test_a_piece_that_does_not_come_is_named_and_a_damaged_one_refused(lost):
         here.check_complete()
     good = next(sent.iter_chunks(100))
     name, at, length = good.parts[0]
-    changed = good.payload.clone()
+    changed, swapped = good.payload.clone(), good.payload.clone()
     changed[length // 2] += 1
+    swapped[:8], swapped[8:16] = good.payload[8:16], good.payload[:8]
     for parts, payload in (
         ([(name, at, length)], changed),
+        ([(name, at, length)], swapped),
         ([(name, at + 1, length)], good.payload),
         ([("half", at, length)], good.payload),
     ):

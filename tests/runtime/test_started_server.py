@@ -252,7 +252,10 @@ def test_options_with_underscores_are_those_with_dashes(option, tmp_path):
     [
         ("sh --config=f.yaml", "has --config"),
         ("sh 'a", "is no command line: No closing quotation"),
-        ("sh serve Qwen/Qwen3-4B --dtype half", "names the model Qwen/Qwen3-4B: leave it out"),
+        (
+            "sh -n serve x serve Qwen/Qwen3-4B --dtype half",
+            "names the model Qwen/Qwen3-4B: leave it out",
+        ),
         ("A=1 no-such-program serve", "there is no program no-such-program"),
     ],
 )

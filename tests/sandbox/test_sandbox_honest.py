@@ -228,6 +228,9 @@ def test_a_container_class_of_the_program_keeps_its_methods_and_fields(sandbox: 
         "assert make_stack([1]) == [1] and make_stack([1, 2])[1:] == [2]",
         "assert Row([1, 2])[1:] == [2] and isinstance(Row([1]), list)",
         "assert Equal([1]).label() == 'equal' and Equal([1]) != [2]",
+        "assert Point(1, 2) + (3,) == (1, 2, 3) and (0,) + Point(1, 2) == (0, 1, 2)",
+        "assert Point(1, 2) < (2, 3) and Point(1, 2) >= (1, 2) and Point(1, 2)[1:] == (2,)",
+        "assert Point(1, 2) < Point(2, 0) and sorted([Point(2, 1), Point(1, 2)])[0] == (1, 2)",
     ]
     grade = sandbox.grade(CONTAINERS, Asserts("", asserts))
     assert grade.all, grade.reasons

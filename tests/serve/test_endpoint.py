@@ -841,6 +841,9 @@ def test_the_ids_of_all_turns_are_bounded():
     sessions.get_or_create("me", "d").record_turn(replace(turn, prompt=[4] * 90))
     sessions.get_or_create("me", "e")
     assert sessions.list_names("me") == ["e"], "the session of a request stays"
+    sessions.get_or_create("other", "f").record_turn(replace(turn, prompt=[4] * 90))
+    sessions.get_or_create("other", "f")
+    assert sessions.list_names("me") == ["e"], "the ids of an owner remove no session of another"
 
 
 def test_an_address_from_before_programs_had_a_package_is_resolved():

@@ -29,7 +29,7 @@ def model_server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site_server(tmp_path_factory):
-    with server(tmp_path_factory.mktemp("sites"), allowed_hosts=["gpu.lab"]) as parts:
+    with server(tmp_path_factory.mktemp("sites"), allowed_hosts=["GPU.lab"]) as parts:
         yield parts
 
 

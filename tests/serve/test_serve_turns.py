@@ -142,12 +142,13 @@ def test_requests_of_several_samples_are_taken_while_there_is_room():
             job = SamplingJob(tenant, lambda: None, {"num_samples": count})
             queue.add_sample(job)
 
-    def take(room):
-        return [(job.tenant, job.num_samples) for job in queue.take_samples(room)]
+    def take(room, busy=("a", "b", "c")):
+        return [(job.tenant, job.num_samples) for job in queue.take_samples(room, busy)]
 
     assert take(0) == [] and take(1) == [("a", 3)]
     assert take(8) == [("b", 2), ("c", 5), ("a", 3)] and len(queue) == 2
-    assert take(100) == [("c", 1), ("a", 3)] and len(queue) == 0 and take(1) == []
+    assert take(0, ["a", "b"]) == [("c", 1)], "a tenant without samples waits for no other"
+    assert take(100) == [("a", 3)] and len(queue) == 0 and take(1) == []
 
 
 def test_no_tenant_fills_the_queue_while_there_are_others():

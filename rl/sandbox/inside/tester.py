@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import importlib
 import itertools
+import operator
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ def _build_exception(of: type[BaseException], text: str) -> BaseException:
     (UnicodeDecodeError: five). The text of a KeyError is the repr of its key.
     """
     if issubclass(of, KeyError):
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        with contextlib.suppress(TypeError, ValueError, SyntaxError, MemoryError, RecursionError):
             return of(ast.literal_eval(text))
     try:
         return of(text)
@@ -191,16 +192,31 @@ _is_same = _forward("same", bool)
 _is_instance = _forward("is a", bool)
 
 
-def _combine(verb: str, convert: Callable[[Any], Any] = lambda result: result) -> Any:
+def _combine(
+    verb: str,
+    convert: Callable[[Any], Any] = lambda result: result,
+    of_contents: Callable[[Any, Any], Any] | None = None,
+) -> Any:
     """Return a method that requests an operation on two objects of the candidate. A candidate that
-    received the other operand (an expected value) could make their difference 0.
+    received the other operand (an expected value) could make their difference 0. So the operation
+    of a container and plain data is computed here, from its contents.
     """
 
     def request(self: RemoteObject, other: object) -> Any:
-        is_remote = type(other) is RemoteObject
-        return _forward(verb, convert)(self, other) if is_remote else NotImplemented
+        if type(other) is RemoteObject:
+            return _forward(verb, convert)(self, other)
+        if of_contents is None or type(contents := _get_contents(self)) is RemoteObject:
+            return NotImplemented
+        return of_contents(contents, other)
 
     return request
+
+
+def _get_item(self: RemoteObject, key: Any) -> Any:
+    """Return an item of an object, or a slice of the contents of a container."""
+    if isinstance(key, slice) and type(contents := _get_contents(self)) is not RemoteObject:
+        return contents[key]
+    return _forward("item")(self, key)
 
 
 class RemoteObject:
@@ -218,7 +234,7 @@ class RemoteObject:
     __getattr__ = _forward("attribute")
     __setattr__ = _forward("set")
     __delattr__ = _forward("delete")
-    __getitem__ = _forward("item")
+    __getitem__ = _get_item
     __setitem__ = _forward("put")
     __delitem__ = _forward("remove")
     __len__ = _forward("length", int)
@@ -245,16 +261,20 @@ class RemoteObject:
     def __ne__(self, other: object) -> bool:
         return not RemoteObject.__eq__(self, other)
 
-    __lt__, __le__ = _combine("less", bool), _combine("at most", bool)
-    __gt__, __ge__ = _combine("more", bool), _combine("at least", bool)
-    __add__, __sub__, __mul__ = _combine("add"), _combine("subtract"), _combine("multiply")
+    __lt__, __le__ = _combine("less", bool, operator.lt), _combine("at most", bool, operator.le)
+    __gt__, __ge__ = _combine("more", bool, operator.gt), _combine("at least", bool, operator.ge)
+    __add__ = _combine("add", of_contents=operator.add)
+    __radd__ = _combine("add", of_contents=lambda contents, other: other + contents)
+    __sub__, __mul__ = _combine("subtract", of_contents=operator.sub), _combine("multiply")
     __truediv__, __floordiv__ = _combine("divide"), _combine("divide whole")
     __mod__, __pow__, __matmul__ = (
         _combine("modulo"),
         _combine("power"),
         _combine("matrix multiply"),
     )
-    __and__, __or__, __xor__ = _combine("and"), _combine("or"), _combine("xor")
+    __and__ = _combine("and", of_contents=operator.and_)
+    __or__ = _combine("or", of_contents=operator.or_)
+    __xor__ = _combine("xor", of_contents=operator.xor)
     __neg__, __abs__, __invert__ = _forward("negative"), _forward("absolute"), _forward("invert")
     __hash__ = _forward("hash", int)
 
