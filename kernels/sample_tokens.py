@@ -44,22 +44,22 @@ def _sample_torch(
     top_N = top_NB.amax(1)
     weight_NB = torch.stack(sums, 1) * (top_NB - top_N[:, None]).double().exp()
     # the block of the token, and the rest of u times the total for it, in units of exp(top)
-    block_N, rest_N, total_N = _find_passed(weight_NB, uniform_N * weight_NB.cumsum(1)[:, -1])
+    block_N, rest_N, total_N = _search_cumulative(weight_NB, uniform_N * weight_NB.cumsum(1)[:, -1])
     if greedy_N is not None:
         block_N = torch.where(greedy_N, top_NB.argmax(1), block_N)
     token_N, logit_N = torch.zeros_like(block_N), torch.zeros_like(top_N)
     for block in block_N.unique().tolist():
         rows, lo = (block_N == block).nonzero()[:, 0], block * COLUMNS
         z = compute_logits(lo, rows)
-        column, _, _ = _find_passed((z - top_N[rows, None]).exp_(), rest_N[rows])
+        column, _, _ = _search_cumulative((z - top_N[rows, None]).exp_(), rest_N[rows])
         column = column if greedy_N is None else torch.where(greedy_N[rows], z.argmax(1), column)
         token_N[rows], logit_N[rows] = lo + column, z.gather(1, column[:, None])[:, 0]
     return token_N, logit_N - top_N - total_N.log().float()
 
 
-def _find_passed(weight_NX: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first index at which the cumulative weight passes the target (kept below the
-    total), what is left of the target for it, and the total.
+def _search_cumulative(weight_NX: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first index whose cumulative weight exceeds the target, the target minus the
+    weight before that index, and the total weight. The target is kept below the total.
     """
     cumulative_NX = weight_NX.cumsum(1, dtype=torch.float64)
     total_N = cumulative_NX[:, -1]

@@ -361,8 +361,8 @@ class SamplingClient(AwaitableClient):
         for tokens in tokens_D:
             if limit is not None and len(tokens) - 1 > limit:  # the last token is not fed
                 raise BadRequestError(
-                    f"a sequence of {len(tokens)} tokens exceeds the model's context of {limit} "
-                    "and a token after it: shorten it"
+                    f"a sequence of {len(tokens)} tokens exceeds the model's context of "
+                    f"{limit}: at most {limit + 1} can be scored"
                 )
         future = self._driver.submit(
             "compute_logprobs",

@@ -93,10 +93,10 @@ def batch_prompts(
 
     A batch has prompts of similar length and at most `max_tokens` padded tokens. Its shortest
     prompt has at least three quarters of the length of its longest (or differs by at most 16
-    tokens), so little of it is padding. `kinds`: of each prompt; the prompts of a batch have the
-    same kind, and the batches are sorted by kind.
+    tokens), so little of it is padding. `kinds`: a value for each prompt. Only prompts with equal
+    values share a batch, and the batches are in ascending order of it.
     """
-    kinds = kinds or [0] * len(lengths)
+    kinds = kinds if len(kinds) else [0] * len(lengths)
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (kinds[i], -lengths[i])):
         batch = batches[-1] if batches else []

@@ -218,7 +218,8 @@ class HFForward:
 
         A batch is as large as the plan and `max_tokens` allow.
         """
-        return batch_prompts(lengths, max_tokens if self.plan.together else 0, lengths)
+        kinds = [-length for length in lengths]  # the longest first
+        return batch_prompts(lengths, max_tokens if self.plan.together else 0, kinds)
 
 
 class TimeStepLimit:

@@ -92,7 +92,7 @@ def score_sequences(
         if decoder.max_positions is not None and len(prompt) - 1 > decoder.max_positions:
             raise ValueError(
                 f"a sequence of {len(prompt)} tokens exceeds the context of "
-                f"{decoder.max_positions} and a token after it: shorten it"
+                f"{decoder.max_positions}: at most {decoder.max_positions + 1} can be scored"
             )
         if decoder.length_switch is not None:
             decoder.length_switch.check(len(prompt) - 1, len(prompt) - 1)

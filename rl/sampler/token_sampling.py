@@ -209,15 +209,18 @@ def sample_tokens(
         if logits_NV.device.type == "cpu" and type(logits_NV) is Tensor
         else None
     )
+    cut = settings.truncation  # none of these rows is greedy
     if kernels is None:
         # `unsqueeze`, since indexing queries the device even of fake tensors
         scaled_NV = logits_NV if temperature_N is None else logits_NV / temperature_N.unsqueeze(1)
-        token_N, logprob_N = sample_with_torch(scaled_NV, uniform_N, greedy_N)
-    else:
-        token_N, logprob_N = kernels.sample(
-            logits_NV.contiguous(), uniform_N.double().contiguous(), temperature_N, greedy_N
-        )
-    if (cut := settings.truncation) is not None:  # none of these rows is greedy
+        if cut is not None:
+            cut_RV = truncate_logits(scaled_NV[cut.rows], cut.top_k, cut.top_p, cut.min_p)
+            scaled_NV = scaled_NV.index_copy(0, cut.rows, cut_RV)
+        return sample_with_torch(scaled_NV, uniform_N, greedy_N)
+    token_N, logprob_N = kernels.sample(
+        logits_NV.contiguous(), uniform_N.double().contiguous(), temperature_N, greedy_N
+    )
+    if cut is not None:
         rows, cut_RV = cut.rows, logits_NV[cut.rows]
         cut_RV = cut_RV if temperature_N is None else cut_RV / temperature_N[rows, None]
         cut_RV = truncate_logits(cut_RV, cut.top_k, cut.top_p, cut.min_p)
