@@ -126,12 +126,13 @@ def _find_fault(method: type[Method]) -> str | None:
 
 def _import_module(place: str, address: str) -> ModuleType:
     """Import a file or module. Raises SettingsError if that fails."""
-    try:
-        if place.endswith(".py"):
+    if place.endswith(".py"):
+        try:
             return load_file(str(Path(place).expanduser().resolve()), "method")
+        except UserError as error:
+            raise SettingsError([str(error)]) from error
+    try:
         return importlib.import_module(place)
-    except UserError as error:
-        raise SettingsError([str(error)]) from error
     except Exception as error:  # boundary: the user's module
         raise SettingsError(
             [

@@ -253,7 +253,7 @@ def convert_value(field: SettingField, raw: RawValue) -> Any:
         f"{raw.place}: {raw.display_text or 'nothing'} is not "
         f"{spec.metavar}{_METAVAR_HINTS.get(spec.metavar, '')}"
     )
-    # Path("") is the current folder, and no one means it: a shell's variable was not set
+    # An empty path would be the current folder. It usually comes from an unset shell variable.
     if (raw.is_null and "None" not in spec.metavar) or ("" in words and "PATH" in spec.metavar):
         raise ValueError(wrong)
     if field.is_switch and not words:

@@ -171,8 +171,11 @@ class RunFollower:
         if (stage := self.find_stage()) is None:
             return None
         _, done, steps = stage
+        start = self.rows[-1]["step"] - done
         seconds = [
-            row["time/step"] for row in self.rows[-min(20, done + 1) :] if "time/step" in row
+            row["time/step"]
+            for row in self.rows[-20:]
+            if row["step"] > start and "time/step" in row
         ]
         return (steps - done) * sum(seconds) / len(seconds) if seconds else None
 

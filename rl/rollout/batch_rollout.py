@@ -82,8 +82,8 @@ def rollout(
     several seats of an episode are the policy's, the trajectories of each seat form a separate
     group, because they are not comparable across seats.
 
-    `process` gets the groups in `parts` parts of about equal size, in the order of `builders`, each
-    as soon as its groups have ended, and returns what the result has of it.
+    `process` is called with each of `parts` parts of the batch, of about equal size and in the
+    order of `builders`, as soon as its groups have ended. The result merges what it returns.
 
     The random stream of a sample is a function of (seed, turn, problem, index in the group,
     position) alone; a problem that occurs twice in the batch gets a second stream. Raises
@@ -98,11 +98,15 @@ def rollout(
             engine.start_group(number, builder, seed=seed, problem=stream)
         results: list[RolloutBatch] = []
         cuts = [round(i * len(builders) / parts) for i in range(parts + 1)]
-        for numbers in itertools.starmap(range, itertools.pairwise(cuts)):
+        ranges = list(itertools.starmap(range, itertools.pairwise(cuts)))
+        for numbers in ranges:
             while not set(numbers) <= set(engine.completed_groups()):
                 engine.tick()
-            results.append(process(engine.take_rollouts(numbers)))
-        return functools.reduce(RolloutBatch.merge, results)
+            part = engine.take_rollouts(numbers)
+            if numbers is not ranges[-1]:
+                results.append(process(part))
+    results.append(process(part))  # without the streams, whose memory a judge may need
+    return functools.reduce(RolloutBatch.merge, results)
 
 
 @contextmanager

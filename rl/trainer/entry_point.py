@@ -372,6 +372,7 @@ def sample(
 
     Raises UserError if the weights cannot be opened, or `prompts` is a single prompt.
     """
+    prompts = prompts if isinstance(prompts, str) else list(prompts)
     if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
         raise UserError(
             f"prompts is a single prompt, expected a list of prompts: pass [{prompts!r}]"

@@ -238,7 +238,9 @@ class HeldOutMetrics:
         sets = {
             name.removeprefix("test/").removesuffix(headline).rstrip("/"): values
             for name, values in ends.items()
-            if headline and name.endswith(f"/{headline}")
+            if headline
+            and name.endswith(f"/{headline}")
+            and not name.startswith(("test/env/", "test/greedy/"))  # of sampled answers
         }
         return cls(before, after, greedy_before, greedy_after, what, headline, sets)
 

@@ -91,7 +91,7 @@ def test_a_setting_that_was_left_out_is_said_to_be_not_set():
 def test_several_held_out_sets_are_told_each():
     rows = [
         {"test/loss": loss, "test/msgs/loss": loss + 1, "test/msgs/token_accuracy": 0.5,
-         "time/loss": 9.0} for loss in (2.0, 1.0)
+         "test/env/all/loss": 5.0, "time/loss": 9.0} for loss in (2.0, 1.0)
     ]  # fmt: skip
     result = HeldOutMetrics.from_rows([{"optim/loss": 7.0}, *rows], "test/loss")
     assert result.headline == "loss" and result.rows == {"": (2.0, 1.0), "msgs": (3.0, 2.0)}

@@ -145,17 +145,21 @@ def test_a_run_that_is_overwritten_begins_without_rows_and_answers(tmp_path: Pat
     assert run.step is None and not (run.alarms or run.evaluations or run.answers)
 
 
-def test_the_time_of_a_stage_is_not_estimated_from_an_earlier_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", [None, 11], ids=["all rows", "no row before the first step"])
+def test_the_time_of_a_stage_is_not_estimated_from_an_earlier_one(
+    tmp_path: Path, missing: int | None
+) -> None:
     names = ("sft", "grpo")
     stages = [{"name": name, "method": name, "settings": {"steps": 10}} for name in names]
     (tmp_path / "config.json").write_text(json.dumps({"stages": stages}))
     logbook, run, estimates = Logbook(tmp_path), RunFollower(tmp_path), []
     for step in range(14):
         first = step in (0, 11)  # the rows before the first step of a stage
-        logbook.log(step, {} if first else {"time/step": 0.1 if step < 11 else 10.0})
+        if step != missing:
+            logbook.log(step, {} if first else {"time/step": 0.1 if step < 11 else 10.0})
         run.refresh()
         estimates.append(run.estimate_seconds())
-    assert estimates[0] is estimates[11] is None
+    assert estimates[0] is None and estimates[11] == (None if missing is None else 0.0)
     assert estimates[9:11] == pytest.approx([0.1, 0.0]) and estimates[12:] == [90.0, 80.0]
 
 

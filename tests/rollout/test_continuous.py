@@ -10,6 +10,7 @@ import sqlite3
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -230,6 +231,25 @@ def test_at_most_max_environments_work_at_the_same_time(sampler):
         [Of(ConcurrencyCountingEnv, 0, [2] * 12)], sampler, seed=1, max_environments=3
     )
     assert len(result.groups[0].trajectories_G) == 12 and 1 < ConcurrencyCountingEnv.most <= 3
+
+
+def test_the_streams_are_closed_before_the_last_part_is_processed(sampler):
+    events = []
+
+    @contextmanager
+    def make_stream(client):
+        with SampleStream(client) as stream:
+            yield stream
+        events.append("closed")
+
+    def process(part):
+        events.append(len(part.groups))
+        return part
+
+    builders = [CountdownGroupBuilder(problem, [2]) for problem in range(4)]
+    schedule = RolloutSchedule(make_stream=make_stream)
+    result = rollout(builders, sampler, PARAMS, seed=1, schedule=schedule, parts=2, process=process)
+    assert events == [2, "closed", 2] and len(result.groups) == 4
 
 
 class RandomDelayEnv(CountdownEnv):
