@@ -73,8 +73,8 @@ def _compute_gradients(
 def _add_weight_product(
     part: ScoreLauncher, dz: Tensor, slab: Tensor | None, sums: Tensor | None
 ) -> None:
-    """Add dlogits times hidden states to the `sums` of dW's slab; without sums, write them to the
-    slab, which has no other product.
+    """Add dlogits times hidden states to the `sums` of dW's slab. If `sums` is None, write the
+    product to the slab: it is the slab's only one.
     """
     if sums is not None:
         first = part.x.shape[1] - sums.shape[1]

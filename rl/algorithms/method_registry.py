@@ -92,8 +92,8 @@ def _load_method(address: str) -> type[Method]:
 
 
 def _find_fault(method: type[Method]) -> str | None:
-    """Return what a class lacks or declares in a former way, as the end of a sentence; None if it
-    is a method.
+    """Return what is wrong with a method's class, as a predicate such as "has no update"; None if
+    nothing is.
     """
     if renamed := [
         f"{old} is {new} now" for old, new in _RENAMED_HOOKS.items() if hasattr(method, old)

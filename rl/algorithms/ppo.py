@@ -404,8 +404,8 @@ class EpisodeTokens:
 
 
 def _compute_values(critic: TrainingClient, datums: Sequence[Datum]) -> list[np.ndarray]:
-    """Return the value at each position of each datum, and the one after its last token. A sequence
-    that ends where the model's context does lacks the latter.
+    """Return the value at each position of each datum, and after its last token. A sequence that
+    fills the model's context has no value after its last token.
     """
     limit = critic.info["max_context"]
     return critic.compute_values(

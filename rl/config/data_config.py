@@ -152,8 +152,8 @@ class DataSettings:
         self._check_sources()
 
     def make_prompt_settings(self) -> DataSettings:
-        """Return the settings of a further data set of which only the prompts are read: answers to
-        learn from, which `data_format` may name, can be absent there.
+        """Return the settings of a further data set of which only the prompts are read. Its rows
+        need no answers, so a `data_format` of answers becomes auto.
         """
         is_answers = self.data_format in ("preferences", "unpaired")
         return replace(self, data_format="auto") if is_answers else self

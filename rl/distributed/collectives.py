@@ -298,7 +298,10 @@ class ObjectGroup:
                 "unless the system killed it for lack of memory)"
             )
         if limit is not None:
-            return f"did not answer within {limit:g} s: it waits for this rank, which ends"
+            return (
+                f"did not answer within {limit:g} s: it may be stuck in a collective with this "
+                "rank, which ends"
+            )
         return (
             f"did not answer within {self.timeout_seconds:g} s: it hangs, or needs longer (raise "
             "the setting timeout)"

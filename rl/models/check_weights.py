@@ -120,7 +120,7 @@ def load_checked_adapter(model: Any, folder: Path) -> Any:
         warnings.filterwarnings("ignore", message="Found missing adapter keys")
         try:
             adapted = PeftModel.from_pretrained(model, str(folder))
-        except (ValueError, KeyError) as error:  # modules that are missing; a kind of adapter
+        except (ValueError, KeyError) as error:  # no such modules; an unknown type
             raise UserError(
                 f"the adapter in {folder} does not fit the model "
                 f"({type(error).__name__}: {error}): pass the base model that it was trained on "

@@ -20,8 +20,8 @@ class StalenessController:
     """Control the staleness of groups, numbered 0 to `num_groups` - 1: each group is part of a
     single batch. `max_staleness` is the maximum age of a token in updates.
 
-    The caller counts `version` up with each update of the weights that are sampled from, and adds
-    groups that have ended to `ended_groups`. The learner may be ahead of `version` by 1 update,
+    The caller increments `version` when the sampler gets new weights, and adds groups that have
+    ended to `ended_groups`. The learner may be ahead of `version` by 1 update,
     while the newer weights are in transit. Batch `batches_taken` (the number of batches taken
     before it) is trained at version `batches_taken`.
 

@@ -230,8 +230,8 @@ def _lora_vectors(ids: Tensor, adapter: tuple[Tensor, Tensor, float]) -> Tensor:
 def group_rows_by_adapter(
     adapters: Sequence[int], prompts: Iterable[int], device: torch.device
 ) -> RowAdapters | None:
-    """Group rows by the number of their adapter: `adapters` of each prompt (empty: the decoder does
-    not mix adapters, and the result is None), `prompts` of each row.
+    """Group rows by adapter. `adapters`: the adapter's number for each prompt; empty if the decoder
+    does not mix adapters, and the result is None. `prompts`: the prompt of each row.
     """
     if not adapters:
         return None

@@ -170,9 +170,9 @@ class PagedState(FastState):
         hashes: Hashes = (),
     ) -> None:
         """Resume a preempted row: prefill prompt and response so far (all fed tokens) into blocks
-        of the row. `slot`: of its prompt, or the next slot: a prompt that no other row reads then
-        takes it. `experts`: those with which the tokens were sampled. `hashes`: of the tokens'
-        chunks.
+        of the row. `slot`: that of its prompt. If it is the first free slot, the prompt is added
+        there, without blocks. `experts`: those with which the tokens were sampled. `hashes`: of the
+        tokens' chunks.
         """
         manager = self.block_manager
         if slot == len(manager.prompts):

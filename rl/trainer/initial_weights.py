@@ -142,8 +142,8 @@ def _check_stage_name(target: str, plan: StageConfig, earlier: Sequence[str]) ->
 
 
 def find_initial_weights(model: ModelSettings, previous: str | None) -> tuple[str, str | None]:
-    """Return (base, continued checkpoint), the initial weights of a stage's policy: the weights to
-    load, with a merged adapter if any; instead of them the checkpoint with the adapter to continue.
+    """Return (base, continued checkpoint) of a stage's policy. `base`: the weights to load, with a
+    merged adapter if any. The second, unless None: the checkpoint whose adapter is continued.
 
     `previous`: the final checkpoint of the stage that it begins from; None: it begins from its
     base_model.

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class RejectedRequestError(UserError):
-    """Report a request that a server refuses, whatever the others are."""
+    """Report a request that a server refuses and that another attempt cannot help."""
 
 
 class ServerPool:

@@ -180,8 +180,8 @@ class VllmEngine:
         self._results.put((request_id, sample, result))
 
     def step(self) -> list[FinishedRequest]:
-        """Wait for samples, and return the completed requests, those with their error that a server
-        refused.
+        """Wait for samples, and return the completed requests. One that a server refused carries
+        its error.
 
         Raises the error of a sample that no server returned.
         """
