@@ -45,6 +45,7 @@ from rl.config import (
 )
 from rl.errors import UserError
 from rl.judges import FrozenScorer
+from rl.renderers import renderer_for_row
 from rl.rollout import TrajectoryGroup, supervised_datum, trajectory_to_datums
 from rl.seed import derive_seed
 from rl.types import Datum, ModelInput, Problem, SamplingParams
@@ -295,7 +296,9 @@ class Distillation(Method):
             temperature=sampling.temperature,
             stop=renderer.get_stop_sequences(),
         )
-        prompts = [renderer.build_generation_prompt(row.messages) for row in rows]
+        prompts = [
+            renderer_for_row(renderer, row).build_generation_prompt(row.messages) for row in rows
+        ]
         # rows of two data sets may have the same index
         streams = assign_random_streams([derive_seed(row.tag, row.index) for row in rows])
         requests = [

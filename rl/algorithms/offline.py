@@ -37,6 +37,7 @@ from rl.config import (
 )
 from rl.data import LengthLimits
 from rl.errors import UserError
+from rl.renderers import renderer_for_row
 from rl.rollout import supervised_datum
 from rl.types import Datum, Problem, StoredAnswer, experts_from_text
 
@@ -367,7 +368,7 @@ def make_stored_answer_datum(
         tokens = [*answer.prompt_tokens, *answer.tokens]
         weights: Any = [0.0] * len(answer.prompt_tokens) + [1.0] * len(answer.tokens)
     else:
-        model_input, weights = renderer.build_supervised_example(
+        model_input, weights = renderer_for_row(renderer, row).build_supervised_example(
             [*row.messages, {"role": "assistant", "content": answer.text}]
         )
         tokens = model_input.to_ints()
@@ -419,7 +420,7 @@ def check_stored_answer(
         prompt = (
             answer.prompt_tokens
             if answer.prompt_tokens is not None
-            else renderer.build_generation_prompt(row.messages).to_ints()
+            else renderer_for_row(renderer, row).build_generation_prompt(row.messages).to_ints()
         )
         if len(prompt) > data.max_prompt_tokens:
             raise limits.limit_error(

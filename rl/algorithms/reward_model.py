@@ -34,6 +34,7 @@ from rl.judges import (
     make_verdict_examples,
     swap_answers,
 )
+from rl.renderers import renderer_for_row
 from rl.rollout import compute_calibration_error, supervised_datum
 from rl.types import Datum, ModelInput, Problem
 
@@ -182,7 +183,7 @@ def make_scored_pair(row: Problem, renderer: Any) -> list[Datum]:
     Template text after that token is dropped, since no sampled answer has it. The mask marks the
     end of the prompt, so that the prompt can be shared. The target of the last position is unused.
     """
-    datums = []
+    datums, renderer = [], renderer_for_row(renderer, row)
     for answer in get_pair(row):
         example, weights = renderer.build_supervised_example(
             [*row.messages, {"role": "assistant", "content": answer}]

@@ -12,6 +12,7 @@ from rl.algorithms.method_interface import Models, RowSettings
 from rl.algorithms.update import LossCall, UpdateSums, run_updates, split_into_substeps
 from rl.config import DataSettings, PreferenceDataSettings, RowLoopSettings
 from rl.data import LengthLimits
+from rl.renderers import renderer_for_row
 from rl.rollout import count_action_tokens, supervised_datum
 from rl.types import AdamParams, Datum, Problem
 
@@ -40,7 +41,7 @@ def make_answer_datum(row: Problem, answer: str, renderer: Any) -> Datum:
     """Return the row's prompt and an answer as a datum with `mask` 1 on the answer's tokens and its
     end.
     """
-    model_input, weights = renderer.build_supervised_example(
+    model_input, weights = renderer_for_row(renderer, row).build_supervised_example(
         [*row.messages, {"role": "assistant", "content": answer}]
     )
     return supervised_datum(model_input, weights, "mask")

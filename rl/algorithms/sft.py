@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from rl.algorithms.row_datums import evaluate_by_tag, truncate_datum
 from rl.algorithms.update import train_single_pass
 from rl.config import AnswerDataSettings, check_ranges
 from rl.data import ProblemSet
+from rl.renderers import TrainOn, renderer_for_row
 from rl.rollout import supervised_datum
 from rl.types import Datum, Problem
 
@@ -26,7 +27,7 @@ _SAMPLE_ROWS = 256  # number of rows of which tokens are counted for the console
 class SftOptions:
     """Configure the trained tokens of a row."""
 
-    train_on: Literal["all_assistant", "last_assistant"] = "all_assistant"
+    train_on: TrainOn = "all_assistant"
     """Of a conversation: every assistant message, or only the last. (A text without a prompt is trained as a whole.)"""
 
     def __post_init__(self) -> None:
@@ -136,7 +137,7 @@ class SFT(RowEvaluator):
         )
 
 
-def make_response_datum(row: Problem, renderer: Any, train_on: str = "last_assistant") -> Datum:
+def make_response_datum(row: Problem, renderer: Any, train_on: TrainOn = "last_assistant") -> Datum:
     """Return a row's prompt and response as a single sequence. The response's tokens (and its end)
     have weight 1; of a text without a prompt, all tokens.
 
@@ -151,5 +152,7 @@ def make_response_datum(row: Problem, renderer: Any, train_on: str = "last_assis
         tokens = renderer.build_text(row.response).to_ints()
         return supervised_datum(tokens, [1.0] * len(tokens))
     messages = [*row.messages, {"role": "assistant", "content": row.response}]
-    model_input, weights = renderer.build_supervised_example(messages, train_on)
+    model_input, weights = renderer_for_row(renderer, row).build_supervised_example(
+        messages, train_on
+    )
     return supervised_datum(model_input, weights)

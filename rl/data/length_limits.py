@@ -7,7 +7,7 @@ from typing import Literal
 
 from rl.config import DataSettings
 from rl.errors import UserError
-from rl.renderers import Renderer
+from rl.renderers import Renderer, renderer_for_row
 from rl.types import Message, Problem
 
 _TRIES = 8  # a text cut between tokens may encode to a few tokens more than remained
@@ -76,6 +76,7 @@ def cut_prompt(problem: Problem, renderer: Renderer, limit: int, where: str) -> 
     UserError if the prompt is still too long.
     """
     messages: list[Message] = list(problem.messages)
+    renderer = renderer_for_row(renderer, problem)
     users = [
         i
         for i, message in enumerate(messages)

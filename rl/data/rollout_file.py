@@ -19,7 +19,7 @@ from typing import Any
 from rl.data.data_files import read_file
 from rl.data.problem_set import ProblemSet
 from rl.data.prompt_template import PromptTemplate
-from rl.data.row_formats import check_text, get_column, make_prompt, read_messages
+from rl.data.row_formats import check_text, get_column, make_prompt, read_messages, read_tools
 from rl.data.row_readers import (
     FILE_SUFFIXES,
     BadRow,
@@ -309,7 +309,9 @@ def _parse_published_row(
         used = {prompt, response, reward}
     meta = {name: value for name, value in columns.items() if name not in used}
     answers = tuple(StoredAnswer(value, text, place=place) for text, value in pairs)
-    return (str(messages),), Problem(tuple(messages), meta, answers=answers, place=place)
+    tools = read_tools(columns)
+    key = (str(messages), str(tools))
+    return key, Problem(tuple(messages), meta, answers=answers, place=place, tools=tools)
 
 
 def _pick_column(columns: Columns, requested: str | None, usual: tuple[str, ...], what: str) -> str:

@@ -13,7 +13,7 @@ from rl.data.problem_set import ProblemSet
 from rl.data.row_readers import BadRow, BadRowCollector, FaultyRows, OnBadRow, kind_of_fault
 from rl.data.streaming import StreamedProblemSet
 from rl.errors import UserError
-from rl.renderers import Renderer, TrainOn
+from rl.renderers import Renderer, TrainOn, renderer_for_row
 from rl.types import Problem, StoredAnswer
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,8 @@ class RowCheck:
     def _measure_prompt(self, problem: Problem, where: str) -> int:
         """Return the tokens of the generation prompt."""
         try:
-            return self.renderer.build_generation_prompt(problem.messages).length
+            renderer = renderer_for_row(self.renderer, problem)
+            return renderer.build_generation_prompt(problem.messages).length
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
 
@@ -186,7 +187,8 @@ class RowCheck:
             if not problem.messages:
                 return self.renderer.build_text(response).length, 1
             messages = [*problem.messages, {"role": "assistant", "content": response}]
-            example, weights = self.renderer.build_supervised_example(messages, self.train_on)
+            renderer = renderer_for_row(self.renderer, problem)
+            example, weights = renderer.build_supervised_example(messages, self.train_on)
             return example.length, int(weights.argmax())
         except UserError as error:
             raise UserError(f"{where}: {error}") from error

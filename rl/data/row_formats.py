@@ -495,6 +495,42 @@ def read_messages(value: Any, name: str) -> list[Message]:
     return parsed_messages
 
 
+def read_tools(columns: Columns) -> tuple[dict[str, Any], ...]:
+    """Return the tools of a row: a list of schemas in the column `tools`, or its JSON text.
+
+    A column of this name that holds anything but objects is not about tools. Raises BadRow if an
+    object is no schema of a function.
+    """
+    tools = columns.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            return ()
+    elif isinstance(tools, list):
+        tools = [_without_nulls(tool) for tool in tools]
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return ()
+    for number, tool in enumerate(tools, start=1):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow(
+                f"tool {number} of 'tools' is not "
+                '{"type": "function", "function": {"name": ..., "parameters": ...}}: '
+                f"{str(tool)[:60]!r}"
+            )
+    return tuple(tools)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a nested value without the keys that are null: a table adds the keys that only other
+    rows have.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def _is_call(call: Any) -> bool:
     function = call.get("function", call) if isinstance(call, dict) else None
     return (

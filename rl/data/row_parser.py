@@ -18,6 +18,7 @@ from rl.data.row_formats import (
     TextFormat,
     UnpairedFormat,
     is_chat,
+    read_tools,
 )
 from rl.data.row_images import RowImages
 from rl.data.row_readers import Columns
@@ -76,11 +77,18 @@ class RowParser:
     def parse(
         self, content: Problem, columns: Columns, index: int, place: str, prompt_column: str
     ) -> Problem:
-        """Return the problem of a row. Raises BadRow for a bad image."""
+        """Return the problem of a row. Raises BadRow for bad images or tools."""
         image_columns = self.images.image_columns(columns)
         prompt = self.images(self.template(content.messages, columns), columns)
         meta = {key: value for key, value in content.meta.items() if key not in image_columns}
         chat = is_chat(columns, prompt_column)
         return replace(
-            content, messages=prompt, meta=meta, tag=self.tag, index=index, place=place, chat=chat
+            content,
+            messages=prompt,
+            meta=meta,
+            tag=self.tag,
+            index=index,
+            place=place,
+            chat=chat,
+            tools=read_tools(columns) if prompt else (),
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl.images import content_to_text, has_images
-from rl.renderers import Renderer, format_with_calls
+from rl.renderers import Renderer, format_with_calls, renderer_for_row
 from rl.rewards import CONVERSATION, Episode, EpisodeTurn, Scorer
 from rl.rollout import Env, EnvGroupBuilder, StepResult
 from rl.types import Message, ModelInput, Problem, SampledSequence
@@ -68,7 +68,7 @@ class ProblemGroupBuilder(EnvGroupBuilder):
         self.tag = problem.tag
         self.problem_index = problem.index
         self.meta = problem.meta
-        self.prompt = renderer.build_generation_prompt(problem.messages)
+        self.prompt = renderer_for_row(renderer, problem).build_generation_prompt(problem.messages)
         self.prompt_text = last_user_text(problem.messages)
         self.stop = renderer.get_stop_sequences()
         answer = problem.meta.get("answer", problem.meta.get("expected_answer"))

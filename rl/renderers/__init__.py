@@ -18,6 +18,7 @@ from rl.renderers.renderer import (
     TrainOn,
     get_content_text,
     normalize_messages,
+    renderer_for_row,
 )
 from rl.renderers.response_parsing import (
     THOUGHT_BEGIN,
@@ -52,6 +53,7 @@ __all__ = [
     "parse_partial_answer",
     "split_thoughts",
     "normalize_messages",
+    "renderer_for_row",
     "format_with_calls",
 ]
 

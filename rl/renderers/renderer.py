@@ -20,7 +20,7 @@ from rl.renderers.response_parsing import Tools, build_answer
 from rl.renderers.special_token_escaping import SpecialTokenEscaper
 from rl.renderers.stop_tokens import get_end_tokens
 from rl.renderers.tool_call_formats import ToolCallFormat
-from rl.types import Message, Messages, ModelInput
+from rl.types import Message, Messages, ModelInput, Problem
 
 TrainOn = Literal["last_assistant", "all_assistant"]
 Span = tuple[int, int]
@@ -398,3 +398,8 @@ def get_begin_tokens(tokenizer: Any) -> list[int]:
     if bos is None:
         return []
     return [bos] if list(tokenizer.encode("a", add_special_tokens=True))[:1] == [bos] else []
+
+
+def renderer_for_row(renderer: Renderer, row: Problem) -> Renderer:
+    """Return the renderer with the tools of a row. Raises UserError as `with_tools`."""
+    return renderer.with_tools(row.tools) if row.tools else renderer

@@ -187,7 +187,9 @@ def trajectory_to_datums(
 
 
 def supervised_datum(
-    sequence: ModelInput | Sequence[int], weights: Sequence[float], field: str = "weights"
+    sequence: ModelInput | Sequence[int],
+    weights: Sequence[float] | np.ndarray,
+    field: str = "weights",
 ) -> Datum:
     """Return a datum for `cross_entropy`. weights[i] is the weight of predicting token i of the
     sequence (the weight of the first token is dropped). `field`: the loss input of the weights,

@@ -45,6 +45,7 @@ class Problem:
     answers: the stored answers to this problem, if the data is stored rollouts.
     place: the file and line of a row that was read.
     chat: whether the row's prompt was a list of messages.
+    tools: the tools that the prompt describes, each {"type": "function", "function": {...}}.
     """
 
     messages: Sequence[Message]
@@ -56,3 +57,4 @@ class Problem:
     answers: Sequence[StoredAnswer] = ()
     place: str = ""
     chat: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
