@@ -80,9 +80,9 @@ def main() -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from rl.reporting import RunFollower, render_runs
+    from rl.reporting import RunFollower, label_runs, render_runs
 
-    labels = args.labels or [None] * len(args.runs)
+    labels = args.labels or label_runs(args.runs)
     runs = [RunFollower(folder, label) for folder, label in zip(args.runs, labels, strict=True)]
     console = Console(highlight=False)
     interactive = console.is_terminal and not console.is_dumb_terminal and not args.once

@@ -24,7 +24,6 @@ from rl.reporting.logbook import (
     CURVES,
     EVALUATIONS,
     LAUNCHES,
-    LOCK,
     REPORT,
     REWARD_CHECK,
     ROLLOUTS,
@@ -43,6 +42,7 @@ from rl.reporting.metric_plots import (
     TEACHER_KL,
     RunCurve,
     draw_curves,
+    label_runs,
     read_curve,
 )
 from rl.reporting.paired_comparison import PairedComparison, average_by_problem, compare_paired
@@ -68,7 +68,6 @@ __all__ = [
     "EVALUATIONS",
     "TABLE_COLUMNS",
     "LAUNCHES",
-    "LOCK",
     "PICTURE_SUFFIXES",
     "ROLLOUTS",
     "TEACHER_KL",
@@ -108,6 +107,7 @@ __all__ = [
     "has_plotly",
     "list_update_files",
     "load_plotly",
+    "label_runs",
     "read_curve",
     "read_rollouts",
     "read_update_file",

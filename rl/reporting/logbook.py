@@ -14,7 +14,7 @@ without a trace of the interruption.
     wandb/, wandb_id.txt     of each tracker: its files, and the id under which it resumes
     report.html              written at evaluations and at the end: rl.trainer.report_writer
     launches.jsonl           a line a launch: versions, devices, memory: rl.trainer.report_writer
-    run.lock                 while a process works in the folder: see rl.trainer.run_lock
+    run.lock                 while a process works in the folder: see rl.run_lock
     logs/                    logs of the launcher (slurm/job.sh); never touched by this module
 
 `step` counts the optimizer steps completed since the start of the run, over all its stages: 0 is
@@ -50,10 +50,11 @@ from rl.jsonl import (
 from rl.reporting import metric_plots, rollout_html
 from rl.reporting.tracker_process import TRACKER_FILES, RunTrackers, WarningSink
 from rl.reporting.update_files import name_update_file, write_update_file
+from rl.run_lock import LOCK
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
 EVALUATIONS = "evaluations"  # a .json and a .md file for each evaluation by evaluate.py
-REPORT, LAUNCHES, LOGS, LOCK = "report.html", "launches.jsonl", "logs", "run.lock"
+REPORT, LAUNCHES, LOGS = "report.html", "launches.jsonl", "logs"
 REWARD_CHECK = "reward_check.json"
 # of rl.jsonl.write_atomically
 _TEMPORARY_NAME = re.compile(r".*\.[0-9a-f]{8}" + re.escape(TEMPORARY))

@@ -170,6 +170,20 @@ def read_curve(source: Path, label: str | None = None) -> RunCurve:
     return RunCurve(label or path.resolve().parent.name, read_metrics(path))
 
 
+def label_runs(sources: Sequence[Path]) -> list[str]:
+    """Return the name of each run's folder, with as many parents as tell it from the others."""
+    folders = [path.resolve() if path.is_dir() else path.resolve().parent for path in sources]
+
+    def label(folder: Path) -> str:
+        others = [other.parts for other in folders if other != folder]
+        length = 1
+        while any(other[-length:] == folder.parts[-length:] for other in others):
+            length += 1
+        return "/".join(folder.parts[-length:])
+
+    return list(map(label, folders))
+
+
 def is_number(value: Any) -> TypeGuard[float]:
     """Return whether a value of a file is a finite number within float's range."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -271,7 +285,8 @@ def draw_curves(
         raise UserError(
             f"{len(labels)} labels for {len(sources)} runs: expected a label for each run"
         )
-    curves = [read_curve(path, labels[i] if labels else None) for i, path in enumerate(sources)]
+    labels = labels or label_runs(sources)
+    curves = [read_curve(path, label) for path, label in zip(sources, labels, strict=True)]
     groups = list(range(len(curves)))
     if not each_run and len(curves) > 1:
         groups = group_by_settings([_read_config(path) for path in sources])

@@ -26,6 +26,7 @@ from rl.distributed import get_launch_sharding
 from rl.errors import UserError
 from rl.learner import choose_base_dtype
 from rl.memory_plan import ModelSkeleton
+from rl.run_lock import RunLock
 from rl.runtime import WorkerSettings, make_worker_settings
 from rl.sampler import check_features
 from rl.serve.app import JsonLineFormatter, make_app, make_chat_page_route
@@ -244,12 +245,22 @@ def main(args: argparse.Namespace) -> int:
     handler.setFormatter(JsonLineFormatter())  # the server's log as JSON lines
     log.handlers[:], log.propagate = [handler], False
     log.setLevel(logging.INFO)
-    served = ModelServer.create(settings)
-    served.engine.start()
-    config = _make_uvicorn_config(served, settings)
-    # uvloop's event loop and httptools' parser where they are installed
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        runner.run(_run_server(served, settings, sockets or [], config))
+    settings.output_dir.mkdir(parents=True, exist_ok=True)
+    # a restarted server may meet the lock of one that was killed on another machine
+    lock = RunLock(settings.output_dir, patient=settings.resume)
+    if sockets is not None:
+        lock.acquire(warn=log.warning)
+    try:
+        served = ModelServer.create(settings)
+        served.engine.start()
+        config = _make_uvicorn_config(served, settings)
+        # uvloop's event loop and httptools' parser where they are installed
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(_run_server(served, settings, sockets or [], config, lock))
+    finally:
+        lock.release()
+        with contextlib.suppress(OSError):
+            settings.output_dir.rmdir()  # nothing was saved
     return 0
 
 
@@ -271,11 +282,19 @@ def _make_uvicorn_config(server_parts: ModelServer, settings: ServeSettings) -> 
     )
 
 
+async def _wait_for_loss(lock: RunLock) -> None:
+    """Raise RunFolderError once another process has taken the folder over."""
+    while True:
+        await asyncio.sleep(1.0)
+        lock.check_held()
+
+
 async def _run_server(
     server_parts: ModelServer,
     settings: ServeSettings,
     sockets: list[socket.socket],
     config: uvicorn.Config,
+    lock: RunLock,
 ) -> None:
     """Run uvicorn on the bound sockets until a signal arrives, then shut down."""
 
@@ -301,7 +320,12 @@ async def _run_server(
         print(f"serving {', '.join(base.name for base in settings.bases)} at {address}", flush=True)
     stop_task = asyncio.create_task(stop_requested.wait())
     upkeep_task = asyncio.create_task(server_parts.run_upkeep())
-    await asyncio.wait({serve_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
+    lock_task = asyncio.create_task(_wait_for_loss(lock))
+    await asyncio.wait({serve_task, stop_task, lock_task}, return_when=asyncio.FIRST_COMPLETED)
+    if lock_task.done():  # the models are not written to a folder that another server has
+        log.error("the server ends at once", extra={"error": str(lock_task.exception())})
+        logging.shutdown()
+        os._exit(1)
     upkeep_task.cancel()
     exit_after(settings.stop_grace)
     await asyncio.to_thread(server_parts.shut_down, settings.stop_grace)

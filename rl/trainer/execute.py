@@ -31,6 +31,7 @@ from rl.reporting import (
     load_saved_config,
     write_config,
 )
+from rl.run_lock import RunLock
 from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.config_diff import (
     CHANGES_KEY,
@@ -67,7 +68,6 @@ from rl.trainer.resume import (
     make_identity,
     remove_damaged_checkpoints,
 )
-from rl.trainer.run_lock import RunLock
 from rl.trainer.run_summary import (
     StagePaths,
     format_check_command,

@@ -36,6 +36,7 @@ from rl.reporting import (
     encode_json,
     flatten_config,
     group_by_settings,
+    label_runs,
     list_evaluation_tables,
     list_evaluations,
     load_plotly,
@@ -83,7 +84,7 @@ class SavedRun:
         return [row[metric] for row in rows if row.get(metric) is not None]
 
 
-def read_saved_run(folder: Path, label: str | None = None) -> SavedRun:
+def read_saved_run(folder: Path, label: str) -> SavedRun:
     """Read the folder of a run. Raises UserError if it holds no run or no metrics."""
     if not contains_run(folder):
         raise UserError(f"{folder} holds no run: expected a folder that rl.train or train.py wrote")
@@ -91,8 +92,7 @@ def read_saved_run(folder: Path, label: str | None = None) -> SavedRun:
         curve = read_curve(folder, label)
     except FileNotFoundError as error:
         raise UserError(str(error)) from error
-    name = sanitize_text(label or folder.resolve().name, 200)
-    return SavedRun(folder, name, load_saved_config(folder), curve)
+    return SavedRun(folder, sanitize_text(label, 200), load_saved_config(folder), curve)
 
 
 # --------------------------------------------------------------------------------------- headline
@@ -418,7 +418,8 @@ def write_report(
             f"{len(labels)} labels for {len(folders)} runs: expected a label for each run"
         )
     runs = [
-        read_saved_run(folder, labels[i] if labels else None) for i, folder in enumerate(folders)
+        read_saved_run(folder, label)
+        for folder, label in zip(folders, labels or label_runs(folders), strict=True)
     ]
     out = out or (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
     out = out / REPORT if out.is_dir() else out

@@ -167,7 +167,7 @@ MUTANTS = [
         "temperatures",
     ),
     M(
-        "rl/trainer/run_lock.py",
+        "rl/run_lock.py",
         '            if owner is not None and owner.get("nonce") == self._record["nonce"]:\n',
         "            if owner is not None:\n",
         "who lost the folder removes the new owner's lock",

@@ -346,3 +346,21 @@ def test_the_script_draws_each_run_if_told(tmp_path):
         texts.append((tmp_path / "a.svg").read_text())
     assert "<!-- mean of 3: run0 ... -->" in texts[0] and "<!-- run1 -->" not in texts[0]
     assert "<!-- run1 -->" in texts[1] and "mean of 3" not in texts[1]
+
+
+@pytest.mark.parametrize(("folders", "labels"), [
+    (["x/grpo"], ["grpo"]),
+    (["x/grpo", "x/sft"], ["grpo", "sft"]),
+    (["x/a/grpo", "x/b/grpo"], ["a/grpo", "b/grpo"]),
+    (["x/a/grpo", "y/a/grpo", "sft"], ["x/a/grpo", "y/a/grpo", "sft"]),
+    (["x/grpo", "x/grpo"], ["grpo", "grpo"]),
+])  # fmt: skip
+def test_runs_are_named_by_what_tells_their_folders_apart(tmp_path, folders, labels):
+    paths = [tmp_path / "z" / folder for folder in folders]
+    for path in paths:
+        path.mkdir(parents=True, exist_ok=True)
+    assert metric_plots.label_runs(paths) == labels
+    metrics = [path / "metrics.jsonl" for path in paths]
+    for path in metrics:
+        path.touch()
+    assert metric_plots.label_runs(metrics) == labels

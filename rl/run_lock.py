@@ -1,5 +1,5 @@
-"""Lock a run's folder for one process at a time, on a disk shared by many machines (NFS). The lock
-ends with its owner.
+"""Lock the folder of a run or of a server for one process at a time, on a disk shared by many
+machines (NFS). The lock ends with its owner.
 
 `run.lock` is created atomically as a hard link to a file that is written before. A link is atomic
 on NFS, where flock may not hold. The file names its owner: host, process id, start time. Its
@@ -28,8 +28,8 @@ from types import TracebackType
 from typing import Any
 
 from rl.errors import RunFolderError
-from rl.reporting import LOCK
 
+LOCK = "run.lock"
 HEARTBEAT_SECONDS = 5.0
 STALE = 60.0
 _TAKEOVER = LOCK + ".taking"  # held while a dead owner's lock is replaced
