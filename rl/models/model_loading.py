@@ -102,7 +102,8 @@ def load_model(base_model: str, *, tokenizer: str | None = None, seed: int = 0) 
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(source)
+        with convert_config_errors(base_model):
+            config = AutoConfig.from_pretrained(source)
         model = load_checked_model(
             select_auto_class(config),
             source,
@@ -140,8 +141,8 @@ def load_model_lazily(base_model: str, *, tokenizer: str | None = None) -> Loade
     from transformers import AutoConfig, GenerationConfig
 
     check_model_folder(folder)
-    config = AutoConfig.from_pretrained(str(folder))
-    with init_empty_weights(include_buffers=False):
+    with convert_config_errors(base_model), init_empty_weights(include_buffers=False):
+        config = AutoConfig.from_pretrained(str(folder))
         model = select_auto_class(config).from_config(
             config, dtype=torch.float32, **_attention_kwargs()
         )
@@ -295,14 +296,33 @@ def load_skeleton(base_model: str, *, tokenizer: str | None = None) -> LoadedMod
         return _build_tiny(base_model, tokenizer, 0)
     source = _find_source(base_model)
     try:
-        config = AutoConfig.from_pretrained(source)
+        with convert_config_errors(base_model):
+            config = AutoConfig.from_pretrained(source)
+            model = select_auto_class(config).from_config(config, dtype=torch.float32)
     except OSError as error:
         raise UserError(
             f"cannot read the config of the model {base_model!r}{_offline_note()}"
             f"{suggest_hub_name(base_model, KNOWN_MODELS, 'model')}: {error}"
         ) from error
-    model = select_auto_class(config).from_config(config, dtype=torch.float32)
     return LoadedModel(_disable_randomness(model), None, base_model, ())
+
+
+@contextlib.contextmanager
+def convert_config_errors(base_model: str) -> Iterator[None]:
+    """Raise UserError for a config.json from which no model can be built."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except UserError:
+        raise
+    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        if not isinstance(error, (StrictDataclassError, ValueError)):
+            reason = f"{type(error).__name__}: {reason}"
+        raise UserError(
+            f"cannot build a model from the config.json of {base_model}: {reason}"
+        ) from error
 
 
 def _untie_skeleton(loaded: LoadedModel, adapted: Collection[str]) -> LoadedModel:

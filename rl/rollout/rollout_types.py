@@ -151,6 +151,7 @@ class RolloutBatch:
             merge_counters([self.counters, other.counters]),
             self.sample_seconds + other.sample_seconds,
             self.score_seconds + other.score_seconds,
+            [*self.untrained_groups, *other.untrained_groups],
         )
 
 

@@ -51,6 +51,22 @@ def test_a_truncated_index_is_named(load, tmp_path):
         load(str(tmp_path))
 
 
+@pytest.mark.parametrize("load", [load_skeleton, load_model_lazily])
+@pytest.mark.parametrize(("change", "named"), [
+    ({"num_attention_heads": "four"}, "num_attention_heads.* got str"),
+    ({"hidden_size": None}, "hidden_size.* got NoneType"),
+    ({"num_attention_heads": 0}, "ZeroDivisionError"),
+    ({"hidden_act": "sillu"}, "sillu"),
+    ({"model_type": "qwen99"}, "qwen99"),
+])  # fmt: skip
+def test_a_config_with_a_wrong_value_is_named(load, change, named, tmp_path):
+    load_model("tiny:ascii").model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(UserError, match=f"from the config.json of {tmp_path}: .*{named}"):
+        load(str(tmp_path))
+
+
 @pytest.mark.parametrize("change", [{"target_modules": ["c_attn"]}, {"peft_type": "NO_SUCH"}])
 def test_an_adapter_of_another_architecture_is_named(change, tmp_path):
     add_lora(load_model("tiny:ascii"), LoraConfig(rank=2)).model.save_pretrained(tmp_path)
