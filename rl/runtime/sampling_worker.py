@@ -32,6 +32,7 @@ from rl.runtime.verb_table import SAMPLER, assign_indices, merge_by_index, verb
 from rl.sampler import (
     Decoder,
     IdleKVCachePool,
+    MultiAdapterDecoder,
     SamplingRequest,
     disable_cudnn_attention,
     make_base_decoder,
@@ -455,6 +456,19 @@ class SamplingWorker:
         """
         stream = self.streams.get(stream_id)
         return {} if stream is None or not self.reports_results else stream.unfinished()
+
+    def is_in_use(self, decoder: Decoder) -> bool:
+        """Return whether a version has a decoder, or a mixed stream, which samples to the end of a
+        request from weights that were freed meanwhile.
+        """
+        mixed = [
+            used
+            for stream in self.streams.values()
+            if isinstance(stream.engine.decoder, MultiAdapterDecoder)
+            for used in stream.engine.decoder.decoders.values()
+        ]
+        versions = (version.decoder for version in self.versions.values())
+        return any(used is decoder for used in (*versions, *mixed))
 
     def _free_idle_caches(self) -> None:
         """Free the KV caches that no request uses. The next request of a stream makes another."""

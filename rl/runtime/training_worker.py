@@ -366,8 +366,7 @@ class TrainingWorker(SamplingWorker):
         elif decoder is None:
             decoder = self._make_learner_decoder(model_id)
         else:
-            # a version still uses this decoder
-            if any(v.decoder is decoder for v in self.versions.values()):
+            if self.is_in_use(decoder):
                 decoder = decoder.fork()
             decoder.load_(learner.iter_weights())
         if not on_servers:

@@ -296,10 +296,11 @@ class SamplerWorker(SamplingWorker):
             model = None
         if model is None:
             model = self.models[manifest.model_id] = self._load_model(manifest)
+        # chunks arrive between the steps of a stream
         engines = [stream.engine for stream in self.streams.values()]
-        users = (*self.versions.values(), *self.transfers.values(), *engines)
+        users = (*self.transfers.values(), *engines)
         for decoder in model.decoders:
-            if all(user.decoder is not decoder for user in users):
+            if not self.is_in_use(decoder) and all(user.decoder is not decoder for user in users):
                 return model.loaded, decoder
         model.decoders.append(model.decoders[0].fork())
         return model.loaded, model.decoders[-1]

@@ -117,6 +117,24 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
     )
 
 
+def test_a_running_request_keeps_weights_that_are_released_meanwhile(service):
+    model, other = trained(service, 4, 2), trained(service, 4, 3)
+    client, second = (each.save_weights_and_get_sampling_client() for each in (model, other))
+    request = replace(make_request(3), num_samples=4)
+    expected = client.sample_many([request]).result()[0][0]
+    with SampleStream(second, mixed=True) as stream:
+        ticket = stream.add(request, client)
+        results = dict(stream.run_steps(2).finished)
+        assert ticket not in results
+        client.release()
+        model.forward_backward(random_datums(4, seed=9), "importance_sampling")
+        model.optim_step(LEARN).result()
+        model.save_weights_and_get_sampling_client()
+        while stream.busy:
+            results |= stream.run_steps(3).finished
+    check(results[ticket], expected)
+
+
 def test_what_cannot_be_mixed_says_so(service, tmp_path):
     first, full = trained(service, 2, 2), service.create_full_training_client(BASE)
     client, other = (model.save_weights_and_get_sampling_client() for model in (first, full))
