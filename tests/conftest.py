@@ -74,7 +74,7 @@ def pytest_report_header() -> str:
 
 
 # Tests of serve.py are in files with these names: they need the extra `serve`. `.ci/run` installs
-# it after `make test` and `make slow`.
+# it after `make test`.
 SERVER = ("test_serve", "test_endpoint")
 
 
