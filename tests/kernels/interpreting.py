@@ -34,12 +34,7 @@ def run_interpreted(file: str, marked: str) -> None:
             f"{version('numpy')} for numbers"
         )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, file]
-    done = subprocess.run(
-        command,
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
 

@@ -135,13 +135,7 @@ def test_new_weights_reach_running_samples_at_a_token_and_each_token_says_which_
     (fresh,) = actual[late].sequences
     expected, _ = new.sample_many([make_request(0, problem=50)]).result()
     assert get_tokens([actual[late]]) == get_tokens(expected)
-    assert (
-        fresh.version,
-        fresh.versions,
-    ) == (
-        v + 1,
-        None,
-    )
+    assert (fresh.version, fresh.versions) == (v + 1, None)
 
 
 def test_a_stream_whose_weights_are_gone_says_so_instead_of_drawing_under_a_stale_label(policy):

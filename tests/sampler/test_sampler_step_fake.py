@@ -160,12 +160,7 @@ def record_launches(monkeypatch):
         ).split():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, marked(getattr(module, name)))
-    for module in (
-        decode_ops,
-        lora_ops,
-        paged_attention,
-        sys.modules["kernels.sample_tokens"],
-    ):
+    for module in (decode_ops, lora_ops, paged_attention, sys.modules["kernels.sample_tokens"]):
         monkeypatch.setattr(module, "device_context", lambda tensor: nullcontext())
     return wire
 

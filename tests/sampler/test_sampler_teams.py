@@ -147,13 +147,7 @@ def test_a_sum_left_out_is_seen(launched, launch):
             "one was started: start that many, as in `accelerate launch .*--num_processes 2 ",
         ),
         (2, 0, 3, None, "does not divide the 3 processes of a machine: use 1, 3, or start"),
-        (
-            4,
-            0,
-            12,
-            6,
-            "does not divide the 6 processes of a machine: use 1, 2, 3, 6, or start",
-        ),
+        (4, 0, 12, 6, "does not divide the 6 processes of a machine: use 1, 2, 3, 6, or start"),
         (2, 1, 3, None, "cannot be combined: each rank that only samples holds all weights"),
     ],
 )

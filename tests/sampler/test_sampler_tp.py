@@ -340,12 +340,7 @@ def test_it_holds_for_the_whole_run():
             2,
             "fast decoder .*is not supported by it: leave sampler_tp at 1",
         ),
-        (
-            "qwen3",
-            "--sampler-tp 2",
-            3,
-            "does not divide the 3 processes of a machine: use 1, 3",
-        ),
+        ("qwen3", "--sampler-tp 2", 3, "does not divide the 3 processes of a machine: use 1, 3"),
         (
             "qwen3",
             "--sampler-tp 2",
