@@ -6,6 +6,7 @@ memory within the limit of a block, spilled registers from the assembler's repor
 offsets if T x V exceeds 2^31.
 """
 
+import itertools
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile"
 )
 ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+GPUS = (80, 86, 89, 90, 100, 120)  # compute capabilities
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTS = (
     "N V T col_base col_end tiles tile_base split_base parts stride stride_x stride_w stride_kept "
@@ -192,12 +194,7 @@ SPILLS = {
 SOME = [("bf16", 80, 4096), ("bf16", 120, 2048), ("bf16", 100, 4096), ("fp16", 89, 2048)]
 SOME += [("bf16", 86, 896), ("bf16", 100, 896)]
 SOME += [("fp32", 80, 1024), ("fp32", 120, 4096), ("fp16", 120, 4096)]
-EVERY = [
-    (kind, target, D)
-    for kind in NAMES
-    for target in (80, 86, 89, 90, 100, 120)
-    for D in (896, 2048, 4096)
-]
+EVERY = list(itertools.product(NAMES, GPUS, (896, 2048, 4096)))
 
 
 @pytest.mark.parametrize(
@@ -409,9 +406,12 @@ def sampler_kernels(capability):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("capability", GPUS)
 def test_the_samplers_kernels(capability, tmp_path):
+    """Kernels without products compile for the targets of `test_kernels_without_products`."""
     for kernel, constants, data, warps, stages, kinds, allowed in sampler_kernels(capability):
+        if capability not in (80, 90, 120) and "BK" not in constants:
+            continue
         _, spilled = build(kernel, constants, data, warps, stages, kinds, tmp_path, capability)
         assert spilled <= allowed, (kernel.__name__, spilled)
 
@@ -471,3 +471,37 @@ def test_the_policy_loss_has_no_minimum_that_drops_a_nan(kind, tmp_path):
         policy_loss_triton.GSPO.value,
     )
     assert bool(result) == clips
+
+
+# Inputs of a layer, ranks of its adapters.
+LORA_MODELS = [(896, 96), (4096, 96), (14336, 32)]
+LORA = list(itertools.product(GPUS, ("fp32", "bf16"), LORA_MODELS))
+# Each GPU with both dtypes, and each model with both dtypes on two GPUs.
+LORA_SOME = [case for case in LORA if LORA_MODELS.index(case[2]) == GPUS.index(case[0]) % 3]
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind", "model"),
+    [pytest.param(*case, marks=pytest.mark.slow) for case in LORA_SOME]
+    + [pytest.param(*case, marks=pytest.mark.campaign) for case in LORA if case not in LORA_SOME],
+)
+def test_the_products_of_adapters(capability, kind, model, tmp_path):
+    from kernels import lora_ops_triton as kernels
+
+    inputs, ranks = model
+    splits = kernels.choose_splits(inputs)
+    options = {"R": ranks, "BM": 32, "UPCAST": False}
+    options["PRECISION"] = "tf32x3" if kind == "fp32" else "ieee"
+    each = triton.cdiv(triton.cdiv(inputs, splits), 64) * 64
+    down = options | {"D": inputs, "EACH": each, "BR": 32, "BK": 32}
+    kinds = {"x_ptr": "*bf16", "a_ptr": f"*{kind}", "stride_a": "i32"}
+    _, spilled = build(kernels._lora_down_kernel, down, (), 4, 3, kinds, tmp_path, capability)
+    assert spilled == 0
+    columns = kernels.choose_columns(NAMES[kind])
+    up = options | {"SPLITS": splits, "PARTS": 3, "BN": columns, "BR": 32}
+    kinds = {"y_ptr": "*bf16", "stride_y": "i32"}
+    for i in range(3):
+        kinds |= {f"b{i}_ptr": f"*{kind}", f"scale_{i}": "fp32"}
+        kinds |= dict.fromkeys((f"{n}_{i}" for n in "end column columns rank ranks".split()), "i32")
+    _, spilled = build(kernels._lora_up_kernel, up, (), 4, 3, kinds, tmp_path, capability)
+    assert spilled == 0

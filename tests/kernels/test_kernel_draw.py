@@ -5,7 +5,7 @@ tokens as sampling from whole logits with the same random numbers.
 import numpy as np
 import pytest
 import torch
-from interpreting import INTERPRETED, mark_interpreted, run_interpreted
+from interpreting import INTERPRETED, mark_interpreted
 from sampler_models import row_settings
 
 from kernels import sample_tokens
@@ -14,14 +14,6 @@ from rl.sampler.token_sampling import sample_tokens as from_logits
 from rl.types import SamplingParams
 
 pytest.importorskip("triton", reason="triton is not installed")
-
-
-@pytest.mark.parametrize("part", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_the_draw_in_the_interpreter(part):
-    run_interpreted(__file__, part)
-
-
-test_the_draw_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
 
 
 def stream(count: int, seed: int = 0) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Test every Triton kernel and path in Triton's interpreter, at small tiles, against the torch
 paths (which are tested against float64).
 
-The interpreter has to be chosen before Triton is imported, so the single test that a normal run
-collects starts this file again with TRITON_INTERPRET=1. Set that variable by hand to run single
-tests. Silent faults of the interpreter that are worked around: bfloat16 products are wrong
+The interpreter has to be chosen before Triton is imported, so the one test that a normal run
+collects starts this file and others again with TRITON_INTERPRET=1. Set that variable by hand to run
+single tests. Silent faults of the interpreter that are worked around: bfloat16 products are wrong
 (operands are upcast), and float32 to bfloat16 truncates (tolerances of bfloat16 are doubled for
 it).
 """
@@ -18,12 +18,29 @@ from interpreting import INTERPRETED, mark_interpreted, run_interpreted
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-@pytest.mark.parametrize("part", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_all_kernels_in_the_interpreter(part):
-    run_interpreted(__file__, part)
+# Files with tests for the interpreter, by the mark that these have in its process.
+FILES = {
+    "not slow": ("test_kernel_interpreter", "test_kernel_draw", "test_kernel_lora"),
+    "slow": (
+        *("test_kernel_interpreter", "test_kernel_draw", "test_kernel_hopper"),
+        *("test_kernel_memory", "test_kernel_step", "test_kernel_paged"),
+    ),
+}
+RUNS = [(marked, stem) for marked, stems in FILES.items() for stem in stems]
 
 
-test_all_kernels_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("marked", "stem"),
+    [pytest.param(*run, marks=[pytest.mark.slow] * (run[0] == "slow")) for run in RUNS],
+)
+def test_kernels_in_the_interpreter(marked, stem):
+    """All files run in a single process."""
+    results = run_interpreted(marked, *FILES[marked])[stem]
+    assert results
+    assert {name: text for name, text in results.items() if text} == {}
+
+
+test_kernels_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
 
 if INTERPRETED:
     from interpreting import patch_once

@@ -7,25 +7,18 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from interpreting import INTERPRETED, run_interpreted
+from interpreting import INTERPRETED, SLOW_INTERPRETED
 
 from kernels import UNBOUNDED, AttentionBounds, SharedPages, compute_paged_attention
 from kernels.paged_attention import make_trial_inputs
 from rl.sampler.block_manager import make_block_tables
 
 pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = SLOW_INTERPRETED
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Relative to the largest value: the error of float32's sums, plus that of rounding the softmax
 # weights and the output to the operands' dtype.
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
-
-
-@pytest.mark.slow
-def test_paged_attention_in_the_interpreter():
-    run_interpreted(__file__, "not gpu")
-
-
-test_paged_attention_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from sampler_models import multistep_engine, paged_engine, tiny_model
-from test_sampler_paged import check
+from test_block_tables import check_blocks
 
 from rl.sampler import Engine, IdleKVCachePool, SamplingRequest, make_decoder
 from rl.sampler.decode_state import PromptBatch
@@ -301,7 +301,7 @@ class EngineWorkload:
             assert place not in self.finished
             self.finished[place] = done.result().sequences
         if self.engine.is_paged:
-            check(self.engine._state.block_manager)
+            check_blocks(self.engine._state.block_manager)
             check_readers(self.engine)
 
     def _move(self) -> None:
