@@ -5,6 +5,7 @@ the samples are those of an engine without this.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,23 +125,28 @@ def test_a_cancelled_request_leaves_its_prompt_to_others(kind, decoder):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_weights_reuse_nothing_of_the_old(kind, decoder):
+    """The conversation's first prompt is of the old weights, and its answer ends under the new."""
     other = decoder.fork()
     other.load_((name, decoder.weights.view(name) * 1.2) for name in decoder.weights.slices)
     first, second, third, *_ = make_requests()
+    second = replace(second, num_samples=1, conversation="talk")
     engine = make(kind, decoder)
     run_in_turn(engine, [first])
-    engine.add(second)  # its prompt is of the old weights, and ends under the new
+    engine.add(second)
     engine.max_steps = 2
     engine.step()
     engine.change_weights(other, 1)
     engine.max_steps = None
-    while engine.busy:
-        engine.step()
+    (response,) = [done.result() for _ in range(20) for done in engine.step()]
+    (answer,) = response.sequences
+    assert set(answer.versions) == {0, 1}
     before = engine.counters.prefix_cached_tokens
-    responses = run_in_turn(engine, [third, first])
-    expected = run_in_turn(make(kind, other, enable_prefix_caching=False), [third, first])
+    on = replace(second, prompt=[*second.prompt, *answer.tokens, 5, 9])
+    responses = run_in_turn(engine, [on, third, first])
+    expected = run_in_turn(make(kind, other, enable_prefix_caching=False), [on, third, first])
     check_same(responses, expected, 1e-4)
-    assert engine.counters.prefix_cached_tokens - before == 64
+    assert [r.prompt_cache_hit_tokens for r in responses] == [0, 64, 64]
+    assert engine.counters.prefix_cached_tokens - before == 2 * 64
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "blocks of 4", "blocks of 64"])

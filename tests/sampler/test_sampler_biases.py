@@ -34,12 +34,16 @@ KINDS = {"fast": Engine, "hf": Engine, "stepped": multistep_engine}
 PROMPTS = random_prompts([5, 9, 7])
 
 
-def sampled(kind, params, samples=4, others=(), decoder=None):
+@cache
+def decoder_of(kind):
+    return make_decoder(tiny_model("qwen3"), kind="hf" if kind == "hf" else "fast")
+
+
+def sampled(kind, params, samples=4, others=()):
     """Return the sequences of each of three prompts. `others`: params of further requests in the
     same batch.
     """
-    decoder = decoder or make_decoder(tiny_model("qwen3"), kind="hf" if kind == "hf" else "fast")
-    engine = KINDS[kind](decoder, eos_token_ids=EOS, max_rows=64)
+    engine = KINDS[kind](decoder_of(kind), eos_token_ids=EOS, max_rows=64)
     requests = [
         make_request(prompt, samples, params=params, seed=3, problem=problem)
         for problem, prompt in enumerate(PROMPTS)
@@ -157,9 +161,9 @@ def test_a_request_that_has_begun_counts_what_it_drew():
     check_same(run_requests(second, [begun]), run_requests(whole, [request]))
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    with ServiceClient(output_dir=tmp_path_factory.mktemp("out")) as service:
+@pytest.fixture
+def client(tmp_path):
+    with ServiceClient(output_dir=tmp_path) as service:
         yield service.create_full_training_client("tiny:addition")
 
 

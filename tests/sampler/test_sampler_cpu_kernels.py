@@ -287,21 +287,17 @@ def use_cache(fresh, monkeypatch, tmp_path):
 
 
 def test_a_compiler_with_arguments_builds_the_library(use_cache, monkeypatch):
-    cache = use_cache("one")
+    """A cached library that cannot be loaded is built again. Another process, of the same id in
+    another container, is about to store its library.
+    """
+    cache = use_cache("first")
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     monkeypatch.setenv("CXX", f"env {compiler} -pipe")
     assert cpu_kernels.load_cpu_kernels() is not None
-    (library,) = cache.iterdir()  # no temporary file is left
+    (built,) = cache.iterdir()  # no temporary file is left
     umask = os.umask(0)
     os.umask(umask)
-    assert library.stat().st_mode & 0o044 == 0o044 & ~umask  # readable for other users
-
-
-def test_a_cached_library_that_cannot_be_loaded_is_built_again(use_cache):
-    """Another process, of the same id in another container, is about to store its library."""
-    first = use_cache("first")
-    assert cpu_kernels.load_cpu_kernels() is not None
-    (built,) = first.iterdir()
+    assert built.stat().st_mode & 0o044 == 0o044 & ~umask  # readable for other users
     second = use_cache("second")
     second.mkdir()
     library, other = second / built.name, second / f"{built.name}.{os.getpid()}"

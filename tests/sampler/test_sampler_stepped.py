@@ -96,7 +96,7 @@ def test_every_family_and_adapters_by_every_look(kind):
         )
     ]
     expected = run_requests(Engine(decoder, (3, 4)), requests)
-    for look in (1, 5, 32):
+    for look in (1, 7):
         engine = multistep_engine(decoder, (3, 4), page=4, steps_per_sync=look, max_rows=9)
         check_same(run_requests(engine, requests), expected, 1e-4)
         assert engine._device_steps.num_syncs <= engine.counters.steps
@@ -253,7 +253,7 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
         return result
 
     monkeypatch.setattr(DeviceSteps, "launch_next", launch_next)
-    for seed in range(12):
+    for seed in range(8):
         engine, requests = make_tight_engine(np.random.default_rng(seed), decoder)
         engine.runs_ahead = True
         if seed % 2:  # rows for all requests, so that none wait

@@ -206,14 +206,14 @@ def test_a_judge_is_split_and_a_reward_model_is_not():
     assert scores("reward", 2) == scores("reward", 1) == whole > 0
 
 
-def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_cannot_be(
-    large_model, tmp_path
-):
+def test_it_is_told_to_one_gpu_with_the_launch_it_needs_and_never_where_it_cannot_be(tmp_path):
     def offered(words: str, launch: LaunchShape) -> set[str]:
         changes = find_savings(read_config(words), launch, 512)
         return {change.command for change in changes if change.kind == "sampler_tp"}
 
-    words = LINE.format(large_model) + " --lora-rank 8 --gradient-checkpointing"
+    config = config_of("32B").to_dict() | {"num_hidden_layers": 8, "layer_types": None}
+    AutoConfig.for_model(**config).save_pretrained(tmp_path / "large")
+    words = LINE.format(tmp_path / "large") + " --lora-rank 8 --gradient-checkpointing"
     sizes = {f"--sampler-tp {k} on 8 GPUs" for k in (2, 4, 8)}
     assert offered(words, LaunchShape(cuda=True, bf16=True)) == sizes
     config_of("0.5B").save_pretrained(tmp_path)  # 14 heads, 2 key-value heads
