@@ -205,7 +205,6 @@ def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
     variants = [
         (kernels._forward_kernel, PLAIN | NOTHING_KEPT, 0),
         (kernels._dlogits_kernel, PLAIN | {"HAS_C": False}, 0),
-        (kernels._forward_kernel, PLAIN | NOTHING_KEPT | {"KEEP": True}, keeps),
         (kernels._forward_kernel, FULL | NOTHING_KEPT | {"KEEP": True, "KEEP_SLOPE": True}, keeps),
         (kernels._dlogits_kernel, FULL | {"HAS_C": True}, bent),
     ]
