@@ -4,9 +4,10 @@ for errors to show.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -28,7 +29,7 @@ from rl.sampler import BLOCK_SIZE, Engine, SamplingRequest
 from rl.sampler.block_manager import BlockManager, PromptBlockTable
 from rl.sampler.running_rows import make_param_columns
 from rl.sampler.token_sampling import RowSamplingSettings, make_row_settings
-from rl.types import SamplingParams
+from rl.types import SampledSequence, SampleResponse, SamplingParams
 
 VOCAB = 41
 SMALL: dict[str, Any] = dict(
@@ -175,6 +176,41 @@ def make_request(prompt: Sequence[int], num_samples: int = 1, **settings: Any) -
     if settings:
         fields["params"] = SamplingParams(**settings)
     return SamplingRequest(prompt=prompt, num_samples=num_samples, **fields)
+
+
+def run_requests(engine: Engine, requests: Iterable[SamplingRequest]) -> list[SampleResponse]:
+    """Add the requests to the engine, run it to the end and return the responses."""
+    for request in requests:
+        engine.add(request)
+    return engine.run()
+
+
+def check_same(
+    responses: Sequence[SampleResponse], expected: Sequence[SampleResponse], atol: float = 1e-5
+) -> None:
+    """Check that two runs have the same tokens and stop reasons, and logprobs equal to `atol`."""
+    for mine, other in zip(responses, expected, strict=True):
+        assert [(s.tokens, s.stop_reason) for s in mine.sequences] == [
+            (s.tokens, s.stop_reason) for s in other.sequences
+        ]
+        for sequence, plain in zip(mine.sequences, other.sequences, strict=True):
+            np.testing.assert_allclose(sequence.logprobs, plain.logprobs, atol=atol)
+        if other.prompt_logprobs is not None:
+            np.testing.assert_allclose(
+                mine.prompt_logprobs[1:], other.prompt_logprobs[1:], atol=atol
+            )
+
+
+def check_logprobs(
+    model: Any,
+    prompt: Sequence[int],
+    sequence: SampledSequence,
+    temperature: float = 1.0,
+    atol: float = 1e-4,
+) -> None:
+    """Compare the logprobs of a sample with those of a plain forward."""
+    expected = reference_logprobs(model, list(prompt), sequence.tokens, temperature)
+    np.testing.assert_allclose(sequence.logprobs, expected, rtol=0, atol=atol)
 
 
 def add_prompt(tables: BlockManager, length: int) -> PromptBlockTable:

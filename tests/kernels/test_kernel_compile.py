@@ -6,10 +6,11 @@ memory within the limit of a block, spilled registers from the assembler's repor
 offsets if T x V exceeds 2^31.
 """
 
+import itertools
 import os
 import re
 import subprocess
-from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
@@ -21,13 +22,19 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile"
 )
 ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+GPUS = (80, 86, 89, 90, 100, 120)  # compute capabilities
 NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTS = (
     "N V T col_base col_end tiles tile_base split_base parts stride stride_x stride_w stride_kept "
-    "stride_exp stride_out columns"
+    "stride_exp stride_out columns exps R splits first stride_row stride_head stride_page "
+    "stride_place stride_table"
+).split()
+FLOATS = "in_scale out_scale headroom beta low high scale".split()
+# Numbers that are multiples of 16, as are all addresses.
+ALIGNED = set(
+    "stride_x stride_w stride_out stride_kept stride_row stride_head stride_page stride_place "
+    "plane".split()
 )
-INTS += " exps R splits first stride_row stride_head stride_page stride_place stride_table"
-FLOATS = "in_scale out_scale headroom beta low high scale"
 HEAD_DATA = ("bias_ptr", "kept_ptr", "out_ptr")
 LONGS = ("y_ptr", "at_ptr", "cu_ptr")
 # Bytes of shared memory that a block may request, by compute capability (CUDA C++ Programming
@@ -52,30 +59,18 @@ def compile_kernel(
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.compiler import ASTSource
 
-    kinds = (
-        dict.fromkeys(INTS.split(), "i32")
-        | dict.fromkeys(FLOATS.split(), "fp32")
-        | dict.fromkeys(LONGS, "*i64")
-    )
-    kinds |= (
-        {"mask_ptr": "*u8"}
-        | dict.fromkeys(data, f"*{constants.pop('TYPE', 'fp32')}")
-        | (descriptors or {})
-    )
+    kinds = dict.fromkeys(INTS, "i32") | dict.fromkeys(FLOATS, "fp32")
+    kinds |= dict.fromkeys(LONGS, "*i64") | {"mask_ptr": "*u8"}
+    kinds |= dict.fromkeys(data, f"*{constants.pop('TYPE', 'fp32')}") | (descriptors or {})
     signature = {
         name: "constexpr" if name in constants else kinds.get(name, "*fp32")
         for name in kernel.arg_names
     }
-    wide = (
-        "stride_x stride_w stride_out stride_kept stride_row stride_head stride_page stride_place"
-    )
-    wide = [*wide.split(), "plane"]
-    aligned = [
-        i
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in wide
-    ]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+        if signature[name].startswith("*") or name in ALIGNED
+    }
     source = ASTSource(kernel, signature, constants, attributes)
     reports = []
 
@@ -91,12 +86,9 @@ def compile_kernel(
 
     # A kernel from Triton's cache would have no report.
     cache = mock.patch.dict(os.environ, {"TRITON_CACHE_DIR": str(tmp_path)})
+    target, options = GPUTarget("cuda", capability, 32), {"num_warps": warps, "num_stages": stages}
     with cache, mock.patch.object(CUDABackend, "make_cubin", assemble):
-        compiled = triton.compile(
-            source,
-            target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": warps, "num_stages": stages},
-        )
+        compiled = triton.compile(source, target=target, options=options)
     (report,) = reports
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES[capability]
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
@@ -122,13 +114,16 @@ def head_options(D, dtype, descriptors, capability=90):
 PLAIN, FULL = {"HAS_BIAS": False, "SOFTCAP": False}, {"HAS_BIAS": True, "SOFTCAP": True}
 NOTHING_KEPT = {"ENTROPY": True, "KEEP": False, "KEEP_SLOPE": False}
 QUICK = [(2048, "bf16", True)]
-MODELS = [(896, "bf16", True), (2304, "bf16", True), (4096, "bf16", True)]
+MODELS = [(896, "bf16", True), (4096, "bf16", True), (1000, "fp16", False), (1024, "fp32", True)]
+MORE_MODELS = [(2304, "bf16", True), (3584, "bf16", False)]
 MODELS += [(1000, "fp16", False), (3584, "bf16", False), (1024, "fp32", True)]
 
 
 @pytest.mark.parametrize(
     ("D", "dtype", "descriptors"),
-    QUICK + [pytest.param(*m, marks=pytest.mark.slow) for m in MODELS],
+    QUICK
+    + [pytest.param(*model, marks=pytest.mark.slow) for model in MODELS]
+    + [pytest.param(*model, marks=pytest.mark.campaign) for model in MORE_MODELS],
 )
 def test_linear_logprob_kernels(D, dtype, descriptors, tmp_path):
     """The two kernels that the default path runs with descriptors must not spill; rarer variants
@@ -170,17 +165,13 @@ def test_loops_over_tiles_are_flattened_into_the_products(name, tmp_path):
         assert kernel.src.count("flatten=True") == 1
         kernel._unsafe_update_src(kernel.src.replace("flatten=True", word))
         constants, kinds, tiles = head_options(2048, "bf16", True)
-        constants |= options | PLAIN
         sizes = (tiles.warps, tiles.stages, kinds, tmp_path)
-        compiled, spilled = build(kernel, constants, HEAD_DATA, *sizes)
-        results.append(
-            [
-                len(re.findall(rf"\b{what}\b", compiled.asm["ttgir"]))
-                for what in ("scf.for", "ttng.warp_group_dot")
-            ]
-        )
+        compiled, spilled = build(kernel, constants | options | PLAIN, HEAD_DATA, *sizes)
+        code = compiled.asm["ttgir"]
+        loops, products = r"\bscf.for\b", r"\bttng.warp_group_dot\b"
+        results.append((len(re.findall(loops, code)), len(re.findall(products, code))))
         assert spilled == 0 or word == "flatten=False"
-    assert results == [[1, 1], [2, 1]]
+    assert results == [(1, 1), (2, 1)]
 
 
 # Bytes per thread that the assembler may spill: in the forward with KEEP, bias and softcap, and in
@@ -189,15 +180,11 @@ SPILLS = {
     "bf16": {80: (150, 0), 86: (100, 0), 89: (100, 0), 90: (300, 300), 100: (60, 0), 120: (40, 0)},
     "fp32": {80: (200, 0), 86: (100, 0), 89: (100, 0), 90: (0, 0), 100: (0, 0), 120: (60, 0)},
 }
-SOME = [("bf16", 80, 4096), ("bf16", 120, 2048), ("bf16", 100, 4096), ("fp16", 89, 2048)]
+SOME = [("bf16", 80, 4096), ("fp32", 80, 1024), ("bf16", 86, 896), ("fp16", 89, 2048)]
+SOME += [("bf16", 100, 4096), ("bf16", 120, 2048), ("fp32", 120, 4096)]
 SOME += [("bf16", 86, 896), ("bf16", 100, 896)]
 SOME += [("fp32", 80, 1024), ("fp32", 120, 4096), ("fp16", 120, 4096)]
-EVERY = [
-    (kind, target, D)
-    for kind in NAMES
-    for target in (80, 86, 89, 90, 100, 120)
-    for D in (896, 2048, 4096)
-]
+EVERY = list(itertools.product(NAMES, GPUS, (896, 2048, 4096)))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +205,6 @@ def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
     variants = [
         (kernels._forward_kernel, PLAIN | NOTHING_KEPT, 0),
         (kernels._dlogits_kernel, PLAIN | {"HAS_C": False}, 0),
-        (kernels._forward_kernel, PLAIN | NOTHING_KEPT | {"KEEP": True}, keeps),
         (kernels._forward_kernel, FULL | NOTHING_KEPT | {"KEEP": True, "KEEP_SLOPE": True}, keeps),
         (kernels._dlogits_kernel, FULL | {"HAS_C": True}, bent),
     ]
@@ -231,12 +217,13 @@ def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
         assert products in compiled.asm["ptx"] or dtype == "fp32"
 
 
-# Arguments that a model, a memory layout or a run fixes; every other argument changes from batch to
-# batch.
-SETTLED = set(
-    "V columns eps stride_x stride_w stride_kept stride_out stride_row stride_head stride_page "
-    "stride_place".split()
-)
+SETTLED = {
+    *"V columns eps stride_x stride_w stride_kept stride_out stride_row stride_head".split(),
+    *"stride_page stride_place plane stride_table positions in_scale out_scale headroom".split(),
+    *"scale beta low high stride stride_a stride_y".split(),
+    # for an adapter of a layer
+    *(f"{name}_{i}" for name in "scale end column columns rank ranks".split() for i in range(3)),
+}
 SETTLED |= set(
     "plane stride_table positions in_scale out_scale headroom scale beta low high stride stride_a "
     "stride_y".split()
@@ -255,28 +242,18 @@ def test_numbers_of_a_batch_compile_no_variants():
     """200 micro-batches of 3k to 33k tokens once compiled 8 to 20 variants, at seconds each, and
     at different steps on each rank.
     """
-    from importlib import import_module
-
-    result = Counter()
+    changing = 0
     for module in MODULES.split():
         for name, kernel in vars(import_module(f"kernels.{module}")).items():
-            if isinstance(kernel, triton.JITFunction) and name.endswith("_kernel"):
-                numbers = [
-                    p
-                    for p in kernel.params
-                    if not p.is_constexpr
-                    and not p.name.endswith("_ptr")
-                    and p.name not in ("x", "w")
-                ]
-                for number in numbers:
-                    assert number.name in SETTLED or number.do_not_specialize, (
-                        module,
-                        name,
-                        number.name,
-                    )
-                    result[module] += number.name not in SETTLED
+            if not isinstance(kernel, triton.JITFunction) or not name.endswith("_kernel"):
+                continue
+            for p in kernel.params:
+                is_number = not p.name.endswith("_ptr") and p.name not in ("x", "w")
+                if is_number and not p.is_constexpr and p.name not in SETTLED:
+                    assert p.do_not_specialize, (module, name, p.name)
+                    changing += 1
     # none in step_triton and token_logprob_triton: only the grid depends on the number of rows
-    assert sum(result.values()) > 35, result
+    assert changing > 35
 
 
 def test_defect_9_offsets_are_64_bit(tmp_path):
@@ -295,7 +272,7 @@ def test_defect_9_offsets_are_64_bit(tmp_path):
     assert re.search(r"arith.muli %\w+, %\w+ : i64", compiled.asm["ttir"])
 
 
-def test_defect_12_unaligned_targets_are_not_read_in_wide_words(tmp_path):
+def test_defect_12_unaligned_targets_are_not_read_in_wide_words():
     """Without a guarantee of 16-byte alignment the compiler must not load two int64 at once."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -305,19 +282,12 @@ def test_defect_12_unaligned_targets_are_not_read_in_wide_words(tmp_path):
     constants, kinds, tiles = head_options(896, "bf16", False)
     constants |= PLAIN | {"HAS_C": False}
     constants.pop("TYPE")
-    signature = {}
-    for name in head._dlogits_kernel.arg_names:
-        fallback = "i32" if name in INTS.split() else "fp32" if name in FLOATS.split() else "*fp32"
-        signature[name] = (
-            "constexpr"
-            if name in constants
-            else kinds.get(name, "*i64" if name in LONGS else fallback)
-        )
-    compiled = triton.compile(
-        ASTSource(head._dlogits_kernel, signature, constants),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4},
-    )
+    kinds |= dict.fromkeys(INTS, "i32") | dict.fromkeys(FLOATS, "fp32")
+    kinds |= dict.fromkeys(LONGS, "*i64") | dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "*fp32") for name in head._dlogits_kernel.arg_names}
+    source = ASTSource(head._dlogits_kernel, signature, constants)
+    target = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": 4})
     assert not re.search(r"ld\.global\S*\.v2\.b64", compiled.asm["ptx"])
 
 
@@ -361,12 +331,8 @@ def test_kernels_without_products(capability, tmp_path):
 
 SAMPLER_INTS = {
     **dict.fromkeys((f"stride_{x}_{part}" for x in "kv" for part in ("prompt", "token")), "i32"),
-    **dict.fromkeys(("stride_k_head", "stride_v_head"), "i32"),
-    "slices": "i32",
-    "positions": "i32",
-    "plane": "i64",
-    "stride_page": "i64",
-    "stride_place": "i64",
+    **dict.fromkeys(("stride_k_head", "stride_v_head", "slices", "positions"), "i32"),
+    **dict.fromkeys(("plane", "stride_page", "stride_place"), "i64"),
 }
 
 
@@ -385,9 +351,8 @@ def sampler_kernels(capability):
     wide = dict.fromkeys(("uniform_ptr", "rest_ptr"), "*fp64")
     constants, kinds, tiles = head_options(2048, "bf16", GpuInfo(capability).has_tma, capability)
     assert tiles == select_tile_sizes(2048, torch.bfloat16, GpuInfo(capability))
-    cases = [
-        (sample_tokens_triton._slices_kernel, constants | {"SUB": 64}, (), tiles.warps, kinds, 300)
-    ]
+    constants["SUB"], sizes = 64, (tiles.warps, tiles.stages)
+    yield sample_tokens_triton._slices_kernel, constants, (), *sizes, other | kinds, 300
     pick = {"HAS_GREEDY": True, "BM": 1, "BS": 4096}
     search = {"D": 2048, "BM": 1, "SUB": 64, "BK": 64, "HAS_GREEDY": True, "TYPE": "bf16"}
     norm = {"E": 4096, "HAS_X": True, "BLOCK": 4096, "TYPE": "bf16"}
@@ -402,56 +367,62 @@ def sampler_kernels(capability):
         (decode_ops_triton._rope_to_cache_kernel, rope, "qkv norm rope q kv", 1, {}),
         (decode_ops_triton._append_to_cache_kernel, append, "k v kv", 4, SLOTS),
     ):
-        cases.append((kernel, constants, [f"{n}_ptr" for n in data.split()], warps, kinds, 0))
-    stages = dict.fromkeys([sample_tokens_triton._slices_kernel], tiles.stages)
-    for kernel, constants, data, warps, kinds, allowed in cases:
-        yield kernel, dict(constants), data, warps, stages.get(kernel, 3), other | kinds, allowed
+        pointers = [f"{name}_ptr" for name in data.split()]
+        yield kernel, constants, pointers, warps, 3, other | kinds, 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("capability", GPUS)
 def test_the_samplers_kernels(capability, tmp_path):
+    """Kernels without products compile for the targets of `test_kernels_without_products`."""
     for kernel, constants, data, warps, stages, kinds, allowed in sampler_kernels(capability):
+        if capability not in (80, 90, 120) and "BK" not in constants:
+            continue
         _, spilled = build(kernel, constants, data, warps, stages, kinds, tmp_path, capability)
         assert spilled <= allowed, (kernel.__name__, spilled)
 
 
-def hoppers_kernels():
+def hoppers_kernels(kind, D):
     """Yield (kernel, constants, data, warps, stages, spilled bytes allowed) for the
-    warp-specialized branch, for heads of real models.
+    warp-specialized branch.
     """
     from kernels import linear_logprob_hopper as kernels
     from kernels.tile_config import HOPPER_TILES
 
     tiles, data = HOPPER_TILES, ("x_ptr", "w_ptr", "out_ptr", "kept_ptr")
     base = {"BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth, "GROUP": 16, "UPCAST": False}
-    base |= {"PRECISION": "ieee", "WS": True}
-    for kind, D in (("bf16", 896), ("bf16", 2048), ("bf16", 4096), ("fp16", 2048)):
-        plain = {"ENTROPY": True, "KEEP": False, "HALVES": 1, "SPLITS": 132}
-        keeping = plain | {"KEEP": True, "HALVES": 1 if D >= 1536 else 2}
-        for kernel, options, allowed in (
-            (kernels._forward_ws_kernel, plain, 0),
-            (kernels._forward_ws_kernel, keeping, 100),
-            (kernels._dlogits_ws_kernel, {"HAS_C": False}, 100),
-            (kernels._dlogits_ws_kernel, {"HAS_C": True}, 100),
-        ):
-            constants = {**base, **options, "TYPE": kind, "D": D}
-            yield kernel, constants, data, tiles.warps, tiles.stages, allowed
+    base |= {"PRECISION": "ieee", "WS": True, "TYPE": kind, "D": D}
+    plain = {"ENTROPY": True, "KEEP": False, "HALVES": 1, "SPLITS": 132}
+    keeping = plain | {"KEEP": True, "HALVES": 1 if D >= 1536 else 2}
+    for kernel, options, allowed in (
+        (kernels._forward_ws_kernel, plain, 0),
+        (kernels._forward_ws_kernel, keeping, 100),
+        (kernels._dlogits_ws_kernel, {"HAS_C": False}, 100),
+        (kernels._dlogits_ws_kernel, {"HAS_C": True}, 100),
+    ):
+        yield kernel, base | options, data, tiles.warps, tiles.stages, allowed
 
 
 @pytest.mark.slow
-def test_hoppers_branch_has_warps_with_tasks_of_their_own(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "D"),
+    [
+        ("bf16", 896),
+        ("bf16", 2048),
+        ("fp16", 2048),
+        pytest.param("bf16", 4096, marks=pytest.mark.campaign),
+    ],
+)
+def test_hoppers_branch_has_warps_with_tasks_of_their_own(kind, D, tmp_path):
     """A block has 384 threads: a group of four warps copies and two groups multiply. Registers move
     from the first to the other two.
     """
-    for kernel, constants, data, warps, stages, allowed in hoppers_kernels():
-        case = (kernel.__name__, constants["D"], constants["TYPE"])
+    for kernel, constants, data, warps, stages, allowed in hoppers_kernels(kind, D):
         compiled, spilled = build(kernel, constants, data, warps, stages, None, tmp_path)
-        assert spilled <= allowed, (case, spilled)
-        assert "setmaxnreg" in compiled.asm["ptx"], case
-        assert re.search(r"\.reqntid 384", compiled.asm["ptx"]), case
-        assert "wgmma" in compiled.asm["ptx"], case
-        assert "cp.async.bulk.tensor" in compiled.asm["ptx"], case
+        assert spilled <= allowed, (kernel.__name__, spilled)
+        code = compiled.asm["ptx"]
+        for words in ("setmaxnreg", r"\.reqntid 384", "wgmma", r"cp\.async\.bulk\.tensor"):
+            assert re.search(words, code), (kernel.__name__, words)
 
 
 @pytest.mark.parametrize("kind", range(5))
@@ -459,15 +430,45 @@ def test_the_policy_loss_has_no_minimum_that_drops_a_nan(kind, tmp_path):
     """PTX's min.f32 and max.f32 return the other operand if one is NaN; min.NaN.f32 and max.NaN.f32
     return NaN.
     """
-    from kernels import policy_loss_triton
+    from kernels import policy_loss_triton as losses
 
     options = {"HAS_MASK": True, "HAS_LOW": True, "HAS_HIGH": True, "BLOCK": 1024, "KIND": kind}
-    compiled, _ = build(policy_loss_triton._policy_loss_kernel, options, (), 4, 3, None, tmp_path)
+    compiled, _ = build(losses._policy_loss_kernel, options, (), 4, 3, None, tmp_path)
     result = set(re.findall(r"\b(?:min|max)\.(?:\w+\.)*f32", compiled.asm["ptx"]))
     assert result <= {"min.NaN.f32", "max.NaN.f32"}, result
-    clips = kind in (
-        policy_loss_triton.PPO.value,
-        policy_loss_triton.CISPO.value,
-        policy_loss_triton.GSPO.value,
-    )
+    clips = kind in (losses.PPO.value, losses.CISPO.value, losses.GSPO.value)
     assert bool(result) == clips
+
+
+# Inputs of a layer, ranks of its adapters.
+LORA_MODELS = [(896, 96), (4096, 96), (14336, 32)]
+LORA = list(itertools.product(GPUS, ("fp32", "bf16"), LORA_MODELS))
+# Each GPU with both dtypes, and each model with both dtypes on two GPUs.
+LORA_SOME = [case for case in LORA if LORA_MODELS.index(case[2]) == GPUS.index(case[0]) % 3]
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind", "model"),
+    [pytest.param(*case, marks=pytest.mark.slow) for case in LORA_SOME]
+    + [pytest.param(*case, marks=pytest.mark.campaign) for case in LORA if case not in LORA_SOME],
+)
+def test_the_products_of_adapters(capability, kind, model, tmp_path):
+    from kernels import lora_ops_triton as kernels
+
+    inputs, ranks = model
+    splits = kernels.choose_splits(inputs)
+    options = {"R": ranks, "BM": 32, "UPCAST": False}
+    options["PRECISION"] = "tf32x3" if kind == "fp32" else "ieee"
+    each = triton.cdiv(triton.cdiv(inputs, splits), 64) * 64
+    down = options | {"D": inputs, "EACH": each, "BR": 32, "BK": 32}
+    kinds = {"x_ptr": "*bf16", "a_ptr": f"*{kind}", "stride_a": "i32"}
+    _, spilled = build(kernels._lora_down_kernel, down, (), 4, 3, kinds, tmp_path, capability)
+    assert spilled == 0
+    columns = kernels.choose_columns(NAMES[kind])
+    up = options | {"SPLITS": splits, "PARTS": 3, "BN": columns, "BR": 32}
+    kinds = {"y_ptr": "*bf16", "stride_y": "i32"}
+    for i in range(3):
+        kinds |= {f"b{i}_ptr": f"*{kind}", f"scale_{i}": "fp32"}
+        kinds |= dict.fromkeys((f"{n}_{i}" for n in "end column columns rank ranks".split()), "i32")
+    _, spilled = build(kernels._lora_up_kernel, up, (), 4, 3, kinds, tmp_path, capability)
+    assert spilled == 0

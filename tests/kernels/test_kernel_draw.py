@@ -5,7 +5,7 @@ tokens as sampling from whole logits with the same random numbers.
 import numpy as np
 import pytest
 import torch
-from interpreting import INTERPRETED, mark_interpreted, run_interpreted
+from interpreting import INTERPRETED, mark_interpreted
 from sampler_models import row_settings
 
 from kernels import sample_tokens
@@ -16,21 +16,10 @@ from rl.types import SamplingParams
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-@pytest.mark.parametrize("part", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_the_draw_in_the_interpreter(part):
-    run_interpreted(__file__, part)
-
-
-test_the_draw_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
-
-
 def stream(count: int, seed: int = 0) -> torch.Tensor:
-    names = [
-        np.full(count, seed, np.uint64),
-        np.full(count, 7, np.uint64),
-        np.arange(count, dtype=np.uint64),
-    ]
-    return torch.from_numpy(philox_uniforms(*names, np.zeros(count, np.uint64)))
+    names = (np.full(count, seed, np.uint64), np.full(count, 7, np.uint64))
+    numbers = np.arange(count, dtype=np.uint64), np.zeros(count, np.uint64)
+    return torch.from_numpy(philox_uniforms(*names, *numbers))
 
 
 def kernels(x, w, temperature, uniform, greedy=None, pick=(1024, 16)):
@@ -52,24 +41,26 @@ WAYS = {"torch": sample_tokens, "kernels": kernels}
 WAY = "kernels" if INTERPRETED else "torch"
 
 
-def test_equal_tokens_to_the_path_from_logits():
+SIZES = [(200, 16, 700), (300, 7, 130), (64, 24, 64), (1, 8, 9), (5, 3, 1)]
+
+
+@pytest.mark.parametrize(("N", "D", "V"), SIZES)
+def test_equal_tokens_to_the_path_from_logits(N, D, V):
     """Sampling agrees with the logits path in float32: per-row temperatures, greedy rows, and a
     vocabulary of several slices whose last slice is partial.
     """
-    for seed, (N, D, V) in enumerate(
-        [(200, 16, 700), (300, 7, 130), (64, 24, 64), (1, 8, 9), (5, 3, 1)]
-    ):
-        g = torch.Generator().manual_seed(seed)
-        x, w = torch.randn(N, D, generator=g), torch.randn(V, D, generator=g)
-        temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.3 + np.arange(N) % 4 * 0.4)
-        params = [SamplingParams(temperature=float(number)) for number in temperatures]
-        settings = row_settings(params, V, x.device)
-        expected = from_logits(x @ w.t(), stream(N, seed), settings)
-        greedy = torch.from_numpy(temperatures == 0)
-        temperature = torch.where(greedy, 1.0, torch.from_numpy(temperatures).float())
-        token, logp = WAYS[WAY](x, w, temperature, stream(N, seed), greedy)
-        assert torch.equal(token, expected[0])
-        torch.testing.assert_close(logp, expected[1], atol=2e-5, rtol=1e-5)
+    seed = SIZES.index((N, D, V))
+    g = torch.Generator().manual_seed(seed)
+    x, w = torch.randn(N, D, generator=g), torch.randn(V, D, generator=g)
+    temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.3 + np.arange(N) % 4 * 0.4)
+    params = [SamplingParams(temperature=float(number)) for number in temperatures]
+    settings = row_settings(params, V, x.device)
+    expected = from_logits(x @ w.t(), stream(N, seed), settings)
+    greedy = torch.from_numpy(temperatures == 0)
+    temperature = torch.where(greedy, 1.0, torch.from_numpy(temperatures).float())
+    token, logp = WAYS[WAY](x, w, temperature, stream(N, seed), greedy)
+    assert torch.equal(token, expected[0])
+    torch.testing.assert_close(logp, expected[1], atol=2e-5, rtol=1e-5)
 
 
 @mark_interpreted
@@ -86,41 +77,6 @@ def test_a_program_for_each_row_picks_the_same_slice(pick):
     token, logp = kernels(*settings, pick=pick)
     assert torch.equal(token, expected[0])
     torch.testing.assert_close(logp, expected[1], atol=2e-5, rtol=1e-5)
-
-
-def compute_chi_square(V: int, draws: int, bins: int) -> float:
-    """Return the chi-square statistic per degree of freedom, over `bins` bins of about equal
-    probability, for draws from one distribution.
-    """
-    g = torch.Generator().manual_seed(V)
-    x, w = torch.randn(1, 6, generator=g), torch.randn(V, 6, generator=g) * 0.5
-    token, logp = WAYS[WAY](
-        x.expand(draws, 6).contiguous(), w, torch.full((draws,), 0.8), stream(draws, 3)
-    )
-    p = ((x @ w.t()).double() / 0.8).softmax(-1)[0]
-    torch.testing.assert_close(logp.double(), p[token].log(), atol=2e-5, rtol=1e-5)
-    middle = (p.cumsum(0) - p / 2) * bins
-    bin_of = middle.long().clamp_max(bins - 1)
-    expected = torch.zeros(bins, dtype=torch.float64).index_add(0, bin_of, p) * draws
-    result = torch.bincount(bin_of[token], minlength=bins)[:bins]
-    real = expected > 0
-    assert (result[~real] == 0).all()
-    return float(((result - expected)[real] ** 2 / expected[real]).sum()) / int(real.sum() - 1)
-
-
-def test_chi_square_of_a_vocabulary_of_8():
-    """Each token is a bin. The statistic per degree of freedom (7) exceeds 3.5 once in 1,000
-    runs.
-    """
-    assert compute_chi_square(8, 4000, 4000) < 3.5
-
-
-@pytest.mark.slow
-def test_chi_square_of_a_vocabulary_of_5000():
-    """20,000 draws in 200 bins of about 25 tokens. The statistic per degree of freedom (199)
-    exceeds 1.34 once in 1,000 runs.
-    """
-    assert compute_chi_square(5000, 20_000, 200) < 1.34
 
 
 def test_where_the_number_is_at_an_end():

@@ -239,11 +239,7 @@ def test_losses_equal_the_cpu():
         for device in ("cpu", "cuda"):
             lp, old, adv = (t.to(device) for t in tensors)
             leaf = lp.clone().requires_grad_()
-            settings = {
-                "kind": kind,
-                "mask_T": mask.to(device),
-                "cu_seqlens": cu.to(device),
-            }
+            settings = {"kind": kind, "mask_T": mask.to(device), "cu_seqlens": cu.to(device)}
             loss, _ = policy_loss(leaf, old, adv, **settings)
             loss.backward()
             losses.append((loss.cpu().detach(), leaf.grad.cpu()))

@@ -4,17 +4,11 @@ keeps, and that keeping them changes no other output.
 
 import pytest
 import torch
-from interpreting import INTERPRETED, mark_interpreted, run_interpreted
+from interpreting import INTERPRETED, SLOW_INTERPRETED, mark_interpreted
 
 pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = SLOW_INTERPRETED
 
-
-@pytest.mark.slow
-def test_hoppers_keeping_forward_in_the_interpreter():
-    run_interpreted(__file__, "not gpu")
-
-
-test_hoppers_keeping_forward_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
 
 if INTERPRETED:
     from interpreting import patch_once

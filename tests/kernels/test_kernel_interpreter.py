@@ -1,9 +1,9 @@
 """Test every Triton kernel and path in Triton's interpreter, at small tiles, against the torch
 paths (which are tested against float64).
 
-The interpreter has to be chosen before Triton is imported, so the single test that a normal run
-collects starts this file again with TRITON_INTERPRET=1. Set that variable by hand to run single
-tests. Silent faults of the interpreter that are worked around: bfloat16 products are wrong
+The interpreter has to be chosen before Triton is imported, so the one test that a normal run
+collects starts this file and others again with TRITON_INTERPRET=1. Set that variable by hand to run
+single tests. Silent faults of the interpreter that are worked around: bfloat16 products are wrong
 (operands are upcast), and float32 to bfloat16 truncates (tolerances of bfloat16 are doubled for
 it).
 """
@@ -18,12 +18,29 @@ from interpreting import INTERPRETED, mark_interpreted, run_interpreted
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-@pytest.mark.parametrize("part", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_all_kernels_in_the_interpreter(part):
-    run_interpreted(__file__, part)
+# Files with tests for the interpreter, by the mark that these have in its process.
+FILES = {
+    "not slow": ("test_kernel_interpreter", "test_kernel_draw", "test_kernel_lora"),
+    "slow": (
+        *("test_kernel_interpreter", "test_kernel_draw", "test_kernel_hopper"),
+        *("test_kernel_memory", "test_kernel_step", "test_kernel_paged"),
+    ),
+}
+RUNS = [(marked, stem) for marked, stems in FILES.items() for stem in stems]
 
 
-test_all_kernels_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("marked", "stem"),
+    [pytest.param(*run, marks=[pytest.mark.slow] * (run[0] == "slow")) for run in RUNS],
+)
+def test_kernels_in_the_interpreter(marked, stem):
+    """All files run in a single process."""
+    results = run_interpreted(marked, *FILES[marked])[stem]
+    assert results
+    assert {name: text for name, text in results.items() if text} == {}
+
+
+test_kernels_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
 
 if INTERPRETED:
     from interpreting import patch_once
@@ -51,6 +68,11 @@ def make_problem(N=19, D=24, V=70, dtype=torch.float32, bias=False, scale=1.0):
 def check_close(mine, truth, tolerance):
     scale = 1.0 + float(truth.float().abs().max())
     assert float((mine.float() - truth.float()).abs().max()) <= tolerance * scale
+
+
+def make_kept(N, V, dtype=torch.float32):
+    """Return buffers for kept values and for their exponents."""
+    return torch.empty(N, V, dtype=dtype), torch.empty(-(-V // TILES.columns), N)
 
 
 @pytest.fixture
@@ -81,40 +103,36 @@ def test_linear_logprob(small, monkeypatch, dtype, capability, D, softcap, bias)
     monkeypatch.setattr(matmul_operands, "get_gpu_info", lambda tensor: GpuInfo(capability))
     x, w, y, b = make_problem(D=D, dtype=dtype, bias=bias)
     head, N = HeadConfig(0.7, softcap), len(x)
-    truth = path.forward(x, w, y, b, head, expected=True)
+    problem = (x, w, y, b, head)
+    truth = path.forward(*problem, expected=True)
     # A logit is a sum of D products that each side rounds in a different order, and a probability
     # has the same error, relatively.
-    bound = max(
-        ROUNDING[dtype],
-        float32_bound(D, float((x.float().abs() @ w.float().abs().T).max()) / head.temperature),
-    )
-    kept = torch.empty(N, len(w), dtype=dtype)
-    exponents = torch.empty(-(-len(w) // TILES.columns), N)
-    frozen = launch.forward(x, w, y, b, head, expected=True, tiles=TILES)
-    saved = launch.saved_forward(x, w, y, b, head, kept, exponents, entropy=True, tiles=TILES)
-    for out in (launch.forward(x, w, y, b, head, tiles=TILES), frozen, saved):
+    largest = float((x.float().abs() @ w.float().abs().T).max()) / head.temperature
+    bound = max(ROUNDING[dtype], float32_bound(D, largest))
+    kept, exponents = make_kept(N, len(w), dtype)
+    frozen = launch.forward(*problem, expected=True, tiles=TILES)
+    saved = launch.saved_forward(*problem, kept, exponents, entropy=True, tiles=TILES)
+    for out in (launch.forward(*problem, tiles=TILES), frozen, saved):
         for i in range(3):
             check_close(out[i], truth[i], 3e-6)
     check_close(frozen.expected, truth.expected, ROUNDING[dtype])
     need = {"need_x": True, "need_w": True, "need_bias": bias}
     for g_entropy in (None, torch.randn(N)):
         co = path.compute_coefficients(torch.randn(N), g_entropy, None, truth.entropy)
-        expected = path.backward(x, w, y, b, head, co, truth.lse, **need)
-        results = [launch.backward(x, w, y, b, head, co, truth.lse, tiles=TILES, **need)]
+        inputs = (*problem, co, truth.lse)
+        expected = path.backward(*inputs, **need)
+        results = [launch.backward(*inputs, tiles=TILES, **need)]
         if g_entropy is None:
             keep = (kept, exponents, truth.logp, None)
-            for whole in (False, True):
-                results.append(
-                    launch.saved_backward(
-                        x, w, y, b, head, co, truth.lse, *keep, whole=whole, tiles=TILES, **need
-                    )
-                )
-        for mine, exact in [
-            pair for grads in results for pair in zip(grads, expected, strict=True)
-        ]:
-            if exact is not None:
-                assert mine.shape == exact.shape
-                check_close(mine, exact, bound)
+            results += [
+                launch.saved_backward(*inputs, *keep, whole=whole, tiles=TILES, **need)
+                for whole in (False, True)
+            ]
+        for grads in results:
+            for mine, exact in zip(grads, expected, strict=True):
+                if exact is not None:
+                    assert mine.shape == exact.shape
+                    check_close(mine, exact, bound)
 
 
 @mark_interpreted
@@ -122,15 +140,14 @@ def test_saved_backward_maps_rows(small):
     """The backward of every second row agrees, from a forward over all rows."""
     x, w, y, _ = make_problem()
     head, rows = HeadConfig(1.0, None), torch.arange(0, len(x), 2)
-    kept, exponents = torch.empty(len(x), len(w)), torch.empty(-(-len(w) // TILES.columns), len(x))
+    kept, exponents = make_kept(len(x), len(w))
     out = launch.saved_forward(x, w, y, None, head, kept, exponents, entropy=True, tiles=TILES)
     co = path.compute_coefficients(torch.randn(len(rows)), None, None, out.entropy[rows])
     need = {"need_x": True, "need_w": True, "need_bias": False}
-    keep = (kept, exponents, out.logp[rows], rows)
-    exact = path.backward(x[rows], w, y[rows], None, head, co, out.lse[rows], **need)
+    inputs = (x[rows], w, y[rows], None, head, co, out.lse[rows])
+    exact, keep = path.backward(*inputs, **need), (kept, exponents, out.logp[rows], rows)
     for whole in (False, True):
-        inputs = (x[rows], w, y[rows], None, head, co, out.lse[rows], *keep)
-        mine = launch.saved_backward(*inputs, whole=whole, tiles=TILES, **need)
+        mine = launch.saved_backward(*inputs, *keep, whole=whole, tiles=TILES, **need)
         check_close(mine.x, exact.x, 1e-5)
         check_close(mine.w, exact.w, 1e-5)
 
@@ -144,26 +161,25 @@ def test_many_tokens_go_through_a_slab_in_chunks(small, monkeypatch):
     x, w, head = (8 * x).round() / 8, (8 * w).round() / 8, HeadConfig(0.7, None)
     single = launch.forward(x[17:18].contiguous(), w, y[17:18], b, head, expected=True, tiles=TILES)
     monkeypatch.setattr(vocab_chunks, "CHUNK_ELEMENTS", 16 * 32)
-    truth = path.forward(x, w, y, b, head, expected=True)
-    result = launch.forward(x, w, y, b, head, expected=True, tiles=TILES)
+    problem = (x, w, y, b, head)
+    truth = path.forward(*problem, expected=True)
+    result = launch.forward(*problem, expected=True, tiles=TILES)
     check_close(result.logp, truth.logp, 3e-6)
     check_close(result.expected, truth.expected, 1e-5)
     assert torch.equal(result.logp[17:18], single.logp)
     assert torch.equal(result.entropy[17:18], single.entropy)
-    kept, exponents = torch.empty(len(x), len(w)), torch.empty(-(-len(w) // TILES.columns), len(x))
-    launch.saved_forward(x, w, y, b, head, kept, exponents, entropy=True, tiles=TILES)
+    kept, exponents = make_kept(len(x), len(w))
+    launch.saved_forward(*problem, kept, exponents, entropy=True, tiles=TILES)
     co = path.compute_coefficients(torch.randn(len(x)), None, None, truth.entropy)
     need = {"need_x": True, "need_w": True, "need_bias": True}
-    expected = path.backward(x, w, y, b, head, co, truth.lse, **need)
-    keep = (kept, exponents, truth.logp, None)
-    mine = launch.backward(x, w, y, b, head, co, truth.lse, tiles=TILES, **need)
-    saved = launch.saved_backward(x, w, y, b, head, co, truth.lse, *keep, tiles=TILES, **need)
+    inputs, keep = (*problem, co, truth.lse), (kept, exponents, truth.logp, None)
+    expected = path.backward(*inputs, **need)
+    mine = launch.backward(*inputs, tiles=TILES, **need)
+    saved = launch.saved_backward(*inputs, *keep, tiles=TILES, **need)
     for grads in (mine, saved):
         for grad, exact in zip(grads, expected, strict=True):
             check_close(grad, exact, 1e-5)
-    part = launch.backward(
-        x, w, y, b, head, co, truth.lse, tiles=TILES, frozen_columns=16, **need
-    ).w
+    part = launch.backward(*inputs, tiles=TILES, frozen_columns=16, **need).w
     assert (part[:, :16] == 0).all()
     check_close(part[:, 16:], expected.w[:, 16:], 1e-5)
 
@@ -174,20 +190,16 @@ def test_hoppers_branch_gives_the_others_numbers(small, V):
     """The branches agree for a vocabulary that ends within a tile, at a tile's end, and within the
     first tile.
     """
-    from kernels.linear_logprob_torch import GradientCoefficients
-
     x, w, y, _ = make_problem(V=V)
     a, results = torch.randn(len(x)), []
     for special in (None, TILES):
         scores = score_launcher.ScoreLauncher(x, w, y, None, HeadConfig(0.7), TILES, special)
         out = scores.combine(scores.statistics(True))
-        slabs_of = [
-            torch.zeros(len(x), hi - lo) for lo, hi in ((0, min(32, V)), (32, V)) if hi > lo
-        ]
-        for dz, lo in zip(slabs_of, (0, 32), strict=False):
-            co = GradientCoefficients(a, -a, a.flip(0))
+        slabs = [torch.zeros(len(x), hi - lo) for lo, hi in ((0, min(32, V)), (32, V)) if hi > lo]
+        for dz, lo in zip(slabs, (0, 32), strict=False):
+            co = path.GradientCoefficients(a, -a, a.flip(0))
             scores.dlogits(dz, lo, lo + dz.shape[1], out.lse * LOG2E, co)
-        results.append((out.logp, out.entropy, out.lse, *slabs_of))
+        results.append((out.logp, out.entropy, out.lse, *slabs))
     for mine, other in zip(*results, strict=True):
         check_close(mine, other, 3e-6)
     check_close(results[0][0], path.forward(x, w, y, None, HeadConfig(0.7)).logp, 3e-6)
@@ -200,18 +212,14 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
     dtypes, temperatures and upstream gradients, with and without a gradient of the entropy.
     Operands are rounded first, so that scores differ only by float32's sums.
     """
-    from kernels.linear_logprob_torch import compute_coefficients
-
     g = torch.Generator().manual_seed(1)
 
     def number(most):
         return int(torch.randint(1, most, (), generator=g))
 
-    for case in range(200):
-        (N, D, V), temperature = (
-            (number(60), number(40), number(200)),
-            0.3 + float(torch.rand((), generator=g)),
-        )
+    for case in range(100):
+        N, D, V = number(60), number(40), number(200)
+        temperature = 0.3 + float(torch.rand((), generator=g))
         dtype, bent = (torch.float32, torch.bfloat16, torch.float16)[case % 3], case % 4 > 0
         x, w = torch.randn(N, D, generator=g).to(dtype), torch.randn(V, D, generator=g).to(dtype)
         y, upstream = torch.randint(0, V, (N,), generator=g), torch.randn(2, N, generator=g)
@@ -221,14 +229,10 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
         logp, entropy = every.gather(1, y[:, None])[:, 0], -(every.exp() * every).sum(-1)
         ((logp * upstream[0]).sum() + (entropy * upstream[1]).sum() * bent).backward()
         scores = score_launcher.ScoreLauncher(x, w, y, None, HeadConfig(temperature), TILES, TILES)
-        keep = (
-            (
-                torch.zeros(N, -(-V // 16) * 16, dtype=dtype)[:, :V],
-                torch.zeros(-(-V // TILES.columns), N),
-            )
-            if case % 2
-            else None
-        )
+        keep = None
+        if case % 2:
+            kept = torch.zeros(N, -(-V // 16) * 16, dtype=dtype)[:, :V]
+            keep = (kept, torch.zeros(-(-V // TILES.columns), N))
         out = scores.combine(scores.statistics(bent, keep))
         check_close(out.logp, logp.detach(), 1e-5)
         if keep is not None:  # the saved plan keeps each probability up to rounding
@@ -239,10 +243,9 @@ def test_a_hundred_random_cases_of_hoppers_branch_against_float64(small):
         if bent:
             check_close(out.entropy, entropy.detach(), 1e-5)
         lo = number(V + 1) // TILES.columns * TILES.columns
-        dz = torch.zeros(N, max(V - lo, 0), dtype=dtype)
         if V > lo:
-            g_entropy = upstream[1] if bent else None
-            co = compute_coefficients(upstream[0], g_entropy, None, out.entropy)
+            dz, g_entropy = torch.zeros(N, V - lo, dtype=dtype), upstream[1] if bent else None
+            co = path.compute_coefficients(upstream[0], g_entropy, None, out.entropy)
             scores.dlogits(dz, lo, V, out.lse * LOG2E, co)
             # Rounding of the stored gradient: 2^-11, 2^-8.
             rounding = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype]

@@ -22,11 +22,7 @@ def case(seed, per_token_clip=False, masked=True):
         return torch.randn(T, generator=g, dtype=torch.float64)
 
     logp = -randn().abs()
-    tensors = {
-        "old_T": logp + 0.3 * randn(),
-        "advantage_T": randn(),
-        "mask_T": None,
-    }
+    tensors = {"old_T": logp + 0.3 * randn(), "advantage_T": randn(), "mask_T": None}
     if masked:
         tensors["mask_T"] = torch.rand(T, generator=g) < 0.6
         tensors["mask_T"][5:20] = False  # a whole sequence without an action
@@ -116,8 +112,7 @@ def test_opcheck_and_compile():
     old = settings["old_T"].float()
     adv = settings["advantage_T"].float()
     torch.library.opcheck(
-        forward_op,
-        (lp, old, adv, settings["mask_T"], None, None, CU, "gspo", 0.8, 1.2, 0.05),
+        forward_op, (lp, old, adv, settings["mask_T"], None, None, CU, "gspo", 0.8, 1.2, 0.05)
     )
     compiled = torch.compile(
         lambda x: policy_loss(x, old, adv)[0], fullgraph=True, backend="aot_eager"

@@ -3,29 +3,23 @@ interpreter) against each row's whole softmax in float64.
 """
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from interpreting import INTERPRETED, run_interpreted
+from interpreting import INTERPRETED, SLOW_INTERPRETED
 
-from kernels import UNBOUNDED, AttentionBounds, SharedPages, compute_paged_attention
+from kernels import UNBOUNDED, AttentionBounds, compute_paged_attention
 from kernels.paged_attention import make_trial_inputs
 from rl.sampler.block_manager import make_block_tables
 
 pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = SLOW_INTERPRETED
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Relative to the largest value: the error of float32's sums, plus that of rounding the softmax
 # weights and the output to the operands' dtype.
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
-
-
-@pytest.mark.slow
-def test_paged_attention_in_the_interpreter():
-    run_interpreted(__file__, "not gpu")
-
-
-test_paged_attention_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -91,32 +85,34 @@ def exact(q, kv, tables, lengths, bounds=UNBOUNDED):
     return torch.stack(results)
 
 
+def check_batch(implementation, rng, dtype, size, width, bounds=UNBOUNDED):
+    """Compare attention for a random batch with `exact`; return its lengths and groups. Key heads
+    have every number of repeats, and scores are large enough for limits to show.
+    """
+    g = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
+    key_heads, repeat = int(rng.integers(1, 3)), int(rng.choice([1, 2, 3, 7, 20]))
+    tables, lengths, shared = batch(rng, size, int(rng.choice([2, 4, 7])))
+    kv = torch.randn(2, 200, size, key_heads, width, generator=g).to(dtype)
+    whole = 2 * torch.randn(len(tables), key_heads * repeat + 2, width + 3, generator=g).to(dtype)
+    q = whole[:, 1:-1, :width]  # rows and heads that are not contiguous
+    kv[:, [page for page in range(200) if not any(page in t for t in tables)]] = torch.nan
+    inputs = (q, kv, *make_block_tables(tables, lengths, shared, size, kv.device), bounds)
+    result = implementation(int(rng.choice([1, 8, 40])))(*inputs)
+    truth = exact(q, kv, tables, lengths, bounds)
+    assert result.dtype == dtype and result.shape == truth.shape
+    bound = ROUNDING[dtype] * (1.0 + float(truth.abs().max()))
+    assert float((result.double() - truth).abs().max()) <= bound
+    return lengths, shared
+
+
 def test_against_whole_softmaxes(implementation):
     """Attention agrees for all 60 triples of dtype, page size and width, including widths that are
-    no power of two, with every repeat of key heads and groups of any rows.
+    no power of two, with groups of any rows.
     """
     rng = np.random.default_rng(0)
     with_groups, most_splits = 0, 0
-    triples = itertools.product(DTYPES, (3, 16, 64, 128), (5, 16, 20, 64, 80))
-    for dtype, size, width in triples:
-        g = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
-        key_heads, repeat = int(rng.integers(1, 3)), int(rng.choice([1, 2, 3, 7, 20]))
-        tables, lengths, shared = batch(rng, size, int(rng.choice([2, 4, 7])))
-        kv = torch.randn(2, 200, size, key_heads, width, generator=g).to(dtype)
-        whole = torch.randn(len(tables), key_heads * repeat + 2, width + 3, generator=g).to(dtype)
-        q = whole[:, 1:-1, :width]  # rows and heads that are not contiguous
-        # No row reads these pages.
-        kv[:, [page for page in range(200) if not any(page in table for table in tables)]] = (
-            torch.nan
-        )
-        result = implementation(int(rng.choice([1, 8, 40])))(
-            q, kv, *make_block_tables(tables, lengths, shared, size, kv.device)
-        )
-        truth = exact(q, kv, tables, lengths)
-        assert result.dtype == dtype and result.shape == truth.shape
-        assert float((result.double() - truth).abs().max()) <= ROUNDING[dtype] * (
-            1.0 + float(truth.abs().max())
-        )
+    for case in itertools.product(DTYPES, (3, 16, 64, 128), (5, 16, 20, 64, 80)):
+        lengths, shared = check_batch(implementation, rng, *case)
         with_groups += bool(shared)
         most_splits = max(most_splits, int(lengths.max()))
     assert with_groups > 30 and most_splits > 256
@@ -129,34 +125,24 @@ def test_windows_and_limited_scores_against_whole_softmaxes(implementation):
     """
     rng = np.random.default_rng(1)
     hidden = 0
-    for i, (dtype, size, width) in enumerate(itertools.product(DTYPES, (3, 16, 64), (16, 20, 64))):
-        g = torch.Generator().manual_seed(i)
-        key_heads, repeat = int(rng.integers(1, 3)), int(rng.choice([1, 2, 3, 7]))
-        tables, lengths, shared = batch(rng, size, int(rng.choice([2, 4, 7])))
-        bounds = AttentionBounds(
-            int(rng.choice([0, 1, 2, size, size + 1, 3 * size, 1000])),
-            float(rng.choice([0.0, 0.7])),
-        )
-        kv = torch.randn(2, 200, size, key_heads, width, generator=g).to(dtype)
-        q = 2 * torch.randn(len(tables), key_heads * repeat, width, generator=g).to(dtype)
-        result = implementation(int(rng.choice([1, 8, 40])))(
-            q, kv, *make_block_tables(tables, lengths, shared, size, kv.device), bounds
-        )
-        truth = exact(q, kv, tables, lengths, bounds)
-        assert float((result.double() - truth).abs().max()) <= ROUNDING[dtype] * (
-            1.0 + float(truth.abs().max())
-        )
+    for dtype, size, width in itertools.product(DTYPES, (3, 16, 64), (16, 20, 64)):
+        window = int(rng.choice([0, 1, 2, size, size + 1, 3 * size, 1000]))
+        bounds = AttentionBounds(window, float(rng.choice([0.0, 0.7])))
+        lengths, shared = check_batch(implementation, rng, dtype, size, width, bounds)
         for rows, begin in shared:
-            seen = lengths[rows] - bounds.window < len(begin) * size
-            hidden += bool(bounds.window) and not seen.all()
+            seen = lengths[rows] - window < len(begin) * size
+            hidden += bool(window) and not seen.all()
     assert hidden > 5
+
+
+def make_trial(dtype, heads, key_heads, width, size):
+    """Return queries, keys and values, block tables, lengths and groups of seven rows."""
+    return make_trial_inputs(torch.device("cpu"), dtype, heads, key_heads, width, size)
 
 
 def test_a_rows_bits_in_a_window_do_not_hang_on_its_neighbours(implementation):
     """The other rows of the group are shorter and see more of the group's pages."""
-    q, kv, table, length, shared = make_trial_inputs(
-        torch.device("cpu"), torch.float32, 4, 2, 16, 64
-    )
+    q, kv, table, length, shared = make_trial(torch.float32, 4, 2, 16, 64)
     bounds, row = AttentionBounds(window=100), 2  # of the first group
     result = implementation()(q, kv, table, length, shared, bounds)
     others = torch.ones(7, dtype=torch.int32)
@@ -168,9 +154,7 @@ def test_what_lies_behind_a_sequence_says_nothing(implementation):
     """NaN and infinities in the rest of a page, in pages past the table's end and in other rows
     change nothing.
     """
-    q, kv, table, length, shared = make_trial_inputs(
-        torch.device("cpu"), torch.float32, 4, 2, 16, 8
-    )
+    q, kv, table, length, shared = make_trial(torch.float32, 4, 2, 16, 8)
     clean = implementation()(q, kv, table, length, shared)
     for i in range(7):
         for at in range(int(length[i]), 16):
@@ -187,33 +171,24 @@ def test_scores_far_from_zero(implementation, sign):
     """Scores near -300 or 300, where a sum of exponentials without a subtracted maximum underflows
     or overflows.
     """
-    q, kv, table, length, shared = make_trial_inputs(
-        torch.device("cpu"), torch.float32, 4, 2, 16, 8
-    )
+    q, kv, table, length, shared = make_trial(torch.float32, 4, 2, 16, 8)
     q, kv = sign * (300 + q), (kv / 10).add_(torch.tensor([0.25, 0.0]).view(2, 1, 1, 1, 1))
-    every = shared.table[shared.group[shared.place]].long()
     tables, lengths = [], []
-    for i in range(7):
-        first = (
-            every[i, : int(shared.length[shared.group[shared.place[i]]]) // 8].tolist()
-            if shared.shares[i]
-            else []
-        )
-        tables.append(first + table[i].tolist())
-        lengths.append(8 * len(first) + int(length[i]))
+    for i, place in enumerate(shared.place.tolist()):
+        group = int(shared.group[place])
+        count = int(shared.length[group]) // 8 if shared.shares[i] else 0
+        tables.append([*shared.table[group, :count].tolist(), *table[i].tolist()])
+        lengths.append(8 * count + int(length[i]))
     truth = exact(q, kv, tables, np.array(lengths))
-    torch.testing.assert_close(
-        implementation()(q, kv, table, length, shared).double(), truth, atol=1e-4, rtol=0
-    )
+    result = implementation()(q, kv, table, length, shared)
+    torch.testing.assert_close(result.double(), truth, atol=1e-4, rtol=0)
 
 
 def test_a_rows_bits_do_not_hang_on_its_neighbours(implementation):
     """A row has the same bits when the queries, lengths and pages of all other rows change and the
     number of rows does not.
     """
-    q, kv, table, length, shared = make_trial_inputs(
-        torch.device("cpu"), torch.bfloat16, 6, 2, 32, 64
-    )
+    q, kv, table, length, shared = make_trial(torch.bfloat16, 6, 2, 32, 64)
     row = 4  # in no group
     result = implementation()(q, kv, table, length, shared)
     other = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
@@ -221,31 +196,15 @@ def test_a_rows_bits_do_not_hang_on_its_neighbours(implementation):
     lengths = torch.tensor([128, 3, 77, 128, int(length[row]), 1, 90], dtype=torch.int32)
     tables = table.flip(0)
     tables[row] = table[row]
-    for inputs in (
-        shared,
-        SharedPages(
-            **{name: getattr(shared, name) for name in shared.__slots__}
-            | {"length": shared.length // 2}
-        ),
-    ):
-        assert torch.equal(implementation()(other, kv, tables, lengths, inputs)[row], result[row])
+    for groups in (shared, replace(shared, length=shared.length // 2)):
+        assert torch.equal(implementation()(other, kv, tables, lengths, groups)[row], result[row])
 
 
 def test_splits_hang_on_the_number_of_rows_alone():
     from kernels.paged_attention_triton import MAX_SPLITS, choose_splits
 
-    assert [choose_splits(n) for n in (1, 8, 33, 64, 528, 529, 1056, 1057, 32_768)] == [
-        32,
-        32,
-        32,
-        16,
-        2,
-        1,
-        1,
-        1,
-        1,
-    ]
-    assert MAX_SPLITS == 32
+    splits = {1: 32, 8: 32, 33: 32, 64: 16, 528: 2, 529: 1, 1056: 1, 1057: 1, 32_768: 1}
+    assert {rows: choose_splits(rows) for rows in splits} == splits and MAX_SPLITS == 32
 
 
 def test_a_way_that_fails_or_differs_is_not_taken(monkeypatch):
@@ -254,8 +213,7 @@ def test_a_way_that_fails_or_differs_is_not_taken(monkeypatch):
     """
     from kernels import paged_attention as module
 
-    here = torch.device("cpu")
-    inputs = make_trial_inputs(here, torch.bfloat16, 4, 2, 16, 8)
+    inputs = make_trial(torch.bfloat16, 4, 2, 16, 8)
     monkeypatch.setattr(module, "make_trial_inputs", lambda device, *rest: inputs)
     right = module.attend_and_merge(module.attend_gathered, *inputs)
 
@@ -275,11 +233,8 @@ def test_a_way_that_fails_or_differs_is_not_taken(monkeypatch):
             module._first_correct_backend.cache_clear()
 
     assert taken(right, right) == "triton"
-    with pytest.warns(
-        UserWarning,
-        match="by triton gives wrong results on this device .RuntimeError: no kernel image.; "
-        "using another",
-    ):
+    no_image = "by triton gives wrong results on this device .RuntimeError: no kernel image.; using"
+    with pytest.warns(UserWarning, match=no_image):
         assert taken(RuntimeError("no kernel image\nand more"), right) == "varlen"
     for wrong in (right + 0.5, right * torch.nan):
         with pytest.warns(UserWarning, match="outputs are .* apart"):

@@ -5,20 +5,13 @@ float64, the kernels in Triton's interpreter.
 import numpy as np
 import pytest
 import torch
-from interpreting import INTERPRETED, run_interpreted
+from interpreting import INTERPRETED, SLOW_INTERPRETED
 
 from kernels import decode_ops
 
 pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = SLOW_INTERPRETED
 ROUNDING = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 3e-2}
-
-
-@pytest.mark.slow
-def test_the_step_in_the_interpreter():
-    run_interpreted(__file__, "not gpu")
-
-
-test_the_step_in_the_interpreter.__test__ = not INTERPRETED  # type: ignore[attr-defined]
 
 
 def get_implementations():

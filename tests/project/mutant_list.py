@@ -192,7 +192,7 @@ MUTANTS = [
         "            if self.pool.ref_counts[block] > 1:\n",
         "            if self.pool.ref_counts[block] > 2:\n",
         "a row writes to a page that others hold",
-        "sampler_paged",
+        "block_tables",
     ),
     M(
         "rl/trainer/batch_source.py",

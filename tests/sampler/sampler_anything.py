@@ -15,14 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from sampler_models import multistep_engine, paged_engine, tiny_model
-from test_sampler_paged import check
+from test_block_tables import check_blocks
 
-from rl.sampler import (
-    Engine,
-    IdleKVCachePool,
-    SamplingRequest,
-    make_decoder,
-)
+from rl.sampler import Engine, IdleKVCachePool, SamplingRequest, make_decoder
 from rl.sampler.decode_state import PromptBatch
 from rl.sampler.running_rows import as_uint64, philox_uniforms
 from rl.types import SampledSequence, SamplingParams
@@ -249,8 +244,7 @@ class EngineWorkload:
         self.first_seen: dict[int, int] = {}  # the weight version at the first submission
         self.dropped: set[int] = set()
         self.happened: dict[str, int] = dict.fromkeys(
-            "waited looks dropped changed moved cached begun drafted accepted".split(),
-            0,
+            "waited looks dropped changed moved cached begun drafted accepted".split(), 0
         )
 
     def all(self) -> None:
@@ -307,7 +301,7 @@ class EngineWorkload:
             assert place not in self.finished
             self.finished[place] = done.result().sequences
         if self.engine.is_paged:
-            check(self.engine._state.block_manager)
+            check_blocks(self.engine._state.block_manager)
             check_readers(self.engine)
 
     def _move(self) -> None:

@@ -18,6 +18,25 @@ from rl.sampler.block_manager import BlockManager, OutOfBlocks, PromptBlockTable
 from rl.sampler.prefix_cache import hash_chunks
 
 
+def check_blocks(tables: BlockManager) -> None:
+    """Check that the reference counts match the holders, and that at most 1.1 times the tokens plus
+    a page per row are allocated. A prompt that waits for rows counts as a row.
+    """
+    rows, prompts = tables.rows, tables.prompts
+    held = Counter(itertools.chain.from_iterable(item.block_table for item in (*rows, *prompts)))
+    counts = tables.pool.ref_counts
+    assert [held[page] for page in range(len(counts))] == counts
+    assert tables.pool.num_free == counts.count(0)
+    full = {page for row in rows for page in row.block_table[: row.length // tables.block_size]}
+    ends = sum(row.length % tables.block_size for row in rows)
+    waiting = [prompt for prompt in prompts if prompt.rows == 0]
+    tokens = len(full) * tables.block_size + ends
+    tokens += sum(prompt.length for prompt in waiting if prompt.block_table)
+    used = len(counts) - tables.pool.num_free
+    spare = tables.block_size * (len(rows) + len(waiting))
+    assert used * tables.block_size <= 1.1 * tokens + spare
+
+
 class Memory:
     """Pages with contents, and the expected contents of every row and prompt."""
 
@@ -98,12 +117,7 @@ class Memory:
             new = self.numbers(count)
             self.write(row.block_table, first, new)
             values += new
-        assert before - tables.pool.num_free == taken, (
-            before,
-            tables.pool.num_free,
-            taken,
-            self.copies - copies,
-        )
+        assert before - tables.pool.num_free == taken, (before, taken, self.copies - copies)
         return True
 
     def end_row(self) -> bool:
@@ -170,14 +184,7 @@ class Memory:
 
     def check(self) -> None:
         tables = self.tables
-        held = Counter(
-            itertools.chain(
-                *(row.block_table for row in tables.rows),
-                *(prompt.block_table for prompt in tables.prompts),
-            )
-        )
-        assert [held[page] for page in range(len(tables.pool.ref_counts))] == tables.pool.ref_counts
-        assert tables.pool.num_free == tables.pool.ref_counts.count(0)
+        check_blocks(tables)
         for row, values in zip(tables.rows, self.rows, strict=True):
             assert row.length == len(values) and self.reads(row) == values
         for prompt, values in zip(tables.prompts, self.prompts, strict=True):

@@ -9,7 +9,13 @@ import signal
 import numpy as np
 import pytest
 import torch
-from sampler_models import random_prompts
+from sampler_models import (  # noqa: F401
+    check_logprobs,
+    make_request,
+    one_thread,
+    random_prompts,
+    run_requests,
+)
 from test_architectures import (
     compute_plain_logprobs,
     gradient_error,
@@ -21,23 +27,15 @@ from tiny_models import VOCAB, tiny_model
 from whole_runs import final_weights, train
 
 from rl.models import add_lora, load_model, model_loading
-from rl.sampler import Engine, SamplingRequest, make_decoder, verify_decoder
+from rl.sampler import Engine, make_decoder, verify_decoder
 from rl.sampler.hf_states import RecurrentState
 from rl.trainer.batch_log import BatchLog
-from rl.types import LoraConfig, SamplingParams
+from rl.types import LoraConfig
 
 QUICK = ("lfm2", "falcon_h1")
 HYBRIDS = (*QUICK, "qwen3_next", "qwen3_5_text", "mamba", "mamba2", "jamba", "bamba", "granitemoehybrid", "zamba2", "nemotron_h",
            "olmo_hybrid")  # fmt: skip
 EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model_of(name: str, **changes):
@@ -59,24 +57,13 @@ def check_samples(model, engine: Engine, temperature: float = 1.0) -> None:
     a convolution's width), and few rows at once.
     """
     prompts = random_prompts([1, 2, 9, 21, 9], VOCAB)
-    for problem, (prompt, samples) in enumerate(zip(prompts, (2, 1, 3, 2, 1), strict=True)):
-        params = SamplingParams(max_tokens=5 + 3 * problem, temperature=temperature)
-        engine.add(
-            SamplingRequest(prompt=prompt, num_samples=samples, params=params, problem=problem)
-        )
-    worst = 0.0
-    for prompt, response in zip(prompts, engine.run(), strict=True):
+    requests = [
+        make_request(prompt, n, max_tokens=5 + 3 * i, temperature=temperature, problem=i)
+        for i, (prompt, n) in enumerate(zip(prompts, (2, 1, 3, 2, 1), strict=True))
+    ]
+    for prompt, response in zip(prompts, run_requests(engine, requests), strict=True):
         for sequence in response.sequences:
-            with torch.no_grad():
-                logits = model(
-                    input_ids=torch.tensor([[*prompt, *sequence.tokens]]), use_cache=False
-                ).logits[0, len(prompt) - 1 : -1]
-            logp = (logits.double() / temperature).log_softmax(-1)
-            expected = logp.gather(1, torch.tensor(sequence.tokens)[:, None])[:, 0]
-            worst = max(
-                worst, float((torch.tensor(sequence.logprobs).double() - expected).abs().max())
-            )
-    assert worst < 1e-4, worst
+            check_logprobs(model, prompt, sequence, temperature)
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -119,23 +106,19 @@ def test_a_state_in_the_wrong_slot_is_seen_by_the_trial(fault, monkeypatch):
     def faulty(self, prompt_of_row):
         before = self.cache
         enter(self, prompt_of_row)
-        rows = len(self.prompt_of_row)
+        last = len(self.prompt_of_row) - 1
         for layer in self.cache.layers:
-            for states in (
-                getattr(layer, "conv_states", {}),
-                getattr(layer, "recurrent_states", {}),
-            ):
+            if fault == "keys of another row":
+                if isinstance(getattr(layer, "keys", None), torch.Tensor):
+                    layer.keys = layer.keys.roll(1, 0)
+                continue
+            for name in ("conv_states", "recurrent_states"):
+                states = getattr(layer, name, {})
                 for i, state in states.items():
-                    if state is None:
-                        continue
-                    if fault == "a state of another row":
+                    if state is not None and fault == "a state of another row":
                         states[i] = state.roll(1, 0)
-                    elif fault == "a state that is not reset" and before is not None:
-                        state[rows - 1] = state[0]
-            if fault == "keys of another row" and isinstance(
-                getattr(layer, "keys", None), torch.Tensor
-            ):
-                layer.keys = layer.keys.roll(1, 0)
+                    elif state is not None and before is not None:
+                        state[last] = state[0]
 
     model = model_of("falcon_h1")
     assert verify_decoder.find_batching(verify_decoder.truncated_copy(model)[0]).rows == "slots"
@@ -166,16 +149,13 @@ def test_every_adapter_of_a_lora_learns_and_is_sampled_with(name, tmp_path):
     loaded = add_lora(load_model(str(tmp_path / "base")), LoraConfig(rank=2, seed=0))
     learner = make_learner(loaded.model, layout="padded")
     run_learner(learner, make_datums(((9, (7, 5)), (4, (3, 12)))))
-    # Zamba's lists hold unused layers
-    adapters = {
-        n: p for n, p in learner.trainable.items() if "lora_B" in n and "adapter_list" not in n
-    }
-    assert not [n for n, p in adapters.items() if p.grad is None or not p.grad.abs().max() > 0]
+    for n, p in learner.trainable.items():
+        if "lora_B" in n and "adapter_list" not in n:  # Zamba's lists hold unused layers
+            assert p.grad is not None and p.grad.abs().max() > 0, n
     with torch.no_grad():
         for parameter in learner.trainable.values():
-            parameter.add_(
-                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-            )
+            generator = torch.Generator().manual_seed(1)
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     learner.model.save_pretrained(str(tmp_path / "adapter"))
     base = model_loading._disable_randomness(
         type(model_of(name)).from_pretrained(str(tmp_path / "base"))
@@ -183,12 +163,10 @@ def test_every_adapter_of_a_lora_learns_and_is_sampled_with(name, tmp_path):
     plain = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "adapter")).eval()
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
-        result, before = plain(input_ids=ids).logits, base(input_ids=ids).logits
-        assert (
-            float((result - learner.model.eval()(input_ids=ids).logits).abs().max())
-            < 1e-5
-            < float((result - before).abs().max())
+        result, before, mine = (
+            model(input_ids=ids).logits for model in (plain, base, learner.model.eval())
         )
+    assert float((result - mine).abs().max()) < 1e-5 < float((result - before).abs().max())
     check_samples(plain, Engine(make_decoder(learner.model), eos_token_ids=(3,), max_rows=4))
 
 
@@ -199,12 +177,8 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(name, tmp_path):
     from rl import get_tokenizer
 
     tokenizer = get_tokenizer("tiny:addition")
-    model_of(
-        name,
-        vocab_size=len(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    ).save_pretrained(tmp_path / "base")
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model_of(name, vocab_size=len(tokenizer), **ids).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     words = (f"grpo --base-model {tmp_path / 'base'} --steps 4 --save-every 2 --group-size 4 --batch-size 4 --max-tokens 5 "
              "--dataset addition --rollouts-every 0 --renderer plain --eval-every 0")  # fmt: skip

@@ -74,7 +74,7 @@ def test_rows_that_are_admitted_by_expected_length_are_not_preempted(kind):
     decoder, preempted = make_decoder(tiny_model("qwen3"), kind="fast"), {}
     for expects in (True, False):
         preempted[expects] = 0
-        for seed in range(3):
+        for seed in range(2):
             engine = kind(decoder, (3, 4), page=4, kv_cache_tokens=400)
             engine.expects_lengths = expects
             plain = Engine(decoder, (3, 4))

@@ -5,18 +5,20 @@ the samples are those of an engine without this.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from sampler_models import (
     add_lora,
+    check_logprobs,
+    check_same,
     crowded_engines,  # noqa: F401
     multistep_engine,
     one_thread,  # noqa: F401
     paged_engine,
     random_prompts,
-    reference_logprobs,
+    run_requests,
     tiny_model,
 )
 
@@ -57,19 +59,6 @@ def make_requests(**more):
     ]
 
 
-def same(responses, expected):
-    for response, other in zip(responses, expected, strict=True):
-        for mine, plain in zip(response.sequences, other.sequences, strict=True):
-            assert mine.tokens == plain.tokens
-            np.testing.assert_allclose(mine.logprobs, plain.logprobs, atol=1e-4)
-
-
-def run(engine, requests):
-    for request in requests:
-        engine.add(request)
-    return engine.run()
-
-
 def run_in_turn(engine, requests):
     """Run each request after the one before has ended, as a server does."""
     responses = []
@@ -91,13 +80,13 @@ def decoder(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("play", [run, run_in_turn])
+@pytest.mark.parametrize("play", [run_requests, run_in_turn])
 def test_prompts_of_the_same_beginning_compute_it_once(kind, play, decoder):
     requests = make_requests()
     expected = play(make(kind, decoder, enable_prefix_caching=False), requests)
     engine = make(kind, decoder)
     responses = play(engine, requests)
-    same(responses, expected)
+    check_same(responses, expected, 1e-4)
     total = sum(len(request.prompt) for request in requests)
     assert engine.counters.prefix_cached_tokens == 4 * 64
     assert engine.counters.prefill_tokens == total - 4 * 64
@@ -129,28 +118,35 @@ def test_a_cancelled_request_leaves_its_prompt_to_others(kind, decoder):
     engine.cancel(number)
     engine.max_steps = None
     responses = run_in_turn(engine, others)
-    same(responses, run_in_turn(make(kind, decoder, enable_prefix_caching=False), others))
+    expected = run_in_turn(make(kind, decoder, enable_prefix_caching=False), others)
+    check_same(responses, expected, 1e-4)
     assert engine.counters.prefix_cached_tokens == 4 * 64
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_weights_reuse_nothing_of_the_old(kind, decoder):
+    """The conversation's first prompt is of the old weights, and its answer ends under the new."""
     other = decoder.fork()
     other.load_((name, decoder.weights.view(name) * 1.2) for name in decoder.weights.slices)
     first, second, third, *_ = make_requests()
+    second = replace(second, num_samples=1, conversation="talk")
     engine = make(kind, decoder)
     run_in_turn(engine, [first])
-    engine.add(second)  # its prompt is of the old weights, and ends under the new
+    engine.add(second)
     engine.max_steps = 2
     engine.step()
     engine.change_weights(other, 1)
     engine.max_steps = None
-    while engine.busy:
-        engine.step()
+    (response,) = [done.result() for _ in range(20) for done in engine.step()]
+    (answer,) = response.sequences
+    assert set(answer.versions) == {0, 1}
     before = engine.counters.prefix_cached_tokens
-    responses = run_in_turn(engine, [third, first])
-    same(responses, run_in_turn(make(kind, other, enable_prefix_caching=False), [third, first]))
-    assert engine.counters.prefix_cached_tokens - before == 64
+    on = replace(second, prompt=[*second.prompt, *answer.tokens, 5, 9])
+    responses = run_in_turn(engine, [on, third, first])
+    expected = run_in_turn(make(kind, other, enable_prefix_caching=False), [on, third, first])
+    check_same(responses, expected, 1e-4)
+    assert [r.prompt_cache_hit_tokens for r in responses] == [0, 64, 64]
+    assert engine.counters.prefix_cached_tokens - before == 2 * 64
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "blocks of 4", "blocks of 64"])
@@ -170,9 +166,7 @@ def test_adapters_share_nothing_with_each_other(kind, model):
         before = engine.counters.prefix_cached_tokens
         request = SamplingRequest(prompt=prompt, params=PARAMS, adapter_id=adapter_id)
         (response,) = run_in_turn(engine, [request])
-        (sequence,) = response.sequences
-        expected = reference_logprobs(adapted, prompt, sequence.tokens)
-        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
+        check_logprobs(adapted, prompt, response.sequences[0])
         assert engine.counters.prefix_cached_tokens - before == cached
 
     check(0, texts[0], models[0], 0)
@@ -198,10 +192,8 @@ def test_long_suffixes_see_what_they_see_in_a_whole_prompt(kind, family, monkeyp
         for length in (34, 80, 66, 51)
     ]
     engine = make(kind, decoder)
-    same(
-        run_in_turn(engine, requests),
-        run_in_turn(make(kind, decoder, enable_prefix_caching=False), requests),
-    )
+    expected = run_in_turn(make(kind, decoder, enable_prefix_caching=False), requests)
+    check_same(run_in_turn(engine, requests), expected, 1e-4)
     assert engine.counters.prefix_cached_tokens >= 32 + 64 + 48
 
 
@@ -213,10 +205,8 @@ def test_what_is_kept_gives_way_to_what_runs(kind, decoder):
         for i, prompt in enumerate(random_prompts([60, 48, 33, 60, 20]) * 2)
     ]
     engine = make(kind, decoder, kv_cache_tokens=96)
-    same(
-        run_in_turn(engine, requests),
-        run_in_turn(make(kind, decoder, enable_prefix_caching=False), requests),
-    )
+    expected = run_in_turn(make(kind, decoder, enable_prefix_caching=False), requests)
+    check_same(run_in_turn(engine, requests), expected, 1e-4)
     assert engine.counters.peak_cache_tokens <= 96
 
 
@@ -237,12 +227,8 @@ def test_a_hash_is_of_all_tokens_up_to_its_end_and_of_the_weights():
     hashes = hash_chunks(tokens, "a", CHUNK_SIZE)
     assert len(hashes) == len(set(hashes)) == 3
     assert hash_chunks(tokens[: 2 * CHUNK_SIZE], "a", CHUNK_SIZE) == hashes[:2]
-    changed = [*tokens[:20], 99, *tokens[21:]]
-    assert [a == b for a, b in zip(hash_chunks(changed, "a", CHUNK_SIZE), hashes, strict=True)] == [
-        True,
-        False,
-        False,
-    ]
+    changed = hash_chunks([*tokens[:20], 99, *tokens[21:]], "a", CHUNK_SIZE)
+    assert [a == b for a, b in zip(changed, hashes, strict=True)] == [True, False, False]
     assert not set(hash_chunks(tokens, "b", CHUNK_SIZE)) & set(hashes)
 
 
@@ -260,10 +246,10 @@ def test_reuse_does_not_depend_on_the_pool_of_an_earlier_engine():
         settings = {"page": 16, "kv_cache_tokens": 4096, "max_rows": 2, "idle_pool": pool}
         if len(results) == 1:  # leave a large pool
             large = paged_engine(decoder, (), **settings)
-            run(large, requests[:1])
+            run_requests(large, requests[:1])
             large.close()
         engine = paged_engine(decoder, (), sizes=sizes, **settings)
-        responses = run(engine, requests)
+        responses = run_requests(engine, requests)
         results.append((engine.counters, [s.logprobs for r in responses for s in r.sequences]))
         engine.close()
     assert results[0] == results[1] == results[2] and results[0][0].prefix_cached_tokens

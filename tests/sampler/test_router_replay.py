@@ -10,7 +10,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sampler_models import add_lora, multistep_engine, paged_engine, reference_logprobs
+from sampler_models import (  # noqa: F401
+    add_lora,
+    check_logprobs,
+    make_request,
+    multistep_engine,
+    one_thread,
+    paged_engine,
+    run_requests,
+)
 from test_architectures import make_datums, make_learner, run_learner
 from test_asynchronous import ENVIRONMENT, same
 from tiny_models import VOCAB, tiny_model
@@ -24,7 +32,6 @@ from rl.rollout import Trajectory, Transition, trajectory_to_datums
 from rl.sampler import (
     Engine,
     MultiAdapterDecoder,
-    SamplingRequest,
     enable_expert_recording,
     make_base_decoder,
     make_decoder,
@@ -33,28 +40,14 @@ from rl.types import (
     Datum,
     ModelInput,
     SampledSequence,
-    SamplingParams,
     experts_as_text,
     experts_from_text,
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def model_of(name: str = "qwen3_moe", **changes):
-    return model_loading._disable_randomness(
-        tiny_model(
-            name,
-            **({"sliding_window": None} if name in ("qwen3_moe", "mixtral") else {}),
-            **changes,
-        )
-    )
+    whole = {"sliding_window": None} if name in ("qwen3_moe", "mixtral") else {}
+    return model_loading._disable_randomness(tiny_model(name, **whole, **changes))
 
 
 def record_own_experts(model, tokens) -> np.ndarray:
@@ -73,32 +66,35 @@ def sampled(model, dtype=None, samples: int = 3, kind=Engine, decoder=None, **se
     engine = kind(decoder, eos_token_ids=(1, 2, 3), record_experts=True, **settings)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, VOCAB, n).tolist() for n in (5, 11, 2)]
-    for i, prompt in enumerate(prompts):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt,
-                num_samples=samples,
-                params=SamplingParams(max_tokens=8 + i),
-                problem=i,
-            )
-        )
-    return [
-        (p, sequence)
-        for p, response in zip(prompts, engine.run(), strict=True)
-        for sequence in response.sequences
+    requests = [
+        make_request(prompt, samples, max_tokens=8 + i, problem=i)
+        for i, prompt in enumerate(prompts)
     ]
+    responses = run_requests(engine, requests)
+    return [(p, s) for p, r in zip(prompts, responses, strict=True) for s in r.sequences]
 
 
 def datum_of(prompt, sequence) -> Datum:
-    (result,) = trajectory_to_datums(
-        Trajectory([Transition(ModelInput.from_ints(prompt), sequence, 0.0, True)], advantage=1.0)
-    )
-    weights = result.loss_fn_inputs["mask"]
-    return Datum(
-        result.model_input,
-        {"target_tokens": result.loss_fn_inputs["target_tokens"], "weights": weights},
-        experts=result.experts,
-    )
+    turn = Transition(ModelInput.from_ints(prompt), sequence, 0.0, True)
+    (result,) = trajectory_to_datums(Trajectory([turn], advantage=1.0))
+    targets = {"target_tokens": result.loss_fn_inputs["target_tokens"]}
+    targets["weights"] = result.loss_fn_inputs["mask"]
+    return Datum(result.model_input, targets, experts=result.experts)
+
+
+def random_experts(rng, tokens: int) -> np.ndarray:
+    """Return two of four experts for each token and each of four layers."""
+    rows = [rng.permutation(4)[:2] for _ in range(tokens * 4)]
+    return np.stack(rows).reshape(tokens, 8).astype(np.int16)
+
+
+def check_record(model, prompt, sequence, first: int = 0) -> None:
+    """Check that the record, from position `first` on, equals the experts of a plain forward of the
+    finished sequence.
+    """
+    expected = record_own_experts(model, [*prompt, *sequence.tokens[:-1]])[first:]
+    mine, expected = (np.sort(x.reshape(-1, 2)) for x in (sequence.experts[first:], expected))
+    assert np.array_equal(mine, expected)
 
 
 SLOW = [
@@ -113,19 +109,7 @@ def test_what_is_noted_of_a_sample_is_what_its_finished_sequence_chooses(name):
     result = sampled(model)
     assert len({len(sequence.tokens) for _, sequence in result}) > 2
     for prompt, sequence in result:
-        experts = np.sort(sequence.experts.reshape(len(sequence.experts), -1, 2))
-        assert np.array_equal(
-            experts,
-            np.sort(
-                record_own_experts(model, [*prompt, *sequence.tokens[:-1]]).reshape(experts.shape)
-            ),
-        )
-
-
-def check_record(model, prompt, sequence) -> None:
-    """Check that the record equals the experts of a plain forward of the finished sequence."""
-    expected = record_own_experts(model, [*prompt, *sequence.tokens[:-1]]).reshape(-1, 2)
-    assert np.array_equal(np.sort(sequence.experts.reshape(-1, 2)), np.sort(expected))
+        check_record(model, prompt, sequence)
 
 
 @pytest.mark.parametrize("kind", [paged_engine, multistep_engine])
@@ -154,12 +138,9 @@ def test_a_conversation_keeps_the_experts_of_its_earlier_turns(kind):
     engine = kind(make_decoder(model), (), kv_cache_tokens=512, record_experts=True, **settings)
     prompt = [5, 9, 4] * 6
     for _ in range(3):
-        engine.add(
-            SamplingRequest(prompt=prompt, params=SamplingParams(max_tokens=5), conversation="a")
-        )
-        (sequence,) = engine.run()[0].sequences
-        check_record(model, prompt, sequence)
-        prompt = [*prompt, *sequence.tokens, 7, 11]
+        (response,) = run_requests(engine, [make_request(prompt, max_tokens=5, conversation="a")])
+        check_record(model, prompt, response.sequences[0])
+        prompt = [*prompt, *response.sequences[0].tokens, 7, 11]
     assert engine.counters.prefix_cached_tokens
 
 
@@ -175,14 +156,13 @@ def test_rows_of_several_adapters_record_the_experts_of_their_own_model(kind):
         decoder.add_adapter(number, make_decoder(model, kind="fast", base=base), 0)
     engine = kind(decoder, (), kv_cache_tokens=1024, record_experts=True)
     prompts = [[5, 9, 4, 11, 6], [7, 3], [8, 8, 10]]
-    for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=9)
-        engine.add(SamplingRequest(prompt=prompt, params=params, seed=i, adapter_id=i % 2))
-    for i, response in enumerate(engine.run()):
-        (sequence,) = response.sequences
-        check_record(models[i % 2], prompts[i], sequence)
-        expected = reference_logprobs(models[i % 2], prompts[i], sequence.tokens)
-        np.testing.assert_allclose(sequence.logprobs, expected, atol=2e-5)
+    requests = [
+        make_request(prompt, max_tokens=9, seed=i, adapter_id=i % 2)
+        for i, prompt in enumerate(prompts)
+    ]
+    for i, response in enumerate(run_requests(engine, requests)):
+        check_record(models[i % 2], prompts[i], response.sequences[0])
+        check_logprobs(models[i % 2], prompts[i], response.sequences[0], atol=2e-5)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
@@ -193,41 +173,28 @@ def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(
     """The experts differ from the routers' choice, in rows of all lengths. Logprobs and gradients
     equal those of each sequence alone with the same experts.
     """
-    model, data, rng = (
-        model_of(),
-        make_datums(((9, (7, 5)), (4, (3, 12)))),
-        np.random.default_rng(3),
-    )
+    model, rng = model_of(), np.random.default_rng(3)
+    data, shared = make_datums(((9, (7, 5)), (4, (3, 12)))), (9, 9, 4, 4)
     experts = describe_layers(model).experts
     prompts: dict[tuple, np.ndarray] = {}
-    for datum in data:  # all samples of a prompt share its record
-        tokens = datum.model_input.to_ints()
-        shared = 9 if data.index(datum) < 2 else 4
-        reference = (
-            np.stack([rng.permutation(4)[:2] for _ in range(len(tokens) * 4)])
-            .reshape(len(tokens), 8)
-            .astype(np.int16)
-        )
-        reference[: shared - 1] = prompts.setdefault(
-            tuple(tokens[: shared - 1]), reference[: shared - 1]
-        )
-        reference[shared - 1] = prompts.setdefault(tuple(tokens[:shared]), reference[shared - 1])
-        datum.experts = reference
+    for datum, length in zip(data, shared, strict=True):
+        datum.experts = random_experts(rng, datum.model_input.length)
+        prompt = tuple(datum.model_input.to_ints()[:length])
+        # all samples of a prompt share its record
+        datum.experts[:length] = prompts.setdefault(prompt, datum.experts[:length])
     model.zero_grad()
     expected = []
     for datum in data:
-        with replay_experts(
-            model, experts, torch.from_numpy(datum.experts).long().unflatten(1, (-1, 2))
-        ):
-            logits = (
-                model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False)
-                .logits[0]
-                .double()
-            )
-            logp = logits.log_softmax(-1).gather(
-                -1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
-            )[:, 0]
-            (-(logp * torch.from_numpy(datum.loss_fn_inputs["weights"].array)).sum()).backward()
+        chosen = torch.from_numpy(datum.experts).long().unflatten(1, (-1, 2))
+        targets, weights = (
+            torch.from_numpy(datum.loss_fn_inputs[name].array)
+            for name in ("target_tokens", "weights")
+        )
+        with replay_experts(model, experts, chosen):
+            ids = torch.tensor([datum.model_input.to_ints()])
+            logits = model(input_ids=ids, use_cache=False).logits[0].double()
+            logp = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+            (-(logp * weights).sum()).backward()
         expected.append(logp.detach().numpy())
     learner = make_learner(
         model, layout=layout, gradient_checkpointing=checkpointing, router_replay=True
@@ -244,29 +211,22 @@ def test_experts_that_are_given_are_taken_in_every_layout_and_in_the_backward(
     assert np.abs(run_learner(plain, data) - np.concatenate(expected)).max() > 0.1
 
 
-def test_datums_with_and_without_a_record_of_experts_share_no_micro_batch():
-    """Datums of the same lengths, interleaved, in every layout: each is routed as in a separate
-    batch.
-    """
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_datums_with_and_without_a_record_of_experts_share_no_micro_batch(layout):
+    """Datums of the same lengths, interleaved: each is routed as in a separate batch."""
     model, rng = model_of(), np.random.default_rng(5)
     data = make_datums(((6, (5, 5, 5, 5)),))
     for datum in data[1::2]:
-        tokens = datum.model_input.length
-        datum.experts = (
-            np.stack([rng.permutation(4)[:2] for _ in range(tokens * 4)])
-            .reshape(tokens, 8)
-            .astype(np.int16)
-        )
+        datum.experts = random_experts(rng, datum.model_input.length)
     data[3].experts[:6] = data[1].experts[:6]  # all samples of a prompt share its record
-    for layout in ("padded", "packed", "shared"):
-        learner = make_learner(model, layout=layout, router_replay=True)
-        single = np.concatenate([run_learner(learner, [datum]) for datum in data])
-        np.testing.assert_allclose(run_learner(learner, data), single, atol=1e-4)
-        messages = [run_learner(learner, [Datum(d.model_input, d.loss_fn_inputs)]) for d in data]
-        apart = [np.abs(a - b).max() for a, b in zip(np.split(single, 4), messages, strict=True)]
-        assert [gap > 0.05 for gap in apart] == [False, True, False, True], (
-            "the record decides where there is one"
-        )
+    learner = make_learner(model, layout=layout, router_replay=True)
+    alone = [run_learner(learner, [datum]) for datum in data]
+    np.testing.assert_allclose(run_learner(learner, data), np.concatenate(alone), atol=1e-4)
+    without = [run_learner(learner, [Datum(d.model_input, d.loss_fn_inputs)]) for d in data]
+    gaps = [np.abs(a - b).max() for a, b in zip(alone, without, strict=True)]
+    assert [gap > 0.05 for gap in gaps] == [False, True, False, True], (
+        "the record decides where there is one"
+    )
 
 
 def test_in_bf16_sampler_and_learner_route_alike_under_replay_and_the_metric_says_how_many_would_not_have():
@@ -311,10 +271,8 @@ def test_turns_keep_the_experts_of_the_turn_that_read_them_first():
     (result,) = trajectory_to_datums(Trajectory(turns, advantage=1.0))
     # by hand: tokens 1 2 3 come from the first turn. Its last token, 4, was fed in the second turn
     # with 5 and 6; 7 and 8 in the third.
-    assert (
-        result.experts[:, 0].tolist() == [10, 10, 10, 20, 20, 20, 30, 30]
-        and result.model_input.length == 8
-    )
+    assert result.experts[:, 0].tolist() == [10, 10, 10, 20, 20, 20, 30, 30]
+    assert result.model_input.length == 8
     assert result.with_inputs({}).experts is result.experts
     turns[1].ac.experts = None
     (lost,) = trajectory_to_datums(Trajectory(turns[:2], advantage=1.0))
@@ -375,12 +333,8 @@ def test_a_run_with_replay_is_resumed_to_the_bit_and_says_what_it_rerouted(tmp_p
     assert len(shares) == 4 and shares[0] <= 0.02  # in float32
     plain = train(f"{words} --steps 1 --router-aux-loss-coef 0.01", tmp_path / "plain")
     assert "optim/rerouted" not in plain[-1]
-    # even routing gives 2 of 4
-    assert (
-        1.5
-        < next(row["optim/router_aux_loss"] for row in plain if "optim/router_aux_loss" in row)
-        <= 4.0
-    )
+    losses = [row["optim/router_aux_loss"] for row in plain if "optim/router_aux_loss" in row]
+    assert 1.5 < losses[0] <= 4.0  # even routing gives 2 of 4
 
 
 def test_a_record_as_text_comes_back_and_what_is_none_is_named():
@@ -409,11 +363,10 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
             if key.endswith("gate.weight"):
                 value.copy_(-value)
     prompt, drawn_first = [5, 9, 4, 11, 6], 6
-    request = SamplingRequest(prompt=prompt, params=SamplingParams(max_tokens=14), seed=3)
+    request, first = make_request(prompt, max_tokens=14, seed=3), len(prompt) + drawn_first - 1
 
     def engine_of(model):
-        decoder = make_decoder(model)
-        return Engine(decoder, eos_token_ids=(), max_rows=4, record_experts=True)
+        return Engine(make_decoder(model), eos_token_ids=(), max_rows=4, record_experts=True)
 
     def half(engine):
         engine.add(request)
@@ -422,37 +375,22 @@ def test_what_was_drawn_elsewhere_keeps_its_experts_and_new_weights_are_noted_as
         return engine
 
     whole = half(engine_of(item)).run()[0].sequences[0]
-    first = len(prompt) + drawn_first - 1
-    assert np.array_equal(
-        np.sort(whole.experts.reshape(-1, 2)),
-        np.sort(record_own_experts(item, [*prompt, *whole.tokens[:-1]]).reshape(-1, 2)),
-    )
+    check_record(item, prompt, whole)
     changed = half(engine_of(item))
     # a weight version without recorded experts so far
     changed.change_weights(make_decoder(other), 1)
     ((_, remaining),) = half(engine_of(item)).unfinished_requests()
-    remaining = replace(
-        remaining,
-        resume_from=SampledSequence.from_json(
-            json.loads(json.dumps(remaining.resume_from.as_json()))
-        ),
-    )
-    assert len(remaining.resume_from.experts) == first and np.array_equal(
-        remaining.resume_from.experts, whole.experts[:first]
-    )
-    going_on = engine_of(other)
-    going_on.add(remaining)
-    for sequence in (changed.run()[0].sequences[0], going_on.run()[0].sequences[0]):
+    saved = json.loads(json.dumps(remaining.resume_from.as_json()))
+    remaining = replace(remaining, resume_from=SampledSequence.from_json(saved))
+    assert np.array_equal(remaining.resume_from.experts, whole.experts[:first])
+    resumed = run_requests(engine_of(other), [remaining])
+    for (sequence,) in (changed.run()[0].sequences, resumed[0].sequences):
         assert len(sequence.experts) == len(prompt) + 14 - 1
         assert np.array_equal(sequence.experts[:first], whole.experts[:first])
         assert not np.array_equal(sequence.experts[first:], whole.experts[first:])
     # The resumed text is prefilled again by the same forwards, so the remaining experts equal those
     # of the whole text.
-    text = [*prompt, *sequence.tokens[:-1]]
-    assert np.array_equal(
-        np.sort(sequence.experts[first:].reshape(-1, 2)),
-        np.sort(record_own_experts(other, text)[first:].reshape(-1, 2)),
-    )
+    check_record(other, prompt, sequence, first)
 
 
 @pytest.mark.slow
@@ -474,45 +412,42 @@ def test_experts_stay_with_answers_through_new_weights_checkpoints_and_a_run_tha
     words = (f"grpo --base-model {tmp_path / 'base'} --steps 4 --batch-size 4 --group-size 2 --max-tokens 5 --eval-every 0 --save-every 2 "
              f"--keep-last 9 --rollouts-every 1 --environment {tmp_path}/uneven.py:Uneven --environment-isolation thread --renderer plain "
              f"--learning-rate 1e-2 --no-self-test --router-replay {options}")  # fmt: skip
+    first = tmp_path / "first"
     with updates_end_while_answers_are_drawn():
-        rows = train(words, tmp_path / "first")
-    messages = read_rollouts(tmp_path / "first")
-    assert (
-        all(len(experts_from_text(turn["experts"])[0]) == 8 for turn in messages)
-        and len(messages) > 4 * 4 * 2
-    )
-    assert any("versions" in turn for turn in messages)  # new weights arrived during an answer
+        rows = train(words, first)
+    answers = read_answers(first)
+    assert all(len(experts_from_text(turn["experts"])[0]) == 8 for turn in answers)
+    assert len(answers) > 4 * 4 * 2
+    assert any("versions" in turn for turn in answers)  # new weights arrived during an answer
     # every datum had a record
     assert all(0 <= row["optim/rerouted"] for row in rows if "optim/policy_loss" in row)
     assert sum("optim/rerouted" in row for row in rows) == 4
-    again = train(f"{words} --replay {tmp_path / 'first'}", tmp_path / "again")
-    assert (
-        again == rows
-        and read_rollouts(tmp_path / "again") == messages
-        and same(tmp_path / "first", tmp_path / "again")
-    )
-    shutil.copytree(tmp_path / "first", tmp_path / "cut")
-    for path in (tmp_path / "cut" / "checkpoints").iterdir():
+
+    def check_equal(more: str, folder):
+        assert train(f"{words} --replay {first}{more}", folder) == rows
+        assert read_answers(folder) == answers and same(first, folder)
+
+    check_equal("", tmp_path / "again")
+    cut = tmp_path / "cut"
+    shutil.copytree(first, cut)
+    for path in (cut / "checkpoints").iterdir():
         if path.name != "grpo-000002":
             shutil.rmtree(path)
-    state = (tmp_path / "cut" / "checkpoints" / "grpo-000002" / "state.json").read_text()
+    state = (cut / "checkpoints" / "grpo-000002" / "state.json").read_text()
     assert '"experts": "' in state or '"experts":"' in state  # of unfinished answers
-    on = train(f"{words} --resume --replay {tmp_path / 'first'}", tmp_path / "cut")
-    assert (
-        on == rows
-        and read_rollouts(tmp_path / "cut") == messages
-        and same(tmp_path / "first", tmp_path / "cut")
-    )
+    check_equal(" --resume", cut)
 
 
 def read_rollouts(folder) -> list[dict]:
+    """Return the rows of a run's rollout files."""
+    files = sorted((folder / "rollouts").glob("step_*.jsonl"))
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+
+def read_answers(folder) -> list[dict]:
     """Return every answer in a run's rollout files, with its experts."""
-    rows = [
-        json.loads(line)
-        for path in sorted((folder / "rollouts").glob("step_*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    return [turn for row in rows for turn in row.get("turns", [row]) if turn.get("sampled", True)]
+    turns = [turn for row in read_rollouts(folder) for turn in row.get("turns", [row])]
+    return [turn for turn in turns if turn.get("sampled", True)]
 
 
 @pytest.mark.slow
@@ -524,19 +459,10 @@ def test_stored_answers_are_learnt_with_the_experts_that_they_were_drawn_with(tm
     stored = load_rollouts(tmp_path / "run")
     assert all(answer.experts for problem in stored for answer in problem.answers)
     # handwritten: the complementary experts, to check that the learner uses the record
-    file = tmp_path / "other.jsonl"
-    rows = [
-        json.loads(line)
-        for path in sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    file.write_text(
-        "".join(
-            json.dumps({**row, "experts": experts_as_text(3 - experts_from_text(row["experts"]))})
-            + "\n"
-            for row in rows
-        )
-    )
+    file, rows = tmp_path / "other.jsonl", read_rollouts(tmp_path / "run")
+    others = [experts_as_text(3 - experts_from_text(row["experts"])) for row in rows]
+    lines = [json.dumps({**r, "experts": e}) for r, e in zip(rows, others, strict=True)]
+    file.write_text("\n".join(lines) + "\n")
     words = f"offline {model} --steps 1 --batch-size 4 --loss importance_sampling --temperature 0.8 --no-self-test"
     results = {}
     for name, source, more in (
@@ -544,18 +470,11 @@ def test_stored_answers_are_learnt_with_the_experts_that_they_were_drawn_with(tm
         ("other", file, "--router-replay"),
         ("plain", file, ""),
     ):
-        results[name] = next(
-            row
-            for row in train(f"{words} --dataset {source} {more}", tmp_path / name)
-            if "optim/grad_norm" in row
-        )
-    assert (
-        results["told"]["optim/rerouted"] < 0.5 < results["other"]["optim/rerouted"]
-        and "optim/rerouted" not in results["plain"]
-    )
-    assert abs(results["told"]["optim/kl_behaviour_v1"]) < abs(
-        results["other"]["optim/kl_behaviour_v1"]
-    )
+        metrics = train(f"{words} --dataset {source} {more}", tmp_path / name)
+        results[name] = next(row for row in metrics if "optim/grad_norm" in row)
+    told, other, plain = results.values()
+    assert told["optim/rerouted"] < 0.5 < other["optim/rerouted"] and "optim/rerouted" not in plain
+    assert abs(told["optim/kl_behaviour_v1"]) < abs(other["optim/kl_behaviour_v1"])
     # an answer without experts, and answers with a wrong record
     fine = {key: value for key, value in rows[0].items() if key != "experts"}
     for wrong, says in (

@@ -39,8 +39,8 @@ def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind, decoders):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_to_an_engine_in_many_workloads(kind, decoders):
-    result = run_seeds(kind, range(100, 160), decoders)
-    assert result["compared"] > 2000 and result["cached"] > 2000, result
+    result = run_seeds(kind, range(100, 120), decoders)
+    assert result["compared"] > 600 and result["cached"] > 600, result
 
 
 @pytest.mark.campaign
@@ -114,25 +114,3 @@ def test_two_that_go_on_with_a_conversation_both_reuse_it(kind, decoders):
         same(response.sequences[0], single(request)[0])
     # 36 tokens, of which the last was not fed: two full chunks
     assert len(text) == 36 and engine.counters.prefix_cached_tokens == 2 * 32
-
-
-@pytest.mark.parametrize("kind", [Engine, paged_engine, multistep_engine])
-def test_what_was_read_with_other_weights_is_no_conversations_beginning(kind, decoders):
-    """New weights arrive midway; the next turn is sampled with them, so its prompt is prefilled
-    with them.
-    """
-    engine = kind(decoders[0], (3,))
-    params = SamplingParams(max_tokens=6, stop=[])
-    engine.max_steps = 2
-    first = SamplingRequest(prompt=random_prompts([30])[0], params=params, conversation="one")
-    engine.add(first)
-    engine.step()
-    engine.change_weights(decoders[1], 1)
-    after = SamplingRequest(
-        prompt=[*first.prompt, *engine.run()[0].sequences[0].tokens, 5, 9],
-        params=params,
-        conversation="one",
-    )
-    engine.add(after)
-    same(engine.run()[0].sequences[0], ReferenceSampler(decoders[1])(after)[0])
-    assert engine.counters.prefix_cached_tokens == 0

@@ -6,12 +6,20 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from sampler_models import add_lora, multistep_engine, one_thread, paged_engine, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    add_lora,
+    check_same,
+    multistep_engine,
+    one_thread,
+    run_requests,
+    tiny_model,
+)
 from test_router_replay import model_of
 from test_sampler_split import on_ranks
 
@@ -43,8 +51,6 @@ def test_who_says_gets_it_and_a_cpu_is_plain_by_default():
     assert kind_of(make_engine(decoder)) == kind_of(make_engine(decoder, "plain")) == "plain"
     engine = make_engine(decoder, "paged", eos_token_ids=(3,), kv_cache_tokens=512)
     assert kind_of(engine) == "stepped" and engine.eos_token_ids == (3,)
-    with pytest.raises(UserError, match="fast decoder.*leave sampler_cache at auto"):
-        make_engine(make_decoder(tiny_model("gpt2")), "paged")
     decoder.tp_group = SimpleNamespace(size=2)  # device steps make no all-reduces
     assert kind_of(make_engine(decoder, "paged", kv_cache_tokens=512)) == "paged"
     with pytest.raises(ValueError, match="use the plain Engine"):
@@ -155,19 +161,27 @@ CHOICES = {
 }
 
 
-def build(features: set[str], team):
-    """Return the engine with these features, or None if no decoder has them."""
-    generic = "generic decoder" in features
-    model = model_of("qwen3_moe")
-    if "tensor parallelism" not in features:
-        team = None
-    elif generic:
-        with pytest.raises(UserError, match="sampler_tp 1 requires the fast decoder"):
-            make_decoder(model, kind="hf", tp_group=team)
-        check_features(features)
-    decoder = make_decoder(model, kind="hf" if generic else "fast", tp_group=team)
+@cache
+def make_features_decoder(generic: bool) -> Any:
+    """Return a decoder, which engines without tensor parallelism share."""
+    decoder = make_decoder(model_of("qwen3_moe"), kind="hf" if generic else "fast")
     if not generic:
         decoder.base = decoder  # as for a model without adapters that shares its base
+    return decoder
+
+
+def build(features: set[str], team):
+    """Return the engine with these features. Raises UserError if no decoder has them."""
+    generic = "generic decoder" in features
+    if "tensor parallelism" not in features:
+        decoder = make_features_decoder(generic)
+    elif generic:
+        with pytest.raises(UserError, match="sampler_tp 1 requires the fast decoder"):
+            make_decoder(model_of("qwen3_moe"), kind="hf", tp_group=team)
+        check_features(features)
+    else:
+        decoder = make_decoder(model_of("qwen3_moe"), kind="fast", tp_group=team)
+        decoder.base = decoder
     engine = make_engine(
         decoder,
         "paged" if "paged cache" in features else "plain",
@@ -178,6 +192,23 @@ def build(features: set[str], team):
     if engine.decoder.multi_adapter:
         engine.decoder.add_adapter(0, decoder, 0)
     return engine
+
+
+PARAMS = SamplingParams(
+    max_tokens=12, presence_penalty=0.5, top_p=0.9, min_tokens=3, stop=[5], temperature=0.6,
+    logit_bias={3: 4.0, 7: 4.0, 4: 4.0},
+)  # fmt: skip
+REQUEST = SamplingRequest(
+    prompt=[3, 7, 4, 3, 7, 3, 4, 4, 7, 7],
+    num_samples=3,
+    params=PARAMS,
+    include_prompt_logprobs=True,
+)
+
+
+@cache
+def sample_plainly() -> Any:
+    return run_requests(Engine(make_features_decoder(True)), [REQUEST])
 
 
 @pytest.mark.parametrize(
@@ -193,35 +224,19 @@ def test_features_combine_unless_the_table_says_why_not(features):
             on_ranks(1, lambda team: build(features, team))
         assert str(caught.value) == reason
         return
-    params = SamplingParams(
-        max_tokens=12, presence_penalty=0.5, top_p=0.9, min_tokens=3, stop=[5], temperature=0.6,
-        logit_bias={3: 4.0, 7: 4.0, 4: 4.0},
-    )  # fmt: skip
-    request = SamplingRequest(
-        prompt=[3, 7, 4, 3, 7, 3, 4, 4, 7, 7],
-        num_samples=3,
-        params=params,
-        include_prompt_logprobs=True,
-    )
-    number = 0 if "adapters per row" in features else None
 
     def run(team):
         engine = build(features, team)
-        engine.add(replace(request, adapter_id=number))
-        result = engine.run()[0]
+        number = 0 if engine.decoder.multi_adapter else None
+        responses = run_requests(engine, [replace(REQUEST, adapter_id=number)])
         counters = engine.counters
         drafts = 0 < counters.accepted_tokens < counters.drafted_tokens
-        return (engine.decoder.multi_adapter, kind_of(engine), drafts), result
+        return (engine.decoder.multi_adapter, kind_of(engine), drafts), responses
 
-    ((kind, result),) = on_ranks(1, run)
-    plain = Engine(make_decoder(model_of("qwen3_moe"), kind="hf"))
-    plain.add(request)
-    expected = plain.run()[0]
-    assert [s.tokens for s in result.sequences] == [s.tokens for s in expected.sequences]
-    for mine, other in zip(result.sequences, expected.sequences, strict=True):
-        np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=2e-5)
-        assert (mine.experts is not None) == ("router replay" in features)
-    np.testing.assert_allclose(result.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=2e-5)
+    ((kind, responses),) = on_ranks(1, run)
+    check_same(responses, sample_plainly(), 2e-5)
+    for sequence in responses[0].sequences:
+        assert (sequence.experts is not None) == ("router replay" in features)
     several = find_conflict({*features, "device steps"}) is None
     expected_kind = "plain" if "paged cache" not in features else "stepped" if several else "paged"
     drafts = "speculative decoding" in features

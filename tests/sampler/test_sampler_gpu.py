@@ -8,10 +8,14 @@ import gc
 import numpy as np
 import pytest
 import torch
-from sampler_models import multistep_engine, paged_engine, row_settings
+from sampler_models import make_request, multistep_engine, paged_engine, row_settings, run_requests
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kernels import decode_ops, sample_tokens
 from kernels.lora_ops import add_lora_
+from rl.sampler import Engine, IdleKVCachePool, make_decoder
+from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
+from rl.sampler.engine_selection import compare_engines
 from rl.sampler.token_sampling import sample_tokens as from_logits
 from rl.types import SamplingParams
 
@@ -24,20 +28,16 @@ def test_equal_tokens_to_the_path_from_logits(N, D, V):
     between the two.
     """
     g = torch.Generator("cuda").manual_seed(0)
-    x, w = (
-        torch.randn(N, D, generator=g, device="cuda"),
-        torch.randn(V, D, generator=g, device="cuda") * 2 / D**0.5,
-    )
+    x = torch.randn(N, D, generator=g, device="cuda")
+    w = torch.randn(V, D, generator=g, device="cuda") * 2 / D**0.5
     u = torch.rand(N, generator=g, device="cuda", dtype=torch.float64)
     temperatures = np.where(np.arange(N) % 5 == 3, 0.0, 0.8)
     params = [SamplingParams(temperature=float(number)) for number in temperatures]
-    settings = row_settings(params, V, x.device)
     z = x.double() @ w.double().t()
-    expected = from_logits(z.float(), u, settings)
+    expected = from_logits(z.float(), u, row_settings(params, V, x.device))
     greedy = torch.from_numpy(temperatures == 0).cuda()
-    token, logp = sample_tokens(
-        x, w, torch.where(greedy, 1.0, torch.from_numpy(temperatures).float().cuda()), u, greedy
-    )
+    temperature = torch.where(greedy, 1.0, torch.from_numpy(temperatures).float().cuda())
+    token, logp = sample_tokens(x, w, temperature, u, greedy)
     p = (z / torch.where(greedy, 1.0, 0.8)[:, None]).softmax(-1)
     after, mine = p.cumsum(-1).gather(1, token[:, None])[:, 0], p.gather(1, token[:, None])[:, 0]
     drawn, same = ~greedy, token == expected[0]
@@ -49,36 +49,24 @@ def test_equal_tokens_to_the_path_from_logits(N, D, V):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_step_kernels_are_torchs_path(dtype):
     g = torch.Generator().manual_seed(0)
-    x, residual, weight = (
-        torch.randn(5, 896, generator=g),
-        torch.randn(5, 896, generator=g),
-        torch.rand(896, generator=g),
-    )
+    x, residual = torch.randn(5, 896, generator=g), torch.randn(5, 896, generator=g)
+    weight = torch.rand(896, generator=g)
     gate_up, qkv = torch.randn(5, 2 * 4864, generator=g), torch.randn(5, 18, 64, generator=g)
-    norm, rope, kv = (
-        torch.rand(2, 64, generator=g) + 0.5,
-        torch.rand(2, 20, 64, generator=g),
-        torch.zeros(2, 9, 16, 2, 64),
-    )
-    at = [
-        torch.randint(0, 20, (5,), generator=g),
-        torch.randperm(9, generator=g)[:5],
-        torch.randint(0, 16, (5,), generator=g),
-    ]
+    norm, rope = torch.rand(2, 64, generator=g) + 0.5, torch.rand(2, 20, 64, generator=g)
+    tensors = (x, residual, weight, gate_up, qkv, norm, rope, torch.zeros(2, 9, 16, 2, 64))
+    position = torch.randint(0, 20, (5,), generator=g)
+    page = torch.randperm(9, generator=g)[:5]
+    place = torch.randint(0, 16, (5,), generator=g)
     results = []
     for device in ("cpu", "cuda"):
-        x2, residual2, weight2, gate2, qkv2, norm2, rope2, kv2 = (
-            t.to(dtype).to(device, copy=True)
-            for t in (x, residual, weight, gate_up, qkv, norm, rope, kv)
+        x, residual, weight, gate_up, qkv, norm, rope, kv = (
+            t.to(dtype).to(device, copy=True) for t in tensors
         )
-        normed, gated = (
-            decode_ops.fused_add_rms_norm(x2, residual2, weight2, 1e-6),
-            decode_ops.silu_mul(gate2),
-        )
-        q = decode_ops.rope_to_cache(
-            qkv2, norm2, 1e-6, rope2, at[0].to(device), kv2, at[1].to(device), at[2].to(device), 14
-        )
-        results.append([t.float().cpu() for t in (normed, residual2, gated, q, kv2)])
+        normed = decode_ops.fused_add_rms_norm(x, residual, weight, 1e-6)
+        at = (position.to(device), kv, page.to(device), place.to(device))
+        q = decode_ops.rope_to_cache(qkv, norm, 1e-6, rope, *at, 14)
+        outputs = (normed, residual, decode_ops.silu_mul(gate_up), q, kv)
+        results.append([t.float().cpu() for t in outputs])
     for mine, plain in zip(*results, strict=True):
         tolerance = 1e-5 if dtype == torch.float32 else 4e-2
         torch.testing.assert_close(mine, plain, atol=tolerance, rtol=tolerance)
@@ -136,70 +124,42 @@ def test_attention_over_pages_at_every_number_of_splits(rows, context):
         torch.testing.assert_close(module._run_backend("triton", *inputs), exact, atol=2e-2, rtol=0)
 
 
+def small_decoder(layers=3):
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=layers)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    torch.manual_seed(0)
+    config = Qwen3Config(**sizes, **heads, vocab_size=1000, tie_word_embeddings=True)
+    return make_decoder(Qwen3ForCausalLM(config).bfloat16().cuda(), kind="fast")
+
+
+def run(engine, count, samples, length, step=0, max_tokens=60):
+    """Return the sequences of `count` requests. `step`: by which each prompt is longer than the one
+    before.
+    """
+    requests = [
+        make_request(list(range(1, length + step * i)), samples, max_tokens=max_tokens, problem=i)
+        for i in range(count)
+    ]
+    return [s for response in run_requests(engine, requests) for s in response.sequences]
+
+
 def test_the_engine_over_pages_samples_what_the_plain_one_does():
     """bf16: the tokens agree until rounding makes them differ; the logprobs before that agree."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from rl.sampler import Engine, SamplingRequest, make_decoder
-    from rl.types import SamplingParams
-
-    sizes = dict(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=1000,
-    )
-    torch.manual_seed(0)
-    decoder = make_decoder(Qwen2ForCausalLM(Qwen2Config(**sizes)).bfloat16().cuda(), kind="fast")
-    answers = []
-    for engine in (
+    decoder = small_decoder(layers=2)
+    engines = (
         paged_engine(decoder, kv_cache_tokens=256 * 12, max_rows=8),
         Engine(decoder, kv_cache_tokens=100_000),
-    ):
-        for i in range(3):
-            engine.add(
-                SamplingRequest(
-                    prompt=list(range(1, 300 + i)),
-                    num_samples=3,
-                    params=SamplingParams(max_tokens=40),
-                    problem=i,
-                )
-            )
-        answers.append([s for response in engine.run() for s in response.sequences])
+    )
+    answers = [run(engine, 3, 3, 300, 1, max_tokens=40) for engine in engines]
     for mine, plain in zip(*answers, strict=True):
-        same = next(
-            (i for i, (a, b) in enumerate(zip(mine.tokens, plain.tokens, strict=True)) if a != b),
-            len(mine.tokens),
-        )
+        pairs = zip(mine.tokens, plain.tokens, strict=True)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(mine.tokens))
         assert same > 0
         np.testing.assert_allclose(mine.logprobs[:same], plain.logprobs[:same], atol=0.05)
 
 
-def small_decoder(dtype=torch.bfloat16):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from rl.sampler import make_decoder
-
-    sizes = dict(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=1000,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    return make_decoder(Qwen3ForCausalLM(Qwen3Config(**sizes)).to(dtype).cuda(), kind="fast")
-
-
 def test_this_device_samples_over_pages_with_graphs():
     """The trial finds no failure on this device. CPU equivalent: test_sampler_choice.py."""
-    from rl.sampler.engine_selection import compare_engines
-
     assert compare_engines(small_decoder()) is None
 
 
@@ -207,9 +167,6 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
     """Results are equal to the bit, including rows that move through the buckets and weights that
     were loaded in place.
     """
-    from rl.sampler import SamplingRequest
-    from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
-    from rl.types import SamplingParams
 
     def eager(self, rows, width, shared, count):
         self.buffers.at.zero_()
@@ -228,37 +185,19 @@ def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
     for change in (1.0, 1.05):
         name = "model.layers.1.mlp.down_proj.weight"
         decoder.load_([(name, decoder.weights.view(name) * change)])
-        for engine, (run, prepare) in zip(engines, ways, strict=True):
-            monkeypatch.setattr(CUDAGraphRunner, "run", run)
+        for engine, (step, prepare) in zip(engines, ways, strict=True):
+            monkeypatch.setattr(CUDAGraphRunner, "run", step)
             monkeypatch.setattr(CUDAGraphRunner, "prepare", prepare)
-            for i in range(6):
-                engine.add(
-                    SamplingRequest(
-                        prompt=list(range(1, 250 + 20 * i)),
-                        num_samples=4,
-                        params=SamplingParams(max_tokens=60),
-                        problem=i,
-                    )
-                )
-            results.append(
-                [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
-            )
+            results.append([(s.tokens, s.logprobs) for s in run(engine, 6, 4, 250, 20)])
     assert results[0] == results[1] and results[2] == results[3] and results[0] != results[2]
-    assert (
-        len(engines[0]._device_steps.runner._graphs) > 2
-        and not engines[1]._device_steps.runner._graphs
-    )
+    graphs = [engine._device_steps.runner._graphs for engine in engines]
+    assert len(graphs[0]) > 2 and not graphs[1]
 
 
 def test_steps_between_two_looks_wait_for_nothing():
     """torch's sync debug mode is on while a captured batch is replayed."""
-    from rl.sampler import SamplingRequest
-    from rl.types import SamplingParams
-
     engine = multistep_engine(small_decoder(), kv_cache_tokens=256 * 20, max_rows=8)
-    engine.add(
-        SamplingRequest(prompt=[1, 2, 3], num_samples=8, params=SamplingParams(max_tokens=60))
-    )
+    engine.add(make_request([1, 2, 3], 8, max_tokens=60))
     for _ in range(3):
         engine.step()
     steps, before = engine._device_steps.runner, torch.cuda.memory_allocated()
@@ -315,10 +254,6 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
 
     Equivalent test on a CPU: test_sampler_kept.py.
     """
-    from rl.sampler import IdleKVCachePool, SamplingRequest
-    from rl.sampler.cuda_graphs import CUDAGraphRunner
-    from rl.types import SamplingParams
-
     captured, capture = [], CUDAGraphRunner._capture
     monkeypatch.setattr(
         CUDAGraphRunner,
@@ -327,19 +262,9 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
     )
 
     def drawn(kept):
-        engine = multistep_engine(
-            decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24, idle_pool=kept
-        )
-        for i in range(6):
-            engine.add(
-                SamplingRequest(
-                    prompt=list(range(1, 250 + 20 * i)),
-                    num_samples=4,
-                    params=SamplingParams(max_tokens=60),
-                    problem=i,
-                )
-            )
-        results = [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
+        settings = {"kv_cache_tokens": 256 * 60, "max_rows": 24, "idle_pool": kept}
+        engine = multistep_engine(decoder, (5, 6, 7), **settings)
+        results = [(s.tokens, s.logprobs) for s in run(engine, 6, 4, 250, 20)]
         engine.close()
         return results
 
@@ -358,15 +283,12 @@ def test_graphs_outlive_those_of_another_decoder():
     """The graphs of the first decoder must not hold memory of cuBLAS that those of the second use
     (pytorch#193402). The freed memory is overwritten before the second decoder samples again.
     """
-    from rl.sampler import IdleKVCachePool, SamplingRequest
 
     def sample(decoder):
         engine = multistep_engine(decoder, kv_cache_tokens=256 * 20, max_rows=8, idle_pool=between)
-        params = SamplingParams(max_tokens=40)
-        engine.add(SamplingRequest(prompt=[1, 2, 3], num_samples=8, params=params))
-        sequences = engine.run()[0].sequences
+        results = [(s.tokens, s.logprobs) for s in run(engine, 1, 8, 4, max_tokens=40)]
         engine.close()
-        return [(s.tokens, s.logprobs) for s in sequences]
+        return results
 
     first, between = small_decoder(), IdleKVCachePool()
     second = first.fork()

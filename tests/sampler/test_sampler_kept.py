@@ -12,24 +12,27 @@ import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from helpers import ADAM, call, random_datums
 from sampler_models import (  # noqa: F401
     add_lora,
+    check_same,
     make_request,
     multistep_engine,
     one_thread,
     random_prompts,
+    run_requests,
     tiny_model,
 )
 
+from rl import sampler
 from rl.learner import ModelSpec
 from rl.runtime import SamplerSettings, StepRequest, WorkerSettings
 from rl.runtime.training_worker import TrainingWorker
-from rl.sampler import Engine, IdleKVCachePool, SamplingRequest, kv_cache_pool, make_decoder
+from rl.sampler import Engine, IdleKVCachePool, SamplingRequest, kv_cache_pool
 from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
+from rl.sampler.decoder_fast import FastDecoder
 from rl.startup import use_expandable_segments
 
 LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -39,15 +42,8 @@ class FakeCUDAGraph:
     """A fake graph: a step over the tensors that existed when it was captured."""
 
     def __init__(self, steps: CUDAGraphRunner, rows: int, shared: bool):
-        self.inputs = (
-            steps.model,
-            steps.kv,
-            steps.ropes,
-            steps.buffers,
-            rows,
-            steps.max_blocks,
-            shared,
-        )
+        buffers = (steps.model, steps.kv, steps.ropes, steps.buffers)
+        self.inputs = (*buffers, rows, steps.max_blocks, shared)
 
     def replay(self) -> None:
         decode_step(*self.inputs)
@@ -80,16 +76,16 @@ def requests(seed: int = 0, groups: tuple[int, ...] = (4, 1, 3)) -> list[Samplin
     ]
 
 
-def run_requests(engine, query) -> list[tuple[list[int], list[float]]]:
-    for request in query:
-        engine.add(request)
-    return [(s.tokens, s.logprobs) for response in engine.run() for s in response.sequences]
+def make_decoder(kind: str = "qwen3") -> FastDecoder:
+    return sampler.make_decoder(tiny_model(kind), kind="fast")
 
 
-def same(result, expected):
-    for mine, plain in zip(result, expected, strict=True):
-        assert mine[0] == plain[0]
-        np.testing.assert_allclose(mine[1], plain[1], atol=1e-4)
+def make_engine(decoder, **settings) -> Engine:
+    return multistep_engine(decoder, page=4, **{"kv_cache_tokens": 400, "max_rows": 16, **settings})
+
+
+def list_tokens(responses) -> list[list[int]]:
+    return [sequence.tokens for response in responses for sequence in response.sequences]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama with adapters"])
@@ -99,16 +95,16 @@ def test_three_calls_with_new_weights_between_capture_once(captured, kind):
     """
     name, _, more = kind.partition(" with ")
     model = add_lora(tiny_model(name), LORA) if more else tiny_model(name)
-    decoder, between, pages, seen = make_decoder(model, kind="fast"), IdleKVCachePool(), set(), []
+    decoder, between = sampler.make_decoder(model, kind="fast"), IdleKVCachePool()
+    pages, seen = set(), []
     for seed in range(3):
-        engine = multistep_engine(
-            decoder, page=4, kv_cache_tokens=400, max_rows=16, idle_pool=between
-        )
+        engine = make_engine(decoder, idle_pool=between)
         result = run_requests(engine, requests(seed))
         pages.add(engine._state.kv[0].data_ptr())
         engine.close()
-        same(result, run_requests(Engine(make_decoder(model, kind="fast")), requests(seed)))
-        seen.append([tokens for tokens, _ in result])
+        plain = Engine(sampler.make_decoder(model, kind="fast"))
+        check_same(result, run_requests(plain, requests(seed)), 1e-4)
+        seen.append(list_tokens(result))
         with torch.no_grad():
             for parameter in (p for p in model.parameters() if p.requires_grad):
                 parameter.mul_(1.2).add_(0.01)
@@ -121,9 +117,7 @@ def test_a_batchs_graphs_are_captured_the_largest_first(captured):
     """All smaller buckets are captured in the same call, so that they reuse the memory pool of the
     largest graph.
     """
-    engine = multistep_engine(
-        make_decoder(tiny_model("qwen3"), kind="fast"), page=4, kv_cache_tokens=400, max_rows=16
-    )
+    engine = make_engine(make_decoder())
     run_requests(engine, requests(groups=(5,)))
     assert [(rows, shared) for _, rows, shared in captured][:3] == [(8, True), (4, True), (2, True)]
     before = len(captured)
@@ -133,10 +127,8 @@ def test_a_batchs_graphs_are_captured_the_largest_first(captured):
 
 def test_all_graphs_of_the_present_requests_are_captured_before_the_first_step(captured):
     """The batch begins with few rows because pages are scarce, and grows when samples end."""
-    decoder = make_decoder(tiny_model("qwen3"), kind="fast")
-    engine = multistep_engine(decoder, (3, 5), page=4, kv_cache_tokens=120, max_rows=32)
-    query = requests(groups=(5, 5, 5)) + requests(seed=1, groups=(5, 5, 5))
-    for request in query:
+    engine = multistep_engine(make_decoder(), (3, 5), page=4, kv_cache_tokens=120, max_rows=32)
+    for request in requests(groups=(5, 5, 5)) + requests(seed=1, groups=(5, 5, 5)):
         engine.add(request)
     while not captured:
         engine.step()
@@ -177,22 +169,14 @@ def captures(monkeypatch):
     return calls
 
 
-def test_a_capture_lets_other_threads_use_the_device(captures):
-    """The test on a device is in test_sampler_gpu.py."""
-    decoder = make_decoder(tiny_model("qwen3"), kind="fast")
-    engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, max_rows=4)
-    engine.add(requests()[0])
-    engine.step(), engine.step()
-    assert [call[1] for call in captures if call != "clear"] == ["thread_local"] * 3
-
-
 def test_graphs_of_two_decoders_share_no_workspace_of_cublas(captures):
     """torch frees the workspace of a stream with any graph that was captured on it: the graphs of
-    the other decoder would write to freed memory. The test on a device is in test_sampler_gpu.py.
+    the other decoder would write to freed memory. A capture in the mode "thread_local" lets other
+    threads use the device. The tests on a device are in test_sampler_gpu.py.
     """
-    first = make_decoder(tiny_model("qwen3"), kind="fast")
+    first = make_decoder()
     for decoder in (first, first.fork()):
-        engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, max_rows=4)
+        engine = make_engine(decoder, max_rows=4)
         engine.add(requests()[0])
         engine.step(), engine.step()
     # all captures of a decoder are on one stream, with cleared workspaces before and after each
@@ -212,9 +196,9 @@ def test_the_allocator_is_told_to_grow_its_segments_unless_it_is_told_otherwise(
 
 def test_engines_that_leave_nothing_capture_anew(captured):
     """Control: without a pool between the calls, every call captures all of its graphs."""
-    decoder = make_decoder(tiny_model("qwen3"), kind="fast")
+    decoder = make_decoder()
     for _ in range(2):
-        engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, max_rows=16)
+        engine = make_engine(decoder)
         run_requests(engine, requests())
         engine.close()
     assert len(captured) == 2 * len(set(captured))
@@ -224,48 +208,42 @@ def test_another_decoder_has_graphs_of_its_own_over_the_same_pages(captured):
     """Two versions are sampled in turn, and a stream switches from the first to the second and
     back.
     """
-    first = make_decoder(tiny_model("qwen3"), kind="fast")
+    first = make_decoder()
     second, between = first.fork(), IdleKVCachePool()
     second.load_((name, first.weights.view(name) * 1.2) for name in first.weights.slices)
     expected = [run_requests(Engine(decoder), requests()) for decoder in (first, second)]
     for turn in (0, 1, 0, 1):
-        engine = multistep_engine(
-            (first, second)[turn], page=4, kv_cache_tokens=400, max_rows=16, idle_pool=between
-        )
-        same(run_requests(engine, requests()), expected[turn])
+        engine = make_engine((first, second)[turn], idle_pool=between)
+        check_same(run_requests(engine, requests()), expected[turn], 1e-4)
         engine.close()
-    engine = multistep_engine(first, page=4, kv_cache_tokens=400, max_rows=16, idle_pool=between)
+    engine = make_engine(first, idle_pool=between)
     for turn in (0, 1, 0):
         engine.change_weights((first, second)[turn], turn)
-        same(run_requests(engine, requests()), expected[turn])
-    assert len(captured) == len(set(captured)) and {which for which, *_ in captured} == {
-        id(first),
-        id(second),
-    }
+        check_same(run_requests(engine, requests()), expected[turn], 1e-4)
+    assert len(captured) == len(set(captured))
+    assert {which for which, *_ in captured} == {id(first), id(second)}
 
 
 def test_stops_of_another_engine_are_not_the_next_ones():
     """Both engines use the same buffer for the table of stops. More kinds of stops than fit need a
     new buffer.
     """
-    decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), IdleKVCachePool()
+    decoder, between = make_decoder(), IdleKVCachePool()
     for stops in ([[5]], [[7, 9], [11]], [[k] for k in range(3, 25)]):
         queries = [
             make_request([4, 9, 2], 2, max_tokens=20, stop=stop, problem=i)
             for i, stop in enumerate(stops)
         ]
-        engine = multistep_engine(
-            decoder, page=4, kv_cache_tokens=4000, max_rows=64, idle_pool=between
-        )
-        same(run_requests(engine, queries), run_requests(Engine(decoder), queries))
+        engine = make_engine(decoder, kv_cache_tokens=4000, max_rows=64, idle_pool=between)
+        check_same(run_requests(engine, queries), run_requests(Engine(decoder), queries), 1e-4)
         engine.close()
 
 
 def test_what_a_decoder_captured_goes_with_it():
-    decoder, between = make_decoder(tiny_model("qwen3"), kind="fast"), IdleKVCachePool()
+    decoder, between = make_decoder(), IdleKVCachePool()
     other = decoder.fork()
     for item in (decoder, other):
-        engine = multistep_engine(item, page=4, kv_cache_tokens=400, idle_pool=between)
+        engine = make_engine(item, idle_pool=between)
         run_requests(engine, requests())
         engine.close()
     gone = weakref.ref(other)
@@ -275,7 +253,7 @@ def test_what_a_decoder_captured_goes_with_it():
 
 
 def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeypatch):
-    decoder, between, alive = make_decoder(tiny_model("qwen3"), kind="fast"), IdleKVCachePool(), []
+    decoder, between, alive, pools = make_decoder(), IdleKVCachePool(), [], []
     make = kv_cache_pool.KVCachePool.__init__
 
     def counted(self, *inputs):
@@ -284,18 +262,15 @@ def test_one_pool_lies_idle_at_most_and_gives_way_before_another_is_made(monkeyp
         pools.append(weakref.ref(self))
         make(self, *inputs)
 
-    pools = []
     monkeypatch.setattr(kv_cache_pool.KVCachePool, "__init__", counted)
     for tokens in (400, 400, 800, 400):
-        engine = multistep_engine(decoder, page=4, kv_cache_tokens=tokens, idle_pool=between)
+        engine = make_engine(decoder, kv_cache_tokens=tokens, idle_pool=between)
         run_requests(engine, requests())
         engine.close()
         engine.close()  # closing twice is a no-op
         del engine
     assert alive == [0, 0, 0]
-    with_one, second = (
-        multistep_engine(decoder, page=4, kv_cache_tokens=400, idle_pool=between) for _ in range(2)
-    )
+    with_one, second = (make_engine(decoder, idle_pool=between) for _ in range(2))
     assert with_one._state.kv[0] is not second._state.kv[0]
     with_one.close()
     with pytest.raises(IndexError):
@@ -306,7 +281,7 @@ def test_a_learner_gets_the_memory_until_it_has_left_room(monkeypatch):
     """`room` is called with the idle bytes that the measured peak does not include: 0 once the pool
     was kept through an update.
     """
-    decoder, queries, answer = make_decoder(tiny_model("qwen3"), kind="fast"), [], True
+    decoder, queries, answer = make_decoder(), [], True
     assert not kv_cache_pool.has_free_memory(torch.device("cpu"), 0)
 
     def room(device, size):
@@ -317,7 +292,7 @@ def test_a_learner_gets_the_memory_until_it_has_left_room(monkeypatch):
     between = IdleKVCachePool()
 
     def sample():
-        engine = multistep_engine(decoder, page=4, kv_cache_tokens=400, idle_pool=between)
+        engine = make_engine(decoder, idle_pool=between)
         size = engine._pool.bytes
         engine.close()
         return size
@@ -342,9 +317,8 @@ def test_room_is_what_this_process_may_have_less_the_most_it_took(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 35)
-    assert kv_cache_pool.has_free_memory(
-        torch.device("cuda"), 24
-    ) and not kv_cache_pool.has_free_memory(torch.device("cuda"), 25)
+    fits = [kv_cache_pool.has_free_memory(torch.device("cuda"), size) for size in (24, 25)]
+    assert fits == [True, False]
 
 
 def make_sum_requests(seed: int = 0) -> list[SamplingRequest]:
@@ -366,8 +340,24 @@ def worker():
 
 
 def learn(worker):
-    call(worker, "forward_backward", 0, random_datums(4), "cross_entropy", {}, 4.0, True)
+    arguments = (0, random_datums(4), "cross_entropy", {}, 4.0, True)
+    call(worker, "forward_backward", *arguments)
     worker.optim_step(0, ADAM)
+
+
+def sample_version(worker, version: int, seed: int = 0) -> None:
+    """Check that a rank's samples of a version are those of a new plain engine."""
+    responses, _ = worker.sample(version, make_sum_requests(seed))
+    source = worker.versions[version]
+    plain = Engine(source.decoder, source.loaded.eos_token_ids)
+    expected = list_tokens(run_requests(plain, make_sum_requests(seed)))
+    assert list_tokens(responses[i] for i in sorted(responses)) == expected
+
+
+def diverge(worker, version: int) -> None:
+    """Fill the weights of a norm with NaN."""
+    weights = worker.versions[version].decoder.weights
+    weights.view(next(n for n in weights.slices if n.endswith("norm.weight"))).fill_(torch.nan)
 
 
 def test_a_rank_keeps_them_over_its_verbs(captured, worker, monkeypatch):
@@ -375,16 +365,10 @@ def test_a_rank_keeps_them_over_its_verbs(captured, worker, monkeypatch):
     and fourth call capture nothing.
     """
     monkeypatch.setattr(kv_cache_pool, "has_free_memory", lambda device, size: True)
-    counts, tokens = [], []
+    counts = []
     for version in range(4):
         worker.snapshot(0, version)
-        responses, _ = worker.sample(version, make_sum_requests(version))
-        tokens.append([s.tokens for i in sorted(responses) for s in responses[i].sequences])
-        plain = run_requests(
-            Engine(worker.versions[version].decoder, worker.versions[version].loaded.eos_token_ids),
-            make_sum_requests(version),
-        )
-        assert tokens[-1] == [first for first, _ in plain]
+        sample_version(worker, version, version)
         counts.append(len(captured))
         learn(worker)
         worker.free_version(version)
@@ -407,10 +391,7 @@ def test_on_a_host_a_learner_finds_what_it_found_before(worker):
 def test_a_call_that_failed_leaves_nothing(worker):
     """Its pages may contain NaN, which would become the padding of another engine."""
     worker.snapshot(0, 0)
-    name = next(
-        name for name in worker.versions[0].decoder.weights.slices if name.endswith("norm.weight")
-    )
-    worker.versions[0].decoder.weights.view(name).fill_(torch.nan)
+    diverge(worker, 0)
     with pytest.raises(FloatingPointError, match="diverged"):
         worker.sample(0, make_sum_requests())
     assert worker.kv_cache_pool._idle is None
@@ -432,10 +413,7 @@ def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not
     """The pages of the stream contain NaN; later rows end in pages that they fill only partly."""
     worker.snapshot(0, 0)
     worker.snapshot(0, 1)
-    name = next(
-        name for name in worker.versions[0].decoder.weights.slices if name.endswith("norm.weight")
-    )
-    worker.versions[0].decoder.weights.view(name).fill_(torch.nan)
+    diverge(worker, 0)
     queries = [(ticket, 0, request) for ticket, request in enumerate(make_sum_requests())]
     with pytest.raises(FloatingPointError, match="diverged"):
         worker.run_steps(7, 0, StepRequest(steps=3, new_requests=queries))
@@ -445,23 +423,17 @@ def test_a_stream_of_weights_that_diverged_leaves_nothing_to_those_that_have_not
     else:
         worker.streams[7].move_to_new_engine(lambda _: Engine(worker.versions[1].decoder, ()))
     assert worker.kv_cache_pool._idle is None
-    responses, _ = worker.sample(1, make_sum_requests())
-    plain = run_requests(
-        Engine(worker.versions[1].decoder, worker.versions[1].loaded.eos_token_ids),
-        make_sum_requests(),
-    )
-    assert [s.tokens for i in sorted(responses) for s in responses[i].sequences] == [
-        first for first, _ in plain
-    ]
+    sample_version(worker, 1)
     assert not bad.kv[0].isfinite().all()
 
 
 def test_what_lies_behind_a_rows_last_position_is_not_seen_whatever_it_is():
-    decoder, request = make_decoder(tiny_model("qwen3"), kind="fast"), requests()
+    decoder = make_decoder()
     engine = multistep_engine(decoder, page=16, kv_cache_tokens=640, max_rows=16)
     for block in engine._pool.kv:
         block.fill_(torch.nan)
-    same(run_requests(engine, request), run_requests(Engine(decoder), request))
+    expected = run_requests(Engine(decoder), requests())
+    check_same(run_requests(engine, requests()), expected, 1e-4)
 
 
 def test_what_another_learner_takes_is_seen_anew(worker, monkeypatch):
@@ -476,7 +448,8 @@ def test_what_another_learner_takes_is_seen_anew(worker, monkeypatch):
     assert worker.kv_cache_pool._idle is not None and worker.kv_cache_pool._has_learned
     worker.create_model(1, ModelSpec("tiny:addition", seed=2), None, False)
     worker.sample(0, make_sum_requests())
-    call(worker, "forward_backward", 1, random_datums(4), "cross_entropy", {}, 4.0, True)
+    arguments = (1, random_datums(4), "cross_entropy", {}, 4.0, True)
+    call(worker, "forward_backward", *arguments)
     assert worker.kv_cache_pool._idle is None
     worker.optim_step(1, ADAM)
     worker.sample(0, make_sum_requests())

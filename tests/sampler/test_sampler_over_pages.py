@@ -5,19 +5,29 @@ the fast decoder is used.
 import pytest
 import test_sample_stream as streams
 import test_sampler_engine as engine
-from sampler_models import multistep_engine, one_thread, paged_engine, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    make_request,
+    multistep_engine,
+    one_thread,
+    paged_engine,
+    tiny_model,
+)
 from test_sample_stream import policy  # noqa: F401
 
 from rl.runtime import sampler_versions
-from rl.sampler import Engine, SamplingRequest, make_decoder
+from rl.sampler import Engine, make_decoder
 from rl.sampler.decoder_fast import FastDecoder
-from rl.types import SamplingParams
 
-# These inspect contiguous blocks, or positions that do not fill whole pages. The budget of pages is
-# tested in test_sampler_paged.py.
 OTHER = {
     "test_the_budget_holds_and_rows_wait_for_it",
     "test_what_can_never_fit_is_an_error_with_numbers",
+    # test_sampler_anything.py compares requests alone and in random batches over pages.
+    "test_a_sample_does_not_depend_on_the_batch_around_it",
+    # These use the generic decoder, or a device.
+    "test_a_request_that_fits_is_admitted_again_with_its_partial_sample",
+    "test_a_trained_model_sorts_all_its_inputs",
+    "test_on_a_gpu_the_same_distribution_is_sampled",
+    "test_the_generic_decoder_bounds_the_logits_of_prompts_read_together",
 }
 PAGE = 4
 made = []
@@ -27,25 +37,20 @@ made = []
 def small_pages(monkeypatch, request):
     if request.param == "stepped" and "no_row_is_decoded_in_vain" in request.node.name:
         pytest.skip("it counts calls of a state, which steps that run by themselves do not make")
+    if getattr(request.node, "callspec", None) and "hf" in request.node.callspec.params.values():
+        pytest.skip("the generic decoder keeps no pages")
+    kind, more = (
+        (multistep_engine, {"steps_per_sync": 3})
+        if request.param == "stepped"
+        else (paged_engine, {})
+    )
 
     def over_pages(decoder, *args, **settings):
         if type(decoder) is not FastDecoder:
-            settings = {
-                name: value
-                for name, value in settings.items()
-                if name not in ("idle_pool", "sizes")
-            }
             return Engine(decoder, *args, **settings)
-        kind, more = (
-            (multistep_engine, {"steps_per_sync": 3})
-            if request.param == "stepped"
-            else (paged_engine, {})
-        )
         made.append(kind(decoder, *args, page=PAGE, **settings, **more))
         return made[-1]
 
-    if getattr(request.node, "callspec", None) and "hf" in request.node.callspec.params.values():
-        pytest.skip("the generic decoder keeps no pages")
     for module in (engine, streams):
         monkeypatch.setattr(module, "Engine", over_pages)
     monkeypatch.setattr(
@@ -78,8 +83,5 @@ globals().update(_of(engine) | _of(streams))
 
 def test_what_can_never_fit_in_whole_pages_is_an_error_with_numbers():
     paged = paged_engine(make_decoder(tiny_model("qwen3")), kv_cache_tokens=51, page=PAGE)
-    with pytest.raises(
-        ValueError,
-        match=r"30-token prompt with max_tokens=20 takes 52 tokens.*kv_cache_tokens is 51",
-    ):
-        paged.add(SamplingRequest(prompt=[1] * 30, params=SamplingParams(max_tokens=20)))
+    with pytest.raises(ValueError, match="30-token .* takes 52 tokens.*kv_cache_tokens is 51"):
+        paged.add(make_request([1] * 30, max_tokens=20))

@@ -7,17 +7,22 @@ from importlib import import_module
 
 import pytest
 import torch
-from sampler_models import add_lora, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    add_lora,
+    check_logprobs,
+    make_request,
+    one_thread,
+    run_requests,
+    tiny_model,
+)
 
-from rl.sampler import Engine, SamplingRequest, linear_layers, make_decoder
-from rl.types import SamplingParams
+from rl.sampler import Engine, linear_layers, make_decoder
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
 )
-WIDE = dict(
-    hidden_size=256, intermediate_size=512, head_dim=32, vocab_size=2000, num_hidden_layers=1
-)
+WIDE = dict(hidden_size=256, intermediate_size=512, head_dim=32, vocab_size=2000)
+WIDE["num_hidden_layers"] = 1
 
 
 def make_wide_model(kind="qwen3"):
@@ -26,11 +31,8 @@ def make_wide_model(kind="qwen3"):
 
 
 def answer(decoder, prompt=(4, 9, 2)):
-    engine = Engine(decoder)
-    engine.add(
-        SamplingRequest(prompt=list(prompt), num_samples=3, params=SamplingParams(max_tokens=6))
-    )
-    return [(s.tokens, s.logprobs) for s in engine.run()[0].sequences]
+    (response,) = run_requests(Engine(decoder), [make_request(list(prompt), 3, max_tokens=6)])
+    return response.sequences
 
 
 @pytest.mark.parametrize("rows", [(1,), (3,), (64,), (130,), (2, 70)])
@@ -53,13 +55,8 @@ def test_a_wide_model_samples_what_transformers_scores(kind, monkeypatch):
         linear_layers, "packed_linear", lambda *inputs: calls.append(product(*inputs)) or calls[-1]
     )
     model = make_wide_model(kind)
-    for tokens, logprobs in answer(make_decoder(model, kind="fast")):
-        torch.testing.assert_close(
-            torch.tensor(logprobs),
-            reference_logprobs(model, [4, 9, 2], tokens).float(),
-            atol=2e-4,
-            rtol=0,
-        )
+    for sequence in answer(make_decoder(model, kind="fast")):
+        check_logprobs(model, [4, 9, 2], sequence, atol=2e-4)
     assert calls
 
 
@@ -107,23 +104,16 @@ def test_small_low_and_large_matrices_stay_as_they_are(monkeypatch):
 
 def test_the_plan_counts_what_is_held_twice():
     """The bytes of the layouts that a decoder made; 0 on a GPU, in bfloat16, or above the limit."""
-    plan = import_module(
-        "rl.memory_plan.byte_counts"
-    )  # the module, for names that the package does not export
-
+    # the module, for names that the package does not export
+    plan = import_module("rl.memory_plan.byte_counts")
     model = make_wide_model()
     c = model.config
-    sizes = dict(
-        hidden=c.hidden_size,
-        heads=c.num_attention_heads,
-        key_heads=c.num_key_value_heads,
-        head_width=c.head_dim,
-    )
-    sizes |= dict(layers=c.num_hidden_layers, mlp=c.intermediate_size, vocab=c.vocab_size)
-    nothing = dict(
-        parameters=0, trainable=0, adapters=0, small=0, largest=0, max_context=None, windowed=False
-    )
-    shape = plan.ModelShape(name="x", fast=True, **sizes, **nothing)
+    shape = plan.ModelShape(
+        name="x", fast=True, hidden=c.hidden_size, heads=c.num_attention_heads,
+        key_heads=c.num_key_value_heads, head_width=c.head_dim, layers=c.num_hidden_layers,
+        mlp=c.intermediate_size, vocab=c.vocab_size, parameters=0, trainable=0, adapters=0, small=0,
+        largest=0, max_context=None, windowed=False,
+    )  # fmt: skip
     decoder = make_decoder(model, kind="fast")
     held = sum(
         item.weight.nbytes
@@ -133,13 +123,8 @@ def test_the_plan_counts_what_is_held_twice():
     )
     launch = plan.LaunchShape(cuda=False, bf16=False, world=1, per_node=1)
     assert held > 0 and plan.packed_copy_bytes(shape, launch) == held
-    assert (plan.PACKED_MIN_SIZE, plan.PACKED_MAX_SIZE) == (
-        linear_layers.MIN_ELEMENTS,
-        linear_layers.MAX_BYTES,
-    )
-    assert (
-        plan.packed_copy_bytes(shape, replace(launch, bf16=True))
-        == plan.packed_copy_bytes(shape, replace(launch, cuda=True))
-        == 0
-    )
+    limits = (plan.PACKED_MIN_SIZE, plan.PACKED_MAX_SIZE)
+    assert limits == (linear_layers.MIN_ELEMENTS, linear_layers.MAX_BYTES)
+    for changes in ({"bf16": True}, {"cuda": True}):
+        assert plan.packed_copy_bytes(shape, replace(launch, **changes)) == 0
     assert plan.packed_copy_bytes(replace(shape, layers=2000), launch) == 0

@@ -4,12 +4,15 @@ depend on the identity of a sample.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from sampler_models import make_request, one_thread, random_prompts  # noqa: F401
 
 from rl import ServiceClient
 from rl.algorithms import Distillation
 from rl.algorithms.distillation import DistillationSettings, DistillSettings
+from rl.config import SamplingSettings
 from rl.distributed import collectives
 from rl.models import load_model
 from rl.rollout import Env, EnvGroupBuilder, StepResult, rollout
@@ -46,16 +49,12 @@ def check_ends(client) -> None:
     also if the caller passes a stop.
     """
     for stop in (None, [12]):
-        response = client.sample(
-            ModelInput.from_ints([3, 5]), 128, SamplingParams(max_tokens=40, stop=stop, seed=1)
-        ).result()
-        ends, inputs = set(ENDS), set(stop or [])
-        assert ends | inputs <= {
-            s.tokens[-1] for s in response.sequences if s.stop_reason == "stop"
-        }, ENDS
-        for sequence in response.sequences:
-            assert not (ends | inputs) & set(sequence.tokens[:-1])
-            assert (sequence.stop_reason == "stop") == (sequence.tokens[-1] in ends | inputs)
+        params, ends = SamplingParams(max_tokens=40, stop=stop, seed=1), {*ENDS, *(stop or [])}
+        sequences = client.sample(ModelInput.from_ints([3, 5]), 128, params).result().sequences
+        assert ends <= {s.tokens[-1] for s in sequences if s.stop_reason == "stop"}, ENDS
+        for sequence in sequences:
+            assert not ends & set(sequence.tokens[:-1])
+            assert (sequence.stop_reason == "stop") == (sequence.tokens[-1] in ends)
 
 
 def test_every_end_of_sequence_ends_a_sample_on_every_path(folder, tmp_path):
@@ -110,18 +109,12 @@ def test_each_turn_of_an_episode_has_a_random_stream_of_its_own(tmp_path):
         ]
         # a single prompt, twelve different answers
         assert len({tuple(tokens) for episode in text for tokens in episode}) == 12
-        for turn in range(3):  # the answers depend on the identity, not on earlier samples
-            for member in range(4):
-                plain = SamplingParams(max_tokens=6, stop=[])
-                request = make_request(
-                    [3, 4, 12],
-                    params=plain,
-                    seed=derive_seed(9, turn),
-                    problem=5,
-                    first_index=member,
-                )
-                (response,), _ = sampler.sample_many([request]).result()
-                assert response.sequences[0].tokens == text[member][turn]
+        for turn, member in itertools.product(range(3), range(4)):
+            # the answers depend on the identity, not on earlier samples
+            fields = dict(seed=derive_seed(9, turn), problem=5, first_index=member)
+            request = make_request([3, 4, 12], max_tokens=6, stop=[], **fields)
+            (response,), _ = sampler.sample_many([request]).result()
+            assert response.sequences[0].tokens == text[member][turn]
 
 
 class DigitRenderer:
@@ -142,7 +135,8 @@ def test_a_teachers_answers_do_not_depend_on_the_batch_around_them(tmp_path):
     ]
     method = Distillation(
         DistillSettings(
-            distillation=DistillationSettings(teacher=("t",), learn_from="teacher", group_size=3)
+            distillation=DistillationSettings(teacher=("t",), learn_from="teacher", group_size=3),
+            sampling=SamplingSettings(temperature=1.0, max_tokens=16),
         )
     )
 

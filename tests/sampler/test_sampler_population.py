@@ -5,20 +5,30 @@ over the finished sequence, or the model is refused by name.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from sampler_models import add_lora, one_thread, random_prompts, reference_logprobs, tiny_model  # noqa: F401
+from sampler_models import (  # noqa: F401
+    add_lora,
+    check_logprobs,
+    make_request,
+    one_thread,
+    random_prompts,
+    reference_logprobs,
+    run_requests,
+    tiny_model,
+)
 from sampler_population import POPULATION, VOCAB, build
 
 from rl.errors import UserError
-from rl.sampler import Engine, SamplingRequest, make_decoder, score_sequences, verify_decoder
+from rl.sampler import Engine, make_decoder, score_sequences, verify_decoder
 from rl.sampler.decode_state import BatchSize, PromptBatch
 from rl.sampler.decoder_hf import HFDecoder
 from rl.sampler.forward_hf import BatchingPlan
-from rl.types import SamplingParams
+from rl.sampler.precision import linear_fp32
 
 QUICK = ("gpt2", "lfm2")
 
@@ -35,30 +45,22 @@ def check_sampled(decoder, model, bound: float = 1e-4) -> None:
     """
     engine = Engine(decoder, eos_token_ids=(1,), max_rows=5)
     prompts = random_prompts([9, 3, 21, 9], VOCAB)
-    for problem, (prompt, samples) in enumerate(zip(prompts, (2, 3, 2, 1), strict=True)):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt,
-                num_samples=samples,
-                params=SamplingParams(max_tokens=5 + 3 * problem),
-                problem=problem,
-            )
-        )
-    worst = 0.0
-    for prompt, response in zip(prompts, engine.run(), strict=True):
+    requests = [
+        make_request(prompt, samples, max_tokens=5 + 3 * i, problem=i)
+        for i, (prompt, samples) in enumerate(zip(prompts, (2, 3, 2, 1), strict=True))
+    ]
+    for prompt, response in zip(prompts, run_requests(engine, requests), strict=True):
         for sequence in response.sequences:
-            expected = reference_logprobs(model, prompt, sequence.tokens)
-            worst = max(worst, float((torch.tensor(sequence.logprobs) - expected).abs().max()))
-    assert engine.counters.peak_rows == 5 and worst < bound, worst
+            check_logprobs(model, prompt, sequence, atol=bound)
+    assert engine.counters.peak_rows == 5
 
 
 def check_scored(decoder, model, bound: float = 1e-4) -> None:
     prompts = random_prompts([4, 17, 16, 2, 30], VOCAB)
     for prompt, result in zip(prompts, score_sequences(decoder, prompts), strict=True):
+        assert result[0] is None
         expected = reference_logprobs(model, prompt[:1], prompt[1:])
-        assert (
-            result[0] is None and float((torch.tensor(result[1:]) - expected).abs().max()) < bound
-        )
+        np.testing.assert_allclose(result[1:], expected, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +82,12 @@ def test_sampled_and_scored_logprobs_are_those_of_the_sequence_alone(kind):
 @pytest.mark.parametrize("kind", QUICK)
 def test_rows_that_leave_one_by_one_leave_the_others_as_they_were(kind):
     """Many samples of a prompt end at random steps; the last rows move to the freed slots."""
-    model = build(kind)
-    engine, (prompt,) = (
-        Engine(decoder_of(model), eos_token_ids=range(1, 8)),
-        random_prompts([6], VOCAB),
-    )
-    engine.add(SamplingRequest(prompt=prompt, num_samples=14, params=SamplingParams(max_tokens=12)))
-    (response,) = engine.run()
+    model, (prompt,) = build(kind), random_prompts([6], VOCAB)
+    engine = Engine(decoder_of(model), eos_token_ids=range(1, 8))
+    (response,) = run_requests(engine, [make_request(prompt, 14, max_tokens=12)])
     assert len({len(sequence.tokens) for sequence in response.sequences}) >= 4
     for sequence in response.sequences:
-        expected = reference_logprobs(model, prompt, sequence.tokens)
-        assert float((torch.tensor(sequence.logprobs) - expected).abs().max()) < 1e-4
+        check_logprobs(model, prompt, sequence)
 
 
 # -------------------------------------------------------------------- models without exact decoding
@@ -153,11 +150,8 @@ def test_the_trial_leaves_model_and_generator_alone():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state, window = torch.get_rng_state(), model.config.sliding_window
     decoder_of(model)
-    assert (
-        model.training
-        and model.config.sliding_window == window
-        and torch.equal(torch.get_rng_state(), state)
-    )
+    assert model.training and model.config.sliding_window == window
+    assert torch.equal(torch.get_rng_state(), state)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
@@ -165,48 +159,39 @@ def test_the_trial_leaves_model_and_generator_alone():
 # ------------------------------------------------------------ frequencies that depend on the length
 
 
+def check_fed(model, tokens: list[int], first: int, logprobs: list[float]) -> None:
+    """Compare the logprobs of the tokens from `first` on with a forward without the last token, as
+    in the learner.
+    """
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens[:-1]]), use_cache=False).logits[0].double()
+    targets = torch.tensor(tokens[first:])[:, None]
+    expected = logits[first - 1 :].log_softmax(-1).gather(1, targets).squeeze(1)
+    np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-4)
+
+
 def test_longrope_on_both_sides_of_the_original_length():
     """A short and a long prompt in a batch, and sequences around the switch scored together, all
     equal to separate forwards.
     """
     model = build("phi3 longrope")
-    decoder = make_decoder(model)
-    prompts = random_prompts([5, 40, 20, 33], VOCAB)
-    engine = Engine(decoder)
-    for problem, prompt in enumerate(prompts):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt, num_samples=2, params=SamplingParams(max_tokens=12), problem=problem
-            )
-        )
-    for prompt, response in zip(prompts, engine.run(), strict=True):
+    decoder, prompts = make_decoder(model), random_prompts([5, 40, 20, 33], VOCAB)
+    requests = [make_request(p, 2, max_tokens=12, problem=i) for i, p in enumerate(prompts)]
+    responses = run_requests(Engine(decoder), requests)
+    for prompt, response in zip(prompts, responses, strict=True):
         for sequence in response.sequences:
-            tokens = torch.tensor([[*prompt, *sequence.tokens]])
-            with torch.no_grad():  # the last token is not fed, as in the learner
-                logits = (
-                    model(input_ids=tokens[:, :-1], use_cache=False)
-                    .logits[0, len(prompt) - 1 :]
-                    .double()
-                )
-            expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1)
-            assert float((torch.tensor(sequence.logprobs) - expected).abs().max()) < 1e-4
+            check_fed(model, [*prompt, *sequence.tokens], len(prompt), sequence.logprobs)
     around = random_prompts([31, 32, 33, 34, 60], VOCAB)
     for tokens, result in zip(around, score_sequences(decoder, around), strict=True):
-        with torch.no_grad():
-            logits = (
-                model(input_ids=torch.tensor([tokens[:-1]]), use_cache=False).logits[0].double()
-            )
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
-        assert float((torch.tensor(result[1:]) - expected).abs().max()) < 1e-4
+        check_fed(model, tokens, 1, result[1:])
 
 
 def test_a_sample_that_would_cross_the_switch_is_refused_by_name_and_none_means_up_to_it():
     engine = Engine(make_decoder(build("phi3 longrope")))
-    # 30 + 3 - 1 positions are fed
-    engine.add(SamplingRequest(prompt=[3] * 30, params=SamplingParams(max_tokens=3)))
+    engine.add(make_request([3] * 30, max_tokens=3))  # 30 + 3 - 1 positions are fed
     with pytest.raises(ValueError, match=r"longrope.*exceeds 32 tokens.*max_tokens to 3 or less"):
-        engine.add(SamplingRequest(prompt=[3] * 30, params=SamplingParams(max_tokens=4)))
-    engine.add(SamplingRequest(prompt=[3] * 30, params=SamplingParams(max_tokens=None)))
+        engine.add(make_request([3] * 30, max_tokens=4))
+    engine.add(make_request([3] * 30, max_tokens=None))
     assert [len(response.sequences[0].tokens) for response in engine.run()] == [3, 3]
 
 
@@ -215,23 +200,16 @@ def test_what_may_be_sampled_is_what_the_model_reads_with_one_set_of_frequencies
     model uses.
     """
     model = build("phi3 longrope")
-    engine = Engine(make_decoder(model))
-    sets = {}
+    engine, sets = Engine(make_decoder(model)), {}
     for length in range(29, 41):
         with torch.no_grad():
             model(input_ids=torch.full((1, length), 3), use_cache=False)
         sets[length] = tuple(model.model.rotary_emb.inv_freq.tolist())
     assert len(set(sets.values())) == 2
-    for prompt in range(29, 36):
-        for max_tokens in range(1, 6):
-            request = SamplingRequest(
-                prompt=[3] * prompt, params=SamplingParams(max_tokens=max_tokens)
-            )
-            one_set = sets[prompt] == sets[prompt + max_tokens - 1]  # the last token is not fed
-            with (
-                contextlib.nullcontext() if one_set else pytest.raises(ValueError, match="longrope")
-            ):
-                engine.add(request)
+    for prompt, max_tokens in itertools.product(range(29, 36), range(1, 6)):
+        one_set = sets[prompt] == sets[prompt + max_tokens - 1]  # the last token is not fed
+        with contextlib.nullcontext() if one_set else pytest.raises(ValueError, match="longrope"):
+            engine.add(make_request([3] * prompt, max_tokens=max_tokens))
 
 
 def test_dynamic_frequencies_are_refused_beyond_the_original_length():
@@ -242,7 +220,7 @@ def test_dynamic_frequencies_are_refused_beyond_the_original_length():
     check_sampled(decoder, model)
     decoder.max_positions = 200
     with pytest.raises(ValueError, match=r"dynamic.*stay within 96"):
-        Engine(decoder).add(SamplingRequest(prompt=[3] * 90, params=SamplingParams(max_tokens=8)))
+        Engine(decoder).add(make_request([3] * 90, max_tokens=8))
     with pytest.raises(ValueError, match=r"dynamic.*stay within 96"):
         score_sequences(decoder, [[3] * 98])
 
@@ -271,21 +249,8 @@ def decoded_logprobs(decoder, prompt: list[int], response: list[int]) -> torch.T
     return torch.stack(logits).log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
 
 
-LONG = (
-    "llama",
-    "gemma2",
-    "gpt2",
-    "gptj",
-    "codegen",
-    "phi",
-    "gpt_neox",
-    "opt",
-    "gpt_oss",
-    "qwen3_moe",
-    "deepseek_v3",
-    "lfm2",
-    "mamba2",
-)
+LONG = ("llama", "gemma2", "gpt2", "gptj", "codegen", "phi", "gpt_neox", "opt", "gpt_oss")
+LONG += ("qwen3_moe", "deepseek_v3", "lfm2", "mamba2")
 
 
 CASES = [(name, "hf", adapter) for name in LONG for adapter in (False, True)] + [
@@ -310,16 +275,8 @@ def test_bfloat16_at_positions_beyond_five_hundred(name, kind, adapter):
     """
     model = build(name)
     if adapter:
-        skipped = (
-            "lm_head",
-            "embed_out",
-            "in_proj",
-            "out_proj",
-            "gate",
-            "router",
-            "x_proj",
-            "dt_proj",
-        )
+        skipped = {"lm_head", "embed_out", "in_proj", "out_proj", "gate", "router"}
+        skipped |= {"x_proj", "dt_proj"}
         layers = [
             n
             for n, m in model.named_modules()
@@ -327,14 +284,9 @@ def test_bfloat16_at_positions_beyond_five_hundred(name, kind, adapter):
         ]
         model = add_lora(model, layers or ["c_attn", "in_proj"][: 1 if name == "gpt2" else 2])
     tokens = random_prompts([760], VOCAB)[0]
-    exact, learner = (
-        autocast_logprobs(model, tokens, low=False),
-        autocast_logprobs(model, tokens, low=True),
-    )
-    noise, middle = (
-        float((learner - exact).abs().max()),
-        float((learner - exact)[500:].abs().median()),
-    )
+    exact, learner = (autocast_logprobs(model, tokens, low=low) for low in (False, True))
+    noise = float((learner - exact).abs().max())
+    middle = float((learner - exact)[500:].abs().median())
     assert 1e-3 < noise and middle < 0.05
     most = 4 * noise if name not in ("gpt_oss", "qwen3_moe", "deepseek_v3") else float("inf")
     decoder = make_decoder(model, dtype=torch.bfloat16, kind=kind)
@@ -355,18 +307,16 @@ def test_only_matrices_are_cast():
         build("granitemoehybrid", num_local_experts=4, num_experts_per_tok=2), ["q_proj"]
     )
     decoder = decoder_of(model, dtype=torch.bfloat16)
-    dtypes = {name: p.dtype for name, p in decoder.model.named_parameters()}
     assert all(buffer.dtype != torch.bfloat16 for buffer in decoder.model.buffers())
-    for part in ("lora_A", "lora_B", "layernorm", "A_log", "dt_bias"):
-        assert {d for name, d in dtypes.items() if part in name} == {torch.float32}, part
-    for part in ("q_proj.base_layer", "o_proj", "embed_tokens"):
-        assert {d for name, d in dtypes.items() if part in name} == {torch.bfloat16}, part
-    experts = [
-        d
-        for name, d in dtypes.items()
-        if dict(model.named_parameters())[name].dim() == 3 and "conv" not in name
-    ]
-    assert experts and set(experts) == {torch.bfloat16}
+    parameters = dict(decoder.model.named_parameters())
+    for dtype, parts in (
+        (torch.float32, ("lora_A", "lora_B", "layernorm", "A_log", "dt_bias")),
+        (torch.bfloat16, ("q_proj.base_layer", "o_proj", "embed_tokens")),
+    ):
+        for part in parts:
+            assert {p.dtype for name, p in parameters.items() if part in name} == {dtype}, part
+    experts = [n for n, p in model.named_parameters() if p.dim() == 3 and "conv" not in n]
+    assert {parameters[name].dtype for name in experts} == {torch.bfloat16}
     twin = decoder.fork()
     assert twin.plan == decoder.plan
     assert score_sequences(twin, [[3, 4, 5, 6]]) == score_sequences(decoder, [[3, 4, 5, 6]])
@@ -380,13 +330,10 @@ def test_matrices_that_a_model_wants_in_float32_stay_so(tmp_path, monkeypatch):
     model.save_pretrained(str(tmp_path))
     loaded = type(model).from_pretrained(str(tmp_path), dtype=torch.bfloat16)
     wide = {name for name, p in loaded.named_parameters() if p.dtype == torch.float32}
-    dtypes = {
-        name: p.dtype
-        for name, p in decoder_of(model, dtype=torch.bfloat16).model.named_parameters()
-    }
-    assert len(wide) == model.config.num_hidden_layers and {dtypes[name] for name in wide} == {
-        torch.float32
-    }
+    cast = decoder_of(model, dtype=torch.bfloat16).model
+    dtypes = {name: p.dtype for name, p in cast.named_parameters()}
+    assert len(wide) == model.config.num_hidden_layers
+    assert {dtypes[name] for name in wide} == {torch.float32}
     assert dtypes["model.layers.0.mlp.down_proj.weight"] == torch.bfloat16
 
 
@@ -410,32 +357,23 @@ def test_logits_of_a_bfloat16_decoder_are_not_rounded_to_bfloat16(kind):
 
 
 def test_linear_fp32_is_the_float64_product_over_more_columns_than_one_block():
-    from rl.sampler.precision import linear_fp32
-
     torch.manual_seed(0)
-    x, weight, bias = (
-        torch.randn(2, 3, 64).bfloat16(),
-        torch.randn(5000, 64).bfloat16(),
-        torch.randn(5000),
-    )
+    x, weight = torch.randn(2, 3, 64).bfloat16(), torch.randn(5000, 64).bfloat16()
+    bias = torch.randn(5000)
     expected = x.double() @ weight.double().t() + bias.double()
     # products of bfloat16 are exact in float32; 64 sums and a bias round by 2^-24 of the
     # accumulated magnitude
     magnitude = x.double().abs() @ weight.double().abs().t() + bias.double().abs()
-    assert bool(
-        (
-            (linear_fp32(x, weight, bias).double() - expected).abs() <= 66 * 2.0**-24 * magnitude
-        ).all()
-    )
+    error = (linear_fp32(x, weight, bias).double() - expected).abs()
+    assert bool((error <= 66 * 2.0**-24 * magnitude).all())
 
 
 def test_a_step_of_the_trial_feels_windows_that_are_longer_than_it():
     """The trial shortens the windows in its copy of the model, so that a few tokens cross them."""
-    trial = HFDecoder.sharing_weights_of(build("mistral", sliding_window=512))
+    trial, whole = (
+        HFDecoder.sharing_weights_of(build("mistral", sliding_window=512)) for _ in range(2)
+    )
     verify_decoder._shorten_windows(trial.model)
     rows = verify_decoder._probe_rows(trial)
-    short = verify_decoder._reference_logits(trial, rows)
-    whole = verify_decoder._reference_logits(
-        HFDecoder.sharing_weights_of(build("mistral", sliding_window=512)), rows
-    )
-    assert float((short[1] - whole[1]).abs().max()) > 1e-2
+    near, far = (verify_decoder._reference_logits(decoder, rows) for decoder in (trial, whole))
+    assert float((near[1] - far[1]).abs().max()) > 1e-2

@@ -5,24 +5,24 @@ without the host.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
 import torch
 from sampler_models import (  # noqa: F401
     add_lora,
+    check_same,
     crowded_engines,
     make_request,
     multistep_engine,
     one_thread,
     random_prompts,
-    reference_logprobs,
+    run_requests,
     tiny_model,
 )
 
 from rl.sampler import Engine, SamplingRequest, make_decoder
-from rl.sampler.cuda_graphs import row_buckets
+from rl.sampler.cuda_graphs import CUDAGraphRunner, row_buckets
 from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.paged_state import PagedState
 from rl.types import SamplingParams
@@ -31,21 +31,6 @@ LORA = [
     *("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("qkv_proj", "gate_up_proj"),
 ]
-
-
-def run_requests(engine, requests):
-    for request in requests:
-        engine.add(request)
-    return [
-        [(s.tokens, s.logprobs, s.stop_reason) for s in response.sequences]
-        for response in engine.run()
-    ]
-
-
-def same(result, expected):
-    for mine, plain in zip(itertools.chain(*result), itertools.chain(*expected), strict=True):
-        assert mine[0] == plain[0] and mine[2] == plain[2]
-        np.testing.assert_allclose(mine[1], plain[1], atol=1e-4)
 
 
 def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]:
@@ -81,61 +66,17 @@ def make_tight_engine(rng: np.random.Generator, decoder) -> tuple[Engine, list[S
     ), requests
 
 
-def random_workloads(decoder, seeds) -> tuple[int, int, int]:
-    """Run workloads through both engines. Return the number of preemptions, of host syncs and of
-    steps.
-    """
-    waited, looks, steps = 0, 0, 0
-    for seed in seeds:
-        rng = np.random.default_rng(seed)
-        engine, requests = make_tight_engine(rng, decoder)
-        same(run_requests(engine, requests), run_requests(Engine(decoder, (3,)), requests))
-        tables = engine._state.block_manager
-        assert tables.pool.num_free == len(tables.pool.ref_counts) and not tables.rows
-        waited = waited + engine.preemptions
-        looks = looks + engine._device_steps.num_syncs
-        steps = steps + engine.counters.steps
-    return waited, looks, steps
-
-
 @pytest.fixture(scope="module")
 def decoder():
     return make_decoder(tiny_model("qwen3"), kind="fast")
 
 
-def test_the_same_samples_as_the_plain_engine(decoder):
-    waited, looks, steps = random_workloads(decoder, range(8))
-    assert waited and looks and steps > 2 * looks
-
-
-@pytest.mark.slow
-def test_the_same_samples_as_the_plain_engine_in_many_workloads(decoder):
-    waited, _, _ = random_workloads(decoder, range(100, 200))
-    assert waited > 20
-
-
-KINDS = [
-    "qwen2",
-    "llama",
-    "mistral",
-    "granite",
-    "gemma",
-    "hyperclovax",
-    "olmo2",
-    "phi3",
-    "smollm3",
-    "gemma2",
-    "gemma3_text",
-    "olmo3",
-    "exaone4",
-    "gemma3_text with adapters",
-    "granite with adapters",
-    "olmo2 with adapters",
-    "phi3 with adapters",
-    "qwen3 with adapters",
-    "qwen3 with an adapter on the head",
-    "qwen3, 1500 words",
-]
+KINDS = (
+    *("qwen2", "llama", "mistral", "granite", "gemma", "hyperclovax", "olmo2", "phi3", "smollm3"),
+    *("gemma2", "gemma3_text", "olmo3", "exaone4", "gemma3_text with adapters"),
+    *("granite with adapters", "olmo2 with adapters", "phi3 with adapters", "qwen3 with adapters"),
+    *("qwen3 with an adapter on the head", "qwen3, 1500 words"),
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,57 +96,52 @@ def test_every_family_and_adapters_by_every_look(kind):
         )
     ]
     expected = run_requests(Engine(decoder, (3, 4)), requests)
-    for look in (1, 5, 32):
+    for look in (1, 7):
         engine = multistep_engine(decoder, (3, 4), page=4, steps_per_sync=look, max_rows=9)
-        same(run_requests(engine, requests), expected)
+        check_same(run_requests(engine, requests), expected, 1e-4)
         assert engine._device_steps.num_syncs <= engine.counters.steps
         assert look == 1 or engine._device_steps.num_syncs < engine.counters.steps / 2
 
 
 def test_in_bfloat16_too():
     """The same path in half precision: the residual, the norms and the head round as in the plain
-    path.
+    path. Tokens are compared until rounding makes them differ.
     """
     decoder = make_decoder(tiny_model("qwen3"), dtype=torch.bfloat16, kind="fast")
-    params, prompts = SamplingParams(max_tokens=12), random_prompts([5, 17])
     requests = [
-        SamplingRequest(prompt=prompt, num_samples=3, problem=i, params=params)
-        for i, prompt in enumerate(prompts)
+        make_request(prompt, 3, problem=i, max_tokens=12)
+        for i, prompt in enumerate(random_prompts([5, 17]))
     ]
     mine, plain = (
-        run_requests(engine, requests)
+        [s for response in run_requests(engine, requests) for s in response.sequences]
         for engine in (multistep_engine(decoder, page=4), Engine(decoder))
     )
     together = 0
-    for first, other in zip(itertools.chain(*mine), itertools.chain(*plain), strict=True):
-        n = next(
-            (i for i, (a, b) in enumerate(zip(first[0], other[0], strict=True)) if a != b),
-            len(first[0]),
-        )
-        np.testing.assert_allclose(first[1][:n], other[1][:n], atol=0.1)
+    for first, other in zip(mine, plain, strict=True):
+        pairs = zip(first.tokens, other.tokens, strict=True)
+        n = next((i for i, (a, b) in enumerate(pairs) if a != b), len(first.tokens))
+        np.testing.assert_allclose(first.logprobs[:n], other.logprobs[:n], atol=0.1)
         together += n
     assert together > 36  # of 72
 
 
-def test_weights_that_are_loaded_in_place_are_the_next_steps(decoder):
+def test_weights_that_are_loaded_in_place_are_the_next_steps():
     """Nothing is reallocated for new weights: the buffers that a captured graph would read were
     written.
     """
     model = tiny_model("qwen3")
     decoder = make_decoder(model, kind="fast")
     engine = multistep_engine(decoder, page=4)
-    request = SamplingRequest(prompt=[4, 9, 2], num_samples=2, params=SamplingParams(max_tokens=10))
-    run_requests(engine, [request])
+    requests = [make_request([4, 9, 2], 2, max_tokens=10)]
+    run_requests(engine, requests)
     steps = engine._device_steps.runner
     before = {key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     decoder.load_(model.named_parameters())
-    same(
-        run_requests(engine, [request]),
-        run_requests(Engine(make_decoder(model, kind="fast")), [request]),
-    )
+    expected = run_requests(Engine(make_decoder(model, kind="fast")), requests)
+    check_same(run_requests(engine, requests), expected, 1e-4)
     assert engine._device_steps.runner is steps
     assert before == {key: buffer.data_ptr() for key, buffer in decoder.weights.buffers.items()}
 
@@ -219,20 +155,20 @@ def test_rows_that_ended_write_to_no_page_of_another(decoder):
         engine = multistep_engine(
             decoder, (3, 4, 5, 6, 7, 8), page=4, steps_per_sync=look, kv_cache_tokens=400
         )
-        for i, prompt in enumerate(random_prompts([6, 11, 9])):
-            engine.add(make_request(prompt, 4, max_tokens=30, problem=i))
-        engine.run()
-        engine.add(make_request(random_prompts([13])[0], max_tokens=18, stop=[]))
-        response = engine.run()[0].sequences[0]
-        results.append((response.tokens, response.logprobs))
-    assert results[0][0] == results[1][0]
-    np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-5)
+        first = [
+            make_request(prompt, 4, max_tokens=30, problem=i)
+            for i, prompt in enumerate(random_prompts([6, 11, 9]))
+        ]
+        run_requests(engine, first)
+        last = make_request(random_prompts([13])[0], max_tokens=18, stop=[])
+        results.append(run_requests(engine, [last]))
+    check_same(*results)
 
 
 def test_what_is_not_a_number_is_an_error_within_a_look():
     decoder = make_decoder(tiny_model("qwen3"), kind="fast")
     engine = multistep_engine(decoder, page=4)
-    engine.add(SamplingRequest(prompt=[3, 4], params=SamplingParams(max_tokens=20)))
+    engine.add(make_request([3, 4], max_tokens=20))
     engine.step()
     decoder.load_([("model.norm.weight", torch.full((32,), torch.nan))])
     with pytest.raises(FloatingPointError, match="diverged"):
@@ -297,7 +233,7 @@ def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_pree
         expected = run_requests(Engine(decoder, (3,)), requests)
         with monkeypatch.context() as patch:
             patch.setattr(PagedState, "decode", None)
-            same(run_requests(engine, requests), expected)
+            check_same(run_requests(engine, requests), expected, 1e-4)
         waiting += sum(r.num_samples for r in requests) > engine.max_rows
         preempted += engine.preemptions
     assert waiting and preempted
@@ -317,14 +253,48 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
         return result
 
     monkeypatch.setattr(DeviceSteps, "launch_next", launch_next)
-    for seed in range(12):
+    for seed in range(8):
         engine, requests = make_tight_engine(np.random.default_rng(seed), decoder)
         engine.runs_ahead = True
         if seed % 2:  # rows for all requests, so that none wait
             engine = multistep_engine(decoder, (3,), page=4, steps_per_sync=1 + seed % 5)
             engine.runs_ahead = True
-        same(run_requests(engine, requests), run_requests(Engine(decoder, (3,)), requests))
+        expected = run_requests(Engine(decoder, (3,)), requests)
+        check_same(run_requests(engine, requests), expected, 1e-4)
         tables = engine._state.block_manager
         assert tables.pool.num_free == len(tables.pool.ref_counts) and not tables.rows
         assert engine._in_flight is None
     assert ahead > 20 and launched > ahead
+
+
+@pytest.fixture
+def late_device(monkeypatch):
+    """Simulate a device whose launched steps run only when the host waits for them. Return the
+    events in order: "launched", and "waited" for a sync.
+    """
+    results, queue = [], []
+    run, wait = CUDAGraphRunner.run, DeviceSteps._start_copy
+
+    def launch(*inputs):
+        results.append("launched")
+        queue.append(inputs)
+
+    def waited(*inputs):
+        results.append("waited")
+        while queue:
+            run(*queue.pop(0))
+        return wait(*inputs)
+
+    monkeypatch.setattr(CUDAGraphRunner, "run", launch)
+    monkeypatch.setattr(DeviceSteps, "_start_copy", waited)
+    return results
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_samples_are_the_same_however_late_the_device_is(decoder, late_device, seed):
+    """A sync that is too early would return the tokens of the previous sync."""
+    engine, requests = make_tight_engine(np.random.default_rng(seed), decoder)
+    expected = run_requests(Engine(decoder, (3,)), requests)
+    check_same(run_requests(engine, requests), expected, 1e-4)
+    launched, waited = (late_device.count(event) for event in ("launched", "waited"))
+    assert engine._device_steps.num_syncs == launched == waited

@@ -34,6 +34,8 @@ from rl.sampler import Engine, SamplingRequest, make_decoder, score_sequences
 from rl.types import SampledSequence
 
 VERSIONS = 5
+# Modules after the keys and values of the last layer.
+AFTER_THE_CACHE = ("lm_head", "model.norm", "model.layers.1.mlp", "model.layers.1.self_attn.o_proj")
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +47,7 @@ def models() -> list[torch.nn.Module]:
         other, generator = copy.deepcopy(first), torch.Generator().manual_seed(version)
         with torch.no_grad():
             for name, parameter in other.named_parameters():
-                if name.startswith(
-                    (
-                        "lm_head",
-                        "model.norm",
-                        "model.layers.1.mlp",
-                        "model.layers.1.self_attn.o_proj",
-                    )
-                ):
+                if name.startswith(AFTER_THE_CACHE):
                     parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
         made.append(other)
     return made
@@ -88,6 +83,10 @@ def requests_of(rng: np.random.Generator) -> list[SamplingRequest]:
     ]
 
 
+def as_saved(sequence: SampledSequence) -> SampledSequence:
+    return SampledSequence.from_json(json.loads(json.dumps(sequence.as_json())))
+
+
 def play(decoders, seed: int, events: Events) -> list[tuple[SamplingRequest, SampledSequence]]:
     """Run a random schedule over a stream of requests. Return each finished sequence with its
     request.
@@ -97,16 +96,11 @@ def play(decoders, seed: int, events: Events) -> list[tuple[SamplingRequest, Sam
     waiting, finished, tickets = requests_of(rng), [], {}
 
     def new_engine():
+        settings = {"max_rows": 6, "version": version}
         if paged:
-            pages = 12 if page == 2 else 7
-            return paged_engine(
-                decoders[version],
-                kv_cache_tokens=page * pages,
-                max_rows=6,
-                page=page,
-                version=version,
-            )
-        return Engine(decoders[version], kv_cache_tokens=4000, max_rows=6, version=version)
+            room = page * (12 if page == 2 else 7)
+            return paged_engine(decoders[version], kv_cache_tokens=room, page=page, **settings)
+        return Engine(decoders[version], kv_cache_tokens=4000, **settings)
 
     engine = new_engine()
     while waiting or engine.busy:
@@ -129,10 +123,7 @@ def play(decoders, seed: int, events: Events) -> list[tuple[SamplingRequest, Sam
             engine = new_engine()
             for number, request in under_way:
                 if request.resume_from is not None:
-                    begun = SampledSequence.from_json(
-                        json.loads(json.dumps(request.resume_from.as_json()))
-                    )
-                    request = replace(request, resume_from=begun)
+                    request = replace(request, resume_from=as_saved(request.resume_from))
                     events.moved += 1
                 tickets[engine.add(request)] = owners[number]
         else:
@@ -212,16 +203,8 @@ def test_weights_never_land_in_a_decoder_that_a_stream_draws_from():
     drawn_from = hangar.streams[5].engine.decoder
     before = score_sequences(drawn_from, [[3, 4, 12, 5, 1]])
     hangar.free_version(0)
-    call(
-        learner,
-        "forward_backward",
-        0,
-        random_datums(4),
-        "importance_sampling",
-        {"temperature": 1.0},
-        1.0,
-        True,
-    )
+    loss = ("importance_sampling", {"temperature": 1.0})
+    call(learner, "forward_backward", 0, random_datums(4), *loss, 1.0, True)
     learner.optim_step(0, ADAM)
     land(1)
     assert score_sequences(drawn_from, [[3, 4, 12, 5, 1]]) == before, (
