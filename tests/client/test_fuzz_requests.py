@@ -85,7 +85,7 @@ class FuzzTarget:
 
 
 @pytest.fixture(scope="module")
-def fuzz_target(tmp_path_factory):
+def target(tmp_path_factory):
     with ServiceClient(output_dir=tmp_path_factory.mktemp("out")) as service:
         ground = FuzzTarget(service)
         yield ground
@@ -160,13 +160,13 @@ def finite_output(output) -> None:
     )
 
 
-def ask_datums(fuzz_target, rng):
+def ask_datums(target, rng):
     loss = rng.choice([name for name in LOSSES if LOSSES[name].group == 1])
     backward = rng.random() < 0.5
 
     def call():
         datums = [fields_for(loss, rng), mutate_datum(fields_for(loss, rng), rng)]
-        verb = fuzz_target.client.forward_backward if backward else fuzz_target.client.forward
+        verb = target.client.forward_backward if backward else target.client.forward
         try:
             return verb(datums, loss).result(60)
         except (
@@ -180,48 +180,48 @@ def ask_datums(fuzz_target, rng):
             assert largest > 80
             raise ValueError("overflow") from None
 
-    return fuzz_target.attempt(loss, call, finite_output, neighbor=True)
+    return target.attempt(loss, call, finite_output, neighbor=True)
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_datums(fuzz_target, part):
+def test_datums(target, part):
     rng = random.Random(part)
     for _ in range(90):
-        ask_datums(fuzz_target, rng)
-    fuzz_target.settle()
+        ask_datums(target, rng)
+    target.settle()
 
 
-def ask_loss_config(fuzz_target, rng):
+def ask_loss_config(target, rng):
     loss = rng.choice([name for name in LOSSES if LOSSES[name].group == 1])
     keys = [*LOSSES[loss].known_config, "nonsense", 3]
     config = {key: rng.choice(ODD) for key in rng.sample(keys, rng.randrange(1, 3))}
     data = [fields_for(loss, rng)]
-    return fuzz_target.attempt(
+    return target.attempt(
         f"{loss} {format_value(config)}",
-        lambda: fuzz_target.client.forward(data, loss, config).result(60),
+        lambda: target.client.forward(data, loss, config).result(60),
         finite_output,
     )
 
 
-def test_loss_configs(fuzz_target):
-    rng, client = random.Random(10), fuzz_target.client
+def test_loss_configs(target):
+    rng, client = random.Random(10), target.client
     for _ in range(100):
-        ask_loss_config(fuzz_target, rng)
+        ask_loss_config(target, rng)
     for odd in ODD:  # the name, the data and the divisor
         for what, ask in {
-            "loss": lambda odd=odd: client.forward(fuzz_target.good, odd),
+            "loss": lambda odd=odd: client.forward(target.good, odd),
             "data": lambda odd=odd: client.forward(odd, "ppo"),
             "by": lambda odd=odd: client.forward_backward([], "ppo", divisor=odd),
         }.items():
             call = lambda ask=ask: ask().result(60)  # noqa: E731
-            fuzz_target.attempt(f"{what} {format_value(odd)}", call, finite_output)
-    fuzz_target.still_works()
+            target.attempt(f"{what} {format_value(odd)}", call, finite_output)
+    target.still_works()
 
 
-def ask_adam(fuzz_target, rng):
+def ask_adam(target, rng):
     names = ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"]
     arguments = {name: rng.choice(ODD) for name in rng.sample(names, rng.randrange(1, 3))}
-    return fuzz_target.attempt(
+    return target.attempt(
         format_value(arguments), lambda: AdamParams(**arguments), lambda params: None
     )
 
@@ -249,23 +249,23 @@ def ask_adam(fuzz_target, rng):
         "tau 1e-320",
     ],
 )
-def test_found_by_many_more(fuzz_target, request_):
+def test_found_by_many_more(target, request_):
     """Check requests that failed in a run of a hundred thousand inputs."""
     verb, seed = request_
-    assert VERBS[verb](fuzz_target, random.Random(seed)) == REFUSED
+    assert VERBS[verb](target, random.Random(seed)) == REFUSED
 
 
-def test_optimizer_parameters(fuzz_target):
+def test_optimizer_parameters(target):
     rng = random.Random(20)
     for _ in range(60):
-        ask_adam(fuzz_target, rng)
+        ask_adam(target, rng)
     for odd in ODD:
-        fuzz_target.attempt(
+        target.attempt(
             f"optim_step({format_value(odd)})",
-            lambda odd=odd: fuzz_target.client.optim_step(odd),
+            lambda odd=odd: target.client.optim_step(odd),
             lambda answer: None,
         )
-    fuzz_target.still_works()
+    target.still_works()
 
 
 def finite_sample(response) -> None:
@@ -275,7 +275,7 @@ def finite_sample(response) -> None:
         )
 
 
-def ask_sample(fuzz_target, rng):
+def ask_sample(target, rng):
     settings, request = {"max_tokens": 3}, {"prompt": PROMPT, "num_samples": 1}
     for _ in range(rng.randrange(1, 3)):
         odd = rng.choice(ODD)
@@ -299,30 +299,30 @@ def ask_sample(fuzz_target, rng):
         if isinstance(prompt, functools.partial):
             prompt = ModelInput((prompt(),))
         params = SamplingParams(**settings)
-        return fuzz_target.sampler.sample(
+        return target.sampler.sample(
             **{**request, "prompt": prompt}, sampling_params=params
         ).result(60)
 
-    return fuzz_target.attempt(
+    return target.attempt(
         f"{format_value(settings)} {format_value(request)}", call, finite_sample, neighbor=True
     )
 
 
 @pytest.mark.parametrize("part", range(2))
-def test_samples(fuzz_target, part):
+def test_samples(target, part):
     rng = random.Random(30 + part)
     for _ in range(60):
-        ask_sample(fuzz_target, rng)
+        ask_sample(target, rng)
     for odd in ODD:
-        fuzz_target.attempt(
+        target.attempt(
             f"scores of {format_value(odd)}",
-            lambda odd=odd: fuzz_target.sampler.compute_logprobs(odd).result(60),
+            lambda odd=odd: target.sampler.compute_logprobs(odd).result(60),
             lambda actual: None,
         )
-    fuzz_target.still_works()
+    target.still_works()
 
 
-def test_a_request_that_the_engine_refuses_fails_alone(fuzz_target, monkeypatch):
+def test_a_request_that_the_engine_refuses_fails_alone(target, monkeypatch):
     """Only the engine knows its memory; only that request receives the error."""
     from rl.sampler import Engine
 
@@ -335,25 +335,25 @@ def test_a_request_that_the_engine_refuses_fails_alone(fuzz_target, monkeypatch)
 
     monkeypatch.setattr(Engine, "add", refuse_sevens)
     before, refused, after = (
-        fuzz_target.ask(),
-        fuzz_target.sampler.sample(PROMPT, 7, SamplingParams(max_tokens=2)),
-        fuzz_target.ask(),
+        target.ask(),
+        target.sampler.sample(PROMPT, 7, SamplingParams(max_tokens=2)),
+        target.ask(),
     )
     with pytest.raises(ValueError, match="seven samples do not fit"):
         refused.result(60)
     assert [[s.tokens for s in item.result(60).sequences] for item in (before, after)] == [
-        fuzz_target.tokens
+        target.tokens
     ] * 2
 
 
-def test_names_and_custom_losses(fuzz_target):
-    client, save = fuzz_target.client, fuzz_target.client._make_save_path
+def test_names_and_custom_losses(target):
+    client, save = target.client, target.client._make_save_path
 
     def attempt(what, call):
-        fuzz_target.attempt(what, call, lambda answer: None)
+        target.attempt(what, call, lambda answer: None)
 
     def custom(loss):
-        return lambda: client.forward_backward_custom(fuzz_target.good, loss)
+        return lambda: client.forward_backward_custom(target.good, loss)
 
     for odd in ODD:
         attempt(f"saved as {format_value(odd)}", lambda odd=odd: save("checkpoints", odd, None))
@@ -362,10 +362,10 @@ def test_names_and_custom_losses(fuzz_target):
         metric = lambda data, lps, odd=odd: (sum(lp.sum() for lp in lps), {"m": odd})  # noqa: E731
         attempt(f"metric {format_value(odd)}", custom(metric))
     attempt("nan", custom(lambda data, lps: (lps[0].sum() * math.nan, {})))
-    fuzz_target.settle()
+    target.settle()
 
 
-def ask_tensor(fuzz_target, rng):
+def ask_tensor(target, rng):
     arguments = {
         "data": rng.choice(ODD),
         "dtype": rng.choice([None, "int64", "float32", "float64"]),
@@ -373,15 +373,15 @@ def ask_tensor(fuzz_target, rng):
     arguments["shape"] = rng.choice(
         [None, [2], [1, -1], rng.choice([[0], [2, 2], [-3], ["x"], 5, [None]])]
     )
-    return fuzz_target.attempt(
+    return target.attempt(
         format_value(arguments), lambda: TensorData(**arguments), lambda made: made.tolist()
     )
 
 
-def test_tensors(fuzz_target):
+def test_tensors(target):
     rng = random.Random(40)
     for _ in range(60):
-        ask_tensor(fuzz_target, rng)
+        ask_tensor(target, rng)
 
 
 # ---------------------------------------------------------------------- as a family (test_fuzzing.py)

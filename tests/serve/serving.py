@@ -27,8 +27,10 @@ PROTOBUF = "application/x-protobuf"
 
 
 @contextmanager
-def hold_requests(served: ModelServer) -> Iterator[None]:
-    """Hold the engine: requests made within wait, and are queued together when it continues."""
+def hold_requests(served: ModelServer, tenant: str = "local") -> Iterator[None]:
+    """Hold the engine with a job of `tenant`: requests made within wait, and are queued together
+    when it continues.
+    """
     begun, gate = threading.Event(), threading.Event()
 
     def hold() -> Iterator[None]:
@@ -36,7 +38,7 @@ def hold_requests(served: ModelServer) -> Iterator[None]:
         gate.wait(60)
         yield
 
-    served.engine.submit(EngineJob("local", "hold", "hold", hold))
+    served.engine.submit(EngineJob(tenant, "hold", "hold", hold))
     assert begun.wait(60)
     try:
         yield
@@ -159,6 +161,22 @@ class Wire:
             "optim_step", model_id=model, seq_id=seq, adam_params={"learning_rate": 1e-2, **params}
         )
 
+    def score(self, model: str, seq: int, data: Sequence[Datum]) -> list[np.ndarray]:
+        """Return the logprobs of a forward pass, by datum."""
+        return self.output(self.ask(model, seq, data, forward_only=True))[0]
+
+    def train(self, model: str, seq: int, data: Sequence[Datum], **params: float) -> tuple:
+        """Update a model; return the metrics of its forward-backward and the answer of its step."""
+        metrics = self.output(self.ask(model, seq, data))[1]
+        return metrics, self.wait(self.step(model, seq + 1, **params))
+
+    def complete(self, status: int = 200, /, **fields: Any) -> dict[str, Any]:
+        """Return the answer of /v1/completions. `status`: the expected one."""
+        body = {"prompt": [4, 5], "max_tokens": 2, **fields}
+        answer = self.http.post("/v1/completions", json=body)
+        assert answer.status_code == status, (answer.status_code, answer.text)
+        return answer.json()
+
     def wait(self, request: Mapping[str, Any], kind: str | None = None) -> Any:
         """Wait for the answer: a message of type `kind`, or JSON."""
         headers, end = {"accept": PROTOBUF} if kind else {}, time.monotonic() + 240
@@ -211,6 +229,20 @@ class Wire:
 
     def sample(self, *arguments: Any, **fields: Any) -> Any:
         return self.wait(self.ask_sample(*arguments, **fields), "SampleResponse")
+
+
+def assert_same_rows(rows: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+    """Check that the logprobs of each datum are the same to the bit."""
+    for i, (row, other) in enumerate(zip(rows, expected, strict=True)):
+        np.testing.assert_array_equal(row, other, f"datum {i}")
+
+
+def unpack_sequences(message: Any) -> list[tuple[list[int], np.ndarray, int]]:
+    """Return the tokens, logprobs and stop reason of each sequence of a SampleResponse."""
+    return [
+        (np.frombuffer(s.tokens, "<i4").tolist(), np.frombuffer(s.logprobs, "<f4"), s.stop_reason)
+        for s in message.sequences
+    ]
 
 
 def until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:

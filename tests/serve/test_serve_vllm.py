@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from helpers import random_datums
-from serving import BASE, Wire
+from serving import BASE, Wire, unpack_sequences
 from test_vllm import learner_logprobs, sample, start_stubs
 
 from rl import ServiceClient
@@ -35,9 +35,8 @@ def connect(tmp_path):
         def make(urls):
             sampler = SamplerSettings(kind="vllm", urls=urls, folder=str(tmp_path / "weights"))
             settings = WorkerSettings(dtype="fp32", sampler=sampler, share_bases=True)
-            return stack.enter_context(
-                ServiceClient(output_dir=tmp_path / "out", seed=3, settings=settings)
-            )
+            service = ServiceClient(output_dir=tmp_path / "out", seed=3, settings=settings)
+            return stack.enter_context(service)
 
         yield make
 
@@ -119,29 +118,26 @@ def test_a_server_that_lost_its_adapters_gets_them_again(servers, connect):
 def test_a_client_over_http_samples_from_its_adapter(servers, tmp_path):
     (stub,), urls = servers()
     sampler = SamplerSettings(kind="vllm", urls=urls, folder=str(tmp_path / "weights"))
-    settings = ServeSettings(
-        (ServedBaseModel(BASE, BASE),),
-        tmp_path / "out",
-        worker=WorkerSettings(dtype="fp32", sampler=sampler),
-    )
-    served = ModelServer.create(settings)
+    worker = WorkerSettings(dtype="fp32", sampler=sampler)
+    bases = (ServedBaseModel(BASE, BASE),)
+    served = ModelServer.create(ServeSettings(bases, tmp_path / "out", worker=worker))
     served.engine.start()
-    with ExitStack() as stack:
-        stack.callback(served.shut_down)
+    try:
         wires = Wire(served)
         wires.open()
         body = wires.model_body()
         body["lora_config"] |= {"train_unembed": False}
         model = wires.wait(wires.post("create_model", **body))["model_id"]
         answer = wires.sample(wires.sampler(model, 1), 0, [3, 4, 5], max_tokens=6, temperature=1.0)
-        (sequence,) = answer.sequences
+        ((drawn, logprobs, _),) = unpack_sequences(answer)
         assert stub.bodies[-1]["model"] in stub.adapters
-        tokens = [3, 4, 5, *np.frombuffer(sequence.tokens, "<i4").tolist()]
-        logprobs = np.frombuffer(sequence.logprobs, "<f4")
+        tokens = [3, 4, 5, *drawn]
         targets = TensorData(np.array(tokens[1:], np.int64))
         datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": targets})
-        rows, _ = wires.output(wires.ask(model, 2, [datum], forward_only=True))
-        np.testing.assert_allclose(logprobs, rows[0][2:], atol=1e-5)
+        (row,) = wires.score(model, 2, [datum])
+        np.testing.assert_allclose(logprobs, row[2:], atol=1e-5)
+    finally:
+        served.shut_down()
 
 
 def make_arguments(folder, **options):
@@ -152,18 +148,13 @@ def make_arguments(folder, **options):
     return argparse.Namespace(**dict.fromkeys(names), **{**values, **options})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "needs --sampler-url"),
-        ({"sampler": "auto", "sampler_url": ["http://a:1"]}, "are of --sampler vllm"),
-        (
-            {"sampler_url": ["http://a:1"], "base_model": ["a=tiny:addition", "b=tiny:ascii"]},
-            "hold the weights of one model",
-        ),
-        ({"sampler_url": ["http://a:1"], "sampler_tp": 2}, "leave sampler_tp at 1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({}, "needs --sampler-url"),
+    ({"sampler": "auto", "sampler_url": ["http://a:1"]}, "are of --sampler vllm"),
+    ({"sampler_url": ["http://a:1"], "base_model": ["a=tiny:addition", "b=tiny:ascii"]},
+     "hold the weights of one model"),
+    ({"sampler_url": ["http://a:1"], "sampler_tp": 2}, "leave sampler_tp at 1"),
+])  # fmt: skip
 def test_options_that_do_not_combine_are_refused(options, message, tmp_path):
     with pytest.raises(UserError, match=message):
         read_serve_settings(make_arguments(tmp_path, **options))
