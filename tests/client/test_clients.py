@@ -413,25 +413,27 @@ def test_truncated_samples_are_not_trained_on(full_client):
     client.forward_backward(random_datums(2), "ppo").result()
 
 
-def test_weights_loaded_from_a_saved_folder_sample_as_those_in_memory(client):
+def test_weights_loaded_from_a_saved_folder_sample_as_those_in_memory(service, client):
     train(client)
     path = client.save_weights_for_sampler("a").result().path
-    loaded = client.service.create_sampling_client(model_path=path)
     params = SamplingParams(max_tokens=8, seed=11, temperature=0.9)
-    here = client.save_weights_and_get_sampling_client().sample(PROMPT, 4, params).result()
-    present = loaded.sample(PROMPT, 4, params).result()
+    samplers = (
+        client.save_weights_and_get_sampling_client(),
+        service.create_sampling_client(model_path=path),
+    )
+    here, present = (sampler.sample(PROMPT, 4, params).result() for sampler in samplers)
     assert [s.tokens for s in here.sequences] == [s.tokens for s in present.sequences]
     # the learner also knows the temperature of samples from the folder: they belong to its version
-    assert client.forward(random_datums(1), "ppo").result().metrics["temperature:mean"] == 0.9
-
-
-def test_compute_logprobs_against_the_learner(client):
-    train(client)
-    sampler = client.save_weights_and_get_sampling_client()
     tokens = PROMPT.to_ints()
     datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
-    learner = client.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].array
-    np.testing.assert_allclose(sampler.compute_logprobs(PROMPT).result()[1:], learner, atol=1e-5)
+    assert client.forward(random_datums(1), "ppo").result().metrics["temperature:mean"] == 0.9
+    output = client.forward([datum], "cross_entropy", {"temperature": 1.0}).result()
+    scores = samplers[0].compute_logprobs(PROMPT).result()
+    learner = output.loss_fn_outputs[0]["logprobs"].array
+    np.testing.assert_allclose(scores[1:], learner, atol=1e-5)
+    # the folder can be trained on
+    before, again = weights(), service.create_training_client_from_state(path).result()
+    assert torch.equal(weights(again.model_id), before)
 
 
 def test_a_sample_that_fills_the_context_can_be_scored(service):
@@ -481,46 +483,30 @@ def test_samples_asked_for_one_by_one_run_as_one_batch_and_are_the_same(full_cli
 # ------------------------------------------------------------------------------------------- saving
 
 
-def test_state_with_optimizer_goes_on_bit_for_bit(service, client):
-    train(client, 3)
-    path = client.save_state("three", metadata={"note": "half way"}).result().path
-    train(client, 3)
-    undisturbed = weights()
-    resumed = service.create_training_client_from_state_with_optimizer(path)
-    train(resumed, 3)
-    assert torch.equal(weights(resumed.model_id), undisturbed)
+def test_state_goes_on_bit_for_bit(service, client):
+    """A saved state continues in a new client and in the client that saved it."""
+    train(client, 2)
+    path = client.save_state("two", metadata={"note": "half way"}).result().path
     state = json.loads(Path(path, "state.json").read_text())
     assert state["metadata"] == {"note": "half way"}
-    fresh = service.create_training_client_from_state(path)  # weights only: Adam restarts
-    train(fresh, 3)
-    assert not torch.equal(weights(fresh.model_id), undisturbed)
-
-
-def test_load_state_with_and_without_optimizer(client):
-    train(client, 2)
-    path = client.save_state("two").result().path
     saved = weights()
     train(client, 2)
     undisturbed = weights()
+    resumed = service.create_training_client_from_state_with_optimizer(path)
+    train(resumed, 2)
+    assert torch.equal(weights(resumed.model_id), undisturbed)
     client.load_state_with_optimizer(path).result()
     assert torch.equal(weights(), saved)
     train(client, 2)
     assert torch.equal(weights(), undisturbed)
-    client.load_state(path).result()
+    client.load_state(path).result()  # weights only: Adam restarts
     assert torch.equal(weights(), saved)
     train(client, 2)
     loaded = weights()
-    fresh = client.service.create_training_client_from_state(path)
+    fresh = service.create_training_client_from_state(path)
     train(fresh, 2)
-    assert torch.equal(weights(fresh.model_id), loaded)  # the optimizer is new in both
-
-
-def test_weights_for_the_sampler_can_be_trained_on(service, client):
-    train(client)
-    path = client.save_weights_for_sampler("w").result().path
-    before = weights()
-    again = service.create_training_client_from_state(path).result()
-    assert torch.equal(weights(again.model_id), before)
+    assert torch.equal(weights(fresh.model_id), loaded)
+    assert not torch.equal(loaded, undisturbed)
 
 
 def test_an_adapter_on_an_earlier_checkpoint_survives_a_move(service, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import serving  # noqa: F401  (skips the tests without the extra serve)
 from starlette.applications import Starlette
 
 from rl import ServiceClient

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 TestClient = pytest.importorskip("starlette.testclient", reason="needs the extra serve").TestClient
-pytest.importorskip("google.protobuf", reason="needs the extra serve")
-pytest.importorskip("prometheus_client", reason="needs the extra serve")
+for package in ("uvicorn", "google.protobuf", "prometheus_client"):
+    pytest.importorskip(package, reason="needs the extra serve")
 
 from rl.learner import LearnerSettings  # noqa: E402
 from rl.runtime import SamplerSettings, WorkerSettings  # noqa: E402

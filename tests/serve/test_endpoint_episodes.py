@@ -9,27 +9,19 @@ import time
 from pathlib import Path
 
 import pytest
+from scripted import ScriptedSampler
+from serving import until
 
-pytest.importorskip("starlette", reason="needs the extra serve")
-pytest.importorskip("uvicorn", reason="needs the extra serve")
-
-from scripted import ScriptedSampler  # noqa: E402
-from serving import until  # noqa: E402
-
-import rl  # noqa: E402
-from rl.config import SettingsError  # noqa: E402
-from rl.envs import EpisodeLimits, parse_environment, resolve_environment  # noqa: E402
-from rl.errors import UserError  # noqa: E402
-from rl.models import load_tokenizer  # noqa: E402
-from rl.processes import SupervisedProcess  # noqa: E402
-from rl.programs.program_rollout import (  # noqa: E402
-    LiveEndpoint,
-    ProgramEpisode,
-    get_live_endpoint,
-)
-from rl.renderers import get_renderer  # noqa: E402
-from rl.rollout import EpisodeFailed, rollout, trajectory_to_datums  # noqa: E402
-from rl.types import Problem, SamplingParams  # noqa: E402
+import rl
+from rl.config import SettingsError
+from rl.envs import EpisodeLimits, parse_environment, resolve_environment
+from rl.errors import UserError
+from rl.models import load_tokenizer
+from rl.processes import SupervisedProcess
+from rl.programs.program_rollout import LiveEndpoint, ProgramEpisode, get_live_endpoint
+from rl.renderers import get_renderer
+from rl.rollout import EpisodeFailed, rollout, trajectory_to_datums
+from rl.types import Problem, SamplingParams
 
 # Shared by the programs below. It imports only the standard library, and little of it: every
 # program starts an interpreter.

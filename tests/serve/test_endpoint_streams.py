@@ -5,19 +5,15 @@ import json
 import threading
 from functools import cache
 
+import httpx
 import pytest
+from endpoints import Endpoint, ScriptedBackend, TinyBackend
+from serving import BASE, server
 
-httpx = pytest.importorskip("httpx", reason="needs the extra dev")
-pytest.importorskip("starlette", reason="needs the extra serve")
-pytest.importorskip("uvicorn", reason="needs the extra serve")
-
-from endpoints import Endpoint, ScriptedBackend, TinyBackend  # noqa: E402
-from serving import BASE, server  # noqa: E402
-
-from rl.models import load_tokenizer  # noqa: E402
-from rl.renderers import get_renderer, parse_partial_answer, prompt_opens_thoughts  # noqa: E402
-from rl.renderers.tool_call_formats import find_call_format  # noqa: E402
-from rl.types import SamplingParams  # noqa: E402
+from rl.models import load_tokenizer
+from rl.renderers import get_renderer, parse_partial_answer, prompt_opens_thoughts
+from rl.renderers.tool_call_formats import find_call_format
+from rl.types import SamplingParams
 
 ASK = [{"role": "user", "content": "Hello?"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -471,25 +471,6 @@ def test_a_damaged_checkpoint_hides_no_other(wires, model_server):
     assert run["last_checkpoint"]["tinker_path"] == paths[1]
 
 
-def test_one_tenants_failure_touches_no_other(wires, model_server):
-    other = Wire(model_server)
-    other.open()
-    models = wires.model(), other.model()
-    sampler = other.sampler(models[1], 1)
-    request = other.ask_sample(sampler, 0, [4, 5], seed=1)
-    broken = Datum(
-        ModelInput.from_ints([4, 5]),
-        {"target_tokens": [5, 6], "logprobs": [-np.inf, -1.0], "advantages": [1.0, 1.0]},
-    )
-    failed = wires.wait(wires.ask(models[0], 1, [broken], "importance_sampling"))
-    assert failed["category"] == "user"
-    cancelled = other.ask_sample(sampler, 1, [4, 5], max_tokens=200)
-    other.post("cancel_future", 204, request_id=cancelled["request_id"])
-    wires.post(f"sessions/{wires.session}/finish", 204, reason={"type": "errored"})
-    wires.post("optim_step", 410, model_id=models[0], seq_id=2, adam_params={})
-    assert len(other.wait(request, "SampleResponse").sequences) == 1
-    rows, _ = other.output(other.ask(models[1], 2, make_rewarded_datums(), "importance_sampling"))
-    assert len(rows) == 4 and other.wait(other.step(models[1], 3))["metrics"]["grad_norm"] > 0
 
 
 def test_weights_that_are_loaded_after_a_loss_that_is_not_finite_can_be_trained(wires):

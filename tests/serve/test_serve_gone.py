@@ -7,15 +7,12 @@ import threading
 import time
 import weakref
 
+import httpx
 import numpy as np
-import pytest
 from serving import BASE, Wire, hold_requests, open_server, server, unpack_sequences, until
 from test_serve import KEYS, make_text_datums
 
-from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.scheduler import SamplingJob
-
-httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
 LONG = 200  # tokens of an abandoned request
 
@@ -201,23 +198,6 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
         assert until(lambda: not first.engine._has_samples), "it is drawn still"
         assert first.engine.metrics.get_value("sampled_tokens_total") == 0
         assert not first.engine.queue._tenant_counts
-
-
-def test_answers_that_nobody_asks_after_are_forgotten_though_one_before_them_never_ends():
-    promises = RequestStore(0.2)
-    waiting = promises.add(PendingRequest("never", "a", "sample"))
-    for i in range(5):
-        promises.add(PendingRequest(f"{i}", "a", "sample")).work_future.set_result(bytes(1000))
-    request = promises.find_request("0", "a")
-    request.sent_at = time.monotonic() + 60  # as if its answer had just been sent
-    time.sleep(0.05)
-    promises.add(PendingRequest("late", "a", "sample"))
-    assert len(promises) == 7, "an answer can be asked for again for a while"
-    time.sleep(0.3)
-    promises.add(PendingRequest("later", "a", "sample"))
-    assert len(promises) == 4
-    assert promises.find_request("0", "a") is request
-    assert promises.find_request("never", "a") is waiting
 
 
 def test_a_client_that_never_asks_after_its_answers_holds_nothing_up(tmp_path):

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from accelerate.state import AcceleratorState
 from serving import BASE, Wire, assert_same_rows, hold_requests, open_server, server, until
@@ -23,8 +24,6 @@ from rl.runtime import SamplerSettings, WorkerSettings
 from rl.serve import ModelServer, serving_engine
 from rl.serve.served_models import ModelManager
 from rl.serve.server import read_serve_settings
-
-httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
 
 @pytest.fixture(scope="module")

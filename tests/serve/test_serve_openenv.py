@@ -7,14 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from endpoints import Endpoint, ScriptedBackend
 from serving import Wire, server
 
-pytest.importorskip("starlette", reason="needs the extra serve")
-
-from endpoints import Endpoint, ScriptedBackend  # noqa: E402
-
-from rl.programs.program_rollout import LoopServer  # noqa: E402
-from rl.types import Datum, ModelInput, SamplingParams  # noqa: E402
+from rl.programs.program_rollout import LoopServer
+from rl.types import Datum, ModelInput, SamplingParams
 
 pytestmark = [pytest.mark.sdk, pytest.mark.slow]
 KEY = "tml-the-key-of-the-checker"

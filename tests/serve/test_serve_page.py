@@ -8,13 +8,9 @@ import shutil
 import subprocess
 
 import pytest
+from serving import BASE, TestClient, hold_requests, server
 
-pytest.importorskip("starlette", reason="needs the extra serve")
-pytest.importorskip("uvicorn", reason="needs the extra serve")
-
-from serving import BASE, TestClient, hold_requests, server  # noqa: E402
-
-from rl.programs.program_rollout import LoopServer  # noqa: E402
+from rl.programs.program_rollout import LoopServer
 
 KEY = "tml-of-the-chat-page"
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"

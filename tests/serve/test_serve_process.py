@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import re
+import runpy
 import shutil
 import signal
 import socket
@@ -13,25 +15,22 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+from sampler_models import tiny_model
+from serving import BASE, Wire, server
+from test_serve import make_text_datums
 
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("uvicorn", reason="needs the extra serve")
-from rank_server import run_script  # noqa: E402
-from sampler_models import tiny_model  # noqa: E402
-from serving import BASE, Wire, server  # noqa: E402
-from test_serve import make_text_datums  # noqa: E402
-
-from rl.errors import UserError  # noqa: E402
-from rl.serve import ModelServer, ServedBaseModel, ServeSettings  # noqa: E402
-from rl.serve.http_connection import (  # noqa: E402
+from rl.errors import UserError
+from rl.serve import ModelServer, ServedBaseModel, ServeSettings
+from rl.serve.http_connection import (
     allow_port_reuse,
     bind_sockets,
     check_certificate,
     close_sockets,
 )
-from rl.serve.server import read_serve_settings  # noqa: E402
+from rl.serve.server import read_serve_settings
 
 REPO = Path(__file__).resolve().parents[2]
 KEYS = ("tml-of-the-first-tenant", "tml-of-the-second-one")
@@ -265,14 +264,33 @@ def post_ignoring_errors(arguments, options):
         httpx.post(*arguments, **options)
 
 
-@pytest.mark.slow
-def test_a_taken_port_is_said_in_a_box_and_nothing_is_written(tmp_path):
+def run_serve_py(monkeypatch, capsys, *words):
+    """Run serve.py in this process until it exits; return its exit code and its output."""
+    for name in ("rl.startup.reduce_gc", "rl.trainer.entry_point.end_with_launcher",
+                 "rl.trainer.entry_point._silence_libraries"):  # fmt: skip
+        monkeypatch.setattr(name, lambda: None)
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--base-model", BASE, *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(REPO / "serve.py"), run_name="__main__")
+    return ended.value.code, " ".join("".join(capsys.readouterr()).replace("│", " ").split())
+
+
+def test_a_taken_port_is_said_in_a_box_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        words = ["--base-model", BASE, "--port", taken.getsockname()[1]]
-        done = run_script("serve.py", *words, "--output-dir", tmp_path / "out", cwd=REPO)
-    assert done.returncode == 2 and "nothing is served" in done.stderr + done.stdout
-    assert "Traceback" not in done.stderr
+        words = ("--port", taken.getsockname()[1], "--output-dir", tmp_path / "out")
+        code, output = run_serve_py(monkeypatch, capsys, *words)
+    assert code == 2 and "nothing is served" in output and "the port is in use" in output
     assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "starlette" else find_spec(name)
+    )
+    code, output = run_serve_py(monkeypatch, capsys)
+    assert code == 2 and re.search(r"not installed \((\w+, )*starlette\b", output)
+    assert 'pip install -e ".[serve]"' in output
 
 
 def test_an_architecture_that_sampler_tp_cannot_split_is_refused_before_loading(tmp_path):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from google.protobuf import descriptor_pb2
 from serving import BASE, server
 from test_serve_docs import MODEL_NAME, find_block
 from test_serve_process import start_server, stop
@@ -271,6 +270,8 @@ def test_what_was_saved_is_listed_given_a_time_to_live_and_removed(sdk_results):
 
 
 def test_our_messages_are_the_sdks_on_the_wire(sdk_results):
+    from google.protobuf import descriptor_pb2
+
     def describe(file):
         """Return the fields of each message, and the values of each enum."""
         results = {}

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from serving import BASE, PROTOBUF, Wire, open_server, server, until
@@ -21,8 +22,6 @@ from rl.errors import UserError
 from rl.serve import ModelServer, ServedBaseModel, ServeSettings, tinker_pb2
 from rl.serve.http_connection import make_timeout_protocol
 from rl.serve.scheduler import EngineJob
-
-httpx = pytest.importorskip("httpx", reason="needs the extra dev")
 
 uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
 
