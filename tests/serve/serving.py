@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from rl.learner import LearnerSettings  # noqa: E402
 from rl.runtime import SamplerSettings, WorkerSettings  # noqa: E402
 from rl.serve import ModelServer, ServedBaseModel, ServeLimits, ServeSettings, tinker_pb2  # noqa: E402
 from rl.serve.scheduler import EngineJob  # noqa: E402
+from rl.serve.server import read_serve_settings  # noqa: E402
 from rl.types import Datum  # noqa: E402
 
 BASE = "tiny:ascii-small"
@@ -58,6 +60,12 @@ def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384,
         (ServedBaseModel(name or base, base),), folder, keys=tuple(keys), resume=resume, durable=durable,
         limits=bounds, worker=worker, allowed_hosts=allowed_hosts,
     )  # fmt: skip
+    with run_server(settings) as served:
+        yield served
+
+
+@contextmanager
+def run_server(settings: ServeSettings) -> Iterator[ModelServer]:
     served = ModelServer.create(settings)
     served.engine.start()
     try:
@@ -75,23 +83,24 @@ def open_server(folder: Path, **settings: Any) -> Iterator[tuple[ModelServer, Wi
         yield served, wires
 
 
+def read_command_line(*words: Any, base: str = BASE) -> ServeSettings:
+    """Return the settings of `python serve.py --base-model BASE WORDS`."""
+    parser = runpy.run_path(str(Path(__file__).parents[2] / "serve.py"))["parser"]
+    return read_serve_settings(parser.parse_args(["--base-model", base, *map(str, words)]))
+
+
 def datum_message(datum: Datum) -> Any:
     message = tinker_pb2.Datum()
     for chunk in datum.model_input.chunks:
+        part = message.model_input.add()
         if chunk.type == "image":
-            message.model_input.add().image.MergeFrom(
-                tinker_pb2.ImageChunk(data=chunk.data, format=chunk.format)
-            )
+            part.image.data, part.image.format = chunk.data, chunk.format
         else:
-            message.model_input.add().encoded_text.tokens = np.asarray(
-                chunk.tokens, "<i4"
-            ).tobytes()
+            part.encoded_text.tokens = np.asarray(chunk.tokens, "<i4").tobytes()
     for name, data in datum.loss_fn_inputs.items():
-        tensor = message.loss_fn_inputs[name]
-        tensor.dense, tensor.dtype = (
-            data.array.tobytes(),
-            tinker_pb2.DTYPE_FLOAT32 if data.dtype == "float32" else tinker_pb2.DTYPE_INT64,
-        )
+        tensor, is_float = message.loss_fn_inputs[name], data.dtype == "float32"
+        tensor.dense = data.array.tobytes()
+        tensor.dtype = tinker_pb2.DTYPE_FLOAT32 if is_float else tinker_pb2.DTYPE_INT64
         tensor.shape.extend(data.array.shape)
     return message
 
@@ -117,9 +126,8 @@ class Wire:
         return answer.json() if answer.content else {}
 
     def open(self) -> str:
-        self.session = self.post(
-            "create_session", type="create_session", tags=[], sdk_version="0.38.0"
-        )["session_id"]
+        fields = {"type": "create_session", "tags": [], "sdk_version": "0.38.0"}
+        self.session = self.post("create_session", **fields)["session_id"]
         return self.session
 
     def model_body(self, seq: int = 0, rank: int = 4, seed: int = 7, base: str = BASE) -> dict:
@@ -150,9 +158,8 @@ class Wire:
         return self.send(message.SerializeToString(), status)
 
     def send(self, body: bytes, status: int = 200) -> dict[str, Any]:
-        answer = self.http.post(
-            "/api/v1/forward_backward", content=body, headers={"content-type": PROTOBUF}
-        )
+        headers = {"content-type": PROTOBUF}
+        answer = self.http.post("/api/v1/forward_backward", content=body, headers=headers)
         assert answer.status_code == status, (answer.status_code, answer.text)
         return answer.json()
 
@@ -180,12 +187,9 @@ class Wire:
     def wait(self, request: Mapping[str, Any], kind: str | None = None) -> Any:
         """Wait for the answer: a message of type `kind`, or JSON."""
         headers, end = {"accept": PROTOBUF} if kind else {}, time.monotonic() + 240
+        body = {"request_id": request["request_id"]}
         while True:
-            answer = self.http.post(
-                "/api/v1/retrieve_future",
-                json={"request_id": request["request_id"]},
-                headers=headers,
-            )
+            answer = self.http.post("/api/v1/retrieve_future", json=body, headers=headers)
             if answer.status_code != 408 or time.monotonic() > end:
                 break
         assert answer.status_code == 200, (answer.status_code, answer.text)
@@ -206,19 +210,14 @@ class Wire:
         return rows, dict(message.metrics)
 
     def sampler(self, model: str, seq: int, number: int = 0) -> str:
-        request = self.post(
-            "save_weights_for_sampler", model_id=model, seq_id=seq, sampling_session_seq_id=number
-        )
-        return self.wait(request)["sampling_session_id"]
+        fields = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": number}
+        return self.wait(self.post("save_weights_for_sampler", **fields))["sampling_session_id"]
 
     def ask_sample(
         self, sampler: str, seq: int, prompt: Sequence[Any], count: int = 1, **fields: Any
     ) -> dict[str, Any]:
-        params = {
-            name: fields.pop(name)
-            for name in ("max_tokens", "seed", "temperature", "stop", "top_k", "top_p")
-            if name in fields
-        }
+        names = ("max_tokens", "seed", "temperature", "stop", "top_k", "top_p")
+        params = {name: fields.pop(name) for name in names if name in fields}
         text = {"type": "encoded_text", "tokens": list(prompt)}
         chunks = prompt if isinstance(prompt[0], dict) else [text]
         body = {

@@ -471,8 +471,6 @@ def test_a_damaged_checkpoint_hides_no_other(wires, model_server):
     assert run["last_checkpoint"]["tinker_path"] == paths[1]
 
 
-
-
 def test_weights_that_are_loaded_after_a_loss_that_is_not_finite_can_be_trained(wires):
     model = wires.model()
     path = wires.save(model, 1, "before")

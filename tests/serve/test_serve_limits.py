@@ -8,22 +8,29 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from accelerate.state import AcceleratorState
-from serving import BASE, Wire, assert_same_rows, hold_requests, open_server, server, until
+from serving import (
+    BASE,
+    Wire,
+    assert_same_rows,
+    hold_requests,
+    open_server,
+    read_command_line,
+    run_server,
+    server,
+    until,
+)
 from test_serve import KEYS, make_text_datums
 
 from rl.errors import UserError
 from rl.learner import LearnerSettings
 from rl.models import load_model
 from rl.runtime import SamplerSettings, WorkerSettings
-from rl.serve import ModelServer, serving_engine
+from rl.serve import serving_engine
 from rl.serve.served_models import ModelManager
-from rl.serve.server import read_serve_settings
 
 
 @pytest.fixture(scope="module")
@@ -222,12 +229,6 @@ def test_a_name_that_is_saved_again_has_the_new_weights(wires):
         assert row.tokens == old_row.tokens
 
 
-def read_command_line(*words):
-    """Return the settings of `python serve.py --base-model tiny:ascii-small WORDS`."""
-    parser = runpy.run_path(str(Path(__file__).parents[2] / "serve.py"))["parser"]
-    return read_serve_settings(parser.parse_args(["--base-model", BASE, *words]))
-
-
 def test_comments_of_a_keys_file_are_no_keys(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# two tenants\n  # of the laboratory\n" + "\n".join(KEYS) + "\n\n")
@@ -242,36 +243,13 @@ def test_a_part_of_a_shared_package_is_missing_by_itself():
     assert not is_installed("google.no_such_part") and not is_installed("no_such_package.part")
 
 
-@contextmanager
-def serve(settings):
-    """Yield a server with these settings, and a client with a session."""
-    served = ModelServer.create(settings)
-    served.engine.start()
-    try:
-        wires = Wire(served)
-        wires.open()
-        yield served, wires
-    finally:
-        served.shut_down()
-
-
-def test_every_model_of_a_server_has_the_dtype_of_the_base(tmp_path):
-    words = ("--precision", "bf16", "--base-dtype", "fp32", "--output-dir", str(tmp_path))
-    AcceleratorState._reset_state()  # of another precision
-    with serve(read_command_line(*words)) as (served, wires):
-        wires.load(1, wires.save(wires.model(), 1, "saved"))
-        models = served.session_store.list_models()
-        assert [model.client.info["base_dtype"] for model in models] == ["fp32", "fp32"]
-    AcceleratorState._reset_state()
-
-
 def test_settings_of_memory_reach_the_workers(tmp_path):
     words = (
         "--precision fp32 --base-dtype fp32 --gradient-checkpointing --offload-activations "
         "--kept-logits-gib 0.5 --fused-logprobs false --kv-cache-tokens 256 --max-rows 8 "
         "--sampler-cache plain --token-budget 32 --layout padded"
     )
-    settings = read_command_line(*words.split(), "--output-dir", str(tmp_path))
+    settings = read_command_line(*words.split(), "--output-dir", tmp_path)
     learner = LearnerSettings(
         token_budget=32, layout="padded", fused=False, gradient_checkpointing=True,
         offload_activations=True, kept_bytes=2**29,
@@ -280,7 +258,9 @@ def test_settings_of_memory_reach_the_workers(tmp_path):
     assert settings.worker == WorkerSettings("fp32", learner=learner, sampler=sampler)
     assert settings.base_dtype == "fp32"
     assert read_command_line().worker == WorkerSettings()
-    with serve(settings) as (served, wires):
+    with run_server(settings) as served:
+        wires = Wire(served)
+        wires.open()
         slices, run_slice = [], served.engine._run_job_slice
         served.engine._run_job_slice = lambda job: (slices.append(job.verb), run_slice(job))[1]
         wires.output(wires.ask(wires.model(), 1, make_text_datums(40)))
@@ -297,6 +277,11 @@ def test_settings_of_memory_reach_the_workers(tmp_path):
     ("--offload-activations", "set --gradient-checkpointing too"),
     ("--sampler-tp 0", "--sampler-tp is at least 1"),
     ("--resume", "give its --output-dir"),
+    ("--sampler vllm", "needs --sampler-url"),
+    ("--sampler-url http://a:1", "are of --sampler vllm"),
+    ("--sampler vllm --sampler-url http://a:1 --base-model b=tiny:ascii",
+     "hold the weights of one model"),
+    ("--sampler vllm --sampler-url http://a:1 --sampler-tp 2", "leave sampler_tp at 1"),
 ])  # fmt: skip
 def test_settings_that_do_not_combine_are_refused(words, message):
     with pytest.raises(UserError, match=message):

@@ -1,6 +1,5 @@
 """Test serve.py as a process: refusals before a model is loaded; TLS, keys, metrics, log."""
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -18,8 +17,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from accelerate.state import AcceleratorState
 from sampler_models import tiny_model
-from serving import BASE, Wire, server
+from serving import BASE, Wire, read_command_line, run_server, server
 from test_serve import make_text_datums
 
 from rl.errors import UserError
@@ -30,7 +30,6 @@ from rl.serve.http_connection import (
     check_certificate,
     close_sockets,
 )
-from rl.serve.server import read_serve_settings
 
 REPO = Path(__file__).resolve().parents[2]
 KEYS = ("tml-of-the-first-tenant", "tml-of-the-second-one")
@@ -295,13 +294,26 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch, capsys):
 
 def test_an_architecture_that_sampler_tp_cannot_split_is_refused_before_loading(tmp_path):
     tiny_model("gpt2").config.save_pretrained(tmp_path)  # a configuration without weights
-    names = ("keys_file", "tls_cert", "tls_key", "renderer", "body_bytes", "sampler_url")
-    unset = dict.fromkeys((*names, "sampler_folder"))
-    args = argparse.Namespace(
-        **unset, base_model=[f"m={tmp_path}"], output_dir=str(tmp_path / "out"), host="127.0.0.1",
-        port=0, seed=0, resume=False, durable=False, sampler="auto", sampler_tp=2, stop_grace=60.0,
-    )  # fmt: skip
-    settings = read_serve_settings(args)
+    words = ("--output-dir", tmp_path / "out", "--sampler-tp", "2")
+    settings = read_command_line(*words, base=f"m={tmp_path}")
     assert settings.worker.sampler.tp == 2
     with pytest.raises(UserError, match="fast decoder .*is not supported by it"):
         ModelServer.create(settings)
+
+
+@pytest.fixture
+def fresh_accelerator():
+    """Reset the state of accelerate, which has another precision in other tests."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+
+
+def test_every_model_of_a_server_has_the_dtype_of_the_base(tmp_path, fresh_accelerator):
+    words = ("--precision", "bf16", "--base-dtype", "fp32", "--output-dir", tmp_path)
+    with run_server(read_command_line(*words)) as served:
+        wires = Wire(served)
+        wires.open()
+        wires.load(1, wires.save(wires.model(), 1, "saved"))
+        models = served.session_store.list_models()
+        assert [model.client.info["base_dtype"] for model in models] == ["fp32", "fp32"]

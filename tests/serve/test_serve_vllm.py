@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
 from helpers import random_datums
-from serving import BASE, Wire, unpack_sequences
+from serving import BASE, Wire, run_server, unpack_sequences
 from test_vllm import learner_logprobs, sample, start_stubs
 
 from rl import ServiceClient
@@ -16,8 +15,7 @@ from rl.client import SampleStream
 from rl.errors import UserError
 from rl.runtime import SamplerSettings, WorkerSettings
 from rl.sampler import SamplingRequest
-from rl.serve import ModelServer, ServedBaseModel, ServeSettings
-from rl.serve.server import read_serve_settings
+from rl.serve import ServedBaseModel, ServeSettings
 from rl.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams, TensorData
 
 
@@ -120,9 +118,7 @@ def test_a_client_over_http_samples_from_its_adapter(servers, tmp_path):
     sampler = SamplerSettings(kind="vllm", urls=urls, folder=str(tmp_path / "weights"))
     worker = WorkerSettings(dtype="fp32", sampler=sampler)
     bases = (ServedBaseModel(BASE, BASE),)
-    served = ModelServer.create(ServeSettings(bases, tmp_path / "out", worker=worker))
-    served.engine.start()
-    try:
+    with run_server(ServeSettings(bases, tmp_path / "out", worker=worker)) as served:
         wires = Wire(served)
         wires.open()
         body = wires.model_body()
@@ -136,28 +132,6 @@ def test_a_client_over_http_samples_from_its_adapter(servers, tmp_path):
         datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": targets})
         (row,) = wires.score(model, 2, [datum])
         np.testing.assert_allclose(logprobs, row[2:], atol=1e-5)
-    finally:
-        served.shut_down()
-
-
-def make_arguments(folder, **options):
-    names = ("keys_file", "tls_cert", "tls_key", "renderer", "body_bytes", "sampler_folder")
-    values = {"base_model": ["m=tiny:addition"], "host": "127.0.0.1", "port": 0, "seed": 0}
-    values |= {"resume": False, "durable": False, "sampler_tp": 1, "stop_grace": 60.0}
-    values |= {"output_dir": str(folder / "out"), "sampler": "vllm", "sampler_url": None}
-    return argparse.Namespace(**dict.fromkeys(names), **{**values, **options})
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({}, "needs --sampler-url"),
-    ({"sampler": "auto", "sampler_url": ["http://a:1"]}, "are of --sampler vllm"),
-    ({"sampler_url": ["http://a:1"], "base_model": ["a=tiny:addition", "b=tiny:ascii"]},
-     "hold the weights of one model"),
-    ({"sampler_url": ["http://a:1"], "sampler_tp": 2}, "leave sampler_tp at 1"),
-])  # fmt: skip
-def test_options_that_do_not_combine_are_refused(options, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        read_serve_settings(make_arguments(tmp_path, **options))
 
 
 def test_servers_without_adapters_are_refused(servers, connect):

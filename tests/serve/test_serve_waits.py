@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from serving import BASE, PROTOBUF, Wire, open_server, server, until
+from serving import BASE, PROTOBUF, Wire, open_server, run_server, server, until
 from test_serve import make_text_datums
 from transformers import PreTrainedTokenizerFast
 
@@ -65,9 +65,6 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
     with open_server(tmp_path) as (first, wires):
         model = wires.model()
         path, watch = wires.save(model, 1, "a"), LoopWatch(first.app)
-        for name in ("verify_checkpoint", "remove_expired"):
-            slow = watch.slowly(getattr(checkpoint_folder, name))
-            monkeypatch.setattr(checkpoint_folder, name, slow)
         run = f"/api/v1/training_runs/{model}"
         sampling = {"session_id": wires.session, "sampling_session_seq_id": 3, "model_path": path}
         calls = {
@@ -77,8 +74,12 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
             "sampler": lambda http: http.post("/api/v1/create_sampling_session", json=sampling),
             "delete": lambda http: http.delete(run + "/checkpoints/weights/a"),
         }
-        for name, call in calls.items():
-            assert watch.request(call), name
+        with monkeypatch.context() as patch:
+            for name in ("verify_checkpoint", "remove_expired"):
+                slow = watch.slowly(getattr(checkpoint_folder, name))
+                patch.setattr(checkpoint_folder, name, slow)
+            for name, call in calls.items():
+                assert watch.request(call), name
 
 
 def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
@@ -241,9 +242,7 @@ def test_a_base_whose_weights_are_damaged_keeps_no_other_from_anybody(folder, tm
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     bases = (ServedBaseModel("bad", str(broken)), ServedBaseModel("good", BASE))
-    first = ModelServer.create(ServeSettings(bases, tmp_path / "out"))
-    first.engine.start()
-    try:
+    with run_server(ServeSettings(bases, tmp_path / "out")) as first:
         wires, body = Wire(first), {"prompt": [4, 5], "max_tokens": 2, "model": "bad"}
         listed = wires.http.get("/v1/models").json()["data"]
         assert {row["id"] for row in listed} == {"bad", "good"}
@@ -252,8 +251,6 @@ def test_a_base_whose_weights_are_damaged_keeps_no_other_from_anybody(folder, tm
         assert wires.http.post("/v1/completions", json=body).status_code >= 400
         shutil.copy(folder / "model.safetensors", weights)
         wires.complete(model="bad")  # mended, and read again
-    finally:
-        first.shut_down()
 
 
 def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypatch):
