@@ -21,9 +21,9 @@ MASK = [0.0] * 3 + [1.0] * 4
 CONFIGS = {"dro": {"beta": 0.3}, "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}}
 
 
-@pytest.fixture
-def service(tmp_path):
-    with ServiceClient(output_dir=tmp_path / "out", seed=3) as service:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=3) as service:
         yield service
 
 
@@ -45,76 +45,49 @@ def make_documented_datum(advantages=(0.5, 0.5, 0.5, 0.5), **fields):
 
 def update(client, data, loss, config=None):
     """Return (loss, gradient norm) of a single call on the datums."""
-    actual = (
-        client.forward_backward(data, loss, config or CONFIGS.get(loss, {}))
-        .result()
-        .metrics["loss:sum"]
-    )
-    return actual, client.optim_step(AdamParams(0.0)).result().metrics["grad_norm"]
+    output = client.forward_backward(data, loss, config or CONFIGS.get(loss, {})).result()
+    norm = client.optim_step(AdamParams(0.0)).result().metrics["grad_norm"]
+    return output.metrics["loss:sum"], norm
 
 
 @pytest.mark.parametrize("loss", POLICY)
 def test_a_documented_datum_is_that_with_the_mask_of_its_answer(client, loss):
+    def make_pair(**fields):
+        return [make_documented_datum((value,) * 4, **fields) for value in (0.5, -1.0)]
+
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        bare = [
-            update(
-                client,
-                [make_documented_datum(), make_documented_datum((-1.0, -1.0, -1.0, -1.0))],
-                loss,
-            )
-            for _ in range(2)
-        ]
-    masked = update(
-        client,
-        [
-            make_documented_datum(mask=MASK),
-            make_documented_datum((-1.0, -1.0, -1.0, -1.0), mask=MASK),
-        ],
-        loss,
-    )
+        bare = [update(client, make_pair(), loss) for _ in range(2)]
+    masked = update(client, make_pair(mask=MASK), loss)
     assert bare == [masked, masked] and masked[1] > 0
     messages = [str(item.message) for item in heard if "mask" in str(item.message)]
     assert len(messages) == (1 if loss in ("dro", "gspo") else 0)
     assert all(loss in text and "positions with an advantage" in text for text in messages)
-
-
-def test_a_term_of_the_loss_takes_the_same_actions(client):
-    data, config = [make_documented_datum()], {"entropy_coef": 0.1}
-    assert update(client, data, "ppo", config) == update(
-        client, [make_documented_datum(mask=MASK)], "ppo", config
-    )
+    if loss == "ppo":  # a term of the loss takes the same actions
+        config = {"entropy_coef": 0.1}
+        pairs = (make_pair(), make_pair(mask=MASK))
+        bare, masked = (update(client, pair, loss, config) for pair in pairs)
+        assert bare == masked
 
 
 @pytest.mark.parametrize("loss", POLICY)
 def test_weights_of_0_and_1_are_the_mask(client, loss):
     """This also holds if they exclude a token with an advantage or include a token without."""
     for mask in (MASK, [0.0] * 3 + [1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]):
-        expected = update(client, [make_documented_datum((0.5, 0.5, 0.0, 0.5), mask=mask)], loss)
-        assert (
-            update(client, [make_documented_datum((0.5, 0.5, 0.0, 0.5), weights=mask)], loss)
-            == expected
-        )
-        assert (
-            update(
-                client, [make_documented_datum((0.5, 0.5, 0.0, 0.5), weights=mask, mask=mask)], loss
-            )
-            == expected
-        )
+        results = [
+            update(client, [make_documented_datum((0.5, 0.5, 0.0, 0.5), **fields)], loss)
+            for fields in ({"mask": mask}, {"weights": mask}, {"weights": mask, "mask": mask})
+        ]
+        assert results == [results[0]] * 3, mask
 
 
 def test_weights_stand_for_the_mask_of_losses_on_pairs_too(client):
-    pair = [
-        make_documented_datum(weights=MASK),
-        make_documented_datum(weights=MASK, target_tokens=[*PROMPT[1:], 4, 6, 9, 2]),
-    ]
-    for datum in pair:
-        del datum.loss_fn_inputs["advantages"], datum.loss_fn_inputs["logprobs"]
-    masked = [
-        datum.with_inputs({"target_tokens": datum.loss_fn_inputs["target_tokens"], "mask": MASK})
-        for datum in pair
-    ]
-    assert update(client, pair, "simpo") == update(client, masked, "simpo")
+    weighted, masked = [], []
+    for answer in ([4, 6, 8, 1], [4, 6, 9, 2]):
+        datum, targets = make_documented_datum(), {"target_tokens": [*PROMPT[1:], *answer]}
+        weighted.append(datum.with_inputs({**targets, "weights": MASK}))
+        masked.append(datum.with_inputs({**targets, "mask": MASK}))
+    assert update(client, weighted, "simpo") == update(client, masked, "simpo")
 
 
 @pytest.mark.parametrize(("fields", "text"), [
@@ -134,18 +107,12 @@ def sampled(client, turns, advantage):
     sampler = client.save_weights_and_get_sampling_client()
     tokens, logprobs, mask = [], [], []
     for turn in range(turns):
-        observation = [3 + turn, 12, 5]
-        tokens, logprobs, mask = tokens + observation, logprobs + [0.0] * 3, mask + [0.0] * 3
-        sequence = (
-            sampler.sample(
-                ModelInput.from_ints(tokens), 1, SamplingParams(5, seed=turn + 7, stop=[])
-            )
-            .result()
-            .sequences[0]
-        )
-        tokens = tokens + sequence.tokens
-        logprobs = logprobs + sequence.logprobs
-        mask = mask + [1.0] * len(sequence.tokens)
+        tokens += [3 + turn, 12, 5]
+        params = SamplingParams(5, seed=turn + 7, stop=[])
+        (sequence,) = sampler.sample(ModelInput.from_ints(tokens), 1, params).result().sequences
+        tokens += sequence.tokens
+        logprobs += [0.0] * 3 + sequence.logprobs
+        mask += [0.0] * 3 + [1.0] * len(sequence.tokens)
     values = advantage * np.asarray(mask) * (np.arange(len(mask)) % 2)
     fields = {"target_tokens": tokens[1:], "logprobs": logprobs[1:], "advantages": values[1:]}
     return Datum(ModelInput.from_ints(tokens[:-1]), fields), mask[1:]
@@ -164,15 +131,11 @@ def test_recorded_samples_are_actions_even_without_an_advantage(client, loss, tu
 
 
 def test_provenance_tells_the_sampled_tokens(client):
-    datum = make_documented_datum((0.0, 0.0, 0.0, 0.0))
-    spans = [
-        PromptProvenanceSpan(sequence_id="elsewhere:1", length=3),
-        SampledProvenanceSpan(sequence_id="elsewhere:1", length=4),
-    ]
-    datum = datum.with_provenance(
-        [PromptProvenanceSpan(sequence_id="elsewhere:1", length=7)], spans
-    )
-    expected = update(client, [make_documented_datum((0.0, 0.0, 0.0, 0.0), mask=MASK)], "dro")
+    names = {"sequence_id": "elsewhere:1"}
+    prompt = [PromptProvenanceSpan(**names, length=7)]
+    targets = [PromptProvenanceSpan(**names, length=3), SampledProvenanceSpan(**names, length=4)]
+    datum = make_documented_datum((0.0,) * 4).with_provenance(prompt, targets)
+    expected = update(client, [make_documented_datum((0.0,) * 4, mask=MASK)], "dro")
     assert update(client, [datum], "dro") == expected and expected[1] > 0
 
 

@@ -106,51 +106,39 @@ def test_every_name_is_there_or_says_why_not():
 
 @pytest.mark.parametrize("which", VERBS)
 def test_every_verb_takes_what_tinkers_takes_in_its_order(which):
+    cls = getattr(rl, which)
     for verb, names in VERBS[which].items():
-        parameters = [
-            p
-            for p in inspect.signature(getattr(getattr(rl, which), verb)).parameters.values()
-            if p.name != "self"
-        ]
-        ours = [p.name for p in parameters]
-        assert set(names.split()) <= set(ours), (which, verb)
+        parameters = list(inspect.signature(getattr(cls, verb)).parameters.values())
+        assert set(names.split()) <= {p.name for p in parameters}, (which, verb)
         by_place = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
-        assert [n for n in by_place if n in names.split()] == [
-            n for n in names.split() if n in by_place
-        ], (which, verb)
+        expected = [name for name in names.split() if name in by_place]
+        assert [name for name in by_place if name in names.split()] == expected, (which, verb)
     for verb in ASYNC.get(which, "").split():
-        assert inspect.iscoroutinefunction(getattr(getattr(rl, which), f"{verb}_async")), (
-            which,
-            verb,
-        )
+        assert inspect.iscoroutinefunction(getattr(cls, f"{verb}_async")), (which, verb)
 
 
 def test_submodules_hold_the_same_classes():
     for name in SUBMODULES:
         importlib.import_module(f"rl.{name}")
-    from rl.lib.public_interfaces.rest_client import RestClient
-
-    from rl.types import TensorData
-
-    assert TensorData is types.TensorData and RestClient is rl.RestClient
+    tensor_data = importlib.import_module("rl.types").TensorData
+    rest_client = importlib.import_module("rl.lib.public_interfaces.rest_client").RestClient
+    assert tensor_data is types.TensorData and rest_client is rl.RestClient
 
 
 def test_errors_go_by_tinkers_names_and_stay_value_errors(client):
-    assert issubclass(rl.UserError, rl.BadRequestError) and issubclass(
-        rl.BadRequestError, (rl.APIStatusError, ValueError)
-    )
+    assert issubclass(rl.UserError, rl.BadRequestError)
+    assert issubclass(rl.BadRequestError, rl.APIStatusError)
+    assert issubclass(rl.BadRequestError, ValueError)
     for name in ("RateLimitError", "APITimeoutError", "NotFoundError"):
         assert issubclass(getattr(rl, name), rl.TinkerError)
+    sampler, params = client.save_weights_and_get_sampling_client(), types.SamplingParams(1)
     with pytest.raises(rl.TinkerError, match="the prompt holds the id 99") as caught:
-        client.save_weights_and_get_sampling_client().sample(
-            types.ModelInput.from_ints([99]), 1, types.SamplingParams(max_tokens=1)
-        )
+        sampler.sample(types.ModelInput.from_ints([99]), 1, params)
     assert isinstance(caught.value, ValueError) and caught.value.status_code == 400
     again = pickle.loads(pickle.dumps(caught.value))
     assert type(again) is type(caught.value) and str(again) == str(caught.value)
-    with pytest.raises(
-        rl.UserError, match=r"base_url='http://localhost:1' names a server.*accelerate launch"
-    ):
+    message = r"base_url='http://localhost:1' names a server.*accelerate launch"
+    with pytest.raises(rl.UserError, match=message):
         ServiceClient(base_url="http://localhost:1")
 
 
@@ -181,61 +169,46 @@ def test_a_sampling_client_is_itself_after_a_pickle_and_says_where_it_lives(clie
 def test_samples_have_ids_and_datums_say_where_they_come_from(client):
     sampler = client.save_weights_and_get_sampling_client(record_stability_info=True)
     params = types.SamplingParams(max_tokens=4, stop=[])
-    futures = [
-        sampler.sample(PROMPT, 2, params, include_prompt_logprobs=True, prompt_logprobs_last_n=2)
-        for _ in range(2)
-    ]
+    options = {"include_prompt_logprobs": True, "prompt_logprobs_last_n": 2}
+    futures = [sampler.sample(PROMPT, 2, params, **options) for _ in range(2)]
     responses = [future.result() for future in futures]
     sequences = [s for response in responses for s in response.sequences]
     assert len({s.sequence_id for s in sequences}) == 4 and all(s.sequence_id for s in sequences)
     # the second request reuses the first one's prompt
     assert [r.prompt_cache_hit_tokens for r in responses] == [0, PROMPT.length]
-    assert sequences[0].tokens_np.tolist() == sequences[0].tokens
-    assert sequences[0].logprobs_np.dtype == np.float32
+    first = sequences[0]
+    assert first.tokens_np.tolist() == first.tokens and first.logprobs_np.dtype == np.float32
     scored = sampler.compute_logprobs(PROMPT).result()
-    assert responses[0].prompt_logprobs[:4] == [None] * 4 and responses[0].prompt_logprobs[
-        4:
-    ] == pytest.approx(scored[4:])
+    assert responses[0].prompt_logprobs[:4] == [None] * 4
+    assert responses[0].prompt_logprobs[4:] == pytest.approx(scored[4:])
     assert sampler.compute_logprobs(PROMPT, 1).result() == [*[None] * 5, scored[5]]
 
-    first = sequences[0]
     fields = {"target_tokens": [0] * 5 + first.tokens, "logprobs": [0.0] * 5 + first.logprobs}
     datum = types.Datum(PROMPT.append(types.EncodedTextChunk(first.tokens[:-1])), fields)
     prompt_span, sampled_span = types.PromptProvenanceSpan, types.SampledProvenanceSpan
-    spans = [
-        prompt_span(sequence_id=first.sequence_id, length=6),
-        sampled_span(sequence_id=first.sequence_id, length=3),
-    ]
-    targets = [
-        prompt_span(sequence_id=first.sequence_id, offset=1, length=5),
-        sampled_span(sequence_id=first.sequence_id, length=4),
-    ]
+    name = {"sequence_id": first.sequence_id}
+    spans = [prompt_span(**name, length=6), sampled_span(**name, length=3)]
+    targets = [prompt_span(**name, offset=1, length=5), sampled_span(**name, length=4)]
     named = datum.with_provenance(model_input=spans, loss_fn_inputs=targets)
     assert named.model_input_spans == spans
     assert named.loss_fn_input_spans == targets
     assert datum.model_input_spans is None
-    with pytest.raises(
-        ValueError, match="the spans of loss_fn_inputs cover 10 positions, it has 9"
-    ):
-        datum.with_provenance(
-            spans, [*targets, types.PromptProvenanceSpan(sequence_id="x", length=1)]
-        )
+    message = "the spans of loss_fn_inputs cover 10 positions, it has 9"
+    with pytest.raises(ValueError, match=message):
+        datum.with_provenance(spans, [*targets, prompt_span(sequence_id="x", length=1)])
     with pytest.raises(ValueError, match="length of at least 0"):
-        types.SampledProvenanceSpan(sequence_id="x", length=-1)
+        sampled_span(sequence_id="x", length=-1)
 
 
 def test_words_saved_with_a_checkpoint_are_read_again_and_it_can_be_written_over(service):
-    client = service.create_lora_training_client(
-        "tiny:addition", 2, user_metadata={"what": "a test"}
-    )
+    words = {"what": "a test"}
+    client = service.create_lora_training_client("tiny:addition", 2, user_metadata=words)
     path = client.save_state("worded", user_metadata={"when": "now"}).result().path
     expected = {"who": "me", "what": "a test", "when": "now"}
     assert read_verified_state(path)["user_metadata"] == expected
     rest = service.create_rest_client()
     run = rest.get_training_run_by_tinker_path(path).result()
-    assert run.user_metadata == expected
-    assert run.is_lora
-    assert run.lora_rank == 2
+    assert (run.user_metadata, run.is_lora, run.lora_rank) == (expected, True, 2)
     assert run.last_checkpoint.checkpoint_type == "training"
     assert rest.get_weights_info_by_tinker_path(path).result().base_model == "tiny:addition"
     client.forward_backward(random_datums(2), "ppo")
@@ -243,70 +216,61 @@ def test_words_saved_with_a_checkpoint_are_read_again_and_it_can_be_written_over
     with pytest.raises(rl.UserError, match="exists already"):
         client.save_state("worded").result()
     assert client.save_state("worded", overwrite=True).result().path == path
-    assert read_verified_state(path)["version"] == 1
-    assert "when" not in read_verified_state(path)["user_metadata"]
+    state = read_verified_state(path)
+    assert state["version"] == 1 and "when" not in state["user_metadata"]
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(rl.UserError, match="not a checkpoint"):
         rest.delete_checkpoint_from_tinker_path(path)
 
 
 def test_two_models_may_save_under_one_name(service):
-    first, other = (
-        service.create_full_training_client("tiny:addition", seed=seed) for seed in (1, 2)
-    )
-    paths = [
-        model.save_state(name).result().path
+    models = [service.create_full_training_client("tiny:addition", seed=seed) for seed in (1, 2)]
+    saved = [
+        (model, model.save_state(name).result().path)
         for name in ("step-1", "step-2")
-        for model in (first, other)
+        for model in models
     ]
-    paths += [model.save_weights_for_sampler("step-1").result().path for model in (other, first)]
-    assert len(set(paths)) == 6
-    for model, path in zip((first, other, first, other, other, first), paths, strict=True):
+    for model in models[::-1]:
+        saved.append((model, model.save_weights_for_sampler("step-1").result().path))
+    assert len({path for _, path in saved}) == 6
+    for model, path in saved:
         mine = model.save_weights_and_get_sampling_client().compute_logprobs(PROMPT).result()
-        assert service.create_sampling_client(path).compute_logprobs(PROMPT).result()[
-            1:
-        ] == pytest.approx(mine[1:], abs=1e-6)
+        loaded = service.create_sampling_client(path).compute_logprobs(PROMPT).result()
+        assert loaded[1:] == pytest.approx(mine[1:], abs=1e-6)
 
 
 def test_a_loss_made_beforehand_is_the_sum_over_datums(service, client):
     def loss(logprobs, advantages):
-        metrics = {
-            "custom/tokens:sum": torch.tensor(float(len(logprobs))),
-            "custom/two:mean": torch.tensor(2.0),
-        }
+        count = torch.tensor(float(len(logprobs)))
+        metrics = {"custom/tokens:sum": count, "custom/two:mean": torch.tensor(2.0)}
         return -(logprobs * advantages).sum(), metrics
 
-    handle, data = (
-        service.create_custom_loss(loss, {"advantages": 1}).result(),
-        random_datums(3, seed=5),
-    )
+    handle = service.create_custom_loss(loss, {"advantages": 1}).result()
+    data = random_datums(3, seed=5)
     made = client.forward_backward_custom(data, handle, loss_type_input="logprobs").result()
-    logp = client.forward(data, "importance_sampling").result().loss_fn_outputs
-    expected = -sum(
-        float((o["logprobs"].array * d.loss_fn_inputs["advantages"].array).sum())
-        for o, d in zip(logp, data, strict=True)
-    )
-    assert made.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    rows = client.forward(data, "importance_sampling").result().loss_fn_outputs
+    expected = 0.0
+    for row, datum in zip(rows, data, strict=True):
+        expected -= (row["logprobs"].array * datum.loss_fn_inputs["advantages"].array).sum()
+    assert made.metrics["loss:sum"] == pytest.approx(float(expected), rel=1e-5)
     assert made.metrics["custom/tokens:sum"] == sum(d.model_input.length for d in data)
     assert made.metrics["custom/two:mean"] == 2.0
     client.optim_step(adam_params=types.AdamParams(learning_rate=0.0)).result()
 
 
 def test_what_is_not_done_here_says_so(service, client):
-    sampler, params = (
-        client.save_weights_and_get_sampling_client(),
-        types.SamplingParams(max_tokens=1),
-    )
-    for request in ({"topk_sample_logprobs": 2}, {"prompt_alt_tokens_k": 1}):
-        with pytest.raises(
-            rl.BadRequestError, match=f"{next(iter(request))} is not supported here"
-        ):
-            sampler.sample(PROMPT, 1, params, **request)
-    with pytest.raises(rl.BadRequestError, match="kind is 'snapshot'"):
-        client.save_weights_and_get_sampling_client(kind="inflight")
-    with pytest.raises(rl.BadRequestError, match="save_weights_for_sampler, which writes a folder"):
-        client.save_weights_external("x")
-    with pytest.raises(rl.BadRequestError, match="the tools of your file system"):
-        service.copy_weights("x")
-    with pytest.raises(rl.BadRequestError, match="single types.AdamParams .*got nothing"):
-        client.optim_step()
+    sampler, params = client.save_weights_and_get_sampling_client(), types.SamplingParams(1)
+    for call, message in (
+        (lambda: sampler.sample(PROMPT, 1, params, topk_sample_logprobs=2),
+         "topk_sample_logprobs is not supported here"),
+        (lambda: sampler.sample(PROMPT, 1, params, prompt_alt_tokens_k=1),
+         "prompt_alt_tokens_k is not supported here"),
+        (lambda: client.save_weights_and_get_sampling_client(kind="inflight"),
+         "kind is 'snapshot'"),
+        (lambda: client.save_weights_external("x"),
+         "save_weights_for_sampler, which writes a folder"),
+        (lambda: service.copy_weights("x"), "the tools of your file system"),
+        (client.optim_step, "single types.AdamParams .*got nothing"),
+    ):  # fmt: skip
+        with pytest.raises(rl.BadRequestError, match=message):
+            call()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import serving  # noqa: F401  (skips the tests without the extra serve)
 from starlette.applications import Starlette
 
 from rl import ServiceClient
@@ -18,20 +19,10 @@ from rl.types import ModelInput, SampledSequence, SampleResponse
 class TinyBackend:
     """A sampling client with the interface of the server's desk."""
 
-    def __init__(
-        self,
-        base: str = "tiny:ascii",
-        renderer: str = "plain",
-        tokenizer: str | None = None,
-        **settings,
-    ):
-        self.base = base
-        self.service = ServiceClient()
-        self.client = self.service.create_sampling_client(
-            base_model=base, **({"tokenizer": tokenizer} if tokenizer else {})
-        )
-        self._renderer = get_renderer(renderer, self.client.get_tokenizer(), **settings)
-        self.requests_seen = []
+    def __init__(self, base: str = "tiny:ascii"):
+        self.base, self.requests_seen, self.service = base, [], ServiceClient()
+        self.client = self.service.create_sampling_client(base_model=base)
+        self._renderer = get_renderer("plain", self.client.get_tokenizer())
 
     async def sample(self, model, prompt_ids, num_samples, sampling_params, *, owner, **what):
         if model not in (None, self.base):
@@ -78,8 +69,7 @@ class ScriptedBackend:
     ):
         sequences = []
         for _ in range(num_samples):
-            inputs = [self._tokenizer.decode(prompt_ids), len(self.drawn)]
-            text = self.say(*inputs)
+            text = self.say(self._tokenizer.decode(prompt_ids), len(self.drawn))
             cut = text.endswith("...")
             text = text.removesuffix("...")
             pieces = list(text) if self.by_character else [text]
@@ -88,17 +78,13 @@ class ScriptedBackend:
             tokens += [] if cut else self._end()
             self.drawn.append((list(prompt_ids), tokens))
             logprobs = [-0.5 - 0.001 * k for k in range(len(tokens))]
+            same = {"version": 0, "temperature": 1.0}
             for k in range(len(tokens) if show else 0):
-                show({
-                    len(sequences): SampledSequence(
-                        tokens[:k], logprobs[:k], "length", version=0, temperature=1.0),
-                })  # fmt: skip
+                part = SampledSequence(tokens[:k], logprobs[:k], "length", **same)
+                show({len(sequences): part})
                 await self.pace(k)
-            sequences.append(
-                SampledSequence(
-                    tokens, logprobs, self.reason if cut else "stop", version=0, temperature=1.0
-                )
-            )
+            reason = self.reason if cut else "stop"
+            sequences.append(SampledSequence(tokens, logprobs, reason, **same))
         return SampleResponse(sequences)
 
     async def pace(self, drawn):

@@ -25,13 +25,7 @@ DISK = ctypes.CDLL(None)
 
 def score(wires: Wire, model: str, seq: int) -> list[float]:
     """Return logprobs of some texts, which distinguish versions of the weights."""
-    return [
-        float(x)
-        for row in wires.output(wires.ask(model, seq, make_text_datums(3, 99), forward_only=True))[
-            0
-        ]
-        for x in row
-    ]
+    return [float(x) for row in wires.score(model, seq, make_text_datums(3, 99)) for x in row]
 
 
 def open_client(first: ModelServer, session: str | None = None) -> tuple[Wire, str]:
@@ -46,8 +40,7 @@ def plain_scores(folder: Path, updates: int) -> list[list[float]]:
         wires, model = open_client(first)
         scores = [score(wires, model, 1)]
         for i in range(updates):
-            wires.output(wires.ask(model, 2 + 3 * i, make_text_datums(4, i)))
-            wires.wait(wires.step(model, 3 + 3 * i))
+            wires.train(model, 2 + 3 * i, make_text_datums(4, i))
             scores.append(score(wires, model, 4 + 3 * i))
     return scores
 
@@ -57,34 +50,28 @@ def full(folder: Path, stride: int) -> dict[str, int]:
     seq, counts = iter(range(1, 10**6)), {"undone": 0, "done": 0}
     with server(folder / "durable", durable=True) as first:
         wires, model = open_client(first)
+        record = first.session_store.models[model]
         scores, k = [score(wires, model, next(seq))], 1
         while counts["done"] == 0:
-            update = len(scores) - 1
-            wires.output(wires.ask(model, next(seq), make_text_datums(4, update)))
+            data = make_text_datums(4, len(scores) - 1)
+            wires.output(wires.ask(model, next(seq), data))
             DISK.arm(k, 2)
             answer = wires.wait(wires.step(model, next(seq)))
             DISK.disarm()
             if "error" in answer:
                 assert answer["category"] == "server" and "undone" in answer["error"], (k, answer)
-                assert score(wires, model, next(seq)) == scores[-1], (
-                    f"operation {k}: the weights changed, though the update failed"
-                )
+                after = score(wires, model, next(seq))
+                assert after == scores[-1], f"operation {k}: the failed update changed the weights"
                 bare = wires.wait(wires.step(model, next(seq)))
                 assert "repeat the forward_backward" in bare["error"], (k, bare)
-                wires.output(wires.ask(model, next(seq), make_text_datums(4, update)))
+                wires.output(wires.ask(model, next(seq), data))
                 assert "error" not in wires.wait(wires.step(model, next(seq))), k
-            remaining = [path.name for path in (folder / "durable").rglob("*.partial*")]
-            assert not remaining or "error" not in answer, (
-                f"operation {k}: {remaining} was left behind"
-            )
+                remaining = [path.name for path in (folder / "durable").rglob("*.partial*")]
+                assert not remaining, f"operation {k}: {remaining} was left behind"
             counts["undone" if "error" in answer else "done"] += 1
             scores.append(score(wires, model, next(seq)))
-            assert (
-                first.session_store.read_live_metadata(first.session_store.models[model])["last"][
-                    "seq"
-                ]
-                == first.session_store.models[model].last_update["seq"]
-            )
+            saved = first.session_store.read_live_metadata(record)["last"]
+            assert saved["seq"] == record.last_update["seq"]
             k += stride
     assert plain_scores(folder / "plain", len(scores) - 1) == scores
     return counts
@@ -113,8 +100,7 @@ def kill(folder: Path, stride: int) -> dict[str, int]:
     def begin() -> None:
         with server(base, durable=True) as first:
             wires, model = open_client(first)
-            wires.output(wires.ask(model, 1, make_text_datums(4, 0)))
-            wires.wait(wires.step(model, 2))
+            wires.train(model, 1, make_text_datums(4, 0))
             (folder / "session").write_text(wires.session)
 
     def update(k: int) -> None:
@@ -130,33 +116,27 @@ def kill(folder: Path, stride: int) -> dict[str, int]:
             wires, model = open_client(first, (folder / "session").read_text())
             remaining = [path.name for path in place.rglob("*.partial*")]
             assert not remaining, f"{remaining} was left behind"
-            happened = first.session_store.models[model].next_seq == 5
-            assert happened or first.session_store.models[model].next_seq == 3
-            if happened:
+            next_seq = first.session_store.models[model].next_seq
+            assert next_seq in (3, 5)
+            if next_seq == 5:
                 answer = wires.wait(wires.step(model, 4))
                 assert answer["metrics"]["grad_norm"] > 0, "it is answered as it was"
             else:
-                wires.output(wires.ask(model, 3, make_text_datums(4, 1)))
-                wires.wait(wires.step(model, 4))
+                wires.train(model, 3, make_text_datums(4, 1))
             results = [score(wires, model, 5)]
-            wires.output(wires.ask(model, 6, make_text_datums(4, 2)))
-            wires.wait(wires.step(model, 7))
-            seen.write_text(
-                json.dumps({"happened": happened, "scores": [*results, score(wires, model, 8)]})
-            )
+            wires.train(model, 6, make_text_datums(4, 2))
+            results.append(score(wires, model, 8))
+            seen.write_text(json.dumps({"happened": next_seq == 5, "scores": results}))
+
+    def write_plain() -> None:
+        (folder / "plain").write_text(json.dumps(plain_scores(folder / "p", 3)))
 
     # so that no child has to import what this call imports; the call starts no threads
     load_model(BASE)
     assert in_child(begin) == 0
-    assert (
-        in_child(lambda: (folder / "plain").write_text(json.dumps(plain_scores(folder / "p", 3))))
-        == 0
-    )
-    expected, k, counts = (
-        json.loads((folder / "plain").read_text())[2:],
-        1,
-        {"happened": 0, "not": 0},
-    )
+    assert in_child(write_plain) == 0
+    expected = json.loads((folder / "plain").read_text())[2:]
+    k, counts = 1, {"happened": 0, "not": 0}
     while True:
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(base, place)
@@ -173,6 +153,5 @@ def kill(folder: Path, stride: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    print(
-        json.dumps({"full": full, "kill": kill}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3])))
-    )
+    check, (folder, stride) = {"full": full, "kill": kill}[sys.argv[1]], sys.argv[2:]
+    print(json.dumps(check(Path(folder), int(stride))))

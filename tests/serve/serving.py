@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 
 TestClient = pytest.importorskip("starlette.testclient", reason="needs the extra serve").TestClient
-pytest.importorskip("google.protobuf", reason="needs the extra serve")
-pytest.importorskip("prometheus_client", reason="needs the extra serve")
+for package in ("uvicorn", "google.protobuf", "prometheus_client"):
+    pytest.importorskip(package, reason="needs the extra serve")
 
 from rl.learner import LearnerSettings  # noqa: E402
 from rl.runtime import SamplerSettings, WorkerSettings  # noqa: E402
 from rl.serve import ModelServer, ServedBaseModel, ServeLimits, ServeSettings, tinker_pb2  # noqa: E402
 from rl.serve.scheduler import EngineJob  # noqa: E402
+from rl.serve.server import read_serve_settings  # noqa: E402
 from rl.types import Datum  # noqa: E402
 
 BASE = "tiny:ascii-small"
@@ -27,8 +29,10 @@ PROTOBUF = "application/x-protobuf"
 
 
 @contextmanager
-def hold_requests(served: ModelServer) -> Iterator[None]:
-    """Hold the engine: requests made within wait, and are queued together when it continues."""
+def hold_requests(served: ModelServer, tenant: str = "local") -> Iterator[None]:
+    """Hold the engine with a job of `tenant`: requests made within wait, and are queued together
+    when it continues.
+    """
     begun, gate = threading.Event(), threading.Event()
 
     def hold() -> Iterator[None]:
@@ -36,7 +40,7 @@ def hold_requests(served: ModelServer) -> Iterator[None]:
         gate.wait(60)
         yield
 
-    served.engine.submit(EngineJob("local", "hold", "hold", hold))
+    served.engine.submit(EngineJob(tenant, "hold", "hold", hold))
     assert begun.wait(60)
     try:
         yield
@@ -56,6 +60,12 @@ def server(folder: Path, *, keys: Sequence[str] = (), token_budget: int = 16384,
         (ServedBaseModel(name or base, base),), folder, keys=tuple(keys), resume=resume, durable=durable,
         limits=bounds, worker=worker, allowed_hosts=allowed_hosts,
     )  # fmt: skip
+    with run_server(settings) as served:
+        yield served
+
+
+@contextmanager
+def run_server(settings: ServeSettings) -> Iterator[ModelServer]:
     served = ModelServer.create(settings)
     served.engine.start()
     try:
@@ -73,23 +83,24 @@ def open_server(folder: Path, **settings: Any) -> Iterator[tuple[ModelServer, Wi
         yield served, wires
 
 
+def read_command_line(*words: Any, base: str = BASE) -> ServeSettings:
+    """Return the settings of `python serve.py --base-model BASE WORDS`."""
+    parser = runpy.run_path(str(Path(__file__).parents[2] / "serve.py"))["parser"]
+    return read_serve_settings(parser.parse_args(["--base-model", base, *map(str, words)]))
+
+
 def datum_message(datum: Datum) -> Any:
     message = tinker_pb2.Datum()
     for chunk in datum.model_input.chunks:
+        part = message.model_input.add()
         if chunk.type == "image":
-            message.model_input.add().image.MergeFrom(
-                tinker_pb2.ImageChunk(data=chunk.data, format=chunk.format)
-            )
+            part.image.data, part.image.format = chunk.data, chunk.format
         else:
-            message.model_input.add().encoded_text.tokens = np.asarray(
-                chunk.tokens, "<i4"
-            ).tobytes()
+            part.encoded_text.tokens = np.asarray(chunk.tokens, "<i4").tobytes()
     for name, data in datum.loss_fn_inputs.items():
-        tensor = message.loss_fn_inputs[name]
-        tensor.dense, tensor.dtype = (
-            data.array.tobytes(),
-            tinker_pb2.DTYPE_FLOAT32 if data.dtype == "float32" else tinker_pb2.DTYPE_INT64,
-        )
+        tensor, is_float = message.loss_fn_inputs[name], data.dtype == "float32"
+        tensor.dense = data.array.tobytes()
+        tensor.dtype = tinker_pb2.DTYPE_FLOAT32 if is_float else tinker_pb2.DTYPE_INT64
         tensor.shape.extend(data.array.shape)
     return message
 
@@ -115,9 +126,8 @@ class Wire:
         return answer.json() if answer.content else {}
 
     def open(self) -> str:
-        self.session = self.post(
-            "create_session", type="create_session", tags=[], sdk_version="0.38.0"
-        )["session_id"]
+        fields = {"type": "create_session", "tags": [], "sdk_version": "0.38.0"}
+        self.session = self.post("create_session", **fields)["session_id"]
         return self.session
 
     def model_body(self, seq: int = 0, rank: int = 4, seed: int = 7, base: str = BASE) -> dict:
@@ -148,9 +158,8 @@ class Wire:
         return self.send(message.SerializeToString(), status)
 
     def send(self, body: bytes, status: int = 200) -> dict[str, Any]:
-        answer = self.http.post(
-            "/api/v1/forward_backward", content=body, headers={"content-type": PROTOBUF}
-        )
+        headers = {"content-type": PROTOBUF}
+        answer = self.http.post("/api/v1/forward_backward", content=body, headers=headers)
         assert answer.status_code == status, (answer.status_code, answer.text)
         return answer.json()
 
@@ -159,15 +168,28 @@ class Wire:
             "optim_step", model_id=model, seq_id=seq, adam_params={"learning_rate": 1e-2, **params}
         )
 
+    def score(self, model: str, seq: int, data: Sequence[Datum]) -> list[np.ndarray]:
+        """Return the logprobs of a forward pass, by datum."""
+        return self.output(self.ask(model, seq, data, forward_only=True))[0]
+
+    def train(self, model: str, seq: int, data: Sequence[Datum], **params: float) -> tuple:
+        """Update a model; return the metrics of its forward-backward and the answer of its step."""
+        metrics = self.output(self.ask(model, seq, data))[1]
+        return metrics, self.wait(self.step(model, seq + 1, **params))
+
+    def complete(self, status: int = 200, /, **fields: Any) -> dict[str, Any]:
+        """Return the answer of /v1/completions. `status`: the expected one."""
+        body = {"prompt": [4, 5], "max_tokens": 2, **fields}
+        answer = self.http.post("/v1/completions", json=body)
+        assert answer.status_code == status, (answer.status_code, answer.text)
+        return answer.json()
+
     def wait(self, request: Mapping[str, Any], kind: str | None = None) -> Any:
         """Wait for the answer: a message of type `kind`, or JSON."""
         headers, end = {"accept": PROTOBUF} if kind else {}, time.monotonic() + 240
+        body = {"request_id": request["request_id"]}
         while True:
-            answer = self.http.post(
-                "/api/v1/retrieve_future",
-                json={"request_id": request["request_id"]},
-                headers=headers,
-            )
+            answer = self.http.post("/api/v1/retrieve_future", json=body, headers=headers)
             if answer.status_code != 408 or time.monotonic() > end:
                 break
         assert answer.status_code == 200, (answer.status_code, answer.text)
@@ -188,19 +210,14 @@ class Wire:
         return rows, dict(message.metrics)
 
     def sampler(self, model: str, seq: int, number: int = 0) -> str:
-        request = self.post(
-            "save_weights_for_sampler", model_id=model, seq_id=seq, sampling_session_seq_id=number
-        )
-        return self.wait(request)["sampling_session_id"]
+        fields = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": number}
+        return self.wait(self.post("save_weights_for_sampler", **fields))["sampling_session_id"]
 
     def ask_sample(
         self, sampler: str, seq: int, prompt: Sequence[Any], count: int = 1, **fields: Any
     ) -> dict[str, Any]:
-        params = {
-            name: fields.pop(name)
-            for name in ("max_tokens", "seed", "temperature", "stop", "top_k", "top_p")
-            if name in fields
-        }
+        names = ("max_tokens", "seed", "temperature", "stop", "top_k", "top_p")
+        params = {name: fields.pop(name) for name in names if name in fields}
         text = {"type": "encoded_text", "tokens": list(prompt)}
         chunks = prompt if isinstance(prompt[0], dict) else [text]
         body = {
@@ -211,6 +228,20 @@ class Wire:
 
     def sample(self, *arguments: Any, **fields: Any) -> Any:
         return self.wait(self.ask_sample(*arguments, **fields), "SampleResponse")
+
+
+def assert_same_rows(rows: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+    """Check that the logprobs of each datum are the same to the bit."""
+    for i, (row, other) in enumerate(zip(rows, expected, strict=True)):
+        np.testing.assert_array_equal(row, other, f"datum {i}")
+
+
+def unpack_sequences(message: Any) -> list[tuple[list[int], np.ndarray, int]]:
+    """Return the tokens, logprobs and stop reason of each sequence of a SampleResponse."""
+    return [
+        (np.frombuffer(s.tokens, "<i4").tolist(), np.frombuffer(s.logprobs, "<f4"), s.stop_reason)
+        for s in message.sequences
+    ]
 
 
 def until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:

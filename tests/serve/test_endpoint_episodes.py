@@ -1,36 +1,27 @@
 """Test `--environment endpoint`: the run and end of programs, and the tokens that are trained."""
 
 import datetime
-import json
 import os
-import subprocess
+import re
 import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
+from scripted import ScriptedSampler
+from serving import until
 
-pytest.importorskip("starlette", reason="needs the extra serve")
-pytest.importorskip("uvicorn", reason="needs the extra serve")
-
-from scripted import ScriptedSampler  # noqa: E402
-
-from rl.config import SettingsError  # noqa: E402
-from rl.envs import EpisodeLimits, parse_environment, resolve_environment  # noqa: E402
-from rl.errors import UserError  # noqa: E402
-from rl.models import load_tokenizer  # noqa: E402
-from rl.processes import SupervisedProcess  # noqa: E402
-from rl.programs.program_rollout import (  # noqa: E402
-    LiveEndpoint,
-    ProgramEpisode,
-    get_live_endpoint,
-)
-from rl.renderers import get_renderer  # noqa: E402
-from rl.rollout import EpisodeFailed, rollout, trajectory_to_datums  # noqa: E402
-from rl.types import Problem, SamplingParams  # noqa: E402
-
-REPO = Path(__file__).resolve().parents[2]
+import rl
+from rl.config import SettingsError
+from rl.envs import EpisodeLimits, parse_environment, resolve_environment
+from rl.errors import UserError
+from rl.models import load_tokenizer
+from rl.processes import SupervisedProcess
+from rl.programs.program_rollout import LiveEndpoint, ProgramEpisode, get_live_endpoint
+from rl.renderers import get_renderer
+from rl.rollout import EpisodeFailed, rollout, trajectory_to_datums
+from rl.types import Problem, SamplingParams
 
 # Shared by the programs below. It imports only the standard library, and little of it: every
 # program starts an interpreter.
@@ -60,40 +51,27 @@ def tokenizer():
     return load_tokenizer("tiny:ascii")
 
 
+def make_group(spec, problem, tokenizer, members=1, limits=None, prompt=None):
+    renderer = get_renderer("plain", tokenizer)
+    settings = {"limits": limits or EpisodeLimits(seconds=20.0), "system_prompt": prompt}
+    return spec.make_token_level_group(problem, members, renderer, **settings)
+
+
 @pytest.fixture
 def play(tmp_path, tokenizer):
     """Return a function that runs a program per row, with `say` as the sampler."""
 
-    def play(
-        programs,
-        say=lambda *_: "ok",
-        *,
-        limits=None,
-        members=1,
-        prompt=None,
-        sampler=None,
-        max_tokens=16,
-        **settings,
-    ):
+    def play(programs, say=lambda *_: "ok", *, limits=None, members=1, prompt=None, sampler=None,
+             max_tokens=16, **settings):  # fmt: skip
         groups = []
         for i, program in enumerate(programs):
             file = tmp_path / f"program{i}.py"
             file.write_text(HEAD + textwrap.dedent(program))
-            spec = resolve_environment(
-                "endpoint", program=f"{sys.executable} -S {file}", **settings
-            )
-            problem = Problem(
-                (),
-                {"seed": 100 + i, "answer": "42", "question": "what is {seed}?"},
-                tag="endpoint",
-                index=i,
-            )
-            reference = {"limits": limits or EpisodeLimits(seconds=20.0), "system_prompt": prompt}
-            groups.append(
-                spec.make_token_level_group(
-                    problem, members, get_renderer("plain", tokenizer), **reference
-                )
-            )
+            command = f"{sys.executable} -S {file}"
+            spec = resolve_environment("endpoint", program=command, **settings)
+            row = {"seed": 100 + i, "answer": "42", "question": "what is {seed}?"}
+            problem = Problem((), row, tag="endpoint", index=i)
+            groups.append(make_group(spec, problem, tokenizer, members, limits, prompt))
         sampler = sampler or ScriptedSampler(tokenizer, say)
         result = rollout(groups, sampler, SamplingParams(max_tokens=max_tokens), seed=1)
         play.requests_seen = [tokenizer.decode(prompt) for prompt in sampler.requests_seen]
@@ -117,26 +95,19 @@ def test_a_program_does_not_outlive_its_task(monkeypatch, tokenizer, mode):
     monkeypatch.setattr("rl.programs.program_rollout.SupervisedProcess", RecordedProcess)
     if mode == "raises":
         monkeypatch.setattr("rl.programs.program_rollout._ProgramTimer.start", fail)
-    endpoint = LiveEndpoint()
-    episode = ProgramEpisode(
-        get_renderer("plain", tokenizer), EpisodeLimits(seconds=60), None, True
-    )
+    endpoint, renderer = LiveEndpoint(), get_renderer("plain", tokenizer)
+    episode = ProgramEpisode(renderer, EpisodeLimits(seconds=60), None, True)
     try:
         endpoint.episodes.running[episode.name] = episode
-        task = endpoint.server.run_coroutine(
-            endpoint._run_program(episode, ["sleep", "1000"], {**os.environ})
-        )
-        deadline = time.monotonic() + 20
-        while not started and time.monotonic() < deadline:
-            time.sleep(0.01)
+        program = endpoint._run_program(episode, ["sleep", "1000"], {**os.environ})
+        task = endpoint.server.run_coroutine(program)
+        assert until(lambda: started, 20)
         if mode == "cancelled":
             task.cancel()
         else:
             end = episode.events.get(timeout=20)
             assert end.code is None and end.output == "no timer"
-        while Path(f"/proc/{started[0]}").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not Path(f"/proc/{started[0]}").exists()
+        assert until(lambda: not Path(f"/proc/{started[0]}").exists(), 20)
     finally:
         endpoint.server.close()
 
@@ -154,66 +125,53 @@ def test_a_program_is_an_episode(play, tokenizer):
     (group,) = result.groups
     assert not result.errors and group.get_total_rewards() == [7.25, 7.25]
     for trajectory in group.trajectories_G:
-        assert [tokenizer.decode(t.ac.tokens[:-1]) for t in trajectory.transitions] == [
-            f"<{len(tokenizer.decode(t.ob.to_ints()))}>" for t in trajectory.transitions
+        turns = trajectory.transitions
+        assert [tokenizer.decode(t.ac.tokens[:-1]) for t in turns] == [
+            f"<{len(tokenizer.decode(t.ob.to_ints()))}>" for t in turns
         ]
-        assert [t.episode_done for t in trajectory.transitions] == [False, False, True]
-        last = trajectory.transitions[-1]
+        assert [t.episode_done for t in turns] == [False, False, True]
+        last = turns[-1]
         assert last.metrics["depth"] == 7.0
         assert last.metrics["truncated"] == 0.0
         assert last.metrics["program/requests"] == 3
-        assert [t.logs["new_messages"][-1]["content"] for t in trajectory.transitions] == [
-            "begin", "go 0", "go 1",
-        ]  # fmt: skip
+        asked = [t.logs["new_messages"][-1]["content"] for t in turns]
+        assert asked == ["begin", "go 0", "go 1"]
         assert last.logs["response"] == tokenizer.decode(last.ac.tokens[:-1])
         trajectory.advantage = 1.0
         # trained tokens = sampled tokens, in one sequence
         (datum,) = trajectory_to_datums(trajectory)
         mask = datum.loss_fn_inputs["mask"].array.astype(bool)
-        drawn = [token for t in trajectory.transitions for token in t.ac.tokens]
+        drawn = [token for t in turns for token in t.ac.tokens]
         assert datum.loss_fn_inputs["target_tokens"].array[mask].tolist() == drawn
-        logprobs = [logprob for t in trajectory.transitions for logprob in t.ac.logprobs]
+        logprobs = [logprob for t in turns for logprob in t.ac.logprobs]
         assert datum.loss_fn_inputs["logprobs"].array[mask].tolist() == pytest.approx(logprobs)
 
 
 WRONG = {  # failing programs: (text, message about the episode)
-    "crashes": (
-        "answer([user('a')]); raise ValueError('no idea')",
-        "exit code 1.*ValueError: no idea",
-    ),
+    "crashes": ("answer([user('a')]); raise ValueError('no idea')",
+                "exit code 1.*ValueError: no idea"),
     "exits": ("answer([user('a')]); sys.exit(7)", "exit code 7"),
     "never calls": ("score(1.0)", "never called the model: it ended with exit code 0"),
-    "dies at once": (
-        "os.kill(os.getpid(), 9)",
-        "never called the model: it was killed by signal 9",
-    ),
-    "hangs before": (
-        "print('waiting', flush=True); time.sleep(600)",
-        "never called the model: it did not finish within its 8 s.*waiting",
-    ),
-    "hangs after": ("answer([user('a')]); time.sleep(600)", "did not finish within its 8 s"),
-    "prints without end": (
-        "answer([user('a')])\nwhile True: sys.stdout.write('x' * 1000000)",
-        "did not finish within its 8 s",
-    ),
+    "dies at once": ("os.kill(os.getpid(), 9)", "never called the model: it was killed by signal 9"),
+    "hangs before": ("print('waiting', flush=True); time.sleep(600)",
+                     "never called the model: it did not finish within its 5 s.*waiting"),
+    "hangs after": ("answer([user('a')]); time.sleep(600)", "did not finish within its 5 s"),
+    "prints without end": ("answer([user('a')])\nwhile True: sys.stdout.write('x' * 1000000)",
+                           "did not finish within its 5 s"),
     "posts nothing": ("answer([user('a')])", "posted no score"),
     "posts no number": ("answer([user('a')]); score('much')", "posted no score"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow
 def test_what_goes_wrong_costs_its_own_episode_and_is_named(play):
     """All failing programs run in a batch with two good programs; one prints 100 MB first."""
     loud = "answer([user('a')])\nfor _ in range(100): sys.stdout.write('x' * 1000000)\nscore(3.0)"
-    start = time.monotonic()
-    result = play(
-        [TALK, loud, *(program for program, _ in WRONG.values())], limits=EpisodeLimits(seconds=8.0)
-    )
+    start, wrong = time.monotonic(), [program for program, _ in WRONG.values()]
+    result = play([TALK, loud, *wrong], limits=EpisodeLimits(seconds=5.0))
     assert [group.get_total_rewards() for group in result.groups] == [[7.25], [3.0]]
     assert len(result.errors) == len(WRONG)
     for (name, (_, expected)), error in zip(WRONG.items(), result.errors, strict=True):
-        import re
-
         assert re.search(expected, error, re.DOTALL), (name, error)
         assert len(error) < 1000 and "of row" in error
     assert time.monotonic() - start < 60
@@ -235,18 +193,11 @@ def test_what_a_program_starts_ends_with_it(play, tmp_path):
         score(1.0)
         time.sleep(SECONDS)
     """
-    result = play(
-        [daemon.replace("SECONDS", "0"), daemon.replace("SECONDS", "600")],
-        limits=EpisodeLimits(seconds=8.0),
-    )
-    assert (
-        len(result.groups) == 1 and len(result.errors) == 1 and "within its 8 s" in result.errors[0]
-    )
-    remaining = [int(line) for line in pids.read_text().split()]
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in remaining) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(remaining) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in remaining)
+    programs = [daemon.replace("SECONDS", seconds) for seconds in ("0", "600")]
+    result = play(programs, limits=EpisodeLimits(seconds=5.0))
+    assert len(result.groups) == 1 and "within its 5 s" in " ".join(result.errors)
+    remaining = [Path(f"/proc/{line}") for line in pids.read_text().split()]
+    assert len(remaining) == 2 and until(lambda: not any(path.exists() for path in remaining), 10)
 
 
 def test_turns_are_limited_and_the_program_may_come_to_its_end(play):
@@ -342,10 +293,8 @@ def test_the_run_says_how_tokens_are_drawn(play):
     assert request.params.temperature == 1.0
     assert request.params.max_tokens == 3
     assert "z" in request.params.stop
-    assert group.trajectories_G[0].transitions[-1].logs["overruled"] == {
-        "temperature": 0.2,
-        "seed": 4,
-    }
+    overruled = group.trajectories_G[0].transitions[-1].logs["overruled"]
+    assert overruled == {"temperature": 0.2, "seed": 4}
     strict = (
         "assert ask([user('a')], temperature=0.2)[1]['error']['param'] == 'temperature'; "
         "answer([user('a')]); score(1.0)"
@@ -357,14 +306,8 @@ def test_an_episode_that_is_discarded_while_it_starts_leaves_nothing(
     tokenizer, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    group = resolve_environment("endpoint", program="sleep 600").make_token_level_group(
-        Problem((), {}),
-        1,
-        get_renderer("plain", tokenizer),
-        limits=EpisodeLimits(seconds=10.0),
-        system_prompt=None,
-    )
-    (env,) = group.make_envs()
+    spec = resolve_environment("endpoint", program="sleep 600")
+    (env,) = make_group(spec, Problem((), {}), tokenizer).make_envs()
     env.close()  # by the rollout's thread, before the episode's thread starts the program
     with pytest.raises(EpisodeFailed, match="never called the model"):
         env.initial_observation().result()
@@ -374,13 +317,8 @@ def test_an_episode_that_is_discarded_while_it_starts_leaves_nothing(
 def test_a_row_of_a_table_may_have_values_that_json_lacks(tokenizer):
     meta = {"on": datetime.date(2026, 11, 28), "raw": b"ab", "score": float("nan"), "n": 2}
     meta["parts"] = [{"on": datetime.date(2026, 11, 29), "n": 1}]
-    group = resolve_environment("endpoint", program="sh {on}").make_token_level_group(
-        Problem((), meta),
-        1,
-        get_renderer("plain", tokenizer),
-        limits=EpisodeLimits(),
-        system_prompt=None,
-    )
+    spec = resolve_environment("endpoint", program="sh {on}")
+    group = make_group(spec, Problem((), meta), tokenizer)
     parts = [{"on": "2026-11-29", "n": 1}]
     expected = {"on": "2026-11-28", "raw": "b'ab'", "score": None, "n": 2, "parts": parts}
     assert group.row == expected
@@ -398,12 +336,8 @@ def test_a_program_has_its_row_seed_and_arguments_and_no_keys(play, monkeypatch)
         open(os.environ["TMPDIR"] + "/scratch", "w").write("x")
         score(float(answer([user("hi")]) == "ok"))
     """
-    result = play(
-        [program],
-        arguments=("--task", "{question}", "{seed}", "{unknown}"),
-        pass_env=("AGENT_*",),
-        prompt="Be kind.",
-    )
+    arguments = ("--task", "{question}", "{seed}", "{unknown}")
+    result = play([program], arguments=arguments, pass_env=("AGENT_*",), prompt="Be kind.")
     assert not result.errors
     assert result.groups[0].get_total_rewards() == [1.0]
     assert play.requests_seen == ["Be kind.hi"]
@@ -443,17 +377,13 @@ def test_answers_that_are_asked_for_side_by_side(play):
 
 
 def test_a_program_is_named_behind_a_colon():
-    spec = parse_environment(
-        f"endpoint:{sys.executable} 'my agent.py'", [("arguments", "--seed '{seed}'")]
-    )
+    python = sys.executable
+    spec = parse_environment(f"endpoint:{python} 'my agent.py'", [("arguments", "--seed '{seed}'")])
     assert spec.name == "endpoint"
-    assert spec.make().command == [sys.executable, "my agent.py", "--seed", "{seed}"]
-    assert resolve_environment(f"endpoint:{sys.executable} a.py").make().command == [
-        sys.executable,
-        "a.py",
-    ]
+    assert spec.make().command == [python, "my agent.py", "--seed", "{seed}"]
     assert not spec.needs_rows
-    assert resolve_environment("endpoint", program=sys.executable, grader="exact_match").needs_rows
+    assert resolve_environment(f"endpoint:{python} a.py").make().command == [python, "a.py"]
+    assert resolve_environment("endpoint", program=python, grader="exact_match").needs_rows
     wrongs = {
         "endpoint:": "program",
         "endpoint:no-such-program x": "no program 'no-such-program'",
@@ -468,9 +398,7 @@ def test_a_program_is_named_behind_a_colon():
         resolve_environment("endpoint")
 
 
-AGENT = (
-    HEAD
-    + """
+AGENT = """
 messages, found = [user("digits:")], ""
 for turn in range(2):
     text = answer(messages)
@@ -478,41 +406,23 @@ for turn in range(2):
     messages += [said(text), user("more:")]
 score(sum(c.isdigit() for c in found) / max(1, len(found)))
 """
-)
 
 
 @pytest.mark.slow
 def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path):
-    (tmp_path / "agent.py").write_text(AGENT)
-    line = [
-        "grpo",
-        "--environment",
-        f"endpoint:{sys.executable} -S {tmp_path / 'agent.py'}",
-        "--base-model",
-        "tiny:ascii-small",
-    ]
-    line += (
-        "--batch-size 2 --group-size 3 --steps 2 --max-tokens 6 --eval-limit 2 --environment-rows "
-        "8 --learning-rate 1e-3"
-    ).split()
+    (tmp_path / "agent.py").write_text(HEAD + AGENT)
+    settings = {
+        "environment": f"endpoint:{sys.executable} -S {tmp_path / 'agent.py'}",
+        "base_model": "tiny:ascii-small", "batch_size": 2, "group_size": 3, "steps": 2,
+        "max_tokens": 6, "eval_limit": 2, "environment_rows": 8, "learning_rate": 1e-3,
+        "quiet": True,
+    }  # fmt: skip
     results = []
     for name in ("a", "b"):
-        words = [sys.executable, "train.py", *line, "--output-dir", str(tmp_path / name)]
-        done = subprocess.run(
-            words,
-            cwd=REPO,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
-        rows = [
-            json.loads(text)
-            for text in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        ]
+        metrics = rl.train("grpo", output_dir=tmp_path / name, **settings).metrics
         drop = ("time", "seconds", "per_second", "tokens_s", "rss", "memory", "gpu")
-        results.append(
-            [{k: v for k, v in row.items() if not any(word in k for word in drop)} for row in rows]
-        )
+        kept = [
+            {k: v for k, v in row.items() if not any(word in k for word in drop)} for row in metrics
+        ]
+        results.append(kept)
     assert results[0] == results[1] and any("program/requests" in key for key in results[0][-1])

@@ -3,20 +3,17 @@
 import asyncio
 import json
 import threading
+from functools import cache
 
+import httpx
 import pytest
+from endpoints import Endpoint, ScriptedBackend, TinyBackend
+from serving import BASE, server
 
-httpx = pytest.importorskip("httpx", reason="needs the extra dev")
-pytest.importorskip("starlette", reason="needs the extra serve")
-pytest.importorskip("uvicorn", reason="needs the extra serve")
-
-from endpoints import Endpoint, ScriptedBackend, TinyBackend  # noqa: E402
-from serving import BASE, server  # noqa: E402
-
-from rl.models import load_tokenizer  # noqa: E402
-from rl.renderers import get_renderer, parse_partial_answer, prompt_opens_thoughts  # noqa: E402
-from rl.renderers.tool_call_formats import find_call_format  # noqa: E402
-from rl.types import SamplingParams  # noqa: E402
+from rl.models import load_tokenizer
+from rl.renderers import get_renderer, parse_partial_answer, prompt_opens_thoughts
+from rl.renderers.tool_call_formats import find_call_format
+from rl.types import SamplingParams
 
 ASK = [{"role": "user", "content": "Hello?"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -59,45 +56,53 @@ RENDERERS = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def load(shared_data):
+    """Return a function that loads a tokenizer of the data folder once."""
+    return cache(lambda name: load_tokenizer(str(shared_data / "tokenizers" / name)))
+
+
+@pytest.fixture(scope="module")
+def scripted(shared_data):
+    """Yield an endpoint whose answers are those of `say` of its engine, and its client."""
+    folder = str(shared_data / "tokenizers" / "qwen3")
+    endpoint = Endpoint(ScriptedBackend(lambda *_: "", "chat_template", folder))
+    with httpx.Client(base_url=endpoint.url, timeout=60) as http:
+        yield endpoint.engine, http
+    endpoint.close()
+
+
 @pytest.mark.parametrize("with_tools", [False, True])
 @pytest.mark.parametrize("name, tokenizer", RENDERERS)
-def test_what_is_certain_of_an_answer_is_a_beginning_of_it(
-    shared_data, name, tokenizer, with_tools
-):
+def test_what_is_certain_of_an_answer_is_a_beginning_of_it(load, name, tokenizer, with_tools):
     """Check every prefix of every answer, in the tokenizer's tokens and character by character."""
-    base = get_renderer(name, load_tokenizer(str(shared_data / "tokenizers" / tokenizer)))
+    base = get_renderer(name, load(tokenizer))
     renderer = (base.with_tools(TOOLS) if with_tools else base).with_stops(["lo and", "zz"])
-    within = prompt_opens_thoughts(renderer, renderer.build_generation_prompt(ASK).to_ints())
-    assert not within
+    assert not prompt_opens_thoughts(renderer, renderer.build_generation_prompt(ASK).to_ints())
     begun = 0
     for text in ANSWERS:
-        for pieces in ([text], list(text)):
-            tokens = [
-                token
-                for piece in pieces
-                for token in base.tokenizer.encode(piece, add_special_tokens=False)
-            ]
-            last = check_prefixes(renderer, tokens, within, text)
+        for pieces in ([text], text):
+            tokens = encode_pieces(base.tokenizer, pieces)
+            last = check_prefixes(renderer, tokens, False, text)
             whole = renderer.parse_response(tokens)[0]
             # a well-formed answer: the stream shows the message that is trained on
             if not whole.get("unparsed_tool_calls") and "<think>" not in whole["content"]:
                 assert read_message(last) == read_message(whole), text
-            begun += bool(parse_partial_text(renderer, tokens[:-1], within)["content"])
+            begun += bool(parse_partial_text(renderer, tokens[:-1], False)["content"])
     assert begun >= len(ANSWERS), "next to nothing is ever certain"
 
 
-def test_a_call_before_thoughts_that_never_end_is_a_call(shared_data):
-    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen3"))
-    renderer = get_renderer("chat_template", tokenizer).with_tools(TOOLS)
-    tokens = tokenizer.encode(f"I call.\n{CALL}\n<think>hm", add_special_tokens=False)
+def test_a_call_before_thoughts_that_never_end_is_a_call(load):
+    renderer = get_renderer("chat_template", load("qwen3")).with_tools(TOOLS)
+    tokens = encode_pieces(load("qwen3"), [f"I call.\n{CALL}\n<think>hm"])
     expected = {"content": "I call.", "reasoning_content": "hm", "calls": [("add", '{"a": 1}')]}
     for ended in (False, True):
         assert parse_partial_text(renderer, tokens, False, ended) == expected
 
 
-def by_character(tokenizer, text):
-    """Return the tokens of a text, encoded character by character."""
-    return [t for piece in text for t in tokenizer.encode(piece, add_special_tokens=False)]
+def encode_pieces(tokenizer, pieces):
+    """Return the tokens of a text that is encoded piece by piece (a text: by character)."""
+    return [t for piece in pieces for t in tokenizer.encode(piece, add_special_tokens=False)]
 
 
 def stages_of(renderer, tokens, part):
@@ -110,14 +115,11 @@ def stages_of(renderer, tokens, part):
 
 def parse_partial_text(renderer, tokens, within, ended=False):
     result = parse_partial_answer(renderer, tokens, within, ended)
-    calls = [
-        (call["function"]["name"], call["function"]["arguments"])
-        for call in result.get("tool_calls", ())
-    ]
+    functions = [call["function"] for call in result.get("tool_calls", ())]
     return {
         "content": result["content"],
         "reasoning_content": result.get("reasoning_content") or "",
-        "calls": calls,
+        "calls": [(function["name"], function["arguments"]) for function in functions],
     }
 
 
@@ -135,37 +137,30 @@ def check_prefixes(renderer, tokens, within, text):
     for k in range(1, len(tokens) + 1):
         now = parse_partial_text(renderer, tokens[:k], within) if k < len(tokens) else whole
         for later in (now, whole):
-            assert all(
-                later[name].startswith(before[name]) for name in ("content", "reasoning_content")
-            ), (text, k, before, later)
-            assert len(later["calls"]) >= len(before["calls"]), (text, k, before, later)
-            for (name, arguments), (then, longer) in zip(
-                before["calls"], later["calls"], strict=False
-            ):
-                assert name == then and longer.startswith(arguments), (text, k, before, later)
+            where = (text, k, before, later)
+            for name in ("content", "reasoning_content"):
+                assert later[name].startswith(before[name]), where
+            assert len(later["calls"]) >= len(before["calls"]), where
+            calls = zip(before["calls"], later["calls"], strict=False)
+            for (name, arguments), (then, longer) in calls:
+                assert name == then and longer.startswith(arguments), where
         before = now
     return whole
 
 
-def test_thoughts_and_arguments_go_on_as_they_are_drawn(shared_data):
+def test_thoughts_and_arguments_go_on_as_they_are_drawn(load):
     """Thoughts and arguments are shown token by token, not only when they are complete."""
-    renderer = get_renderer(
-        "chat_template", load_tokenizer(str(shared_data / "tokenizers" / "qwen3"))
-    ).with_tools(TOOLS)
-    for text, part in (
-        (ANSWERS[7], "calls"),
-        (ANSWERS[3], "reasoning_content"),
-        ("<think>\none two three four", "reasoning_content"),
+    renderer = get_renderer("chat_template", load("qwen3")).with_tools(TOOLS)
+    words = "word " * 30
+    for pieces, part, least in (
+        (ANSWERS[7], "calls", 5),
+        (ANSWERS[3], "reasoning_content", 5),
+        ("<think>\none two three four", "reasoning_content", 5),
+        ([CALL.replace('"a": 1', f'"text": "{words}"')], "calls", 31),
+        ([BY_PARTS.format(f"<parameter=text>\n{words}\n</parameter>\n")], "calls", 31),
     ):
-        tokens = by_character(renderer.tokenizer, text)
-        stages = stages_of(renderer, tokens, part)
-        assert len(stages) > 4, (text, stages)
-    long = CALL.replace('"a": 1', '"text": "' + "word " * 30 + '"')
-    tokens = renderer.tokenizer.encode(long, add_special_tokens=False)
-    assert len(stages_of(renderer, tokens, "calls")) > 30
-    by_parts = BY_PARTS.format("<parameter=text>\n" + "word " * 30 + "\n</parameter>\n")
-    tokens = renderer.tokenizer.encode(by_parts, add_special_tokens=False)
-    assert len(stages_of(renderer, tokens, "calls")) > 30
+        stages = stages_of(renderer, encode_pieces(renderer.tokenizer, pieces), part)
+        assert len(stages) >= least, (pieces, stages)
 
 
 CHANNELS = (
@@ -194,7 +189,7 @@ def test_what_is_certain_of_messages_in_channels(shared_data):
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     renderer = get_renderer("chat_template", tokenizer)
     for text in IN_CHANNELS:
-        tokens = by_character(tokenizer, text)
+        tokens = encode_pieces(tokenizer, text)
         stages = [parse_partial_text(renderer, tokens[:k], False) for k in range(len(tokens))]
         whole = check_prefixes(renderer, tokens, False, text)
         assert not any("<|" in str(stage) for stage in stages)
@@ -220,24 +215,20 @@ FORMS = {  # template snippet that identifies the call format -> answers in it
         "So <tool_call>add<arg_key>",
     ],
     """{{- '"parameters": ' }}""": [
-        '{"name": "add", "parameters": {"a": 1}}',
-        '{"name": "add"',
-        '<|python_tag|>add.call(a="b")',
-        '{"a": 1}',
-        "a {",
+        '{"name": "add", "parameters": {"a": 1}}', '{"name": "add"',
+        '<|python_tag|>add.call(a="b")', '{"a": 1}', "a {",
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sign", FORMS)
-def test_what_is_certain_of_an_answer_with_calls_of_other_forms(shared_data, sign):
+def test_what_is_certain_of_an_answer_with_calls_of_other_forms(load, sign):
     """No part of a call is ever shown as text."""
-    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "qwen2.5"))
-    renderer = get_renderer("chat_template", tokenizer).with_tools(TOOLS)
+    renderer = get_renderer("chat_template", load("qwen2.5")).with_tools(TOOLS)
     renderer._call_format = find_call_format(sign)
     for wrapped in (renderer, renderer.with_stops(["zz"])):
         for text in (*FORMS[sign], "No call <at> all, 🙂 {"):
-            tokens = by_character(tokenizer, text)
+            tokens = encode_pieces(renderer.tokenizer, text)
             whole = check_prefixes(wrapped, tokens, False, text)
             stages = [parse_partial_text(wrapped, tokens[:k], False) for k in range(len(tokens))]
             assert not any("add" in stage["content"] or stage["calls"] for stage in stages)
@@ -248,119 +239,84 @@ def test_what_is_certain_of_an_answer_with_calls_of_other_forms(shared_data, sig
     "text, content, thoughts",
     [("so, a", "", "so, a"), ("so</think>\n\nYes", "Yes", "so"), ("<think>so", "", "so")],
 )
-def test_thoughts_that_the_prompt_opened_are_thoughts(shared_data, text, content, thoughts):
-    renderer = get_renderer(
-        "chat_template", load_tokenizer(str(shared_data / "tokenizers" / "qwen3"))
-    )
-    prompt = [
-        *renderer.build_generation_prompt(ASK).to_ints(),
-        *renderer.encode("x"),
-        *renderer.tokenizer.encode("<think>\n"),
-    ]
-    assert prompt_opens_thoughts(renderer, prompt) and not prompt_opens_thoughts(
-        renderer, [*prompt, *renderer.tokenizer.encode("</think>")]
-    )
-    tokens = [token for piece in text for token in renderer.tokenizer.encode(piece)]
-    result = check_prefixes(renderer, tokens, True, text)
+def test_thoughts_that_the_prompt_opened_are_thoughts(load, text, content, thoughts):
+    renderer, encode = get_renderer("chat_template", load("qwen3")), load("qwen3").encode
+    begin = renderer.build_generation_prompt(ASK).to_ints()
+    prompt = [*begin, *renderer.encode("x"), *encode("<think>\n")]
+    assert prompt_opens_thoughts(renderer, prompt)
+    assert not prompt_opens_thoughts(renderer, [*prompt, *encode("</think>")])
+    result = check_prefixes(renderer, encode_pieces(renderer.tokenizer, text), True, text)
     assert (result["content"], result["reasoning_content"]) == (content, thoughts)
 
 
 def events(http, path, body):
     """Yield the events of a stream as they arrive."""
     with http.stream("POST", path, json={**body, "stream": True}) as reply:
-        assert reply.status_code == 200 and reply.headers["content-type"].startswith(
-            "text/event-stream"
-        ), reply.read()
+        assert reply.status_code == 200, reply.read()
+        assert reply.headers["content-type"].startswith("text/event-stream")
         for line in reply.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
                 yield json.loads(line.removeprefix("data: "))
 
 
-def test_a_token_is_sent_while_the_next_is_not_drawn_yet(shared_data):
+def test_a_token_is_sent_while_the_next_is_not_drawn_yet(scripted, monkeypatch):
     """Before each token, the model waits until the client has read the text of the last token."""
-    desk = ScriptedBackend(
-        lambda *_: "It is so.", "chat_template", str(shared_data / "tokenizers" / "qwen3")
-    )
-    desk.by_character, read, waited = True, threading.Semaphore(0), []
+    (desk, http), read, waited, pieces = scripted, threading.Semaphore(0), [], []
 
     async def pace(drawn):
         if drawn and "It is so."[drawn - 1] != " ":  # a space is sent with the next token
             waited.append(await asyncio.to_thread(read.acquire, timeout=30))
 
-    desk.pace = pace
-    endpoint = Endpoint(desk)
-    try:
-        with httpx.Client(base_url=endpoint.url, timeout=60) as http:
-            pieces = []
-            for event in events(http, CHAT, {"messages": ASK}):
-                if event["choices"][0]["delta"].get("content"):
-                    pieces.append(event["choices"][0]["delta"]["content"])
-                    read.release()
-    finally:
-        endpoint.close()
+    monkeypatch.setattr(desk, "pace", pace)
+    monkeypatch.setattr(desk, "say", lambda *_: "It is so.")
+    monkeypatch.setattr(desk, "by_character", True)
+    for event in events(http, CHAT, {"messages": ASK}):
+        if event["choices"][0]["delta"].get("content"):
+            pieces.append(event["choices"][0]["delta"]["content"])
+            read.release()
     assert pieces == ["I", "t", " i", "s", " s", "o", "."] and waited == [True] * len(pieces)
 
 
 @pytest.mark.parametrize("text", ANSWERS, ids=range(len(ANSWERS)))
-def test_a_stream_of_any_answer_put_together_is_the_whole(shared_data, text):
-    desk = ScriptedBackend(
-        lambda *_: text, "chat_template", str(shared_data / "tokenizers" / "qwen3")
-    )
-    endpoint = Endpoint(desk)
-    body = {
-        "messages": ASK, "tools": TOOLS, "logprobs": True, "return_token_ids": True,
-        "stop": "lo and",
-    }  # fmt: skip
-    try:
-        with httpx.Client(base_url=endpoint.url, timeout=60) as http:
-            (whole,) = http.post(CHAT, json=body).json()["choices"]
-            results = [event["choices"][0] for event in events(http, CHAT, body)]
-            plain = [
-                event["choices"][0]
-                for event in events(http, TEXT, {"prompt": "a", "stop": "lo and", "echo": True})
-            ]
-            (text_whole,) = http.post(
-                TEXT, json={"prompt": "a", "stop": "lo and", "echo": True}
-            ).json()["choices"]
-    finally:
-        endpoint.close()
+def test_a_stream_of_any_answer_put_together_is_the_whole(scripted, monkeypatch, text):
+    desk, http = scripted
+    monkeypatch.setattr(desk, "say", lambda *_: text)
+    body = {"messages": ASK, "tools": TOOLS, "logprobs": True, "return_token_ids": True}
+    body["stop"] = "lo and"
+    (whole,) = http.post(CHAT, json=body).json()["choices"]
+    results = [event["choices"][0] for event in events(http, CHAT, body)]
+    plain_body = {"prompt": "a", "stop": "lo and", "echo": True}
+    plain = [event["choices"][0] for event in events(http, TEXT, plain_body)]
+    (text_whole,) = http.post(TEXT, json=plain_body).json()["choices"]
     message = whole["message"]
     for field in ("content", "reasoning_content"):
-        assert "".join(item["delta"].get(field) or "" for item in results) == (
-            message.get(field) or ""
-        )
+        joined = "".join(item["delta"].get(field) or "" for item in results)
+        assert joined == (message.get(field) or "")
     calls = []
     for call in [call for item in results for call in item["delta"].get("tool_calls", [])]:
         if call["index"] == len(calls):
             calls.append({"id": call["id"], "type": call["type"], "name": call["function"]["name"],
                           "arguments": ""})  # fmt: skip
         calls[call["index"]]["arguments"] += call["function"]["arguments"]
-    whole_calls = [
-        {**call["function"], "type": "function"} for call in message.get("tool_calls", [])
-    ]
-    assert [
-        {key: value for key, value in call.items() if key != "id"} for call in calls
-    ] == whole_calls
-    assert len({call["id"] for call in calls}) == len(calls)
-    assert [item["finish_reason"] for item in results] == [None] * (len(results) - 1) + [
-        whole["finish_reason"]
-    ]
+    assert len({call.pop("id") for call in calls}) == len(calls)
+    whole_calls = message.get("tool_calls", [])
+    assert calls == [{**call["function"], "type": "function"} for call in whole_calls]
+    reasons = [item["finish_reason"] for item in results]
+    assert reasons == [None] * (len(results) - 1) + [whole["finish_reason"]]
     assert [token for item in results for token in item.get("token_ids", [])] == whole["token_ids"]
-    assert [
-        entry for item in results if item["logprobs"] for entry in item["logprobs"]["content"]
-    ] == whole["logprobs"]["content"]
+    with_logprobs = [item["logprobs"] for item in results if item["logprobs"]]
+    entries = [entry for logprobs in with_logprobs for entry in logprobs["content"]]
+    assert entries == whole["logprobs"]["content"]
     assert "".join(item["text"] for item in plain) == text_whole["text"]
     assert plain[-1]["finish_reason"] == text_whole["finish_reason"]
 
 
 def test_several_completions_are_streamed_side_by_side():
     endpoint = Endpoint(TinyBackend())
+    body = {"prompt": ["ab", [5, 6]], "n": 2, "max_tokens": 6, "seed": 3, "echo": True}
+    body["logprobs"] = 0
     try:
         with httpx.Client(base_url=endpoint.url, timeout=60) as http:
-            body = {
-                "prompt": ["ab", [5, 6]], "n": 2, "max_tokens": 6, "seed": 3, "echo": True,
-                "logprobs": 0,
-            }  # fmt: skip
             whole = http.post(TEXT, json=body).json()["choices"]
             results = [event["choices"][0] for event in events(http, TEXT, body)]
     finally:
@@ -378,17 +334,17 @@ def test_several_completions_are_streamed_side_by_side():
 def test_the_desk_shows_what_it_has_drawn_and_draws_the_same(tmp_path):
     with server(tmp_path) as served:
         params, shown = SamplingParams(max_tokens=24, seed=1, stop=[]), []
-        whole = asyncio.run(served.engine.sample(BASE, [5, 6, 7], 2, params))
-        seen = asyncio.run(served.engine.sample(BASE, [5, 6, 7], 2, params, show=shown.append))
-        # a failing `show` loses no answer
-        gone = asyncio.run(
-            served.engine.sample(BASE, [5, 6, 7], 2, params, show=lambda samples: 1 / 0)
-        )
-    assert [item.tokens for item in gone.sequences] == [item.tokens for item in whole.sequences]
-    assert [item.tokens for item in seen.sequences] == [item.tokens for item in whole.sequences]
+
+        def sample(**show):
+            request = served.engine.sample(BASE, [5, 6, 7], 2, params, **show)
+            return asyncio.run(request).sequences
+
+        whole, seen = sample(), sample(show=shown.append)
+        gone = sample(show=lambda samples: 1 / 0)  # a failing `show` loses no answer
+    for sequences in (seen, gone):
+        assert [item.tokens for item in sequences] == [item.tokens for item in whole]
     lengths = [{i: len(item.tokens) for i, item in samples.items()} for samples in shown]
     assert lengths == [{0: n, 1: n} for n in (4, 8, 12, 16, 20)]
-    for samples in shown:
-        for i, item in samples.items():
-            n, reference = len(item.tokens), whole.sequences[i]
-            assert item.tokens == reference.tokens[:n] and item.logprobs == reference.logprobs[:n]
+    for i, item in [pair for samples in shown for pair in samples.items()]:
+        n = len(item.tokens)
+        assert item.tokens == whole[i].tokens[:n] and item.logprobs == whole[i].logprobs[:n]

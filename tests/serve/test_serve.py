@@ -11,26 +11,40 @@ from pathlib import Path
 import numpy as np
 import pytest
 from seeing import chunk, encode_parts
-from serving import BASE, PROTOBUF, Wire, datum_message, hold_requests, open_server, server
+from serving import (
+    BASE,
+    PROTOBUF,
+    Wire,
+    assert_same_rows,
+    datum_message,
+    open_server,
+    server,
+    unpack_sequences,
+)
 
 from rl.client import ServiceClient
 from rl.images import get_image_reader
 from rl.learner import LearnerSettings
-from rl.losses import LOSSES
 from rl.runtime import WorkerSettings
 from rl.serve import tinker_pb2
 from rl.serve.request_store import PendingRequest, RequestStore
+from rl.serve.schemas import parse_json
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
+SKIPPED = {"grad_norm": 0.0, "skipped": 1.0}  # the metrics of a step without a gradient
 KEYS = ("tml-first-tenants-key", "tml-second-tenants-key")
 
 
 def make_text_datums(count: int = 6, seed: int = 0) -> list[Datum]:
     rng = np.random.default_rng(seed)
     rows = [rng.integers(2, 90, rng.integers(4, 12)) for _ in range(count)]
-    fields = [{"target_tokens": row[1:], "weights": np.ones(len(row) - 1)} for row in rows]
-    inputs = [ModelInput.from_ints(row[:-1].tolist()) for row in rows]
-    return [Datum(*pair) for pair in zip(inputs, fields, strict=True)]
+    return [
+        Datum(
+            ModelInput.from_ints(row[:-1].tolist()),
+            {"target_tokens": row[1:], "weights": np.ones(len(row) - 1)},
+        )
+        for row in rows
+    ]
 
 
 def make_rewarded_datums(count: int = 4, seed: int = 1) -> list[Datum]:
@@ -51,7 +65,7 @@ def model_server(tmp_path_factory):
 
 
 @pytest.fixture
-def wire_client(model_server):
+def wires(model_server):
     first = Wire(model_server)
     first.open()
     return first
@@ -64,225 +78,121 @@ def local_service(tmp_path_factory):
         yield service
 
 
-def test_the_five_steps_are_those_of_the_clients_in_this_process_to_the_bit(
-    wire_client, local_service
-):
+def list_logprobs(output) -> list[np.ndarray]:
+    return [item["logprobs"].array for item in output.loss_fn_outputs]
+
+
+def test_the_five_steps_are_those_of_the_clients_in_this_process_to_the_bit(wires, local_service):
     data = make_text_datums()
-    model = wire_client.model()
+    model = wires.model()
     # The first chunk arrives last, as the SDK sends it.
-    rest, first = wire_client.ask(model, 2, data[3:]), wire_client.ask(model, 1, data[:3])
-    stepped = wire_client.step(model, 3, grad_clip_norm=1.0)
+    rest, first = wires.ask(model, 2, data[3:]), wires.ask(model, 1, data[:3])
+    stepped = wires.step(model, 3, grad_clip_norm=1.0)
     client = local_service.create_lora_training_client(BASE, 4, 7)
     for request, part in ((first, data[:3]), (rest, data[3:])):
-        present, mine = (
-            wire_client.output(request),
-            client.forward_backward(part, "cross_entropy").result(),
-        )
-        for logprobs, output in zip(present[0], mine.loss_fn_outputs, strict=True):
-            assert np.array_equal(logprobs, output["logprobs"].array)
-        assert present[1] == mine.metrics
-    assert (
-        wire_client.wait(stepped)["metrics"]
-        == client.optim_step(AdamParams(1e-2, grad_clip_norm=1.0)).result().metrics
-    )
-    sampler, reference = (
-        wire_client.sampler(model, 4),
-        client.save_weights_and_get_sampling_client(),
-    )
-    prompt = [5, 9, 30]
-    present = wire_client.sample(
-        sampler, 0, prompt, 3, seed=11, prompt_logprobs=True, topk_prompt_logprobs=2
-    )
-    mine = reference.sample(
-        ModelInput.from_ints(prompt), 3, SamplingParams(8, seed=11), True, 2
-    ).result()
-    for actual, sequence in zip(present.sequences, mine.sequences, strict=True):
-        assert np.array_equal(np.frombuffer(actual.tokens, "<i4"), sequence.tokens_np)
-        assert np.array_equal(np.frombuffer(actual.logprobs, "<f4"), sequence.logprobs_np)
+        rows, metrics = wires.output(request)
+        mine = client.forward_backward(part, "cross_entropy").result()
+        assert_same_rows(rows, list_logprobs(mine))
+        assert metrics == mine.metrics
+    update = client.optim_step(AdamParams(1e-2, grad_clip_norm=1.0)).result()
+    assert wires.wait(stepped)["metrics"] == update.metrics
+    sampler, reference = wires.sampler(model, 4), client.save_weights_and_get_sampling_client()
+    prompt, params = [5, 9, 30], SamplingParams(8, seed=11)
+    asks = {"seed": 11, "prompt_logprobs": True, "topk_prompt_logprobs": 2}
+    present = wires.sample(sampler, 0, prompt, 3, **asks)
+    mine = reference.sample(ModelInput.from_ints(prompt), 3, params, True, 2).result()
+    sequences = unpack_sequences(present)
+    assert [tokens for tokens, *_ in sequences] == [item.tokens for item in mine.sequences]
+    assert_same_rows([row for _, row, _ in sequences], [s.logprobs_np for s in mine.sequences])
     prompt_logprobs = np.frombuffer(present.prompt_logprobs, "<f4")
-    assert np.isnan(prompt_logprobs[0]) and np.array_equal(
-        prompt_logprobs[1:], mine.prompt_logprobs_np[1:]
-    )
+    np.testing.assert_array_equal(prompt_logprobs[1:], mine.prompt_logprobs_np[1:])
+    assert np.isnan(prompt_logprobs[0])
     ids = np.frombuffer(present.topk_prompt_logprobs.token_ids, "<i4").reshape(-1, 2)
-    assert [row.tolist() for row in ids[1:]] == [
-        [token for token, _ in row] for row in mine.topk_prompt_logprobs[1:]
-    ]
+    expected = [[token for token, _ in row] for row in mine.topk_prompt_logprobs[1:]]
+    assert ids[1:].tolist() == expected
 
 
-def _for_loss(name):
-    rng, data = np.random.default_rng(3), []
-    for i in range(4):
-        n, spec = 6, LOSSES[name]
-        fields = {"target_tokens": rng.integers(2, 90, n)}
-        for field in spec.required[1:]:
-            fixed = {"labels": np.full(n, float(i % 2)), "mask": np.ones(n)}
-            fields[field] = fixed[field] if field in fixed else -4.0 + rng.standard_normal(n)
-        if name != "cross_entropy":
-            fields.setdefault("mask", np.ones(n))  # some losses take their actions from it
-        data.append(Datum(ModelInput.from_ints(rng.integers(2, 90, n).tolist()), fields))
-    return data
-
-
-WITHOUT_VALUES = [name for name, spec in LOSSES.items() if not spec.values]
-
-
-def test_every_loss_gives_over_the_wire_what_it_gives_here(wire_client, local_service):
-    model, client = wire_client.model(), local_service.create_lora_training_client(BASE, 4, 7)
-    settings = {
-        "ppo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3},
-        "dro": {"beta": 0.1},
-        "dpo": {"beta": 0.2},
-    }
-    for seq, name in enumerate(WITHOUT_VALUES, start=1):
-        data, config = _for_loss(name), settings.get(name, {})
-        rows, metrics = wire_client.output(wire_client.ask(model, seq, data, name, config))
-        mine = client.forward_backward(data, name, config).result()
-        assert {key: value for key, value in metrics.items()} == {
-            k if ":" in k else f"{k}:mean": v for k, v in mine.metrics.items()
-        }, name
-        assert all(
-            np.array_equal(a, b["logprobs"].array)
-            for a, b in zip(rows, mine.loss_fn_outputs, strict=True)
-        ), name
-        assert all(key.count(":") == 1 for key in metrics), (name, list(metrics))
-    stepped = wire_client.wait(wire_client.step(model, len(WITHOUT_VALUES) + 1))
-    assert stepped["metrics"] == client.optim_step(AdamParams(1e-2)).result().metrics
-    for seq, name in enumerate(
-        (*(name for name in LOSSES if LOSSES[name].values), "stable_reinforce"),
-        start=len(WITHOUT_VALUES) + 2,
-    ):
-        refused = wire_client.wait(wire_client.ask(model, seq, _for_loss("cross_entropy"), name))
-        assert refused["category"] == "user" and name in refused["error"]
-
-
-@pytest.mark.parametrize("rank", [8, 64])
-def test_an_adapter_over_the_wire_is_scaled_by_alpha_32_as_on_tinker(
-    wire_client, local_service, rank
-):
-    data, model, seen = make_text_datums(), wire_client.model(rank=rank), {}
-    wire_client.ask(model, 1, data)
-    wire_client.wait(wire_client.step(model, 2))
-    rows, _ = wire_client.output(wire_client.ask(model, 3, data, forward_only=True))
+def test_an_adapter_over_the_wire_is_scaled_by_alpha_32_as_on_tinker(wires, local_service):
+    rank, data, seen = 8, make_text_datums(), {}
+    model = wires.model(rank=rank)
+    wires.train(model, 1, data)
+    rows = wires.score(model, 3, data)
     for alpha in (32, rank):
         client = local_service.create_lora_training_client(BASE, rank, 7, alpha=alpha)
         client.forward_backward(data, "cross_entropy").result()
         client.optim_step(AdamParams(1e-2)).result()
-        seen[alpha] = [
-            output["logprobs"].array
-            for output in client.forward(data, "cross_entropy").result().loss_fn_outputs
-        ]
-    assert all(np.array_equal(present, mine) for present, mine in zip(rows, seen[32], strict=True))
-    assert not any(
-        np.allclose(present, mine, atol=1e-3)
-        for present, mine in zip(rows, seen[rank], strict=True)
-    )
+        seen[alpha] = list_logprobs(client.forward(data, "cross_entropy").result())
+    assert_same_rows(rows, seen[32])
+    assert not any(np.allclose(*pair, atol=1e-3) for pair in zip(rows, seen[rank], strict=True))
 
 
-def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was(tmp_path):
+def test_a_checkpoint_of_alpha_equal_to_the_rank_goes_on_over_the_wire_as_it_was(
+    model_server, wires, monkeypatch
+):
     """An older server saved it: its model was created without alpha."""
-    data = make_text_datums()
-    with server(tmp_path / "served") as first:
-        reference, made = first.engine.service, []
-        before, wires = reference.create_lora_training_client, Wire(first)
-        reference.create_lora_training_client = lambda *inputs, **more: (
-            made.append(before(*inputs, alpha=None, **more)) or made[-1]
-        )
-        wires.open()
+    data, service = make_text_datums(), model_server.engine.service
+    create = service.create_lora_training_client
+    with monkeypatch.context() as patch:
+        name = "create_lora_training_client"
+        patch.setattr(service, name, lambda *inputs, **more: create(*inputs, alpha=None, **more))
         model = wires.model(rank=8)
-        del reference.create_lora_training_client
-        wires.ask(model, 1, data)
-        wires.wait(wires.step(model, 2))
-        saved = wires.save(model, 3, "before")
-        fresh = wires.model(1, rank=8)
-        loaded = wires.load(2, saved)["model_id"]
-        wires.wait(wires.post("load_weights", model_id=fresh, seq_id=1, path=saved, optimizer=True))
-        rows = []
-        for name, seq in ((model, 4), (fresh, 2), (loaded, 1)):
-            wires.ask(name, seq, data)
-            wires.wait(wires.step(name, seq + 1))
-            rows.append(
-                np.concatenate(wires.output(wires.ask(name, seq + 2, data, forward_only=True))[0])
-            )
-    assert np.array_equal(rows[0], rows[1]) and np.array_equal(rows[0], rows[2])
+    wires.train(model, 1, data)
+    saved = wires.save(model, 3, "before")
+    fresh = wires.model(1, rank=8)
+    loaded = wires.load(2, saved)["model_id"]
+    wires.wait(wires.post("load_weights", model_id=fresh, seq_id=1, path=saved, optimizer=True))
+    rows = []
+    for name, seq in ((model, 4), (fresh, 2), (loaded, 1)):
+        wires.train(name, seq, data)
+        rows.append(wires.score(name, seq + 2, data))
+    assert_same_rows(rows[0], rows[1])
+    assert_same_rows(rows[0], rows[2])
 
 
-def test_a_request_that_comes_twice_runs_once_and_is_answered_alike(wire_client):
-    model = wire_client.model()
-    requests = [wire_client.ask(model, 1, make_text_datums()) for _ in range(3)]
+def test_a_request_that_comes_twice_runs_once_and_is_answered_alike(wires):
+    model = wires.model()
+    requests = [wires.ask(model, 1, make_text_datums()) for _ in range(3)]
     assert len({item["request_id"] for item in requests}) == 1
-    steps = [wire_client.wait(wire_client.step(model, 2)) for _ in range(3)]
+    steps = [wires.wait(wires.step(model, 2)) for _ in range(3)]
     assert steps[0] == steps[1] == steps[2] and steps[0]["metrics"]["grad_norm"] > 0
     # If the second request had run, this gradient would still exist.
-    skipped = wire_client.wait(wire_client.step(model, 3))
-    assert skipped["metrics"] == {"grad_norm": 0.0, "skipped": 1.0}
-    assert (
-        "something else"
-        in wire_client.post(
-            "optim_step", 400, model_id=model, seq_id=2, adam_params={"learning_rate": 0.5}
-        )["detail"]
-    )
-    sampler = wire_client.sampler(model, 4)
-    tries = [
-        wire_client.post(
-            "save_weights_for_sampler", model_id=model, seq_id=5, sampling_session_seq_id=7 + i
-        )
-        for i in range(2)
-    ]
+    assert wires.wait(wires.step(model, 3))["metrics"] == SKIPPED
+    other = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.5}}
+    assert "something else" in wires.post("optim_step", 400, **other)["detail"]
+    sampler = wires.sampler(model, 4)
     # The SDK numbers its sampling sessions separately for each attempt.
-    made = [wire_client.wait(item)["sampling_session_id"] for item in tries]
-    assert made[0] == made[1] == f"{wire_client.session}:sample:7"
-    first, again = (
-        wire_client.ask_sample(sampler, 0, [4, 5]),
-        wire_client.ask_sample(sampler, 0, [4, 5]),
-    )
-    assert first == again and wire_client.wait(first, "SampleResponse") == wire_client.wait(
-        again, "SampleResponse"
-    )
+    assert wires.sampler(model, 5, 7) == wires.sampler(model, 5, 8) == f"{wires.session}:sample:7"
+    first, again = (wires.ask_sample(sampler, 0, [4, 5]) for _ in range(2))
+    assert first == again
+    assert wires.wait(first, "SampleResponse") == wires.wait(again, "SampleResponse")
 
 
-def test_what_is_wrong_with_its_values_is_an_answer_and_leaves_no_gap(wire_client):
-    model = wire_client.model()
-    good, bad = (
-        make_text_datums(),
-        Datum(ModelInput.from_ints([4, 5, 6]), {"target_tokens": [5, 6]}),
-    )
-    before = wire_client.output(wire_client.ask(model, 1, good, forward_only=True))
-    assert "error" not in wire_client.ask(model, 2, good)
-    refused = wire_client.wait(wire_client.ask(model, 3, [bad]))
+def test_what_is_wrong_with_its_values_is_an_answer_and_leaves_no_gap(wires):
+    model, good = wires.model(), make_text_datums()
+    bad = Datum(ModelInput.from_ints([4, 5, 6]), {"target_tokens": [5, 6]})
+    before = wires.score(model, 1, good)
+    assert "error" not in wires.ask(model, 2, good)
+    refused = wires.wait(wires.ask(model, 3, [bad]))
     assert refused["category"] == "user" and "target_tokens" in refused["error"]
-    stepped = wire_client.wait(wire_client.step(model, 4))
+    stepped = wires.wait(wires.step(model, 4))
     assert stepped["category"] == "user" and "not run" in stepped["error"]
-    after = wire_client.output(wire_client.ask(model, 5, good, forward_only=True))
-    assert all(np.array_equal(a, b) for a, b in zip(before[0], after[0], strict=True)), (
-        "the weights are as they were"
-    )
-    assert wire_client.wait(wire_client.step(model, 6))["metrics"] == {
-        "grad_norm": 0.0,
-        "skipped": 1.0,
-    }, "half of the gradient stayed"
-    cases = {
-        7: {"adam_params": {"learning_rate": -1}},
-        8: {"optimizer_params": {"type": "dimuon"}},
-        9: {"adam_params": {"rate": 1}},
-    }
-    for seq, fields in cases.items():
-        assert (
-            wire_client.wait(wire_client.post("optim_step", model_id=model, seq_id=seq, **fields))[
-                "category"
-            ]
-            == "user"
-        )
-    for seq, name in ((10, "../up"), (11, "a/b"), (12, ".hidden"), (13, "")):
-        assert (
-            "name"
-            in wire_client.wait(
-                wire_client.post("save_weights", model_id=model, seq_id=seq, path=name)
-            )["error"]
-        )
-    assert wire_client.wait(wire_client.step(model, 14))["metrics"]["skipped"] == 1.0
+    assert_same_rows(before, wires.score(model, 5, good))
+    stepped = wires.wait(wires.step(model, 6))
+    assert stepped["metrics"] == SKIPPED, "half of the gradient stayed"
+    cases = [
+        ("optim_step", {"adam_params": {"learning_rate": -1}}, "learning_rate"),
+        ("optim_step", {"optimizer_params": {"type": "dimuon"}}, ""),
+        ("optim_step", {"adam_params": {"rate": 1}}, "rate"),
+        *[("save_weights", {"path": name}, "name") for name in ("../up", "a/b", ".hidden", "")],
+    ]
+    for seq, (verb, fields, text) in enumerate(cases, start=7):
+        answer = wires.wait(wires.post(verb, model_id=model, seq_id=seq, **fields))
+        assert answer["category"] == "user" and text in answer["error"], (fields, answer)
+    assert wires.wait(wires.step(model, 14))["metrics"] == SKIPPED
 
 
 def test_samples_are_drawn_between_the_micro_batches_of_a_call(tmp_path):
+    data = make_text_datums(120)
     with open_server(tmp_path / "served", token_budget=32) as (first, wires):
         model = wires.model()
         sampler = wires.sampler(model, 1)
@@ -290,7 +200,7 @@ def test_samples_are_drawn_between_the_micro_batches_of_a_call(tmp_path):
         order, slices = [], []
         plain = first.engine._run_job_slice
         first.engine._run_job_slice = lambda job: (slices.append(job.verb), plain(job))[1]
-        trained = wires.ask(model, 2, make_text_datums(300))
+        trained = wires.ask(model, 2, data)
         query = wires.ask_sample(sampler, 1, [4, 5], max_tokens=4)
         for name, request in (("sample", query), ("train", trained)):
             promise = first.request_store.find_request(request["request_id"], "local")
@@ -298,52 +208,39 @@ def test_samples_are_drawn_between_the_micro_batches_of_a_call(tmp_path):
                 lambda _, name=name: order.append((name, len(slices)))
             )
         rows, metrics = wires.output(trained)
-        assert [name for name, _ in order] == ["sample", "train"], order
-        assert order[0][1] + 5 < order[1][1], "it did not wait for the call"
-        with ServiceClient(
-            output_dir=tmp_path / "here",
-            settings=WorkerSettings(learner=LearnerSettings(token_budget=32)),
-        ) as service:
-            client = service.create_lora_training_client(BASE, 4, 7)
-            mine = client.forward_backward(make_text_datums(300), "cross_entropy").result()
-            assert metrics == mine.metrics
-            assert all(
-                np.array_equal(a, b["logprobs"].array)
-                for a, b in zip(rows, mine.loss_fn_outputs, strict=True)
-            )
-            norm = client.optim_step(AdamParams(1e-2)).result().metrics
-        assert wires.wait(wires.step(model, 3))["metrics"] == norm
+        stepped = wires.wait(wires.step(model, 3))
+    assert [name for name, _ in order] == ["sample", "train"], order
+    assert order[0][1] + 5 < order[1][1], "it did not wait for the call"
+    settings = WorkerSettings(learner=LearnerSettings(token_budget=32))
+    with ServiceClient(output_dir=tmp_path / "here", settings=settings) as service:
+        client = service.create_lora_training_client(BASE, 4, 7)
+        mine = client.forward_backward(data, "cross_entropy").result()
+        norm = client.optim_step(AdamParams(1e-2)).result().metrics
+    assert metrics == mine.metrics and stepped["metrics"] == norm
+    assert_same_rows(rows, list_logprobs(mine))
 
 
 def test_a_model_that_is_written_out_and_read_back_goes_on_to_the_bit(tmp_path):
     """Two tenants take turns on a server with memory for a single model."""
 
-    def lives(first, turns):
+    def train_both(first, in_turns):
         tenants = []
         for seed in (7, 8):
             wires = Wire(first)
             wires.open()
             tenants.append((wires, wires.model(rank=3 + seed, seed=seed), []))
-        for turn in range(3):
-            for wires, model, seen in tenants if turns else tenants[:1]:
-                seq = 2 * turn + 1
-                seen.append(wires.output(wires.ask(model, seq, make_text_datums(4, turn)))[1])
-                seen.append(wires.wait(wires.step(model, seq + 1)))
-        for wires, model, seen in tenants if not turns else ():
-            for turn in range(3):
-                if model == tenants[0][1]:
-                    break
-                seen.append(
-                    wires.output(wires.ask(model, 2 * turn + 1, make_text_datums(4, turn)))[1]
-                )
-                seen.append(wires.wait(wires.step(model, 2 * turn + 2)))
+        order = [(turn, tenant) for tenant in tenants for turn in range(3)]
+        for turn, (wires, model, seen) in (
+            sorted(order, key=lambda item: item[0]) if in_turns else order
+        ):
+            seen.append(wires.train(model, 2 * turn + 1, make_text_datums(4, turn)))
         return [seen for _, _, seen in tenants]
 
     with server(tmp_path / "narrow", models_in_memory=1) as first:
-        narrow = lives(first, True)
+        narrow = train_both(first, True)
         assert first.engine.metrics.get_value("written_out_total", which="read_back") >= 4
     with server(tmp_path / "wide") as first:
-        assert lives(first, False) == narrow
+        assert train_both(first, False) == narrow
         assert first.engine.metrics.get_value("written_out_total", which="read_back") == 0
 
 
@@ -353,19 +250,14 @@ def test_a_server_that_goes_on_keeps_models_paths_and_what_was_trained(tmp_path,
         wires = Wire(first)
         wires.open()
         model = wires.model()
-        wires.output(wires.ask(model, 1, make_text_datums(4, 0)))
-        wires.wait(wires.step(model, 2))
-        path = wires.save(model, 3, "one")
-        return wires, model, path
+        wires.train(model, 1, make_text_datums(4, 0))
+        return wires, model, wires.save(model, 3, "one")
 
     def go_on(wires, model, path):
-        seen = [
-            wires.output(wires.ask(model, 4, make_text_datums(4, 1)))[1],
-            wires.wait(wires.step(model, 5)),
-        ]
+        seen = [wires.train(model, 4, make_text_datums(4, 1))]
         again = wires.load(9, path)
         assert again["path"] == path
-        return seen + [wires.output(wires.ask(again["model_id"], 1, make_text_datums(4, 1)))[1]]
+        return [*seen, wires.train(again["model_id"], 1, make_text_datums(4, 1))]
 
     with server(tmp_path / "through", durable=durable) as first:
         through = go_on(*begin(first))
@@ -383,22 +275,19 @@ def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_
     monkeypatch.setattr("rl.serve.served_models._GAP_SECONDS", 0.1)
     with open_server(tmp_path / "a", durable=True) as (first, wires):
         model = wires.model()
-        wires.output(wires.ask(model, 1, make_text_datums()))
-        stepped = wires.wait(wires.step(model, 2))
+        _, stepped = wires.train(model, 1, make_text_datums())
         wires.output(wires.ask(model, 3, make_text_datums()))
         # the files that a server killed at this point leaves
         shutil.copytree(tmp_path / "a", tmp_path / "b")
     with server(tmp_path / "b", resume=True, durable=True) as first:
         again = Wire(first)
-        assert (
-            again.wait({"request_id": f"{model}:2"}) == stepped == again.wait(again.step(model, 2))
-        ), "applied once, told again"
+        repeated = [{"request_id": f"{model}:2"}, again.step(model, 2)]
+        assert [again.wait(item) for item in repeated] == [stepped] * 2, "applied once, told again"
         request = again.step(model, 4)
         time.sleep(0.2)
         first.model_manager.skip_lost_numbers()
         assert "repeat the forward_backward" in again.wait(request)["error"]
-        again.output(again.ask(model, 5, make_text_datums()))
-        assert again.wait(again.step(model, 6))["metrics"]["grad_norm"] > 0
+        assert again.train(model, 5, make_text_datums())[1]["metrics"]["grad_norm"] > 0
     with server(tmp_path / "a", resume=True) as first:  # a server that was stopped regularly
         again = Wire(first)
         assert "repeat the forward_backward" in again.wait(again.step(model, 4))["error"]
@@ -412,6 +301,12 @@ def test_what_is_anothers_does_not_exist(tmp_path):
         path = mine.save(model, 1, "a")
         sampler = mine.sampler(model, 2)
         taken = mine.ask_sample(sampler, 0, [4, 5])["request_id"]
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        for name in (mine.save(model, 3, "s", "_for_sampler"), sampler):
+            mine.complete(model=name)
+            theirs.complete(404, model=name)
+            reply = theirs.http.post("/v1/chat/completions", json={"model": name, **chat})
+            assert reply.status_code == 404, name
         theirs.ask(model, 3, make_text_datums(), status=404)
         number, reference = {"model_id": model, "seq_id": 3}, {"session_id": theirs.session}
         for verb, status, fields in [
@@ -454,216 +349,160 @@ def test_what_is_anothers_does_not_exist(tmp_path):
             assert mine.http.get(where, headers=headers).status_code == status, (where, headers)
 
 
-def test_nothing_leads_out_of_the_folder_and_no_body_breaks_in(wire_client, model_server):
+def test_nothing_leads_out_of_the_folder(wires, model_server):
     root = model_server.session_store.root
-    model, session = wire_client.model(), wire_client.session
+    model, session = wires.model(), wires.session
     before = {path for path in root.parent.iterdir()}
     for path in ("tinker://../../etc", "tinker://../../etc/weights/passwd", f"tinker://{model}/weights/..", f"tinker://{model}/../x",
-                 f"tinker://{model}/weights/%2e%2e", "/etc/passwd", "file:///etc", f"tinker://{model}/live/live", "tinker://", "",
+                 f"tinker://{model}/weights/%2e%2e", "/etc/passwd", "file:///etc", f"tinker://{model}/live/live", "tinker://", " ",
                  f"tinker://{session}:train:01/weights/a", f"tinker://{model}/weights/a\0b"):  # fmt: skip
-        place, reference = path or " ", {"session_id": session}
-        wire_client.post(
-            "load_weights", 404, **reference, model_seq_id=50, path=place, optimizer=False
-        )
-        wire_client.post(
-            "create_sampling_session",
-            404,
-            **reference,
-            sampling_session_seq_id=50,
-            model_path=place,
-        )
-        wire_client.post("weights_info", 404, tinker_path=place)
+        load = {"session_id": session, "model_seq_id": 50, "path": path, "optimizer": False}
+        wires.post("load_weights", 404, **load)
+        sampling = {"session_id": session, "sampling_session_seq_id": 50, "model_path": path}
+        wires.post("create_sampling_session", 404, **sampling)
+        wires.post("weights_info", 404, tinker_path=path)
+    for path in ("1/ab/x/weights/y/../../z", f"9999999999/{'0' * 64}/{model}/weights/a/state.json"):
+        assert wires.http.get(f"/api/v1/files/{path}").status_code == 404
     assert {path for path in root.parent.iterdir()} == before
-    for path in (
-        "/api/v1/files/1/ab/x/weights/y/../../z",
-        f"/api/v1/files/9999999999/{'0' * 64}/{model}/weights/a/state.json",
-    ):
-        assert wire_client.http.get(path).status_code == 404
+
+
+def test_no_body_breaks_in(wires):
+    model = wires.model()
     good = tinker_pb2.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy")
-    rng = np.random.default_rng(0)
-    for i in range(300):
+    rng, headers = np.random.default_rng(0), {"content-type": PROTOBUF}
+    for i in range(150):
         raw = bytearray(good.SerializeToString() + rng.bytes(int(rng.integers(0, 60))))
         for at in rng.integers(0, len(raw), int(rng.integers(1, 9))):
             raw[at] = int(rng.integers(0, 256))
-        answer = wire_client.http.post(
-            "/api/v1/forward_backward", content=bytes(raw), headers={"content-type": PROTOBUF}
-        )
+        answer = wires.http.post("/api/v1/forward_backward", content=bytes(raw), headers=headers)
         assert answer.status_code in (200, 400, 404), (i, answer.text)
         assert "Traceback" not in answer.text and ".py" not in answer.text
-    big = wire_client.http.post(
-        "/api/v1/telemetry", content=b"", headers={"content-length": str(2 * 2**30)}
-    )
-    assert big.status_code == 413
 
     def endless():
         for _ in range(16):
             yield b"x" * 2**20
 
-    assert wire_client.http.post("/api/v1/optim_step", content=endless()).status_code == 413
-    for body in (b"{", b"[]", b"[" * 100_000, b'{"model_id": 3}', b"\xff"):
-        assert wire_client.http.post("/api/v1/optim_step", content=body).status_code == 400
+    assert wires.http.post("/api/v1/optim_step", content=endless()).status_code == 413
+    length = {"content-length": str(2 * 2**30)}
+    assert wires.http.post("/api/v1/telemetry", content=b"", headers=length).status_code == 413
 
 
-def test_a_full_queue_says_so_and_takes_more_later(tmp_path):
-    with open_server(tmp_path, queued=2) as (first, wires):
-        model = wires.model()
-        with hold_requests(first):
-            kept = wires.step(model, 1)
-            refused = wires.http.post(
-                "/api/v1/optim_step", json={"model_id": model, "seq_id": 2, "adam_params": {}}
-            )
-            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-        wires.wait(kept)
-        assert wires.wait(wires.step(model, 2))["metrics"]["skipped"] == 1.0
+NO_JSON = {  # among them half of a surrogate pair, as bytes and as an escape, and another encoding
+    "surrogate": b'{"a": "\xed\xa0\x80"}', "utf-16": '{"a": 1}'.encode("utf-16"),
+    "escape": b'{"a": "\\ud800"}', "byte": b'{"a": "\xff"}', "open": b"{", "deep": b"[" * 100_000,
+    "empty": b"", "list": b"[]", "number": b"3", "null": b"null", "text": b'"\xff"',
+    "other": b'{"model_id": 3}',
+}  # fmt: skip
 
 
-def test_two_clients_that_call_everything_the_same_get_each_its_own(tmp_path):
-    with server(tmp_path) as first:
-        seen = []
-        for seed in (1, 2):
-            wires = Wire(first)
-            wires.session = wires.post(
-                "create_session", tags=["me"], user_metadata={"name": "run"}, display_name="run"
-            )["session_id"]
-            model = wires.model(seed=seed)
-            wires.output(wires.ask(model, 1, make_text_datums(4, seed)))
-            wires.wait(wires.step(model, 2))
-            path = wires.save(model, 3, "one")
-            after = wires.output(wires.ask(model, 4, make_text_datums(4, 9), forward_only=True))[0]
-            seen.append((wires, model, path, after))
-        (a, model, path, _), (_, _, other, _) = seen
-        assert path != other
-        assert (
-            "one" in a.wait(a.post("save_weights", model_id=model, seq_id=5, path="one"))["error"]
-        ), "a name is given once"
-        for wires, _, path, after in seen:
-            again = wires.load(9, path)["model_id"]
-            result = wires.output(wires.ask(again, 1, make_text_datums(4, 9), forward_only=True))[0]
-            assert all(np.array_equal(x, y) for x, y in zip(after, result, strict=True))
-        assert not np.array_equal(seen[0][3][0], seen[1][3][0])
+@pytest.mark.parametrize("name", NO_JSON)
+def test_bytes_that_are_no_body_are_refused(wires, name):
+    raw, headers = NO_JSON[name], {"content-type": "application/json"}
+    if name in ("surrogate", "utf-16", "escape", "byte"):
+        with pytest.raises(ValueError):
+            parse_json(raw)
+    routes = ("/api/v1/optim_step", "/v1/chat/completions", "/v1/completions",
+              "/inference/v1/generate")  # fmt: skip
+    for path in routes:
+        reply = wires.http.post(path, content=raw, headers=headers)
+        assert reply.status_code == 400 and reply.json()["error"]["message"], (path, reply.text)
+        assert name in ("other", "empty") or "JSON" in reply.text, (path, reply.text)
 
 
-def test_what_was_saved_can_be_listed_taken_along_and_removed(wire_client, tmp_path):
-    import io
-    import tarfile
+def test_a_pair_of_surrogates_and_a_byte_order_mark_are_json():
+    raw = b'\xef\xbb\xbf{"a": "\\ud83d\\ude00 \xe2\x82\xac"}'
+    assert parse_json(raw) == {"a": "\U0001f600 \u20ac"}
 
-    model = wire_client.model()
-    kept = wire_client.save(model, 1, "a", user_metadata={"step": "1"})
-    brief = wire_client.save(model, 2, "b", "_for_sampler", ttl_seconds=3600)
-    whole = wire_client.save(model, 3, "c", "_external")
-    run = f"/api/v1/training_runs/{model}"
-    listed = wire_client.http.get(run + "/checkpoints").json()["checkpoints"]
+
+def test_two_clients_that_call_everything_the_same_get_each_its_own(model_server):
+    seen, data = [], make_text_datums(4, 9)
+    for seed in (1, 2):
+        wires = Wire(model_server)
+        names = {"tags": ["me"], "user_metadata": {"name": "run"}, "display_name": "run"}
+        wires.session = wires.post("create_session", **names)["session_id"]
+        model = wires.model(seed=seed)
+        wires.train(model, 1, make_text_datums(4, seed))
+        path = wires.save(model, 3, "one")
+        seen.append((wires, model, path, wires.score(model, 4, data)))
+    (a, model, path, _), (_, _, other, _) = seen
+    assert path != other
+    again = a.wait(a.post("save_weights", model_id=model, seq_id=5, path="one"))
+    assert "one" in again["error"], "a name is given once"
+    for wires, _, path, after in seen:
+        assert_same_rows(after, wires.score(wires.load(9, path)["model_id"], 1, data))
+    assert not np.array_equal(seen[0][3][0], seen[1][3][0])
+
+
+def test_what_was_saved_can_be_listed_and_removed(wires, monkeypatch):
+    model = wires.model()
+    kept = wires.save(model, 1, "a", user_metadata={"step": "1"})
+    brief = wires.save(model, 2, "b", "_for_sampler", ttl_seconds=3600)
+    whole = wires.save(model, 3, "c", "_external")
+    checkpoints = f"/api/v1/training_runs/{model}/checkpoints"
+
+    def list_checkpoints():
+        return wires.http.get(checkpoints).json()["checkpoints"]
+
+    listed = list_checkpoints()
     assert [item["tinker_path"] for item in listed] == [kept, brief, whole]
     assert [item["checkpoint_type"] for item in listed] == ["training", "sampler", "external"]
     assert listed[0]["user_metadata"] == {"step": "1"}
     assert listed[0]["expires_at"] is None
     assert listed[1]["expires_at"] is not None
-    assert wire_client.post("weights_info", tinker_path=kept)["lora_rank"] == 4
-    tar = tarfile.open(
-        fileobj=io.BytesIO(wire_client.http.get(run + "/checkpoints/weights/a/archive").content)
-    )
-    assert {"state.json", "manifest.json", "model/adapter_model.safetensors"} <= set(tar.getnames())
-    urls = wire_client.http.get(
-        run + "/checkpoints/external_weights/c/external_weights_urls"
-    ).json()["urls"]
-    assert {"config.json", "model.safetensors"} <= set(urls)
-    assert (
-        wire_client.http.get(urls["config.json"], headers={"x-api-key": ""}).json()["model_type"]
-        == "qwen3"
-    )
-    assert (
-        wire_client.http.get(urls["config.json"][:-11] + "model.safetensors").status_code == 404
-    ), "a link is for one file"
-    assert (
-        wire_client.http.put(
-            run + "/checkpoints/weights/a/ttl", json={"ttl_seconds": 1}
-        ).status_code
-        == 204
-    )
-    assert wire_client.http.delete(run + "/checkpoints/sampler_weights/b").status_code == 204
-    time.sleep(1.1)
-    assert [
-        item["tinker_path"]
-        for item in wire_client.http.get(run + "/checkpoints").json()["checkpoints"]
-    ] == [whole]
-    wire_client.post(
-        "load_weights",
-        404,
-        session_id=wire_client.session,
-        model_seq_id=60,
-        path=kept,
-        optimizer=True,
-    )
+    assert wires.post("weights_info", tinker_path=kept)["lora_rank"] == 4
+    limited = wires.http.put(f"{checkpoints}/weights/a/ttl", json={"ttl_seconds": 1})
+    assert limited.status_code == 204
+    assert wires.http.delete(f"{checkpoints}/sampler_weights/b").status_code == 204
+    assert [item["tinker_path"] for item in list_checkpoints()] == [kept, whole]
+    monkeypatch.setattr(time, "time", lambda now=time.time: now() + 1.1)
+    assert [item["tinker_path"] for item in list_checkpoints()] == [whole]
+    load = {"session_id": wires.session, "model_seq_id": 60, "path": kept, "optimizer": True}
+    wires.post("load_weights", 404, **load)
 
 
-def test_a_damaged_checkpoint_hides_no_other(wire_client, model_server):
-    model = wire_client.model()
-    paths = [wire_client.save(model, 1 + i, name) for i, name in enumerate("ab")]
+def test_a_damaged_checkpoint_hides_no_other(wires, model_server):
+    model = wires.model()
+    paths = [wires.save(model, 1 + i, name) for i, name in enumerate("ab")]
     file = model_server.session_store.models[model].folder / "weights" / "a" / "state.json"
     file.write_text(file.read_text() + " ")
-    listed = wire_client.http.get(f"/api/v1/training_runs/{model}/checkpoints")
+    listed = wires.http.get(f"/api/v1/training_runs/{model}/checkpoints")
     assert listed.status_code == 200, listed.text
     assert [item["tinker_path"] for item in listed.json()["checkpoints"]] == paths[1:]
-    run = wire_client.http.get(f"/api/v1/training_runs/{model}").json()
+    run = wires.http.get(f"/api/v1/training_runs/{model}").json()
     assert run["last_checkpoint"]["tinker_path"] == paths[1]
 
 
-def test_one_tenants_failure_touches_no_other(wire_client, model_server):
-    other = Wire(model_server)
-    other.open()
-    models = wire_client.model(), other.model()
-    sampler = other.sampler(models[1], 1)
-    request = other.ask_sample(sampler, 0, [4, 5], seed=1)
-    broken = Datum(
-        ModelInput.from_ints([4, 5]),
-        {"target_tokens": [5, 6], "logprobs": [-np.inf, -1.0], "advantages": [1.0, 1.0]},
-    )
-    failed = wire_client.wait(wire_client.ask(models[0], 1, [broken], "importance_sampling"))
-    assert failed["category"] == "user"
-    cancelled = other.ask_sample(sampler, 1, [4, 5], max_tokens=200)
-    other.post("cancel_future", 204, request_id=cancelled["request_id"])
-    wire_client.post(f"sessions/{wire_client.session}/finish", 204, reason={"type": "errored"})
-    wire_client.post("optim_step", 410, model_id=models[0], seq_id=2, adam_params={})
-    assert len(other.wait(request, "SampleResponse").sequences) == 1
-    rows, _ = other.output(other.ask(models[1], 2, make_rewarded_datums(), "importance_sampling"))
-    assert len(rows) == 4 and other.wait(other.step(models[1], 3))["metrics"]["grad_norm"] > 0
-
-
-def test_weights_that_are_loaded_after_a_loss_that_is_not_finite_can_be_trained(wire_client):
-    model = wire_client.model()
-    path = wire_client.save(model, 1, "before")
+def test_weights_that_are_loaded_after_a_loss_that_is_not_finite_can_be_trained(wires):
+    model = wires.model()
+    path = wires.save(model, 1, "before")
     fields = {"target_tokens": [5, 6], "logprobs": [-1e4, -1.0], "advantages": [1.0, 1.0]}
     infinite = Datum(ModelInput.from_ints([4, 5]), fields)
-    failed = wire_client.wait(wire_client.ask(model, 2, [infinite], "importance_sampling"))
+    failed = wires.wait(wires.ask(model, 2, [infinite], "importance_sampling"))
     assert "not finite" in failed["error"]
     load = {"model_id": model, "seq_id": 3, "path": path, "optimizer": True}
-    assert wire_client.wait(wire_client.post("load_weights", **load))["path"] == path
-    wire_client.output(wire_client.ask(model, 4, make_text_datums()))
-    stepped = wire_client.wait(wire_client.step(model, 5))
+    assert wires.wait(wires.post("load_weights", **load))["path"] == path
+    stepped = wires.train(model, 4, make_text_datums())[1]
     assert stepped.get("metrics", stepped)["grad_norm"] > 0, stepped
 
 
-def test_a_client_that_dies_between_two_chunks_leaves_nothing_behind(tmp_path):
-    with server(tmp_path) as first:
-        dying, other = Wire(first), Wire(first)
-        dying.open()
-        other.open()
-        model, theirs = dying.model(), other.model()
-        dying.output(dying.ask(model, 1, make_text_datums(), forward_only=True))
-        rest, step = dying.ask(model, 3, make_text_datums()[3:]), dying.step(model, 4)
-        other.output(other.ask(theirs, 1, make_text_datums()))
-        assert other.wait(other.step(theirs, 2))["metrics"]["grad_norm"] > 0, (
-            "another's requests wait for nothing"
-        )
-        session = first.session_store.sessions[dying.session]
-        first.model_manager.end_session(session, "silent")
-        for waited in (rest, step):
-            assert "ended (silent)" in dying.wait(waited)["error"]
-        dying.post("optim_step", 410, model_id=model, seq_id=2, adam_params={"learning_rate": 1.0})
-        held = first.session_store.models[model]
-        assert not held.queued_jobs and not held.has_gradient
-        assert other.wait(other.step(theirs, 3))["metrics"]["skipped"] == 1.0
-        assert len(first.engine.queue) == 0
+def test_a_client_that_dies_between_two_chunks_leaves_nothing_behind(model_server):
+    first = model_server
+    dying, other = Wire(first), Wire(first)
+    dying.open()
+    other.open()
+    model, theirs = dying.model(), other.model()
+    dying.score(model, 1, make_text_datums())
+    rest, step = dying.ask(model, 3, make_text_datums()[3:]), dying.step(model, 4)
+    stepped = other.train(theirs, 1, make_text_datums())[1]
+    assert stepped["metrics"]["grad_norm"] > 0, "another's requests wait for nothing"
+    first.model_manager.end_session(first.session_store.sessions[dying.session], "silent")
+    for waited in (rest, step):
+        assert "ended (silent)" in dying.wait(waited)["error"]
+    dying.post("optim_step", 410, model_id=model, seq_id=2, adam_params={"learning_rate": 1.0})
+    held = first.session_store.models[model]
+    assert not held.queued_jobs and not held.has_gradient
+    assert other.wait(other.step(theirs, 3))["metrics"] == SKIPPED
+    assert len(first.engine.queue) == 0
 
 
 def test_settings_that_would_open_the_door_are_refused():
@@ -689,7 +528,7 @@ def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
     """Training and sampling with images match the clients in this process; invalid images are
     refused.
     """
-    base, adam = "tiny:vision", {"learning_rate": 1e-2}
+    base = "tiny:vision"
     with ServiceClient(output_dir=tmp_path / "here") as service:
         client = service.create_lora_training_client(base, 4, 7)
         words = client.get_tokenizer()
@@ -699,74 +538,60 @@ def test_images_travel_and_are_what_they_are_in_this_process(tmp_path):
         whole = get_image_reader(words).resolve_tokens(answered)
         fields = {"target_tokens": whole.token_ids()[1:], "weights": np.ones(whole.length - 1)}
         datum = Datum(whole.truncate(whole.length - 1), fields)
-        output = client.forward_backward([datum], "cross_entropy").result()
-        mine = output.loss_fn_outputs[0]["logprobs"].array
-        client.optim_step(AdamParams(**adam)).result()
+        mine = list_logprobs(client.forward_backward([datum], "cross_entropy").result())
+        client.optim_step(AdamParams(1e-2)).result()
         params = SamplingParams(max_tokens=6, seed=3)
         expected = client.save_weights_and_get_sampling_client().sample(head, 2, params).result()
+
+    def describe(part):
+        if part.type != "image":
+            return {"type": "encoded_text", "tokens": list(part.tokens)}
+        return {"type": "image", "data": base64.b64encode(part.data).decode(), "format": "png"}
+
     with open_server(tmp_path / "there", base=base) as (_, first):
         model = first.model(base=base)
-        (actual,), _ = first.output(first.ask(model, 1, [datum]))
+        actual, _ = first.output(first.ask(model, 1, [datum]))
         first.wait(first.step(model, 2))
         sampler = first.sampler(model, 3)
-
-        def picture(data):
-            return {"type": "image", "data": base64.b64encode(data).decode(), "format": "png"}
-
-        prompt = [
-            picture(part.data)
-            if part.type == "image"
-            else {"type": "encoded_text", "tokens": list(part.tokens)}
-            for part in head.chunks
-        ]
+        prompt = [describe(part) for part in head.chunks]
         drawn = first.sample(sampler, 1, prompt, 2, max_tokens=6, seed=3)
-        broken = first.wait(first.ask_sample(sampler, 2, [picture(b"no image")]))
-    assert np.array_equal(actual, mine)
-    tokens = [np.frombuffer(s.tokens, "<i4").tolist() for s in drawn.sequences]
+        no_image = {"type": "image", "data": "AAAA", "format": "png"}
+        broken = first.wait(first.ask_sample(sampler, 2, [no_image]))
+    assert_same_rows(actual, mine)
+    tokens = [tokens for tokens, *_ in unpack_sequences(drawn)]
     assert tokens == [s.tokens for s in expected.sequences]
     assert broken["category"] == "user" and "image" in broken["error"]
 
 
-def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wire_client, model_server):
+def test_logprobs_of_given_tokens_in_the_place_of_a_prompts(wires, model_server):
     """Each logprob equals the score of the prompt prefix followed by that token."""
     prompt, target = [5, 6, 7, 8], np.array([[9, -1], [-1, -1], [3, 90]])
     listed = [(i, j, int(token)) for (i, j), token in np.ndenumerate(target) if token >= 0]
     full = {"data": target.reshape(-1).tolist(), "dtype": "int64", "shape": [3, 2]}
     rows = {"data": [token for *_, token in listed], "dtype": "int64", "shape": [3, 2]}
     rows |= {"sparse_crow_indices": [0, 1, 1, 3], "sparse_col_indices": [j for _, j, _ in listed]}
-    sampler = wire_client.sampler(wire_client.model(), 1)
-    client = model_server.model_manager.sampling_client(
-        model_server.session_store.samplers[sampler]
-    )
-    here = client.sample(
-        ModelInput.from_ints(prompt),
-        1,
-        SamplingParams(max_tokens=1),
-        target_prompt_logprobs=TensorData(target),
-    ).result()
+    name = wires.sampler(wires.model(), 1)
+    client = model_server.model_manager.sampling_client(model_server.session_store.samplers[name])
+    targets = {"target_prompt_logprobs": TensorData(target)}
+    params = SamplingParams(max_tokens=1)
+    here = client.sample(ModelInput.from_ints(prompt), 1, params, **targets).result()
     expected = np.zeros((3, 2))
     for i, j, token in listed:
-        expected[i, j] = client.compute_logprobs(
-            ModelInput.from_ints([*prompt[: i + 1], token])
-        ).result()[-1]
+        whole = ModelInput.from_ints([*prompt[: i + 1], token])
+        expected[i, j] = client.compute_logprobs(whole).result()[-1]
     assert np.abs(here.target_prompt_logprobs.array - expected).max() < 1e-5 and expected.min() < -1
     for seq, inputs in enumerate((full, rows)):
-        actual = wire_client.sample(
-            sampler, seq, prompt, max_tokens=1, target_prompt_logprobs=inputs
-        ).target_prompt_logprobs
+        asks = {"max_tokens": 1, "target_prompt_logprobs": inputs}
+        actual = wires.sample(name, seq, prompt, **asks).target_prompt_logprobs
         assert list(actual.shape) == [3, 2]
         assert np.abs(np.frombuffer(actual.dense, "<f4").reshape(3, 2) - expected).max() < 1e-5
-    for wrong in (
-        {**full, "shape": [2, 3]},
-        {**full, "data": [999] * 6},
+    wrongs = (
+        {**full, "shape": [2, 3]}, {**full, "data": [999] * 6}, {**full, "data": "x"},
         {**rows, "sparse_crow_indices": [0, 9]},
-        {**full, "data": "x"},
-    ):
-        seq += 1
-        refused = wire_client.wait(
-            wire_client.ask_sample(sampler, seq, prompt, target_prompt_logprobs=wrong)
-        )
-        assert refused["category"] == "user" and "target_prompt_logprobs" in refused["error"]
+    )  # fmt: skip
+    for seq, wrong in enumerate(wrongs, start=2):
+        refused = wires.wait(wires.ask_sample(name, seq, prompt, target_prompt_logprobs=wrong))
+        assert refused["category"] == "user" and "target_prompt_logprobs" in refused["error"], wrong
 
 
 def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
@@ -789,27 +614,24 @@ def test_an_error_that_a_client_was_told_is_no_complaint_in_the_log():
     assert complaints == []
 
 
-def test_a_compressed_forward_backward_is_read_and_a_bomb_is_not(tmp_path):
+def test_a_compressed_forward_backward_is_read_and_a_bomb_is_not(wires):
     zstandard = pytest.importorskip("zstandard", reason="needs the extra serve")
-    with open_server(tmp_path, body_bytes=1 << 20) as (served, client):
-        model, other, data = client.model(0), client.model(1), make_rewarded_datums(3)
-        message = tinker_pb2.ForwardBackwardRequest(
-            model_id=model, seq_id=1, loss_fn="importance_sampling"
-        )
-        message.data.extend(datum_message(item) for item in data)
+    model, other, data = wires.model(0), wires.model(1), make_rewarded_datums(3)
+    head = {"model_id": model, "seq_id": 1, "loss_fn": "importance_sampling"}
+    message = tinker_pb2.ForwardBackwardRequest(**head)
+    message.data.extend(datum_message(item) for item in data)
 
-        def send(body: bytes, encoding: str = "zstd"):
-            headers = {"content-type": PROTOBUF, "content-encoding": encoding}
-            return client.http.post("/api/v1/forward_backward", content=body, headers=headers)
+    def send(body: bytes, encoding: str = "zstd"):
+        headers = {"content-type": PROTOBUF, "content-encoding": encoding}
+        return wires.http.post("/api/v1/forward_backward", content=body, headers=headers)
 
-        packed = zstandard.compress(message.SerializeToString())
-        result = client.output(send(packed).json())
-        assert send(packed).json()["request_id"] == f"{model}:1"  # sent again, run once
-        plain = client.output(client.ask(other, 1, data, "importance_sampling"))
-        assert result[1] == plain[1] and all(
-            (a == b).all() for a, b in zip(result[0], plain[0], strict=True)
-        )
-        assert send(zstandard.compress(bytes(1 << 28))).status_code == 413  # 256 MiB in 10 KB
-        assert [send(body).status_code for body in (b"none", packed[:-9], b"")] == [400] * 3
-        assert send(packed, "br").status_code == 415
-        assert client.post("client/config")["proto_compress_fwdbwd"] is False  # on loopback
+    packed = zstandard.compress(message.SerializeToString())
+    rows, metrics = wires.output(send(packed).json())
+    assert send(packed).json()["request_id"] == f"{model}:1"  # sent again, run once
+    plain, plain_metrics = wires.output(wires.ask(other, 1, data, "importance_sampling"))
+    assert metrics == plain_metrics
+    assert_same_rows(rows, plain)
+    assert send(zstandard.compress(bytes(1 << 28))).status_code == 413  # 256 MiB in 10 KB
+    assert [send(body).status_code for body in (b"none", packed[:-9], b"")] == [400] * 3
+    assert send(packed, "br").status_code == 415
+    assert wires.post("client/config")["proto_compress_fwdbwd"] is False  # on loopback

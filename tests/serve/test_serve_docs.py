@@ -17,9 +17,8 @@ MODEL_NAME = "Qwen/Qwen3-8B"  # the name of the page's model; here it is a tiny 
 
 
 def find_block(start):
-    (block,) = [
-        block for block in blocks_of(REPO / "docs" / "serving.md") if block.text.startswith(start)
-    ]
+    blocks = blocks_of(REPO / "docs" / "serving.md")
+    (block,) = [block for block in blocks if block.text.startswith(start)]
     return block.text
 
 
@@ -28,10 +27,9 @@ def test_the_curl_example_gets_an_answer(tmp_path):
     options = dict(zip(words[::2], words[1::2], strict=True))
     assert command == "curl" and set(options) == {"-H", "-d"}
     header, _, value = options["-H"].partition(": ")
+    path, request = urlsplit(url).path, {"content": options["-d"], "headers": {header: value}}
     with server(tmp_path, name=MODEL_NAME) as served:
-        reply = Wire(served).http.post(
-            urlsplit(url).path, content=options["-d"], headers={header: value}
-        )
+        reply = Wire(served).http.post(path, **request)
         assert reply.status_code == 200, reply.text
         (choice,) = reply.json()["choices"]
         assert choice["message"]["role"] == "assistant"

@@ -17,20 +17,10 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def run(library, folder, fault, stride):
-    words = [
-        sys.executable,
-        str(REPO / "tests" / "serve" / "serve_faults.py"),
-        fault,
-        str(folder / fault),
-        str(stride),
-    ]
-    done = subprocess.run(
-        words,
-        env=environment(LD_PRELOAD=str(library)),
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
+    script = REPO / "tests" / "serve" / "serve_faults.py"
+    words = [sys.executable, script, fault, folder / fault, stride]
+    options = {"env": environment(LD_PRELOAD=str(library)), "timeout": 1800}
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -100,13 +90,11 @@ def test_a_load_that_is_undone_names_the_gradient_that_went_with_it(tmp_path, mo
         def full(model):
             raise OSError(errno.ENOSPC, "No space left on device")
 
+        load = {"model_id": model, "seq_id": 3, "path": path, "optimizer": True}
         with monkeypatch.context() as patch:
             patch.setattr(first.model_manager, "write_model", full)
-            undone = wires.wait(
-                wires.post("load_weights", model_id=model, seq_id=3, path=path, optimizer=True)
-            )
+            undone = wires.wait(wires.post("load_weights", **load))
         assert "undone" in undone["error"]
         refused = wires.wait(wires.step(model, 4))
         assert "load_weights was undone" in refused.get("error", ""), refused
-        wires.output(wires.ask(model, 5, make_text_datums()))
-        assert "skipped" not in wires.wait(wires.step(model, 6))["metrics"]
+        assert "skipped" not in wires.train(model, 5, make_text_datums())[1]["metrics"]

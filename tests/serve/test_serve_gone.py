@@ -2,25 +2,19 @@
 
 import asyncio
 import gc
+import json
 import threading
 import time
 import weakref
 
+import httpx
 import numpy as np
-import pytest
-from serving import BASE, Wire, hold_requests, open_server, server, until
-from test_serve import KEYS, make_rewarded_datums, make_text_datums
+from serving import BASE, Wire, hold_requests, open_server, server, unpack_sequences, until
+from test_serve import KEYS, make_text_datums
 
-from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.scheduler import SamplingJob
 
-httpx = pytest.importorskip("httpx", reason="needs the extra dev")
-
 LONG = 200  # tokens of an abandoned request
-
-
-def unpack_sequences(message):
-    return [(item.tokens, item.logprobs, item.stop_reason) for item in message.sequences]
 
 
 def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_alone(
@@ -30,20 +24,16 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
     with server(tmp_path, keys=KEYS) as first:
         going, staying = (Wire(first, key) for key in KEYS)
         going.open(), staying.open()
-        theirs, mine = (
-            going.sampler(going.model(seed=1), 1),
-            staying.sampler(staying.model(seed=2), 1),
-        )
+        theirs = going.sampler(going.model(seed=1), 1)
+        mine = staying.sampler(staying.model(seed=2), 1)
         asks = [(i, [4, 5 + i], {"seed": i, "max_tokens": 40, "stop": []}) for i in range(3)]
         single = [
             unpack_sequences(staying.sample(mine, i, prompt, 2, **fields))
             for i, prompt, fields in asks
         ]
-        before = first.engine.metrics.get_value("sampled_tokens_total")
-        kept, slices, begun, go, draw = (
-            weakref.WeakSet(), [], threading.Event(), threading.Event(),
-            first.engine._run_batch_slice,
-        )  # fmt: skip
+        get_value, draw = first.engine.metrics.get_value, first.engine._run_batch_slice
+        before = get_value("sampled_tokens_total")
+        kept, slices, begun, go = weakref.WeakSet(), [], threading.Event(), threading.Event()
 
         def watched(drawing):
             tickets = first.engine._streams[drawing][1]
@@ -54,11 +44,12 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
                 assert go.wait(60)
 
         made = SamplingJob.__init__
-        monkeypatch.setattr(
-            SamplingJob,
-            "__init__",
-            lambda job, *inputs, **named: (made(job, *inputs, **named), kept.add(job))[0],
-        )
+
+        def make(job, *inputs, **named):
+            made(job, *inputs, **named)
+            kept.add(job)
+
+        monkeypatch.setattr(SamplingJob, "__init__", make)
         monkeypatch.setattr(SamplingJob, "__hash__", object.__hash__)
         monkeypatch.setattr(first.engine, "_run_batch_slice", watched)
         with hold_requests(first):
@@ -73,33 +64,25 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
             # a request of another key cannot be cancelled
             staying.post("cancel_future", 410, request_id=gone[1]["request_id"])
         assert begun.wait(60) and slices == [6]
-        for ticket in gone[1:]:
-            going.post("cancel_future", 204, request_id=ticket["request_id"])
+        for ticket in 2 * gone[1:]:
             going.post("cancel_future", 204, request_id=ticket["request_id"])
         go.set()
         results = [unpack_sequences(staying.wait(ticket, "SampleResponse")) for ticket in tickets]
         for rows, expected in zip(results, single, strict=True):
-            assert [(tokens, reason) for tokens, _, reason in rows] == [
-                (tokens, reason) for tokens, _, reason in expected
-            ]
-            for (_, got, _), (_, target, _) in zip(rows, expected, strict=True):
-                np.testing.assert_allclose(
-                    np.frombuffer(got, "<f4"), np.frombuffer(target, "<f4"), atol=1e-5
-                )
+            for (tokens, got, reason), target in zip(rows, expected, strict=True):
+                assert (tokens, reason) == (target[0], target[2])
+                np.testing.assert_allclose(got, target[1], atol=1e-5)
         assert until(lambda: not first.engine._has_samples), "something is drawn still"
-        assert set(slices[1:]) <= {3, 2, 1, 0}, (
-            f"requests in each slice after they had gone: {slices}"
-        )
+        assert set(slices[1:]) <= {3, 2, 1, 0}, f"requests of slices after they had gone: {slices}"
         assert len(slices) <= 6, f"{len(slices)} slices of 16 tokens for 40"
-        tokens = sum(len(first) // 4 for rows in results for first, _, _ in rows)
-        assert first.engine.metrics.get_value("sampled_tokens_total") - before == tokens
+        drawn = sum(len(tokens) for rows in results for tokens, _, _ in rows)
+        assert get_value("sampled_tokens_total") - before == drawn
         for ticket in gone:
             assert going.wait(ticket)["category"] == "user"
         gc.collect()
         assert not first.engine.queue._tenant_counts and not kept, "what was asked for is kept"
-        assert unpack_sequences(going.sample(theirs, 50, [4, 5], 1, seed=1)) == unpack_sequences(
-            going.sample(theirs, 51, [4, 5], 1, seed=1)
-        )
+        again = [going.sample(theirs, 50 + i, [4, 5], 1, seed=1).sequences[0] for i in range(2)]
+        assert again[0] == again[1]
 
 
 def test_what_trains_is_not_cancelled_and_the_update_after_it_is_whole(tmp_path):
@@ -119,22 +102,16 @@ def test_what_trains_is_not_cancelled_and_the_update_after_it_is_whole(tmp_path)
 def test_cancelled_samples_give_their_places_in_the_queue_back(tmp_path):
     with open_server(tmp_path, queued=5) as (item, wires):
         sampler = wires.sampler(wires.model(), 1)
+        body = {"sampling_session_id": sampler, "num_samples": 1}
+        body["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [4]}]}
+
+        def ask(first):
+            """Send six samples; return the ids of those that were taken."""
+            asks = [{**body, "seq_id": first + i} for i in range(6)]
+            answers = [wires.http.post("/api/v1/asample", json=ask) for ask in asks]
+            return [item.json()["request_id"] for item in answers if item.status_code == 200]
+
         with hold_requests(item):
-
-            def ask(first):
-                body = {
-                    "sampling_session_id": sampler,
-                    "num_samples": 1,
-                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [4]}]},
-                }
-                requests = [
-                    wires.http.post("/api/v1/asample", json={**body, "seq_id": first + i})
-                    for i in range(6)
-                ]
-                return [
-                    answer.json()["request_id"] for answer in requests if answer.status_code == 200
-                ]
-
             taken = ask(0)
             # half of the four free places; the job that holds the desk takes the fifth
             assert len(taken) == 2 and not ask(10)
@@ -142,17 +119,6 @@ def test_cancelled_samples_give_their_places_in_the_queue_back(tmp_path):
                 wires.post("cancel_future", 204, request_id=request_id)
             assert len(ask(20)) == 2
         assert until(lambda: len(item.engine.queue) == 0)
-
-
-def _over_http(first, work):
-    async def within():
-        transport = httpx.ASGITransport(first.app)
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://server", headers={"x-api-key": KEYS[0]}
-        ) as http:
-            return await work(http)
-
-    return asyncio.run(within())
 
 
 def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(tmp_path):
@@ -165,36 +131,34 @@ def test_a_request_of_many_prompts_of_which_one_fails_draws_none_of_the_others(t
             draw(drawing)
 
         first.engine._run_batch_slice = slowly
-        prompts = [[5, 6 + i] for i in range(30)]
 
-        def ask(*more):
-            many = {"model": BASE, "prompt": [*prompts, *more], "max_tokens": LONG, "seed": 1}
+        def ask(*prompts, max_tokens=LONG):
+            """Return the answer of /v1/completions, and the slices that were drawn for it."""
+            many = {"model": BASE, "prompt": prompts, "max_tokens": max_tokens, "seed": 1}
+            options = {"transport": httpx.ASGITransport(first.app), "base_url": "http://server"}
+            before = len(slices)
 
             # The event loop keeps running as in a server, so an abandoned request would be sampled
             # to its end.
-            async def request(http):
-                answer = await http.post("/v1/completions", json=many)
-                assert await asyncio.to_thread(until, lambda: not first.engine._has_samples)
-                return answer
+            async def request():
+                async with httpx.AsyncClient(**options, headers={"x-api-key": KEYS[0]}) as http:
+                    answer = await http.post("/v1/completions", json=many)
+                    assert await asyncio.to_thread(until, lambda: not first.engine._has_samples)
+                    return answer
 
-            return _over_http(first, request), len(slices)
+            return asyncio.run(request()), len(slices) - before
 
-        answer, few = ask([5, 500])
+        prompts = [[5, 6 + i] for i in range(30)]
+        answer, few = ask(*prompts, [5, 500])
         assert answer.status_code == 400 and "500" in answer.text
-        answer, all_of_it = ask()
-        assert answer.status_code == 200 and few <= 3 and all_of_it - few >= 8, (few, all_of_it)
-        fine = _over_http(
-            first,
-            lambda http: http.post(
-                "/v1/completions", json={"model": BASE, "prompt": [5, 6], "max_tokens": 2}
-            ),
-        )
-        assert fine.status_code == 200
+        answer, many = ask(*prompts)
+        assert answer.status_code == 200 and few <= 3 and many >= 8, (few, many)
+        assert ask([5, 6], max_tokens=2)[0].status_code == 200
 
 
 def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
     with server(tmp_path, keys=KEYS) as first:
-        began, draw = threading.Event(), first.engine._run_batch_slice
+        began, draw, sent = threading.Event(), first.engine._run_batch_slice, []
 
         def slowly(drawing):
             began.set()
@@ -202,15 +166,18 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
             draw(drawing)
 
         first.engine._run_batch_slice = slowly
-        sent, hung_up = [], asyncio.Event
+        body = {"model": BASE, "prompt": [5, 6], "n": 4, "max_tokens": 240, "stop": []}
+        messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        path = "/v1/completions"
+        scope = {
+            "type": "http", "method": "POST", "path": path, "raw_path": path.encode(),
+            "query_string": b"", "http_version": "1.1",
+            "headers": [(b"x-api-key", KEYS[0].encode())], "scheme": "http", "server": ("s", 1),
+            "root_path": "",
+        }  # fmt: skip
 
         async def hang_up():
             gone = asyncio.Event()
-            body = (
-                b'{"model": "%s", "prompt": [5, 6], "n": 4, "max_tokens": 240, "stop": []}'
-                % BASE.encode()
-            )
-            messages = [{"type": "http.request", "body": body, "more_body": False}]
 
             async def receive():
                 if messages:
@@ -221,63 +188,33 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
             async def send(message):
                 sent.append(message)
 
-            path = "/v1/completions"
-            scope = {
-                "type": "http", "method": "POST", "path": path, "raw_path": path.encode(),
-                "query_string": b"", "http_version": "1.1",
-                "headers": [(b"x-api-key", KEYS[0].encode())], "scheme": "http", "server": ("s", 1),
-                "root_path": "",
-            }  # fmt: skip
             answering = asyncio.create_task(first.app(scope, receive, send))
             await asyncio.to_thread(began.wait, 60)
             gone.set()
             await answering
 
         asyncio.run(hang_up())
-        assert hung_up and sent[0]["status"] == 499
+        assert sent[0]["status"] == 499
         assert until(lambda: not first.engine._has_samples), "it is drawn still"
         assert first.engine.metrics.get_value("sampled_tokens_total") == 0
         assert not first.engine.queue._tenant_counts
-
-
-def test_answers_that_nobody_asks_after_are_forgotten_though_one_before_them_never_ends():
-    promises = RequestStore(0.2)
-    waiting = promises.add(PendingRequest("never", "a", "sample"))
-    for i in range(5):
-        promises.add(PendingRequest(f"{i}", "a", "sample")).work_future.set_result(bytes(1000))
-    request = promises.find_request("0", "a")
-    request.sent_at = time.monotonic() + 60  # as if its answer had just been sent
-    time.sleep(0.05)
-    promises.add(PendingRequest("late", "a", "sample"))
-    assert len(promises) == 7, "an answer can be asked for again for a while"
-    time.sleep(0.3)
-    promises.add(PendingRequest("later", "a", "sample"))
-    assert len(promises) == 4
-    assert promises.find_request("0", "a") is request
-    assert promises.find_request("never", "a") is waiting
 
 
 def test_a_client_that_never_asks_after_its_answers_holds_nothing_up(tmp_path):
     with server(tmp_path, keys=KEYS, result_seconds=0.3) as first:
         careless, other = (Wire(first, key) for key in KEYS)
         careless.open(), other.open()
-        model, theirs = careless.model(), other.model()
+        model, theirs, data = careless.model(), other.model(), make_text_datums()
         sampler = careless.sampler(model, 1)
         early = careless.step(model, 90)  # its sequence number is never due
         for i in range(6):
             careless.ask_sample(sampler, i, [4, 5])
-            careless.ask(
-                model, 2 + i, make_rewarded_datums(), "importance_sampling", forward_only=True
-            )
+            careless.ask(model, 2 + i, data, forward_only=True)
         assert until(lambda: len(first.engine.queue) == 0 and not first.engine._has_samples)
-        other.output(other.ask(theirs, 1, make_text_datums(), forward_only=True))
-        time.sleep(0.4)
-        other.output(other.ask(theirs, 2, make_text_datums(), forward_only=True))
-        time.sleep(0.4)
-        other.ask(theirs, 3, make_text_datums(), forward_only=True)
+        for seq in (1, 2):
+            other.score(theirs, seq, data)
+            time.sleep(0.4)
+        other.ask(theirs, 3, data, forward_only=True)
         kept = {promise.request_id for promise in first.request_store._requests.values()}
-        assert (
-            early["request_id"] in kept
-            and not any(":sample:" in name for name in kept)
-            and len(kept) <= 4
-        ), kept
+        assert early["request_id"] in kept and len(kept) <= 4, kept
+        assert not any(":sample:" in name for name in kept), kept

@@ -22,8 +22,8 @@ def saved_export(tmp_path_factory):
         wires = Wire(first, KEYS[0])
         wires.open()
         model = wires.model()
-        wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))
-        wires.wait(wires.post("save_weights_external", model_id=model, seq_id=2, path="b"))
+        wires.save(model, 1, "a")
+        wires.save(model, 2, "b", "_external")
         yield first, wires, model
 
 
@@ -40,27 +40,18 @@ def test_a_download_goes_to_a_link_that_needs_no_key(saved_export):
     assert answer.status_code == 302
     remaining = parsedate_to_datetime(answer.headers["expires"]).timestamp() - time.time()
     assert 3500 < remaining <= 3600
-    stranger = TestClient(first.app)
-    tar = tarfile.open(fileobj=io.BytesIO(stranger.get(answer.headers["location"]).content))
-    folder = first.session_store.models[model].folder / "weights" / "a"
-    files = {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-    assert {
-        name: tar.extractfile(name).read() for name in tar.getnames()
-    } == files and "model/adapter_model.safetensors" in files
-    urls = wires.http.get(
-        f"/api/v1/training_runs/{model}/checkpoints/external_weights/b/external_weights_urls"
-    ).json()["urls"]
+    stranger, folder = TestClient(first.app), first.session_store.models[model].folder
+    content = stranger.get(answer.headers["location"]).content
+    tar, saved = tarfile.open(fileobj=io.BytesIO(content)), folder / "weights" / "a"
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    expected = {path.relative_to(saved).as_posix(): path.read_bytes() for path in files}
+    assert {name: tar.extractfile(name).read() for name in tar.getnames()} == expected
+    assert {"state.json", "manifest.json", "model/adapter_model.safetensors"} <= set(expected)
+    export = f"/api/v1/training_runs/{model}/checkpoints/external_weights/b"
+    urls = wires.http.get(f"{export}/external_weights_urls").json()["urls"]
+    assert {"config.json", "model.safetensors"} <= set(urls)
     for name, url in urls.items():
-        assert (
-            stranger.get(url).content
-            == (
-                first.session_store.models[model].folder / "external_weights" / "b" / name
-            ).read_bytes()
-        )
+        assert stranger.get(url).content == (folder / "external_weights" / "b" / name).read_bytes()
 
 
 def test_a_link_is_for_one_thing_and_one_hour(saved_export, monkeypatch):
@@ -122,7 +113,7 @@ def test_a_link_counts_for_the_tenant_who_created_it(tmp_path):
             wires = Wire(first, key)
             wires.open()
             model = wires.model()
-            wires.wait(wires.post("save_weights", model_id=model, seq_id=1, path="a"))
+            wires.save(model, 1, "a")
             links.append(get_archive(wires, model).headers["location"])
         owners, stranger = [owner for _, owner in first.app._keys], TestClient(first.app)
         forged = links[0].replace(links[0].split("/files/")[1].split("/")[1], "0" * 64)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import random_datums
 from sampler_models import one_thread  # noqa: F401
-from serving import BASE, PROTOBUF, Wire, hold_requests, server
+from serving import BASE, Wire, hold_requests, server, unpack_sequences
 
 from rl.client import SampleStream, ServiceClient
 from rl.errors import UserError
@@ -36,12 +36,10 @@ def mixed_steps(monkeypatch):
 
 @pytest.fixture(scope="module", params=["auto", "paged"])
 def service(request, tmp_path_factory):
-    settings = WorkerSettings(
-        share_bases=True, sampler=SamplerSettings(cache=request.param, kv_cache_tokens=8192)
-    )
-    with ServiceClient(
-        output_dir=tmp_path_factory.mktemp("out"), seed=1, settings=settings
-    ) as service:
+    sampler = SamplerSettings(cache=request.param, kv_cache_tokens=8192)
+    settings = WorkerSettings(share_bases=True, sampler=sampler)
+    folder = tmp_path_factory.mktemp("out")
+    with ServiceClient(output_dir=folder, seed=1, settings=settings) as service:
         yield service
 
 
@@ -68,9 +66,7 @@ def check(result, expected):
         assert got.version == target.version
 
 
-def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
-    service, mixed_steps, tmp_path
-):
+def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(service, mixed_steps):
     models = [
         trained(service, 4, 2),
         trained(service, 9, 3, train_mlp=False),
@@ -79,19 +75,15 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
     models[1].save_weights_for_sampler("kept").result()
     saved = models[1].save_weights_for_sampler("again").result().path
     clients = [model.save_weights_and_get_sampling_client() for model in models]
-    clients += [
-        service.create_sampling_client(base_model=BASE),
-        service.create_sampling_client(model_path=saved),
-    ]
+    clients.append(service.create_sampling_client(base_model=BASE))
+    clients.append(service.create_sampling_client(model_path=saved))
     assert len({client.mix_group for client in clients}) == 1 and clients[0].mix_group is not None
-    asking: list[tuple[int, SamplingRequest]] = [
-        (i % len(clients), make_request(i)) for i in range(20)
-    ]
+    asking = [(clients[i % len(clients)], make_request(i)) for i in range(20)]
     results, tickets, late = {}, {}, None
     with SampleStream(clients[0], mixed=True) as stream:
         while asking or stream.busy:
-            for which, request in asking[:3]:
-                tickets[stream.add(request, clients[which])] = (clients[which], request)
+            for client, request in asking[:3]:
+                tickets[stream.add(request, client)] = (client, request)
             del asking[:3]
             # new weights of a model while its old ones are being sampled
             if late is None and len(tickets) == 9:
@@ -105,16 +97,10 @@ def test_a_mixed_stream_draws_for_each_what_it_draws_alone_while_one_learns(
     assert late is not None and results.keys() == tickets.keys() and max(map(len, mixed_steps)) >= 4
     for ticket, (client, request) in tickets.items():
         check(results[ticket], client.sample_many([request]).result()[0][0])
-    differ = [
-        client.sample_many([replace(make_request(1), num_samples=4)])
-        .result()[0][0]
-        .sequences[0]
-        .tokens
-        for client in clients
-    ]
-    assert len({tuple(tokens) for tokens in differ}) >= 3, (
-        "the models draw the same, so a mix-up would not show"
-    )
+    request, drawn = replace(make_request(1), num_samples=4), set()
+    for client in clients:
+        drawn.add(tuple(client.sample_many([request]).result()[0][0].sequences[0].tokens))
+    assert len(drawn) >= 3, "the models draw the same, so a mix-up would not show"
 
 
 def test_a_running_request_keeps_weights_that_are_released_meanwhile(service):
@@ -153,43 +139,27 @@ def test_what_cannot_be_mixed_says_so(service, tmp_path):
         assert trained(generic, 2, 2).save_weights_and_get_sampling_client().mix_group is None
 
 
-def learn(client: Wire, model: str, seq: int, **params: float) -> None:
-    client.wait(client.ask(model, seq, random_datums(3, seed=seq), "importance_sampling"))
-    client.wait(client.step(model, seq + 1, **params))
-
-
-def unpack_sequences(message) -> list[tuple[list[int], np.ndarray]]:
-    return [
-        (np.frombuffer(s.tokens, "<i4").tolist(), np.frombuffer(s.logprobs, "<f4"))
-        for s in message.sequences
-    ]
-
-
 def test_a_tenant_whose_weights_diverged_fails_alone(tmp_path, mixed_steps):
     with server(tmp_path) as served:
         a, b = Wire(served), Wire(served)
         a.open(), b.open()
         good, bad = a.model(0, seed=1), b.model(0, seed=2)
-        learn(a, good, 1, learning_rate=0.05)
-        learn(b, bad, 1, learning_rate=1e30)
+        for client, model, rate in ((a, good, 0.05), (b, bad, 1e30)):
+            client.wait(client.ask(model, 1, random_datums(3, seed=1), "importance_sampling"))
+            client.wait(client.step(model, 2, learning_rate=rate))
         sampler, broken = a.sampler(good, 3), b.sampler(bad, 3)
-        single = unpack_sequences(a.sample(sampler, 0, [5, 6, 7], 4, max_tokens=30, seed=1))
+        ask = ([5, 6, 7], 4)
+        single = unpack_sequences(a.sample(sampler, 0, *ask, max_tokens=30, seed=1))
         tickets = []
         with hold_requests(served):
             for i in range(3):
                 tickets.append((b, b.ask_sample(broken, i, [5, 6, 7], 3, max_tokens=30)))
-                tickets.append(
-                    (a, a.ask_sample(sampler, 10 + i, [5, 6, 7], 4, max_tokens=30, seed=1))
-                )
+                tickets.append((a, a.ask_sample(sampler, 10 + i, *ask, max_tokens=30, seed=1)))
         for client, ticket in tickets:
-            answer = client.http.post(
-                "/api/v1/retrieve_future",
-                json={"request_id": ticket["request_id"]},
-                headers={"accept": PROTOBUF},
-            )
+            answer = client.wait(ticket, "SampleResponse")
             if client is b:
-                assert answer.json()["category"] == "user" and "NaN" in answer.json()["error"]
+                assert answer["category"] == "user" and "NaN" in answer["error"]
             else:
-                result = unpack_sequences(client.wait(ticket, "SampleResponse"))
-                assert [tokens for tokens, _ in result] == [tokens for tokens, _ in single]
+                tokens = [tokens for tokens, *_ in unpack_sequences(answer)]
+                assert tokens == [tokens for tokens, *_ in single]
         assert mixed_steps

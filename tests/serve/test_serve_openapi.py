@@ -37,10 +37,10 @@ def list_variants(schema):
 
 
 def test_every_route_is_described_and_every_reference_leads_somewhere(wire):
-    document = wire.http.get("/openapi.json").json()
-    described = {
-        (method.upper(), path) for path, item in document["paths"].items() for method in item
-    }
+    answer = wire.http.get("/openapi.json")
+    document = answer.json()
+    paths = document["paths"]
+    described = {(method.upper(), path) for path, item in paths.items() for method in item}
     routes = {
         (method, route.path.replace(":path}", "}"))
         for route in wire.served.app.app.routes
@@ -49,17 +49,17 @@ def test_every_route_is_described_and_every_reference_leads_somewhere(wire):
         for method in route.methods - {"HEAD"}
     }
     assert len(routes) > 50 and routes == described
-    for path, item in document["paths"].items():
+    for path, item in paths.items():
         for operation in item.values():
             names = {parameter["name"] for parameter in operation.get("parameters", [])}
             assert names == set(re.findall(r"{(\w+)}", path)), path
-    references = set(re.findall(r'"\$ref": ?"([^"]*)"', wire.http.get("/openapi.json").text))
+    references = set(re.findall(r'"\$ref": ?"([^"]*)"', answer.text))
     assert references == {PREFIX + name for name in document["components"]["schemas"]}
     assert len(references) > 20
-    training = document["paths"]["/api/v1/forward_backward"]["post"]["requestBody"]["content"]
+    training = paths["/api/v1/forward_backward"]["post"]["requestBody"]["content"]
     assert list(training) == ["application/x-protobuf"]
     page = wire.http.get("/docs").text  # loads no resources, so it works without a network
-    assert "openapi.json" in page and all(path in page for path in document["paths"])
+    assert "openapi.json" in page and all(path in page for path in paths)
     assert not re.search("https?:|<script|<link|src=", page)
     for path in ("/openapi.json", "/docs"):
         assert wire.http.get(path, headers={"x-api-key": "x"}).status_code == 401

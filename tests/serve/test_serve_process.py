@@ -1,9 +1,10 @@
 """Test serve.py as a process: refusals before a model is loaded; TLS, keys, metrics, log."""
 
-import argparse
 import contextlib
 import importlib.util
 import json
+import re
+import runpy
 import shutil
 import signal
 import socket
@@ -13,29 +14,22 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+from accelerate.state import AcceleratorState
+from sampler_models import tiny_model
+from serving import BASE, Wire, read_command_line, run_server, server
+from test_serve import make_text_datums
 
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("uvicorn", reason="needs the extra serve")
-from rank_server import run_script  # noqa: E402
-from sampler_models import tiny_model  # noqa: E402
-from serving import BASE, Wire, server  # noqa: E402
-from test_serve import make_text_datums  # noqa: E402
-
-from rl.errors import UserError  # noqa: E402
-from rl.serve import (  # noqa: E402
-    ModelServer,  # noqa: E402
-    ServedBaseModel,
-    ServeSettings,
-)
-from rl.serve.http_connection import (  # noqa: E402
+from rl.errors import UserError
+from rl.serve import ModelServer, ServedBaseModel, ServeSettings
+from rl.serve.http_connection import (
     allow_port_reuse,
     bind_sockets,
     check_certificate,
     close_sockets,
 )
-from rl.serve.server import read_serve_settings  # noqa: E402
 
 REPO = Path(__file__).resolve().parents[2]
 KEYS = ("tml-of-the-first-tenant", "tml-of-the-second-one")
@@ -96,38 +90,30 @@ def certificate(tmp_path_factory):
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")
-    made = (
+    for words in (
         "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext "
-        "subjectAltName=IP:127.0.0.1 -keyout key -out cert"
-    )
-    subprocess.run(made.split(), cwd=folder, check=True, capture_output=True)
-    subprocess.run(
-        "openssl genrsa -out other 2048".split(), cwd=folder, check=True, capture_output=True
-    )
+        "subjectAltName=IP:127.0.0.1 -keyout key -out cert",
+        "openssl genrsa -out other 2048",
+    ):
+        subprocess.run(words.split(), cwd=folder, check=True, capture_output=True)
     return folder
 
 
 def test_files_of_tls_that_do_not_fit_are_named(certificate, tmp_path):
-    cert, key = certificate / "cert", certificate / "key"
+    cert, key, text = certificate / "cert", certificate / "key", tmp_path / "text"
     check_certificate(cert, key)
-    (tmp_path / "text").write_text("hello")
-    wrong = [
-        (cert, certificate / "other"),
-        (key, cert),
-        (tmp_path / "text", key),
-        (cert, tmp_path / "text"),
-    ]
-    for pair in wrong:
+    text.write_text("hello")
+    for pair in [(cert, certificate / "other"), (key, cert), (text, key), (cert, text)]:
         with pytest.raises(UserError, match="not a certificate and its key"):
             check_certificate(*pair)
     with pytest.raises(UserError, match="--tls-key .*nothing: no such file, or it cannot be read"):
         check_certificate(cert, tmp_path / "nothing")
 
 
-def start_server(folder, *flags, launcher=()):
+def start_server(folder, *flags, base=BASE, launcher=()):
     """Start serve.py with its standard error in `folder`/log; return the process and its URL."""
     words = [
-        *launcher, "serve.py", "--base-model", BASE, "--port", "0", "--output-dir",
+        *launcher, "serve.py", "--base-model", base, "--port", "0", "--output-dir",
         str(folder / "out"), *map(str, flags),
     ]  # fmt: skip
     with (folder / "log").open("a") as log:
@@ -140,41 +126,41 @@ def start_server(folder, *flags, launcher=()):
     raise AssertionError((folder / "log").read_text()[-2000:])
 
 
+def stop(process, number, seconds=60):
+    """Send a signal, and return the exit code and the seconds until the process ended."""
+    begin = time.monotonic()
+    process.send_signal(number)
+    return process.wait(seconds), time.monotonic() - begin
+
+
 @pytest.mark.slow
-def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_path):
-    keys = tmp_path / "keys"
+def test_a_server_over_tls_is_stopped_and_resumed_and_its_log_has_no_prompts(certificate, tmp_path):
+    """Stop it when idle, as soon as it listens, and while a million tokens are being sampled. No
+    saved state is lost.
+    """
+    keys, cert = tmp_path / "keys", certificate / "cert"
     keys.write_text("# two tenants\n" + "\n".join(KEYS) + "\n")
-    flags = (
-        "--tls-cert",
-        certificate / "cert",
-        "--tls-key",
-        certificate / "key",
-        "--keys-file",
-        keys,
-    )
+    flags = ("--tls-cert", cert, "--tls-key", certificate / "key", "--keys-file", keys)
+    bearer, secret = {"authorization": f"Bearer {KEYS[0]}"}, "a prompt that nobody else should read"
+    body = {"model": BASE, "prompt": secret, "max_tokens": 3, "seed": 1}
+    options = {"verify": str(cert), "timeout": 60}
+    data = make_text_datums(3, 0)
+
     process, url = start_server(tmp_path, *flags)
-    secret = "a prompt that nobody else should read"
     try:
-        with httpx.Client(base_url=url, verify=str(certificate / "cert"), timeout=60) as http:
+        with httpx.Client(base_url=url, **options) as http:
             assert http.get("/healthz").json() == {"status": "ok"}
-            requests = {"model": BASE, "prompt": secret, "max_tokens": 3, "seed": 1}
-            assert http.post("/v1/completions", json=requests).status_code == 401
-            assert (
-                http.post(
-                    "/v1/completions", json=requests, headers={"x-api-key": KEYS[0] + "x"}
-                ).status_code
-                == 401
-            )
-            bearer = {"authorization": f"Bearer {KEYS[0]}"}
-            first = http.post("/v1/completions", json=requests, headers=bearer).json()["choices"][
-                0
-            ]["text"]
-            sessions = {
-                key: http.post(
-                    "/api/v1/create_session", json={"tags": []}, headers={"x-api-key": key}
-                ).json()
+            for headers in ({}, {"x-api-key": KEYS[0] + "x"}):
+                reply = http.post("/v1/completions", json=body, headers=headers)
+                assert reply.status_code == 401
+            first = http.post("/v1/completions", json=body, headers=bearer).json()["choices"]
+            wires = [
+                Wire.over(httpx.Client(base_url=url, headers={"x-api-key": key}, **options))
                 for key in KEYS
-            }
+            ]
+            sessions = [item.open() for item in wires]
+            model = wires[0].model()
+            expected = wires[0].score(model, 1, data)
             page = http.get("/metrics", headers=bearer).text
             libraries = Path(f"/proc/{process.pid}/maps").read_text()
             for name in ("uvloop", "httptools"):
@@ -183,8 +169,7 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
             httpx.get(f"{url}/healthz")
         with pytest.raises(httpx.HTTPError):
             httpx.get(url.replace("https", "http") + "/healthz")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert stop(process, signal.SIGTERM)[0] == 0
     finally:
         process.kill()
     figures = {}
@@ -192,160 +177,143 @@ def test_over_tls_with_keys_figures_and_a_log_without_prompts(certificate, tmp_p
         if line and not line.startswith("#"):
             name, _, value = line.rpartition(" ")
             figures[name] = float(value)
-    refused = [
-        value
-        for name, value in figures.items()
-        if name.partition("{")[0].endswith("requests_total") and 'status="401"' in name
-    ]
-    assert sum(refused) == 2 and any(
-        "sessions" in name and value == 2 for name, value in figures.items()
-    ), page
+    refused = [name for name in figures if "requests_total{" in name and 'status="401"' in name]
+    assert sum(figures[name] for name in refused) == 2, page
+    assert any("sessions" in name and value == 2 for name, value in figures.items()), page
     log = (tmp_path / "log").read_text()
-    rows = [json.loads(line) for line in log.splitlines()]
-    assert sum(row.get("status") == 401 for row in rows) == 2
-    assert not any(word in log for word in (secret, *KEYS, "Traceback"))
-    process, url = start_server(tmp_path, *flags, "--resume")
+    assert sum(json.loads(line).get("status") == 401 for line in log.splitlines()) == 2
+    assert "Traceback" not in log
+
+    process, url = start_server(tmp_path, *flags, "--resume", "--stop-grace", "6")
     try:
-        with httpx.Client(base_url=url, verify=str(certificate / "cert"), timeout=60) as http:
-            for key, session in sessions.items():
-                present = http.get("/api/v1/sessions", headers={"x-api-key": key}).json()[
-                    "sessions"
-                ]
-                assert present == [session["session_id"]]
-            again = http.post("/v1/completions", json=requests, headers=bearer).json()["choices"][
-                0
-            ]["text"]
-        assert again == first
-        process.send_signal(signal.SIGINT)  # Ctrl-C works too
-        assert process.wait(60) == 0
+        code, seconds = stop(process, signal.SIGINT)  # Ctrl-C works too
+        # the grace time, and the exit of an interpreter on a busy machine
+        assert code == 0 and seconds < 6 + 5
     finally:
         process.kill()
+    process, url = start_server(tmp_path, *flags, "--resume", "--stop-grace", "3")
+    try:
+        with httpx.Client(base_url=url, **options) as http:
+            for key, session in zip(KEYS, sessions, strict=True):
+                listed = http.get("/api/v1/sessions", headers={"x-api-key": key}).json()
+                assert listed["sessions"] == [session]
+            again = http.post("/v1/completions", json=body, headers=bearer).json()["choices"]
+            assert again == first
+        many = {"prompt": ["1+"] * 32, "max_tokens": 500, "n": 64, "ignore_eos": True}
+        arguments = (f"{url}/v1/completions",), {"json": many, "headers": bearer, **options}
+        asking = threading.Thread(target=post_ignoring_errors, args=arguments, daemon=True)
+        asking.start()
+        time.sleep(1.0)
+        assert asking.is_alive()
+        assert stop(process, signal.SIGTERM, 30)[1] < 3 + 5
+    finally:
+        process.kill()
+    log = (tmp_path / "log").read_text()
+    assert not any(word in log for word in (secret, *KEYS))
+    with server(tmp_path / "out", resume=True, keys=KEYS) as served:
+        for row, other in zip(Wire(served, KEYS[0]).score(model, 2, data), expected, strict=True):
+            np.testing.assert_allclose(row, other, atol=1e-5)
+
+
+def learn(wires):
+    """Train and sample a new model; return its id and the results."""
+    wires.open()
+    model = wires.model()
+    rows = wires.output(wires.ask(model, 1, make_text_datums(5, 0)))[0]
+    norm = wires.wait(wires.step(model, 2))["metrics"]["grad_norm"]
+    after = wires.score(model, 3, make_text_datums(5, 1))
+    drawn = wires.sample(wires.sampler(model, 4), 0, [4, 5], 3, seed=3)
+    return model, [*rows, *after], norm, [item.tokens for item in drawn.sequences]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Return the results of `learn` with a server in this process."""
+    with server(tmp_path_factory.mktemp("alone")) as item:
+        return learn(Wire(item))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["ddp", "zero3"])
 def test_two_processes_serve_as_one_and_what_they_held_is_kept_when_they_are_told_to_end(
-    tmp_path, config
+    tmp_path, alone, config
 ):
-    def learns(wires):
-        wires.open()
-        model = wires.model()
-        seen = [wires.output(wires.ask(model, 1, make_text_datums(5, 0)))[0]]
-        norm = wires.wait(wires.step(model, 2))["metrics"]["grad_norm"]
-        seen.append(wires.output(wires.ask(model, 3, make_text_datums(5, 1), forward_only=True))[0])
-        drawn = [
-            item.tokens
-            for item in wires.sample(wires.sampler(model, 4), 0, [4, 5], 3, seed=3).sequences
-        ]
-        return model, seen, norm, drawn
-
-    with server(tmp_path / "alone") as item:
-        _, seen, norm, drawn = learns(Wire(item))
-    launcher = [
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        f"accelerate_configs/{config}.yaml",
-        "--num_processes",
-        "2",
-    ]
-    process, url = start_server(tmp_path, launcher=[*launcher, "--main_process_port", "0"])
+    words = f"-m accelerate.commands.launch --config_file accelerate_configs/{config}.yaml"
+    launcher = f"{words} --num_processes 2 --main_process_port 0".split()
+    process, url = start_server(tmp_path, launcher=launcher)
     try:
-        wires = Wire.over(
-            httpx.Client(base_url=url, headers={"x-api-key": "tml-nobody"}, timeout=120)
-        )
-        model, *result = learns(wires)
+        headers = {"x-api-key": "tml-nobody"}
+        wires = Wire.over(httpx.Client(base_url=url, headers=headers, timeout=120))
+        model, rows, norm, drawn = learn(wires)
         # Signal the launcher, as a cluster does; the exit code is the launcher's.
-        process.send_signal(signal.SIGTERM)
-        process.wait(120)
+        stop(process, signal.SIGTERM, 120)
     finally:
         process.kill()
-    for mine, theirs in zip(result[0], seen, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-5)
-    assert result[1] == pytest.approx(norm, rel=1e-5) and result[2] == drawn
+    for row, other in zip(rows, alone[1], strict=True):
+        np.testing.assert_allclose(row, other, atol=1e-5)
+    assert norm == pytest.approx(alone[2], rel=1e-5) and drawn == alone[3]
     with server(tmp_path / "out", resume=True) as item:  # now in a single process
-        again = Wire(item)
-        after = again.output(again.ask(model, 5, make_text_datums(5, 1), forward_only=True))[0]
-    for a, b in zip(after, result[0][1], strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+        after = Wire(item).score(model, 5, make_text_datums(5, 1))
+    for row, other in zip(after, rows[5:], strict=True):
+        np.testing.assert_allclose(row, other, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_stop_right_after_a_restart_ends_within_its_grace(tmp_path):
-    """Stop it twice: as soon as it listens, and while a million tokens are being sampled. No saved
-    state is lost.
-    """
-    process, url = start_server(tmp_path)
-    try:
-        wires = Wire.over(
-            httpx.Client(base_url=url, headers={"x-api-key": "tml-nobody"}, timeout=60)
-        )
-        wires.open()
-        model = wires.model()
-        expected = wires.output(wires.ask(model, 1, make_text_datums(3, 0), forward_only=True))[0]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-    for busy in (False, True):
-        process, url = start_server(tmp_path, "--resume", "--stop-grace", "6")
-        try:
-            if busy:
-                body = {
-                    "model": BASE,
-                    "prompt": ["1+"] * 32,
-                    "max_tokens": 500,
-                    "n": 64,
-                    "ignore_eos": True,
-                }
-                asking = threading.Thread(
-                    target=post_ignoring_errors, args=(f"{url}/v1/completions", body), daemon=True
-                )
-                asking.start()
-                time.sleep(2.0)
-                assert asking.is_alive()
-            begin = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-            # the grace time, and the exit of an interpreter on a busy machine
-            assert time.monotonic() - begin < 6 + 5
-        finally:
-            process.kill()
-    with server(tmp_path / "out", resume=True) as first:
-        after = Wire(first)
-        result = after.output(after.ask(model, 2, make_text_datums(3, 0), forward_only=True))[0]
-    for mine, theirs in zip(result, expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
-
-
-def post_ignoring_errors(url, body):
+def post_ignoring_errors(arguments, options):
     with contextlib.suppress(httpx.HTTPError):
-        httpx.post(url, json=body, timeout=60)
+        httpx.post(*arguments, **options)
 
 
-@pytest.mark.slow
-def test_a_taken_port_is_said_in_a_box_and_nothing_is_written(tmp_path):
+def run_serve_py(monkeypatch, capsys, *words):
+    """Run serve.py in this process until it exits; return its exit code and its output."""
+    for name in ("rl.startup.reduce_gc", "rl.trainer.entry_point.end_with_launcher",
+                 "rl.trainer.entry_point._silence_libraries"):  # fmt: skip
+        monkeypatch.setattr(name, lambda: None)
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--base-model", BASE, *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(REPO / "serve.py"), run_name="__main__")
+    return ended.value.code, " ".join("".join(capsys.readouterr()).replace("│", " ").split())
+
+
+def test_a_taken_port_is_said_in_a_box_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        words = ["--base-model", BASE, "--port", taken.getsockname()[1]]
-        done = run_script("serve.py", *words, "--output-dir", tmp_path / "out", cwd=REPO)
-    assert (
-        done.returncode == 2
-        and "nothing is served" in done.stderr + done.stdout
-        and "Traceback" not in done.stderr
-    )
+        words = ("--port", taken.getsockname()[1], "--output-dir", tmp_path / "out")
+        code, output = run_serve_py(monkeypatch, capsys, *words)
+    assert code == 2 and "nothing is served" in output and "the port is in use" in output
     assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "starlette" else find_spec(name)
+    )
+    code, output = run_serve_py(monkeypatch, capsys)
+    assert code == 2 and re.search(r"not installed \((\w+, )*starlette\b", output)
+    assert 'pip install -e ".[serve]"' in output
 
 
 def test_an_architecture_that_sampler_tp_cannot_split_is_refused_before_loading(tmp_path):
     tiny_model("gpt2").config.save_pretrained(tmp_path)  # a configuration without weights
-    names = ("keys_file", "tls_cert", "tls_key", "renderer", "body_bytes", "sampler_url")
-    unset = dict.fromkeys((*names, "sampler_folder"))
-    args = argparse.Namespace(
-        **unset, base_model=[f"m={tmp_path}"], output_dir=str(tmp_path / "out"), host="127.0.0.1",
-        port=0, seed=0, resume=False, durable=False, sampler="auto", sampler_tp=2, stop_grace=60.0,
-    )  # fmt: skip
-    settings = read_serve_settings(args)
+    words = ("--output-dir", tmp_path / "out", "--sampler-tp", "2")
+    settings = read_command_line(*words, base=f"m={tmp_path}")
     assert settings.worker.sampler.tp == 2
     with pytest.raises(UserError, match="fast decoder .*is not supported by it"):
         ModelServer.create(settings)
+
+
+@pytest.fixture
+def fresh_accelerator():
+    """Reset the state of accelerate, which has another precision in other tests."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+
+
+def test_every_model_of_a_server_has_the_dtype_of_the_base(tmp_path, fresh_accelerator):
+    words = ("--precision", "bf16", "--base-dtype", "fp32", "--output-dir", tmp_path)
+    with run_server(read_command_line(*words)) as served:
+        wires = Wire(served)
+        wires.open()
+        wires.load(1, wires.save(wires.model(), 1, "saved"))
+        models = served.session_store.list_models()
+        assert [model.client.info["base_dtype"] for model in models] == ["fp32", "fp32"]

@@ -12,71 +12,52 @@ pytest.importorskip("google.protobuf", reason="needs the extra serve")
 
 from google.protobuf import descriptor_pb2  # noqa: E402
 
+from rl.errors import BadRequestError  # noqa: E402
+from rl.serve import conversion, tinker_pb2  # noqa: E402
+
 REPO = Path(__file__).resolve().parents[2]
 PROTO = "rl/serve/tinker.proto"
-SCALARS = {"double", "string", "bytes", "bool", "int32", "int64", "uint32"}
 
 
-def read_proto(text):
-    """Return {message: {field: (number, kind, type, oneof)}} and {enum: {value: number}}."""
-    text = re.sub(r"//[^\n]*", "", text)
-    messages, enums = {}, {}
-    for kind, name, body in re.findall(r"^(message|enum) (\w+) \{\n(.*?)^\}", text, re.M | re.S):
-        if kind == "enum":
-            enums[name] = {v: int(n) for v, n in re.findall(r"(\w+) = (\d+);", body)}
-            continue
-        fields, oneof = {}, None
-        for line in filter(None, map(str.strip, body.splitlines())):
-            if line.startswith("oneof"):
-                oneof = line.split()[1]
-            elif line == "}":
-                oneof = None
-            else:
-                match = re.fullmatch(r"(?:(optional|repeated) )?(map<.*>|\w+) (\w+) = (\d+);", line)
-                assert match, line
-                fields[match[3]] = (int(match[4]), match[1] or "", match[2], oneof)
-        messages[name] = fields
-    return messages, enums
-
-
-def read_descriptor(file):
-    """Return the same as `read_proto`, from a file descriptor."""
+def write_fields(file, message):
+    """Return the lines of a message's fields as a .proto file has them."""
+    entries = {f"{message.name}.{nested.name}": nested for nested in message.nested_type}
+    assert all(nested.options.map_entry for nested in entries.values())
 
     def type_of(field):
         name = field.type_name.removeprefix(f".{file.package}.")
         return name or descriptor_pb2.FieldDescriptorProto.Type.Name(field.type)[5:].lower()
 
-    messages = {}
-    for message in file.message_type:
-        entries = {f"{message.name}.{nested.name}": nested for nested in message.nested_type}
-        assert all(nested.options.map_entry for nested in entries.values())
-        fields = messages[message.name] = {}
-        for field in message.field:
-            kind, type_name, oneof = "", type_of(field), None
-            if type_name in entries:
-                key, value = map(type_of, entries[type_name].field)
-                type_name = f"map<{key}, {value}>"
-            elif field.proto3_optional:
-                kind = "optional"
-            elif field.label == field.LABEL_REPEATED:
-                kind = "repeated"
-            elif field.HasField("oneof_index"):
-                oneof = message.oneof_decl[field.oneof_index].name
-            fields[field.name] = (field.number, kind, type_name, oneof)
-    enums = {enum.name: {v.name: v.number for v in enum.value} for enum in file.enum_type}
-    return messages, enums
+    lines, open_oneof = [], None
+    for field in message.field:
+        kind, oneof = type_of(field), None
+        if kind in entries:
+            kind = f"map<{', '.join(map(type_of, entries[kind].field))}>"
+        elif field.proto3_optional:
+            kind = f"optional {kind}"
+        elif field.label == field.LABEL_REPEATED:
+            kind = f"repeated {kind}"
+        elif field.HasField("oneof_index"):
+            oneof = message.oneof_decl[field.oneof_index].name
+        if oneof != open_oneof:
+            lines += ["}"] * (open_oneof is not None) + [f"oneof {oneof} {{"] * (oneof is not None)
+            open_oneof = oneof
+        lines.append(f"{kind} {field.name} = {field.number};")
+    return lines + ["}"] * (open_oneof is not None)
 
 
 def test_the_generated_module_has_the_messages_of_the_proto_file():
-    from rl.serve import tinker_pb2
-
     file = descriptor_pb2.FileDescriptorProto()
     tinker_pb2.DESCRIPTOR.CopyToProto(file)
-    messages, enums = read_proto((REPO / PROTO).read_text())
-    assert (messages, enums) == read_descriptor(file)
-    types = {t for fields in messages.values() for _, _, t, _ in fields.values()}
-    assert {t for t in types if "<" not in t} <= SCALARS | set(messages) | set(enums)
-    assert len(messages) == 20 and len(enums) == 2 and file.name == PROTO
+    written = {f"message {item.name}": write_fields(file, item) for item in file.message_type}
+    for enum in file.enum_type:
+        lines = [f"{value.name} = {value.number};" for value in enum.value]
+        written[f"enum {enum.name}"] = lines
+    text = re.sub(r"//[^\n]*", "", (REPO / PROTO).read_text())
+    blocks = re.findall(r"^((?:message|enum) \w+) \{\n(.*?)^\}", text, re.M | re.S)
+    read = {head: [*filter(None, map(str.strip, body.splitlines()))] for head, body in blocks}
+    assert read == written
+    assert len(file.message_type) == 20 and len(file.enum_type) == 2 and file.name == PROTO
 
 
 def test_the_generated_module_is_what_the_compiler_writes(tmp_path):
@@ -94,18 +75,14 @@ def test_the_generated_module_is_what_the_compiler_writes(tmp_path):
 
 
 def test_a_tensor_that_cannot_be_read_is_described():
-    from rl.errors import BadRequestError
-    from rl.serve import conversion, tinker_pb2
-
     tensor = tinker_pb2.Datum().loss_fn_inputs["weights"]
     tensor.dtype = tinker_pb2.DTYPE_BFLOAT16
     with pytest.raises(BadRequestError, match=r"has dtype bfloat16, expected float32 or int64"):
         conversion.parse_tensor("weights", tensor)
     tensor.dtype = tinker_pb2.DTYPE_FLOAT32
     tensor.shape.extend([2, -1])
-    with pytest.raises(
-        BadRequestError, match=r"shape \[2, -1\], expected dimensions of at least 0"
-    ):
+    message = r"shape \[2, -1\], expected dimensions of at least 0"
+    with pytest.raises(BadRequestError, match=message):
         conversion.parse_tensor("weights", tensor)
     fields = {"data": [1], "shape": "x", "sparse_crow_indices": [0], "sparse_col_indices": [0]}
     with pytest.raises(BadRequestError, match="shape must be a list of integers .* got 'x'"):

@@ -1,21 +1,18 @@
 """Test the scheduling of requests: turns, queue limits and fairness."""
 
 import threading
-import time
 from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from serving import Wire, hold_requests, open_server, server, until
-from test_serve import KEYS, make_rewarded_datums, make_text_datums
+from serving import Wire, assert_same_rows, hold_requests, open_server, server, until
+from test_serve import KEYS, make_text_datums
 
 from rl.client import SampleStream
 from rl.errors import UserError
 from rl.serve import HttpError
 from rl.serve.scheduler import EngineJob, FairQueue, SamplingJob
-from rl.serve.schemas import parse_json
 from rl.serve.served_models import ModelManager
 from rl.serve.session_store import ModelRecord
 
@@ -24,65 +21,14 @@ def make_empty_job():
     yield
 
 
-def test_a_sample_waits_for_one_slice_of_others_training_and_no_second(tmp_path, monkeypatch):
-    """Count the slices that run or begin between a sample's request and its first token."""
+def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, monkeypatch):
+    """However long the slice, no other job begins in between, though two models have work."""
     with server(tmp_path, keys=KEYS, token_budget=32) as first:
         training, sampling = (Wire(first, key) for key in KEYS)
         training.open(), sampling.open()
-        models = [training.model(i, seed=i) for i in range(3)]  # these take turns among themselves
+        models = [training.model(i, seed=i) for i in range(2)]
         sampler = sampling.sampler(sampling.model(), 1)
-        expected = [
-            sampling.sample(sampler, i, [4, 5 + i], seed=i).sequences[0].tokens for i in range(12)
-        ]
-        begun, running, came, waited = [0], [0], {}, []
-        slice_, add, draw = (
-            first.engine._run_job_slice,
-            first.engine.queue.add_sample,
-            SampleStream.add,
-        )
-
-        def counting(job):
-            begun[0] += 1
-            running[0] = 1
-            slice_(job)
-            running[0] = 0
-
-        def coming(job):
-            came[id(job.arguments["sampling_params"])] = (begun[0], running[0])
-            add(job)
-
-        # Its first tokens are sampled in the slice of samples that follows at once.
-        def drawing(stream, request, client=None):
-            before, ran = came[id(request.params)]
-            waited.append(begun[0] - before + ran)
-            return draw(stream, request, client)
-
-        monkeypatch.setattr(first.engine, "_run_job_slice", counting)
-        monkeypatch.setattr(first.engine.queue, "add_sample", coming)
-        monkeypatch.setattr(SampleStream, "add", drawing)
-        requests = [
-            training.ask(model, 1, make_text_datums(150, i)) for i, model in enumerate(models)
-        ]
-        owner, drawn = first.session_store.models[models[0]].owner, []
-        kept = [first.request_store.find_request(ask["request_id"], owner) for ask in requests]
-        for i in range(12):
-            drawn.append(sampling.sample(sampler, 100 + i, [4, 5 + i], seed=i).sequences[0].tokens)
-            assert not all(promise.work_future.done() for promise in kept), (
-                "training ended before the samples were asked for"
-            )
-            time.sleep(0.004 * (i % 3))  # so that they arrive at different moments of a slice
-        assert drawn == expected and len(waited) == 12
-        assert max(waited) <= 1, f"slices that each sample waited for: {waited}"
-        assert sum(waited) >= 6, "too little trained meanwhile to tell"
-        for ask in requests:
-            training.output(ask)
-
-
-def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, monkeypatch):
-    """However long the slice, no other job begins in between, though two models have work."""
-    with open_server(tmp_path, token_budget=32) as (first, wires):
-        models = [wires.model(i, seed=i) for i in range(2)]
-        sampler = wires.sampler(models[0], 1)
+        alone = sampling.sample(sampler, 0, [4, 5], max_tokens=2, seed=1).sequences[0].tokens
         order, within, go = [], threading.Event(), threading.Event()
         slice_, draw = first.engine._run_job_slice, first.engine._run_batch_slice
 
@@ -97,17 +43,14 @@ def test_a_sample_that_comes_within_a_slice_is_drawn_before_the_next(tmp_path, m
         monkeypatch.setattr(
             first.engine, "_run_batch_slice", lambda drawing: (order.append("draw"), draw(drawing))
         )
-        requests = [
-            wires.ask(models[0], 2, make_text_datums(60)),
-            wires.ask(models[1], 1, make_text_datums(60)),
-        ]
+        requests = [training.ask(model, 1, make_text_datums(60)) for model in models]
         assert within.wait(60)
-        drawn = wires.ask_sample(sampler, 0, [4, 5], max_tokens=2)
+        drawn = sampling.ask_sample(sampler, 1, [4, 5], max_tokens=2, seed=1)
         go.set()
-        assert len(wires.wait(drawn, "SampleResponse").sequences) == 1
+        assert sampling.wait(drawn, "SampleResponse").sequences[0].tokens == alone
         assert order[:4] == ["train", "train", "train", "draw"], order[:8]
         for ask in requests:
-            wires.output(ask)
+            training.output(ask)
 
 
 def test_samples_of_tenants_take_turns_while_they_wait(tmp_path, monkeypatch):
@@ -222,8 +165,8 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
         flood, calm = (Wire(item, key) for key in KEYS)
         flood.open(), calm.open()
         models, mine = [flood.model(i) for i in range(2)], calm.model()
-        sampler = flood.sampler(models[0], 1)
-        expected = calm.output(calm.ask(mine, 1, make_rewarded_datums(), "importance_sampling"))
+        sampler, data = flood.sampler(models[0], 1), make_text_datums()
+        expected, metrics = calm.output(calm.ask(mine, 1, data))
         with hold_requests(item):
             taken, refused = [], []
 
@@ -243,20 +186,14 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
                     send("optim_step", model_id=models[1], seq_id=50 + i, **adam)
             # half of the 11 free places; the job that holds the desk takes the twelfth
             assert len(taken) == 5 and len(refused) == 15
-            assert all(
-                item.status_code == 429
-                and "your share" in item.text
-                and item.headers["retry-after"] == "1"
-                for item in refused
-            )
-            request = calm.ask(mine, 2, make_rewarded_datums(), "importance_sampling")
-            forward = calm.ask(
-                mine, 3, make_rewarded_datums(), "importance_sampling", forward_only=True
-            )
-        result = calm.output(request)
-        assert result[1] == expected[1] and all(
-            np.array_equal(a, b) for a, b in zip(result[0], expected[0], strict=True)
-        )
+            for answer in refused:
+                assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+                assert "your share" in answer.text
+            request = calm.ask(mine, 2, data)
+            forward = calm.ask(mine, 3, data, forward_only=True)
+        rows, again = calm.output(request)
+        assert again == metrics
+        assert_same_rows(rows, expected)
         calm.output(forward)
         flood.post(f"sessions/{flood.session}/finish", 204)
         calm.wait(calm.step(mine, 4))
@@ -265,37 +202,29 @@ def test_one_key_that_floods_refuses_itself_alone(tmp_path):
         assert len(item.engine.queue) == 0
 
 
+def send_steps(wires, model, begin, count):
+    """Send optimizer steps from the sequence number `begin` on, and return their status codes."""
+    steps = [
+        {"model_id": model, "seq_id": begin + i, "adam_params": {"learning_rate": 0.0}}
+        for i in range(count)
+    ]
+    return [wires.http.post("/api/v1/optim_step", json=step).status_code for step in steps]
+
+
 def test_sessions_are_the_tenants_where_there_are_no_keys_and_a_lone_one_has_it_all(tmp_path):
     with open_server(tmp_path, queued=9) as (first, single):
         model = single.model()
-
-        def steps(wires, model, begin, count=12):
-            codes = []
-            for i in range(count):
-                body = {
-                    "model_id": model, "seq_id": begin + i, "adam_params": {"learning_rate": 0.0},
-                }  # fmt: skip
-                codes.append(wires.http.post("/api/v1/optim_step", json=body).status_code)
-            return codes.count(200)
-
-        gate, begun = threading.Event(), threading.Event()
-
-        def hold():
-            begun.set()
-            gate.wait(60)
-            yield
-
-        first.engine.submit(EngineJob(single.session, "hold", "hold", hold))
-        assert begun.wait(60)
-        assert steps(single, model, 1) == 8  # of nine places, the job that holds the desk takes one
-        gate.set()
+        with hold_requests(first, single.session):
+            # of nine places, the job that holds the desk takes one
+            assert send_steps(single, model, 1, 12) == [200] * 8 + [429] * 4
         assert until(lambda: not len(first.engine.queue))  # otherwise the queue may still be full
         single.wait(single.step(model, 9))
         other = Wire(first)
         other.open()
         second = other.model()
         with hold_requests(first):
-            assert steps(single, model, 10) == 4 and steps(other, second, 1) == 2
+            assert send_steps(single, model, 10, 12).count(200) == 4
+            assert send_steps(other, second, 1, 12).count(200) == 2
 
 
 def test_the_number_that_others_wait_for_finds_room(tmp_path):
@@ -303,34 +232,24 @@ def test_the_number_that_others_wait_for_finds_room(tmp_path):
     with server(tmp_path, queued=16) as first:
         wires, other = Wire(first), Wire(first)
         wires.open(), other.open()
-        model = wires.model()
-
-        def step(seq):
-            body = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.0}}
-            return wires.http.post("/api/v1/optim_step", json=body).status_code
-
+        model, queue = wires.model(), first.engine.queue
+        record = first.session_store.models[model]
         with hold_requests(first):
-            assert [step(seq) for seq in range(1, 9)] == [200] * 7 + [429]
-        assert until(
-            lambda: (
-                first.session_store.models[model].last_started_seq == 7
-                and not len(first.engine.queue)
-            )
-        )
-        assert [step(seq) for seq in range(9, 19)] == [200] * 8 + [429] * 2
-        assert step(8) == 200
-        assert until(lambda: first.session_store.models[model].last_started_seq == 16)
+            assert send_steps(wires, model, 1, 8) == [200] * 7 + [429]
+        assert until(lambda: record.last_started_seq == 7 and not len(queue))
+        assert send_steps(wires, model, 9, 10) == [200] * 8 + [429] * 2
+        assert send_steps(wires, model, 8, 1) == [200]
+        assert until(lambda: record.last_started_seq == 16)
 
 
 def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
     with open_server(tmp_path) as (first, wires):
         tenants, done = ModelManager(first.engine, first.session_store), Future()
-        model = first.session_store.models["m"] = ModelRecord(
-            "m", "local", wires.session, tmp_path / "m", first.engine.settings.bases[0], {}
-        )
-        tenants.enqueue_request(
-            model, 2, SimpleNamespace(verb="optim_step", work_future=done), make_empty_job
-        )
+        place, base = tmp_path / "m", first.engine.settings.bases[0]
+        model = ModelRecord("m", "local", wires.session, place, base, {})
+        first.session_store.models["m"] = model
+        request = SimpleNamespace(verb="optim_step", work_future=done)
+        tenants.enqueue_request(model, 2, request, make_empty_job)
         assert not done.done() and first.engine.queue._early_counts
 
         def make():
@@ -341,22 +260,3 @@ def test_what_waits_for_a_model_that_cannot_be_made_is_told_so(tmp_path):
         with pytest.raises(UserError, match="m could not be created: no such folder"):
             done.result(0)
         assert not first.engine.queue._early_counts and "m" not in first.session_store.models
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [b'{"a": "\xed\xa0\x80"}', '{"a": 1}'.encode("utf-16"), b'{"a": "\\ud800"}', b'{"a": "\xff"}'],
-)
-def test_bytes_that_are_no_text_are_no_json(tmp_path, raw):
-    """Send half of a surrogate pair, as bytes and as an escape, and another encoding."""
-    with pytest.raises(ValueError):
-        parse_json(raw)
-    assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00 \xe2\x82\xac"}') == {
-        "a": "\U0001f600 \u20ac"
-    }
-    with server(tmp_path) as first:
-        for path in ("/api/v1/create_session", "/v1/chat/completions"):
-            reply = Wire(first).http.post(
-                path, content=raw, headers={"content-type": "application/json"}
-            )
-            assert reply.status_code == 400 and "JSON" in reply.text, (path, reply.text)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
 from helpers import random_datums
-from serving import BASE, Wire
+from serving import BASE, Wire, run_server, unpack_sequences
 from test_vllm import learner_logprobs, sample, start_stubs
 
 from rl import ServiceClient
@@ -16,8 +15,7 @@ from rl.client import SampleStream
 from rl.errors import UserError
 from rl.runtime import SamplerSettings, WorkerSettings
 from rl.sampler import SamplingRequest
-from rl.serve import ModelServer, ServedBaseModel, ServeSettings
-from rl.serve.server import read_serve_settings
+from rl.serve import ServedBaseModel, ServeSettings
 from rl.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams, TensorData
 
 
@@ -35,9 +33,8 @@ def connect(tmp_path):
         def make(urls):
             sampler = SamplerSettings(kind="vllm", urls=urls, folder=str(tmp_path / "weights"))
             settings = WorkerSettings(dtype="fp32", sampler=sampler, share_bases=True)
-            return stack.enter_context(
-                ServiceClient(output_dir=tmp_path / "out", seed=3, settings=settings)
-            )
+            service = ServiceClient(output_dir=tmp_path / "out", seed=3, settings=settings)
+            return stack.enter_context(service)
 
         yield make
 
@@ -119,54 +116,22 @@ def test_a_server_that_lost_its_adapters_gets_them_again(servers, connect):
 def test_a_client_over_http_samples_from_its_adapter(servers, tmp_path):
     (stub,), urls = servers()
     sampler = SamplerSettings(kind="vllm", urls=urls, folder=str(tmp_path / "weights"))
-    settings = ServeSettings(
-        (ServedBaseModel(BASE, BASE),),
-        tmp_path / "out",
-        worker=WorkerSettings(dtype="fp32", sampler=sampler),
-    )
-    served = ModelServer.create(settings)
-    served.engine.start()
-    with ExitStack() as stack:
-        stack.callback(served.shut_down)
+    worker = WorkerSettings(dtype="fp32", sampler=sampler)
+    bases = (ServedBaseModel(BASE, BASE),)
+    with run_server(ServeSettings(bases, tmp_path / "out", worker=worker)) as served:
         wires = Wire(served)
         wires.open()
         body = wires.model_body()
         body["lora_config"] |= {"train_unembed": False}
         model = wires.wait(wires.post("create_model", **body))["model_id"]
         answer = wires.sample(wires.sampler(model, 1), 0, [3, 4, 5], max_tokens=6, temperature=1.0)
-        (sequence,) = answer.sequences
+        ((drawn, logprobs, _),) = unpack_sequences(answer)
         assert stub.bodies[-1]["model"] in stub.adapters
-        tokens = [3, 4, 5, *np.frombuffer(sequence.tokens, "<i4").tolist()]
-        logprobs = np.frombuffer(sequence.logprobs, "<f4")
+        tokens = [3, 4, 5, *drawn]
         targets = TensorData(np.array(tokens[1:], np.int64))
         datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": targets})
-        rows, _ = wires.output(wires.ask(model, 2, [datum], forward_only=True))
-        np.testing.assert_allclose(logprobs, rows[0][2:], atol=1e-5)
-
-
-def make_arguments(folder, **options):
-    names = ("keys_file", "tls_cert", "tls_key", "renderer", "body_bytes", "sampler_folder")
-    values = {"base_model": ["m=tiny:addition"], "host": "127.0.0.1", "port": 0, "seed": 0}
-    values |= {"resume": False, "durable": False, "sampler_tp": 1, "stop_grace": 60.0}
-    values |= {"output_dir": str(folder / "out"), "sampler": "vllm", "sampler_url": None}
-    return argparse.Namespace(**dict.fromkeys(names), **{**values, **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "needs --sampler-url"),
-        ({"sampler": "auto", "sampler_url": ["http://a:1"]}, "are of --sampler vllm"),
-        (
-            {"sampler_url": ["http://a:1"], "base_model": ["a=tiny:addition", "b=tiny:ascii"]},
-            "hold the weights of one model",
-        ),
-        ({"sampler_url": ["http://a:1"], "sampler_tp": 2}, "leave sampler_tp at 1"),
-    ],
-)
-def test_options_that_do_not_combine_are_refused(options, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        read_serve_settings(make_arguments(tmp_path, **options))
+        (row,) = wires.score(model, 2, [datum])
+        np.testing.assert_allclose(logprobs, row[2:], atol=1e-5)
 
 
 def test_servers_without_adapters_are_refused(servers, connect):
