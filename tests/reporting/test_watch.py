@@ -20,13 +20,7 @@ import pytest
 from rich.console import Console
 
 from rl.jsonl import read_jsonl
-from rl.reporting import (
-    Logbook,
-    RunFollower,
-    claim_folder,
-    load_saved_config,
-    render_runs,
-)
+from rl.reporting import Logbook, RunFollower, claim_folder, load_saved_config, render_runs
 from rl.reporting.run_follower import choose_answers
 from rl.reporting.terminal_chart import ChartCurve, TerminalChart, format_axis_value
 
