@@ -152,6 +152,10 @@ def test_numbers_of_stages_skip_the_names_of_others(tmp_path):
     ("sample.py --prompt-suffix k tiny:ascii --prompt x", "put WEIGHTS before --prompt-suffix"),
     ("evaluate.py --prompt-column question runs/x", "put WEIGHTS before --prompt-column"),
     ("sample.py tiny:ascii --dataset rows.jsonl --prompt x", "leave out one of them"),
+    ("sample.py tiny:addition -n 0", "n is at least 1, got 0"),
+    ("evaluate.py tiny:ascii --seeds 1 1", "seeds has a value twice: 1 1"),
+    ("evaluate.py tiny:ascii --seeds -1", "seed is at least 0, got -1"),
+    ("evaluate.py tiny:ascii --output table.md", "output is a .json file"),
 ])  # fmt: skip
 def test_arguments_that_would_be_misread_are_refused(words, expected, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", words.split())
