@@ -129,18 +129,11 @@ def test_every_number_has_a_range() -> None:
 
 
 @pytest.mark.parametrize(
-    "every_method",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["each section once", "every method"],
+    "value", BAD, ids=lambda text: text if len(text) < 30 else f"{len(text)} digits"
 )
-@pytest.mark.parametrize(
-    "value", BAD, ids=lambda value: value if len(value) < 30 else f"{len(value)} digits"
-)
-def test_every_number_refuses_it_on_the_line_and_names_the_flag(
-    value: str, every_method: bool
-) -> None:
+def test_every_number_refuses_it_on_the_line_and_names_the_flag(value: str) -> None:
     accepted: dict[str, str] = {}
-    for method, name, *_ in NUMBERS if every_method else ONCE:
+    for method, name, *_ in ONCE:
         flag = "--" + name.replace("_", "-")
         words = [value] if name not in ("rewards", "reward_models") else ["gsm8k", value]
         line = ["grpo" if method == "run" else method, flag, *words]
