@@ -15,7 +15,12 @@ import torch
 from safetensors.numpy import load_file
 from sampler_models import reference_logprobs
 from transformers import AutoModelForCausalLM
-from whole_runs import RECIPE, train, updates_end_while_answers_are_drawn
+from whole_runs import (
+    RECIPE,
+    runs_draw_no_curves,
+    train,
+    updates_end_while_answers_are_drawn,
+)
 from whole_runs import read_metrics as metrics
 
 from rl.algorithms import METHODS
@@ -55,7 +60,8 @@ LINE = (
 
 
 def execute_words(words: str) -> None:
-    execute(parse_run(words.split(), METHODS, RECIPE, options=RunSettings))
+    with runs_draw_no_curves():
+        execute(parse_run(words.split(), METHODS, RECIPE, options=RunSettings))
 
 
 @pytest.fixture(scope="module")
