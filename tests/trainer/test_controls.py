@@ -79,7 +79,7 @@ GUIDE = {
 @pytest.mark.parametrize("line", GUIDE)
 def test_the_guides_settings(line):
     (stage,) = stages_of(*line.split())
-    values = flatten_settings(stage.settings)
+    values = {**flatten_settings(stage.settings), "learning_rate": stage.settings.learning_rate}
     assert {name: values[name] for name in GUIDE[line]} == GUIDE[line]
 
 
