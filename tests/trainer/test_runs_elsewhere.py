@@ -25,7 +25,7 @@ from rl.trainer.run_summary import format_resume_command
 REPO = Path(__file__).resolve().parents[2]
 WORDS = (
     "--reward scores.py:score --dataset rows.jsonl --eval-dataset rows.jsonl --steps 1 "
-    "--batch-size 2 --max-tokens 4 --base-model tiny:addition"
+    "--batch-size 2 --max-tokens 4 --base-model tiny:addition --reward-workers 1"
 )
 CODE = """from rl.algorithms import GRPO, GrpoSettings
 
