@@ -1,6 +1,7 @@
 """Run whole runs in this process, for tests of methods."""
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
+from rl.reporting import metric_plots
 from rl.rollout import RolloutEngine
 from rl.trainer.batch_log import BatchLog
 from rl.trainer.execute import execute
@@ -23,14 +25,22 @@ RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
 def train(words: str, folder: Path) -> list[dict]:
     """Run `train.py WORDS`; return its metrics without fields that depend on the clock."""
     others = ["--seed", str(learning.seed())] if learning.seed() and "--seed" not in words else []
-    execute(
-        parse_run(
-            [*words.split(), *others, "--output-dir", str(folder), "--quiet"],
-            METHODS,
-            RECIPE,
-            options=RunSettings,
-        )
-    )
+    line = [*words.split(), *others, "--output-dir", str(folder), "--quiet"]
+    with runs_draw_no_curves():
+        execute(parse_run(line, METHODS, RECIPE, options=RunSettings))
+    return read_metrics(folder)
+
+
+@contextmanager
+def runs_draw_no_curves() -> Iterator[None]:
+    """Save the seconds of drawing a plot that no test looks at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metric_plots, "draw_curves", lambda source, out, *labels: out.touch())
+        yield
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """Return the metrics of a run without fields that depend on the clock."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
@@ -80,34 +90,35 @@ def updates_end_while_answers_are_drawn() -> Iterator[None]:
         yield
 
 
-class _Cut(Exception):
-    pass
+def copy_killed_run(run: Path, to: Path) -> None:
+    """Copy the folder of a run as it would be left if the run were killed now."""
+    shutil.copytree(run, to, ignore=shutil.ignore_patterns("run.lock"))
 
 
 def two_and_two(words: str, folder: Path) -> list[dict]:
-    """Check that four steps at once, and four steps that are interrupted in the third and resumed
-    from the second, give the same metrics and weights.
+    """Check that four steps at once, and four steps that are killed in the third and resumed from
+    the second, give the same metrics and weights.
 
     `words`: of a run with a single stage, without steps and saving. Returns the metrics.
     """
-    words += " --steps 4 --save-every 2"
-    whole = train(words, folder / "whole")
-
+    words += " --steps 4 --save-every 2 --no-self-test --no-reward-check"
     write_row = BatchLog.write_row
 
-    def cut(self, done, metrics):
+    def copy_in_third(self, done, metrics):
         if done == 3:
-            raise _Cut
+            copy_killed_run(folder / "whole", folder / "cut")
         write_row(self, done, metrics)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(_Cut):
-        patch.setattr(BatchLog, "write_row", cut)
-        train(words, folder / "cut")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchLog, "write_row", copy_in_third)
+        whole = train(words, folder / "whole")
     saved = [path.name for path in (folder / "cut" / "checkpoints").iterdir()]
     assert [name.rsplit("-", 1)[1] for name in saved] == ["000002"]
     assert train(f"{words} --resume", folder / "cut") == whole
-    first, other = final_weights(folder / "whole"), final_weights(folder / "cut")
-    assert first.keys() == other.keys() and all(
-        torch.equal(first[name], other[name]) for name in first
-    )
+    assert same_weights(folder / "whole", folder / "cut")
     return whole
+
+
+def same_weights(first: Path, other: Path) -> bool:
+    a, b = final_weights(first), final_weights(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -119,6 +119,9 @@ def test_settings_of_the_run_that_another_reward_does_not_use_are_left_out():
     assert override_settings((run,), ["--reward", "gsm8k"])[0].code_block == "fenced"
     with pytest.raises(SettingsError, match="no reward runs programs"):  # a requested value
         override_settings((run,), ["--reward", "gsm8k", "--code-block", "any"])
+    weighted = DataSettings(rewards=(("gsm8k", 1.0),))
+    (data,) = override_settings((weighted,), ["--reward", "exact_match"])
+    assert (data.reward, data.rewards) == ("exact_match", ())
     words = ["--sampler", "vllm", "--sampler-url", "http://localhost:8000"]
     (sampling,) = override_settings((SamplingSettings(sampler_cache="plain"),), words)
     assert (sampling.sampler, sampling.sampler_cache) == ("vllm", "auto")
@@ -151,17 +154,13 @@ def test_finished_data_sets_are_kept_if_a_later_one_fails(tmp_path: Path, monkey
         common = {"weights": "w", "temperature": 1.0, "samples": 1, "rows": [{"problem": 0}]}
         return {**common, "dataset": evaluation.label, "table": [row]}
 
-    weights = SimpleNamespace(
-        create_service=lambda **_: nullcontext(),
-        create_sampler=lambda *_, **__: None,
-        run_folder=None,
-    )
+    def prepare(args: Any, weights: Any, name: str, _: Any) -> SimpleNamespace:
+        return SimpleNamespace(label=name, sampling=None)
+
+    weights = SimpleNamespace(run_folder=None, create_sampler=lambda *_, **__: None)
+    weights.create_service = lambda **_: nullcontext()
     monkeypatch.setattr("rl.trainer.open_weights", lambda *_, **__: weights)
-    monkeypatch.setattr(
-        evaluate,
-        "prepare_evaluation",
-        lambda _, __, name, ___: SimpleNamespace(label=name, sampling=None),
-    )
+    monkeypatch.setattr(evaluate, "prepare_evaluation", prepare)
     monkeypatch.setattr(evaluate, "evaluate_dataset", score)
     output, parts = tmp_path / "all.json", []
     words = {"weights": "w", "checkpoint": None, "trust_run": False, "seeds": [0], "sampler_tp": 1}
@@ -186,21 +185,14 @@ def test_a_named_file_is_located_from_another_folder(tmp_path: Path, monkeypatch
     for name in ("rows.jsonl", "more.jsonl", "gpqa:odd.jsonl"):
         (started / name).write_text("{}\n")
 
-    def make_config(eval_dataset: str, *more: str) -> dict[str, Any]:
-        settings = {
-            "dataset": "addition:noise=0.7",
-            "eval_dataset": eval_dataset,
-            "more_eval_datasets": list(more),
-        }
-        stage = {"method": "grpo", "settings": settings}
+    def make_config(*names: str) -> dict[str, Any]:
+        settings = {"dataset": "addition:noise=0.7", "eval_dataset": names[0]}
+        stage = {"method": "grpo", "settings": settings | {"more_eval_datasets": [*names[1:]]}}
         return {"launched_from": str(started), "stages": [stage]}
 
     recorded = make_config("aime:rows.jsonl", "openai/gsm8k:more.jsonl", "gpqa:odd.jsonl")
-    absolute = make_config(
-        f"aime:{started}/rows.jsonl",
-        f"openai/gsm8k:{started}/more.jsonl",
-        f"{started}/gpqa:odd.jsonl",
-    )
+    places = ("aime:{}/rows.jsonl", "openai/gsm8k:{}/more.jsonl", "{}/gpqa:odd.jsonl")
+    absolute = make_config(*(place.format(started) for place in places))
     monkeypatch.chdir(elsewhere)
     assert locate_recorded_files(recorded) == absolute
     assert match_recorded_files(recorded, absolute) == absolute

@@ -9,7 +9,6 @@ from rl.config import (
     DataSettings,
     RunSettings,
     SettingsError,
-    diff_configs,
     override_settings,
     parse_run,
 )
@@ -60,31 +59,6 @@ def test_a_mistyped_flag_of_a_script_is_recognised():
     meant = {"--limt": "--limit", "--evl-limit": "--eval-limit"}
     assert error.value.problems == [
         f"{typed}: no such setting; did you mean {flag}?" for typed, flag in meant.items()
-    ]
-
-
-def test_a_flag_of_a_script_replaces_what_a_flag_of_a_run_would():
-    (data,) = override_settings(
-        (DataSettings(dataset="addition", rewards=(("gsm8k", 1.0),)),), ["--reward", "exact_match"]
-    )
-    assert (data.reward, data.rewards, data.dataset) == ("exact_match", (), "addition")
-
-
-def test_a_setting_that_was_left_out_is_said_to_be_not_set():
-    was = {
-        "options": {},
-        "stages": [
-            {"name": "sft", "method": "sft", "settings": {"learning_rate": None, "top_p": 1.0}}
-        ],
-    }
-    now = {
-        "options": {},
-        "stages": [
-            {"name": "sft", "method": "sft", "settings": {"learning_rate": 1e-5, "top_p": 1.0}}
-        ],
-    }
-    assert [line.rpartition(": ")[2] for line in diff_configs(was, now)] == [
-        "learning_rate (not set) -> 1e-05"
     ]
 
 

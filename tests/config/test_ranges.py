@@ -110,97 +110,50 @@ def is_number(annotation: str) -> bool:
     return bool(re.search(r"(?<!\w)(int|float)(?!\w)", annotation)) and "Literal" not in annotation
 
 
+SETTINGS = {**{name: spec.Settings for name, spec in METHODS.items()}, "run": RunSettings}
 NUMBERS = [
     (method, name, owner, annotation)
-    for method, cls in [
-        *((name, spec.Settings) for name, spec in METHODS.items()),
-        ("run", RunSettings),
-    ]
+    for method, cls in SETTINGS.items()
     for name, (owner, annotation) in list_leaf_fields(cls).items()
     if is_number(annotation)
 ]
-ONCE = list(
-    {
-        (owner, name): (method, name, owner, annotation)
-        for method, name, owner, annotation in NUMBERS
-    }.values()
-)
-
-
-def format_arguments(name: str, annotation: str, value: str) -> list[str]:
-    """Return the words for such a value on the command line."""
-    return ["gsm8k", value] if name in ("rewards", "reward_models") else [value]
-
-
-def test_the_population_is_all_there_is() -> None:
-    """test_every_number_has_a_range compares its names with the fields."""
-    assert len(NUMBERS) > 300 and {method for method, *_ in NUMBERS} == {*METHODS, "run"}
+ONCE = list({(item[2], item[1]): item for item in NUMBERS}.values())
 
 
 def test_every_number_has_a_range() -> None:
-    missing = []
-    for method, name, _, _ in NUMBERS:
-        field = get_fields(RunSettings if method == "run" else METHODS[method].Settings)[name]
-        if not isinstance(field.range, Range):
-            missing.append(f"{method}: {name}")
-    assert not missing, "annotate them: Annotated[float, Range(...)], rl/config/number_range.py"
-    for method, spec in METHODS.items():  # and each setting with a range is a number
-        assert {n for n, f in get_fields(spec.Settings).items() if f.range} == {
-            n for m, n, _, _ in NUMBERS if m == method
-        }
+    """Annotate a number as Annotated[float, Range(...)], of rl/config/number_range.py."""
+    assert len(NUMBERS) > 300 and {method for method, *_ in NUMBERS} == SETTINGS.keys()
+    for method, cls in SETTINGS.items():
+        ranged = {name for name, field in get_fields(cls).items() if field.range}
+        assert ranged == {name for of, name, *_ in NUMBERS if of == method}, method
 
 
 @pytest.mark.parametrize(
-    "every_method",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["each section once", "every method"],
+    "value", BAD, ids=lambda text: text if len(text) < 30 else f"{len(text)} digits"
 )
-@pytest.mark.parametrize(
-    "value", BAD, ids=lambda value: value if len(value) < 30 else f"{len(value)} digits"
-)
-def test_every_number_refuses_it_on_the_line_and_names_the_flag(
-    value: str, every_method: bool
-) -> None:
+def test_every_number_refuses_it_on_the_line_and_names_the_flag(value: str) -> None:
     accepted: dict[str, str] = {}
-    for method, name, _, annotation in NUMBERS if every_method else ONCE:
+    for method, name, *_ in ONCE:
         flag = "--" + name.replace("_", "-")
+        words = [value] if name not in ("rewards", "reward_models") else ["gsm8k", value]
+        line = ["grpo" if method == "run" else method, flag, *words]
         try:
-            read_run(
-                [
-                    "grpo" if method == "run" else method,
-                    flag,
-                    *format_arguments(name, annotation, value),
-                ],
-                METHODS,
-                RECIPE,
-                RunSettings,
-            )
+            read_run(line, METHODS, RECIPE, RunSettings)
         except SettingsError as error:
-            assert any(flag in problem or f" {name} " in problem for problem in error.problems), (
-                method,
-                name,
-                error.problems,
-            )
-            assert all(len(problem) < 1000 for problem in error.problems), (
-                "a long value is not repeated whole"
-            )
+            named = [
+                problem for problem in error.problems if flag in problem or f" {name} " in problem
+            ]
+            assert named, (method, name, error.problems)
+            assert max(map(len, error.problems)) < 1000, "a long value is not repeated whole"
         else:
             accepted[name] = method
-    extra = {
-        f"{method} {name}"
-        for name, method in accepted.items()
-        if name not in ALLOWED.get(value, {})
-    }
+    extra = accepted.keys() - ALLOWED.get(value, {}).keys()
     assert not extra, f"{value} is accepted: narrow the range, or say why in ALLOWED"
 
 
 def test_the_list_names_nothing_that_is_refused() -> None:
     """Settings that only take effect together with another setting are built separately."""
-    tables = {
-        name: field
-        for spec in METHODS.values()
-        for name, field in get_fields(spec.Settings).items()
-    } | get_fields(RunSettings)
+    tables = {name: field for cls in SETTINGS.values() for name, field in get_fields(cls).items()}
     for value, names in ALLOWED.items():
         for name in names:
             allowed = tables[name].range
@@ -232,8 +185,7 @@ def test_every_number_refuses_it_in_a_runs_config() -> None:
         if name in ("rewards", "curriculum_steps"):
             continue
         problems: list[str] = []
-        cls = RunSettings if method == "run" else METHODS[method].Settings
-        unflatten_settings(cls, {name: "nan"}, problems, "config.json")
+        unflatten_settings(SETTINGS[method], {name: "nan"}, problems, "config.json")
         assert any(name in problem for problem in problems), (method, name)
 
 
@@ -271,11 +223,7 @@ def test_numpys_numbers_are_numbers() -> None:
     ("grpo --reward-clip 0.1 --reward-scale inf", "--reward-scale is at most 1000000000, got inf"),
 ])  # fmt: skip
 def test_sizes_that_cannot_fit_are_refused_before_any_work(
-    words: str,
-    output: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    words: str, output: str, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as ended:

@@ -80,23 +80,16 @@ def is_mastered(rows: Sequence[Row]) -> bool:
 def kl_above(level: float) -> Check:
     def check(rows: Sequence[Row]) -> str | None:
         value = max_or_nan([abs(number(rows[-1], KL[0])), number(rows[-1], KL[1])])
-        # NaN must count as above
-        return (
-            None
-            if value <= level
-            else f"KL between sampler and learner is {value:.3g}, above {level:g}"
-        )
+        if value <= level:  # NaN must count as above
+            return None
+        return f"KL between sampler and learner is {value:.3g}, above {level:g}"
 
     return check
 
 
 def large_gradient(rows: Sequence[Row]) -> str | None:
     """Report a norm of the policy or the critic above 10 for three batches, or a gradient that is
-    not finite, whether the step was skipped or not.
-
-    In a mastered task, only a few answers in hundreds have a gradient, and the gradient is a mean
-    over only their tokens: noise with a norm of 10 to 30 in a healthy run. In that case the
-    policy's norm is taken as a mean over all sampled tokens.
+    not finite. In a mastered task the policy's norm is taken as a mean over all sampled tokens.
     """
     if number(rows[-1], SKIPPED) > 0:
         return "the gradient is not finite: the optimizer step was skipped"
@@ -117,12 +110,8 @@ def large_gradient(rows: Sequence[Row]) -> str | None:
 
 
 def zero_advantages(rows: Sequence[Row]) -> str | None:
-    """Report three batches in a row that do not distinguish answers, unless the rewards are as high
-    as possible.
-
-    Either every advantage is 0; or, if a KL penalty or a learned value gives every token a nonzero
-    advantage, the rewards are equal within each group (for single answers: across all three
-    batches).
+    """Report three batches in a row without an advantage, or with rewards that are equal within each
+    group (for single answers: across all three batches), unless they are as high as possible.
     """
     last = rows[-FEW:]
     if len(last) < FEW or is_solved(rows) or is_mastered(rows):
@@ -149,23 +138,17 @@ def reward_flat(rows: Sequence[Row]) -> str | None:
     result = get_ends(rows, REWARD, MANY)
     if result is None or check_rise(*result) or is_mastered(rows):
         return None
-    row = rows[-1]
-    spread = (
-        f"min {number(row, LOW):.3g}, max {number(row, HIGH):.3g}, std {number(row, STD):.3g} in "
-        f"this batch"
-    )
+    low, high, std = (number(rows[-1], name) for name in (LOW, HIGH, STD))
     return (
         f"reward has not risen: mean {fmean(result[0]):.3g} of the first {MANY} batches, "
-        f"{fmean(result[1]):.3g} of the last ({spread})"
+        f"{fmean(result[1]):.3g} of the last (min {low:.3g}, max {high:.3g}, std {std:.3g} in this "
+        "batch)"
     )
 
 
 def entropy_collapse(rows: Sequence[Row]) -> str | None:
-    """Report entropy below a tenth of its initial value, or certain answers, while much can still
-    be learned.
-
-    A mastered task may have no entropy. Certain means below 0.1 nats per answer, which a run may
-    have from its first batch.
+    """Report entropy below a tenth of its initial value, or answers with less than 0.1 nats, unless
+    the task is mastered.
     """
     if is_mastered(rows):
         return None
@@ -173,12 +156,9 @@ def entropy_collapse(rows: Sequence[Row]) -> str | None:
     if len(newest) == SOME and max_or_nan(newest) < CERTAIN:
         return f"answers are certain: {fmean(newest):.2g} nats of entropy an answer"
     result = get_ends(rows, ENTROPY, SOME)
-    if result is None:
+    if result is None or max(result[1]) >= 0.1 * (first := fmean(result[0])):
         return None
-    first, last = fmean(result[0]), max(result[1])
-    return (
-        f"entropy fell from {first:.2g} to {last:.2g} nats a token" if last < 0.1 * first else None
-    )
+    return f"entropy fell from {first:.2g} to {max(result[1]):.2g} nats a token"
 
 
 def low_temperature(rows: Sequence[Row]) -> str | None:
@@ -219,53 +199,47 @@ def length_running_away(rows: Sequence[Row]) -> str | None:
     result, cut = get_ends(rows, LENGTH, SOME), get_ends(rows, TRUNCATED, SOME)
     if result is None or cut is None:
         return None
-    growth, cut_first, cut_last = (
-        fmean(result[1]) / max(1e-9, fmean(result[0])), fmean(cut[0]), fmean(cut[1]),
-    )  # fmt: skip
+    first, last, cut_first, cut_last = map(fmean, (*result, *cut))
+    growth = last / max(1e-9, first)
     if not (growth > 3 or (growth > 1.5 and cut_last > cut_first + 0.2)):
         return None
     return (
-        f"answers grew from {fmean(result[0]):.0f} to {fmean(result[1]):.0f} tokens; {cut_last:.0%} "
-        f"are cut off, {cut_first:.0%} at first"
+        f"answers grew from {first:.0f} to {last:.0f} tokens; {cut_last:.0%} are cut off, "
+        f"{cut_first:.0%} at first"
     )
 
 
 def format_alone(rows: Sequence[Row]) -> str | None:
     """Report that over at least 20 batches the format improved and correctness did not."""
     form, right = get_ends(rows, FORMAT, MANY // 2), get_ends(rows, CORRECT, MANY // 2)
-    if (
-        form is None
-        or right is None
-        or not check_rise(*form)
-        or fmean(form[1]) - fmean(form[0]) < 0.05
-        or check_rise(*right)
-    ):
+    if form is None or right is None or not check_rise(*form) or check_rise(*right):
+        return None
+    before, after, right_before, right_after = map(fmean, (*form, *right))
+    if after - before < 0.05:
         return None
     return (
-        f"only the format improves: format {fmean(form[0]):.2f} to {fmean(form[1]):.2f}, "
-        f"correct {fmean(right[0]):.2f} to {fmean(right[1]):.2f}"
+        f"only the format improves: format {before:.2f} to {after:.2f}, "
+        f"correct {right_before:.2f} to {right_after:.2f}"
     )
 
 
 def rewards_failing(rows: Sequence[Row]) -> str | None:
     """Report that half of a batch's samples, or a tenth over three batches, were not scored."""
-    shares = []
-    for few in (1, 3):
-        failed, scored = (
-            sum(number(row, name) for row in rows[-few:]) for name in ("reward/failed", EPISODES)
-        )
-        shares.append((failed / (failed + scored) if failed > 0 else 0.0, failed, failed + scored))
-    (at_once, failed, request), (share, _, _) = shares
-    if at_once >= 0.5:
+
+    def count(few: int) -> tuple[float, float]:
+        """Return the failed samples of the last batches, and all their samples."""
+        failed, scored = (sum(column(rows[-few:], name)) for name in ("reward/failed", EPISODES))
+        return failed, failed + scored
+
+    (failed, samples), (failed_of_3, samples_of_3) = count(1), count(3)
+    if failed > 0 and failed / samples >= 0.5:
         return (
-            f"{failed:.0f} of the {request:.0f} samples of this batch could not be scored: its "
+            f"{failed:.0f} of the {samples:.0f} samples of this batch could not be scored: its "
             f"reward is the mean of the other samples"
         )
-    return (
-        f"{share:.0%} of the samples of 3 batches could not be scored"
-        if len(rows) >= 3 and share > 0.1
-        else None
-    )
+    if len(rows) >= 3 and failed_of_3 > 0 and failed_of_3 / samples_of_3 > 0.1:
+        return f"{failed_of_3 / samples_of_3:.0%} of the samples of 3 batches could not be scored"
+    return None
 
 
 def _in_groups(row: Row) -> bool:
@@ -300,12 +274,6 @@ def brute_force(
         }
         metrics = {f"alarm/{name}": float(seen is not None) for name, seen in results.items()}
         quiet = {name for old, _ in messages[-QUIET:] for name, value in old.items() if value}
-        messages.append((
-            metrics,
-            [
-                seen
-                for name, seen in results.items()
-                if seen is not None and f"alarm/{name}" not in quiet
-            ],
-        ))  # fmt: skip
+        new = [name for name in results if f"alarm/{name}" not in quiet]
+        messages.append((metrics, [seen for name in new if (seen := results[name]) is not None]))
     return messages

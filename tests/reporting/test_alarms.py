@@ -1,7 +1,6 @@
 """Test alarms on injected faults, in metric streams and whole runs; healthy runs raise none."""
 
 import dataclasses
-import json
 import math
 import random
 import re
@@ -9,11 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from whole_runs import RECIPE, runs_draw_no_curves
 
 from rl.algorithms import GRPO, METHODS, Models, PpoOptions, Progress
 from rl.algorithms.distillation import DistillationSettings
 from rl.config import LoopSettings, OptimSettings, RunSettings, parse_run
 from rl.config.fields import get_fields
+from rl.jsonl import read_jsonl
 from rl.reporting import AlarmMonitor
 from rl.reporting.alarm_monitor import ALARMS
 from rl.rollout import (
@@ -27,7 +28,6 @@ from rl.rollout import (
 from rl.trainer.execute import execute
 from rl.types import Datum, ForwardBackwardOutput, ModelInput, SampledSequence, TensorData
 
-REPO = Path(__file__).resolve().parents[2]
 STEPS = 60
 
 
@@ -143,19 +143,12 @@ def test_each_fault_sets_off_its_alarm_and_no_other_and_is_said_once(edit, expec
     )
 
 
-def test_only_what_a_row_has_is_judged():
-    metrics, _ = AlarmMonitor()({"optim/grad_norm": 1.0, "optim/loss": 2.0})
-    assert metrics == {"alarm/grad_norm": 0.0}
-    assert len({alarm.name for alarm in ALARMS}) == len(ALARMS)
-
-
 def test_metrics_of_samples_by_hand():
     def group(*answers: tuple[str, int]) -> TrajectoryGroup:
-        members = []
+        members, read = [], ModelInput.from_ints([1])
         for text, tokens in answers:
             action = SampledSequence([1] * tokens, [-0.5] * tokens)
-            logs = {"response": text}
-            turn = Transition(ModelInput.from_ints([1]), action, 0.0, True, logs=logs)
+            turn = Transition(read, action, 0.0, True, logs={"response": text})
             members.append(Trajectory([turn]))
         return TrajectoryGroup(members, [0.0] * 2, [{}] * 2)
 
@@ -186,53 +179,42 @@ def test_remedies_name_flags_that_the_method_has():
     assert sum("(grpo)" in alarm.remedy for alarm in ALARMS) >= 5
 
 
-def test_the_largest_norm_is_not_a_number_where_one_is_not():
-    assert max_or_nan([]) == 0.0
-    assert max_or_nan([2.0, 3.0, 1.0]) == 3.0
-    assert max_or_nan([1.0, math.inf]) == math.inf
-    for place in range(3):
-        norms = [1.0, 2.0, 3.0]
-        norms[place] = math.nan
-        assert math.isnan(max_or_nan(norms)), place
+@pytest.mark.parametrize(("norms", "largest"), [
+    ([], 0.0), ([2.0, 3.0, 1.0], 3.0), ([1.0, math.inf], math.inf), ([math.nan, 2.0, 3.0], math.nan),
+    ([1.0, math.nan, 3.0], math.nan), ([1.0, 2.0, math.nan], math.nan),
+])  # fmt: skip
+def test_the_largest_norm_is_not_a_number_where_one_is_not(norms, largest):
+    assert max_or_nan(norms) == pytest.approx(largest, nan_ok=True)
 
 
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("method", ["grpo", "ppo", "dpo", "distill", "reward_model"])
-def test_a_gradient_that_is_not_finite_is_said_by_every_method(method, bad, monkeypatch):
+def test_a_gradient_that_is_not_finite_is_said_by_every_method(method, bad):
     """Run two optimizer steps, the first or second of which is skipped for a norm of NaN."""
     norms = iter([math.nan if i == bad else 2.0 for i in range(2)])
+    names = ("loss", "pairs", "chosen_rewards", "rejected_rewards", "ranked_right")
+    sums = {f"{name}:sum": 1.0 for name in names}
 
-    def noted(datums, *_, **__):
+    def score(datums, *_, **__):
         outputs = [{"logprobs": TensorData([-1.0, -1.0])} for _ in datums]
-        return SimpleNamespace(
-            result=lambda: ForwardBackwardOutput(outputs, dict.fromkeys(sums, 1.0))
-        )
+        return SimpleNamespace(result=lambda: ForwardBackwardOutput(outputs, sums))
 
-    def stepped(params):
+    def step(params):
         norm = next(norms)
         metrics = {"grad_norm": norm} | ({"skipped_nonfinite": 1.0} if math.isnan(norm) else {})
         return SimpleNamespace(result=lambda: SimpleNamespace(metrics=metrics))
 
-    sums = [
-        f"{name}:sum"
-        for name in ("loss", "pairs", "chosen_rewards", "rejected_rewards", "ranked_right")
-    ]
-    policy = SimpleNamespace(forward_backward=noted, forward=noted, optim_step=stepped)
-    fields = {
-        "target_tokens": [1, 2],
-        "logprobs": [-1.0, -1.0],
-        "advantages": [0.5, -0.5],
-        "mask": [1.0, 1.0],
-    }
     inputs = {"optim": OptimSettings(num_substeps=2), "loop": LoopSettings(steps=5, batch_size=4)}
-    inputs |= {"ppo": PpoOptions(epochs=1)} if method == "ppo" else {}
-    inputs |= (
-        {"distillation": DistillationSettings(learn_from="teacher")} if method == "distill" else {}
-    )
+    fields = {"target_tokens": [1, 2], "logprobs": [-1.0, -1.0]}
+    fields |= {"advantages": [0.5, -0.5], "mask": [1.0, 1.0]}
+    if method == "ppo":
+        inputs["ppo"] = PpoOptions(epochs=1)
     if method == "distill":  # soft targets
+        inputs["distillation"] = DistillationSettings(learn_from="teacher")
         fields = {"target_tokens": [[1, 2], [2, 1]], "weights": [[0.5, 0.5], [1.0, 0.0]]}
-    trained = METHODS[method](METHODS[method].Settings(**inputs))
+    policy = SimpleNamespace(forward_backward=score, forward=score, optim_step=step)
     datums = [Datum(ModelInput.from_ints([1, 2]), fields) for _ in range(4)]
+    trained = METHODS[method](METHODS[method].Settings(**inputs))
     metrics = trained.update(Models(policy), datums, Progress(0, 5))
     assert math.isnan(metrics["optim/grad_norm"]) and metrics["optim/skipped_nonfinite"] == 1
     assert AlarmMonitor()(metrics)[0]["alarm/grad_norm"] == 1
@@ -243,14 +225,7 @@ def test_a_gradient_that_is_not_finite_is_said_by_every_method(method, bad, monk
 # ------------------------------------------------------------------- through the real training loop
 
 
-# Temperatures of sampler and learner, and the alarms that their KL sets off.
-MISMATCHES = [
-    (1.0, 0.8, {"kl_0.01"}),
-    (1.0, 0.5, {"kl_0.01", "kl_0.1"}),
-    (0.05, 3.0, {"kl_0.01", "kl_0.1", "kl_1"}),
-]
 REWARDS = """
-import zlib
 from rl.rewards import RewardResult
 
 def graded(prompt, response, meta):
@@ -259,50 +234,40 @@ def graded(prompt, response, meta):
 def has_a_one(prompt, response, meta):
     return float("1" in response)
 
-def length(prompt, response, meta):
-    return len(response)
-
-def chance(prompt, response, meta):
-    return zlib.crc32(f"{prompt}{response}".encode()) % 2
-
-def form_alone(prompt, response, meta):
-    form = float(response[:1] == "1")
-    return RewardResult(form, {"format": form, "correct": 0.0})
-
 def form_and_substance(prompt, response, meta):
     form, right = float(response[:1] == "1"), float(response[1:2] in ("2", "3", "4"))
     return RewardResult(0.5 * form + 0.5 * right, {"format": form, "correct": right})
 """
 
 
-def run(folder: Path, *words: str, method: str = "grpo") -> list[dict[str, float]]:
+COMMON = (
+    "--base-model tiny:addition --dataset addition --max-tokens 4 --batch-size 4 --eval-every 0 "
+    "--rollouts-every 0"
+)
+
+
+def run(folder: Path, words: str, *, method: str = "grpo") -> list[dict[str, float]]:
     """Return training rows of a short run of an untrained tiny model. `--reward :name` selects one
     of REWARDS.
     """
     folder.mkdir(exist_ok=True)
     (folder / "planted.py").write_text(REWARDS)
-    words = [f"{folder / 'planted.py'}{word}" if word.startswith(":") else word for word in words]
-    common = """--base-model tiny:addition --dataset addition --max-tokens 4 --batch-size 4 --eval-every 0 --rollouts-every 0
-        --output-dir""".split()
-    groups = [] if method == "sft" else ["--group-size", "4"]
-    every = [method, *common, str(folder / "run"), *groups, *words]
-    execute(parse_run(every, METHODS, REPO / "recipes" / "addition.yaml", options=RunSettings))
-    return [
-        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    groups = "" if method == "sft" else "--group-size 4"
+    words = words.replace("--reward :", f"--reward {folder / 'planted.py'}:")
+    line = f"{method} {COMMON} --output-dir {folder / 'run'} {groups} {words}".split()
+    with runs_draw_no_curves():
+        execute(parse_run(line, METHODS, RECIPE, options=RunSettings))
+    return read_jsonl(folder / "run" / "metrics.jsonl")
 
 
 def on(row: dict[str, float]) -> set[str]:
-    return {
-        name.removeprefix("alarm/")
-        for name, value in row.items()
-        if name.startswith("alarm/") and value
-    }
+    """Return the names of the alarms that are on."""
+    return {name[6:] for name, value in row.items() if name.startswith("alarm/") and value}
 
 
 def test_a_reward_that_never_tells_answers_apart_is_said_by_a_real_run(tmp_path, capsys):
-    words = ["--reward", "exact_match", "--steps", "4", "--save-every", "2"]
-    rows = run(tmp_path, *words)  # an untrained model is never right
+    words = "--reward exact_match --steps 4 --save-every 2"
+    rows = run(tmp_path, words)  # an untrained model is never right
     assert [row["alarm/zero_advantages"] for row in rows] == [0, 0, 1, 1]
     assert [on(row) for row in rows] == [set(), set(), {"zero_advantages"}, {"zero_advantages"}]
     assert capsys.readouterr().out.count("all advantages are zero") == 1
@@ -310,9 +275,8 @@ def test_a_reward_that_never_tells_answers_apart_is_said_by_a_real_run(tmp_path,
     # resumed after two steps, the alarm still starts at the third
     notes = tmp_path / "run" / "checkpoints.jsonl"
     notes.write_text(notes.read_text().splitlines()[0] + "\n")
-    assert [row["alarm/zero_advantages"] for row in run(tmp_path, *words, "--resume")] == [
-        0, 0, 1, 1,
-    ]  # fmt: skip
+    rows = run(tmp_path, f"{words} --resume")
+    assert [row["alarm/zero_advantages"] for row in rows] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(("method", "words", "expected"), [
@@ -325,103 +289,57 @@ def test_the_same_where_every_token_has_an_advantage_all_the_same(
     tmp_path, capsys, method, words, expected
 ):
     """A KL penalty, or the error of a learned value, gives every token an advantage."""
-    rows = run(tmp_path, "--reward", "exact_match", "--steps", "4", *words.split(), method=method)
+    rows = run(tmp_path, f"--reward exact_match --steps 3 {words}", method=method)
     if method != "reinforce":
         assert all(row["optim/frac_credited"] == 1 for row in rows[1:])
-    assert [row["alarm/zero_advantages"] for row in rows] == [0, 0, 1, 1]
+    assert [row["alarm/zero_advantages"] for row in rows] == [0, 0, 1]
     assert capsys.readouterr().out.count(expected) == 1
 
 
-@pytest.mark.parametrize(("sampled", "learnt", "expected"), MISMATCHES)
+@pytest.mark.parametrize(("sampled", "learnt", "expected"), [
+    (1.0, 0.8, {"kl_0.01"}),
+    (1.0, 0.5, {"kl_0.01", "kl_0.1"}),
+    (0.05, 3.0, {"kl_0.01", "kl_0.1", "kl_1"}),
+])  # fmt: skip
 def test_a_learner_that_scores_at_another_temperature_is_said_by_a_real_run(
     tmp_path, capsys, monkeypatch, sampled, learnt, expected
 ):
     class WrongTemperatureGRPO(GRPO):
         def update(self, models, datums, progress):
             right = self.settings
-            self.settings = dataclasses.replace(
-                right, sampling=dataclasses.replace(right.sampling, temperature=learnt)
-            )
+            wrong = dataclasses.replace(right.sampling, temperature=learnt)
+            self.settings = dataclasses.replace(right, sampling=wrong)
             metrics = super().update(models, datums, progress)
             self.settings = right
             return metrics
 
     monkeypatch.setitem(METHODS, "grpo", WrongTemperatureGRPO)
-    rows = run(tmp_path, "--reward", "exact_match", "--steps", "2", "--temperature", str(sampled))
-    assert all(on(row) == expected for row in rows), [on(row) for row in rows]
+    (row,) = run(tmp_path, f"--reward exact_match --steps 1 --temperature {sampled}")
+    assert on(row) == expected
     assert capsys.readouterr().out.count("KL between sampler and learner") >= len(expected)
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_large_rewards_without_a_scale_are_said_by_a_real_run(tmp_path, capsys, method):
     """ppo normalizes advantages, so large rewards make the critic diverge instead."""
-    words = "--reward :has_a_one --steps 5 --temperature 1".split()
-    words += {"grpo": [], "ppo": "--critic-model policy --kl-coef 0 --epochs 1".split()}[method]
-    rows = run(tmp_path / "large", *words, "--reward-scale", "1000", method=method)
+    words = "--reward :has_a_one --steps 3 --temperature 1"
+    words += {"grpo": "", "ppo": " --critic-model policy --kl-coef 0 --epochs 1"}[method]
+    rows = run(tmp_path / "large", f"{words} --reward-scale 1000", method=method)
     assert on(rows[-1]) == {"grad_norm"} and "alarm/grad_norm" in rows[0] and not on(rows[1])
     assert capsys.readouterr().out.count("gradient norm") == 1
-    assert not any(map(on, run(tmp_path / "unit", *words, method=method)))
+    assert not any(map(on, run(tmp_path / "unit", words, method=method)))
 
 
-@pytest.mark.slow
-def test_a_reward_of_length_is_said_by_a_real_run(tmp_path, capsys):
-    words = "--steps 30 --max-tokens 64 --temperature 1 --advantage mean_std --learning-rate 3e-4".split()
-    rows = run(tmp_path, "--reward", ":length", *words)
-    assert "length" in on(rows[-1]) and not any("length" in on(row) for row in rows[:9])
-    assert "answers grew from" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_format_that_rises_alone_is_said_by_a_real_run_and_one_that_does_not_is_not(
-    tmp_path, capsys
-):
-    words = "--steps 24 --batch-size 8 --group-size 8 --temperature 1 --learning-rate 2e-3".split()
-    single = run(tmp_path / "alone", "--reward", ":form_alone", *words)
-    assert "format_alone" in on(single[-1]) and not any(map(on, single[:19]))
-    assert capsys.readouterr().out.count("only the format improves") == 1
-    healthy = run(tmp_path / "healthy", "--reward", ":form_and_substance", *words)
-    assert healthy[-1]["env/all/format"] > healthy[0]["env/all/format"] + 0.5, (
-        "the format rises there, too"
-    )
-    assert all(row["alarm/format_alone"] == 0 for row in healthy) and not any(map(on, healthy))
-
-
-@pytest.mark.slow
-def test_a_run_that_learns_nothing_is_said_by_a_real_run(tmp_path, capsys):
-    """Random rewards and a learning rate that changes nothing: every batch is mixed, and no batch
-    is better than the others.
-    """
-    rows = run(
-        tmp_path, *"--reward :chance --steps 60 --temperature 1 --learning-rate 1e-12".split()
-    )
-    assert on(rows[-1]) == {"reward_flat"} and not any(map(on, rows[:39]))
-    assert capsys.readouterr().out.count("reward has not risen") == 1
-
-
-@pytest.mark.slow
-def test_a_temperature_that_explores_too_little_is_said_by_a_real_run(tmp_path, capsys):
-    """With a briefly trained model, fewer groups are mixed at 0.2 than at 1 and than half."""
-    run(tmp_path / "sft", *"--steps 120 --batch-size 64 --learning-rate 3e-3".split(), method="sft")
-    words = [
-        "--base-model",
-        str(tmp_path / "sft" / "run" / "checkpoints" / "sft-final" / "model"),
-        "--reward",
-        "exact_match",
-    ]
-    words += "--steps 6 --batch-size 16 --group-size 8".split()
-    capsys.readouterr()
-    cold, warm = (run(tmp_path / t, *words, "--temperature", t) for t in ("0.2", "1"))
-    assert on(cold[-1]) == {"low_temperature"} and not any(map(on, warm))
-    assert capsys.readouterr().out.count("temperature 0.2 explores little") == 1
-    assert sum(row["env/all/by_group/frac_mixed"] for row in warm) > sum(
-        row["env/all/by_group/frac_mixed"] for row in cold
-    )
+def test_a_real_run_has_the_metrics_of_every_alarm(tmp_path):
+    (row,) = run(tmp_path, "--reward :form_and_substance --steps 1 --temperature 1")
+    names = {name.removeprefix("alarm/") for name in row if name.startswith("alarm/")}
+    assert {alarm.name for alarm in ALARMS} - names <= {"rewards_failing"}  # no reward failed
+    assert not on(row) and row["sampler/temperature"] == 1.0
+    assert 0 < row["env/all/format"] < 1 and 1 <= row["env/all/ac_tokens_per_turn"] <= 4
 
 
 @pytest.mark.slow
 def test_a_learning_rate_that_breaks_the_model_is_said_by_a_real_run(tmp_path, capsys):
-    rows = run(
-        tmp_path, *"--reward :graded --steps 14 --learning-rate 0.05 --temperature 1.0".split()
-    )
+    rows = run(tmp_path, "--reward :graded --steps 14 --learning-rate 0.05 --temperature 1.0")
     assert {"entropy_collapse", "mode_collapse"} <= on(rows[-1]), on(rows[-1])
     assert "nats of entropy an answer" in capsys.readouterr().out

@@ -29,16 +29,21 @@ def make_message(role, text, **more):
 
 def row(turns, **more):
     last = turns[-1]
-    kept = {
-        "group": 0, "index": 0, "tag": "calculator", "problem": 7, "prompt": "",
-        "response": last["text"], "reward": 1.0,
+    kept = {key: last[key] for key in ("stop_reason", "tokens", "logprobs")}
+    return {
+        "group": 0, "index": 0, "tag": "calculator", "problem": 7, "prompt": "", "reward": 1.0,
+        "response": last["text"], "advantage": 0.5, "metrics": {}, **kept, "turns": turns, **more,
     }  # fmt: skip
-    kept |= {
-        "advantage": 0.5,
-        "metrics": {},
-        **{key: last[key] for key in ("stop_reason", "tokens", "logprobs")},
-    }
-    return {**kept, "turns": turns, **more}
+
+
+def render(*rows, title="", step=1) -> str:
+    return rollout_html.render_page(list(rows), title=title, step=step)
+
+
+def render_article(*turns) -> str:
+    """Return the text of an episode on its page."""
+    (text,) = PageParser(render(row([*turns]))).articles
+    return text
 
 
 CALL = {"name": "calculator", "arguments": {"expression": "2*3"}, "seconds": 0.25, "answer": "6"}
@@ -46,53 +51,33 @@ CALL = {"name": "calculator", "arguments": {"expression": "2*3"}, "seconds": 0.2
 
 def make_episode(first="call", **more):
     messages = [make_message("system", "Be careful."), make_message("user", "What is 2*3?")]
-    last = turn("It is 6", reward=1.5, logs={"x": 1})
-    return row(
-        [
-            *messages,
-            turn(first, tool_calls=[CALL]),
-            make_message("tool", "6", name="calculator"),
-            last,
-        ],
-        **more,
-    )
+    call, answer = turn(first, tool_calls=[CALL]), make_message("tool", "6", name="calculator")
+    return row([*messages, call, answer, turn("It is 6", reward=1.5, logs={"x": 1})], **more)
 
 
 def test_an_episode_is_shown_turn_by_turn():
-    text = rollout_html.render_page(
-        [make_episode(), make_episode(index=1, reward=0.0, advantage=-0.5)], title="t", step=3
-    )
+    text = render(make_episode(), make_episode(index=1, reward=0.0, advantage=-0.5), step=3)
     page = PageParser(text)
     assert page.tags.count("article") == 2 and page.tags.count("section") == 1
     (first, _) = page.articles
-    assert [
-        part in first for part in ("turn 1", "turn 2", "+1.5", "2 turns", "11 tokens", "reward 1")
-    ] == [True] * 6
+    parts = ("turn 1", "turn 2", "+1.5", "2 turns", "11 tokens", "reward 1")
+    assert [part for part in parts if part not in first] == []
     assert 'calculator(expression="2*3") → 6 (0.25 s)' in first and first.count("calculator(") == 1
     # the question is shown once, above the group
     assert "What is 2*3?" not in first and text.count("What is 2*3?") == 1
     assert text.index("system: Be careful.") < text.index("What is 2*3?") < text.index("<article")
     # only sampled tokens are coloured
-    assert (
-        "".join(piece for kind, piece in page.spans if kind.startswith("p5")).count("It is 6") == 2
-    )
+    coloured = "".join(piece for kind, piece in page.spans if kind.startswith("p5"))
+    assert coloured.count("It is 6") == 2
     assert "Be careful." not in "".join(piece for _, piece in page.spans)
 
 
 def test_what_the_model_reads_at_a_turn_stands_before_it_and_a_tools_answer_with_its_call():
-    two = row(
-        [make_message("user", "one?"), turn("first"), make_message("user", "two?"), turn("second")]
-    )
-    (text,) = PageParser(rollout_html.render_page([two], title="", step=1)).articles
+    one, two = make_message("user", "one?"), make_message("user", "two?")
+    text = render_article(one, turn("first"), two, turn("second"))
     assert text.index("first") < text.index("two?") < text.index("second")
-    single = row([
-        make_message("user", "one?"), turn("first"), make_message("tool", "from a tool", name="clock"),
-        turn("second"),
-    ])  # fmt: skip
-    assert (
-        "tool clock: from a tool"
-        in PageParser(rollout_html.render_page([single], title="", step=1)).articles[0]
-    )
+    answer = make_message("tool", "from a tool", name="clock")
+    assert "tool clock: from a tool" in render_article(one, turn("first"), answer, turn("second"))
 
 
 def test_failed_and_malformed_calls_say_so():
@@ -100,23 +85,16 @@ def test_failed_and_malformed_calls_say_so():
         {**CALL, "error": "division by zero"},
         {"name": "", "arguments": {}, "error": "is no call", "malformed": True},
     ]
-    text = rollout_html.render_page(
-        [row([make_message("user", "?"), turn("x", tool_calls=calls)])], title="", step=1
-    )
-    assert 'class="failed"' in text
-    assert "error: division by zero" in text
+    text = render(row([make_message("user", "?"), turn("x", tool_calls=calls)]))
+    assert 'class="failed"' in text and "error: division by zero" in text
     assert "a call that cannot be read() → error: is no call" in text
 
 
 def test_seats_stand_side_by_side_and_others_are_grey():
-    turns = [
-        make_message("user", "board 1"),
-        turn("mine", seat=0),
-        make_message("user", "board 2"),
-        turn("theirs", seat=1, sampled=False),
-    ]
-    turns += [make_message("user", "board 3"), turn("again", seat=0, reward=-1.0)]
-    text = rollout_html.render_page([row(turns, seats=[None, "random"])], title="", step=1)
+    turns = [turn("mine"), turn("theirs", seat=1, sampled=False), turn("again", reward=-1.0)]
+    boards = [make_message("user", f"board {i}") for i in (1, 2, 3)]
+    messages = [message for pair in zip(boards, turns, strict=True) for message in pair]
+    text = render(row(messages, seats=[None, "random"]))
     page = PageParser(text)
     assert "grid-template-columns:repeat(2, minmax(0, 1fr))" in text
     assert "seat 0: the policy" in page.articles[0] and "seat 1: random" in page.articles[0]
@@ -138,11 +116,9 @@ def test_hostile_texts_are_text_wherever_they_stand(place):
     if place in ("text", "tokens"):
         first = turn(EVIL) if place == "text" else turn("x", tokens=[EVIL], logprobs=[-1.0])
     elif place in ("new_messages", "name"):
-        messages = (
-            make_message("user", EVIL)
-            if place == "new_messages"
-            else make_message(EVIL, "?", name=EVIL)
-        )
+        messages = make_message(EVIL, "?", name=EVIL)
+        if place == "new_messages":
+            messages = make_message("user", EVIL)
     elif place in ("call", "answer"):
         evil = {"name": EVIL, "arguments": {EVIL: EVIL}} if place == "call" else {"answer": EVIL}
         call = {**call, **evil}
@@ -150,15 +126,10 @@ def test_hostile_texts_are_text_wherever_they_stand(place):
         first = turn("x", **{place: {EVIL: EVIL if place == "logs" else 1.0}})
     else:
         more = {{"stop": "stop_reason", "expected": "answer"}.get(place, place): EVIL}
-    rows = [
-        row(
-            [messages, {**first, "tool_calls": [call]}, make_message("user", "more"), turn("y")],
-            **more,
-        ),
-        make_episode(group=1),
-    ]
+    called = {**first, "tool_calls": [call]}
+    episode = row([messages, called, make_message("user", "more"), turn("y")], **more)
     # PageParser checks that every tag is closed in the right place
-    page = PageParser(rollout_html.render_page(rows, title=EVIL, step=1))
+    page = PageParser(render(episode, make_episode(group=1), title=EVIL))
     assert not {"script", "img"} & set(page.tags) and page.loads == []
 
 
@@ -169,7 +140,7 @@ def test_filters_hide_by_tag_reward_and_stop_reason_without_a_script():
         make_episode(tag="b", group=2, reward=0.0),
     ]
     rows[2]["turns"][-1]["metrics"] = {"truncated": 1.0}
-    text = rollout_html.render_page(rows, title="", step=1)
+    text = render(*rows)
     labels = dict(re.findall(r'<label for="(f\d+)">([^<]+)</label>', text))
     assert list(labels.values()) == ["a", "b", "0", "above 0", "below 0", "stop", "truncated"]
     articles = re.findall(r'<article class="([^"]*)"', text)
@@ -178,27 +149,23 @@ def test_filters_hide_by_tag_reward_and_stop_reason_without_a_script():
     for kind in labels:
         assert f'<input type="checkbox" id="{kind}" checked>' in text
         assert f"#{kind}:not(:checked) ~ main .{kind} {{ display: none; }}" in text
-    assert "checkbox" not in rollout_html.render_page(
-        rows[:1], title="", step=1
-    )  # nothing to choose from
+    assert "checkbox" not in render(rows[0])  # nothing to choose from
 
 
 def test_pages_of_a_run_link_to_each_other(tmp_path):
     with Logbook(tmp_path / "run") as logbook:
         for step in (1, 6, 11):
             logbook.write_rollouts(step, [make_episode()])
-    pages = {
-        step: (tmp_path / "run" / "rollouts" / f"step_{step:06d}.html").read_text()
-        for step in (1, 6, 11)
-    }
-    links = {step: re.findall(r'<a href="([^"]+)">(.*?)</a>', text) for step, text in pages.items()}
-    first, six, eleven = (f"step_{step:06d}.html" for step in (1, 6, 11))
+    folder = tmp_path / "run" / "rollouts"
+    names = first, six, eleven = [f"step_{step:06d}.html" for step in (1, 6, 11)]
+    pages = zip((1, 6, 11), [(folder / name).read_text() for name in names], strict=True)
+    links = {step: re.findall(r'<a href="([^"]+)">(.*?)</a>', text) for step, text in pages}
     assert links[1] == [(six, "step 6 &rarr;")] and links[11] == [(six, "&larr; step 6")]
     assert links[6] == [(first, "&larr; step 1"), (eleven, "step 11 &rarr;")]
     with Logbook(tmp_path / "run", resume_step=6) as logbook:
         logbook.write_rollouts(8, [make_episode()])
-    assert 'href="step_000008.html">step 8' in (tmp_path / "run" / "rollouts" / six).read_text()
-    assert "step_000011" not in (tmp_path / "run" / "rollouts" / six).read_text()
+    text = (folder / six).read_text()
+    assert 'href="step_000008.html">step 8' in text and "step_000011" not in text
 
 
 def test_the_files_of_a_later_stage_say_its_name(tmp_path):
@@ -223,5 +190,5 @@ def test_the_files_of_a_later_stage_say_its_name(tmp_path):
 def test_rows_without_turns_and_of_real_runs_are_shown_as_before(shared_data):
     files = sorted(shared_data.glob("rollouts/**/*.jsonl"))
     rows = [json.loads(line) for path in files[:2] for line in path.read_text().splitlines()[:20]]
-    page = PageParser(rollout_html.render_page(rows, title="", step=1))
+    page = PageParser(render(*rows))
     assert len(page.articles) > 0 and "script" not in page.tags

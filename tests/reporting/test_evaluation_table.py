@@ -88,7 +88,7 @@ def test_the_error_of_a_ratio_is_that_of_a_simulation():
     totals = rng.binomial(counts, skill)
     ratios = totals.sum(1) / counts.sum(1)
     errors = [
-        compute_clustered_error(list(map(float, t)), list(map(float, c)))
+        compute_clustered_error(t.astype(float).tolist(), c.astype(float).tolist())
         for t, c in zip(totals[:400], counts[:400], strict=True)
     ]
     assert np.mean(errors) == pytest.approx(ratios.std(), rel=0.04)
@@ -122,9 +122,7 @@ def test_accuracies_of_instructions():
     ]
     names = ("correct", "loose", "instructions", "instructions_strict", "instructions_loose")
     groups = [
-        make_group(
-            i, [{"reward": values[0], **dict(zip(names, values, strict=True))} for values in row]
-        )
+        make_group(i, [dict(zip(names, values, strict=True), reward=values[0]) for values in row])
         for i, row in enumerate(answers)
     ]
     metrics = compute_evaluation_metrics(groups, 1)
@@ -268,11 +266,6 @@ def test_several_sets_samples_and_seeds_make_one_table(tmp_path: Path):
     assert single["comparison"][0]["problems"] == 3
     assert single["comparison"][0]["sentence"] in done.stdout
 
-    for words, message in (
-        (["--seeds", "1", "1"], "seeds has a value twice: 1 1"),
-        (["--seeds", "-1"], "seed is at least 0, got -1"),
-        (["--output", "table.md"], "output is a .json file"),
-        (["--baseline", "gone.json"], "gone.json cannot be read as an evaluation"),
-    ):
-        done = run_script("evaluate.py", "tiny:ascii", *words, cwd=tmp_path)
-        assert done.returncode == 2 and message in " ".join(done.stderr.split()), done.stderr
+    done = run_script("evaluate.py", "tiny:ascii", "--baseline", "gone.json", cwd=tmp_path)
+    message = "gone.json cannot be read as an evaluation"
+    assert done.returncode == 2 and message in " ".join(done.stderr.split()), done.stderr

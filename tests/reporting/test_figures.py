@@ -51,23 +51,15 @@ def test_a_narrow_terminal_loses_the_last_figures_first():
     assert format_headline(metrics, width=5) == "reward 0.500"
 
 
-def test_held_out_figures_of_every_kind_are_shown_while_a_run_goes_on():
-    assert format_held_out({"optim/loss": 1.0}) == ""
-    assert (
-        format_held_out({"test/env/all/correct": 0.5, "test/env/all/reward/total": 0.7})
-        == "held-out accuracy 0.500"
-    )
-    assert format_held_out({"test/env/all/reward/total": 0.7}) == "held-out reward 0.700", (
-        "a reward of one's own tells no accuracy"
-    )
-    assert (
-        format_held_out({"test/loss": 1.5, "test/token_accuracy": 0.25})
-        == "held-out loss 1.500, token accuracy 0.250"
-    )
-    assert (
-        format_held_out({"test/rewards/accuracies": 0.75, "test/loss": 0.5})
-        == "held-out accuracy 0.750, loss 0.500"
-    )
+@pytest.mark.parametrize(("metrics", "shown"), [
+    ({"optim/loss": 1.0}, ""),
+    ({"test/env/all/correct": 0.5, "test/env/all/reward/total": 0.7}, "held-out accuracy 0.500"),
+    ({"test/env/all/reward/total": 0.7}, "held-out reward 0.700"),  # tells no accuracy
+    ({"test/loss": 1.5, "test/token_accuracy": 0.25}, "held-out loss 1.500, token accuracy 0.250"),
+    ({"test/rewards/accuracies": 0.75, "test/loss": 0.5}, "held-out accuracy 0.750, loss 0.500"),
+])  # fmt: skip
+def test_held_out_figures_of_every_kind_are_shown_while_a_run_goes_on(metrics, shown):
+    assert format_held_out(metrics) == shown
 
 
 def test_parts_of_a_reward_length_share_cut_off_and_the_reference_have_curves(tmp_path):
@@ -75,24 +67,15 @@ def test_parts_of_a_reward_length_share_cut_off_and_the_reference_have_curves(tm
         "reward/total": 0.5, "style": 0.25, "correct": 1.0, "ac_tokens_per_turn": 12.0,
         "ended": 1.0, "frac_truncated": 0.1,
     }  # fmt: skip
-    row = {f"env/all/{name}": value for name, value in parts.items()} | {
-        "optim/kl_ref_k3": 0.01,
-        "env/sums/correct": 1.0,
-    }
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": i, **row}) + "\n" for i in range(3))
-    )
+    row = {f"env/all/{name}": value for name, value in parts.items()}
+    row |= {"optim/kl_ref_k3": 0.01, "env/sums/correct": 1.0}
+    lines = [json.dumps({"step": i, **row}) + "\n" for i in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
     curve = metric_plots.read_curve(tmp_path)
-    shown = {
-        panel.title
-        for panel in [*metric_plots.PANELS, *metric_plots.find_reward_panels([curve])]
-        if curve.series(panel)[0]
-    }
-    reference = {"reward", "reward: style", "reward: correct"}
-    assert shown == reference | {
-        "answer length (tokens)",
-        "share of answers cut off",
-        "KL to reference (nats a token)",
-    }
+    panels = [*metric_plots.PANELS, *metric_plots.find_reward_panels([curve])]
+    assert {panel.title for panel in panels if curve.series(panel)[0]} == {
+        "reward", "reward: style", "reward: correct", "answer length (tokens)",
+        "share of answers cut off", "KL to reference (nats a token)",
+    }  # fmt: skip
     drawn = metric_plots.draw_curves(tmp_path, tmp_path / "curves.png")
     assert drawn.read_bytes().startswith(b"\x89PNG")

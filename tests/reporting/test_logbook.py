@@ -40,15 +40,17 @@ def row(**more: Any) -> dict[str, Any]:
     return {"prompt": "1+1=", "response": "2", "reward": 1.0, "advantage": 0.5, **more}
 
 
+def checkpoint(name: str, step: int, path: str) -> dict[str, Any]:
+    return {"name": name, "batch": step, "state_path": path, "sampler_path": None}
+
+
 def one_step(book: Logbook, step: int) -> None:
     """Write what a training loop writes at a step. It depends only on the step."""
     norm = float("nan") if step == 3 else 0.1 * step
     book.log(step, {"stage": "grpo", "reward/total": math.sin(step) / 3, "optim/grad_norm": norm})
     if step % 2 == 0:
         book.write_rollouts(step, [row(response=str(step))])
-        book.add_checkpoint(
-            {"name": f"step-{step}", "batch": step, "state_path": f"s/{step}", "sampler_path": None}
-        )
+        book.add_checkpoint(checkpoint(f"step-{step}", step, f"s/{step}"))
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 6, "rew'])
@@ -63,7 +65,7 @@ def test_a_killed_and_resumed_run_leaves_the_files_of_an_undisturbed_one(
     for step in range(6):
         # killed here: never closed; the newest complete checkpoint is that of step 4
         one_step(first, step)
-    first.add_checkpoint({"name": "lost", "batch": 5, "state_path": "s/5", "sampler_path": None})
+    first.add_checkpoint(checkpoint("lost", 5, "s/5"))
     first.write_rollouts(5, [row(response="lost")])
     with (broken / "metrics.jsonl").open("a") as file:
         file.write(torn)
@@ -77,27 +79,23 @@ def test_a_killed_and_resumed_run_leaves_the_files_of_an_undisturbed_one(
 
 
 def test_files_that_a_killed_launch_was_writing_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "rollouts").mkdir()
-    ours = [
-        tmp_path / "report.html.0a1b2c3d.tmp",
-        tmp_path / "rollouts/grpo-eval-000000.jsonl.ab12cd34.tmp",
-    ]
-    theirs = [tmp_path / "notes.tmp", tmp_path / "rollouts" / "x.jsonl"]
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    ours = [tmp_path / "report.html.0a1b2c3d.tmp", folder / "grpo-eval-000000.jsonl.ab12cd34.tmp"]
+    theirs = [tmp_path / "notes.tmp", folder / "x.jsonl"]
     for path in ours:
         path.touch()
     assert not has_steps(tmp_path)
     for path in theirs:
         path.touch()
     with Logbook(tmp_path):
-        assert not any(path.exists() for path in ours) and all(path.exists() for path in theirs)
+        assert [path for path in ours + theirs if path.exists()] == theirs
 
 
 def test_lines_are_strict_json_and_complete_at_once(tmp_path: Path) -> None:
     book = Logbook(tmp_path)
-    book.log(
-        0,
-        {"b": np.float32(0.5), "a": float("inf"), "n": np.int64(3), "z": float("nan"), "s": "sft"},
-    )
+    row = {"b": np.float32(0.5), "a": math.inf, "n": np.int64(3), "z": math.nan, "s": "sft"}
+    book.log(0, row)
     # the line is readable before close
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text == '{"step": 0, "b": 0.5, "a": null, "n": 3, "z": null, "s": "sft"}\n'
@@ -115,10 +113,8 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path: Path) -> None:
 def test_a_checkpoint_noted_twice_is_there_once(tmp_path: Path) -> None:
     book = Logbook(tmp_path)
     for path in ("a", "b"):
-        book.add_checkpoint({"name": "last", "batch": 3, "state_path": path, "sampler_path": None})
-    assert book.checkpoints() == [
-        {"name": "last", "batch": 3, "state_path": "b", "sampler_path": None}
-    ]
+        book.add_checkpoint(checkpoint("last", 3, path))
+    assert book.checkpoints() == [checkpoint("last", 3, "b")]
     with pytest.raises(ValueError, match="needs"):
         book.add_checkpoint({"name": "x"})
     book.add_checkpoint({"name": "other", "batch": 4})
@@ -198,11 +194,8 @@ def test_starts_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> No
 
 # --------------------------------------------------------------------------------------- run folder
 
-CONFIG: dict[str, Any] = {
-    "name": "x",
-    "options": {},
-    "stages": [{"method": "sft", "name": "sft", "settings": {}}],
-}
+STAGE = {"method": "sft", "name": "sft", "settings": {}}
+CONFIG: dict[str, Any] = {"name": "x", "options": {}, "stages": [STAGE]}
 
 
 def test_a_folder_is_claimed_once(tmp_path: Path) -> None:
@@ -311,18 +304,15 @@ def test_the_page_says_what_it_leaves_out() -> None:
     rows = [row(problem=i, tokens=["x"] * 10, logprobs=[-1.0] * 10) for i in range(10)]
     page = rollout_html.render_page(rows, title="", step=12, max_tokens=35)
     assert len(PageParser(page).articles) == 3
-    assert (
-        "10 problems, 10 answers, mean reward 1; the first 3 problems are shown, all are in "
-        "step_000012.jsonl" in page
-    )
+    expected = "10 problems, 10 answers, mean reward 1; the first 3 problems are shown, all are in "
+    assert f"{expected}step_000012.jsonl" in page
 
 
 # ------------------------------------------------------------------------------------------ console
 
 
 class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self) -> float:
         return self.now
@@ -336,18 +326,14 @@ def play(**options: Any) -> str:
         out.stage("grpo", 200, first=50)
         for step in range(51, 251):
             clock.now += 2
-            metrics = {
-                "reward/total": step / 1000, "time/tokens_per_second": 12345.0, "optim/loss": 9.0,
-            }  # fmt: skip
-            out.update(step, metrics | ({"test/env/all/correct": 0.9} if step == 77 else {}))
+            metrics = {"time/tokens_per_second": 12345.0, "optim/loss": 9.0}
+            metrics |= {"test/env/all/correct": 0.9} if step == 77 else {}
+            out.update(step, {"reward/total": step / 1000, **metrics})
             if step == 60:
                 out.note("a note")
                 out.warn("a [warning]")
-        out.end(
-            "done",
-            results={"held-out accuracy": (0.3512, 0.97), "x": (None, 1.0)},
-            commands=["python plot.py"],
-        )
+        results = {"held-out accuracy": (0.3512, 0.97), "x": (None, 1.0)}
+        out.end("done", results=results, commands=["python plot.py"])
     return stream.getvalue()
 
 
@@ -355,26 +341,22 @@ def test_plain_output_has_round_steps_true_times_and_no_control_characters() -> 
     text = play(terminal=False)
     assert not re.search(r"[^\x20-\x7e\n]", text)
     lines = [line for line in text.splitlines() if line.startswith("grpo")]
-    assert [int(re.split(r"[ /]+", line)[1]) for line in lines] == sorted(
-        [1, 27, *range(10, 201, 10)]
-    )
+    steps = [int(re.split(r"[ /]+", line)[1]) for line in lines]
+    assert steps == sorted([1, 27, *range(10, 201, 10)])
     # After 10 of 200 steps at 2 s each: 20 s elapsed, 380 s remaining.
     assert "grpo  10/200 (step 60 of the run)  reward 0.060  12.3k tok/s  0:20, 6:20 left" in lines
     assert lines[-1] == "grpo 200/200 (step 250 of the run)  reward 0.250  12.3k tok/s  6:40"
     assert next(line for line in lines if " 27/" in line).endswith("held-out accuracy 0.900")
     # a policy loss is not shown
     assert "warning: a [warning]" in text and "note: a note" in text and "loss" not in text
-    assert "held-out accuracy  0.351 -> 0.970" in text
-    assert "n/a -> 1.000" in text
+    assert "held-out accuracy  0.351 -> 0.970" in text and "n/a -> 1.000" in text
     assert "writes to  runs/[a]" in text
 
 
 def test_quiet_keeps_warnings_and_the_end() -> None:
     text = play(terminal=False, quiet=True)
-    assert text.splitlines()[0] == "warning: a [warning]"
-    assert "grpo" not in text
-    assert "note" not in text
-    assert "0.351" in text
+    assert text.splitlines()[0] == "warning: a [warning]" and "0.351" in text
+    assert "grpo" not in text and "note" not in text
 
 
 def test_a_resumed_stage_counts_from_where_it_was() -> None:
@@ -405,10 +387,8 @@ def test_the_remaining_time_excludes_the_self_test_the_first_evaluation_and_comp
 
 def test_a_terminal_gets_a_bar_and_boxes() -> None:
     text = play(terminal=True, width=120)
-    assert "\x1b[2K" in text and "held-out accuracy 0.900" in re.sub(
-        r"\x1b\[[0-9;?]*[a-zA-Z]", "", text
-    )
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "\x1b[2K" in text and "held-out accuracy 0.900" in plain
     assert "a [warning]" in plain and "200/200 reward 0.250" in plain and "runs/[a]" in plain
 
 

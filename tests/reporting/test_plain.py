@@ -5,49 +5,52 @@ import unicodedata
 
 import pytest
 
-from rl.sanitize import describe_error, sanitize_text
+from rl.sanitize import describe_error, sanitize_message, sanitize_text
 
 
-@pytest.mark.parametrize("inputs, shown", [
-    ("plain, ä, 中, 🙂 and\ttabs\nlines", "plain, ä, 中, 🙂 and\ttabs\nlines"),
-    ("\x1b[31mred\x1b[0m", "red"),
-    ("\x1b[2J\x1b[1;1Hgone", "gone"),
-    ("\x1b]0;a title\x07text", "text"),
-    ("\x1b]8;;http://example.org\x1b\\link\x1b]8;;\x1b\\", "link"),
-    ("\x1bPdevice\x1b\\control", "control"),
-    ("\x9b31mred in eight bits", "red in eight bits"),
-    ("bell\x07 null\x00 delete\x7f", "bell\\x07 null\\x00 delete\\x7f"),
-    ("half a pair \ud83d and \udc80", "half a pair \\ud83d and \\udc80"),
-    ("turned \u202e round", "turned \\u202e round"),
-    ("a bar\ra bar", "a bar\na bar"),
-    ("dos\r\nlines", "dos\nlines"),
-    ("", ""),
+@pytest.mark.parametrize(("text", "shown", "message"), [
+    ("plain, ä, 中, 🙂 and\ttabs\nlines", "plain, ä, 中, 🙂 and\ttabs\nlines",
+     "plain, ä, 中, 🙂 and\ttabs\nlines"),
+    ("\x1b[31mred\x1b[0m", "red", "red"),
+    ("\x1b[2J\x1b[1;1H\x1bc\x1b(Bgone", "gone", "gone"),
+    ("\x1b]0;a title\x07text", "text", "text"),
+    ("\x1b]8;;http://example.org\x1b\\link\x1b]8;;\x1b\\", "link", "link"),
+    ("\x1bPdevice\x1b\\control", "control", "control"),
+    ("\x9b31mred in eight bits\x9d", "red in eight bits\\x9d", "red in eight bits"),
+    ("bell\x07 null\x00 delete\x7f", "bell\\x07 null\\x00 delete\\x7f", "bell null delete"),
+    ("half \ud83d and \udc80", "half \\ud83d and \\udc80", "half \ufffd and \ufffd"),
+    ("turned \u202e round\u2066", "turned \\u202e round\\u2066", "turned  round"),
+    ("a bar\ra bar", "a bar\na bar", "a bara bar"),
+    ("dos\r\nlines", "dos\nlines", "dos\nlines"),
+    ("ends in \x1b", "ends in \\x1b", "ends in "),
+    ("", "", ""),
 ])  # fmt: skip
-def test_by_hand(inputs, shown):
-    assert sanitize_text(inputs, 1000) == shown
+def test_by_hand(text, shown, message):
+    """A text shows control characters as escapes; a message leaves them out."""
+    assert sanitize_text(text, 1000) == shown
+    assert sanitize_message(text) == message
 
 
 def test_any_text_is_bounded_printable_and_stays_as_it_is_the_second_time():
     rng = random.Random(0)
-    kinds = [
-        "\x1b", "[", "]", "0", "m", ";", "\x07", "\\", "a", "\n", "\r", "\ud800", "\u202e", "é",
-        "\x9b", "P",
-    ]  # fmt: skip
+    kinds = [*"\x1b[]0m;\x07\\a\n\réP\x9b\ud800\u202e"]
     for _ in range(500):
         text = "".join(rng.choice(kinds) for _ in range(rng.randrange(60)))
         plain = sanitize_text(text, 1000)
-        assert all(c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") for c in plain), (
-            text,
-            plain,
-        )
-        assert plain.encode("utf-8") and sanitize_text(plain, 10_000) == plain or not plain
+        odd = [c for c in plain if c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cs")]
+        assert odd == [] and sanitize_text(plain, 10_000) == plain, text
 
 
 def test_what_is_left_out_is_counted():
     text = sanitize_text("x" * 1_000_000 + "end", 100)
     assert text.startswith("x" * 75 + " [... 999903 characters omitted ...] ")
-    assert text.endswith("end")
-    assert len(text) < 200
+    assert text.endswith("end") and len(text) < 200
+    long = sanitize_message("x" * 10_000_000)
+    assert len(long) < 4100 and "9996000 characters omitted" in long
+
+
+def test_a_message_is_escaped_for_its_stream():
+    assert sanitize_message("é日", encoding="ascii") == "\\xe9\\u65e5"
 
 
 def test_an_exceptions_text_may_fail():

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from listener import MessageRecorder
 
+import plot
 from rl.errors import UserError
 from rl.reporting import Logbook, group_by_settings, metric_plots
 
@@ -27,19 +28,16 @@ def write(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def two_stages() -> list[dict[str, Any]]:
-    sft = [
-        {"step": i, "stage": "sft", "optim/loss": 1 / i, "optim/grad_norm": 10.0}
-        for i in range(1, 61)
-    ]
-    rl: list[dict[str, Any]] = [
-        {"step": i, "stage": "grpo", "optim/loss": 5.0, "optim/grad_norm": 1.0}
-        for i in range(61, 101)
-    ]
-    for row in rl:
-        row["reward/total"] = row["step"] / 100
-    for row in (sft[-1], rl[-1]):
+    rows: list[dict[str, Any]] = []
+    for i in range(1, 101):
+        row = {"stage": "sft", "optim/loss": 1 / i, "optim/grad_norm": 10.0}
+        if i > 60:
+            row = {"stage": "grpo", "optim/loss": 5.0, "optim/grad_norm": 1.0}
+            row["reward/total"] = i / 100
+        rows.append({"step": i, **row})
+    for row in (rows[59], rows[99]):
         row["test/env/all/correct"] = row["step"] / 200
-    return sft + rl
+    return rows
 
 
 def is_png(path: Path, least: int = 5_000) -> bool:
@@ -119,24 +117,19 @@ def test_null_and_missing_values_are_left_out(tmp_path: Path) -> None:
 
 
 def test_odd_folders_draw(tmp_path: Path) -> None:
-    first = write(
-        tmp_path / "one", [{"step": 3, "test/env/all/correct": 0.5, "optim/grad_norm": 0.0}]
-    )
-    second = write(tmp_path / "two", two_stages())
+    rows = [{"step": 3, "test/env/all/correct": 0.5, "optim/grad_norm": 0.0}]
+    first, second = write(tmp_path / "one", rows), write(tmp_path / "two", two_stages())
+    metrics, picture = second / "metrics.jsonl", tmp_path / "x.png"
     assert is_png(metric_plots.draw_curves(first, tmp_path / "one.png"))
-    assert is_png(
-        metric_plots.draw_curves(
-            [first, second / "metrics.jsonl"], tmp_path / "both.png", labels=["a", "b"]
-        )
-    )
+    assert is_png(metric_plots.draw_curves([first, metrics], picture, labels=["a", "b"]))
     none = write(tmp_path / "none", [{"step": 1, "something": 1.0}])
     with pytest.raises(UserError, match="none"):
         metric_plots.draw_curves(none, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
     with pytest.raises(FileNotFoundError, match="expected a run's folder"):
-        metric_plots.draw_curves(tmp_path / "absent", tmp_path / "x.png")
+        metric_plots.draw_curves(tmp_path / "absent", picture)
     with pytest.raises(ValueError, match="1 labels for 2 runs"):
-        metric_plots.draw_curves([first, second], tmp_path / "x.png", labels=["a"])
+        metric_plots.draw_curves([first, second], picture, labels=["a"])
 
 
 def test_a_run_ends_with_its_curves_and_never_fails_for_want_of_them(tmp_path: Path) -> None:
@@ -153,76 +146,72 @@ def test_a_run_ends_with_its_curves_and_never_fails_for_want_of_them(tmp_path: P
     assert len(ear.warnings) == 1  # no warning for a run that logged nothing
 
 
-@pytest.mark.slow
-def test_the_script(tmp_path: Path) -> None:
-    folders = [str(write(tmp_path / name, two_stages())) for name in ("a", "b")]
-    script = [sys.executable, str(REPO / "plot.py")]
-    subprocess.run([*script, folders[0]], check=True)
-    assert is_png(tmp_path / "a/curves.png")
-    subprocess.run([*script, *folders, "-o", str(tmp_path / "out.png")], check=True)
-    assert is_png(tmp_path / "out.png")
-    failed = subprocess.run([*script, str(tmp_path / "absent")], capture_output=True, text=True)
-    assert (
-        failed.returncode == 2
-        and failed.stderr.startswith("plot.py: no metrics at")
-        and "Traceback" not in failed.stderr
-    )
+@pytest.fixture
+def run_script(monkeypatch, capsys):
+    """Return a function that runs plot.py with words in this process: (exit code, output)."""
+
+    def run(*words: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, words)])
+        try:
+            code = plot.main()
+        except SystemExit as ended:
+            code = ended.code
+        return code, "".join(capsys.readouterr()).strip()
+
+    return run
 
 
-def test_where_the_picture_goes(tmp_path: Path) -> None:
-    folder = write(tmp_path / "a", two_stages())
+def test_where_the_picture_goes(tmp_path: Path, monkeypatch, run_script) -> None:
+    folder, other = (write(tmp_path / name, two_stages()) for name in ("a", "b"))
     (tmp_path / "pictures").mkdir()
-
-    def plot(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(REPO / "plot.py"), *words], capture_output=True, text=True
-        )
-
-    done = plot(str(folder), str(tmp_path / "named.png"))  # the output file, positional
-    assert done.stdout.strip() == str(tmp_path / "named.png") and is_png(tmp_path / "named.png"), (
-        done.stderr
-    )
-    assert plot(str(folder), "-o", str(tmp_path / "pictures")).stdout.strip() == str(
-        tmp_path / "pictures/curves.png"
-    )
-    assert plot(str(folder), "-o", str(tmp_path / "a.svg")).returncode == 0
-    assert "<svg" in (tmp_path / "a.svg").read_text()
-    for words in (
-        ["-o", str(tmp_path / "a.xyz")],
-        [str(tmp_path / "x.png"), "-o", str(tmp_path / "y.png")],
+    monkeypatch.chdir(tmp_path)
+    for words, picture in (
+        ([folder], folder / "curves.png"),
+        ([folder, other], Path("curves.png")),
+        ([folder, other, "-o", tmp_path / "out.png"], tmp_path / "out.png"),
+        ([folder, tmp_path / "named.png"], tmp_path / "named.png"),  # positional
+        ([folder, "-o", tmp_path / "pictures"], tmp_path / "pictures/curves.png"),
     ):
-        failed = plot(str(folder), *words)
-        assert failed.returncode == 2
-        assert (
-            "expected the suffix .png, .svg, .pdf" in failed.stderr
-            or "pass only one of them" in failed.stderr
-        )
-        assert not (tmp_path / "a.xyz").exists() and not (tmp_path / "y.png").exists()
+        assert run_script(*words) == (0, str(picture)) and is_png(picture), words
+    assert run_script(folder, "-o", tmp_path / "a.svg")[0] == 0
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    for words, error in (
+        ([tmp_path / "absent"], "plot.py: no metrics at"),
+        ([folder, "-o", tmp_path / "a.xyz"], "expected the suffix .png, .svg, .pdf"),
+        ([folder, tmp_path / "x.png", "-o", tmp_path / "y.png"], "pass only one of them"),
+    ):
+        code, text = run_script(*words)
+        assert code == 2 and error in text, text
+    assert not (tmp_path / "a.xyz").exists() and not (tmp_path / "y.png").exists()
 
 
 def test_a_backend_that_means_nothing_is_not_asked_for(tmp_path: Path) -> None:
     """MPLBACKEND may be mistyped or set for another machine; matplotlib could not be imported then."""
     folder = write(tmp_path / "a", two_stages())
+    command = [sys.executable, str(REPO / "plot.py"), str(folder)]
     done = subprocess.run(
-        [sys.executable, str(REPO / "plot.py"), str(folder)],
-        env={**os.environ, "MPLBACKEND": "nonsense"},
-        capture_output=True,
-        text=True,
+        command, env={**os.environ, "MPLBACKEND": "nonsense"}, capture_output=True, text=True
     )
     assert done.returncode == 0 and is_png(folder / "curves.png"), done.stderr
 
 
-def test_curves_over_tokens_and_hours_and_named_metrics(tmp_path, monkeypatch):
+@pytest.fixture
+def figures(monkeypatch) -> list[Any]:
+    """Record the figures that are drawn."""
+    drawn, build = [], metric_plots._build_figure
+    monkeypatch.setattr(
+        metric_plots, "_build_figure", lambda *args: drawn.append(build(*args)) or drawn[-1]
+    )
+    return drawn
+
+
+def test_curves_over_tokens_and_hours_and_named_metrics(tmp_path, figures):
     rows = [
         {"step": i, "stage": "grpo", "reward/total": i / 10, "other/metric": 2.0 * i,
          "time/step": 1800.0, "time/tokens_per_second": 2.0}
         for i in range(1, 5)
     ]  # fmt: skip
-    folder, figures = write(tmp_path / "run", rows), []
-    build = metric_plots._build_figure
-    monkeypatch.setattr(
-        metric_plots, "_build_figure", lambda *args: figures.append(build(*args)) or figures[-1]
-    )
+    folder = write(tmp_path / "run", rows)
     expected = {"hours": [0.5, 1.0, 1.5, 2.0], "tokens": [3600, 7200, 10800, 14400]}
     for axis, places in expected.items():
         metric_plots.draw_curves(folder, tmp_path / "a.png", axis=axis, metrics=["other/metric"])
@@ -242,24 +231,16 @@ def write_seeds(folder: Path) -> list[Path]:
             for step in range(1, 21 + i)  # later runs have more steps
         ]
         path = write(folder / f"run{i}", rows)
-        settings = {"learning_rate": rate, "seed": seed}
-        config = {
-            "name": f"run{i}",
-            "options": {"output_dir": f"runs/run{i}", "seed": seed},
-            "stages": [{"name": "grpo", "method": "grpo", "settings": settings}],
-        }
-        del settings["seed"]
+        stage = {"name": "grpo", "method": "grpo", "settings": {"learning_rate": rate}}
+        options = {"output_dir": f"runs/run{i}", "seed": seed}
+        config = {"name": f"run{i}", "options": options, "stages": [stage]}
         (path / "config.json").write_text(json.dumps(config))
         folders.append(path)
     return folders
 
 
-def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path, monkeypatch):
-    folders, figures = write_seeds(tmp_path), []
-    build = metric_plots._build_figure
-    monkeypatch.setattr(
-        metric_plots, "_build_figure", lambda *args: figures.append(build(*args)) or figures[-1]
-    )
+def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path, figures):
+    folders = write_seeds(tmp_path)
 
     def draw(runs, **settings) -> tuple[Any, Any]:
         metric_plots.draw_curves(runs, tmp_path / "a.png", metrics=["reward/total"], **settings)
@@ -301,25 +282,24 @@ def test_runs_that_have_just_started_hide_no_curve(tmp_path):
     assert mean.label == "mean of 2: run1 ..." and len(mean.rows) == 21 and not other.rows
 
 
-def test_settings_that_change_no_result_do_not_separate_seeds():
-    def config(options: dict[str, Any], **settings: Any) -> dict[str, Any]:
-        stage = {"name": "a", "method": "grpo", "settings": settings}
-        return {"options": options, "stages": [stage, stage]}
+def make_config(options: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    return {"options": options, "stages": [{"name": "a", "method": "grpo", "settings": settings}]}
 
+
+def test_settings_that_change_no_result_do_not_separate_seeds():
+    free, other = {"keep_last": 1, "token_budget": 1}, {"keep_last": 2, "token_budget": 2}
     configs = [
-        config({"seed": 0, "trust_run": True}, learning_rate=0.1, keep_last=1, token_budget=1),
-        config({"seed": 1, "trust_run": False}, learning_rate=0.1, keep_last=2, token_budget=2),
-        config({"seed": 0}, learning_rate=0.2),
+        make_config({"seed": 0, "trust_run": True}, learning_rate=0.1, **free),
+        make_config({"seed": 1, "trust_run": False}, learning_rate=0.1, **other),
+        make_config({"seed": 0}, learning_rate=0.2),
     ]
     assert group_by_settings(configs) == [0, 0, 1]
 
 
 def test_runs_of_a_seed_that_differ_in_speed_are_compared():
-    def config(seed: int, budget: int) -> dict[str, Any]:
-        stage = {"name": "a", "method": "grpo", "settings": {"token_budget": budget}}
-        return {"options": {"seed": seed}, "stages": [stage]}
-
-    configs = [config(seed, budget) for budget in (1, 2) for seed in (0, 1, 1)]
+    configs = [
+        make_config({"seed": seed}, token_budget=budget) for budget in (1, 2) for seed in (0, 1, 1)
+    ]
     assert group_by_settings([*configs, None, None]) == [0, 0, 0, 1, 1, 1, 2, 3]
     assert group_by_settings(configs[:1] + configs[4:]) == [0, 0, 0]
 
@@ -337,12 +317,10 @@ def test_a_band_of_a_long_run_is_smoothed_within_its_stage(tmp_path):
     assert len(axis.collections) == 2
 
 
-def test_the_script_draws_each_run_if_told(tmp_path):
-    folders = [str(path) for path in write_seeds(tmp_path)]
-    texts = []
+def test_the_script_draws_each_run_if_told(tmp_path, run_script):
+    folders, texts = write_seeds(tmp_path), []
     for words in ([], ["--each-run"]):
-        command = [sys.executable, str(REPO / "plot.py"), *folders, *words]
-        subprocess.run([*command, "-o", str(tmp_path / "a.svg")], check=True)
+        assert run_script(*folders, *words, "-o", tmp_path / "a.svg")[0] == 0
         texts.append((tmp_path / "a.svg").read_text())
     assert "<!-- mean of 3: run0 ... -->" in texts[0] and "<!-- run1 -->" not in texts[0]
     assert "<!-- run1 -->" in texts[1] and "mean of 3" not in texts[1]

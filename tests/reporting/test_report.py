@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,6 +16,8 @@ import pytest
 import torch
 from listener import MessageRecorder
 
+import report
+import whetstone
 from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run, resolve_config
 from rl.errors import RankLost, UserError
@@ -172,17 +173,6 @@ def test_the_recipe_of_the_page_repeats_the_run(tmp_path, small_plotly, words):
     assert resolve(str(recipe))["stages"] == resolve(*words)["stages"]
 
 
-class _Tags(HTMLParser):
-    """Collect the elements of a page."""
-
-    def __init__(self):
-        super().__init__()
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-
-
 def write_hostile_run(folder: Path) -> Path:
     metrics = [
         {"step": step, "stage": HOSTILE, "reward/total": 0.5, HOSTILE: 1.0, f"alarm/{HOSTILE}": 1.0}
@@ -214,9 +204,11 @@ def test_hostile_text_stays_text(tmp_path, small_plotly):
     folders = [write_hostile_run(tmp_path / f"run{i}") for i in range(2)]
     path = write_report(folders, tmp_path / "page.html", labels=[HOSTILE, HOSTILE + "2"])
     page, data = read_page(path)
-    parser = _Tags()
+    tags: list[str] = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: tags.append(tag)
     parser.feed(page)
-    assert parser.tags.count("script") == 3 and "img" not in parser.tags
+    assert tags.count("script") == 3 and "img" not in tags
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028\u2066-\u2069]", page)
     assert len(page) < 500_000  # answers of four megabytes are shortened
     rollouts = data["runs"][0]["rollouts"]
@@ -292,9 +284,8 @@ def test_the_turns_of_an_episode_have_their_entropies_and_ratios(tmp_path, small
     assert re.findall(r'class="p\d aup (e\d r\d)"', coloured) == ["e2 r3", "e2 r6", "e4 r0"]
     path.write_bytes(b"damaged")
     rollouts = read_page(write_report([folder]))[1]["runs"][0]["rollouts"]
-    assert (
-        rollouts["token_values"] == [] and len(rollouts["batches"][0]["groups"][0]["answers"]) == 2
-    )
+    assert rollouts["token_values"] == []
+    assert len(rollouts["batches"][0]["groups"][0]["answers"]) == 2
 
 
 def test_best_and_worst_and_the_same_problem_over_training(tmp_path, small_plotly):
@@ -355,12 +346,10 @@ def test_runs_are_paired_by_problem(tmp_path, small_plotly, differences, mean, e
 
 def test_another_problem_is_not_paired(tmp_path, small_plotly):
     metrics = [{"step": 4, "stage": "grpo"}]
-    folders = [
-        write_run(
-            tmp_path / str(i), metrics, {"grpo-eval-000004.jsonl": [make_row(0, 1.0, prompt=text)]}
-        )
-        for i, text in enumerate(("1+1=", "2+2="))
-    ]
+    rollouts = {"grpo-eval-000004.jsonl": [make_row(0, 1.0, prompt="1+1=")]}
+    others = {"grpo-eval-000004.jsonl": [make_row(0, 1.0, prompt="2+2=")]}
+    folders = [write_run(tmp_path / "a", metrics, rollouts)]
+    folders.append(write_run(tmp_path / "b", metrics, others))
     page, _ = read_page(write_report(folders, tmp_path / "page.html"))
     assert "No two runs have held-out answers to the same problems" in page
 
@@ -372,20 +361,17 @@ def test_errors_say_what_is_missing(tmp_path, small_plotly, monkeypatch):
     with pytest.raises(UserError, match="2 labels for 1 runs"):
         write_report([folder], labels=["a", "b"])
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(
-        UserError, match=r'plotly.*: pip install -e "\.\[report\]" in the checkout$'
-    ):
+    message = r'plotly.*: pip install -e "\.\[report\]" in the checkout$'
+    with pytest.raises(UserError, match=message):
         write_report([folder])
     assert not (folder / "report.html").exists()
 
 
-def test_the_command_is_listed_and_explains_itself():
-    script = [sys.executable, str(REPO / "report.py")]
-    shown = subprocess.run([*script, "--help"], capture_output=True, text=True, timeout=60)
-    assert shown.returncode == 0 and "report.html" in shown.stdout
-    import whetstone
-
-    assert "report" in whetstone.SCRIPTS
+def test_the_command_writes_the_page(tmp_path, small_plotly, monkeypatch, capsys):
+    folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo", "reward/total": 0.5}])
+    monkeypatch.setattr(sys, "argv", ["report.py", str(folder), "-o", str(tmp_path / "page.html")])
+    assert report.main() == 0 and str(tmp_path / "page.html") in capsys.readouterr().out
+    assert "reward" in read_page(tmp_path / "page.html")[0] and "report" in whetstone.SCRIPTS
 
 
 def make_writer(folder: Path, **more) -> tuple[ReportWriter, MessageRecorder]:
@@ -583,9 +569,8 @@ def test_a_browser_shows_the_curves_and_answers_of_a_run(tmp_path, open_page):
     def count_answers() -> int:
         return page.locator("#source-view article").count()
 
-    assert (
-        "step 20" in page.locator("#source option:checked").text_content() and count_answers() == 8
-    )
+    assert "step 20" in page.locator("#source option:checked").text_content()
+    assert count_answers() == 8
     page.fill("#reward-low", "0.5")
     assert count_answers() == 4
     page.fill("#length-high", "8")  # tokens: 4 and 8 of 4, 8, 12, 16
@@ -599,9 +584,8 @@ def test_a_browser_shows_the_curves_and_answers_of_a_run(tmp_path, open_page):
     assert count_answers() == 0
     page.fill("#words", "")
     page.select_option("#alarm", "length")
-    assert page.locator("#source option").all_text_contents() == [
-        "step 4: groups of training, alarms: length"
-    ]
+    sources = page.locator("#source option").all_text_contents()
+    assert sources == ["step 4: groups of training, alarms: length"]
 
     def colour_of(kind: str) -> str:
         token = page.locator(f"#source-view span.{kind}").first

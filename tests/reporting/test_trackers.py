@@ -108,16 +108,21 @@ READERS = {
 }
 
 
+def skip_without(names: list[str]) -> None:
+    """Skip a test if the package of a tracker is missing."""
+    try:
+        check_trackers(names)
+    except RunFolderError as error:
+        pytest.skip(str(error))
+
+
 def read_back(name: str, folder: Path) -> dict[str, Any]:
     """Return `ids`, `rows` (step to reward) and `tables` of a tracker, read in a subprocess."""
     lines = READERS[name].replace("\n        ", "\n")
     code = f"import json, pathlib\nfolder = pathlib.Path({str(folder)!r})\n{lines}\n"
-    result = subprocess.run(
-        [sys.executable, "-c", code + "print(json.dumps(stored))"],
-        env={**os.environ, "TRACKIO_DIR": str(folder / "trackio")},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", f"{code}print(json.dumps(stored))"]
+    env = {**os.environ, "TRACKIO_DIR": str(folder / "trackio")}
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     stored = json.loads(result.stdout.splitlines()[-1])
     stored["rows"] = {int(step): value for step, value in stored["rows"].items()}
@@ -130,24 +135,15 @@ def read_back(name: str, folder: Path) -> dict[str, Any]:
 def test_a_resumed_run_is_read_back_under_a_single_id(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    try:
-        check_trackers([name])
-    except RunFolderError as error:
-        pytest.skip(str(error))
+    skip_without([name])
     monkeypatch.setenv("RANK", "0")  # a multi-rank launch, which the tracker must not join
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.chdir(tmp_path)
     folder, warnings = tmp_path / "my run", MessageRecorder()
     for resume_step, steps in ((None, (0, 1, 2)), (2, (3, 4))):
-        with Logbook(
-            folder,
-            resume_step=resume_step,
-            trackers=[name],
-            tracker_project="p",
-            config=CONFIG,
-            console=warnings,
-        ) as logbook:
+        options = {"trackers": [name], "tracker_project": "p", "config": CONFIG}
+        with Logbook(folder, resume_step=resume_step, console=warnings, **options) as logbook:
             for step in steps:
                 reward = float("nan") if step == 3 else step / 8
                 values = {"reward/total": reward, "env/all/a $%é": 1.0}
@@ -166,8 +162,7 @@ def test_a_resumed_run_is_read_back_under_a_single_id(
         assert set(stored["ids"]) == {recorded}
     # nothing is written outside the run folder
     outside = [path for path in tmp_path.rglob("*") if path.is_file()]
-    outside = [path for path in outside if folder not in path.parents]
-    assert [path for path in outside if "matplotlib" not in str(path)] == []
+    assert [p for p in outside if folder not in p.parents and "matplotlib" not in str(p)] == []
 
 
 SLOW_REWARD = """
@@ -188,10 +183,7 @@ def test_a_stopped_run_resumes_in_every_tracker(stop: signal.Signals, tmp_path: 
     steps and values of metrics.jsonl.
     """
     names = [*READERS]
-    try:
-        check_trackers(names)
-    except RunFolderError as error:
-        pytest.skip(str(error))
+    skip_without(names)
     (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
     folder, last = tmp_path / "run", 40
     words = (
@@ -201,8 +193,7 @@ def test_a_stopped_run_resumes_in_every_tracker(stop: signal.Signals, tmp_path: 
     )
     command = [sys.executable, str(REPO / "train.py"), *words.split(), "--tracker", *names]
     command += ["--reward", f"{tmp_path / 'slow_reward.py'}:reward", "--output-dir", str(folder)]
-    paths = os.pathsep.join(path for path in sys.path if path)
-    settings: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": paths}, "text": True}
+    settings: dict[str, Any] = {"env": with_paths(), "text": True}
     settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     ids = [folder / f"{name}_id.txt" for name in names if name != "tensorboard"]
 
@@ -266,6 +257,11 @@ def init(**settings):
 """
 
 
+def with_paths() -> dict[str, str]:
+    """Return the environment of a process that imports from the same folders."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 def install_fake(mode: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put a fake package wandb that fails at `mode` on the path; return the file of its calls."""
     packages = folder / "packages"
@@ -314,9 +310,7 @@ def test_a_killed_run_keeps_what_it_logged(tmp_path: Path, monkeypatch: pytest.M
         "for step in (1, 2, 3): trackers.log(step, {'x': 0.5})\n"
         "time.sleep(1); os.kill(os.getpid(), 9)"
     )
-    paths = os.pathsep.join(path for path in sys.path if path)
-    environment = {**os.environ, "PYTHONPATH": paths}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=REPO)
+    result = subprocess.run([sys.executable, "-c", code], env=with_paths(), cwd=REPO)
     assert result.returncode == -9
     deadline = time.monotonic() + 120
     while calls.read_text().count("\n") < 3 and time.monotonic() < deadline:
@@ -331,14 +325,9 @@ def test_a_run_continues_without_its_tracker(
     install_fake("init", tmp_path, monkeypatch)
     words = "sft --base-model tiny:addition-small --dataset addition:noise=0.5 --steps 2 --quiet"
     command = [sys.executable, str(REPO / "train.py"), *words.split(), "--eval-every", "0"]
-    paths = os.pathsep.join(path for path in sys.path if path)
     folder = tmp_path / "run"
-    result = subprocess.run(
-        [*command, "--batch-size", "2", "--output-dir", str(folder), "--tracker", "wandb"],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
+    command += ["--batch-size", "2", "--output-dir", str(folder), "--tracker", "wandb"]
+    result = subprocess.run(command, env=with_paths(), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("the tracker wandb did not start") == 1
     assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [1, 2]

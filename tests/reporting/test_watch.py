@@ -20,13 +20,7 @@ import pytest
 from rich.console import Console
 
 from rl.jsonl import read_jsonl
-from rl.reporting import (
-    Logbook,
-    RunFollower,
-    claim_folder,
-    load_saved_config,
-    render_runs,
-)
+from rl.reporting import Logbook, RunFollower, claim_folder, load_saved_config, render_runs
 from rl.reporting.run_follower import choose_answers
 from rl.reporting.terminal_chart import ChartCurve, TerminalChart, format_axis_value
 
@@ -57,14 +51,19 @@ def write_run(folder: Path, steps: int, total: int, *, running: bool = False) ->
         (folder / "run.lock").write_text("{}")
 
 
+def print_plain(what: Any, width: int) -> str:
+    """Return what rich prints, as plain text."""
+    console = Console(file=(file := io.StringIO()), width=width, color_system=None)
+    console.print(what)
+    return file.getvalue()
+
+
 def render_text(*folders: Path, width: int = 120, height: int | None = None, **options: Any) -> str:
     """Return the screen of some runs as plain text."""
     runs = [RunFollower(folder) for folder in folders]
     for run in runs:
         run.refresh()
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(render_runs(runs, width=width, height=height, **options))
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return print_plain(render_runs(runs, width=width, height=height, **options), width)
 
 
 # -------------------------------------------------------------------------------------- the screen
@@ -241,12 +240,8 @@ def read_dots(text: str) -> set[tuple[int, int]]:
 @pytest.mark.parametrize("steps", [3, 40, 5000])
 def test_a_curve_is_drawn_where_its_values_are(steps: int) -> None:
     points = [i / (steps - 1) for i in range(steps)]
-    chart = TerminalChart(
-        "squares", [ChartCurve(points, [x * x for x in points], "cyan")], height=13
-    )
-    console = Console(file=io.StringIO(), width=60, color_system=None)
-    console.print(chart)
-    dots = read_dots(console.file.getvalue())  # type: ignore[attr-defined]
+    curve = ChartCurve(points, [x * x for x in points], "cyan")
+    dots = read_dots(print_plain(TerminalChart("squares", [curve], height=13), 60))
     columns, rows = 2 * 50, 4 * 10
     assert (0, 0) in dots and (columns - 1, rows - 1) in dots
     for x, y in dots:
@@ -262,8 +257,7 @@ def test_a_curve_is_drawn_where_its_values_are(steps: int) -> None:
 def test_charts_of_few_values_and_of_terminals_without_unicode() -> None:
     for lines in ([], [ChartCurve([3], [0.5], "cyan")], [ChartCurve([1, 2], [-1.0, 0.0], "cyan")]):
         for log in (False, True):
-            console = Console(file=io.StringIO(), width=40, color_system=None)
-            console.print(TerminalChart("x", lines, log=log, bands=[(1, 2)]))
+            print_plain(TerminalChart("x", lines, log=log, bands=[(1, 2)]), 40)
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     Console(file=file, width=40).print(TerminalChart("x", [ChartCurve([1, 2, 3], [1, 2, 3], "")]))
     file.seek(0)
@@ -276,13 +270,8 @@ def test_files_with_numbers_beyond_floats_are_read(tmp_path: Path) -> None:
         '{"stages": [{"name": "grpo", "settings": {"steps": Infinity}}]}'
     )
     assert "it is 7" in render_text(tmp_path / "run")
-    lines = [
-        [ChartCurve([1, 2], [1e308, -1e308], "cyan")],
-        [ChartCurve([1, 1, 2], [1e308, 1e308, 3.0], "cyan")],
-    ]
-    for line in lines:
-        console = Console(file=io.StringIO(), width=40, color_system=None)
-        console.print(TerminalChart("a", line))
+    for xs, ys in (([1, 2], [1e308, -1e308]), ([1, 1, 2], [1e308, 1e308, 3.0])):
+        print_plain(TerminalChart("a", [ChartCurve(xs, ys, "cyan")]), 40)
 
 
 def test_values_beside_an_axis_are_short() -> None:

@@ -1,16 +1,18 @@
 """Test `why`, which explains an update token by token."""
 
-import json
 import math
 import runpy
 import sys
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from whole_runs import read_metrics, runs_draw_no_curves, same_weights
 
 import rl
 from rl.errors import UserError
@@ -18,8 +20,10 @@ from rl.jsonl import read_jsonl
 from rl.losses import compute_token_gradients, get_loss
 from rl.reporting import format_explanation, list_update_files, render_explanation
 from rl.reporting.update_files import add_token_values
+from rl.rollout import Trajectory, TrajectoryGroup, Transition, trajectory_to_datums
 from rl.trainer import explain_update
 from rl.trainer.batch_log import UpdateRecorder
+from rl.types import ModelInput, SampledSequence
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -34,7 +38,10 @@ def train(tmp_path, method, **settings) -> Path:
     path = tmp_path / "tests_why_reward.py"
     path.write_text(REWARD)
     words = SMALL | {"reward": f"{path}:last_digit"} | settings
-    rl.train(method, **words, output_dir=tmp_path / "run")
+    if words["reward"] is None:
+        del words["reward"]
+    with runs_draw_no_curves():
+        rl.train(method, **words, output_dir=tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -47,6 +54,16 @@ def explain_all(run: Path, step: int) -> list:
     """Return the groups of all problems of a step."""
     problems = dict.fromkeys(row["problem"] for row in read_samples(run, step))
     return [g for p in problems for g in explain_update(run, step, str(p)).groups]
+
+
+def list_passes(run: Path, step: int) -> list[tuple]:
+    """Return (group, answer, pass) of a step."""
+    return [
+        (group, answer, item)
+        for group in explain_all(run, step)
+        for answer in group.answers
+        for item in answer.passes
+    ]
 
 
 def compute_log_distribution(model, row: dict) -> torch.Tensor:
@@ -86,12 +103,11 @@ def test_grpo_equals_a_float64_computation_by_hand(tmp_path):
         for key, (logprob, sampled, advantage) in expected.items()
     }
     total = sum(map(abs, gradients.values()))
-    seen = {}
-    for group in explain_all(run, 2):
-        for answer in group.answers:
-            for item in answer.passes:
-                for j, token in enumerate(item.tokens):
-                    seen[group.group, answer.index, j] = token
+    seen = {
+        (group.group, answer.index, j): token
+        for group, answer, item in list_passes(run, 2)
+        for j, token in enumerate(item.tokens)
+    }
     assert seen.keys() == expected.keys()
     for key, token in seen.items():
         logprob, sampled, advantage = expected[key]
@@ -122,9 +138,9 @@ def test_recorded_entropies_and_ratios_equal_those_of_the_saved_weights(tmp_path
         compared += len(expected)
     assert compared > 20
     # rows of another run are unchanged
-    other = [
-        {**row, "response_tokens": [0, *row["response_tokens"]]} for row in read_samples(run, 2)
-    ]
+    other = read_samples(run, 2)
+    for row in other:
+        row["response_tokens"].insert(0, 0)
     add_token_values(other, list_update_files(run / "rollouts")[2])
     assert not any("ratios" in row for row in other)
 
@@ -135,34 +151,20 @@ def test_a_record_changes_neither_weights_nor_metrics(tmp_path, method):
     for every in (0, 1):
         folder = tmp_path / str(every)
         folder.mkdir()
-        runs.append(train(folder, method, steps=3, rollouts_every=every, learning_rate=1e-2))
-    assert len(list_update_files(runs[1] / "rollouts")) == 3 and not (runs[0] / "rollouts").exists()
-    weights = [
-        load_file(run / f"checkpoints/{method}-final/model/model.safetensors") for run in runs
-    ]
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    metrics = [
-        [
-            {name: value for name, value in row.items() if not name.startswith("time/")}
-            for row in read_jsonl(run / "metrics.jsonl")
-        ]
-        for run in runs
-    ]
-    assert metrics[0] == metrics[1]
+        runs.append(train(folder, method, steps=2, rollouts_every=every, learning_rate=1e-2))
+    assert len(list_update_files(runs[1] / "rollouts")) == 2 and not (runs[0] / "rollouts").exists()
+    assert same_weights(*runs) and read_metrics(runs[0]) == read_metrics(runs[1])
 
 
 def test_later_passes_of_ppo_are_clipped_as_the_run_counted(tmp_path):
     words = {"epochs": 3, "num_substeps": 3, "learning_rate": 1e-2, "clip": 0.1, "target_kl": None}
     run = train(tmp_path, "ppo", steps=1, **words)
-    groups = explain_all(run, 1)
-    assert {group.num_passes for group in groups} == {3}
+    assert {group.num_passes for group in explain_all(run, 1)} == {3}
     tokens = {}
-    for group in groups:
-        for answer in group.answers:
-            for number, item in enumerate(answer.passes):
-                (step,) = item.optimizer_steps
-                assert step // 3 == number
-                tokens.setdefault(step, []).extend(item.tokens)
+    for _, answer, item in list_passes(run, 1):
+        (step,) = item.optimizer_steps
+        assert item is answer.passes[step // 3]
+        tokens.setdefault(step, []).extend(item.tokens)
     assert sorted(tokens) == list(range(9))
     kinds = set()
     for members in tokens.values():
@@ -185,34 +187,23 @@ def test_later_passes_of_ppo_are_clipped_as_the_run_counted(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "settings"),
-    [
-        ("grpo", {"num_substeps": 3, "loss": "gspo", "kl_coef": 0.1, "kl_placement": "loss"}),
-        ("grpo", {"episodes": "continuous", "stream_minibatches": 2}),
-        ("grpo", {"max_steps_off_policy": 1, "correction": "mask", "correction_high": 1.01}),
-        ("reinforce", {"group_size": 1}),
-        ("best_of_n", {}),
-        ("online_dpo", {"pairs": "all"}),
-        ("distill", {"teacher": "tiny:addition", "learn_from": "student", "reward": None}),
-    ],
-    ids=["gspo", "streamed", "asynchronous", "reinforce", "best_of_n", "online_dpo", "distill"],
-)
+@pytest.mark.parametrize(("method", "settings"), [
+    ("grpo", {"num_substeps": 3, "loss": "gspo", "kl_coef": 0.1, "kl_placement": "loss"}),
+    ("grpo", {"episodes": "continuous", "stream_minibatches": 2}),
+    ("grpo", {"max_steps_off_policy": 1, "correction": "mask", "correction_high": 1.01}),
+    ("reinforce", {"group_size": 1}),
+    ("best_of_n", {}),
+    ("online_dpo", {"pairs": "all"}),
+    ("distill", {"teacher": "tiny:addition", "learn_from": "student", "reward": None}),
+], ids=["gspo", "streamed", "asynchronous", "reinforce", "best_of_n", "online_dpo", "distill"])  # fmt: skip
 def test_shares_of_every_optimizer_step_add_up_to_one(tmp_path, method, settings):
-    if settings.get("reward", "") is None:
-        run = tmp_path / "run"
-        words = {k: v for k, v in (SMALL | settings).items() if k != "reward"}
-        rl.train(method, **words, steps=2, output_dir=run)
-    else:
-        run = train(tmp_path, method, steps=2, **settings)
+    run = train(tmp_path, method, steps=2, **settings)
     for step in list_update_files(run / "rollouts"):
-        shares = {}
-        for group in explain_all(run, step):
-            for answer in group.answers:
-                for item in answer.passes:
-                    (number,) = item.optimizer_steps
-                    shares[number] = shares.get(number, 0.0) + item.share
-                    assert all(token.learner is not None for token in item.tokens)
+        shares = Counter()
+        for _, _, item in list_passes(run, step):
+            (number,) = item.optimizer_steps
+            shares[number] += item.share
+            assert all(token.learner is not None for token in item.tokens)
         assert shares and all(total == pytest.approx(1.0) for total in shares.values())
 
 
@@ -268,19 +259,15 @@ def two_stages(tmp_path_factory):
     """Return the folder of a run of sft and grpo that keeps the samples of some steps."""
     folder = tmp_path_factory.mktemp("stages")
     (folder / "tests_why_reward.py").write_text(REWARD)
-    (folder / "recipe.yaml").write_text(
-        json.dumps(
-            {
-                "stages": [
-                    {"method": "sft", "steps": 1, "batch_size": 2, "eval_every": 0,
-                     "base_model": "tiny:addition", "dataset": "addition"},
-                    {"method": "grpo", "steps": 4, "batch_size": 2, "group_size": 2,
-                     "max_tokens": 4, "eval_every": 0, "rollouts_every": 2, "dataset": "addition",
-                     "reward": f"{folder / 'tests_why_reward.py'}:last_digit"},
-                ]
-            }
-        )
-    )  # fmt: skip
+    reward = f"{folder / 'tests_why_reward.py'}:last_digit"
+    (folder / "recipe.yaml").write_text(f"""
+stages:
+- {{method: sft, steps: 1, base_model: "tiny:addition"}}
+- {{method: grpo, steps: 4, group_size: 2, max_tokens: 4, rollouts_every: 2, reward: "{reward}"}}
+batch_size: 2
+eval_every: 0
+dataset: addition
+""")
     options = {"self_test": False, "reward_check": False, "quiet": True}
     rl.train(folder / "recipe.yaml", **options, output_dir=folder / "run")
     return folder / "run"
@@ -333,8 +320,6 @@ def test_the_command_prints_every_token_and_writes_a_page(
 
 
 def test_hostile_tokens_stay_text(two_stages):
-    from dataclasses import replace
-
     row = read_samples(two_stages, 6)[0]
     explanation = explain_update(two_stages, 6, str(row["problem"]))
     (group, *_) = explanation.groups
@@ -350,11 +335,6 @@ def test_hostile_tokens_stay_text(two_stages):
 
 
 def test_a_large_batch_is_recorded_up_to_a_number_of_tokens(two_stages):
-    from concurrent.futures import Future
-
-    from rl.rollout import Trajectory, TrajectoryGroup, Transition, trajectory_to_datums
-    from rl.types import ModelInput, SampledSequence
-
     recorder, groups = UpdateRecorder(), []
     for g in range(3):
         action = SampledSequence([3, 4, 5], [-1.0, -2.0, -3.0 - g], "stop")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,13 @@ import torch
 from safetensors.numpy import load_file
 from sampler_models import reference_logprobs
 from transformers import AutoModelForCausalLM
-from whole_runs import train, updates_end_while_answers_are_drawn
+from whole_runs import (
+    RECIPE,
+    runs_draw_no_curves,
+    train,
+    updates_end_while_answers_are_drawn,
+)
+from whole_runs import read_metrics as metrics
 
 from rl.algorithms import METHODS
 from rl.algorithms.grpo_settings import variant_settings
@@ -46,11 +53,15 @@ class Uneven(Environment):
         text = answer["content"] or ""
         return TurnResult(f"{len(text)}+1=", reward=sum(map(ord, text)) % 5 / 4 + 0.1 * self.member, done=self.left == 0)
 '''
-RECIPE = Path(__file__).parents[2] / "recipes" / "addition.yaml"
 LINE = (
     "grpo --steps 4 --batch-size 4 --group-size 2 --max-tokens 5 --eval-every 0 --save-every 2 "
     "--keep-last 9 --rollouts-every 1 --quiet"
 )
+
+
+def execute_words(words: str) -> None:
+    with runs_draw_no_curves():
+        execute(parse_run(words.split(), METHODS, RECIPE, options=RunSettings))
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +75,7 @@ def trained(tmp_path_factory):
     common = f"{LINE} {played} --learning-rate 1e-3 --no-self-test"
 
     def go(name: str, words: str = "") -> Path:
-        execute(
-            parse_run(
-                f"{common} --output-dir {home / name} {words}".split(),
-                METHODS,
-                RECIPE,
-                options=RunSettings,
-            )
-        )
+        execute_words(f"{common} --output-dir {home / name} {words}")
         return home / name
 
     return go
@@ -91,22 +95,27 @@ def same(a: Path, b: Path) -> bool:
     return all((first[name] == other[name]).all() for name in first)
 
 
-def metrics(folder: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+def read_episodes(folder: Path) -> Iterator[tuple[str, dict]]:
+    """Yield (name of the file, row) of each episode that was trained on."""
+    for path in sorted((folder / "rollouts").glob("step_*.jsonl")):
+        for line in path.read_text().splitlines():
+            yield path.stem, json.loads(line)
 
 
 def read_trained_rows(folder: Path) -> list:
     """Return what each step trained on: problem, member, tokens of each turn."""
     results = []
-    for path in sorted((folder / "rollouts").glob("step_*.jsonl")):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            text = [turn["token_ids"] for turn in row.get("turns", ()) if turn["sampled"]]
-            results.append(
-                (path.stem, row["problem"], row["index"], text or [row["response_tokens"]])
-            )
+    for name, row in read_episodes(folder):
+        text = [turn["token_ids"] for turn in row.get("turns", ()) if turn["sampled"]]
+        results.append((name, row["problem"], row["index"], text or [row["response_tokens"]]))
     return results
+
+
+def remove_checkpoints(folder: Path, kept: str) -> None:
+    """Remove all checkpoints but one, as if the run had been killed after it."""
+    for path in (folder / "checkpoints").iterdir():
+        if path.name != kept:
+            shutil.rmtree(path)
 
 
 LATE = "--max-steps-off-policy 2 --slice-steps 2"
@@ -125,14 +134,9 @@ def test_a_batch_in_parts_is_the_update_of_the_whole_batch(trained):
         assert read_trained_rows(result) == read_trained_rows(whole)
         for key, value in weights(whole).items():
             np.testing.assert_allclose(weights(result)[key], value, atol=1e-6)
+        keys = ("policy_loss", "grad_norm", "tokens", "kl_sample_train_v1")
         for got, expected in zip(metrics(result), metrics(whole), strict=True):
-            for key in (
-                "optim/policy_loss",
-                "optim/grad_norm",
-                "reward/total",
-                "optim/tokens",
-                "optim/kl_sample_train_v1",
-            ):
+            for key in (*(f"optim/{key}" for key in keys), "reward/total"):
                 assert got[key] == pytest.approx(expected[key], abs=1e-5), key
 
 
@@ -160,14 +164,7 @@ def test_episodes_that_go_on_by_themselves_train_every_method_alike(method, tmp_
     )
 
     def go(name: str, words: str = "") -> Path:
-        execute(
-            parse_run(
-                f"{common} --output-dir {tmp_path / name} {words}".split(),
-                METHODS,
-                RECIPE,
-                options=RunSettings,
-            )
-        )
+        execute_words(f"{common} --output-dir {tmp_path / name} {words}")
         return tmp_path / name
 
     def trained(folder: Path) -> dict[str, np.ndarray]:
@@ -192,11 +189,8 @@ def test_asynchronous_runs_hold_their_bound_train_each_group_once_and_repeat_bit
         assert sum(row[f"async/age/{age}"] for age in range(3)) == pytest.approx(1.0)
     problems = [(problem, index) for _, problem, index, _ in read_trained_rows(first)]
     assert len(problems) == len(set(problems)) == 4 * 4 * 2
-    assert any(
-        "versions" in turn
-        for path in (first / "rollouts").glob("step_*.jsonl")
-        for turn in _turns(path)
-    )
+    turns = [turn for _, row in read_episodes(first) for turn in row.get("turns", ())]
+    assert any("versions" in turn for turn in turns)
     again = trained("again", f"{LATE} --replay {first}")
     assert same(first, again) and metrics(again) == metrics(first)
     assert (again / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
@@ -204,29 +198,16 @@ def test_asynchronous_runs_hold_their_bound_train_each_group_once_and_repeat_bit
     # sampled twice.
     cut = first.parent / "cut"
     shutil.copytree(first, cut)
-    for path in (cut / "checkpoints").iterdir():
-        if path.name != "grpo-000002":
-            shutil.rmtree(path)
+    remove_checkpoints(cut, "grpo-000002")
     gone_on = trained("cut", f"{LATE} --resume --replay {first}")
-    assert (
-        same(first, gone_on)
-        and metrics(gone_on) == metrics(first)
-        and read_trained_rows(gone_on) == read_trained_rows(first)
-    )
-
-
-def _turns(path: Path):
-    for line in path.read_text().splitlines():
-        yield from json.loads(line).get("turns", ())
+    assert same(first, gone_on) and metrics(gone_on) == metrics(first)
+    assert read_trained_rows(gone_on) == read_trained_rows(first)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["--on-stale resample", "--recompute-cache"])
-def test_settings_of_age_and_cache(trained, words):
-    folder = trained(
-        words.split()[0].strip("-"), f"--max-steps-off-policy 1 --slice-steps 2 {words}"
-    )
-    rows = metrics(folder)
+def test_answers_that_are_too_old_are_drawn_again(trained):
+    words = "--max-steps-off-policy 1 --slice-steps 2 --on-stale resample"
+    rows = metrics(trained("on-stale", words))
     assert len(rows) == 4 and max(row["async/age/max"] for row in rows) <= 1
 
 
@@ -242,26 +223,20 @@ def test_with_a_cache_that_is_read_again_every_logprob_is_that_of_the_weights_it
             "--learning-rate 1e-2",
         )
     # version 0 has no checkpoint
-    names = {
-        version: folder / "checkpoints" / f"grpo-{version:06d}" / "model" for version in (1, 2)
-    }
-    models = {
-        version: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-        for version, name in names.items()
-    }
+    load = AutoModelForCausalLM.from_pretrained
+    names = {version: f"checkpoints/grpo-{version:06d}/model" for version in (1, 2)}
+    models = {v: load(folder / name, dtype=torch.float32) for v, name in names.items()}
     compared, of_several, apart = 0, 0, 0.0
-    for path in sorted((folder / "rollouts").glob("step_*.jsonl")):
-        for row in map(json.loads, path.read_text().splitlines()):
-            drew = np.array(row.get("versions") or [row["version"]] * len(row["response_tokens"]))
-            of_several += len(set(drew.tolist())) > 1
-            for version, model in models.items():
-                result = reference_logprobs(
-                    model, row["prompt_tokens"], row["response_tokens"], row["temperature"]
-                ).numpy()
-                gaps = np.abs(result - np.array(row["logprobs"]))
-                assert gaps[drew == version].max(initial=0) < 1e-4, (path.name, row["problem"])
-                compared += int((drew == version).sum())
-                apart = max(apart, gaps[drew == 3 - version].max(initial=0))
+    for name, row in read_episodes(folder):
+        tokens = row["prompt_tokens"], row["response_tokens"]
+        drew = np.array(row.get("versions") or [row["version"]] * len(tokens[1]))
+        of_several += len(set(drew.tolist())) > 1
+        for version, model in models.items():
+            result = reference_logprobs(model, *tokens, row["temperature"]).numpy()
+            gaps = np.abs(result - np.array(row["logprobs"]))
+            assert gaps[drew == version].max(initial=0) < 1e-4, (name, row["problem"])
+            compared += int((drew == version).sum())
+            apart = max(apart, gaps[drew == 3 - version].max(initial=0))
     assert compared > 20 and of_several > 0 and apart > 0.01
 
 
@@ -271,21 +246,12 @@ def test_a_token_older_than_the_bound_or_of_a_version_yet_to_come_ends_the_run()
     samples = StageSampler(inputs, None)
 
     def rollouts(*versions):
-        actions = [
-            SampledSequence([1, 2], [-1.0, -1.0], version=min(v), versions=list(v))
-            for v in versions
-        ]
-        episodes = [
-            Trajectory([Transition(ModelInput.from_ints([1]), action, 1.0, True)])
-            for action in actions
-        ]
-        return RolloutBatch(
-            [TrajectoryGroup(episodes, [0.0] * len(episodes), [{}] * len(episodes))],
-            [],
-            {},
-            0.0,
-            0.0,
-        )
+        episodes = []
+        for v in versions:
+            action = SampledSequence([1, 2], [-1.0, -1.0], version=min(v), versions=list(v))
+            episodes.append(Trajectory([Transition(ModelInput.from_ints([1]), action, 1.0, True)]))
+        group = TrajectoryGroup(episodes, [0.0] * len(episodes), [{}] * len(episodes))
+        return RolloutBatch([group], [], {}, 0.0, 0.0)
 
     samples.check_rollouts(rollouts((5, 5), (4, 5), (3, 4)), 5, 2)
     for wrong, oldest in (((3, 4), 1), ((2, 5), 2), ((5, 6), 2), ((4, 4), 0)):
@@ -352,15 +318,10 @@ def test_an_update_begins_while_the_weights_of_the_one_before_are_on_their_way(
     assert sum(row.get("landed", False) for row in rows) == 4
     assert max(row["async/age/max"] for row in metrics(first)) == 2
     again = trained("far-again", f"{LATE} --steps 6 --save-every 3 --replay {first}")
-    assert (
-        same(first, again)
-        and metrics(again) == metrics(first)
-        and read_trained_rows(again) == read_trained_rows(first)
-    )
+    assert same(first, again) and metrics(again) == metrics(first)
+    assert read_trained_rows(again) == read_trained_rows(first)
     assert (again / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
-    for path in (again / "checkpoints").iterdir():
-        if path.name != "grpo-000003":
-            shutil.rmtree(path)
+    remove_checkpoints(again, "grpo-000003")
     gone_on = trained("far-again", f"{LATE} --steps 6 --save-every 3 --resume --replay {first}")
     assert same(first, gone_on) and metrics(gone_on) == metrics(first)
 
@@ -386,9 +347,7 @@ def test_a_checkpoint_where_weights_were_on_their_way_is_said_to_go_on_otherwise
     trained("as-before", f"{LATE} --save-every 0 --keep-last 3 --replay {first}")
     assert "bit-identical" not in capsys.readouterr().out
     # No weights are in flight here, although the log of decisions says that they land.
-    for path in (again / "checkpoints").iterdir():
-        if path.name != "grpo-000002":
-            shutil.rmtree(path)
+    remove_checkpoints(again, "grpo-000002")
     try:
         trained("saved-on-the-way", f"{LATE} --save-every 1 --resume --replay {first}")
     except UserError as error:  # recomputed caches may end other answers sooner

@@ -50,21 +50,23 @@ def stages_of(*words: str):
     return read_run(list(words), METHODS, REPO / "recipes" / "addition.yaml", RunSettings).stages
 
 
-# command lines, and the settings that the guide lists for them
+# Command lines, and the settings that the guide lists for them.
 GUIDE = {
     "grpo": {
         "group_size": 8, "temperature": 0.8, "clip_low": 0.8, "clip_high": 1.2, "entropy_coef": 0.0,
-        "grad_clip_norm": 1.0,
+        "grad_clip_norm": 1.0, "learning_rate": 1e-6,
     },
+    "grpo --lora-rank 8": {"learning_rate": 4e-5},
     "reinforce": {
         "entropy_coef": 0.01, "advantage": "running_mean", "loss": "importance_sampling",
+        "learning_rate": 1e-5,
     },
     "ppo": {
         "epochs": 4, "clip": 0.2, "value_coef": 0.1, "entropy_coef": 0.01, "target_kl": 0.01,
-        "kl_coef": 0.1,
+        "kl_coef": 0.1, "learning_rate": 1e-6,
     },
-    "dpo": {"beta": 0.1, "reference_free": False},
-    "distill": {"distill_temperature": 2.0, "alpha": 0.5, "group_size": 4},
+    "dpo": {"beta": 0.1, "reference_free": False, "learning_rate": 5e-7},
+    "distill": {"distill_temperature": 2.0, "alpha": 0.5, "group_size": 4, "learning_rate": 2e-5},
     str(REPO / "recipes" / "gsm8k.yaml"): {
         "base_model": "Qwen/Qwen2.5-0.5B-Instruct", "dataset": "openai/gsm8k", "reward": "gsm8k",
         "lora_rank": 32, "learning_rate": 4e-5, "batch_size": 128, "group_size": 16,
@@ -72,23 +74,13 @@ GUIDE = {
         "steps": 7473 // 128, "renderer": "chat_template",
     },
 }  # fmt: skip
-RATES = {
-    "grpo": 1e-6, "grpo --lora-rank 8": 4e-5, "reinforce": 1e-5, "ppo": 1e-6, "dpo": 5e-7,
-    "distill": 2e-5,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("line", GUIDE)
 def test_the_guides_settings(line):
-    (stage,) = stages_of(line)
-    values = flatten_settings(stage.settings)
-    assert {name: values[name] for name in GUIDE[line]} == GUIDE[line]
-
-
-@pytest.mark.parametrize("line", RATES)
-def test_the_guides_learning_rates(line):
     (stage,) = stages_of(*line.split())
-    assert stage.settings.learning_rate == RATES[line]
+    values = {**flatten_settings(stage.settings), "learning_rate": stage.settings.learning_rate}
+    assert {name: values[name] for name in GUIDE[line]} == GUIDE[line]
 
 
 # ------------------------------------------------------------------------------------------ shaping
@@ -115,21 +107,17 @@ def test_overlong_penalty_by_hand():
 
 
 def test_shaping_by_hand_and_as_the_guide_does_it():
-    rewards = [[3.0], [1.0], [0.0], [0.0]]
-    groups = [group(*rewards[:2], tokens=10), group(*rewards[2:], tokens=5)]
-    assert RewardShaper(ShapingSettings(), 10).shape_totals(groups) == [[3.0, 1.0], [0.0, 0.0]]
-    assert RewardShaper(ShapingSettings(reward_scale=2.0, reward_clip=4.0), 10).shape_totals(
-        groups
-    ) == [[4.0, 2.0], [0.0, 0.0]]
-    assert RewardShaper(ShapingSettings(overlong_share=0.5, overlong_penalty=0.5), 10).shape_totals(
-        groups
-    ) == [[2.5, 0.5], [0.0, 0.0]]
+    groups = [group([3.0], [1.0], tokens=10), group([0.0], [0.0], tokens=5)]
+    for settings, expected in (
+        ({}, [3.0, 1.0]),
+        ({"reward_scale": 2.0, "reward_clip": 4.0}, [4.0, 2.0]),
+        ({"overlong_share": 0.5, "overlong_penalty": 0.5}, [2.5, 0.5]),
+    ):
+        shaper = RewardShaper(ShapingSettings(**settings), 10)
+        assert shaper.shape_totals(groups) == [expected, [0.0, 0.0]], settings
     groups[0].trajectories_G[1].transitions[-1].ac.stop_reason = "length"  # cut off: only it pays
-    assert RewardShaper(ShapingSettings(cut_off_penalty=2.0), 10).shape_totals(groups) == [
-        [3.0, -1.0],
-        [0.0, 0.0],
-    ]
     shaper = RewardShaper(ShapingSettings(cut_off_penalty=2.0), 10)
+    assert shaper.shape_totals(groups) == [[3.0, -1.0], [0.0, 0.0]]
     assert shaper.shape_steps(groups)[0] == [[3.0], [-1.0]]
     assert shaper.metrics == {"reward/cut_off_penalty": 0.5}
     guide = np.array([3.0, 1.0, 0.0, 0.0])
@@ -235,11 +223,8 @@ def test_by_success_up_and_back():
 
 
 def test_its_state_goes_on_in_the_middle_of_a_window():
-    inputs = {"curriculum": "success", "curriculum_window": 3}
     whole, first, second = (
-        make_curriculum(**inputs),
-        make_curriculum(**inputs),
-        make_curriculum(**inputs),
+        make_curriculum(curriculum="success", curriculum_window=3) for _ in range(3)
     )
     for success in (0.9, 0.9):
         whole.record_success(success)
@@ -274,9 +259,8 @@ def test_additions_levels_are_carries():
     known = {
         "11+22=": 0, "19+11=": 1, "19+12=": 1, "90+20=": 1, "55+55=": 2, "45+55=": 2, "99+99=": 2,
     }  # fmt: skip
-    assert {sum_: problems[sum_] for sum_ in known if sum_ in problems} == {
-        s: v for s, v in known.items() if s in problems
-    }
+    trained = known.keys() & problems.keys()
+    assert {text: problems[text] for text in trained} == {text: known[text] for text in trained}
     for text, level in list(problems.items())[::97]:
         a, b = map(int, text[:-1].split("+"))
         digits_lost = sum(int(c) for c in str(a) + str(b)) - sum(int(c) for c in str(a + b))
@@ -287,20 +271,15 @@ def test_additions_levels_are_carries():
 
 
 def test_several_rewards_are_weighted_and_logged(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def short(prompt, response, meta):\n    return -len(response)\n"
-    )
-    data = make_settings(
-        "--rewards", "exact_match", "1", f"{tmp_path / 'mine.py'}:short", "0.1"
-    ).data
-    result = resolve_stage_reward(data).evaluate("1+1=", "2", {"answer": "2"})
+    code = "def short(prompt, response, meta):\n    return -len(response)\n"
+    (tmp_path / "mine.py").write_text(code)
+    words = ("--rewards", "exact_match", "1", f"{tmp_path / 'mine.py'}:short", "0.1")
+    result = resolve_stage_reward(make_settings(*words).data).evaluate("1+1=", "2", {"answer": "2"})
     assert result.reward == pytest.approx(0.9)
     assert result.metrics == {"exact_match": 1.0, "correct": 1.0, "short": -1.0}
     assert resolve_stage_reward(DataSettings()) == "exact_match"
     (tmp_path / "r.yaml").write_text("method: grpo\nrewards: {exact_match: 1.0, gsm8k: 0.5}\n")
-    (stage,) = read_run(
-        [str(tmp_path / "r.yaml")], METHODS, REPO / "recipes" / "addition.yaml", RunSettings
-    ).stages
+    (stage,) = stages_of(str(tmp_path / "r.yaml"))
     assert stage.settings.data.rewards == (("exact_match", 1.0), ("gsm8k", 0.5))
 
 
@@ -324,21 +303,6 @@ def test_best_weights_by_the_highest_or_the_lowest_stay_with_those_at_the_last_c
                     book.add_checkpoint(resumable)
             rows = [row for row in book.checkpoints() if row["kind"] == "best"]
         assert [row["batch"] for row in rows] == kept
-
-
-def test_settings_that_mean_nothing_are_refused():
-    for words, message in (
-        (["--reward-clip", "-1"], "--reward-clip is positive"),
-        (["--overlong-share", "1.5"], "--overlong-share"),
-        (
-            ["--dynamic-sampling", "3", "--group-size", "1", "--advantage", "none"],
-            "--dynamic-sampling selects",
-        ),
-        (["--truncated-is", "0"], "--truncated-is"),
-        (["--variant", "dapoo"], "dapo"),
-    ):
-        with pytest.raises(SettingsError, match=message):
-            make_settings(*words)
 
 
 WITHOUT_EFFECT = [
@@ -371,18 +335,12 @@ WITHOUT_EFFECT = [
     ("reward_model --form comparison --centre-coef 0.1", "the form is comparison", "--form scalar"),
     *((f"{name} --dynamic-sampling 3", "such as grpo", None)
       for name in ("sft", "dpo", "reward_model", "offline")),
-    *[
-        (f"{name} --curriculum success", "--curriculum-steps", "--curriculum off")
-        for name in ("sft", "dpo", "reward_model")
-    ],
-    *[
-        (f"offline --loss ilql {words}", "the loss is ilql", "--loss dro")
-        for words in ("--beta 0.2", "--baseline learned")
-    ],
-    *[
-        (f"offline --{name} 0.35", "the loss is dro", "--loss ilql")
-        for name in ("gamma", "tau", "expectile", "cql-coef")
-    ],
+    *((f"{name} --curriculum success", "--curriculum-steps", "--curriculum off")
+      for name in ("sft", "dpo", "reward_model")),
+    *((f"offline --loss ilql {words}", "the loss is ilql", "--loss dro")
+      for words in ("--beta 0.2", "--baseline learned")),
+    *((f"offline --{name} 0.35", "the loss is dro", "--loss ilql")
+      for name in ("gamma", "tau", "expectile", "cql-coef")),
     ("offline --value-coef 0.1", "no value is learned", "--baseline learned"),
     ("grpo --reward gsm8k --rewards repetition 1", "rewards replaces it", None),
     # the default reward, set explicitly
@@ -392,9 +350,8 @@ WITHOUT_EFFECT = [
 
 @pytest.mark.parametrize(("words", "says", "remedy"), WITHOUT_EFFECT)
 def test_a_setting_without_effect_is_refused_and_the_remedy_works(words, says, remedy):
-    with pytest.raises(
-        SettingsError, match="has no effect|curriculum success depends on"
-    ) as caught:
+    message = "has no effect|curriculum success depends on"
+    with pytest.raises(SettingsError, match=message) as caught:
         stages_of(*words.split())
     (problem,) = caught.value.problems
     assert says in problem
@@ -405,35 +362,32 @@ def test_a_setting_without_effect_is_refused_and_the_remedy_works(words, says, r
 def test_what_a_variant_stands_for_gives_way_to_what_is_asked_for():
     """dapo widens a clip range that importance_sampling does not have."""
     changed = make_settings("--variant", "dapo", "--loss", "importance_sampling")
-    assert (changed.policy_gradient.loss, changed.policy_gradient.clip_high) == (
-        "importance_sampling",
-        1.2,
-    )
-    assert (
-        make_settings("--variant", "dapo").policy_gradient.clip_high,
-        changed.sampling.dynamic_sampling,
-    ) == (1.28, 10)
+    gradient = changed.policy_gradient
+    assert (gradient.loss, gradient.clip_high) == ("importance_sampling", 1.2)
+    assert changed.sampling.dynamic_sampling == 10
+    assert make_settings("--variant", "dapo").policy_gradient.clip_high == 1.28
     with pytest.raises(SettingsError, match="--clip-high 1.3 has no effect"):
         make_settings("--variant", "dapo", "--loss", "importance_sampling", "--clip-high", "1.3")
 
 
-@pytest.mark.parametrize(("recipe", "words"), [
-    ("addition_offline", "--curriculum success"),
-    ("addition_rlhf", "--reward gsm8k"),
-    ("addition_offline", "--base-model tiny:addition-small"),
+@pytest.mark.parametrize(("words", "message"), [
+    ("--reward-clip -1", "--reward-clip is positive"),
+    ("--dynamic-sampling 3 --group-size 1 --advantage none", "--dynamic-sampling selects"),
+    ("--variant dapoo", "dapo"),
 ])  # fmt: skip
-def test_a_flag_that_some_stages_use_is_taken_by_those(recipe, words):
-    flag, value = words.split()
-    name = flag.removeprefix("--").replace("-", "_")
-    stages = {
-        stage.name: flatten_settings(stage.settings)[name]
-        for stage in stages_of(str(REPO / "recipes" / f"{recipe}.yaml"), *words.split())
-    }
-    remaining = {
-        "curriculum": {"sft": "off", "offline": "off"},
-        "reward": {"reward_model": None},
-        "base_model": {"offline": "sft"},
-    }[name]
+def test_settings_that_mean_nothing_are_refused(words, message):
+    with pytest.raises(SettingsError, match=message):
+        make_settings(*words.split())
+
+
+@pytest.mark.parametrize(("recipe", "flag", "value", "remaining"), [
+    ("addition_offline", "curriculum", "success", {"sft": "off", "offline": "off"}),
+    ("addition_rlhf", "reward", "gsm8k", {"reward_model": None}),
+    ("addition_offline", "base_model", "tiny:addition-small", {"offline": "sft"}),
+])  # fmt: skip
+def test_a_flag_that_some_stages_use_is_taken_by_those(recipe, flag, value, remaining):
+    words = (str(REPO / "recipes" / f"{recipe}.yaml"), f"--{flag.replace('_', '-')}", value)
+    stages = {stage.name: flatten_settings(stage.settings)[flag] for stage in stages_of(*words)}
     assert {stage: result for stage, result in stages.items() if result != value} == remaining
 
 
@@ -447,27 +401,20 @@ def test_settings_that_were_saved_before_they_were_errors_still_open():
 
 def test_what_is_given_for_all_stages_is_for_those_that_use_it(tmp_path):
     """A flag on the default recipe (sft, grpo) that only its second stage can use."""
-    sft, grpo = (
-        stage.settings
-        for stage in stages_of(
-            "--curriculum", "success", "--dynamic-sampling", "3", "--train-limit", "50"
-        )
-    )
-    assert (sft.data.curriculum, sft.sampling.dynamic_sampling, sft.data.train_limit) == (
-        "off", 0, 50,
-    )  # fmt: skip
-    assert (grpo.data.curriculum, grpo.sampling.dynamic_sampling, grpo.data.train_limit) == (
-        "success", 3, 50,
-    )  # fmt: skip
+    words = "--curriculum success --dynamic-sampling 3 --train-limit 50".split()
+    names = ("curriculum", "dynamic_sampling", "train_limit")
+    settings = [flatten_settings(stage.settings) for stage in stages_of(*words)]
+    sft, grpo = ([values[name] for name in names] for values in settings)
+    assert sft == ["off", 0, 50] and grpo == ["success", 3, 50]
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("stages:\n- {method: sft}\n- {method: dpo}\ndynamic_sampling: 3\n")
-    with pytest.raises(SettingsError, match="^stage dpo: dynamic_sampling 3 has no effect"):
-        stages_of(str(recipe))
-    recipe.write_text(
-        "stages:\n- {method: sft, dynamic_sampling: 3}\n- {method: grpo, dynamic_sampling: 3}\n"
-    )
-    with pytest.raises(SettingsError, match="^stage sft: dynamic_sampling 3 has no effect"):
-        stages_of(str(recipe))
+    for stages, refused in (
+        ("- {method: sft}\n- {method: dpo}\ndynamic_sampling: 3\n", "dpo"),
+        ("- {method: sft, dynamic_sampling: 3}\n- {method: grpo, dynamic_sampling: 3}\n", "sft"),
+    ):
+        recipe.write_text(f"stages:\n{stages}")
+        message = f"^stage {refused}: dynamic_sampling 3 has no effect"
+        with pytest.raises(SettingsError, match=message):
+            stages_of(str(recipe))
     # other mistakes are still reported
     with pytest.raises(SettingsError, match="--reward-clip is positive"):
         stages_of("--reward-clip", "-1", "--dynamic-sampling", "3")
@@ -483,31 +430,23 @@ def test_what_is_given_for_all_stages_is_for_those_that_use_it(tmp_path):
 ])  # fmt: skip
 def test_former_names_of_settings_are_read(former, current, tmp_path):
     """Flags, flags of a stage and recipes accept the names that settings had before."""
-    words = ["grpo", "--base-model", "tiny:addition", "--dataset", "addition", *former.split()]
 
-    def settings_of(argv):
-        return flatten_settings(
-            read_run(argv, METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
-            .stages[0]
-            .settings
-        )
+    def read_values(*words: str) -> dict:
+        (stage,) = stages_of(*words)
+        return {name: flatten_settings(stage.settings)[name] for name in current}
 
-    settings = settings_of(words)
-    assert {name: settings[name] for name in current} == current
-    if former.startswith("--grpo."):
-        return
-    pairs = former.removeprefix("--").replace("-", "_").split("__")
-    text = "".join(f"{pair.strip().replace(' ', ': ', 1)}\n" for pair in pairs if pair.strip())
-    recipe = tmp_path / "former.yaml"
-    recipe.write_text(f"method: grpo\nbase_model: tiny:addition\ndataset: addition\n{text}")
-    assert {name: settings_of([str(recipe)])[name] for name in current} == current
+    assert read_values("grpo", *former.split()) == current
+    if not former.startswith("--grpo."):
+        names, values = former.replace("--", "").split()[::2], former.split()[1::2]
+        pairs = zip(names, values, strict=True)
+        recipe = tmp_path / "former.yaml"
+        lines = [f"{name.replace('-', '_')}: {value}" for name, value in pairs]
+        recipe.write_text("\n".join(["method: grpo", *lines]))
+        assert read_values(str(recipe)) == current
 
 
 def test_a_former_name_beside_the_current_one_is_an_error(tmp_path):
     recipe = tmp_path / "both.yaml"
-    recipe.write_text(
-        "method: grpo\nbase_model: tiny:addition\ndataset: addition\n"
-        "kl_in: loss\nkl_placement: loss\n"
-    )
-    with pytest.raises(SettingsError, match="line 5: kl_in and kl_placement are the same setting"):
-        read_run([str(recipe)], METHODS, REPO / "recipes" / "addition.yaml", RunSettings)
+    recipe.write_text("method: grpo\nkl_in: loss\nkl_placement: loss\n")
+    with pytest.raises(SettingsError, match="line 3: kl_in and kl_placement are the same setting"):
+        stages_of(str(recipe))

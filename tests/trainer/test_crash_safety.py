@@ -14,7 +14,7 @@ import pytest
 import torch
 from rank_server import REPO, TAG, Launch, Ranks
 from safetensors.torch import load_file, save_file
-from test_run import assert_same, command, environment, rows, write
+from test_run import assert_same, command, environment, flat, rows, write
 
 from rl.distributed import StopRequest, checkpoint_folder
 from rl.trainer.checkpoint_manager import CheckpointManager
@@ -53,13 +53,8 @@ def faulty_disk(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("fault", ["kill", "full"])
 def test_a_save_that_goes_wrong_at_any_disk_operation_loses_nothing(faulty_disk, tmp_path, fault):
     words = [sys.executable, str(REPO / "tests" / "save_faults.py"), fault, str(tmp_path)]
-    done = subprocess.run(
-        words,
-        env=environment(LD_PRELOAD=str(faulty_disk)),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    env = environment(LD_PRELOAD=str(faulty_disk))
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     # Every file of a checkpoint is written and synced with its folders; the checkpoint, its row,
@@ -97,37 +92,26 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(tmp_path, name):
     named = [{"name": f"s-{step}", "state_path": "noted elsewhere"} for step in (1, 2)]
     file = tmp_path / "checkpoints" / "s-2" / name
     whole, rng = file.read_bytes(), random.Random(0)
-    damages = [whole[:size] for size in (0, 1, len(whole) // 2, len(whole) - 1)] + [
-        whole + b"x"
-    ] * (name != "manifest.json")
+    damages = [whole[:size] for size in (0, 1, len(whole) // 2, len(whole) - 1)]
+    damages += [whole + b"x"] * (name != "manifest.json")
     for _ in range(60):
         bit = rng.randrange(8 * len(whole))
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         damages.append(bytes(flipped))
     refused = 0
-    for damaged in damages:
+    for damaged in [*damages, whole]:
         file.write_bytes(damaged)
         console = RecordingConsole()
-        result = CheckpointManager.find_newest_intact(tmp_path, named, console)
-        assert result is not None
+        row, state = CheckpointManager.find_newest_intact(tmp_path, named, console)
         if console.texts:
             refused += 1
-            assert result[0]["name"] == "s-1"
-            assert result[1] == state_of(1.0)
+            assert (row["name"], state) == ("s-1", state_of(1.0))
             assert "s-2 cannot be used" in console.texts[0]
         else:  # a bit without meaning in the manifest, such as a space turned into a tab
-            assert (
-                name == "manifest.json"
-                and result[0]["name"] == "s-2"
-                and result[1] == state_of(2.0)
-            )
+            assert name == "manifest.json" or damaged == whole
+            assert (row["name"], state) == ("s-2", state_of(2.0))
     assert refused == len(damages) if name != "manifest.json" else refused > 0.8 * len(damages)
-    file.write_bytes(whole)
-    assert (
-        CheckpointManager.find_newest_intact(tmp_path, named, RecordingConsole())[0]["name"]
-        == "s-2"
-    )
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
@@ -227,13 +211,10 @@ with StopRequest(float(sys.argv[1]), ends_process=True) as request:
 
 
 def start_listener(*words: str) -> subprocess.Popen:
-    code = LISTEN.format(repo=str(REPO))
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [sys.executable, "-c", LISTEN.format(repo=str(REPO)), *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert process.stdout.readline() == "listening\n"
     return process
 
@@ -322,19 +303,16 @@ def at_step(stage: str, batch: int):
     )
 
 
-def flat(text: str) -> str:
-    return " ".join(text.replace("│", " ").split())
+def launch_run(ranks: Ranks, cwd: Path, *words: str, world: int = 2, out: str = "out") -> Launch:
+    """Start the recipe of test_run.py in `cwd`, without evaluations."""
+    return ranks.start(write(cwd), "--output-dir", out, *words, *QUICK, cwd=cwd, world=world)
 
 
 @pytest.fixture(scope="module")
 def reference_run(ranks, tmp_path_factory) -> tuple[Path, float]:
-    return undisturbed_run(ranks, tmp_path_factory.mktemp("undisturbed"))
-
-
-def undisturbed_run(ranks: Ranks, cwd: Path) -> tuple[Path, float]:
     """Return (folder, seconds) of an undisturbed run on two processes."""
-    begin = time.monotonic()
-    launch = ranks.start(write(cwd), "--output-dir", "out", *QUICK, cwd=cwd, world=2)
+    begin, cwd = time.monotonic(), tmp_path_factory.mktemp("undisturbed")
+    launch = launch_run(ranks, cwd)
     assert launch.wait(240) == [0, 0], launch.output()
     assert "2 processes" in launch.output(0)
     return cwd / "out", time.monotonic() - begin
@@ -342,48 +320,35 @@ def undisturbed_run(ranks: Ranks, cwd: Path) -> tuple[Path, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=[pytest.mark.campaign] * (n > 2)) for n in SEEDS]
+    "seed", [pytest.param(n, marks=[pytest.mark.campaign] * (n > 1)) for n in SEEDS]
 )
 def test_kill_9_of_a_random_rank_at_a_random_point(ranks, reference_run, tmp_path, seed):
-    killed_and_resumed(ranks, reference_run, tmp_path, seed)
-    assert ranks.nothing_left() == []
-
-
-def killed_and_resumed(
-    ranks: Ranks, reference_run: tuple[Path, float], cwd: Path, seed: int
-) -> str:
-    """Kill a random rank at a random moment and resume; return a description of what happened."""
-    rng, (whole, seconds) = random.Random(seed), reference_run
+    rng, (whole, seconds), out = random.Random(seed), reference_run, tmp_path / "out"
     victim, moment = rng.randrange(2), rng.uniform(0.02, 0.95) * seconds
-    recipe = write(cwd)
-    launch = ranks.start(recipe, "--output-dir", "out", *QUICK, cwd=cwd, world=2)
+    launch = launch_run(ranks, tmp_path)
     time.sleep(moment)
     launch.kill(victim)
-    training = (cwd / "out" / "metrics.jsonl").exists()
+    training = (out / "metrics.jsonl").exists()
     # The ranks may still be connecting; in that case a launcher ends the surviving rank.
     if not training:
         time.sleep(2.0)
         launch.kill(1 - victim, signal.SIGTERM)
     codes = list(launch.wait(60))  # the surviving rank ends by itself
     # killed while the processes were shutting down
-    over = (cwd / "out" / "checkpoints" / "grpo-final").exists()
+    over = (out / "checkpoints" / "grpo-final").exists()
     if training and not over and codes[victim] == -signal.SIGKILL:
+        text = launch.output(1 - victim)
         assert codes[1 - victim] == 1, launch.output()
-        assert f"rank {victim} (process {launch.pids[victim]} on " in flat(
-            launch.output(1 - victim)
-        ), launch.output()
-    seen = len(rows(cwd / "out")) if (cwd / "out" / "metrics.jsonl").exists() else 0
-    resumed = ranks.start(recipe, "--output-dir", "out", "--auto-resume", *QUICK, cwd=cwd, world=2)
+        assert f"rank {victim} (process {launch.pids[victim]} on " in flat(text), launch.output()
+    resumed = launch_run(ranks, tmp_path, "--auto-resume")
     assert resumed.wait(240) == [0, 0], resumed.output()
-    assert_same(cwd / "out", whole, "grpo")
-    return f"rank {victim} killed after {moment:.1f} s, {seen} rows, exit codes {codes}"
+    assert_same(out, whole, "grpo")
+    assert ranks.nothing_left() == []
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_within_the_bound(ranks, tmp_path):
-    launch = ranks.start(
-        write(tmp_path), "--output-dir", "out", "--timeout", "3", *QUICK, cwd=tmp_path, world=2
-    )
+    launch = launch_run(ranks, tmp_path, "--timeout", "3")
     wait_for(launch, tmp_path / "out", at_step("sft", 1))
     launch.kill(1, signal.SIGSTOP)
     begin = time.monotonic()
@@ -393,26 +358,21 @@ def test_a_rank_that_hangs_is_named_within_the_bound(ranks, tmp_path):
     seconds = time.monotonic() - begin
     launch.kill(1)  # as a launcher does after a process has failed
     assert launch.wait(20) == [1, -signal.SIGKILL], launch.output()
-    assert f"rank 1 (process {launch.pids[1]} on" in flat(
-        launch.output(0)
-    ) and "did not answer within 3 s" in flat(launch.output(0))
-    assert 2.5 < seconds < 30 and "Traceback" not in launch.output(0), launch.output(0)
-    assert ranks.nothing_left() == []
+    text = flat(launch.output(0))
+    assert f"rank 1 (process {launch.pids[1]} on" in text
+    assert "did not answer within 3 s" in text and "Traceback" not in text
+    assert 2.5 < seconds < 30 and ranks.nothing_left() == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_told_to_stop_two_processes_save_and_ask_to_be_requeued(
-    ranks, reference_run, tmp_path, number
-):
-    recipe = write(tmp_path)
-    launch = ranks.start(recipe, "--output-dir", "out", *QUICK, cwd=tmp_path, world=2)
+def test_told_to_stop_two_processes_save_and_ask_to_be_requeued(ranks, reference_run, tmp_path):
+    launch = launch_run(ranks, tmp_path)
     wait_for(launch, tmp_path / "out", at_step("grpo", 1))
     for rank in (1, 0):  # a scheduler signals all processes
-        launch.kill(rank, number)
+        launch.kill(rank, signal.SIGUSR1)
     assert launch.wait(60) == [75, 0], launch.output()
     done = len(rows(tmp_path / "out"))
-    resumed = ranks.start(recipe, "--output-dir", "out", "--resume", *QUICK, cwd=tmp_path, world=2)
+    resumed = launch_run(ranks, tmp_path, "--resume")
     assert resumed.wait(240) == [0, 0], resumed.output()
     assert "resuming from grpo-" in resumed.output(0)
     assert 0 < done < len(rows(reference_run[0]))
@@ -421,7 +381,7 @@ def test_told_to_stop_two_processes_save_and_ask_to_be_requeued(
 
 
 @pytest.mark.slow
-def test_a_step_that_does_not_fit_into_the_grace_time_is_left_out(ranks, reference_run, tmp_path):
+def test_a_step_that_does_not_fit_into_the_grace_time_is_left_out(ranks, tmp_path):
     """Each update takes four seconds, and the grace time is three. The signal arrives while the
     step samples, so the state before the step is saved, in time.
     """
@@ -444,33 +404,22 @@ def late(self):
 grpo.GRPO.update, Trainer.stop_if_late = slow, late
 runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
 """)
-    launch = ranks.start(
-        recipe,
-        "--output-dir",
-        "out",
-        "--stop-grace",
-        "3",
-        *QUICK,
-        cwd=tmp_path,
-        script=str(script),
-    )
+    words = (recipe, "--output-dir", "out", "--stop-grace", "3", *QUICK)
+    launch = ranks.start(*words, cwd=tmp_path, script=str(script))
     wait_for(launch, tmp_path / "out", at_step("grpo", 1))
 
     def batches():
-        return sum(
-            row["stage"] == "grpo" and "progress/batch" in row for row in rows(tmp_path / "out")
-        )
+        seen = rows(tmp_path / "out")
+        return sum(row["stage"] == "grpo" and "progress/batch" in row for row in seen)
 
     before = batches()
     launch.kill(0, signal.SIGTERM)
     assert launch.wait(60) == [75], launch.output()
     assert "ended immediately" not in launch.output() and before == batches()
-    resumed = ranks.start(recipe, "--output-dir", "out", "--resume", *QUICK, cwd=tmp_path)
-    assert resumed.wait(240) == [0] and f"{before} steps done" in flat(resumed.output(0)), (
-        resumed.output()
-    )
-    single = ranks.start(recipe, "--output-dir", "alone", *QUICK, cwd=tmp_path)
-    assert single.wait(240) == [0]
+    resumed = launch_run(ranks, tmp_path, "--resume", world=1)
+    assert resumed.wait(240) == [0], resumed.output()
+    assert f"{before} steps done" in flat(resumed.output(0))
+    assert launch_run(ranks, tmp_path, world=1, out="alone").wait(240) == [0]
     assert rows(tmp_path / "out") == rows(tmp_path / "alone")
 
 
@@ -481,23 +430,12 @@ def test_a_reward_that_hangs_ends_the_run_and_is_named(ranks, tmp_path):
         "import subprocess, time\ndef digits(prompt, response, meta):\n    "
         "subprocess.run(['sleep', '600'])\n"
     )
-    flags = (
-        "--output-dir",
-        "out",
-        "--reward-timeout",
-        "0.4",
-        "--batch-size",
-        "1",
-        "--reward-workers",
-        "2",
-        *QUICK,
-    )
-    launch = ranks.start(recipe, *flags, cwd=tmp_path, world=2)
+    flags = "--output-dir out --reward-timeout 0.4 --batch-size 1 --reward-workers 2".split()
+    launch = ranks.start(recipe, *flags, *QUICK, cwd=tmp_path, world=2)
     assert launch.wait(120) == [2, 0], launch.output()
     text = flat(launch.output(0))
-    assert (
-        "digits" in text and "did not end within 0.4 s" in text and "failed on every sample" in text
-    )
+    assert "digits" in text and "did not end within 0.4 s" in text
+    assert "failed on every sample" in text
     assert ranks.nothing_left() == []  # neither workers nor processes of the reward
 
 
@@ -526,11 +464,8 @@ print("went on")
     launch = ranks.start(cwd=tmp_path, world=2, script=str(script))
     assert launch.wait(60) == [0, 0], launch.output()
     text = flat(launch.output(0))
-    assert (
-        "said: no model folder at not-here" in text
-        and "(on rank 1 (process" in text
-        and "went on" in text
-    )
+    assert "said: no model folder at not-here" in text and "went on" in text
+    assert "(on rank 1 (process" in text
 
 
 @pytest.mark.slow
@@ -547,10 +482,8 @@ raise LookupError("of the script itself")
 """)
     launch = ranks.start(cwd=tmp_path, world=2, script=str(script))
     assert launch.wait(60) == [1, 0], launch.output()
-    assert (
-        "LookupError: of the script itself" in launch.output(0)
-        and launch.output(1).strip() == "[1]"
-    )
+    assert "LookupError: of the script itself" in launch.output(0)
+    assert launch.output(1).strip() == "[1]"
 
 
 @pytest.mark.slow
@@ -558,66 +491,45 @@ def test_under_the_launcher_a_killed_rank_ends_all_of_them(tmp_path):
     """accelerate's launcher ends with the ranks, reports the failure in its exit code, and leaves
     no process of its session.
     """
-    words = [
-        "--config_file",
-        str(REPO / "accelerate_configs/ddp.yaml"),
-        "--num_processes",
-        "2",
-        *command()[1:],
-    ]
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    words += ["--config_file", str(REPO / "accelerate_configs/ddp.yaml"), *command()[1:]]
+    words += [str(write(tmp_path)), "--output-dir", "out", *QUICK]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            *words,
-            str(write(tmp_path)),
-            "--output-dir",
-            "out",
-            *QUICK,
-        ],
+        words,
         cwd=tmp_path,
         env=environment(**{TAG: str(tmp_path)}),
         stdout=(tmp_path / "log").open("w"),
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 240
-    while not (tmp_path / "out" / "metrics.jsonl").exists() or not at_step("sft", 1)(
-        rows(tmp_path / "out")
-    ):
-        assert process.poll() is None and time.monotonic() < deadline, (
-            tmp_path / "log"
-        ).read_text()
+    deadline, metrics = time.monotonic() + 240, tmp_path / "out" / "metrics.jsonl"
+    while not metrics.exists() or not at_step("sft", 1)(rows(tmp_path / "out")):
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        assert time.monotonic() < deadline, (tmp_path / "log").read_text()
         time.sleep(0.01)
-    victims = [pid for pid in find_tagged_processes(str(tmp_path)) if b"RANK=1" in environ_of(pid)]
-    assert len(victims) == 1
-    kill_process(victims[0])
+
+    def find_processes(variable: str) -> list[int]:
+        """Return the ids of the launch's processes that have a variable."""
+        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        needed = {f"{TAG}={tmp_path}".encode(), variable.encode()}
+        return [pid for pid in pids if needed <= environ_of(pid)]
+
+    (victim,) = find_processes("RANK=1")
+    os.kill(victim, signal.SIGKILL)
     assert process.wait(60) == 1
     text = (tmp_path / "log").read_text()
-    assert f"rank 1 (process {victims[0]} on" in flat(text), text
+    assert f"rank 1 (process {victim} on" in flat(text), text
     deadline = time.monotonic() + 5
-    while find_tagged_processes(str(tmp_path)) and time.monotonic() < deadline:
+    while find_processes(f"{TAG}={tmp_path}") and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert find_tagged_processes(str(tmp_path)) == []
+    assert find_processes(f"{TAG}={tmp_path}") == []
 
 
-def environ_of(pid: int) -> list[bytes]:
+def environ_of(pid: int) -> set[bytes]:
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:
-        return []
-
-
-def find_tagged_processes(tag: str) -> list[int]:
-    pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]
-    return [pid for pid in pids if f"{TAG}={tag}".encode() in environ_of(pid)]
-
-
-def kill_process(pid: int) -> None:
-    import os
-
-    os.kill(pid, signal.SIGKILL)
+        return set()
 
 
 # ----------------------------------------------------------- another world size, another ZeRO stage
@@ -632,7 +544,7 @@ LAUNCHES = {
 }
 # Each launch loads the state that the previous launch saved after two more updates, so every kind
 # of launch is written by and read by another kind.
-CHAIN = ["one", "ddp", "zero3", "zero1", "zero2", "zero3-one", "ddp", "one"]
+CHAIN = ["one", "ddp", "zero3", "zero1", "zero2", "zero3-one", "one"]
 
 
 @pytest.mark.slow
@@ -642,14 +554,10 @@ def test_weights_and_optimizer_are_exact_under_another_world_size_and_stage(rank
         world, stage, launch = LAUNCHES[name]
         env = {}
         if stage is not None:
-            config = {
-                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}
-            }
-            (tmp_path / f"{name}.json").write_text(json.dumps(config))
-            env = {
-                "ACCELERATE_USE_DEEPSPEED": "true",
-                "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / f"{name}.json"),
-            }
+            zero, file = {"stage": stage, "stage3_param_persistence_threshold": 0}, f"{name}.json"
+            (tmp_path / file).write_text(json.dumps({"zero_optimization": zero}))
+            env = {"ACCELERATE_USE_DEEPSPEED": "true"}
+            env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(tmp_path / file)
         out = tmp_path / f"{i}-{name}"
         out.mkdir()
         words = [str(out)] if state is None else [str(out), str(state)]
@@ -661,20 +569,14 @@ def test_weights_and_optimizer_are_exact_under_another_world_size_and_stage(rank
         held[name] = result["pieces"]
         if state is not None:
             for file in ("model/model.safetensors", "optimizer.safetensors"):
-                saved, again = (
-                    load_file(str(state / file)),
-                    load_file(str(out / "checkpoints" / "again" / file)),
-                )
+                saved = load_file(str(state / file))
+                again = load_file(str(out / "checkpoints" / "again" / file))
                 assert saved.keys() == again.keys() and len(saved) > 10
-                assert [key for key in saved if not torch.equal(saved[key], again[key])] == [], (
-                    CHAIN[i - 1],
-                    name,
-                    file,
-                )
+                changed = [key for key in saved if not torch.equal(saved[key], again[key])]
+                assert changed == [], (CHAIN[i - 1], name, file)
             moved = load_file(str(out / "checkpoints" / "end" / "optimizer.safetensors"))
-            assert not torch.equal(
-                moved[key := next(k for k in moved if k.endswith("/exp_avg"))], saved[key]
-            )
+            key = next(key for key in moved if key.endswith("/exp_avg"))
+            assert not torch.equal(moved[key], saved[key])
         state = out / "checkpoints" / "end"
     # Weight sync under ZeRO-3 holds at most a single whole parameter in memory at a time.
     assert all(size == elements > 0 for size, elements in held["zero3"]) and len(held["zero3"]) > 10

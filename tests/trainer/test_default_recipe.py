@@ -22,12 +22,8 @@ HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
 
 def train(*words: str | Path) -> str:
     """Run `python train.py` with these words; return its output."""
-    done = subprocess.run(
-        [sys.executable, str(REPO / "train.py"), *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=1700,
-    )
+    command = [sys.executable, str(REPO / "train.py"), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 
@@ -45,24 +41,15 @@ def accuracy_by_generate(model: Path, answers: Mapping[str, str], *, sample: boo
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, net = (
-        AutoTokenizer.from_pretrained(model),
-        AutoModelForCausalLM.from_pretrained(model),
-    )
-    prompts = torch.tensor(
-        [tokenizer.encode(prompt, add_special_tokens=False) for prompt in answers]
-    )
-    choice = (
-        {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        if sample
-        else {"do_sample": False}
-    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    net = AutoModelForCausalLM.from_pretrained(model)
+    prompts = torch.tensor([tokenizer.encode(text, add_special_tokens=False) for text in answers])
+    choice = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {}
+    choice |= {"do_sample": sample, "max_new_tokens": 6}
     torch.manual_seed(0)
-    out = net.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=6, **choice
-    )[:, prompts.shape[1] :]
+    out = net.generate(prompts, attention_mask=torch.ones_like(prompts), **choice)
     right = 0
-    for answer, tokens in zip(answers.values(), out.tolist(), strict=True):
+    for answer, tokens in zip(answers.values(), out[:, prompts.shape[1] :].tolist(), strict=True):
         expected = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
         right += tokens[: len(expected)] == expected
     return right / len(answers)
@@ -121,30 +108,18 @@ def test_the_default_recipe_learns_what_it_was_never_shown(tmp_path_factory):
     assert re.search(rf"greedy accuracy.*{greedy_before:.3f} -> {greedy_after:.3f}", printed)
     assert "of this gain is sharpening: before the first step" in printed
     assert "Most of this gain" not in printed
-    taught, final = (
-        folder / "checkpoints" / f"{stage}-final" / "model" for stage in ("sft", "grpo")
-    )
+    taught, final = (folder / f"checkpoints/{stage}-final/model" for stage in ("sft", "grpo"))
     unseen = sorted_rows()
     assert len(unseen) > 500
     assert accuracy_by_generate(taught, unseen, sample=False) <= 0.5
     assert accuracy_by_generate(final, unseen, sample=False) >= 0.95
     # The two draw different rows: 0.05 is more than four standard errors of either accuracy.
     assert abs(accuracy_by_generate(final, unseen, sample=True) - after) < 0.05
-    assert (
-        max(
-            row["optim/max_logprob_difference"]
-            for row in rows
-            if "optim/max_logprob_difference" in row
-        )
-        < 1e-4
-    )
+    difference = "optim/max_logprob_difference"
+    assert max(row[difference] for row in rows if difference in row) < 1e-4
 
-    alarms = {
-        name: value for row in rows for name, value in row.items() if name.startswith("alarm/")
-    }
-    assert len(alarms) >= 10 and not any(
-        value for row in rows for name, value in row.items() if name.startswith("alarm/")
-    )
+    alarms = [item for row in rows for item in row.items() if item[0].startswith("alarm/")]
+    assert len(dict(alarms)) >= 10 and not any(value for _, value in alarms)
     assert "warning" not in printed
 
 
@@ -158,9 +133,7 @@ def test_addition_is_mostly_sharpened(tmp_path):
     # before and at most 0.01 after.
     assert before <= 0.5 and after >= 0.93, f"held-out accuracy {before} -> {after}"
     assert "Most of this gain" in printed and "sharpening, not new knowledge" in printed
-    taught, final = (
-        tmp_path / "run" / "checkpoints" / f"{stage}-final" / "model" for stage in ("sft", "grpo")
-    )
+    taught, final = (tmp_path / f"run/checkpoints/{stage}-final/model" for stage in ("sft", "grpo"))
     assert accuracy_by_generate(taught, list_sums(), sample=False) > before + 0.3
     # All 800 sums here; the evaluation uses the first 512.
     assert abs(accuracy_by_generate(final, list_sums(), sample=True) - after) < 0.05

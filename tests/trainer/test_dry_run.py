@@ -10,6 +10,7 @@ from rl.errors import UserError
 from rl.trainer import preflight
 
 SMALL = "steps: 1\nbatch_size: 4\nmax_tokens: 3\neval_every: 0\nsave_every: 0\nrollouts_every: 0\n"
+SMALL += "self_test: false\nreward_check: false\n"
 RLHF = "method: rlhf, base_model: sft, reward_model: reward_model, data_format: columns"
 
 

@@ -11,19 +11,22 @@ import contextlib
 import functools
 import io
 import json
-import os
 import random
 import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from fuzzing import ACCEPTED, REFUSED
-from test_run_folder import RecordingConsole, list_valid_checkpoints, load_run_config, write_recipe
+from test_run_folder import (
+    RecordingConsole,
+    list_valid_checkpoints,
+    load_run_config,
+    renew_manifest,
+    write_recipe,
+)
 from whole_runs import train
 
-from rl.distributed import checkpoint_folder
 from rl.errors import UserError
 from rl.learner import read_learner_state
 from rl.learner.learner_checkpoint import read_spec
@@ -45,14 +48,8 @@ def nested(depth: int) -> str:
 def list_places(value, path=()):
     """Yield every path in a JSON value, as keys and indices."""
     yield path
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for key, item in items:
+    items = dict(enumerate(value)) if isinstance(value, list) else value
+    for key, item in items.items() if isinstance(items, dict) else ():
         yield from list_places(item, (*path, key))
 
 
@@ -84,10 +81,8 @@ def damage_bytes(data: bytes, rng: random.Random) -> bytes:
             flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         return bytes(flipped)
     if kind == 2:
-        at = rng.randrange(len(data))
-        return (
-            data[:at] + rng.randbytes(rng.choice((1, 3, 50))) + data[at + rng.choice((0, 1, 40)) :]
-        )
+        at, more = rng.randrange(len(data)), rng.randbytes(rng.choice((1, 3, 50)))
+        return data[:at] + more + data[at + rng.choice((0, 1, 40)) :]
     if kind == 3:
         short = [b"", b"\n", b"null", b"[]", b"{}", b"3", b'"x"', b"\x00" * 64]
         return rng.choice([*short, nested(100_000).encode(), b"9" * 5000, b"\xef\xbb\xbf" + data])
@@ -108,11 +103,6 @@ def stopped_run(folder: Path) -> Path:
     train(str(write_recipe(folder)), folder / "run")
     shutil.rmtree(folder / "run" / "checkpoints" / "grpo-final")
     return folder
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory) -> Path:
-    return stopped_run(tmp_path_factory.mktemp("fuzz"))
 
 
 def find_valid_resume_point(folder: Path, plan):
@@ -158,18 +148,14 @@ class DamagedRun:
         self.source, self.to, self.folder = done / "run", to, to / "run"
         shutil.copytree(self.source, self.folder)
         (to / "outside").write_text("not ours")
-        self.plan, self.newest = (
-            load_run_config(self.folder),
-            self.folder / "checkpoints" / "grpo-000006",
-        )
+        self.plan = load_run_config(self.folder)
+        self.newest = self.folder / "checkpoints" / "grpo-000006"
         self.right = {name: read(*args) for name, read, args in self.readers() if name != "claimed"}
         self.before, self.whole = self.listing(), list_valid_checkpoints(self.folder)
         best = next((self.folder / "sampler_weights").iterdir()).name
         self.files = ["config.json", "metrics.jsonl", "checkpoints.jsonl"]
-        self.files += [
-            f"checkpoints/grpo-000006/{name}"
-            for name in ("state.json", "manifest.json", "model/config.json")
-        ]
+        names = ("state.json", "manifest.json", "model/config.json")
+        self.files += [f"checkpoints/grpo-000006/{name}" for name in names]
         self.files += ["checkpoints/sft-final/state.json", f"sampler_weights/{best}/manifest.json"]
 
     def readers(self):
@@ -184,12 +170,9 @@ class DamagedRun:
 
     def listing(self) -> dict[str, tuple[int, int]]:
         """Return the size and modification time of every file."""
-        results = {
-            str(path.relative_to(self.folder)): path.stat()
-            for path in self.folder.rglob("*")
-            if path.is_file()
-        }
-        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in results.items()}
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        stats = {str(path.relative_to(self.folder)): path.stat() for path in files}
+        return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
     def restore(self, name: str, data: bytes, manifest: bytes) -> None:
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -197,10 +180,9 @@ class DamagedRun:
         if manifest:
             (self.folder / name).with_name("manifest.json").write_bytes(manifest)
         touched = {name, str(Path(name).parent / "manifest.json")}
-        now = self.listing()
-        if now.keys() != self.before.keys() or any(
-            now[file] != self.before[file] for file in now.keys() - touched
-        ):
+        now, before = self.listing(), self.before
+        changed = {file for file in now if now[file] != before.get(file)}
+        if now.keys() != before.keys() or changed - touched:
             shutil.rmtree(self.folder)
             shutil.copytree(self.source, self.folder)
             self.before = self.listing()
@@ -213,28 +195,16 @@ class DamagedRun:
         manifest = path.parent / "manifest.json"
         kept = manifest.read_bytes() if forged else b""
         if forged:  # the checksums match: only the content shows the damage
-            table = json.loads(kept)
-            table["files"]["state.json"] = {
-                "bytes": path.stat().st_size,
-                "sha256": checkpoint_folder._file_checksum(path),
-            }
-            del table["sha256"]
-            manifest.write_text(json.dumps(table))
-        reference = str(path.parent.relative_to(self.folder))
-        still = [
-            item
-            for item in self.whole
-            if reference != item and not reference.startswith(f"{item}/")
-        ]
+            renew_manifest(path.parent)
+        reference = path.parent.relative_to(self.folder)
+        still = [item for item in self.whole if not reference.is_relative_to(item)]
         # A forged state must remain only if a run could resume from it.
         if forged and outcome(read_learner_state, path.parent)[1] is None:
-            still.append(reference)
+            still.append(str(reference))
         try:
             seen = [self._read(name, forged, *reader) for reader in self.readers()]
             left = list_valid_checkpoints(self.folder)
-            assert [item for item in still if item not in left] == [], (
-                f"{name}: something whole was removed"
-            )
+            assert {*still} <= {*left}, f"{name}: something whole was removed"
             assert (self.to / "outside").read_text() == "not ours"
         finally:
             self.restore(name, data, kept)
@@ -244,10 +214,7 @@ class DamagedRun:
         results, error = outcome(read, *args)
         right = self.right.get(label)
         if error is not None:
-            assert len(error) < 8000 and ("run" in error or self.folder.name in error), (
-                name,
-                error,
-            )
+            assert len(error) < 8000 and "run" in error, (name, error)
             return "refused"
         if label == "resumed":
             assert results.step in (6, 3, 2, -1), (name, results)
@@ -255,41 +222,22 @@ class DamagedRun:
             return "equal" if results.step == right.step else "older"
         if label == "drawn":
             assert results == right or name == "metrics.jsonl", name
-        elif label == "opened":
-            # May differ if the newest checkpoint names another run, or if the run's stages have
-            # changed.
-            assert results == right or name.startswith("checkpoints/") or name == "config.json", (
-                name,
-                results,
-            )
+        elif label == "opened":  # the newest checkpoint, or the run's stages, may have changed
+            may_differ = name.startswith("checkpoints/") or name == "config.json"
+            assert results == right or may_differ, (name, results)
         elif label == "state":
             assert results == right or forged, name
         return None
 
 
-def fuzz(done: Path, to: Path, count: int, seed: int) -> Counter[str]:
-    """Damage a file at a time; return the count of each outcome."""
-    run, rng = DamagedRun(done, to), random.Random(seed)
-    seen: Counter[str] = Counter()
-    for i in range(count):
-        seen.update(run.check(run.files[i % len(run.files)], rng))
-    return seen
-
-
-def test_damaged_folders_are_refused_by_name_or_read_as_they_were(done, tmp_path):
-    seen = fuzz(done, tmp_path, 64, seed=0)
+def test_damaged_folders_are_refused_by_name_or_read_as_they_were(tmp_path):
+    """Damage a file at a time."""
+    (tmp_path / "copy").mkdir()
+    run, rng = DamagedRun(stopped_run(tmp_path / "made"), tmp_path / "copy"), random.Random(0)
+    seen = Counter(
+        outcome for i in range(64) for outcome in run.check(run.files[i % len(run.files)], rng)
+    )
     assert seen["refused"] > 50 and seen["equal"] > 10 and seen["older"] > 2, seen
-
-
-@pytest.mark.slow
-def test_four_hundred_damaged_folders_are_refused_by_name_or_read_as_they_were(done, tmp_path):
-    count = int(os.environ.get("WHETSTONE_FUZZ", "400"))
-    seen = fuzz(done, tmp_path, count, seed=1)
-    assert (
-        seen["refused"] > 0.8 * count
-        and seen["equal"] > 0.1 * count
-        and seen["older"] > 0.05 * count
-    ), seen
 
 
 # ------------------------------------------------------------------- as a family (test_fuzzing.py)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,9 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rank_server import Launch, run_script, shared_ranks
+from safetensors.numpy import load_file
+from whole_runs import read_metrics
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, cli
+from rl.jsonl import read_jsonl
 from rl.trainer.initial_weights import begins_from_base_model
 
 REPO = Path(__file__).resolve().parents[2]
@@ -22,26 +26,26 @@ SFT_STEPS, GRPO_STEPS = 45, 5
 PROBLEMS, GROUP = 2, 8
 # The model learns two problems of the data set until its answers at temperature 1 are often, but
 # not always, complete.
-RECIPE = """
+RECIPE = f"""
 base_model: tiny:chat
-tokenizer: {tokenizer}
-dataset: {gsm8k}
-train_limit: {problems}
+tokenizer: {{tokenizer}}
+dataset: {{gsm8k}}
+train_limit: {PROBLEMS}
 eval_limit: 2
 reward: gsm8k
 max_tokens: 64
 temperature: 1.0
 stages:
   - method: sft
-    steps: {sft_steps}
-    batch_size: {problems}
+    steps: {SFT_STEPS}
+    batch_size: {PROBLEMS}
     learning_rate: 1e-2
     eval_every: 0
     save_every: 0
   - method: grpo
-    steps: {grpo_steps}
-    batch_size: {problems}
-    group_size: {group}
+    steps: {GRPO_STEPS}
+    batch_size: {PROBLEMS}
+    group_size: {GROUP}
     learning_rate: 3e-4
     eval_every: 0
     save_every: 2
@@ -69,53 +73,18 @@ def test_a_model_for_all_stages_is_where_the_first_begins(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_recipe_runs_on_a_cpu_as_it_says(shared_data: Path, tmp_path: Path):
-    words = [
-        "--base-model",
-        "tiny:chat",
-        "--tokenizer",
-        str(shared_data / "tokenizers" / "qwen2.5"),
-    ]
-    words += [
-        "--dataset",
-        str(shared_data / "gsm8k"),
-        "--steps",
-        "1",
-        "--batch-size",
-        "2",
-        "--group-size",
-        "2",
-    ]
-    words += ["--max-tokens", "8", "--eval-limit", "2", "--output-dir", str(tmp_path / "run")]
+    words = "--base-model tiny:chat --steps 1 --batch-size 2 --group-size 2 --max-tokens 8".split()
+    words += ["--tokenizer", shared_data / "tokenizers" / "qwen2.5"]
+    words += ["--dataset", shared_data / "gsm8k", "--eval-limit", 2, "--output-dir", "run"]
     done = run_script("train.py", GSM8K, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    rows = metrics(tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1] and rows[1]["env/all/total_episodes"] == 4
-    adapter = json.loads(
-        (
-            tmp_path / "run" / "checkpoints" / "grpo-final" / "model" / "adapter_config.json"
-        ).read_text()
-    )
-    assert adapter["r"] == 32
+    adapter = tmp_path / "run" / "checkpoints" / "grpo-final" / "model" / "adapter_config.json"
+    assert json.loads(adapter.read_text())["r"] == 32
 
 
 # --------------------------------------------------------------------------- two stages, three runs
-
-
-def metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def read_untimed_metrics(run: Path) -> list[dict]:
-    return [
-        {key: value for key, value in row.items() if not key.startswith("time/")}
-        for row in metrics(run)
-    ]
-
-
-def tensors(path: Path) -> dict[str, np.ndarray]:
-    from safetensors.numpy import load_file
-
-    return load_file(str(path))
 
 
 def train(recipe: Path, run: Path, *words: str) -> Launch:
@@ -131,38 +100,15 @@ def finish(launch: Launch) -> str:
 @pytest.fixture(scope="module")
 def recipe(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gsm8k") / "recipe.yaml"
-    counts = {
-        "problems": PROBLEMS, "group": GROUP, "sft_steps": SFT_STEPS, "grpo_steps": GRPO_STEPS,
-    }  # fmt: skip
-    path.write_text(
-        RECIPE.format(
-            tokenizer=shared_data / "tokenizers" / "qwen2.5", gsm8k=shared_data / "gsm8k", **counts
-        )
-    )
+    tokenizer, gsm8k = shared_data / "tokenizers" / "qwen2.5", shared_data / "gsm8k"
+    path.write_text(RECIPE.format(tokenizer=tokenizer, gsm8k=gsm8k))
     return path
 
 
 @pytest.fixture(scope="module")
-def runs(recipe: Path) -> tuple[Path, Path]:
-    whole, killed = recipe.parent / "whole", recipe.parent / "killed"
-    launches = train(recipe, whole), train(recipe, killed)
-    # One step after the first checkpoint of GRPO, so that resuming must undo this step.
-    past = SFT_STEPS + 1 + 3
-    deadline = time.monotonic() + 300
-    while not launches[1].poll() and time.monotonic() < deadline:
-        path = killed / "metrics.jsonl"
-        if path.exists() and f'"step": {past},' in path.read_text():
-            break
-        time.sleep(0.02)
-    launches[1].kill(0)
-    assert launches[1].wait(60) == [-signal.SIGKILL], launches[1].output()[-3000:]
-    finish(launches[0])
-    return whole, killed
-
-
-@pytest.fixture(scope="module")
-def run(runs: tuple[Path, Path]) -> Path:
-    return runs[0]
+def run(recipe: Path) -> Path:
+    finish(train(recipe, recipe.parent / "whole"))
+    return recipe.parent / "whole"
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +121,7 @@ def rollouts(run: Path) -> list[list[dict]]:
 
 @pytest.mark.slow
 def test_it_learns_the_format_and_then_from_mixed_groups(run: Path):
-    rows = metrics(run)
+    rows = read_metrics(run)
     taught = [row["optim/loss"] for row in rows if row["stage"] == "sft"]
     # the first loss is that of a uniform distribution over the real vocabulary
     assert taught[0] == pytest.approx(np.log(151_665), abs=0.3) and taught[-1] < 0.3
@@ -190,14 +136,13 @@ def test_it_learns_the_format_and_then_from_mixed_groups(run: Path):
 
 @pytest.mark.slow
 def test_the_weights_change_in_every_stage(run: Path):
-    paths = [
-        run / "checkpoints" / name / "model" / "model.safetensors"
+    taught, trained = (
+        load_file(run / "checkpoints" / name / "model" / "model.safetensors")
         for name in ("sft-final", "grpo-final")
-    ]
-    taught, trained = map(tensors, paths)
+    )
     assert taught.keys() == trained.keys()
     assert all(np.abs(taught[name] - trained[name]).max() > 0 for name in taught)
-    steps = tensors(run / "checkpoints" / "grpo-final" / "optimizer.safetensors")
+    steps = load_file(run / "checkpoints" / "grpo-final" / "optimizer.safetensors")
     updates = {float(value) for name, value in steps.items() if name.endswith("/step")}
     assert updates == {float(GRPO_STEPS)}  # the stage has a new optimizer
 
@@ -208,15 +153,13 @@ def test_rewards_are_those_counted_from_the_answers(
 ):
     lines = (shared_data / "gsm8k" / "train.jsonl").read_text().splitlines()[:PROBLEMS]
     expected = [json.loads(line)["answer"].rpartition("####")[2].strip() for line in lines]
-    trained = [row for row in metrics(run) if row["stage"] == "grpo"]
+    trained = [row for row in read_metrics(run) if row["stage"] == "grpo"]
     plain = 0
     for row, samples in zip(trained, rollouts, strict=True):
         assert len(samples) == PROBLEMS * GROUP
         for sample in samples:
             boxed = re.findall(r"\\boxed\{([^{}]*)\}", sample["response"])[-1:]
-            if (boxed and not boxed[0].isdecimal()) or (
-                not boxed and "\\boxed" in sample["response"]
-            ):
+            if not boxed[0].isdecimal() if boxed else "\\boxed" in sample["response"]:
                 # The reward decides whether "\boxed 10", "$ 10" and "1 = 10" hold a number; its
                 # tests cover it.
                 continue
@@ -261,27 +204,34 @@ def test_the_sampler_drew_from_what_transformers_sees(
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_the_middle_of_grpo_ends_as_if_it_had_not_been(
-    runs: tuple[Path, Path], recipe: Path
-):
-    run, broken = runs
-    names = [
-        json.loads(line)["name"] for line in (broken / "checkpoints.jsonl").read_text().splitlines()
-    ]
-    assert (
-        names[0] == "sft-final"
-        and "grpo-final" not in names
-        and any(name.startswith("grpo-") for name in names)
-    )
+def test_a_run_killed_in_the_middle_of_grpo_ends_as_if_it_had_not_been(run: Path, recipe: Path):
+    # The killed launch begins after SFT, whose steps take most of the time.
+    broken = recipe.parent / "killed"
+    shutil.copytree(run, broken)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (broken / "metrics.jsonl").write_text("".join(lines[:SFT_STEPS]))
+    for path in (*(broken / "checkpoints").glob("grpo-*"), broken / "rollouts"):
+        shutil.rmtree(path)
+    launch, deadline = train(recipe, broken, "--resume"), time.monotonic() + 300
+    # One step after the first checkpoint of GRPO, so that resuming must undo this step.
+    past = f'"step": {SFT_STEPS + 1 + 3},'
+    while not launch.poll() and time.monotonic() < deadline:
+        if past in (broken / "metrics.jsonl").read_text():
+            break
+        time.sleep(0.02)
+    launch.kill(0)
+    assert launch.wait(60) == [-signal.SIGKILL], launch.output()[-3000:]
+    names = [row["name"] for row in read_jsonl(broken / "checkpoints.jsonl")]
+    assert names[0] == "sft-final" and "grpo-final" not in names
+    assert any(name.startswith("grpo-") for name in names)
 
     assert "resuming from grpo-" in finish(train(recipe, broken, "--resume"))
-    assert read_untimed_metrics(broken) == read_untimed_metrics(run)
+    assert read_metrics(broken) == read_metrics(run)
     for file in ("model/model.safetensors", "optimizer.safetensors"):
         ours, theirs = (
-            tensors(folder / "checkpoints" / "grpo-final" / file) for folder in (broken, run)
+            load_file(folder / "checkpoints" / "grpo-final" / file) for folder in (broken, run)
         )
-        assert ours.keys() == theirs.keys() and all(
-            np.array_equal(ours[name], theirs[name]) for name in ours
-        )
+        assert ours.keys() == theirs.keys()
+        assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
     for path in (run / "rollouts").glob("*.jsonl"):
         assert (broken / "rollouts" / path.name).read_text() == path.read_text()

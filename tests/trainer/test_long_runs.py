@@ -28,17 +28,15 @@ class StubPolicy:
     """A policy that saves by creating folders, as a client does."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.save_state = self.make_folders_in(folder / "checkpoints")
+        self.save_weights_for_sampler = self.make_folders_in(folder / "sampler_weights")
 
-    def save_state(self, name: str, **_: Any) -> Any:
-        path = self.folder / "checkpoints" / name
-        path.mkdir(parents=True)
-        return SimpleNamespace(result=lambda: SimpleNamespace(path=str(path)))
+    def make_folders_in(self, parent: Path) -> Any:
+        def save(name: str, **_: Any) -> Any:
+            (parent / name).mkdir(parents=True)
+            return SimpleNamespace(result=lambda: SimpleNamespace(path=str(parent / name)))
 
-    def save_weights_for_sampler(self, name: str, **_: Any) -> Any:
-        path = self.folder / "sampler_weights" / name
-        path.mkdir(parents=True)
-        return SimpleNamespace(result=lambda: SimpleNamespace(path=str(path)))
+        return save
 
 
 def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> Trainer:
@@ -69,17 +67,11 @@ def batch_metrics(step: int) -> dict[str, float]:
         "env/all/distinct_beginnings", "env/all/ac_tokens_per_turn", "env/all/frac_truncated",
     )  # fmt: skip
     row = {name: 0.5 + 0.001 * ((step * 7 + i) % 13) for i, name in enumerate(names)}
-    row |= {
-        "env/all/reward/min": 0.0,
-        "env/all/reward/max": 1.0,
-        "env/all/total_groups": 4,
-        "env/all/total_episodes": 16,
-    }
     return row | {
-        "optim/loss": 1.0 / (1 + step % 100),
-        "sampler/temperature": 0.8,
-        "env/all/correct": float(step % 40 < 20),
-    }
+        "env/all/reward/min": 0.0, "env/all/reward/max": 1.0, "env/all/total_groups": 4,
+        "env/all/total_episodes": 16, "optim/loss": 1.0 / (1 + step % 100),
+        "sampler/temperature": 0.8, "env/all/correct": float(step % 40 < 20),
+    }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -121,12 +113,8 @@ def test_errors_that_differ_at_every_step_are_not_kept_nor_said_without_end(tmp_
         stage = stage_of(tmp_path, console, logbook, 10)
         warned: list[str] = []
         console.warn = warned.append  # type: ignore[method-assign]
+        groups = [SimpleNamespace(trajectories_G=[])]
         for step in range(200):
-            stage.stage_sampler.check_rollouts(
-                SimpleNamespace(
-                    errors=[f"KeyError: {step} (prompt x)"],
-                    groups=[SimpleNamespace(trajectories_G=[])],
-                ),  # type: ignore[arg-type]
-                learner_version=1,
-            )
+            rollouts: Any = SimpleNamespace(errors=[f"KeyError: {step} (prompt x)"], groups=groups)
+            stage.stage_sampler.check_rollouts(rollouts, learner_version=1)
     assert len(warned) == 20 and len(stage.stage_sampler._warn_once.printed_kinds) == 20

@@ -30,10 +30,10 @@ SETTINGS = GrpoSettings(
 
 
 def bare_stage(*, method=None, models=None, problems=None, keeper=None, seed=5, logbook=None,
-               renderer=None, **overridden) -> Trainer:  # fmt: skip
+               renderer=None, settings=SETTINGS, **overridden) -> Trainer:  # fmt: skip
     """Return a stage with only these parts; `overridden`: methods to replace."""
     method = method or SimpleNamespace()
-    method.settings = SETTINGS
+    method.settings = settings
     context = StageContext(
         name="grpo", index=1, method=method,
         models=models or SimpleNamespace(rewards=None, learning={}, opponents=None),
@@ -62,9 +62,8 @@ def test_held_out_answers_are_always_drawn_with_the_same_streams(monkeypatch):
         stage.done = done
         stage.evaluator.evaluate_sampled(SimpleNamespace(version=version))
         stage.evaluator.evaluate_greedy(SimpleNamespace(version=version))
-    assert (
-        len(set(drawn)) == 2 and drawn[0][:2] == ((("a", 1), ("b", 1)), 0.8) and drawn[1][1] == 0.0
-    )
+    assert len(set(drawn)) == 2
+    assert drawn[0][:2] == ((("a", 1), ("b", 1)), 0.8) and drawn[1][1] == 0.0
     # another run has other random streams
     bare_stage(seed=6).evaluator.evaluate_sampled(SimpleNamespace(version=0))
     assert drawn[-1] not in drawn[:-1] and drawn[-1][:2] == drawn[0][:2]
@@ -95,11 +94,15 @@ def test_storing_held_out_answers_decodes_nothing_and_counts_as_evaluation(monke
     metrics = stage.evaluator.evaluate(0, SimpleNamespace(version=0))
     assert metrics["time/test"] == 200.0 and decode.call_count == 0
     assert [(step, greedy) for step, greedy, _ in stored] == [(3, False), (3, True)]
+    expected = {
+        "problem": 4,
+        "tag": "sums",
+        "response": "abc",
+        "reward": 1.0,
+        "stop_reason": "stop",
+    }
     for *_, row in stored:
-        expected = {"problem": 4, "tag": "sums", "response": "abc", "reward": 1.0}
-        assert expected | {"stop_reason": "stop"} == {
-            key: row[key] for key in (*expected, "stop_reason")
-        }
+        assert {key: row[key] for key in expected} == expected
 
 
 def test_training_samples_have_streams_of_their_own_at_each_batch(monkeypatch):
@@ -210,37 +213,32 @@ class StateRecorder:
 
 @pytest.mark.parametrize("curriculum", ["success", "steps", None])
 def test_what_a_stage_saves_is_where_it_goes_on(curriculum):
-
     keeper = StateRecorder()
+    inputs = {"curriculum_window": 3} if curriculum == "success" else {"curriculum_steps": (2, 4)}
 
     def fresh():
-        inputs = (
-            {"curriculum_window": 3} if curriculum == "success" else {"curriculum_steps": (2, 4)}
-        )
         problems = None if curriculum is None else make_curriculum(curriculum=curriculum, **inputs)
         models = SimpleNamespace(policy=None, trainable={}, opponents=None)
         return bare_stage(problems=problems, method=StateRecorder(), keeper=keeper, models=models)
 
     first, second = fresh(), fresh()
     first.method.method = {"kl_coef": 0.7}
-    for success in (0.9, 0.9, 0.9, 0.9, 0.9):
+    for _ in range(5):
         if curriculum:
-            first.problems.record_success(success)
+            first.problems.record_success(0.9)
     first.save(17)
     state = keeper.saved
     assert (state["stage"], state["next_batch"], state["first_step"]) == (1, 17, 3)
     second.load_state(state)
     assert second.method.method == {"kl_coef": 0.7}
     if curriculum:
-        assert (
-            second.problems.state() == first.problems.state() != fresh().problems.state()
-            or curriculum == "steps"
-        )
-        for success in (0.9, 0.9):
-            first.problems.record_success(success), second.problems.record_success(success)
-        assert (
-            second.problems.level == first.problems.level == (2 if curriculum == "success" else 0)
-        )
+        assert second.problems.state() == first.problems.state()
+        assert curriculum == "steps" or first.problems.state() != fresh().problems.state()
+        for problems in (first.problems, second.problems):
+            problems.record_success(0.9)
+            problems.record_success(0.9)
+        level = 2 if curriculum == "success" else 0
+        assert second.problems.level == first.problems.level == level
 
 
 def test_events_after_a_line_that_was_cut_off_are_read(tmp_path):
@@ -265,23 +263,9 @@ def test_every_setting_of_adam_reaches_the_update():
     assert make_adam_params(settings, 1).learning_rate == pytest.approx(0.02 * 2 / 5)
 
 
-def test_held_out_answers_have_the_temperature_asked_for():
-    for inputs, expected in ((None, 0.6), (1.0, 1.0)):
-        settings = GrpoSettings(sampling=SamplingSettings(temperature=0.6, eval_temperature=inputs))
-        context = StageContext(
-            name="grpo",
-            index=0,
-            method=SimpleNamespace(settings=settings, shaping_metrics={}),
-            models=None,
-            problems=None,
-            test_problems=None,
-            renderer=None,
-            scorer=None,
-            run_seed=1,
-            first_step=0,
-            logbook=None,
-            console=None,
-            checkpoints=None,
-        )
-        temperatures = context.sampling_params.temperature, context.eval_params.temperature
-        assert temperatures == (0.6, expected)
+@pytest.mark.parametrize(("asked", "expected"), [(None, 0.6), (1.0, 1.0)])
+def test_held_out_answers_have_the_temperature_asked_for(asked, expected):
+    sampling = SamplingSettings(temperature=0.6, eval_temperature=asked)
+    context = bare_stage(settings=GrpoSettings(sampling=sampling)).stage_sampler.context
+    temperatures = context.sampling_params.temperature, context.eval_params.temperature
+    assert temperatures == (0.6, expected)

@@ -14,6 +14,7 @@ from rl.trainer.execute import execute
 REPO = Path(__file__).resolve().parents[2]
 SMALL = "--steps 1 --batch-size 4 --save-every 0 --eval-limit 4"
 SAMPLED = f"{SMALL} --group-size 2 --max-tokens 4"
+JUDGE, ODD = "reward_model --base-model tiny:ascii", "{here}/odd.py:score"
 REWARD = "def score(prompt, response, meta=None):\n    return float(len(response) % 2)\n"
 ENVIRONMENT = """
 from rl.envs import Environment, TurnResult
@@ -37,22 +38,14 @@ eval_limit: 4
 # (command of a run, with {here} for a folder outside the current folder; number of commands that
 # the run must print)
 RUNS = {
-    "reward of a file": (
-        f"grpo --dataset {{here}}/sums.jsonl --reward {{here}}/odd.py:score {SAMPLED}",
-        5,
-    ),
+    "reward of a file": (f"grpo --dataset {{here}}/sums.jsonl --reward {ODD} {SAMPLED}", 5),
     "scalar reward model": (
-        f"reward_model --base-model tiny:ascii --dataset {{here}}/named.jsonl --chosen-column "
-        f"good {SMALL}",
+        f"{JUDGE} --dataset {{here}}/named.jsonl --chosen-column good {SMALL}",
         4,
     ),
-    "comparison": (
-        f"reward_model --base-model tiny:ascii --form comparison --dataset {{here}}/pairs.jsonl "
-        f"{SMALL}",
-        4,
-    ),
+    "comparison": (f"{JUDGE} --form comparison --dataset {{here}}/pairs.jsonl {SMALL}", 4),
     "adapter": (f"grpo --lora-rank 2 {SAMPLED}", 5),
-    "two rewards": (f"grpo --rewards exact_match 1 {{here}}/odd.py:score 0.5 {SAMPLED}", 5),
+    "two rewards": (f"grpo --rewards exact_match 1 {ODD} 0.5 {SAMPLED}", 5),
     "environment of a file": (f"grpo --environment {{here}}/guess.py:Guess {SAMPLED}", 5),
     "game": (f"grpo --base-model tiny:ascii --environment guess_number {SAMPLED}", 5),
     "sft": (f"sft {SMALL}", 4),
@@ -101,14 +94,8 @@ def test_printed_commands_run_as_printed(kind, shell, tmp_path, capsys, monkeypa
     here = tmp_path / "here"
     write_inputs(here)
     words, count = RUNS[kind]
-    words = words.format(here=here)
-    run = parse_run(
-        [*words.split(), "--output-dir", "runs/it"],
-        METHODS,
-        REPO / "recipes" / "addition.yaml",
-        options=RunSettings,
-    )
-    execute(run)
+    words = [*words.format(here=here).split(), "--output-dir", "runs/it"]
+    execute(parse_run(words, METHODS, REPO / "recipes" / "addition.yaml", options=RunSettings))
     commands = extract_commands(capsys.readouterr().out)
     assert len(commands) == count
     for command in commands:

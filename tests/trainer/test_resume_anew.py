@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from whole_runs import RECIPE, final_weights, train
+from whole_runs import RECIPE, final_weights, same_weights, train
 
 from rl.algorithms import METHODS
-from rl.config import (
-    RunSettings,
-    SettingsError,
-    current_settings,
-    list_changed_settings,
-    read_run,
-)
+from rl.config import RunSettings, SettingsError, current_settings, list_changed_settings, read_run
 from rl.errors import RunFolderError
+from rl.jsonl import read_jsonl
 from rl.lr_schedule import compute_lr_factor
 from rl.reporting import Console
 
@@ -39,11 +34,6 @@ max_tokens: 4
 
 def config(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
-
-
-def same_weights(first: Path, other: Path) -> bool:
-    a, b = final_weights(first), final_weights(other)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def read_config(words: str):
@@ -92,9 +82,8 @@ def test_what_changes_no_result_may_change(stopped_run, truncated_run, console_n
     for name in a:
         # Smaller micro-batches: equal up to rounding.
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
-    assert any("eval_every 2 -> 0" in text for text in console_notes) and {
-        note["setting"] for note in config(truncated_run)["changes"]
-    } >= {"eval_every"}
+    assert any("eval_every 2 -> 0" in text for text in console_notes)
+    assert "eval_every" in {note["setting"] for note in config(truncated_run)["changes"]}
     assert list((truncated_run / "rollouts").glob("*.jsonl"))
 
 
@@ -110,32 +99,21 @@ def test_a_change_takes_effect_from_its_step_on_and_is_noted(
     truncated_run, stopped_run, console_notes
 ):
     rows = train("--resume --change learning_rate=5e-3 kl-coef=0.5", truncated_run)
-    before = [json.loads(line) for line in (stopped_run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["reward/total"] for row in rows if row["step"] in (1, 2)] == [
-        r["reward/total"] for r in before if r["step"] in (1, 2)
-    ]
-    assert {row["step"]: row.get("optim/lr") for row in rows if row["step"]} == {
-        1: 1e-2,
-        2: 1e-2,
-        3: 5e-3,
-        4: 5e-3,
-    }
+    before = read_jsonl(stopped_run / "metrics.jsonl")
+    kept, expected = ([row["reward/total"] for row in rs[1:3]] for rs in (rows, before))
+    assert kept == expected
+    assert [row.get("optim/lr") for row in rows[1:]] == [1e-2, 1e-2, 5e-3, 5e-3]
     notes = {note["setting"]: note for note in config(truncated_run)["changes"]}
     assert notes["learning_rate"] == {
-        "step": 2,
-        "stage": "grpo",
-        "setting": "learning_rate",
-        "from": 0.01,
-        "to": 0.005,
-    }
+        "step": 2, "stage": "grpo", "setting": "learning_rate", "from": 0.01, "to": 0.005,
+    }  # fmt: skip
     assert config(truncated_run)["stages"][0]["settings"]["kl_coef"] == 0.5
     state = json.loads((truncated_run / "checkpoints/grpo-final/state.json").read_text())
     assert state["metadata"]["method"]["kl_coef"] == 0.5
     assert not same_weights(truncated_run, stopped_run)
     train("--resume --steps 5", truncated_run)  # the recorded changes remain
-    assert [note["setting"] for note in config(truncated_run)["changes"]].count(
-        "learning_rate"
-    ) == 1
+    settings = [note["setting"] for note in config(truncated_run)["changes"]]
+    assert settings.count("learning_rate") == 1
 
 
 def test_a_flag_that_replaces_a_setting_of_the_recipe_resumes_older_runs(tmp_path):
@@ -164,10 +142,8 @@ max_tokens: 2
 def test_a_change_may_use_a_former_name(truncated_run):
     train("--resume --change kl_coef=0.5 kl_in=loss", truncated_run)
     assert config(truncated_run)["stages"][0]["settings"]["kl_placement"] == "loss"
-    assert {note["setting"] for note in config(truncated_run)["changes"]} == {
-        "kl_coef",
-        "kl_placement",
-    }
+    changes = {note["setting"] for note in config(truncated_run)["changes"]}
+    assert changes == {"kl_coef", "kl_placement"}
 
 
 @pytest.mark.parametrize("change", ["lora_rank=4", "base_model=tiny:ascii", "seed=9"])
@@ -189,10 +165,7 @@ def test_steps_may_be_added(stopped_run, truncated_run, ended, tmp_path, console
         shutil.copytree(stopped_run, folder)
     train("--resume --steps 6", folder)
     assert same_weights(folder, tmp_path / "whole")
-    rows = [
-        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert rows == [0, 1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [*range(7)]
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == [f"grpo-{i:06d}" for i in range(1, 6)] + ["grpo-final"]
     with pytest.raises(RunFolderError, match="6 steps of this stage are done"):
@@ -203,14 +176,13 @@ def test_steps_may_be_added(stopped_run, truncated_run, ended, tmp_path, console
 def test_a_schedule_that_ends_says_what_more_steps_do(tmp_path, console_notes):
     train(f"{WORDS} --steps 2 --schedule linear", tmp_path / "run")
     rows = train("--resume --steps 4", tmp_path / "run")
-    assert any(
+    expected = (
         "the linear schedule now ends at step 4 of the stage, not at 2: the next step's learning "
-        "rate is 0.005" in t
-        for t in console_notes
+        "rate is 0.005"
     )
-    assert [row["optim/lr"] for row in rows if row["step"] > 2] == pytest.approx(
-        [1e-2 * compute_lr_factor("linear", i, 4) for i in (2, 3)]
-    )
+    assert any(expected in text for text in console_notes)
+    rates = [1e-2 * compute_lr_factor("linear", i, 4) for i in (2, 3)]
+    assert [row["optim/lr"] for row in rows if row["step"] > 2] == pytest.approx(rates)
 
 
 @pytest.mark.slow
@@ -279,85 +251,71 @@ def test_what_is_wrong_with_it_is_said(flags, problem, tmp_path):
         read_config(f"{tmp_path / 'two.yaml'} {flags}")
 
 
-@pytest.mark.parametrize("word,here", [
-    ("lr", "--learning-rate"),
-    ("num_generations", "--group-size"),
-    ("max_completion_length", "--max-tokens"),
-    ("gradient-accumulation-steps", "--token-budget"),
-    ("per_device_train_batch_size", "--batch-size"),
-    ("beta", "--kl-coef"),
+@pytest.mark.parametrize("words,expected", [
+    ("GRPO", "unknown method 'GRPO'; did you mean grpo?"),
+    ("grpo --lr 1", "it is called --learning-rate here"),
+    ("grpo --num_generations 1", "it is called --group-size here"),
+    ("grpo --max_completion_length 1", "it is called --max-tokens here"),
+    ("grpo --gradient-accumulation-steps 1", "it is called --token-budget here"),
+    ("grpo --per_device_train_batch_size 1", "it is called --batch-size here"),
+    ("grpo --beta 1", "it is called --kl-coef here"),
+    ("grpo --actor_rollout_ref.rollout.n 8", "it is called --group-size here"),
+    ("grpo actor_rollout_ref.rollout.n=8", "it is called --group-size here"),
+    ("grpo data.train_batch_size=8", "it is called --batch-size here"),
+    ("grpo --trainer.nnodes 2", "accelerate launch --num_machines"),
+    ("grpo mine=3", "a setting is --name value"),
+    ("--config recipes/gsm8k.yaml", "a recipe is named without a flag"),
+    ("grpo --epochs 3", "it is called --steps here"),
+    ("grpo --max_prompt_length 256", "it is called --max-prompt-tokens here"),
+    ("grpo --steps_per_generation 4", "it is called --num-substeps here"),
+    ("grpo --importance_sampling_level sequence", "it is called --loss here (gspo"),
+    ("grpo --target_modules all-linear", "it is called --train-attn here"),
+    ("sft --packing true", "it is called --layout here (packed"),
+    ("sft --max_length 2048", "it is called --max-row-tokens here"),
+    ("sft --assistant_only_loss true", "it is called --train-on here"),
+    ("sft --num_train_epochs 3", "sft and the methods on preferences have epochs"),
+    ("grpo --algorithm.kl_ctrl.kl_coef 1", "it is called --kl-coef here"),
+    ("grpo --actor.use_kl_loss True", "it is called --kl-placement here (loss, with kl_coef)"),
+    ("grpo --actor_rollout_ref.actor.use_kl_loss True", "it is called --kl-placement here"),
+    ("grpo custom_reward_function.path=r.py", "it is called --reward here"),
+    ("grpo --custom_reward_function.path r.py", "as in --reward FILE.py:FUNCTION"),
+    ("dpo --loss_type sigmoid", "it is called --loss here (TRL's sigmoid is dpo)"),
+    ("grpo --loss_type dapo", "it is called --variant here"),
+    ("sft --loss_type nll", "(it is called --variant here, a setting of grpo, reinforce)"),
+    ("sft --actor.use_kl_loss True", "a setting of grpo, reinforce, ppo"),
+    ("sft --beta 0.1", "of this run (it is a setting of online_dpo, dpo"),
 ])  # fmt: skip
-def test_words_of_other_libraries_are_answered(word, here, tmp_path):
-    with pytest.raises(SettingsError, match=f"it is called {here} here"):
-        read_config(f"grpo --{word} 1")
-    recipe = tmp_path / "trl.yaml"
-    recipe.write_text(f"method: grpo\n{word}: 1\n")
-    with pytest.raises(SettingsError, match=f"it is called {here} here"):
-        read_config(str(recipe))
-
-
-@pytest.mark.parametrize(
-    "words,expected",
-    [
-        ("GRPO", "unknown method 'GRPO'; did you mean grpo?"),
-        ("grpo --actor_rollout_ref.rollout.n 8", "it is called --group-size here"),
-        ("grpo actor_rollout_ref.rollout.n=8", "it is called --group-size here"),
-        ("grpo data.train_batch_size=8", "it is called --batch-size here"),
-        ("grpo --trainer.nnodes 2", "accelerate launch --num_machines"),
-        ("grpo mine=3", "a setting is --name value"),
-        ("--config recipes/gsm8k.yaml", "a recipe is named without a flag"),
-        ("grpo --epochs 3", "it is called --steps here"),
-        ("grpo --max_prompt_length 256", "it is called --max-prompt-tokens here"),
-        ("grpo --steps_per_generation 4", "it is called --num-substeps here"),
-        ("grpo --importance_sampling_level sequence", "it is called --loss here (gspo"),
-        ("grpo --target_modules all-linear", "it is called --train-attn here"),
-        ("sft --packing true", "it is called --layout here (packed"),
-        ("sft --max_length 2048", "it is called --max-row-tokens here"),
-        ("sft --assistant_only_loss true", "it is called --train-on here"),
-        ("sft --num_train_epochs 3", "sft and the methods on preferences have epochs"),
-        ("grpo --algorithm.kl_ctrl.kl_coef 1", "it is called --kl-coef here"),
-        ("grpo --actor.use_kl_loss True", "it is called --kl-placement here (loss, with kl_coef)"),
-        ("grpo --actor_rollout_ref.actor.use_kl_loss True", "it is called --kl-placement here"),
-        ("grpo custom_reward_function.path=r.py", "it is called --reward here"),
-        ("grpo --custom_reward_function.path r.py", "as in --reward FILE.py:FUNCTION"),
-        ("dpo --loss_type sigmoid", "it is called --loss here (TRL's sigmoid is dpo)"),
-        ("grpo --loss_type dapo", "it is called --variant here"),
-        ("sft --loss_type nll", "(it is called --variant here, a setting of grpo, reinforce)"),
-        ("sft --actor.use_kl_loss True", "a setting of grpo, reinforce, ppo"),
-        ("sft --beta 0.1", "of this run (it is a setting of online_dpo, dpo"),
-    ],
-)
 def test_commands_in_the_manner_of_other_libraries_are_answered(words, expected):
     with pytest.raises(SettingsError, match=re.escape(expected)):
         read_config(words)
+
+
+def test_words_of_other_libraries_in_a_recipe_are_answered(tmp_path):
+    (tmp_path / "trl.yaml").write_text("method: grpo\nnum_generations: 1\n")
+    with pytest.raises(SettingsError, match="it is called --group-size here"):
+        read_config(str(tmp_path / "trl.yaml"))
 
 
 def test_every_word_of_other_libraries_leads_to_a_setting():
     from rl.config.aliases import _FOREIGN_NAMES
     from rl.config.fields import get_fields
 
-    known = {
-        *get_fields(RunSettings),
-        *(key for method in METHODS.values() for key in get_fields(method.Settings)),
-    }
+    known = {*get_fields(RunSettings)}.union(*(get_fields(m.Settings) for m in METHODS.values()))
     names = [name for rows in _FOREIGN_NAMES.values() for name in rows]
     assert {here for here, _ in names if here} <= known
     # settings of some methods: beta of dpo and offline, epochs of ppo and others
     assert known & _FOREIGN_NAMES.keys() == {"beta", "epochs"}
 
 
-def test_reward_beside_rewards_is_no_longer_ignored(tmp_path):
-    with pytest.raises(SettingsError, match="has no effect"):
-        read_config("grpo --reward gsm8k --rewards exact_match 1")
+def test_a_reward_on_the_line_replaces_the_rewards_of_a_recipe_and_the_reverse(tmp_path):
     recipe = tmp_path / "own.yaml"
-    recipe.write_text("method: grpo\nreward: gsm8k\n")
-    run = read_config(f"{recipe} --rewards exact_match 1 length_penalty 0.1")  # the line wins
-    assert len(run.stages[0].settings.data.rewards) == 2
-    recipe.write_text("method: grpo\nrewards: {exact_match: 1}\n")
-    run = read_config(f"{recipe} --reward gsm8k")
-    assert (
-        run.stages[0].settings.data.rewards == () and run.stages[0].settings.data.reward == "gsm8k"
-    )
+    for text, words, reward, count in (
+        ("reward: gsm8k", "--rewards exact_match 1 length_penalty 0.1", None, 2),
+        ("rewards: {exact_match: 1}", "--reward gsm8k", "gsm8k", 0),
+    ):
+        recipe.write_text(f"method: grpo\n{text}\n")
+        data = read_config(f"{recipe} {words}").stages[0].settings.data
+        assert len(data.rewards) == count and (count or data.reward == reward)
 
 
 @pytest.mark.parametrize("method", ["sft", "distill", "rlhf"])
@@ -369,12 +327,7 @@ def test_rewards_need_no_reward_where_there_is_none_by_default(method):
 def test_step_rewards_without_steps_are_said(tmp_path, monkeypatch):
     console_notes = []
     monkeypatch.setattr(Console, "warn", lambda self, text: console_notes.append(text))
-    words = (
-        "grpo --step-rewards to_go --steps 2 --batch-size 4 --group-size 2 --eval-every 0 "
-        "--max-tokens 4"
-    )
-    train(words, tmp_path / "run")
-    assert (
-        sum("to_go has no effect: every episode has one turn" in text for text in console_notes)
-        == 1
-    )
+    words = "grpo --step-rewards to_go --steps 2 --batch-size 4 --group-size 2 --eval-every 0"
+    train(f"{words} --max-tokens 4", tmp_path / "run")
+    said = "to_go has no effect: every episode has one turn"
+    assert sum(said in text for text in console_notes) == 1

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from whole_runs import final_weights, train
+from whole_runs import copy_killed_run, same_weights, train
 
 from rl.client import SamplingClient
+from rl.trainer.batch_log import BatchLog
 
 # Two seats, several turns, levels. The pool selects the older version, and both players' answers
 # determine the length of a game.
@@ -37,10 +37,6 @@ class Duel(Environment):
 '''
 
 
-class SimulatedKill(BaseException):
-    """Raised as if by a signal: a BaseException, so no code catches it as an error."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(
@@ -55,47 +51,38 @@ def test_killed_between_two_turns_and_resumed_is_the_run_that_was_not(
         "--curriculum-down 0 --curriculum-window 2 --rollouts-every 1 --eval-every 0 --steps 5 "
         "--save-every 2"
     )
-    whole = train(words, tmp_path / "whole")
-    queries = {"batches": 0}
-    ask = SamplingClient.sample_many
+    whole_run, cut = tmp_path / "whole", tmp_path / "cut"
+    done, requests = [], []
+    write_row, ask = BatchLog.write_row, SamplingClient.sample_many
 
-    def killed(self, requests, /):
-        queries["batches"] += 1
-        if queries["batches"] == queries["at"]:
-            raise SimulatedKill
-        return ask(self, requests)
+    def write(self, step, metrics):
+        write_row(self, step, metrics)
+        done.append(step)
+        requests.clear()
 
-    # Every batch asks the policy and its opponent in each round of its level: 2 rounds, and more at
-    # higher levels.
-    monkeypatch.setattr(SamplingClient, "sample_many", killed)
-    queries["at"] = 10**9
-    train(words, tmp_path / "counted")
-    total = queries["batches"]
-    queries |= {"batches": 0, "at": total - 3}  # within the last batch, after some of its turns
-    with pytest.raises(SimulatedKill):
-        train(words, tmp_path / "cut")
-    monkeypatch.setattr(SamplingClient, "sample_many", ask)
-    remaining = sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir())
-    assert remaining == ["grpo-000002", "grpo-000004"]
-    assert train(f"{words} --resume", tmp_path / "cut") == whole
-    item, other = final_weights(tmp_path / "whole"), final_weights(tmp_path / "cut")
-    assert item.keys() == other.keys() and all(
-        torch.equal(item[name], other[name]) for name in item
-    )
+    def copy_in_last_batch(self, batch, /):
+        requests.append(batch)
+        if len(done) == 4 and len(requests) == 3:  # after the answers of both players
+            copy_killed_run(whole_run, cut)
+        return ask(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchLog, "write_row", write)
+        patch.setattr(SamplingClient, "sample_many", copy_in_last_batch)
+        whole = train(words, whole_run)
+    assert names(cut / "checkpoints") == ["grpo-000002", "grpo-000004"]
+    assert train(f"{words} --resume", cut) == whole
+    assert same_weights(whole_run, cut)
     for folder in ("rollouts", "sampler_weights"):
-        assert names(tmp_path / "whole" / folder) == names(tmp_path / "cut" / folder)
-    for file in sorted((tmp_path / "whole" / "rollouts").glob("*.jsonl")):
-        assert file.read_text() == (tmp_path / "cut" / "rollouts" / file.name).read_text()
-    kept = [state(tmp_path / folder) for folder in ("whole", "cut")]
+        assert names(whole_run / folder) == names(cut / folder)
+    for file in sorted((whole_run / "rollouts").glob("*.jsonl")):
+        assert file.read_text() == (cut / "rollouts" / file.name).read_text()
+    kept = [state(folder) for folder in (whole_run, cut)]
     assert kept[0] == kept[1] and sum(item["games"] for item in kept[0]["opponents"]) > 0
     # The run covered the difficult state: levels that moved, several turns, an opponent that is not
     # the first of its line.
-    steps = [row for row in whole if "progress/batch" in row]
-    assert (
-        len({row["env/all/turns_per_episode"] for row in steps}) > 1
-        and steps[-1]["env/all/turns_per_episode"] > 2
-    )
-    assert kept[0]["opponents"][0]["step"] > 0
+    turns = [row["env/all/turns_per_episode"] for row in whole if "progress/batch" in row]
+    assert len(set(turns)) > 1 and turns[-1] > 2 and kept[0]["opponents"][0]["step"] > 0
 
 
 def names(folder: Path) -> list[str]:
@@ -103,6 +90,5 @@ def names(folder: Path) -> list[str]:
 
 
 def state(folder: Path) -> dict:
-    return json.loads((folder / "checkpoints" / "grpo-final" / "state.json").read_text())[
-        "metadata"
-    ]["opponents"]
+    path = folder / "checkpoints" / "grpo-final" / "state.json"
+    return json.loads(path.read_text())["metadata"]["opponents"]

@@ -12,6 +12,13 @@ import pytest
 import torch
 from rank_server import Launch, shared_ranks
 from safetensors.torch import load_file
+from whole_runs import RECIPE as ADDITION
+from whole_runs import read_metrics as rows
+
+from rl.algorithms import METHODS
+from rl.config import RunSettings, parse_run
+from rl.jsonl import read_jsonl
+from rl.trainer import main
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -24,7 +31,7 @@ stages:
     schedule: linear
     warmup_steps: 2
     steps: 6
-    batch_size: 64
+    batch_size: 16
     save_every: 4
     eval_every: 0
   - method: {method}
@@ -69,131 +76,87 @@ def start(*words: str | Path, cwd: Path, **options: str) -> Launch:
     return shared_ranks().start(*words, cwd=cwd, **options)
 
 
-def run(
-    *words: str | Path, cwd: Path, ok: bool = True, **options: str
-) -> subprocess.CompletedProcess:
-    """Run train.py to its end. `stdout` and `stderr` both hold the output of both streams."""
+def run(*words: str | Path, cwd: Path, code: int = 0, **options: str) -> str:
+    """Run train.py to its end, check its exit code, and return the output of both streams."""
     launch = start(*words, cwd=cwd, **options)
-    (code,) = launch.wait(300)
-    text = launch.output(0)
-    assert not ok or code == 0, text
-    return subprocess.CompletedProcess([], code or 0, text, text)
+    assert launch.wait(300) == [code], launch.output(0)
+    return launch.output(0)
 
 
-def rows(folder: Path) -> list[dict]:
-    """Return the metrics without fields that depend on the clock."""
-    parsed = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in parsed]
+def flat(text: str) -> str:
+    """Return the text of boxes as a single line."""
+    return " ".join(text.replace("│", " ").split())
 
 
 def final_weights(folder: Path, stage: str) -> dict[str, torch.Tensor]:
-    model = folder / "checkpoints" / f"{stage}-final" / "model"
-    return load_file(
-        str(
-            model
-            / (
-                "adapter_model.safetensors"
-                if (model / "adapter_config.json").exists()
-                else "model.safetensors"
-            )
-        )
-    )
+    (file,) = (folder / "checkpoints" / f"{stage}-final" / "model").glob("*model.safetensors")
+    return load_file(str(file))
 
 
-def assert_same(resumed: Path, reference_run: Path, stage: str) -> None:
+def assert_same(resumed: Path, reference_run: Path, stage: str, *, names: bool = True) -> None:
+    """Check that metrics, weights and the optimizer are equal, and the names of checkpoints unless
+    a stop has saved one more.
+    """
     assert rows(resumed) == rows(reference_run)
     a, b = final_weights(resumed, stage), final_weights(reference_run, stage)
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    optimizer = [
-        load_file(str(f / "checkpoints" / f"{stage}-final" / "optimizer.safetensors"))
-        for f in (resumed, reference_run)
-    ]
-    assert all(torch.equal(optimizer[0][k], optimizer[1][k]) for k in optimizer[1])
-    names = [
-        sorted(p.name for p in (f / "checkpoints").iterdir()) for f in (resumed, reference_run)
-    ]
-    assert names[0] == names[1]
+    folders = [folder / "checkpoints" for folder in (resumed, reference_run)]
+    c, d = (load_file(str(f / f"{stage}-final" / "optimizer.safetensors")) for f in folders)
+    assert c.keys() == d.keys() and all(torch.equal(c[k], d[k]) for k in c)
+    saved = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert saved[0] == saved[1] or not names
 
 
-def kill_when(process: Launch, folder: Path, ready, options: int = signal.SIGKILL) -> None:
-    """Send a signal once `ready(rows)` holds. Raises AssertionError if the run ends first."""
+def kill_at(
+    process: Launch, folder: Path, stage: str, batch: int, number: int = signal.SIGKILL
+) -> None:
+    """Send a signal once the metrics have this batch of a stage. Raises AssertionError if the run
+    ends first.
+    """
     deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        if (folder / "metrics.jsonl").exists():
-            text = (folder / "metrics.jsonl").read_text()
-            if ready([json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]):
-                process.kill(0, options)
-                process.wait(60)
-                return
+    while True:
+        text = path.read_text() if (path := folder / "metrics.jsonl").exists() else ""
+        seen = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        if any(r["stage"] == stage and r.get("progress/batch", -1) >= batch for r in seen):
+            process.kill(0, number)
+            process.wait(60)
+            return
         assert not process.poll(), "the run ended before it could be disturbed"
+        assert time.monotonic() < deadline, "the run never came that far"
         time.sleep(0.002)
-    process.kill(0)
-    raise AssertionError("the run never came that far")
 
 
 @pytest.fixture(scope="module")
 def reference_run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    words = command(write(folder), "--output-dir", "out")
-    done = subprocess.run(
-        words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
+    run(write(folder), "--output-dir", "out", cwd=folder)
     return folder / "out"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "where",
-    ["first stage before any checkpoint", "first stage", "second stage", "second stage late"],
-)
-def test_a_killed_run_resumes_to_the_same_bits(reference_run, tmp_path, where):
-    stage, batch = {
-        "first stage before any checkpoint": ("sft", 1),
-        "first stage": ("sft", 4),
-        "second stage": ("grpo", 3),
-        "second stage late": ("grpo", 6),
-    }[where]
+@pytest.mark.parametrize(("stage", "batch", "begins"), [
+    ("sft", 1, "no complete checkpoint yet"),
+    ("sft", 4, "resuming from"),
+    ("grpo", 3, "resuming from"),
+])  # fmt: skip
+def test_a_killed_run_resumes_to_the_same_bits(reference_run, tmp_path, stage, batch, begins):
     recipe = write(tmp_path)
-    process = start(recipe, "--output-dir", "out", cwd=tmp_path)
-    kill_when(
-        process,
-        tmp_path / "out",
-        lambda seen: any(
-            r["stage"] == stage and r.get("progress/batch", -1) >= batch for r in seen
-        ),
-    )
+    kill_at(start(recipe, "--output-dir", "out", cwd=tmp_path), tmp_path / "out", stage, batch)
     assert not (tmp_path / "out" / "checkpoints" / "grpo-final").exists()
-    done = run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
-    assert (
-        "no complete checkpoint yet" if "before any" in where else "resuming from"
-    ) in done.stdout
+    assert begins in run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
     assert_same(tmp_path / "out", reference_run, "grpo")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "extra"),
-    [
-        ("reinforce", "loss: ppo"),
-        ("sft", "lora_rank: 2"),
-        ("grpo", "{group_size: 4, lora_rank: 4, num_substeps: 2, loss: cispo}"),
-    ],
-)
-def test_every_method_stopped_by_sigterm_resumes_to_the_same_bits(tmp_path, method, extra):
-    extra = "\n    ".join(extra.strip("{}").split(", "))
-    recipe = write(tmp_path, method, extra)
-    name = "sft-2" if method == "sft" else method
+def test_a_run_stopped_by_sigterm_resumes_to_the_same_bits(tmp_path):
+    extra = "\n    ".join(("group_size: 4", "lora_rank: 4", "num_substeps: 2", "loss: cispo"))
+    recipe = write(tmp_path, "grpo", extra)
     run(recipe, "--output-dir", "whole", cwd=tmp_path)
     process = start(recipe, "--output-dir", "out", cwd=tmp_path)
-    ready = lambda seen: any(r["stage"] == name and r.get("progress/batch", -1) >= 3 for r in seen)  # noqa: E731
-    kill_when(process, tmp_path / "out", ready, signal.SIGTERM)
+    kill_at(process, tmp_path / "out", "grpo", 3, signal.SIGTERM)
     assert process.codes == [75]  # "run me again"
     run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
-    whole, resumed = tmp_path / "whole", tmp_path / "out"
-    assert rows(resumed) == rows(whole)
-    a, b = final_weights(resumed, name), final_weights(whole, name)
-    assert all(torch.equal(a[k], b[k]) for k in b)
+    assert_same(tmp_path / "out", tmp_path / "whole", "grpo", names=False)
 
 
 @pytest.mark.slow
@@ -220,184 +183,106 @@ import runpy
 runpy.run_path({str(REPO / "train.py")!r}, run_name="__main__")
 """
     (tmp_path / "script.py").write_text(code)
-    done = run(cwd=tmp_path, ok=False, script=str(tmp_path / "script.py"))
-    assert done.returncode == 75, done.stderr
+    run(cwd=tmp_path, code=75, script=str(tmp_path / "script.py"))
     run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
-    assert rows(tmp_path / "out") == rows(reference_run)
-    a, b = final_weights(tmp_path / "out", "grpo"), final_weights(reference_run, "grpo")
-    assert all(torch.equal(a[k], b[k]) for k in b)
-
-
-@pytest.mark.slow
-def test_rows_that_do_not_fit_are_named_before_anything_is_done(tmp_path):
-    data = [{"prompt": "1+1=", "answer": "2", "response": "2"} for _ in range(400)]
-    data[300]["prompt"] = "1" * 600
-    (tmp_path / "long.jsonl").write_text("\n".join(json.dumps(row) for row in data))
-    data[300]["prompt"], data[17]["response"] = "1+1=", "9" * 600
-    (tmp_path / "answer.jsonl").write_text("\n".join(json.dumps(row) for row in data))
-    for words, message in (
-        (["grpo", "--dataset", "long.jsonl"], "line 301"),
-        (["sft", "--dataset", "answer.jsonl", "--response-column", "response"], "line 18"),
-        (
-            ["sft", "--dataset", "addition:noise=0.5", "--lora-rank", "2", "--lora-alpha", "-1"],
-            "--lora-alpha is positive",
-        ),
-    ):
-        done = run(*words, "--max-tokens", "4", "--steps", "3", cwd=tmp_path, ok=False)
-        assert (
-            done.returncode == 2 and message in done.stderr and not (tmp_path / "runs").exists()
-        ), done.stderr
+    assert_same(tmp_path / "out", reference_run, "grpo", names=False)
 
 
 @pytest.mark.slow
 def test_resume_falls_back_to_an_older_checkpoint_and_says_so(reference_run, tmp_path):
     recipe = write(tmp_path)
-    process = start(recipe, "--output-dir", "out", cwd=tmp_path)
-    kill_when(
-        process,
-        tmp_path / "out",
-        lambda seen: any(r["stage"] == "grpo" and r.get("progress/batch", -1) >= 6 for r in seen),
-    )
+    kill_at(start(recipe, "--output-dir", "out", cwd=tmp_path), tmp_path / "out", "grpo", 6)
     newest = max((tmp_path / "out" / "checkpoints").glob("grpo-*"))
     file = newest / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    done = run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path)
-    assert f"checkpoint {newest.name} cannot be used" in " ".join(done.stdout.split())
+    text = flat(run(recipe, "--output-dir", "out", "--resume", cwd=tmp_path))
+    assert f"checkpoint {newest.name} cannot be used" in text
     assert_same(tmp_path / "out", reference_run, "grpo")
 
 
 @pytest.mark.slow
 def test_a_runs_folder_holds_what_it_promises(reference_run):
-    names = {p.name for p in reference_run.iterdir()}
+    names = {path.name for path in reference_run.iterdir()}
     assert names >= {
-        "config.json",
-        "metrics.jsonl",
-        "checkpoints.jsonl",
-        "curves.png",
-        "rollouts",
-        "checkpoints",
-    }
-    last = [
-        json.loads(line) for line in (reference_run / "metrics.jsonl").read_text().splitlines()
-    ][-1]
+        "config.json", "metrics.jsonl", "checkpoints.jsonl", "curves.png", "rollouts", "checkpoints",
+    }  # fmt: skip
+    last = read_jsonl(reference_run / "metrics.jsonl")[-1]
     expected = """reward/total env/all/reward/total progress/batch progress/done_frac optim/lr optim/kl_sample_train_v1
         optim/kl_sample_train_v2 optim/entropy optim/grad_norm env/all/ac_tokens_per_turn env/all/ob_tokens_per_turn
         env/all/turns_per_episode env/all/total_episodes env/all/by_group/frac_mixed env/all/by_group/frac_all_good
         env/all/by_group/frac_all_bad test/env/all/reward/total time/step""".split()
     assert [name for name in expected if name not in last] == []
-    assert (
-        last["reward/total"] == last["env/all/reward/total"] and last["progress/done_frac"] == 1.0
-    )
-    assert last["optim/max_logprob_difference"] < 1e-4
-    checkpoints = [
-        json.loads(line) for line in (reference_run / "checkpoints.jsonl").read_text().splitlines()
-    ]
+    assert last["reward/total"] == last["env/all/reward/total"]
+    assert last["progress/done_frac"] == 1.0 and last["optim/max_logprob_difference"] < 1e-4
+    checkpoints = read_jsonl(reference_run / "checkpoints.jsonl")
     assert all({"name", "batch", "state_path", "sampler_path"} <= row.keys() for row in checkpoints)
     assert all((reference_run.parent / row["sampler_path"]).is_dir() for row in checkpoints)
-    sampled = [
-        json.loads(line)
-        for line in next(iter((reference_run / "rollouts").glob("step_*.jsonl")))
-        .read_text()
-        .splitlines()
-    ]
-    assert len(sampled) == 32 and all(
-        len(r["response_tokens"]) == len(r["logprobs"]) for r in sampled
-    )
+    samples = read_jsonl(next((reference_run / "rollouts").glob("step_*.jsonl")))
+    assert len(samples) == 32
+    assert all(len(row["response_tokens"]) == len(row["logprobs"]) for row in samples)
 
 
 @pytest.mark.slow
-def test_a_folder_with_a_run_is_not_written_to(reference_run):
-    recipe = reference_run.parent / "recipe.yaml"
-    done = run(recipe, "--output-dir", "out", cwd=reference_run.parent, ok=False)
-    assert (
-        done.returncode == 2
-        and "--resume" in done.stderr
-        and "--overwrite" in done.stderr
-        and "Traceback" not in done.stderr
-    )
-    done = run(
-        recipe,
-        "--output-dir",
-        "out",
-        "--resume",
-        "--learning-rate",
-        "0.5",
-        cwd=reference_run.parent,
-        ok=False,
-    )
-    assert (
-        done.returncode == 2 and "learning_rate" in done.stderr and "Traceback" not in done.stderr
-    )
-    assert "nothing was started" in done.stderr
-    # A finished run reports that it is done and changes nothing.
-    done = run(recipe, "--output-dir", "out", "--resume", cwd=reference_run.parent)
-    assert "done" in done.stdout
+def test_a_finished_run_says_that_it_is_done_and_changes_nothing(reference_run):
+    folder, recipe = reference_run.parent, reference_run.parent / "recipe.yaml"
+    text = run(recipe, "--output-dir", "out", cwd=folder, code=2)
+    assert "--resume" in text and "--overwrite" in text and "Traceback" not in text
+    before = {p: p.stat().st_mtime_ns for p in (reference_run / "checkpoints").rglob("*")}
+    metrics = (reference_run / "metrics.jsonl").read_text()
+    assert "done" in run(recipe, "--output-dir", "out", "--resume", cwd=folder)
+    assert (reference_run / "metrics.jsonl").read_text() == metrics
+    assert before == {p: p.stat().st_mtime_ns for p in (reference_run / "checkpoints").rglob("*")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["sft", "--base-model", "./no/such"], "no model folder"),
-        (["sft", "--base-model", "tiny:adition"], "tiny:addition"),
-        (["sft", "--base-model", "owner/unheard-of"], "HF_HUB_OFFLINE"),
-        (["grpo", "--reward", "exact_matsch"], "exact_match"),
-        (["grpo", "--reward", "no_such_module:f"], "no_such_module"),
-        (["sft", "--dataset", "./rows.jsonl"], "rows.jsonl"),
-        (["grpo", "--renderer", "chatml"], "chat_template"),
-        (["grpo", "--base-model", "tiny:chat"], "--tokenizer"),
-        (["grpo", "--max-tokens", "5000"], "5000"),
-    ],
-)
-def test_mistakes_are_one_box_without_a_traceback(tmp_path, words, message):
-    done = run(*words, cwd=tmp_path, ok=False)
-    flat = " ".join(done.stderr.replace("│", " ").split())
-    assert done.returncode == 2 and message in flat and "Traceback" not in done.stderr, done.stderr
-    assert "1 problem: nothing was started" in flat
-    assert not list(tmp_path.glob("runs/*/metrics.jsonl")) or "5000" in message
+LONG_PROMPT = [{"prompt": "1" * 600 if i == 300 else "1+1=", "answer": "2"} for i in range(400)]
+LONG_ANSWER = [{"prompt": "1+1=", "response": "9" * 600 if i == 17 else "2"} for i in range(400)]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("sft --base-model ./no/such", "no model folder"),
+    ("sft --base-model tiny:adition", "tiny:addition"),
+    ("sft --base-model owner/unheard-of", "HF_HUB_OFFLINE"),
+    ("grpo --reward exact_matsch", "exact_match"),
+    ("grpo --reward no_such_module:f", "no_such_module"),
+    ("sft --dataset ./rows.jsonl", "rows.jsonl"),
+    ("grpo --renderer chatml", "chat_template"),
+    ("grpo --base-model tiny:chat", "--tokenizer"),
+    ("grpo --max-tokens 5000", "5000"),
+    ("grpo --max-tokens 4 --dataset long.jsonl", "line 301"),
+    ("sft --max-tokens 4 --dataset answer.jsonl --response-column response", "line 18"),
+    ("sft --dataset addition:noise=0.5 --lora-rank 2 --lora-alpha -1", "--lora-alpha is positive"),
+])  # fmt: skip
+def test_mistakes_are_one_box_without_a_traceback(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    for name, data in (("long", LONG_PROMPT), ("answer", LONG_ANSWER)):
+        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, data)))
+    with pytest.raises(SystemExit) as ended:
+        main(parse_run([*words.split(), "--steps", "3"], METHODS, ADDITION, options=RunSettings))
+    text = flat(capsys.readouterr().err)
+    assert ended.value.code == 2 and message in text and "Traceback" not in text, text
+    assert "1 problem: nothing was started" in text and not Path("runs").exists()
 
 
 @pytest.mark.slow
 def test_a_reward_that_fails_costs_its_sample_and_one_that_always_fails_ends_the_run(tmp_path):
     recipe = write(tmp_path)
-    (tmp_path / "tests_rewards.py").write_text(
-        "def digits(prompt, response, meta):\n"
-        "    if response[:1] in '1234':\n"
-        "        raise KeyError('colour')\n"
-        "    return float(len(response))\n"
-    )
-    done = run(recipe, "--output-dir", "some", cwd=tmp_path)
-    assert "KeyError" in done.stdout and "colour" in done.stdout
+
+    def run_with(body: str, *words: str, code: int = 0) -> str:
+        text = f"def digits(prompt, response, meta):\n    {body}\n"
+        (tmp_path / "tests_rewards.py").write_text(text)
+        return flat(run(recipe, *words, "--steps", "2", cwd=tmp_path, code=code))
+
+    failing = "return float(len(response)) if response[:1] not in '1234' else {}['colour']"
+    text = run_with(failing, "--output-dir", "some")
+    assert "KeyError" in text and "colour" in text
     assert any(row.get("reward/failed", 0) > 0 for row in rows(tmp_path / "some"))
-    (tmp_path / "tests_rewards.py").write_text(
-        "def digits(prompt, response, meta):\n    return float('nan')\n"
-    )
-    done = run(recipe, "--output-dir", "all", cwd=tmp_path, ok=False)
-    flat = " ".join(done.stderr.replace("│", " ").split())
     # the reward is tried on the data's answers
-    assert (
-        done.returncode == 2 and "returned nan" in flat and "1 problem: nothing was started" in flat
-    )
-    only_right = (
-        "def digits(prompt, response, meta):\n    return 1.0 if response == meta['answer'] else 1 "
-        "/ 0\n"
-    )
-    (tmp_path / "tests_rewards.py").write_text(only_right)
-    done = run(
-        recipe,
-        "--output-dir",
-        "most",
-        "--temperature",
-        "50",
-        "--max-tokens",
-        "8",
-        cwd=tmp_path,
-        ok=False,
-    )
-    assert done.returncode == 2 and "failed on every sample" in " ".join(
-        done.stderr.replace("│", " ").split()
-    )
-    assert "1 problem: the run stopped" in done.stderr
+    text = run_with("return float('nan')", "--output-dir", "all", code=2)
+    assert "returned nan" in text and "1 problem: nothing was started" in text
+    only_right = "return 1.0 if response == meta['answer'] else 1 / 0"
+    words = ("--output-dir", "most", "--temperature", "50", "--max-tokens", "8")
+    text = run_with(only_right, *words, code=2)
+    assert "failed on every sample" in text and "1 problem: the run stopped" in text
 
 
 @pytest.mark.slow
@@ -406,17 +291,10 @@ def test_a_reward_that_fails_costs_its_sample_and_one_that_always_fails_ends_the
     reason="taking the network away needs root (unshare -n)",
 )
 def test_a_run_with_the_network_off_works(tmp_path):
-    recipe = write(tmp_path)
-    words = ["unshare", "-n", *command(recipe, "--output-dir", "out")]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300
-    )
+    words = ["unshare", "-n", *command(write(tmp_path), "--output-dir", "out", "--steps", "2")]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     if "unshare failed" in done.stderr:
         pytest.skip(f"this machine does not allow it: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
-    assert {p.name for p in tmp_path.iterdir()} <= {
-        "out",
-        "recipe.yaml",
-        "tests_rewards.py",
-        "__pycache__",
-    }
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names <= {"out", "recipe.yaml", "tests_rewards.py", "__pycache__"}

@@ -29,12 +29,8 @@ lock.release()
 
 
 def start_lock_holder(folder: Path, seconds: float = 60) -> subprocess.Popen:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), str(seconds)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", HOLD, str(folder), str(seconds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     return process
 
@@ -58,10 +54,8 @@ def make_foreign_lock(folder: Path, seconds_ago: float, **more) -> dict:
 
 def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
     process = start_lock_holder(tmp_path)
-    with pytest.raises(
-        RunFolderError,
-        match=rf"in use by process {process.pid} on \S+, started \d+ s ago, last heartbeat \d s ago",
-    ):
+    message = rf"process {process.pid} on \S+, started \d+ s ago, last heartbeat \d s ago"
+    with pytest.raises(RunFolderError, match=f"in use by {message}"):
         RunLock(tmp_path).acquire()
     # On the same host, the state of the owner is known without waiting.
     with pytest.raises(RunFolderError, match="in use by"):
@@ -72,12 +66,9 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
     with RunLock(tmp_path) as lock:
         lock.acquire(text.append)
         lock.acquire(text.append)  # acquiring a held lock is a no-op
-        owner = f"process {process.pid} on {os.uname().nodename}"
-        messages = (
-            f"{owner} had {tmp_path} and did not release it; that process has ended (perhaps it was "
-            f"killed)"
-        )
-        assert text == [f"{messages}. Its lock is taken over; no action is needed"]
+        (said,) = text
+        assert said.startswith(f"process {process.pid} on {os.uname().nodename} had {tmp_path}")
+        assert "has ended (perhaps it was killed). Its lock is taken over" in said
         assert list_files(tmp_path) == ["run.lock"]
         lock.check_held()
     assert list_files(tmp_path) == []
@@ -86,11 +77,8 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path):
 def test_a_process_that_ended_but_is_not_waited_for_is_dead(tmp_path):
     process = start_lock_holder(tmp_path)
     process.kill()
-    deadline = time.monotonic() + 20
-    while (
-        Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        and time.monotonic() < deadline
-    ):
+    stat, deadline = Path(f"/proc/{process.pid}/stat"), time.monotonic() + 20
+    while stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
         time.sleep(0.01)
     with RunLock(tmp_path) as lock:
         lock.acquire()
@@ -102,9 +90,8 @@ def test_a_process_id_that_was_given_again_is_another_process(tmp_path):
         lock.acquire()
         owner = json.loads((tmp_path / "run.lock").read_text())
     alive = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    (tmp_path / "run.lock").write_text(
-        json.dumps({**owner, "pid": alive.pid, "began": "1", "nonce": "theirs"})
-    )
+    owner |= {"pid": alive.pid, "began": "1", "nonce": "theirs"}
+    (tmp_path / "run.lock").write_text(json.dumps(owner))
     with RunLock(tmp_path) as lock:
         lock.acquire()
     alive.kill()
@@ -113,10 +100,8 @@ def test_a_process_id_that_was_given_again_is_another_process(tmp_path):
 
 def test_a_lock_of_another_host_ends_with_its_heartbeat(tmp_path):
     make_foreign_lock(tmp_path, 30)
-    with pytest.raises(
-        RunFolderError,
-        match=r"process 4242 on node17, started 60 min ago, last heartbeat (30|31) s ago",
-    ):
+    message = r"process 4242 on node17, started 60 min ago, last heartbeat (30|31) s ago"
+    with pytest.raises(RunFolderError, match=message):
         RunLock(tmp_path).acquire()
     make_foreign_lock(tmp_path, 61)
     with RunLock(tmp_path) as lock:
@@ -209,7 +194,7 @@ from pathlib import Path
 from rl.errors import RunFolderError
 from rl.run_lock import RunLock
 folder, rng = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
-had, end = 0, time.monotonic() + 8
+had, end = 0, time.monotonic() + 4
 while time.monotonic() < end or had == 0:
     lock = RunLock(folder, heartbeat_seconds=0.05, stale_seconds=2.0)
     try:

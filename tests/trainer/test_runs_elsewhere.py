@@ -25,7 +25,7 @@ from rl.trainer.run_summary import format_resume_command
 REPO = Path(__file__).resolve().parents[2]
 WORDS = (
     "--reward scores.py:score --dataset rows.jsonl --eval-dataset rows.jsonl --steps 1 "
-    "--batch-size 2 --max-tokens 4 --base-model tiny:addition"
+    "--batch-size 2 --max-tokens 4 --base-model tiny:addition --reward-workers 1"
 )
 CODE = """from rl.algorithms import GRPO, GrpoSettings
 
@@ -63,19 +63,18 @@ def test_printed_commands_work_as_printed(project, tmp_path, monkeypatch):
     """
     third = tmp_path / "third folder"
     third.mkdir()
+    local = WORDS.replace("rows.jsonl", str(project / "rows.jsonl"))
     for name, folder, words in (
-        ("here", project, f"grpo {WORDS}"),
-        ("there", third, f"grpo {WORDS.replace('scores.py', '../project/scores.py')}"),
+        ("here", project, local),
+        ("there", third, local.replace("scores.py", "../project/scores.py")),
     ):
-        words = words.replace("rows.jsonl", str(project / "rows.jsonl"))
-        command = f"python {REPO / 'train.py'} {words} --group-size 2 --output-dir {name}"
+        command = f"python {REPO / 'train.py'} grpo {words} --group-size 2 --output-dir {name}"
         done = run_command(command, folder)
         assert done.returncode == 0, done.stderr
         lines = [line.strip() for line in done.stdout.splitlines()]
         (printed,) = [line for line in lines if "evaluate.py" in line]
         done = run_command(f"{printed} --limit 2", folder)
-        assert done.returncode == 0, done.stderr
-        assert "reward" in done.stdout
+        assert done.returncode == 0 and "reward" in done.stdout, done.stderr
 
 
 def test_a_run_finds_its_code_and_data_from_another_folder(project, tmp_path, monkeypatch):

@@ -33,6 +33,9 @@ GRPO = (
 )
 
 
+SFT_FINAL = "checkpoints/sft-final"
+
+
 def logits(model) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.tensor([[2, 3, 12, 4, 5, 13, 7]])).logits
@@ -69,41 +72,30 @@ def spec(folder: Path, name: str) -> dict:
     return json.loads((folder / "checkpoints" / name / "state.json").read_text())["spec"]
 
 
-@pytest.mark.parametrize("form", ["run", "checkpoint", "model"])
+@pytest.mark.parametrize("form", ["", SFT_FINAL, f"{SFT_FINAL}/model"])
 def test_a_lora_run_is_gone_on_with_by_default_and_says_so(
     adapter, form, tmp_path, get_console_notes
 ):
-    target = {
-        "run": adapter,
-        "checkpoint": adapter / "checkpoints/sft-final",
-        "model": adapter / "checkpoints/sft-final/model",
-    }[form]
+    target = adapter / form
     train(f"{GRPO} --base-model {target} --learning-rate 1e-9", tmp_path / "next")
     assert "its LoRA adapter of rank 4 is continued" in get_console_notes()
     (note,) = config(tmp_path / "next")["origins"]
     assert note["asked"] == str(target) and "is continued" in note["how"]
     settings = config(tmp_path / "next")["stages"][0]["settings"]
-    assert settings["lora_rank"] == 4 and settings["base_model"] == str(
-        adapter / "checkpoints/sft-final/model"
-    )
-    torch.testing.assert_close(
-        of(tmp_path / "next/checkpoints/grpo-final"),
-        of(adapter / "checkpoints/sft-final"),
-        rtol=0,
-        atol=1e-5,
-    )  # at a rate of 1e-9 nothing moves: the adapter is the same
+    assert settings["lora_rank"] == 4
+    assert settings["base_model"] == str(adapter / SFT_FINAL / "model")
+    # at a rate of 1e-9 nothing moves: the adapter is the same
+    ended, begun = of(tmp_path / "next/checkpoints/grpo-final"), of(adapter / SFT_FINAL)
+    torch.testing.assert_close(ended, begun, rtol=0, atol=1e-5)
     assert spec(tmp_path / "next", "grpo-final")["base_model"] == "tiny:addition"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags,rank",
-    [
-        ("--lora-rank 2 --no-train-mlp", 2),
-        ("--lora-rank 4 --lora-start merge", 4),
-        ("--lora-start merge", None),
-    ],
-)
+@pytest.mark.parametrize("flags,rank", [
+    ("--lora-rank 2 --no-train-mlp", 2),
+    ("--lora-rank 4 --lora-start merge", 4),
+    ("--lora-start merge", None),
+])  # fmt: skip
 def test_another_adapter_is_trained_on_the_merged_one(
     adapter, flags, rank, tmp_path, get_console_notes
 ):
@@ -112,17 +104,12 @@ def test_another_adapter_is_trained_on_the_merged_one(
     assert "merged into its base, in fp32" in get_console_notes()
     lora = spec(tmp_path / "next", "grpo-final")["lora"]
     assert (lora and lora["rank"]) == rank
-    torch.testing.assert_close(
-        of(tmp_path / "next/checkpoints/grpo-final"),
-        of(adapter / "checkpoints/sft-final"),
-        rtol=0,
-        atol=1e-5,
-    )
+    begun = of(adapter / SFT_FINAL)
+    ended = of(tmp_path / "next/checkpoints/grpo-final")
+    torch.testing.assert_close(ended, begun, rtol=0, atol=1e-5)
     rows = train(words, tmp_path / "moving")
     assert rows[-1]["optim/grad_norm"] > 0
-    assert (
-        of(tmp_path / "moving/checkpoints/grpo-final") - of(adapter / "checkpoints/sft-final")
-    ).abs().max() > 1e-4
+    assert (of(tmp_path / "moving/checkpoints/grpo-final") - begun).abs().max() > 1e-4
 
 
 @pytest.mark.slow
@@ -142,10 +129,12 @@ def test_what_a_run_began_from_is_kept_when_it_is_resumed(adapter, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "base", ["runs/sft", "runs/sft/checkpoints/sft-final", "runs/sft/checkpoints/sft-final/model"]
-)
-@pytest.mark.parametrize("flags", ["--lora-rank 2", ""])
+@pytest.mark.parametrize(("base", "flags"), [
+    ("runs/sft", "--lora-rank 2"),
+    ("runs/sft/checkpoints/sft-final", ""),
+    ("runs/sft/checkpoints/sft-final/model", "--lora-rank 2"),
+    ("runs/sft/checkpoints/sft-final/model", ""),
+])  # fmt: skip
 def test_what_is_named_by_a_relative_path_is_gone_on_with_by_the_folder_alone(
     adapter, base, flags, tmp_path, monkeypatch
 ):
@@ -165,12 +154,9 @@ def test_two_runs_with_stages_of_one_name_are_not_mixed_up(adapter, tmp_path):
     moved_there = tmp_path / "elsewhere"
     shutil.move(run, moved_there)
     final = moved_there / "checkpoints" / "sft-final"
-    assert spec(moved_there, "sft-final")["base_model"] == str(
-        adapter / "checkpoints/sft-final/model"
-    )
-    plain = PeftModel.from_pretrained(
-        load_model(str(adapter / "checkpoints/sft-final/model")).model, str(final / "model")
-    )
+    base = str(adapter / SFT_FINAL / "model")
+    assert spec(moved_there, "sft-final")["base_model"] == base
+    plain = PeftModel.from_pretrained(load_model(base).model, str(final / "model"))
     assert torch.equal(of(final), logits(plain))
 
 
@@ -186,14 +172,9 @@ def test_a_chain_of_stages_under_other_adapters_is_one_of_merged_weights(
         "eval_every: 0\nmax_tokens: 4\n"
     )
     train(str(recipe), tmp_path / "run")
-    assert (
-        "stage second begins from stage sft: its LoRA adapter of rank 3 is merged"
-        in get_console_notes()
-    )
-    assert (
-        "stage grpo begins from stage second: its LoRA adapter of rank 2 is continued"
-        in get_console_notes()
-    )
+    notes = get_console_notes()
+    assert "stage second begins from stage sft: its LoRA adapter of rank 3 is merged" in notes
+    assert "stage grpo begins from stage second: its LoRA adapter of rank 2 is continued" in notes
     shutil.move(tmp_path / "run", tmp_path / "moved")
     first, second, last = (
         tmp_path / "moved" / "checkpoints" / f"{name}-final" for name in ("sft", "second", "grpo")
@@ -240,34 +221,19 @@ def test_a_run_does_not_begin_from_its_own_folder(adapter, tmp_path):
 
 
 def test_a_reward_model_is_no_policy(tmp_path):
-    train(
-        "reward_model --dataset addition --steps 1 --batch-size 4 --eval-every 0 --max-tokens 4",
-        tmp_path / "rm",
-    )
+    words = "reward_model --dataset addition --steps 1 --batch-size 4 --eval-every 0 --max-tokens 4"
+    train(words, tmp_path / "rm")
     with pytest.raises(UserError, match="trained as a reward model"):
         train(f"{GRPO} --base-model {tmp_path / 'rm'}", tmp_path / "next")
 
 
 def test_the_plan_knows_what_a_run_begins_from(adapter):
-    run = parse_run(
-        [*f"{GRPO} --base-model {adapter} --plan".split()], METHODS, RECIPE, options=RunSettings
-    )
-    held = show_needs(run)
-    other = show_needs(
-        parse_run(
-            [*f"{GRPO} --lora-rank 4 --train-unembed --plan".split()],
-            METHODS,
-            RECIPE,
-            options=RunSettings,
-        )
-    )
-    assert held == other
+    def show_needs(words: str) -> dict:
+        words = f"{GRPO} {words} --plan".split()
+        run, _ = resolve_initial_weights(parse_run(words, METHODS, RECIPE, options=RunSettings))
+        return compute_stage_needs(run, resolve_launch(run)[0], 16)[0].plan.sums
 
-
-def show_needs(run) -> dict:
-    run, _ = resolve_initial_weights(run)
-    launch, _ = resolve_launch(run)
-    return compute_stage_needs(run, launch, 16)[0].plan.sums
+    assert show_needs(f"--base-model {adapter}") == show_needs("--lora-rank 4 --train-unembed")
 
 
 def test_commands_at_the_end_are_whole_and_quoted(adapter, tmp_path, monkeypatch):
@@ -275,41 +241,25 @@ def test_commands_at_the_end_are_whole_and_quoted(adapter, tmp_path, monkeypatch
     shown = {}
     monkeypatch.setattr(Console, "end", lambda self, title, **what: shown.update(what))
     folder = tmp_path / "my runs" / "it's"
-    run = parse_run(
-        [*f"{GRPO} --base-model {adapter} --steps 1".split(), "--output-dir", str(folder)],
-        METHODS,
-        RECIPE,
-        options=RunSettings,
-    )
-    execute(run)
+    words = [*f"{GRPO} --base-model {adapter} --steps 1".split(), "--output-dir", str(folder)]
+    execute(parse_run(words, METHODS, RECIPE, options=RunSettings))
     commands = [shlex.split(text) for text in shown["commands"]]
     assert [words[:2] for words in commands] == [
         ["python", f"{name}.py"] for name in ("sample", "evaluate", "plot", "report", "export")
     ]
     assert all(words[2] == str(folder) for words in commands) and commands[-1][-1] == "--merge"
-    for name in [
-        name
-        for name in os.environ
-        if name.startswith(("ACCELERATE_", "TORCHELASTIC_")) or name == "LOCAL_RANK"
-    ]:
-        monkeypatch.delenv(name)
-    launched = ["accelerate", "launch"]
-    for mark, started in (
-        (None, ["python"]),
-        ("ACCELERATE_MIXED_PRECISION", launched),
-        ("LOCAL_RANK", launched),
-    ):
+    for name in [*os.environ]:
+        if name.startswith(("ACCELERATE_", "TORCHELASTIC_")) or name == "LOCAL_RANK":
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    for mark in (None, "ACCELERATE_MIXED_PRECISION", "LOCAL_RANK"):
+        started = ["python"] if mark is None else ["accelerate", "launch"]
         if mark is not None:
             monkeypatch.setenv(mark, "0")
-        monkeypatch.setattr(sys, "argv", ["train.py"])
         again = shlex.split(format_resume_command(folder))
         assert again[: len(started) + 1] == [*started, "train.py"]
-        assert (
-            parse_run(
-                again[len(started) + 1 :], METHODS, RECIPE, options=RunSettings
-            ).options.output_dir
-            == folder
-        )
+        run = parse_run(again[len(started) + 1 :], METHODS, RECIPE, options=RunSettings)
+        assert run.options.output_dir == folder
 
 
 def test_a_client_loads_without_bars_or_words_about_the_future(adapter, tmp_path, capfd):
@@ -321,10 +271,8 @@ def test_a_client_loads_without_bars_or_words_about_the_future(adapter, tmp_path
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with ServiceClient(output_dir=tmp_path / "out") as service:
-            service.create_lora_training_client(
-                str(tmp_path / "base"), rank=2
-            ).save_weights_and_get_sampling_client()
+            client = service.create_lora_training_client(str(tmp_path / "base"), rank=2)
+            client.save_weights_and_get_sampling_client()
     assert bars.is_progress_bar_enabled()
-    assert "Loading weights" not in capfd.readouterr().err and not [
-        w for w in caught if issubclass(w.category, FutureWarning)
-    ]
+    assert "Loading weights" not in capfd.readouterr().err
+    assert not [w for w in caught if issubclass(w.category, FutureWarning)]

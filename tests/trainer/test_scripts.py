@@ -21,6 +21,7 @@ from rank_server import run_script
 from rl.algorithms import METHODS
 from rl.config import RunSettings, cli, resolve_config
 from rl.errors import UserError
+from rl.jsonl import read_jsonl
 from rl.trainer import check_trusted, open_weights
 from rl.trainer.evaluator import compute_pass_at_k, pass_at_k
 
@@ -62,19 +63,19 @@ def script(name: str, *words: object, cwd: Path, **options) -> subprocess.Comple
     )
 
 
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run of two stages: all weights learn 24 sums in part, then a LoRA on top of them."""
     folder = tmp_path_factory.mktemp("scripts")
-    rows = [
-        {"prompt": f"{a}+{b}=", "answer": str(a + b)}
-        for a, b in itertools.product(range(10, 16), range(20, 24))
-    ]
+    sums = itertools.product(range(10, 16), range(20, 24))
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
+    (folder / "data").mkdir()
     for split in ("train", "test"):
-        (folder / "data").mkdir(exist_ok=True)
-        (folder / "data" / f"{split}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows)
-        )
+        write_rows(folder / "data" / f"{split}.jsonl", rows)
     (folder / "recipe.yaml").write_text(RECIPE.format(data=folder / "data"))
     done = script("train.py", "recipe.yaml", "--output-dir", folder / "run", cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -129,6 +130,8 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     run = unsaved_run(tmp_path / "runs" / "mine")
+    (tmp_path / "owner" / "other").mkdir(parents=True)
+    assert open_weights("owner/model").name == "owner/model"  # hidden by no folder of that name
     cases = [
         (("runs/mine",), "has saved no weights yet"),
         (("mine",), "did you mean runs/mine?"),
@@ -146,19 +149,11 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.Monk
         "name": "sft-000020", "kind": "last", "stage": "sft", "batch": 20,
         "state_path": "anywhere/sft-000020",
     }  # fmt: skip
-    (run / "checkpoints.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(run / "checkpoints.jsonl", [row])
     # paths are relative to the folder, wherever it was
     assert open_weights("runs/mine").path == Path("runs/mine/checkpoints/sft-000020")
     with pytest.raises(UserError, match="no checkpoint 'best'; it has sft-000020"):
         open_weights("runs/mine", "best")
-
-
-def test_a_folder_with_the_name_of_an_organisation_hides_no_hub_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "owner" / "other").mkdir(parents=True)
-    assert open_weights("owner/model").name == "owner/model"
 
 
 def test_the_newest_checkpoint_is_taken_and_the_best_on_demand(tmp_path: Path):
@@ -169,12 +164,11 @@ def test_the_newest_checkpoint_is_taken_and_the_best_on_demand(tmp_path: Path):
         {"name": "sft-best-000010", "kind": "best", "stage": "sft", "batch": 10, "state_path": None,
          "sampler_path": "x"},
     ]  # fmt: skip
-    (run / "checkpoints.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run / "checkpoints.jsonl", rows)
     assert open_weights(str(run)).path == run / "checkpoints" / "sft-final"
     assert open_weights(str(run), "best").path == run / "sampler_weights" / "sft-best-000010"
     assert open_weights(str(run), "sft-000020").path == run / "checkpoints" / "sft-000020"
     assert open_weights("tiny:addition").path is None
-    assert open_weights("owner/model").name == "owner/model"
 
 
 def test_a_runs_own_reward_is_imported_from_the_current_folder_or_where_it_is_trusted(
@@ -188,15 +182,8 @@ def test_a_runs_own_reward_is_imported_from_the_current_folder_or_where_it_is_tr
     os.symlink(present / "mine.py", here / "linked.py")
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [str(here), *sys.path])
-    local = (
-        "mine.py:f",
-        "./mine.py:f",
-        "mine:f",
-        "package.mine:f",
-        f"{here}/mine.py:f",
-        "package:f",
-    )
-    for address in local:
+    local = ("mine.py:f", "./mine.py:f", "mine:f", "package.mine:f", "package:f")
+    for address in (*local, f"{here}/mine.py:f"):
         text = check_trusted([address], "the config of run", False)
         assert address in text[0] and "mine.py" in text[0] or "__init__.py" in text[0]
     others = ("../there/mine.py:f", f"{present}/mine.py:f", "linked.py:f", "json:loads")
@@ -216,25 +203,20 @@ def test_evaluate_asks_before_it_imports_what_a_folder_of_somebody_else_names(
     stolen, work = tmp_path / "stolen", tmp_path / "work"
     shutil.copytree(run, stolen)
     work.mkdir()
-    (tmp_path / "evil.py").write_text(
-        "import pathlib; pathlib.Path('touched').touch()\ndef f(prompt, response, meta):\n    "
-        "return 1.0\n"
-    )
+    code = "import pathlib; pathlib.Path('touched').touch()\n"
+    code += "def f(prompt, response, meta):\n    return 1.0\n"
+    (tmp_path / "evil.py").write_text(code)
     config = json.loads((stolen / "config.json").read_text())
     for stage in config["stages"]:
         stage["settings"]["reward"] = f"{tmp_path / 'evil.py'}:f"
     (stolen / "config.json").write_text(json.dumps(config))
-    done = script("evaluate.py", stolen, "--limit", 2, cwd=work)
-    assert (
-        done.returncode == 2 and "--trust-run" in done.stderr and "Traceback" not in done.stderr
-    ), done.stderr
+    words = ("evaluate.py", stolen, "--limit", 2)
+    done = script(*words, cwd=work)
+    assert done.returncode == 2 and "--trust-run" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and list(work.iterdir()) == []
+    assert script(*words, "--reward", "exact_match", cwd=work).returncode == 0
     assert list(work.iterdir()) == []
-    assert (
-        script("evaluate.py", stolen, "--limit", 2, "--reward", "exact_match", cwd=work).returncode
-        == 0
-    )
-    assert list(work.iterdir()) == []
-    done = script("evaluate.py", stolen, "--limit", 2, "--trust-run", cwd=work)
+    done = script(*words, "--trust-run", cwd=work)
     assert done.returncode == 0 and f"importing {(tmp_path / 'evil.py').resolve()}" in done.stdout
     # Without --output, each of the two evaluations that ran writes its files to the run's folder.
     written = sorted(path.suffix for path in (stolen / "evaluations").iterdir())
@@ -244,18 +226,14 @@ def test_evaluate_asks_before_it_imports_what_a_folder_of_somebody_else_names(
 
 
 @pytest.mark.slow
-def test_mistakes_end_in_one_box(tmp_path: Path):
-    for name, words, message in (
-        ("sample.py", ["./gone", "--prompt", "1+1="], "no folder ./gone"),
-        ("evaluate.py", ["tiny:addition"], "pass --dataset"),
-    ):
-        done = script(name, *words, cwd=tmp_path)
-        assert done.returncode == 2 and "Traceback" not in done.stderr and message in done.stderr, (
-            done.stderr
-        )
-    done = script("sample.py", "tiny:addition", "-n", "0", cwd=tmp_path)
-    assert done.returncode == 2 and "n is at least 1, got 0" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(("words", "message"), [
+    ("sample.py ./gone --prompt 1+1=", "no folder ./gone"),
+    ("evaluate.py tiny:addition", "pass --dataset"),
+])  # fmt: skip
+def test_mistakes_end_in_one_box(words, message, tmp_path: Path):
+    done = script(*words.split(), cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and list(tmp_path.iterdir()) == []
 
 
 # ----------------------------------------------------------------------------------------- on a run
@@ -263,16 +241,14 @@ def test_mistakes_end_in_one_box(tmp_path: Path):
 
 @pytest.mark.slow
 def test_evaluate_gives_the_figures_of_the_runs_own_evaluation(run: Path):
-    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    last = read_jsonl(run / "metrics.jsonl")[-1]
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     done = script("evaluate.py", run, "--output", run.parent / "one.json", cwd=run.parent)
     assert done.returncode == 0, done.stderr
     result = json.loads((run.parent / "one.json").read_text())
     assert 0 < result["correct"] < 1  # neither figure could come about by chance
-    assert (
-        result["correct"] == last["test/env/all/correct"]
-        and result["mean reward"] == last["test/env/all/reward/total"]
-    )
+    assert result["correct"] == last["test/env/all/correct"]
+    assert result["mean reward"] == last["test/env/all/reward/total"]
     assert result["temperature"] == 0.8 and result["problems"] == result["answers"] == 24
     assert f"correct                     │ {result['correct']:.4f}" in done.stdout
     # it writes nothing into the run
@@ -281,24 +257,11 @@ def test_evaluate_gives_the_figures_of_the_runs_own_evaluation(run: Path):
 
 @pytest.mark.slow
 def test_evaluate_counts_what_it_wrote(run: Path):
-    words = [
-        "--samples",
-        5,
-        "--limit",
-        20,
-        "--temperature",
-        1,
-        "--seed",
-        3,
-        "--output",
-        run.parent / "several.json",
-    ]
+    words = "--samples 5 --limit 20 --temperature 1 --seed 3 --output several.json".split()
     done = script("evaluate.py", run, *words, cwd=run.parent)
     assert done.returncode == 0, done.stderr
     result = json.loads((run.parent / "several.json").read_text())
-    problems = [
-        json.loads(line) for line in (run.parent / "data" / "test.jsonl").read_text().splitlines()
-    ][:20]
+    problems = read_jsonl(run.parent / "data" / "test.jsonl")[:20]
     right_P: dict[int, list[bool]] = {i: [] for i in range(20)}
     for row in result["rows"]:
         problem = problems[row["problem"]]
@@ -309,23 +272,17 @@ def test_evaluate_counts_what_it_wrote(run: Path):
     assert 0 < sum(shares) < 20
     assert result["correct"] == result["mean reward"] == pytest.approx(sum(shares) / 20)
     average = sum(shares) / 20
-    assert result["standard error of correct"] == pytest.approx(
-        (sum((s - average) ** 2 for s in shares) / 19 / 20) ** 0.5
-    )
+    error = (sum((s - average) ** 2 for s in shares) / 19 / 20) ** 0.5
+    assert result["standard error of correct"] == pytest.approx(error)
     for k in (1, 2, 4, 5):
-        chances = [
-            [any(subset) for subset in itertools.combinations(right, k)]
+        each = [
+            np.mean([any(subset) for subset in itertools.combinations(right, k)])
             for right in right_P.values()
         ]
-        each = [sum(c) / len(c) for c in chances]
-        assert result[f"pass@{k}"] == pytest.approx(sum(each) / 20)
-        assert result[f"standard error of pass@{k}"] == pytest.approx(
-            np.std(each, ddof=1) / 20**0.5
-        )
-        assert (
-            f"{result[f'pass@{k}']:.4f} \u00b1 {result[f'standard error of pass@{k}']:.4f}"
-            in done.stdout
-        )
+        passed, error = result[f"pass@{k}"], result[f"standard error of pass@{k}"]
+        assert passed == pytest.approx(sum(each) / 20)
+        assert error == pytest.approx(np.std(each, ddof=1) / 20**0.5)
+        assert f"{passed:.4f} \u00b1 {error:.4f}" in done.stdout
 
 
 def reference(folder: Path):
@@ -333,13 +290,9 @@ def reference(folder: Path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    base = AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / "sft-final" / "model")
-    model = PeftModel.from_pretrained(
-        base, str(folder / "checkpoints" / "grpo-final" / "model")
-    ).eval()
-    return model, PreTrainedTokenizerFast.from_pretrained(
-        str(folder / "checkpoints" / "sft-final" / "model")
-    )
+    taught, trained = (folder / f"checkpoints/{stage}-final/model" for stage in ("sft", "grpo"))
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(taught), str(trained))
+    return model.eval(), PreTrainedTokenizerFast.from_pretrained(str(taught))
 
 
 @pytest.mark.slow
@@ -374,7 +327,7 @@ def test_samples_have_the_logprobs_of_the_saved_weights(run: Path):
 @pytest.mark.slow
 def test_the_rows_of_a_file_are_asked_with_the_flags_of_data(run: Path, tmp_path: Path):
     rows = [{"q": "12+34", "a": "46"}, {"q": "20+30", "a": "50"}, {"q": "11+11", "a": "22"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     columns = ["--prompt-column", "q", "--answer-column", "a", "--prompt-suffix", "="]
     words = ["--dataset", tmp_path / "rows.jsonl", *columns, "--temperature", 0]
     done = script("sample.py", run, *words, "--limit", 2, cwd=run.parent)
@@ -390,25 +343,21 @@ def test_the_rows_of_a_file_are_asked_with_the_flags_of_data(run: Path, tmp_path
 @pytest.mark.slow
 def test_one_candidate_token_is_greedy(run: Path):
     """top_k 1, and a top_p that covers only the most probable token, leave nothing to sample."""
+    greedy, single = ["--temperature", 0], ["--temperature", 2.5, "--top-k", 1]
     answers = []
-    for words in (
-        ["--temperature", 0],
-        ["--temperature", 2.5, "--top-k", 1],
-        ["--temperature", 2.5, "--top-p", 1e-6],
-    ):
+    for words in (greedy, single, ["--temperature", 2.5, "--top-p", 1e-6]):
         done = script("sample.py", run, "--prompt", "12+21=", "14+23=", *words, cwd=run.parent)
         assert done.returncode == 0, done.stderr
         answers.append([text for text, *_ in ANSWER.findall(done.stdout)])
     assert len(answers[0]) == 2 and answers[0] == answers[1] == answers[2]
     figures = []
-    for number, words in enumerate((["--temperature", 0], ["--temperature", 2.5, "--top-k", 1])):
-        output = run.parent / f"greedy-{number}.json"
-        done = script("evaluate.py", run, *words, "--limit", 8, "--output", output, cwd=run.parent)
+    for words in (greedy, single):
+        words = [*words, "--limit", 8, "--output", "greedy.json"]
+        done = script("evaluate.py", run, *words, cwd=run.parent)
         assert done.returncode == 0, done.stderr
-        figures.append(json.loads(output.read_text()))
-    assert [row["response"] for row in figures[0]["rows"]] == [
-        row["response"] for row in figures[1]["rows"]
-    ]
+        figures.append(json.loads((run.parent / "greedy.json").read_text()))
+    responses = [[row["response"] for row in result["rows"]] for result in figures]
+    assert responses[0] == responses[1]
     assert figures[1]["top_k"] == 1 and "top_k" not in figures[0]
 
 
@@ -416,35 +365,19 @@ def test_one_candidate_token_is_greedy(run: Path):
 def test_prompts_from_a_pipe_are_answered_greedily_as_transformers_does(run: Path):
     import torch
 
-    # a folder of weights, copied out of the run
-    single = run.parent / "alone"
-    if not single.exists():
-        single.mkdir()
-        for path in (run / "checkpoints" / "sft-final" / "model").iterdir():
-            (single / path.name).write_bytes(path.read_bytes())
-    done = script(
-        "sample.py",
-        single,
-        "--temperature",
-        0,
-        "--max-tokens",
-        4,
-        cwd=run.parent,
-        input="10+20=\n\n13+22=\n",
-    )
+    single = run.parent / "alone"  # a folder of weights, copied out of the run
+    shutil.copytree(run / "checkpoints" / "sft-final" / "model", single)
+    words, text = ("--temperature", 0, "--max-tokens", 4), "10+20=\n\n13+22=\n"
+    done = script("sample.py", single, *words, cwd=run.parent, input=text)
     assert done.returncode == 0, done.stderr
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(single).eval(),
-        PreTrainedTokenizerFast.from_pretrained(str(single)),
-    )
-    expected = []
+    model = AutoModelForCausalLM.from_pretrained(single).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(single))
+    greedy, expected = {"do_sample": False, "max_new_tokens": 4}, []
     for prompt in ("10+20=", "13+22="):
         ids = torch.tensor([tokenizer.encode(prompt)])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4
-        )
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **greedy)
         expected.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
     assert [text for text, *_ in ANSWER.findall(done.stdout)] == expected
     assert "10+20=" in done.stdout and "13+22=" in done.stdout

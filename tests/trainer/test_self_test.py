@@ -139,11 +139,10 @@ def shift_fields(names, by):
     def made(trajectory):
         results = []
         for datum in real(trajectory):
-            moved = {
-                name: TensorData(np.roll(datum.loss_fn_inputs[name].array, by), "float32")
-                for name in names
-            }
-            results.append(datum.with_inputs({**datum.loss_fn_inputs, **moved}))
+            inputs = dict(datum.loss_fn_inputs)
+            for name in names:
+                inputs[name] = TensorData(np.roll(inputs[name].array, by), "float32")
+            results.append(datum.with_inputs(inputs))
         return results
 
     return made
@@ -154,27 +153,21 @@ def shift_fields(names, by):
 @pytest.mark.parametrize("names", [("mask",), ("logprobs",), ("mask", "logprobs")])
 def test_a_mask_or_logprobs_shifted_by_one(run, monkeypatch, names, by):
     monkeypatch.setattr(module, "trajectory_to_datums", shift_fields(names, by))
-    with pytest.raises(
-        SelfTestFailed,
-        match="not the tokens that were sampled|not the logprobs of the sampled tokens",
-    ):
+    message = "not the tokens that were sampled|not the logprobs of the sampled tokens"
+    with pytest.raises(SelfTestFailed, match=message):
         run()
-
-
-def patch_sampled_answers(monkeypatch, change):
-    real = module._sample_answers
-    monkeypatch.setattr(
-        module,
-        "_sample_answers",
-        lambda *args: [(prompt, change(sequence)) for prompt, sequence in real(*args)],
-    )
 
 
 @ONE
 def test_a_fragment_taken_for_an_ended_answer(run, monkeypatch):
-    patch_sampled_answers(
-        monkeypatch,
-        lambda s: replace(s, stop_reason="stop" if s.stop_reason == "length" else "length"),
+    def swap(sequence):
+        return replace(
+            sequence, stop_reason="stop" if sequence.stop_reason == "length" else "length"
+        )
+
+    real = module._sample_answers
+    monkeypatch.setattr(
+        module, "_sample_answers", lambda *args: [(prompt, swap(s)) for prompt, s in real(*args)]
     )
     with pytest.raises(SelfTestFailed, match="stop_reason"):
         run()
@@ -183,11 +176,7 @@ def test_a_fragment_taken_for_an_ended_answer(run, monkeypatch):
 @ONE
 def test_another_temperature_than_that_which_is_trained_at(run, monkeypatch):
     real = module.check_sync
-    monkeypatch.setattr(
-        module,
-        "check_sync",
-        lambda policy, sampler, datums, temperature: real(policy, sampler, datums, 1.0),
-    )
+    monkeypatch.setattr(module, "check_sync", lambda *args: real(*args[:3], 1.0))
     with pytest.raises(SelfTestFailed, match="disagree on the logprobs of the same tokens"):
         run(replace(PARAMS, temperature=0.5))
 
@@ -211,19 +200,18 @@ def test_gradients_that_do_not_arrive_or_reach_what_is_frozen(run, policy, monke
 
 def test_nothing_stays_of_a_self_test_that_fails(run, policy, monkeypatch):
     """The weights are also restored if the check itself fails."""
-    datums = random_datums(3, seed=5)
-    before = (
-        policy.forward(datums, "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
-    )
+
+    def score() -> list[list[float]]:
+        config, datums = {"temperature": 1.0}, random_datums(3, seed=5)
+        scored = policy.forward(datums, "importance_sampling", config).result()
+        return [output["logprobs"].array.tolist() for output in scored.loss_fn_outputs]
+
+    before = score()
     with monkeypatch.context() as patch:
         patch.setattr(consistency, "_measure_gradient", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run()
-    after = (
-        policy.forward(datums, "importance_sampling", {"temperature": 1.0}).result().loss_fn_outputs
-    )
-    for first, other in zip(before, after, strict=True):
-        np.testing.assert_array_equal(first["logprobs"].array, other["logprobs"].array)
+    assert score() == before
     run()
 
 
@@ -244,26 +232,16 @@ WORDS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [f"grpo {WORDS} --lora-rank 4", f"ppo {WORDS}"], ids=["grpo lora", "ppo"]
-)
+@pytest.mark.parametrize("words", [f"grpo {WORDS} --lora-rank 4", f"ppo {WORDS}"])
 def test_a_run_is_the_same_with_and_without(words, tmp_path):
-    rows = train(words, tmp_path / "with")
-    assert (
-        train(f"{words} --no-self-test", tmp_path / "without") == rows
-        and rows[-1]["optim/grad_norm"] > 0
-    )
-    result = sorted((tmp_path / "with" / "checkpoints").rglob("*.safetensors"))
-    assert len(result) >= 2
-    for path in result:
-        # the process's generator, which no part of a run uses
-        if path.name != "rng.safetensors":
-            first, other = (
-                load_file(path),
-                load_file(tmp_path / "without" / path.relative_to(tmp_path / "with")),
-            )
-            assert first.keys() == other.keys() and all(
-                torch.equal(first[name], other[name]) for name in first
-            ), path
-    config = json.loads((tmp_path / "without" / "config.json").read_text())
+    tested, other = tmp_path / "with", tmp_path / "without"
+    rows = train(words, tested)
+    assert train(f"{words} --no-self-test", other) == rows and rows[-1]["optim/grad_norm"] > 0
+    # not the process's generator, which no part of a run uses
+    files = [p for p in tested.rglob("*.safetensors") if p.name != "rng.safetensors"]
+    assert len(files) >= 2
+    for path in files:
+        a, b = load_file(path), load_file(other / path.relative_to(tested))
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a), path
+    config = json.loads((other / "config.json").read_text())
     assert config["options"]["self_test"] is False

@@ -5,50 +5,34 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from whole_runs import RECIPE, read_metrics, same_weights
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.trainer.execute import execute
 from rl.trainer.step_profile import format_parts
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "addition.yaml"
 SMALL = "--base-model tiny:addition --batch-size 4 --group-size 4 --max-tokens 4 --eval-limit 4"
 
 
-def train(folder: Path, words: str) -> list[dict]:
-    run = parse_run(
-        [*words.split(), "--output-dir", str(folder)], METHODS, RECIPE, options=RunSettings
-    )
-    execute(run)
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def train(folder: Path, words: str) -> None:
+    words = [*words.split(), "--output-dir", str(folder)]
+    execute(parse_run(words, METHODS, RECIPE, options=RunSettings))
 
 
 @pytest.mark.parametrize("mode", ["lockstep", "async"])
 def test_a_profile_holds_the_parts_of_a_step_and_changes_no_result(tmp_path, capsys, mode):
     words = f"grpo {SMALL} --steps 4 --rollout-mode {mode}"
-    plain = train(tmp_path / "plain", words)
+    plain, profiled = tmp_path / "plain", tmp_path / "profiled"
+    train(plain, words)
     capsys.readouterr()
-    profiled = train(tmp_path / "profiled", f"{words} --profile 2")
+    train(profiled, f"{words} --profile 2")
     printed = capsys.readouterr().out
-    for a, b in zip(plain, profiled, strict=True):
-        untimed = [
-            {name: value for name, value in row.items() if not name.startswith("time/")}
-            for row in (a, b)
-        ]
-        assert untimed[0] == untimed[1]
-    weights = "checkpoints/grpo-final/model/model.safetensors"
-    first, second = (
-        load_file(tmp_path / "plain" / weights),
-        load_file(tmp_path / "profiled" / weights),
-    )
-    assert first.keys() == second.keys()
-    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert read_metrics(plain) == read_metrics(profiled) and same_weights(plain, profiled)
 
-    folder = tmp_path / "profiled" / "profile"
-    assert not (tmp_path / "plain" / "profile").exists()
+    folder = profiled / "profile"
+    assert not (plain / "profile").exists()
     table = (folder / "grpo.txt").read_text()
     assert "aten::mm" in table  # the operators, below the parts
     parts = table.split("\n\n")[0].splitlines()
@@ -56,19 +40,22 @@ def test_a_profile_holds_the_parts_of_a_step_and_changes_no_result(tmp_path, cap
     figures = {line[:34].strip(): float(line[34:44]) for line in parts[1:]}
     for part in ("sample", "collate", "forward", "backward", "update", "weight transfer"):
         assert figures[part] > 0, part
-    with gzip.open(folder / "grpo.json.gz") as file:
-        events = json.load(file)["traceEvents"]
-    updates = [event for event in events if event.get("name") == "whetstone/update"]
+    updates = [event for event in read_events(folder) if event["name"] == "whetstone/update"]
     assert len(updates) == 2  # a single update in each of the two steps
     seconds = sum(event["dur"] for event in updates) / 1e3
     assert figures["update"] == pytest.approx(seconds / 2, abs=0.06)
 
 
+def read_events(folder: Path) -> list[dict]:
+    """Return the events of a trace that have a name."""
+    with gzip.open(folder / "grpo.json.gz") as file:
+        return [event for event in json.load(file)["traceEvents"] if "name" in event]
+
+
 def test_an_evaluation_ends_the_profile(tmp_path):
     """An evaluation samples too, but is not part of a step."""
     train(tmp_path / "run", f"grpo {SMALL} --steps 5 --eval-every 3 --profile 4")
-    with gzip.open(tmp_path / "run" / "profile" / "grpo.json.gz") as file:
-        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    names = [event["name"] for event in read_events(tmp_path / "run" / "profile")]
     assert names.count("whetstone/update") == 2  # of the steps 2 and 3
     assert names.count("whetstone/sample") == 2
 
@@ -96,9 +83,7 @@ def test_the_table_against_hand_made_events():
 
 
 def test_a_run_of_a_single_step_is_profiled(tmp_path, capsys):
-    train(
-        tmp_path / "run",
-        f"sft {SMALL.replace('--group-size 4 --max-tokens 4', '')} --steps 1 --profile 3",
-    )
+    words = SMALL.replace("--group-size 4 --max-tokens 4", "")
+    train(tmp_path / "run", f"sft {words} --steps 1 --profile 3")
     assert "backward" in capsys.readouterr().out
     assert (tmp_path / "run" / "profile" / "sft.json.gz").is_file()

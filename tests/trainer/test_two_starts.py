@@ -1,6 +1,5 @@
 """Start a second process on a run's folder at a random moment."""
 
-import json
 import multiprocessing
 import os
 import random
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs import final_weights
+from whole_runs import final_weights, read_metrics
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
@@ -59,10 +58,9 @@ def end(process: Any, pipe: Any) -> str:
 
 def result(folder: Path) -> tuple[Any, ...]:
     """Return the metrics except times, the weights, and the names of the checkpoints."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{key: row[key] for key in row if not key.startswith("time/")} for row in rows]
     weights = {key: tensor.tolist() for key, tensor in final_weights(folder).items()}
-    return metrics, weights, sorted(path.name for path in (folder / "checkpoints").iterdir())
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    return read_metrics(folder), weights, names
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +73,10 @@ def reference_run(tmp_path_factory) -> tuple[tuple[Any, ...], float]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(n, marks=pytest.mark.campaign if n else pytest.mark.slow)
-        for n in range(INTERLEAVINGS)
-    ],
-)
+@pytest.mark.parametrize("number", [
+    pytest.param(n, marks=pytest.mark.campaign if n else pytest.mark.slow)
+    for n in range(INTERLEAVINGS)
+])  # fmt: skip
 def test_a_second_start_leaves_the_run_as_an_undisturbed_run(reference_run, tmp_path, number):
     """Half of the first processes are killed at another random moment."""
     expected, seconds = reference_run
