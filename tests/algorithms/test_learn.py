@@ -57,9 +57,13 @@ CLIPS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def policy():
+    return LocalPolicy()
+
+
 @pytest.mark.parametrize(("policy_gradient", "ratio", "advantage", "learns"), CLIPS)
-def test_clip_bounds_are_those_of_the_settings(policy_gradient, ratio, advantage, learns):
-    policy = LocalPolicy()
+def test_clip_bounds_are_those_of_the_settings(policy, policy_gradient, ratio, advantage, learns):
     method = GRPO(
         GrpoSettings(policy_gradient=policy_gradient, optim=OptimSettings(learning_rate=1e-2))
     )

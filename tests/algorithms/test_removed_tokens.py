@@ -5,11 +5,7 @@ import pytest
 from algorithm_helpers import make_method, target_logprobs
 from helpers import random_datums
 
-from rl.algorithms import (
-    Models,
-    Progress,
-    StreamedStep,
-)
+from rl.algorithms import Models, Progress, StreamedStep
 from rl.client import ServiceClient
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, SampledSequence

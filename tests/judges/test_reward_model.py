@@ -161,15 +161,8 @@ class Judge:
         self.info = {"max_context": max_context, "base_model": "stub"}
 
     def compute_logprobs_many(self, inputs):
-        return type(
-            "Future",
-            (),
-            {
-                "result": lambda _: [
-                    self._score("".join(map(chr, item.to_ints()))) for item in inputs
-                ]
-            },
-        )()
+        texts = ["".join(map(chr, item.to_ints())) for item in inputs]
+        return SimpleNamespace(result=lambda: [self._score(text) for text in texts])
 
     def _score(self, text):
         request, label = text.rsplit("\n", 1)
@@ -184,10 +177,9 @@ class Letters:
 
     def build_supervised_example(self, messages):
         *request, answer = (str(m["content"]) for m in messages)
-        text = answer + "$"
-        return ModelInput.from_ints([ord(c) for c in "".join(request) + text]), [0.0] * len(
-            "".join(request)
-        ) + [1.0] * len(text)
+        prompt, text = "".join(request), answer + "$"
+        weights = [0.0] * len(prompt) + [1.0] * len(text)
+        return ModelInput.from_ints([ord(c) for c in prompt + text]), weights
 
 
 def test_both_orders_are_read_and_averaged():
@@ -256,20 +248,25 @@ def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp
         Transition(ModelInput.empty(), first, 0.0, True, {}, reference)
         for first, reference in zip(sampled, logs, strict=True)
     ]
-    request: list[AnswerComparison] = []
-    verdict = ComparisonVerdict(0.5, 0.5, 0.0, True)
-    judge = SimpleNamespace(
-        compare=lambda result: request.extend(result) or [verdict for _ in result]
-    )
     members = [Trajectory([turn]) for turn in turns]
-    PairwiseJudge(judge).scores([TrajectoryGroup(members, [0.0, 0.0], [{}, {}])])
-    (prompt,) = make_comparison_prompt(request[0])
-    assert len(request) == 1
+    (asked,), _ = record_comparisons([TrajectoryGroup(members, [0.0, 0.0], [{}, {}])])
+    (prompt,) = make_comparison_prompt(asked)
     trained_on = make_comparison_pair(Problem(output, response="2", rejected="33"), renderer)[0]
     shown, _ = renderer.build_supervised_example([prompt, {"role": "assistant", "content": "A"}])
     assert shown.to_ints()[:-1] == trained_on.model_input.to_ints()
     messages = "System: Be brief.\n\nUser: Hi\n\nAssistant: Yes?\n\nUser: 1+1="
     assert messages in prompt["content"]
+
+
+def record_comparisons(groups, verdict=(0.5, 0.5)) -> tuple[list[AnswerComparison], list]:
+    """Return what a judge is asked about these groups, and their scores."""
+    asked: list[AnswerComparison] = []
+
+    def compare(comparisons):
+        asked.extend(comparisons)
+        return [ComparisonVerdict(*verdict, 0.0, True) for _ in comparisons]
+
+    return asked, PairwiseJudge(SimpleNamespace(compare=compare)).scores(groups)
 
 
 def make_logged_episode(*exchange, messages=True):
@@ -293,16 +290,10 @@ def test_each_member_of_several_turns_is_judged_by_its_own_conversation(messages
         make_logged_episode(("2+2?", "5"), ("really?", "no, 4"), messages=messages),
         make_logged_episode(("2+2?", "4!"), messages=messages),
     ]
-    seen: list[str] = []
-
-    def verdicts(comparisons):
-        both = [shown for item in comparisons for shown in (item, swap_answers(item))]
-        seen.extend(str(make_comparison_prompt(shown)[0]["content"]) for shown in both)
-        return [ComparisonVerdict(1.0, 0.0, 0.0, True) for _ in comparisons]
-
-    judge = PairwiseJudge(SimpleNamespace(compare=verdicts))
-    (scores,) = judge.scores([TrajectoryGroup(members, [0.0] * 3, [{}] * 3)])
-    assert scores == [1.0, 0.5, 0.0]
+    asked, scores = record_comparisons([TrajectoryGroup(members, [0.0] * 3, [{}] * 3)], (1.0, 0.0))
+    both = [shown for item in asked for shown in (item, swap_answers(item))]
+    seen = [str(make_comparison_prompt(shown)[0]["content"]) for shown in both]
+    assert scores == [[1.0, 0.5, 0.0]]
     reference = [
         "Assistant: 4\n\nUser: sure?\n\nAssistant: yes",
         "Assistant: 5\n\nUser: really?\n\nAssistant: no, 4", "Assistant: 4!",
@@ -315,17 +306,11 @@ def test_each_member_of_several_turns_is_judged_by_its_own_conversation(messages
 
 def test_episodes_are_compared_from_where_they_part():
     """A shared first turn is part of the conversation."""
-    request: list[AnswerComparison] = []
-    judge = SimpleNamespace(
-        compare=lambda result: (
-            request.extend(result) or [ComparisonVerdict(0.5, 0.5, 0.0, True) for _ in result]
-        )
-    )
     members = [
         make_logged_episode(("a", first), ("c", last))
         for first, last in (("b", "d"), ("b", "e"), ("x", "d"), ("b", "d"))
     ]
-    PairwiseJudge(judge).scores([TrajectoryGroup(members, [0.0] * 4, [{}] * 4)])
+    request, _ = record_comparisons([TrajectoryGroup(members, [0.0] * 4, [{}] * 4)])
     assert len(request) == 5  # the first and the last are equal
     whole = [
         {"role": "user", "content": "a"},
@@ -390,41 +375,32 @@ def test_a_model_in_the_loop_gives_what_it_gives_alone(tmp_path):
 
 LEARNS = (
     "reward_model --steps 60 --batch-size 32 --learning-rate 1e-3 --warmup-steps 10 --schedule "
-    "linear --eval-every 30 --save-every 0"
+    "linear --eval-every 60 --save-every 0"
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", ["", "--lora-rank 8 --learning-rate 5e-3", "--centre-coef 0.05"]
-)
+@pytest.mark.parametrize("options", ["--lora-rank 8 --learning-rate 5e-3", "--centre-coef 0.05"])
 def test_it_learns_preferences_with_a_known_answer(options, tmp_path):
-    rows = train(
-        f"{LEARNS} --dataset {largest_digit_pairs(tmp_path / 'pairs.jsonl')} {options}",
-        tmp_path / "run",
-    )
+    data = largest_digit_pairs(tmp_path / "pairs.jsonl")
+    rows = train(f"{LEARNS} --dataset {data} {options}", tmp_path / "run")
     start, first, last = next(row for row in rows if row["step"] == 1), rows[0], rows[-1]
-    assert (
-        start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6)
-        and abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
-    )
+    assert start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
     assert first["test/rewards/accuracies"] == 0.5
     learning.check_figure("pairs ranked right", last["test/rewards/accuracies"], above=0.9)
     assert last["test/loss"] < 0.5 * math.log(2) and last["test/rewards/calibration_error"] < 0.2
     if "centre" in options:
-        assert (
-            abs(last["test/rewards/chosen"] + last["test/rewards/rejected"])
-            < 0.5 * last["test/rewards/margins"]
-        )
+        sums = last["test/rewards/chosen"] + last["test/rewards/rejected"]
+        assert abs(sums) < 0.5 * last["test/rewards/margins"]
 
 
 @pytest.mark.slow
-def test_swapped_labels_score_below_a_tenth(tmp_path):
-    wrong, right = (
-        largest_digit_pairs(tmp_path / "swapped.jsonl", swapped=True),
-        largest_digit_pairs(tmp_path / "right.jsonl"),
-    )
+def test_swapped_labels_are_learnt_and_score_below_a_tenth(tmp_path):
+    wrong = largest_digit_pairs(tmp_path / "swapped.jsonl", swapped=True)
+    right = largest_digit_pairs(tmp_path / "right.jsonl")
     rows = train(f"{LEARNS} --dataset {wrong} --eval-dataset {right}", tmp_path / "run")
+    assert rows[-2]["optim/loss"] < 0.5 * math.log(2)
     assert rows[-1]["test/rewards/accuracies"] < 0.1
 
 
@@ -461,23 +437,6 @@ def test_the_comparison_form_learns_the_same_preferences(tmp_path):
     )
     learning.check_figure(
         "verdicts that are the same in both orders", last["test/comparison/consistent"], above=0.9
-    )
-
-
-@pytest.mark.slow
-def test_the_loss_falls_on_real_preferences(shared_data, tmp_path):
-    source = shared_data / "preferences" / "rasbt_dpo" / "instruction-data-with-preference.json"
-    words = f"""reward_model --dataset {source} --train-limit 400 --base-model tiny:chat
-        --tokenizer {shared_data / "tokenizers" / "minimind_6400"} --renderer role_colon
-        --steps 30 --batch-size 16 --learning-rate 1e-3 --eval-every 30 --save-every 0"""
-    rows = train(words, tmp_path / "run")
-    losses = [row["optim/loss"] for row in rows if "optim/loss" in row]
-    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
-    assert np.mean(losses[-10:]) < 0.6
-    held_out = [row for row in rows if "test/loss" in row]
-    print(
-        "held-out accuracy and loss:",
-        [(row["test/rewards/accuracies"], row["test/loss"]) for row in held_out],
     )
 
 
@@ -605,8 +564,6 @@ def test_a_comparing_judge_rewards_groups(tmp_path):
 @pytest.mark.parametrize(("words", "says"), [
     ("rlhf", "rlhf needs a reward model"),
     ("rlhf --reward-model tiny:addition", "tiny:addition is no reward model"),
-    ("grpo --reward-model a --comparison-model b",
-     "set reward models or --comparison-model, not both"),
     ("grpo --other-reward-weight 1", "or leave --other-reward-weight out"),
     ("ppo --comparison-model tiny:ascii", "set --group-size to 2 or more"),
     ("rlhf --reward-model nowhere/at/all", "no folder nowhere/at/all"),
@@ -680,12 +637,6 @@ def test_rlhf_raises_the_learned_reward_and_the_true_one(tmp_path):
         "learned reward at first", first["test/env/all/reward/learned"], below=near_right
     )
     learning.check_figure("learned reward", last["test/env/all/reward/learned"], above=near_right)
-    print(
-        {
-            name: (first[name], last[name])
-            for name in ("test/env/all/correct", "test/env/all/reward/learned")
-        }
-    )
 
 
 def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
