@@ -106,39 +106,3 @@ def test_groups_are_compared_and_turns_discounted(advantage, step_rewards, disco
                 expected += [value] * len(turn.ac.tokens)
             at += count
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
-
-
-class Values:
-    """A value for each prefix, computed from its tokens only."""
-
-    info = {"max_context": None}
-
-    def compute_values(self, inputs):
-        sines = [np.sin(np.asarray(item.to_ints(), dtype=np.float64)) for item in inputs]
-        return SimpleNamespace(result=lambda: [np.cumsum(s).astype(np.float32) for s in sines])
-
-
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.7), (1.0, 1.0), (0.95, 0.0)])
-def test_generalised_advantages_run_over_actions_across_what_was_observed(gamma, lam):
-    groups = random_groups(5, 6, 3)
-    options = {"normalise_advantages": False, "truncated": "bootstrap", "kl_coef": 0.0}
-    method = make_method("ppo", gamma=gamma, gae_lambda=lam, **options)
-    result = trained(method.compute_advantages(groups, Models(Values())))
-    expected: list[float] = []
-    for group in groups:
-        for episode, final in zip(group.trajectories_G, group.final_rewards_G, strict=True):
-            rewards, values, read = [], [], []
-            for turn in episode.transitions:
-                read = turn.ob.to_ints()
-                for token in turn.ac.tokens:
-                    values.append(math.fsum(math.sin(t) for t in read))
-                    rewards.append(0.0)
-                    read = [*read, token]
-                rewards[-1] += turn.reward
-            rewards[-1] += final
-            cut = episode.transitions[-1].truncated
-            ahead = [*values[1:], math.fsum(math.sin(t) for t in read) if cut else 0.0]
-            steps = zip(rewards, ahead, values, strict=True)
-            delta = [r + gamma * after - v for r, after, v in steps]
-            expected += [sum_discounted(delta[t:], gamma * lam) for t in range(len(delta))]
-    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ from rl.types import ModelInput, SampledSequence
 
 SMALL = {
     "steps": 1, "batch_size": 2, "group_size": 2, "max_tokens": 4, "eval_every": 0, "quiet": True,
+    "self_test": False,
 }  # fmt: skip
 FILE = '''
 from rl.rollout import trajectory_to_datums
@@ -293,7 +294,7 @@ def documented_files(run_folder):
 
 
 def gradient_norm(folder, method, **settings):
-    small = SMALL | {"group_size": 4, "batch_size": 4, "self_test": False, "reward": count_symbols}
+    small = SMALL | {"group_size": 4, "batch_size": 4, "reward": count_symbols}
     settings = small | {"overwrite": True, "output_dir": folder / "run"} | settings
     return rl.train(method, **settings).metrics[-1]["optim/grad_norm"]
 

@@ -93,13 +93,13 @@ def method_of(row: Row):
 
 
 def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:
-    """Return episodes of 1 to 5 turns that continue or restart a conversation; some end early."""
+    """Return episodes of 1 to 3 turns that continue or restart a conversation; some end early."""
     groups = []
     for problem in range(GROUPS):
         members = []
         for _ in range(MEMBERS):
             turns, conversations = [], []
-            for _ in range(int(rng.integers(1, 6))):
+            for _ in range(int(rng.integers(1, 4))):
                 observation = rng.integers(0, 12, 3).tolist()
                 if conversations and rng.random() < 0.6:
                     earlier = conversations.pop(int(rng.integers(0, len(conversations))))

@@ -99,9 +99,10 @@ class Reference:
     def __init__(self, model):
         self.model = model
 
+    @torch.no_grad()
     def logprobs(self, datums: list[Datum]) -> list[np.ndarray]:
         logprobs = logprobs64(self.model, datums)
-        return [lp.detach().numpy() + 8.0 / max(1, len(lp)) for lp in logprobs]
+        return [lp.numpy() + 8.0 / max(1, len(lp)) for lp in logprobs]
 
 
 def logprobs64(model, datums):

@@ -15,7 +15,7 @@ from rl.renderers import get_renderer
 from rl.renderers.response_parsing import split_calls, split_channels
 from rl.renderers.tool_call_formats import find_call_format
 
-COUNT = 200
+COUNT = 100
 WORDS = (
     "yes", "no", "12", "the answer is", "(a+b)*c", "what?", "x = 1", "-3.5e2", "a: b", "é 数 🙂",
     "Straße", "שלום", "{{ x }}", "a\n\nb",
@@ -227,7 +227,7 @@ def check(renderer, name):
 )
 def test_the_tokenizers_own_templates(name, shared_data):
     counts = check(of_folder(name, shared_data / "tokenizers"), name)
-    assert counts["prompts"] == 2 * COUNT and counts["forged"] > 30
+    assert counts["prompts"] == 2 * COUNT and counts["forged"] > 0.15 * COUNT
     assert counts["answers"] > 0.9 * COUNT or name == "qwen3, no thinking"
 
 
@@ -289,7 +289,7 @@ def test_messages_with_channels_are_read_by_hand():
 @pytest.mark.parametrize("name", PACKAGE)
 def test_templates_of_other_families(name, shared_data):
     counts = check(of_package(name, shared_data / "tokenizers"), name)
-    assert counts["prompts"] == 2 * COUNT and counts["forged"] > 30
+    assert counts["prompts"] == 2 * COUNT and counts["forged"] > 0.15 * COUNT
 
 
 @pytest.mark.slow
