@@ -228,26 +228,18 @@ def test_the_base_under_the_students_adapter_can_be_the_teacher(tmp_path):
     with ServiceClient(output_dir=tmp_path / "out") as service:
         loaded = service.create_sampling_client(base_model=str(tmp_path / "base"))
         student = service.create_lora_training_client(str(tmp_path / "base"), rank=4, seed=3)
-        hosts = StageModelFactory(
-            service,
-            student,
-            ModelSettings(base_model=str(tmp_path / "base"), lora_rank=4),
-            None,
-            {},
-            0,
-        )
+        settings = ModelSettings(base_model=str(tmp_path / "base"), lora_rank=4)
+        hosts = StageModelFactory(service, student, settings, None, {}, 0)
         prompts = [ModelInput.from_ints([*prompt, *answer]) for prompt, answer in SEQUENCES]
 
         def scores(client):
-            return np.concatenate(
-                [item[1:] for item in client.compute_logprobs_many(prompts).result()]
-            )
+            results = client.compute_logprobs_many(prompts).result()
+            return np.concatenate([item[1:] for item in results])
 
         teachers = [hosts.load(str(tmp_path / "base"))]
         for _ in range(3):
-            student.forward_backward(
-                [make_supervised_datum(*item) for item in SEQUENCES], "cross_entropy"
-            )
+            datums = [make_supervised_datum(*item) for item in SEQUENCES]
+            student.forward_backward(datums, "cross_entropy")
             student.optim_step(AdamParams(learning_rate=1e-2)).result()
         policy = student.save_weights_and_get_sampling_client()
         teachers.append(hosts.load(str(tmp_path / "base")))

@@ -74,10 +74,9 @@ JUDGES = {
 def test_a_renamed_class_is_named_in_the_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for place, before, after in (
-        ("rl.algorithms", "PolicyGradient", "GRPO"),
-        ("rl.algorithms.ppo", "Ppo", "PPO"),
+        ("rl.algorithms", "PolicyGradient", "GRPO"), ("rl.algorithms.ppo", "Ppo", "PPO"),
         ("rl.algorithms.orpo_simpo", "WithoutReference", "ReferenceFreeDPO"),
-    ):
+    ):  # fmt: skip
         file = tmp_path / f"{before}.py"
         file.write_text(f"from {place} import {before}\n")
         with pytest.raises(UserError, match=f"{before} was renamed to {after}"):

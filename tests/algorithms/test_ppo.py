@@ -225,34 +225,24 @@ def test_the_reference_stays_what_it_was(service, rank):
     """The reference is unchanged when the policy's weights are replaced, and when it is rebuilt as
     in a resumed run.
     """
+
+    def score(client):
+        scored = client.forward(datums, "importance_sampling", {"temperature": 0.8}).result()
+        return np.concatenate([o["logprobs"].array for o in scored.loss_fn_outputs])
+
     model = ModelSettings(lora_rank=rank)
     policy = make_policy(service, model, None, None, 7, value_head=True)
     hosts = StageModelFactory(service, policy, model, None, {}, 7)
     reference = hosts.initial_policy()
     datums = [whole_sequence(d) for d in random_datums(3)]
-    first = reference.logprobs(datums, 0.8)
-    local = (
-        policy.forward(datums, "importance_sampling", {"temperature": 0.8}).result().loss_fn_outputs
-    )
-    np.testing.assert_allclose(
-        np.concatenate(first), np.concatenate([o["logprobs"].array for o in local]), atol=1e-5
-    )
+    first = np.concatenate(reference.logprobs(datums, 0.8))
+    np.testing.assert_allclose(first, score(policy), atol=1e-5)
     for _ in range(3):
         policy.forward_backward(datums, "importance_sampling").result()
         policy.optim_step(AdamParams(1e-2)).result()
     path = policy.save_state("here").result().path
-    moved = (
-        policy.forward(datums, "importance_sampling", {"temperature": 0.8}).result().loss_fn_outputs
-    )
-    assert (
-        np.abs(np.concatenate([o["logprobs"].array for o in moved]) - np.concatenate(first)).max()
-        > 0.01
-    )
+    assert np.abs(score(policy) - first).max() > 0.01
     resumed = make_policy(service, model, None, path, 7)
-    for scorer in (
-        reference,
-        StageModelFactory(service, resumed, model, None, {}, 7, path).initial_policy(),
-    ):
-        np.testing.assert_array_equal(
-            np.concatenate(scorer.logprobs(datums, 0.8)), np.concatenate(first)
-        )
+    rebuilt = StageModelFactory(service, resumed, model, None, {}, 7, path).initial_policy()
+    for scorer in (reference, rebuilt):
+        np.testing.assert_array_equal(np.concatenate(scorer.logprobs(datums, 0.8)), first)

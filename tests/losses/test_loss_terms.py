@@ -18,27 +18,19 @@ POLICY_LOSSES = [name for name, spec in LOSSES.items() if spec.terms]
 def inputs_of(seed=0):
     g = torch.Generator().manual_seed(seed)
     draw = lambda: torch.randn(8, generator=g, dtype=torch.float64)  # noqa: E731
-    return {
-        "advantages": draw() * MASK,
-        "logprobs": -draw().abs(),
-        "mask": MASK,
-        "ref_logprobs": -draw().abs(),
-        "returns": draw(),
-        "values_old": draw(),
-        "values": draw().requires_grad_(True),
-    }
+    inputs = {"advantages": draw() * MASK, "logprobs": -draw().abs(), "mask": MASK}
+    inputs |= {"ref_logprobs": -draw().abs(), "returns": draw(), "values_old": draw()}
+    return inputs | {"values": draw().requires_grad_(True)}
 
 
 def logp_of(seed=0):
-    return (
-        -torch.rand(8, generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64) * 3
-    ).requires_grad_(True)
+    g = torch.Generator().manual_seed(seed + 100)
+    return (-torch.rand(8, generator=g, dtype=torch.float64) * 3).requires_grad_(True)
 
 
 def compute(name, logp, inputs, config=None, entropy=None):
-    return get_loss(name).compute(
-        logp, torch.zeros_like(logp) if entropy is None else entropy, inputs, CU, config or {}
-    )
+    entropy = torch.zeros_like(logp) if entropy is None else entropy
+    return get_loss(name).compute(logp, entropy, inputs, CU, config or {})
 
 
 def test_dro_and_gspo_by_hand():
@@ -103,24 +95,13 @@ def test_the_kl_term_over_stale_samples_is_deepseeks_unbiased_estimate():
     published = (MASK * (logp - q).exp() * (torch.exp(ref - logp) - 1 + logp - ref)).sum()
     config = {"kl_coef": 1.0, "kl_kind": "k3"}
     bare = inputs | {"advantages": torch.zeros(8, dtype=torch.float64)}
-    loss = compute("ppo", logp, bare, config)[0]
-    assert loss.item() == pytest.approx(published.item(), rel=1e-12)
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, logp)[0],
-        torch.autograd.grad(published, logp)[0],
-        rtol=1e-12,
-        atol=1e-12,
-    )
-    now = bare | {"logprobs": logp.detach()}
+    on_policy = bare | {"logprobs": logp.detach()}
     unweighted = (MASK * estimate_kl(logp, ref, "k3")).sum()
-    loss = compute("ppo", logp, now, config)[0]
-    assert loss.item() == pytest.approx(unweighted.item(), rel=1e-12)
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, logp)[0],
-        torch.autograd.grad(unweighted, logp)[0],
-        rtol=1e-12,
-        atol=0,
-    )
+    for fields, expected, atol in ((bare, published, 1e-12), (on_policy, unweighted, 0)):
+        loss = compute("ppo", logp, fields, config)[0]
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        (result,), (truth,) = (torch.autograd.grad(each, logp) for each in (loss, expected))
+        torch.testing.assert_close(result, truth, rtol=1e-12, atol=atol)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
@@ -150,13 +131,8 @@ def test_terms_heed_the_masks_weights_and_what_drew_the_tokens(kind):
 def test_terms_are_sums_over_actions_added_to_the_loss(name):
     inputs, logp = inputs_of(2), logp_of(2)
     entropy = torch.rand(8, dtype=torch.float64, requires_grad=True)
-    config = {
-        "entropy_coef": 0.3,
-        "kl_coef": 0.2,
-        "kl_kind": "k2",
-        "value_coef": 0.5,
-        "value_clip": 0.4,
-    }
+    config = {"entropy_coef": 0.3, "kl_coef": 0.2, "kl_kind": "k2"}
+    config |= {"value_coef": 0.5, "value_clip": 0.4}
     total, metrics = compute(name, logp, inputs, config, entropy)
     bare = compute(name, logp, inputs)[0]
     expected = bare.item()
@@ -165,10 +141,9 @@ def test_terms_are_sums_over_actions_added_to_the_loss(name):
         ratio = math.exp((logp[t] - inputs["logprobs"][t]).item())
         expected += 0.2 * ratio * 0.5 * (logp[t] - inputs["ref_logprobs"][t]).item() ** 2
         old = inputs["values_old"][t].item()
-        held = min(max(inputs["values"][t].item(), old - 0.4), old + 0.4)
-        expected += 0.25 * max(
-            (v - inputs["returns"][t].item()) ** 2 for v in (held, inputs["values"][t].item())
-        )
+        value, target = inputs["values"][t].item(), inputs["returns"][t].item()
+        held = min(max(value, old - 0.4), old + 0.4)
+        expected += 0.25 * max((held - target) ** 2, (value - target) ** 2)
     assert total.item() == pytest.approx(expected, rel=1e-12)
     assert metrics["policy_loss:sum"].item() == bare.item() and metrics["action_tokens:sum"] == 5
     grads = torch.autograd.grad(total, [logp, entropy, inputs["values"]])
@@ -177,23 +152,16 @@ def test_terms_are_sums_over_actions_added_to_the_loss(name):
     assert not grads[0][off].any() and not grads[2][off].any() and grads[2].any()
     # Values at tokens that are no action do not count.
     read_at_actions = ("ref_logprobs", "returns", "values_old", "values")
-    spoiled = {
-        k: torch.where(off, float("nan"), v) if k in read_at_actions else v
-        for k, v in inputs.items()
-    }
-    assert (
-        compute(name, logp, spoiled, config, torch.where(off, float("nan"), entropy))[0].item()
-        == total.item()
-    )
+    spoiled = {k: torch.where(off, float("nan"), inputs[k]) for k in read_at_actions}
+    entropy = torch.where(off, float("nan"), entropy)
+    assert compute(name, logp, inputs | spoiled, config, entropy)[0].item() == total.item()
 
 
 def test_no_terms_change_no_bit():
     inputs, logp = inputs_of(1), logp_of(1)
     off = {"entropy_coef": 0.0, "kl_coef": 0.0, "value_coef": 0.0}
-    assert (
-        compute("ppo", logp, inputs, off)[0].item()
-        == get_loss("ppo").fn(logp, logp, inputs, CU, {})[0].item()
-    )
+    bare = get_loss("ppo").fn(logp, logp, inputs, CU, {})[0]
+    assert compute("ppo", logp, inputs, off)[0].item() == bare.item()
 
 
 def test_a_value_clip_of_none_is_no_clip():
