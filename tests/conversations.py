@@ -58,7 +58,10 @@ def load(name: str, tokenizers) -> Renderer:
     if which in MADE:
         import test_renderer_specials
 
-        return get_renderer(kind, test_renderer_specials.MADE[which](), **settings)
+        tokenizer = test_renderer_specials.MADE[which]()
+        names = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+        tokenizer.chat_template = f"{names}{tokenizer.chat_template}"
+        return get_renderer(kind, tokenizer, **settings)
     from transformers import AutoTokenizer, GPT2TokenizerFast
 
     loaded = GPT2TokenizerFast if which == "gpt2" else AutoTokenizer

@@ -63,8 +63,8 @@ class TableScorer:
         return Done([[None, float(logp[0, a]), float(logp[1 + a, b])] for a, b in answers])
 
 
-def models_with(teacher, policy=None) -> Models:
-    return Models(policy, {"teachers": {"": teacher}})
+def models_with(teacher) -> Models:
+    return Models(None, {"teachers": {"": teacher}})
 
 
 def trajectory(tokens, logprobs) -> Trajectory:
