@@ -59,8 +59,9 @@ def load(name: str, tokenizers) -> Renderer:
         import test_renderer_specials
 
         tokenizer = test_renderer_specials.MADE[which]()
-        names = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
-        tokenizer.chat_template = f"{names}{tokenizer.chat_template}"
+        if tokenizer.chat_template is not None:
+            names = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+            tokenizer.chat_template = f"{names}{tokenizer.chat_template}"
         return get_renderer(kind, tokenizer, **settings)
     from transformers import AutoTokenizer, GPT2TokenizerFast
 
