@@ -332,6 +332,9 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
     def fill(start):
         return samples.fill_mixed_groups(start, 4, None)
 
+    def without_signal(index):
+        return RolloutBatch([alike(index)], [], {}, 0.0, 0.0)
+
     def problems(batch):
         return [g.problem_index for g in batch.groups]
 
@@ -346,12 +349,11 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
     samples.context.loop.batch_size = 50
     assert problems(fill(start)) == [9, 2, 2, 3, 3]  # exactly two rounds
     assert len({seed for _, seed in drawn}) == 2 and len({builders for builders, _ in drawn}) == 3
-    empty = [RolloutBatch([alike(index)], [], {}, 0.0, 0.0) for index in (0, 1)]
-    monkeypatch.setattr(samples_module, "rollout", lambda *_, **__: empty[1])
-    nothing = fill(empty[0])  # no group is mixed
+    monkeypatch.setattr(samples_module, "rollout", lambda *_, **__: without_signal(1))
+    nothing = fill(without_signal(0))  # no group is mixed
     assert problems(nothing) == [0, 1, 1] and not nothing.untrained_groups
     samples.context.loop.batch_size = 2
-    nothing = fill(empty[0])  # at most batch_size groups are trained on
+    nothing = fill(without_signal(0))  # at most batch_size groups are trained on
     assert len(nothing.groups) == 2 and len(nothing.untrained_groups) == 1
     samples.context.settings = GrpoSettings()
     assert fill(start) is start

@@ -157,7 +157,7 @@ def loss_of(name, lp, cu_seqlens, config=None, **inputs):
     cu = torch.as_tensor(cu_seqlens)
     loss, _ = LOSSES[name].compute(lp, torch.zeros_like(lp), inputs, cu, config or {})
     (slope,) = torch.autograd.grad(loss, lp)
-    return float(loss), slope.numpy()
+    return float(loss.detach()), slope.numpy()
 
 
 TRFL_PG = [

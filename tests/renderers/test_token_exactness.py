@@ -36,6 +36,10 @@ def test_what_is_trained_in_a_thousand_conversations_is_what_was_sampled(named):
     check_canonical(name, renderer, 250)
 
 
+# The encode of the others' tokenizers puts a space before an answer, which no template does.
+@pytest.mark.parametrize("named", [
+    param for param in PARAMS if RENDERERS[param.values[0]][1] not in ("llama-like", "unigram")
+], indirect=True)  # fmt: skip
 def test_a_continued_prompt_is_the_templates_own(named):
     name, renderer = named
     assert check_canonical(name, renderer, 8) > 14
