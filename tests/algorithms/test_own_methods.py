@@ -205,6 +205,9 @@ def count_symbols(prompt, response, meta):
     return len(set(response)) / 4
 
 
+COUNTED = {"reward": count_symbols, "reward_workers": 1}
+
+
 SCHEDULES: list[dict] = [
     {}, {"rollout_mode": "async"}, {"stream_minibatches": 2}, {"max_steps_off_policy": 1},
 ]  # fmt: skip
@@ -215,7 +218,7 @@ SCHEDULES: list[dict] = [
 ], ids=lambda value: value if isinstance(value, str) else "_".join(value) or "lockstep")  # fmt: skip
 def test_shaped_rewards_reach_the_advantages_under_every_schedule(run_folder, method, schedule):
     (run_folder / "mine.py").write_text(FILE + RANKED)
-    settings = SMALL | {"steps": 2, "rollouts_every": 1, "reward": count_symbols} | schedule
+    settings = SMALL | {"steps": 2, "rollouts_every": 1} | COUNTED | schedule
     if method == "grpo":
         settings |= {"reward_scale": 3.0}
     rows = rl.train(method, output_dir=run_folder / "run", **settings).rollouts
@@ -293,7 +296,7 @@ def documented_files(run_folder):
 
 
 def gradient_norm(folder, method, **settings):
-    small = SMALL | {"group_size": 4, "batch_size": 4, "reward": count_symbols}
+    small = SMALL | {"group_size": 4, "batch_size": 4} | COUNTED
     settings = small | {"overwrite": True, "output_dir": folder / "run"} | settings
     return rl.train(method, **settings).metrics[-1]["optim/grad_norm"]
 
